@@ -1,8 +1,7 @@
-"""Strided pieces of a tensor and of a rank's shard, and the boxes that they are made of.
+"""Strided pieces of a tensor and of a rank's shard, and the boxes that they consist of. Pure.
 
-Pure. A piece is described as ``torch.as_strided`` does, once in the whole tensor and once in the
-shard, both row-major: the form of DeepSpeed's affine maps (``deepspeed/checkpoint/affine.py``,
-0.19.8). Here a piece becomes boxes, because everything else in ucp_core speaks of boxes.
+A piece is given by strides as in ``torch.as_strided``, once in the whole tensor and once in the
+shard: the form of DeepSpeed's affine maps (``deepspeed/checkpoint/affine.py``, 0.19.8).
 """
 
 from __future__ import annotations
@@ -20,7 +19,7 @@ if TYPE_CHECKING:
 
 #: Version of DeepSpeed's affine maps that ``parse_affine_map`` understands.
 AFFINE_MAP_VERSION = 1
-#: A piece that needs more boxes than this is not made of blocks; it would be copied by elements.
+#: A piece of more boxes would be copied element by element.
 BOXES_MAX = 1 << 14
 
 
@@ -28,12 +27,12 @@ class AffinePiece(NamedTuple):
     """Elements of the whole tensor, and where one rank's shard has them.
 
     Attributes:
-        shape: Of the view, shared by both sides.
+        shape: Of the view on both sides.
         source_offset: First element in the whole tensor.
         source_strides: Elements between neighbours in the whole tensor, for each dim of ``shape``.
         dest_offset: First element in the shard.
         dest_strides: The same in the shard.
-        locations: All ranks that hold these elements; the lowest is the primary.
+        locations: All ranks that hold these elements; the lowest is the primary one.
         scale: The shard holds the elements times this factor.
     """
 
@@ -74,7 +73,7 @@ class _View(NamedTuple):
 
 
 class _Aligned(NamedTuple):
-    """The box that a view spans: its extents are 1 along axes where no dim of the view lies."""
+    """The box that a view spans; its extent is 1 along axes without a dim of the view."""
 
     start: tuple[int, ...]
     extents: tuple[int, ...]
@@ -82,10 +81,9 @@ class _Aligned(NamedTuple):
 
 
 class _Change(NamedTuple):
-    """What must be done to dim ``dim`` of a view before it can be a box.
+    """How to change dim ``dim`` of a view so that it can become boxes.
 
-    Either ``cut`` it in two, or ``fold`` it into rows of so many elements, or (both 0) look at
-    every index of it by itself.
+    ``cut`` it in two, ``fold`` it into rows of that many elements, or (both 0) split every index.
     """
 
     dim: int
@@ -96,16 +94,16 @@ class _Change(NamedTuple):
 def piece_boxes(
     piece: AffinePiece, whole: Sequence[int], shard: Sequence[int], *, what: str
 ) -> Iterator[tuple[Box, tuple[int, ...]]]:
-    """Yield the boxes of a piece: in the shard, and where each starts in the whole tensor.
+    """Yield the boxes of a piece in the shard, each with its start in the whole tensor.
 
     Args:
-        piece: What to cut into boxes.
+        piece: The piece.
         whole: Shape of the tensor.
         shard: Shape of the shard, of as many dims.
         what: Tensor and rank, for errors.
 
     Raises:
-        PatternError: The piece reaches outside, or is not made of boxes.
+        PatternError: The piece exceeds the tensor or shard, or does not consist of boxes.
     """
     if 0 in piece.shape:
         return
@@ -156,7 +154,7 @@ def _check_inside(
 
 
 def _merged(piece: AffinePiece) -> _View:
-    """Return the view with dims outermost first, neighbours joined that are one on both sides."""
+    """Return the view with dims outermost first; dims that are one on both sides are joined."""
     dims: list[_Dim] = []
     given = map(_Dim, piece.shape, piece.source_strides, piece.dest_strides)
     for dim in sorted((d for d in given if d.size > 1), key=lambda d: -d.source):
@@ -171,7 +169,7 @@ def _merged(piece: AffinePiece) -> _View:
 def _align(
     shape: Sequence[int], offset: int, dims: Sequence[tuple[int, int]]
 ) -> _Aligned | _Change:
-    """Return the box that the dims span from ``offset`` on, or what keeps them from being one."""
+    """Return the box that the dims span from ``offset`` on, or the change that they need."""
     strides = [prod(shape[axis + 1 :]) for axis in range(len(shape))]
     start: list[int] = []
     rest = offset
@@ -229,7 +227,7 @@ def _real(dims: Sequence[_Dim]) -> tuple[_Dim, ...]:
 
 
 def parse_affine_map(document: Any, *, where: str) -> dict[str, Affine]:
-    """Return the maps of a DeepSpeed checkpoint's ``affine_map`` by the regex of their names.
+    """Return the maps of a DeepSpeed checkpoint's ``affine_map`` by regular expression.
 
     Args:
         document: ``{version, params: {regex: {logical_shape, ranks: {rank: {shard_shape,

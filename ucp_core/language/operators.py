@@ -1,9 +1,9 @@
-"""The operators of Universal Checkpointing, as functions on fragments and maps.
+"""The operators of Universal Checkpointing, as functions on fragments and maps. Pure.
 
-The paper's operators (ATC'25, table 2) move tensors; these move descriptions, and bytes move once,
-at the end. ``extract`` says where one rank's file has which boxes, ``union`` proves that all of
-them make up the tensor, ``strip_padding`` crops it, ``target_map`` (the paper's UcpInfo) says what
-a rank of another layout needs. The paper's Load and Save are ``ucp_core.load`` and ``convert``.
+The paper's operators (ATC'25, table 2) move tensors. These move descriptions; bytes move once, at
+the end. ``extract`` returns the boxes in one rank's file, ``union`` proves that they make up the
+tensor, ``strip_padding`` crops it, ``target_map`` (the paper's UcpInfo) returns what a rank of
+another layout needs. The paper's Load and Save are ``ucp_core.load`` and ``convert``.
 """
 
 from __future__ import annotations
@@ -56,21 +56,20 @@ def extract(  # noqa: PLR0913 - what a file says of a range of itself is so much
     crc32: int | None = None,
     blocks: tuple[int, ...] = (),
 ) -> list[Fragment]:
-    """Return the fragments of one tensor that a file of one rank holds; padding is left out.
+    """Return the fragments of one tensor in a file of one rank, without padding.
 
     Args:
         key: The tensor.
         dtype: Of the bytes in the file.
         placement: How the ranks' shards make up the tensor.
-        rank: Whose shard it is.
+        rank: The rank of the shard.
         file: Name in the checkpoint's directory.
-        offset_bytes: Where the first of the elements is in the file.
-        flat: Elements ``[start, stop)`` of the flattened shard are there, as ZeRO cuts it; what
-            lies behind the shard's end is padding. None: the whole shard.
+        offset_bytes: Offset of the first element in the file.
+        flat: The file holds elements ``[start, stop)`` of the flattened shard, as ZeRO cuts it;
+            what exceeds the shard is padding. None: the whole shard.
         replica: Another file holds the same elements and is the primary one.
-        copy: Of an average; default: ``rank``.
-        crc32: Of the bytes, if they have a checksum of their own. It is kept where one fragment
-            is all of them.
+        copy: Number of the copy of an average; default: ``rank``.
+        crc32: Of the bytes, if they have a checksum; kept if one fragment is all of them.
         blocks: The same by blocks.
 
     Raises:
@@ -112,9 +111,9 @@ def extract(  # noqa: PLR0913 - what a file says of a range of itself is so much
 def _inside(
     held: Sequence[Box], local: Box, shard: tuple[int, ...], start: int
 ) -> Iterator[tuple[Box, int, int]]:
-    """Yield what of the boxes of a flat range is in ``local``, and its flat positions."""
+    """Yield the parts in ``local`` of the boxes of a flat range, with their flat positions."""
     if local.stop == shard and not any(local.start):
-        # The usual case: the boxes of a flat range lie one behind the other.
+        # The usual case: the boxes of a flat range follow one another.
         for box in held:
             stop = start + box.num_elements
             yield box, start, stop
@@ -138,10 +137,10 @@ def _moved(inner: Box, local: Box, begin: tuple[int, ...]) -> Box:
 def union(
     key: TensorKey, dtype: str, placement: Placement, fragments: Iterable[Fragment]
 ) -> TensorEntry:
-    """Return the tensor that the fragments of all files make up, proven to be whole.
+    """Return the tensor that the fragments of all files make up, with proof of coverage.
 
-    Replicas stay in the entry to be compared, unless the placement says that the first one is
-    taken. Of an average, every copy covers the tensor.
+    Replicas stay in the entry for comparison, unless the placement takes the first one. Every copy
+    of an average covers the tensor.
 
     Raises:
         UncoveredRegionError: A hole or an overlap; names the tensor, the box and the files.
@@ -161,12 +160,12 @@ def union(
 
 
 def _order(fragment: Fragment) -> tuple[Box, int, bool, str, int]:
-    # Not the fragment itself: crc32 and strides may be None, which has no order.
+    # Fragments do not compare: crc32 and strides may be None.
     return (fragment.box, fragment.copy, fragment.replica, fragment.file, fragment.offset_bytes)
 
 
 def strip_padding(entry: TensorEntry, shape: Sequence[int]) -> TensorEntry:
-    """Return the tensor without what lies behind ``shape``: the padding of a vocabulary.
+    """Return the tensor cropped to ``shape``: without the padding of a vocabulary.
 
     Raises:
         PatternError: ``shape`` is larger than the tensor.
@@ -192,7 +191,7 @@ def _cropped(fragment: Fragment, whole: Box, itemsize: int) -> Fragment | None:
     strides = fragment.strides or packed_strides(fragment.box.shape, itemsize)
     last = sum((n - 1) * s for n, s in zip(inner.shape, strides, strict=True))
     num_bytes = last + itemsize
-    # Padding lies behind the elements, so the first one stays where it was.
+    # Padding follows the elements, so the first one keeps its place.
     return fragment._replace(
         box=inner,
         num_bytes=num_bytes,
@@ -207,7 +206,7 @@ def rename(manifest: Manifest, mapping: Mapping[str, str]) -> Manifest:
 
     Args:
         manifest: Of any source.
-        mapping: New names by old ones; a name that is not in it stays.
+        mapping: New names by old ones; other names stay.
 
     Raises:
         PatternError: A name does not exist, or two tensors would get one name.
@@ -252,14 +251,14 @@ def rename(manifest: Manifest, mapping: Mapping[str, str]) -> Manifest:
 
 
 def tie(manifest: Manifest, ties: Mapping[str, str]) -> Manifest:
-    """Return the checkpoint with aliases of tensors known as such.
+    """Return the checkpoint with ties.
 
-    What files hold under an alias becomes a replica of the tensor that is kept, so that whoever
-    converts or verifies compares the two.
+    The bytes of an alias become a replica of the tensor that is kept, so that converting and
+    verifying compare the two.
 
     Args:
         manifest: Of any source.
-        ties: The tensor that is kept, by alias; the alias may have no bytes of its own.
+        ties: The tensor that is kept, by alias; an alias may have no bytes.
 
     Raises:
         PatternError: The tensor that is kept does not exist, or the alias is another tensor.

@@ -1,8 +1,7 @@
-"""The UCP language: how the shards of several ranks make up one tensor.
+"""Patterns: how the shards of several ranks make up one tensor. Pure.
 
-Pure values. A pattern says it in words, ``place`` in numbers: which box of which rank's shard is
-which box of the whole tensor. ``ucp_core.language.operators`` turns placements into fragments,
-``ucp_core.language.rules`` reads patterns from a text.
+A pattern says it in words. ``place`` says it in numbers: which box of which rank's shard is which
+box of the whole tensor. ``operators`` turns placements into fragments.
 
 ========================  =============================================================
 paper (ATC'25, table 1)   here
@@ -57,8 +56,8 @@ class Replicated:
     """Every rank holds the whole tensor.
 
     Attributes:
-        check: ``equal``: the copies are compared, a difference is an error; ``first``: that of
-            the first rank is taken and the others are not looked at.
+        check: ``equal``: the copies are compared, and a difference is an error; ``first``: the
+            first rank's copy counts, the others are ignored.
     """
 
     check: Literal["equal", "first"] = "equal"
@@ -66,7 +65,7 @@ class Replicated:
 
 @dataclass(frozen=True, slots=True)
 class Average:
-    """Every rank updated the whole tensor by itself; its value is the mean over the ranks."""
+    """Every rank updated the whole tensor alone; the value is the mean over the ranks."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -75,13 +74,12 @@ class Cut:
 
     Attributes:
         dim: Which dim; negative counts from the last.
-        widths: Extent along ``dim`` by rank; None: what the shards have.
-        parts: The tensor is several tensors fused along ``dim``, and a rank's shard is its piece
-            of the first, its piece of the second, and so on: their extents in the whole tensor,
-            or a number of equal parts.
-        ratio: The same where only the proportions are known, as in ``(4, 1, 1)``.
-        part_widths: ``part_widths[part][rank]``: extents of the pieces, where uneven.
-        unpadded: True extent along ``dim``; what the shards hold behind it is padding.
+        widths: Extent along ``dim`` by rank; None: that of the shards.
+        parts: Several tensors are fused along ``dim``, and a shard is a piece of the first, a
+            piece of the second, ...: their extents in the whole tensor, or their number if equal.
+        ratio: The same if only the proportions are known, as in ``(4, 1, 1)``.
+        part_widths: ``part_widths[part][rank]``: extents of uneven pieces.
+        unpadded: True extent along ``dim``; what follows in the shards is padding.
     """
 
     dim: int = 0
@@ -94,11 +92,11 @@ class Cut:
 
 @dataclass(frozen=True, slots=True)
 class Grid:
-    """The ranks form a grid, row-major, and each of its axes cuts another dim.
+    """The ranks form a row-major grid; each of its axes cuts another dim.
 
     Attributes:
         cuts: One for each axis of the grid.
-        degrees: Ranks along each axis; one of them may be 0, it follows from the number of ranks.
+        degrees: Ranks along each axis; one may be 0 and follows from the number of ranks.
     """
 
     cuts: tuple[Cut, ...]
@@ -109,11 +107,11 @@ Pattern: TypeAlias = Unique | Replicated | Average | Cut | Grid | Affine
 
 
 class ShardPiece(NamedTuple):
-    """A box of one rank's shard, and where it lies in the whole tensor.
+    """A box of one rank's shard, and its place in the whole tensor.
 
     Attributes:
-        local: In coordinates of the shard.
-        start: Where it begins in the whole tensor; it has the same shape there.
+        local: The box in coordinates of the shard.
+        start: Its first element in the whole tensor, where it has the same shape.
         replica: Another rank's piece holds the same elements and is the primary one.
     """
 
@@ -128,9 +126,9 @@ class Placement:
 
     Attributes:
         shape: Of the whole tensor, without padding.
-        pieces: By rank; what no piece names is padding.
-        relation: What the elements held by several ranks are to each other: never there
-            (``once``), equal (``replica``), or to be averaged (``average``).
+        pieces: By rank; elements of a shard in no piece are padding.
+        relation: Elements are on one rank (``once``), equal on several (``replica``), or have to
+            be averaged (``average``).
         check: Of a ``Replicated``; ``equal`` for others.
         shards: Shape of each rank's shard.
     """
@@ -146,8 +144,8 @@ def place(pattern: Pattern, shards: Sequence[Sequence[int]], *, name: str = "ten
     """Return where the elements of the shards are in the whole tensor.
 
     Args:
-        pattern: How the tensor is spread.
-        shards: Shape of the shard that each rank holds, by rank.
+        pattern: How the tensor is sharded.
+        shards: Shape of each rank's shard.
         name: Of the tensor, for errors.
 
     Raises:
@@ -185,14 +183,14 @@ def place(pattern: Pattern, shards: Sequence[Sequence[int]], *, name: str = "ten
 def split(
     pattern: Pattern, shape: Sequence[int], num_ranks: int, *, name: str = "tensor"
 ) -> Placement:
-    """Return how ``num_ranks`` ranks hold a tensor under ``pattern``: ``place`` from its other end.
+    """Return how ``num_ranks`` ranks hold a tensor under ``pattern``: the inverse of ``place``.
 
-    Widths that the pattern states for another number of ranks do not apply. A cut without parts
-    gives every rank ``ceil(extent / num_ranks)`` as torch does, the last ranks less; with
-    ``unpadded``, the last ranks get padding instead.
+    Widths for another number of ranks are ignored. A cut without parts gives every rank
+    ``ceil(extent / num_ranks)`` as torch does, and the last ranks less; with ``unpadded``, the
+    last ranks get padding instead.
 
     Raises:
-        PatternError: The tensor cannot be spread so.
+        PatternError: The tensor cannot be sharded so.
     """
     whole = tuple(shape)
     problems = pattern_problems(pattern)
@@ -226,7 +224,7 @@ def split(
 
 
 def pattern_problems(pattern: Pattern) -> list[str]:
-    """Return what is wrong with a pattern whatever the shards are; empty if nothing."""
+    """Return what is wrong with a pattern for any shards; empty if nothing."""
     match pattern:
         case Replicated(check=check) if check not in {"equal", "first"}:
             return [f"check is {check!r}, must be equal or first"]
@@ -337,7 +335,7 @@ def _affine_pieces(affine: Affine, rank: int, name: str) -> Iterator[ShardPiece]
 
 
 def _cut_problems(cut: Cut) -> Iterator[str]:
-    """Yield what is wrong with a cut whatever the shards are."""
+    """Yield what is wrong with a cut for any shards."""
     given = [n for n in ("widths", "parts", "ratio") if getattr(cut, n) is not None]
     if len(given) > 1:
         yield f"{' and '.join(given)} exclude each other; uneven parts have part_widths"
@@ -363,7 +361,7 @@ def _cut_problems(cut: Cut) -> Iterator[str]:
 
 
 def _listed(values: Sequence[object]) -> str:
-    """Return the first of some shapes or numbers, for messages."""
+    """Return the first few shapes or numbers, for messages."""
     shown = ", ".join(str(list(v) if isinstance(v, tuple) else v) for v in values[:4])
     return shown if len(values) <= 4 else f"{shown} and {len(values) - 4} more"  # noqa: PLR2004
 
@@ -382,7 +380,7 @@ def _place_cuts(
     shapes: tuple[tuple[int, ...], ...],
     name: str,
 ) -> tuple[tuple[int, ...], tuple[tuple[ShardPiece, ...], ...]]:
-    """Return the shape of the whole tensor, and the pieces of every rank of a row-major grid.
+    """Return the shape of the whole tensor and the pieces of every rank of a row-major grid.
 
     Raises:
         PatternError: The shards' shapes do not fit the cuts.
@@ -460,7 +458,7 @@ def _check_others(shapes: Sequence[tuple[int, ...]], dims: set[int], name: str) 
 
 
 def _segments(cut: Cut, extents: Sequence[int], name: str) -> list[list[_Segment]]:
-    """Return by rank which ranges along the cut dim it holds, padding left out."""
+    """Return the ranges along the cut dim of every rank, without padding."""
     widths = _widths(cut, extents, name)
     limit = sum(extents) if cut.unpadded is None else cut.unpadded
     if limit > sum(extents):
@@ -492,7 +490,7 @@ def _append(segments: list[_Segment], new: _Segment) -> None:
 
 
 def _widths(cut: Cut, extents: Sequence[int], name: str) -> Sequence[Sequence[int]]:
-    """Return ``widths[part][rank]``, which add up to the extents of the shards."""
+    """Return ``widths[part][rank]``; those of a rank add up to its shard's extent."""
     if cut.part_widths is not None:
         widths: Sequence[Sequence[int]] = cut.part_widths
     elif cut.parts is not None or cut.ratio is not None:
@@ -560,7 +558,7 @@ def _pieces(
 
 
 def _fitted_cut(cut: Cut, whole: Sequence[int], degree: int, name: str) -> tuple[Cut, list[int]]:
-    """Return the cut for another number of ranks, and the extents of the ranks' shards.
+    """Return the cut for another number of ranks, and the extents of their shards.
 
     Raises:
         PatternError: The dim cannot be cut so.

@@ -43,7 +43,7 @@ class Problem(NamedTuple):
 
 
 class _Reader:
-    """Reads typed values from YAML nodes, and collects what is wrong instead of stopping."""
+    """Reads typed values from YAML nodes, and collects problems instead of raising."""
 
     def __init__(self, text: str, where: str) -> None:
         self.where = where
@@ -72,7 +72,7 @@ class _Reader:
         self.problems.append(Problem(line + 1, column + 1, text))
 
     def wrong(self, node: yaml.Node, text: str) -> None:
-        """Note what is wrong at ``node``."""
+        """Add a problem at ``node``."""
         self._add(node.start_mark.line, node.start_mark.column, text)
 
     def root_or(self, problem: str) -> yaml.Node:
@@ -89,7 +89,7 @@ class _Reader:
         return f"{self.where}:{node.start_mark.line + 1}"
 
     def finish(self) -> None:
-        """Raise if anything was wrong."""
+        """Raise all problems, if there are any."""
         if not self.problems:
             return
         self.problems.sort()
@@ -118,7 +118,7 @@ class _Reader:
     def mapping(
         self, node: yaml.Node, what: str, known: Collection[str], needed: Collection[str] = ()
     ) -> dict[str, yaml.Node]:
-        """Return the values of a mapping by key; unknown and repeated keys are noted."""
+        """Return the values of a mapping by key; unknown and repeated keys are problems."""
         found = self._pairs(node, what, known)
         for key in needed:
             if isinstance(node, yaml.MappingNode) and key not in found:

@@ -1,8 +1,7 @@
-"""What each rank of a layout holds: the paper's UcpInfo (``GenUcpMetadata``), as arithmetic.
+"""What each rank of a layout holds: the paper's UcpInfo (``GenUcpMetadata``). Pure.
 
-Pure. Pipeline stages and tensor parallelism follow rules, data-parallel sharding follows the
-framework: FSDP2 cuts dim 0 of every local tensor, ZeRO cuts flattened ones. Nothing here looks at
-more than one rank, so a target of a thousand ranks costs each of them only its own share.
+Pipeline stages and tensor parallelism follow rules. Data-parallel sharding follows the framework:
+FSDP2 cuts dim 0 of every local tensor, ZeRO cuts flattened ones. A rank computes only its own part.
 """
 
 from __future__ import annotations
@@ -31,14 +30,13 @@ Shapes: TypeAlias = Mapping[TensorKey, tuple[str, tuple[int, ...]]]
 
 
 class Target(NamedTuple):
-    """A box that a rank needs, and where its memory has it.
+    """A box that a rank needs, and its place in the rank's memory.
 
     Attributes:
         part: The box, in coordinates of the whole tensor.
         local: The same elements in coordinates of the rank's local tensor.
-        shape: Of the local tensor, padding included. Under ZeRO that is the tensor-parallel
-            shard before it is flattened.
-        flat: Under ZeRO: which elements of the flattened local tensor the rank holds.
+        shape: Of the local tensor with padding; under ZeRO, of the tensor-parallel shard.
+        flat: Under ZeRO: the elements of the flattened local tensor that the rank holds.
     """
 
     part: Part
@@ -60,11 +58,7 @@ def target_map(
     *,
     sharding: Sharding = "dim0",
 ) -> list[Part]:
-    """Return the boxes that one rank of a layout needs; ``target_pieces`` says where they go.
-
-    Raises:
-        PatternError: A tensor that no rule describes, or that cannot be spread so.
-    """
+    """Return the boxes that one rank of a layout needs: the parts of ``target_pieces``."""
     return [target.part for target in target_pieces(shapes, rules, layout, rank, sharding=sharding)]
 
 
@@ -76,17 +70,17 @@ def target_pieces(
     *,
     sharding: Sharding = "dim0",
 ) -> list[Target]:
-    """Return the boxes that one rank of a layout needs, and where its memory has them.
+    """Return the boxes that one rank of a layout needs, and their places in its memory.
 
     Args:
         shapes: All tensors of one parameter group (ZeRO) or of the model.
         rules: How tensor-parallel ranks hold a tensor, and which stage has it.
         layout: Of the target; ``dp_shard * cp`` ranks share what a tensor-parallel rank holds.
-        rank: Which one.
-        sharding: How they share it.
+        rank: The rank.
+        sharding: How the ranks share it.
 
     Raises:
-        PatternError: A tensor that no rule describes, or that cannot be spread so.
+        PatternError: No rule describes a tensor, or it cannot be sharded so.
     """
     if layout.ep > 1:
         raise PatternError(
@@ -132,7 +126,7 @@ def _placement(key: TensorKey, shape: tuple[int, ...], rules: Rules, tp: int) ->
 def _rows(
     key: TensorKey, dtype: str, placement: Placement, tp_rank: int, of: tuple[int, int]
 ) -> Iterator[Target]:
-    """Yield what FSDP2 leaves a rank: ``ceil(extent / ranks)`` rows of its local tensor."""
+    """Yield a rank's part under FSDP2: ``ceil(extent / ranks)`` rows of its local tensor."""
     share, num_shares = of
     shard = placement.shards[tp_rank]
     mine = Box.full(shard)
@@ -155,7 +149,7 @@ def _flattened(
 
 
 def _inside(placement: Placement, rank: int, held: Box) -> Iterator[tuple[Box, Box]]:
-    """Yield the parts of the pieces that are in ``held``: in the shard, and in the tensor."""
+    """Yield the parts of pieces in ``held``: the box in the shard, and in the whole tensor."""
     for local, start, _ in placement.pieces[rank]:
         inner = local.intersect(held)
         if inner is not None:
@@ -179,7 +173,7 @@ def _flat_ranges(
             key: (min(size, widths[key] * share), min(size, widths[key] * (share + 1)))
             for key, size in sizes.items()
         }
-    # Every slot is a buffer of its own: all its tensors one behind the other, padded at the end.
+    # Every slot is one buffer: all its tensors in order, then padding.
     buffers: dict[str, int] = defaultdict(int)
     starts: dict[TensorKey, int] = {}
     for key, size in sizes.items():
