@@ -133,13 +133,11 @@ def size(text: str) -> int:
 
 def memory_size(text: str) -> int:
     """Return the bytes of a bound of memory, which must leave room for a few blocks."""
-    # 8 blocks, as ``ucp_core.native`` has it; importing that costs numpy.
-    from ucp_core.numerics import BLOCK_BYTES
+    from ucp_core.native import MEMORY_BYTES_MIN
 
-    memory_bytes_min = 8 * BLOCK_BYTES
     num_bytes = size(text)
-    if num_bytes < memory_bytes_min:
-        raise typer.BadParameter(f"{text!r} is too small: give at least {memory_bytes_min} bytes")
+    if num_bytes < MEMORY_BYTES_MIN:
+        raise typer.BadParameter(f"{text!r} is too small: give at least {MEMORY_BYTES_MIN} bytes")
     return num_bytes
 
 

@@ -21,7 +21,7 @@ from ucp_core.conversion.work_items import Job, Result
 from ucp_core.conversion.workers import Batch, may_fork, run_here, run_processes, run_threads
 from ucp_core.errors import CheckpointCorruptError, StorageError, UcpError
 from ucp_core.geometry import Box, is_contiguous
-from ucp_core.native import Checkpoint, reading
+from ucp_core.native import MEMORY_BYTES_MIN, Checkpoint, check_memory, reading
 from ucp_core.numerics import BLOCK_BYTES
 from ucp_core.reading import is_plain
 from ucp_core.storage import LocalStore, Store, is_local, tidied
@@ -29,8 +29,6 @@ from ucp_core.storage import LocalStore, Store, is_local, tidied
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Sequence
 
-#: Below this, slabs would be smaller than the blocks that are read for them.
-MEMORY_BYTES_MIN = 8 * BLOCK_BYTES
 #: From here on a second process pays: starting one costs 5 ms.
 _PROCESS_BYTES_MIN = 32 << 20
 #: What a worker needs beside its buffers: interpreter state that it writes to, stacks.
@@ -98,11 +96,7 @@ def convert(  # noqa: PLR0913 - each is an option of the command
         StorageError: A storage refused.
     """
     begun = perf_counter()
-    if memory_bytes < MEMORY_BYTES_MIN:
-        raise UcpError(
-            f"memory_bytes={memory_bytes} is too small: give at least {MEMORY_BYTES_MIN}",
-            memory_bytes=memory_bytes,
-        )
+    check_memory(memory_bytes)
     workers = _workers(checkpoint, memory_bytes, processes)
     conversion = Conversion(
         checkpoint,

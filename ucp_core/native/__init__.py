@@ -12,10 +12,12 @@ from ucp_core.native.catalogue import (
 )
 from ucp_core.native.opening import (
     MANIFEST_NAME,
+    MEMORY_BYTES_MIN,
     UNFINISHED_NAME,
     Checkpoint,
     LoadResult,
     LocalTensor,
+    check_memory,
     load,
     open_checkpoint,
     reading,
@@ -25,12 +27,10 @@ from ucp_core.native.saving import RankSaver, SaveResult, rank_name, save_rank, 
 if TYPE_CHECKING:
     from ucp_core.native.replicas import load_together
     from ucp_core.native.slabs import (
-        MEMORY_BYTES_MIN,
         Slab,
         SlabReader,
         TensorBox,
         aligned,
-        check_memory,
         stream,
         stream_box,
     )
@@ -70,12 +70,10 @@ __getattr__ = lazy_door(
     {
         "ucp_core.native.replicas": ("load_together",),
         "ucp_core.native.slabs": (
-            "MEMORY_BYTES_MIN",
             "TensorBox",
             "Slab",
             "SlabReader",
             "aligned",
-            "check_memory",
             "stream",
             "stream_box",
         ),

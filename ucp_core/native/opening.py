@@ -13,10 +13,11 @@ from ucp_core.errors import (
     CheckpointNotFoundError,
     ChecksumMismatchError,
     StorageError,
+    UcpError,
 )
 from ucp_core.geometry import DTYPE_BYTES, Box, StateMap, TensorKey
 from ucp_core.manifest import Kind, Manifest, from_bytes
-from ucp_core.numerics import crc32
+from ucp_core.numerics import BLOCK_BYTES, crc32
 from ucp_core.reading import Part, plan, touched, verify_extents
 from ucp_core.storage import Store, join
 
@@ -24,6 +25,8 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Mapping, Sequence
 
 MANIFEST_NAME = "manifest.json"
+#: With less, slabs would be smaller than the blocks that are read for them.
+MEMORY_BYTES_MIN = 8 * BLOCK_BYTES
 #: Folder of a destination in which an unfinished conversion keeps its work.
 UNFINISHED_NAME = ".tmp-convert"
 #: The manifest of 10 TB takes a quarter of it.
@@ -34,6 +37,19 @@ _SPAN_BYTES_MAX = 32 << 20
 #: Bound of a copy that needs no scratch memory. Planning one takes as long as reading 0.2 MiB;
 #: the shares of two threads still balance.
 _DIRECT_BYTES_MAX = 8 << 20
+
+
+def check_memory(memory_bytes: int) -> None:
+    """Check that a bound of memory can be kept.
+
+    Raises:
+        UcpError: It cannot.
+    """
+    if memory_bytes < MEMORY_BYTES_MIN:
+        raise UcpError(
+            f"memory_bytes={memory_bytes} is too small: give at least {MEMORY_BYTES_MIN}",
+            memory_bytes=memory_bytes,
+        )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -10,10 +10,8 @@ from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
 
-from ucp_core.errors import UcpError
 from ucp_core.geometry import DTYPE_BYTES, Box, Extent, TensorEntry, slabs
-from ucp_core.native.opening import Checkpoint, reading
-from ucp_core.numerics import BLOCK_BYTES
+from ucp_core.native.opening import Checkpoint, check_memory, reading
 from ucp_core.reading import Part, Source, execute, plan, touched, verify_extents
 
 if TYPE_CHECKING:
@@ -22,8 +20,6 @@ if TYPE_CHECKING:
 
     from ucp_core.reading import ReadPlan
 
-#: With less, slabs would be smaller than the blocks that are read for them.
-MEMORY_BYTES_MIN = 8 * BLOCK_BYTES
 #: Alignment of a box in its buffer: a line of the cache.
 _ALIGNMENT_BYTES = 64
 
@@ -106,19 +102,6 @@ def _stream(checkpoint: Checkpoint, pieces: Iterable[TensorBox], slab_bytes: int
             yield from ready
         if ahead is not None:
             yield from ahead.result()
-
-
-def check_memory(memory_bytes: int) -> None:
-    """Check that a bound of memory can be kept.
-
-    Raises:
-        UcpError: It cannot.
-    """
-    if memory_bytes < MEMORY_BYTES_MIN:
-        raise UcpError(
-            f"memory_bytes={memory_bytes} is too small: give at least {MEMORY_BYTES_MIN}",
-            memory_bytes=memory_bytes,
-        )
 
 
 def _groups(pieces: Iterable[TensorBox], slab_bytes: int) -> Iterator[list[TensorBox]]:

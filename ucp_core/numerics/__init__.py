@@ -7,8 +7,7 @@ from ucp_core.numerics.checksums import BLOCK_BYTES, combine, combine_blocks, cr
 from ucp_core.numerics.dtypes import FLOATS
 
 if TYPE_CHECKING:
-    from ucp_core.numerics.casts import cast, numpy_dtype
-    from ucp_core.numerics.floats import decode, encode
+    from ucp_core.numerics.casts import cast, decode, encode, numpy_dtype
     from ucp_core.numerics.sizes import format_bytes, parse_bytes
 
 __all__ = [
@@ -29,8 +28,7 @@ __all__ = [
 __getattr__ = lazy_door(
     __name__,
     {
-        "ucp_core.numerics.casts": ("cast", "numpy_dtype"),
-        "ucp_core.numerics.floats": ("decode", "encode"),
+        "ucp_core.numerics.casts": ("cast", "decode", "encode", "numpy_dtype"),
         "ucp_core.numerics.sizes": ("format_bytes", "parse_bytes"),
     },
 )
