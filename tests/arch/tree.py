@@ -26,8 +26,10 @@ def project_files() -> list[Path]:
     )
     names = [name for name in listed.stdout.split("\0") if name]
     if listed.returncode != 0 or not names:
-        return [*python_files(), *ROOT.glob("*.*"), *(ROOT / "cluster_configs").rglob("*.yaml")]
-    return [ROOT / name for name in names if (ROOT / name).is_file()]
+        found = [*python_files(), *ROOT.glob("*.*"), *(ROOT / "cluster_configs").rglob("*.yaml")]
+    else:
+        found = [ROOT / name for name in names]
+    return [path for path in found if path.is_file()]
 
 
 def relative(path: Path) -> str:
