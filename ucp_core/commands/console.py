@@ -38,7 +38,7 @@ Source = Annotated[
     str, typer.Argument(help="Directory or URL of a checkpoint; its format is recognised.")
 ]
 Json = Annotated[bool, typer.Option("--json", help="Print one JSON object, for programs.")]
-Memory = Annotated[str, typer.Option(help="Bound of the buffers, such as 512MiB or 2GB.")]
+Memory = Annotated[str, typer.Option(help="Memory for buffers, such as 512MiB or 2GB.")]
 RulesFile = Annotated[
     str | None,
     typer.Option(
@@ -48,7 +48,9 @@ RulesFile = Annotated[
 RenameFile = Annotated[
     str | None, typer.Option("--rename", help="File of renamings, for every slot of a tensor.")
 ]
-Tag = Annotated[str | None, typer.Option(help="Which of several checkpoints in the directory.")]
+Tag = Annotated[
+    str | None, typer.Option(help="Name of one of several checkpoints in the directory.")
+]
 
 
 def open_any(

@@ -39,12 +39,12 @@ def convert_command(  # noqa: PLR0913 - options of a command
     *,
     memory: Memory = "512MiB",
     processes: Annotated[
-        int | None, typer.Option(min=1, help="At most so many at once; default: one for each core.")
+        int | None, typer.Option(min=1, help="At most this many; default: one for each core.")
     ] = None,
     rules: RulesFile = None,
     rename: RenameFile = None,
     tag: Tag = None,
-    resume: Annotated[bool, typer.Option(help="Continue a killed conversion to there.")] = True,
+    resume: Annotated[bool, typer.Option(help="Continue an interrupted conversion.")] = True,
     fsync: Annotated[
         bool, typer.Option(help="Return only when the result survives a loss of power.")
     ] = False,
@@ -106,14 +106,14 @@ def plan_command(
     *,
     layout: Annotated[
         str | None,
-        typer.Option(help="Of the run that would load it, such as dp_shard=4,tp=2,pp=2."),
+        typer.Option(help="Layout of a run that would load it, such as dp_shard=4,tp=2."),
     ] = None,
     rules: RulesFile = None,
     rename: RenameFile = None,
     tag: Tag = None,
     as_json: Json = False,
 ) -> None:
-    """Tell what a conversion or a load would read, move through memory, and write."""
+    """Show what a conversion or a load would read, move through memory, and write."""
     from ucp_core.conversion import forecast
 
     target = None if layout is None else _layout(layout)
@@ -128,7 +128,7 @@ def plan_command(
     )
     facts = {
         "reads": format_bytes(found.read_bytes),
-        "moves": f"{format_bytes(found.gathered_bytes)} through memory, the rest as it lies",
+        "moves": f"{format_bytes(found.gathered_bytes)} through memory; the rest is only copied",
         "writes": f"{format_bytes(found.written_bytes)} in {found.target_files} files",
     }
     if found.layout:

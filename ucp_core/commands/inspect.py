@@ -32,7 +32,7 @@ def inspect_command(
     *,
     tensors: Annotated[bool, typer.Option("--tensors", help="List every tensor.")] = False,
     items: Annotated[
-        bool, typer.Option("--items", help="List what becomes of everything that is no tensor.")
+        bool, typer.Option("--items", help="List what happens to everything that is not a tensor.")
     ] = False,
     rules: RulesFile = None,
     rename: RenameFile = None,
@@ -91,8 +91,8 @@ def verify_command(
         typer.echo(f"{format_bytes(num_bytes)} read, {len(problems)} problem(s)")
         if unchecked:
             typer.echo(
-                f"{format_bytes(unchecked)} have no checksum in this format: they are there and "
-                "can be read, but a changed byte in them cannot be found"
+                f"{format_bytes(unchecked)} have no checksum in this format: a changed byte in "
+                "them cannot be found"
             )
     if problems:
         raise typer.Exit(EXIT_CHECKPOINT)

@@ -50,7 +50,7 @@ def diff_command(  # noqa: PLR0913 - options of a command
     slots: Annotated[
         str | None, typer.Option(help="Only these slots, such as weight,exp_avg.")
     ] = None,
-    absolute: Annotated[float, typer.Option(help="Allow |a-b| up to this ...")] = 0.0,
+    absolute: Annotated[float, typer.Option(help="Ignore differences |a-b| up to this ...")] = 0.0,
     relative: Annotated[float, typer.Option(help="... plus this times |b|.")] = 0.0,
     cast: Annotated[
         bool, typer.Option("--cast", help="Compare floats of two dtypes as the coarser one.")
@@ -59,7 +59,7 @@ def diff_command(  # noqa: PLR0913 - options of a command
         bool, typer.Option("--read-all", help="Read also what checksums prove equal.")
     ] = False,
     memory: Memory = "256MiB",
-    threads: Annotated[int, typer.Option(min=1, help="Readers at most.")] = 2,
+    threads: Annotated[int, typer.Option(min=1, help="At most this many readers.")] = 2,
     rules: RulesFile = None,
     rename: RenameFile = None,
     as_json: Json = False,
