@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+from collections.abc import Callable, Collection
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -15,26 +16,32 @@ from ucp_core.layout import ParallelLayout
 from ucp_core.native import LocalTensor, load
 from workers.keeper.descriptor_server import DescriptorServer
 from workers.keeper.slots import NodeSlots
-from workers.memory import Arena, LocalPart, descriptor_socket, open_version
+from workers.memory import Arena, CopyStream, LocalPart, descriptor_socket, open_version
 from workers.protocol import Assignment
 from workers.snapshot import Captured, SnapshotMemory, SnapshotWriter
 from workers.state import StateEntry
 
 
 class Node:
-    """Keeper's door and memory, in this process."""
+    """The arenas of a node and their descriptor server, in this process."""
 
-    def __init__(self, directory: Path, *, budget_bytes: int = 64 << 20) -> None:
+    def __init__(
+        self,
+        directory: Path,
+        *,
+        budget_bytes: int = 64 << 20,
+        dead: Callable[[], Collection[str]] = tuple,
+    ) -> None:
         self.directory = directory
-        self._budget_bytes = budget_bytes
+        self._budget_bytes, self._dead = budget_bytes, dead
         self.start()
 
     def start(self) -> None:
-        self.slots = NodeSlots(budget_bytes=self._budget_bytes)
-        self._door = DescriptorServer(descriptor_socket(self.directory), self.slots)
+        self.slots = NodeSlots(budget_bytes=self._budget_bytes, dead=self._dead)
+        self._server = DescriptorServer(descriptor_socket(self.directory), self.slots)
 
     def close(self) -> None:
-        self._door.close()
+        self._server.close()
 
     def restart(self, *, budget_bytes: int | None = None) -> None:
         self.close()
@@ -61,6 +68,7 @@ class Rank:
     parity: tuple[int, ...] = ()
     fenced: threading.Event = field(default_factory=threading.Event)
     may_tell: threading.Event = field(default_factory=threading.Event)
+    stream: CopyStream | None = None
 
     def __post_init__(self) -> None:
         self.may_tell.set()
@@ -80,6 +88,7 @@ class Rank:
             ),
             fenced=self.fenced.is_set,
             told=self._wait,
+            stream=self.stream,
         )
 
     def _wait(self) -> None:

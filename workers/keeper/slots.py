@@ -94,7 +94,7 @@ class NodeSlots:
         available: Callable[[], int] = available_bytes,
         dead: Callable[[], Collection[str]] = tuple,
     ) -> None:
-        self._budget_bytes = budget_bytes
+        self.budget_bytes = budget_bytes
         self._available = available
         self._dead = dead
         self._arenas: dict[str, Arena] = {}
@@ -344,8 +344,8 @@ class NodeSlots:
         used = sum(arena.size_bytes for arena in self._arenas.values())
         used += sum(self._claims.values())
         left = self._available() - _SPARE_BYTES - sum(self._claims.values())
-        if used + need_bytes > self._budget_bytes:
-            why = f"{used} of the node's {self._budget_bytes} are taken"
+        if used + need_bytes > self.budget_bytes:
+            why = f"{used} of the node's {self.budget_bytes} are taken"
         elif need_bytes > left:
             why = f"the node has {max(0, left)} left"
         else:
@@ -356,7 +356,7 @@ class NodeSlots:
             "snapshot.node_memory_mib, take nodes with more memory, or put fewer workers on one",
             arena=name,
             need_bytes=need_bytes,
-            budget_bytes=self._budget_bytes,
+            budget_bytes=self.budget_bytes,
         )
 
 

@@ -18,7 +18,7 @@ from typing import Final
 
 from ucp_core.native import LocalTensor
 from workers.errors import ArenaError
-from workers.memory import NUM_SLOTS, Arena, ArenaStore, Credits, SnapshotMemory
+from workers.memory import NUM_SLOTS, Arena, ArenaStore, CopyStream, Credits, SnapshotMemory
 from workers.protocol import Assignment
 from workers.snapshot.device import DeviceCopy
 from workers.snapshot.final import FINAL_S_MAX, Fallback, is_quick
@@ -56,6 +56,7 @@ class SnapshotWriter:
         assignment: Attempt, rank and layout of the snapshots.
         fenced: Returns whether the attempt may write no more.
         told: Returns once the metrics of all steps so far are written, or that takes too long.
+        stream: See ``DeviceCopy``.
     """
 
     def __init__(
@@ -65,12 +66,13 @@ class SnapshotWriter:
         *,
         fenced: Callable[[], bool],
         told: Callable[[], None],
+        stream: CopyStream | None = None,
     ) -> None:
         self._memory = memory
         self._assignment = assignment
         self._fenced = fenced
         self._told = told
-        self._copy = DeviceCopy(Credits(memory.directory), BLOCK_BYTES)
+        self._copy = DeviceCopy(Credits(memory.directory), BLOCK_BYTES, stream)
         self._for_others: Guards | ReplicaParity = (
             ReplicaParity(memory, assignment) if assignment.parity else Guards(memory, assignment)
         )

@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 
+from tests.support.simulated_device import SimulatedDevice
 from tests.support.snapshot_rank import Node, Rank
 from workers.snapshot import SnapshotMemory
 
@@ -19,7 +20,16 @@ def node(tmp_path: Path) -> Iterator[Node]:
 
 
 @pytest.fixture
-def rank(node: Node) -> Iterator[Rank]:
-    made = Rank(SnapshotMemory(node.directory, "w0001"))
+def simulated(request: pytest.FixtureRequest) -> Iterator[SimulatedDevice | None]:
+    """Return the device that the rank copies from, of a seed; none unless parametrized."""
+    made = SimulatedDevice(request.param) if hasattr(request, "param") else None
+    yield made
+    if made is not None:
+        made.end()
+
+
+@pytest.fixture
+def rank(node: Node, simulated: SimulatedDevice | None) -> Iterator[Rank]:
+    made = Rank(SnapshotMemory(node.directory, "w0001"), stream=simulated)
     yield made
     assert made.writer.close()

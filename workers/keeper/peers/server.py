@@ -133,6 +133,10 @@ class WireServer:
             self._listener.shutdown(socket.SHUT_RDWR)
         self._thread.join()
         self._listener.close()
+        self.disconnect()
+
+    def disconnect(self) -> None:
+        """Break all connections; peers connect again."""
         for connection in list(self._open):
             with contextlib.suppress(OSError):
                 connection.shutdown(socket.SHUT_RDWR)

@@ -258,7 +258,7 @@ def test_an_order_that_was_overtaken_changes_nothing(
     assert memory.problems() == ()
 
 
-def test_a_worker_without_memory_is_a_trouble_as_long_as_it_is_there(
+def test_a_worker_without_memory_is_a_problem_as_long_as_it_is_there(
     open_memory: Callable[..., NodeMemory], tmp_path: Path
 ) -> None:
     """Training goes on without; people want to know which worker and what to do."""

@@ -188,7 +188,7 @@ def test_checksums_that_are_known_are_not_made_again(tmp_path: Path) -> None:
 
 
 def test_who_comes_again_gets_the_checksums_again(tmp_path: Path) -> None:
-    """A fence kept what was copied from being completed; the farewell completes it."""
+    """A fence kept what was copied from being completed; the final snapshot completes it."""
     targets, sources, data = tensors()
     with running(0) as device:
         copy = DeviceCopy(Credits(tmp_path, 1), BLOCK_BYTES, device)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import itertools
 import time
-from collections.abc import Iterator
 from dataclasses import dataclass
 
 import pytest
@@ -15,8 +14,7 @@ from tests.support.snapshot_rank import Node, Rank, captured, loaded, state
 from tests.support.snapshots import eventually
 from workers.memory import Credits
 from workers.protocol import Held
-from workers.snapshot import Fallback, device, writing
-from workers.snapshot import final as farewell
+from workers.snapshot import Fallback, device, final, writing
 from workers.snapshot import slot_layout as form
 from workers.snapshot.final import is_quick
 from workers.snapshot.slot_layout import BLOCK_BYTES
@@ -27,7 +25,7 @@ from workers.state import StateEntry
 def patient(monkeypatch: pytest.MonkeyPatch) -> None:
     """Let whoever leaves have the time that it takes on a busy machine."""
     monkeypatch.setattr(writing, "FINAL_S_MAX", 60.0)
-    monkeypatch.setattr(farewell, "_EXPECTED_S_MAX", 60.0)
+    monkeypatch.setattr(final, "_EXPECTED_S_MAX", 60.0)
 
 
 def held(slot: int, step: int, *, attempt: int = 2) -> Held:
@@ -152,9 +150,9 @@ def test_a_snapshot_that_the_fence_met_under_way_is_completed(rank: Rank, node: 
 
 
 @pytest.mark.usefixtures("patient")
-@pytest.mark.parametrize("seed", range(8))
+@pytest.mark.parametrize("simulated", range(8), indirect=True)
 def test_what_came_off_a_device_before_the_fence_is_completed(
-    rank: Rank, node: Node, monkeypatch: pytest.MonkeyPatch, seed: int
+    rank: Rank, node: Node, simulated: SimulatedDevice, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Its weights may have changed since; what is completed is the copy, with its checksums."""
     monkeypatch.setattr(device, "BUCKET_BYTES", BLOCK_BYTES)
@@ -162,8 +160,6 @@ def test_what_came_off_a_device_before_the_fence_is_completed(
     entries = state(num_rows=40_000)
     assert rank.ready(entries)
     before = {(one.fqn, one.slot): one.tensor.clone() for one in entries}
-    simulated = SimulatedDevice(seed)
-    rank.writer._copy._stream = simulated
     rank.may_tell.clear()
     assert rank.take(5, entries)
     rank.writer.hold_update()
@@ -175,7 +171,6 @@ def test_what_came_off_a_device_before_the_fence_is_completed(
     assert rank.writer.take_final(captured(5, entries), Fallback(1, (0, 0)))
     held = loaded(node.arena(), entries)
     assert all(torch.equal(tensor, before[name]) for name, tensor in held.items())
-    simulated.end()
 
 
 @dataclass
@@ -191,16 +186,15 @@ class _Clock:
 
 @pytest.fixture
 def waiting(
-    rank: Rank, node: Node, monkeypatch: pytest.MonkeyPatch
-) -> Iterator[tuple[_Clock, list[StateEntry]]]:
+    rank: Rank, node: Node, simulated: SimulatedDevice, monkeypatch: pytest.MonkeyPatch
+) -> tuple[_Clock, list[StateEntry]]:
     """Have a snapshot after step 5 wait for passes, of which the step before had ten."""
-    clock, entries, simulated = _Clock(), state(num_rows=40_000), SimulatedDevice(0)
+    clock, entries = _Clock(), state(num_rows=40_000)
     for module in (device, writing):
         monkeypatch.setattr(module, "time", clock)
     monkeypatch.setattr(device, "BUCKET_BYTES", BLOCK_BYTES)
     monkeypatch.setattr(form.SlotLayout, "copy", lambda *_: None)
     assert rank.ready(entries)
-    rank.writer._copy._stream = simulated
     rank.writer.hold_update()
     for _ in range(10):
         rank.writer.passed(ends=False)
@@ -210,10 +204,10 @@ def waiting(
     assert eventually(lambda: simulated.history == ["copy"] * device.IN_FLIGHT_MAX)
     with Credits(node.directory, 1).one(20) as has_one:
         assert has_one, "none is held while a pass is waited for"
-    yield clock, entries
-    simulated.end()
+    return clock, entries
 
 
+@pytest.mark.parametrize("simulated", [0], indirect=True)
 @pytest.mark.usefixtures("patient")
 def test_a_rank_leaves_its_state_however_long_the_last_one_waited_for_passes(
     rank: Rank, node: Node, waiting: tuple[_Clock, list[StateEntry]]
@@ -230,7 +224,8 @@ def test_a_rank_leaves_its_state_however_long_the_last_one_waited_for_passes(
 
 
 @pytest.mark.usefixtures("waiting")
-def test_who_leaves_without_a_farewell_waits_for_no_passes(rank: Rank, node: Node) -> None:
+@pytest.mark.parametrize("simulated", [0], indirect=True)
+def test_who_leaves_without_a_final_snapshot_waits_for_no_passes(rank: Rank, node: Node) -> None:
     """After the last step there is none, nor any pass; the next attempt would be held up."""
     assert rank.writer.close()
     assert node.steps() == [5]
@@ -250,7 +245,7 @@ def test_what_is_late_is_refused(rank: Rank, node: Node, monkeypatch: pytest.Mon
     assert node.steps() == []
 
 
-def test_without_memory_there_is_no_farewell(rank: Rank, node: Node) -> None:
+def test_without_memory_there_is_no_final_snapshot(rank: Rank, node: Node) -> None:
     """It would have to be got first, from a keeper that may not be there."""
     assert not rank.writer.take_final(captured(8, state()), Fallback(1, (0, 0)))
     assert node.slots.arenas() == {}

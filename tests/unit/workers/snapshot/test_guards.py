@@ -127,7 +127,7 @@ def test_memory_that_is_refused_for_a_guard_costs_no_own_snapshot(
     node.close()
 
 
-def test_memory_that_was_refused_is_no_trouble_once_it_is_not_wanted(tmp_path: Path) -> None:
+def test_memory_that_was_refused_is_no_problem_once_it_is_not_wanted(tmp_path: Path) -> None:
     """The next attempt may be protected otherwise; people would look for memory all the same."""
     refused: dict[str, str] = {}
     slots = NodeSlots(budget_bytes=4 << 20)
@@ -194,9 +194,8 @@ def test_a_worker_that_takes_the_place_of_a_dead_one_is_given_both_memories(
     tmp_path: Path,
 ) -> None:
     """A node has no room for the shares of dead workers beside those of living ones."""
-    node = Node(tmp_path)
     dead: set[str] = set()
-    node.slots._dead = lambda: dead
+    node = Node(tmp_path, dead=lambda: dead)
     rank = _begin(SnapshotMemory(node.directory, "w0000"), 0, (1,))
     _take(rank, 1)
     assert rank.writer.close()

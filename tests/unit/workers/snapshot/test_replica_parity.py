@@ -308,7 +308,7 @@ def test_memory_that_is_refused_for_a_parity_costs_no_snapshot_and_holds_nobody_
         assert eventually(lambda: any("no parity of step 1" in line for line in poor.problems))
         assert eventually(lambda: not replicas[0].arena(parity=False).copy_behind())
 
-        poor.node.slots._budget_bytes = 64 << 20
+        poor.node.slots.budget_bytes = 64 << 20
         for step in (2, 3):
             for one in replicas:
                 one.take(step)

@@ -398,19 +398,18 @@ def test_what_was_captured_can_be_stored_from_where_it_lies(rank: Rank) -> None:
         assert bytes(tensor.data) == bytes(entry.local_tensor(entry.tensor).data)
 
 
+@pytest.mark.parametrize("simulated", [0], indirect=True)
 def test_what_could_not_be_copied_off_a_device_is_not_held(
-    rank: Rank, monkeypatch: pytest.MonkeyPatch
+    rank: Rank, simulated: SimulatedDevice, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The device has no memory for it; the state is stored by other ways, and training goes on."""
     monkeypatch.setattr(form.SlotLayout, "copy", lambda *_: None)
-    entries, simulated = state(), SimulatedDevice(0)
+    entries = state()
     assert rank.ready(entries)
-    rank.writer._copy._stream = simulated
     simulated.fails_at = 1
     assert rank.take(1, entries)
     assert rank.writer.held() is None
     assert not rank.writer.wait(1)
-    simulated.end()
 
 
 def test_a_rank_without_elements_has_a_version_without_data(rank: Rank, node: Node) -> None:

@@ -265,7 +265,7 @@ def test_a_peer_that_comes_back_elsewhere_is_followed_into_the_same_copies(
     again.close()
 
 
-def test_a_broken_connection_is_made_anew(
+def test_a_broken_connection_is_made_again(
     theirs: NodeSlots,
     source: Arena,
     ours: NodeSlots,
@@ -278,8 +278,7 @@ def test_a_broken_connection_is_made_anew(
     for step in range(1, 6):
         _write(theirs, step)
         assert eventually(lambda: source.is_followed() and not source.copy_behind())
-        for connection in list(server._open):
-            connection.shutdown(socket.SHUT_RDWR)
+        server.disconnect()
     assert _copies(ours)[-1] == (1, 5)
     assert not problems
 
@@ -292,13 +291,12 @@ def test_a_peer_that_forgot_what_was_copied_is_told_again(
     held = _write(theirs, 1)
     _wait_for_copy(ours, 1)
     assert eventually(lambda: not source.copy_behind())
-    for connection in list(server._open):
-        connection.shutdown(socket.SHUT_RDWR)
+    server.disconnect()
     source.note_copied(replace(held, sequence=held.sequence - 2))
     assert eventually(lambda: source.is_followed() and not source.copy_behind())
 
 
-def test_what_was_told_is_told_again_where_a_copy_went_on_over_another_connection(
+def test_a_follower_is_told_again_what_was_copied_over_a_new_connection(
     theirs: NodeSlots, source: Arena, ours: NodeSlots, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A range goes on by itself where its connection broke off, and the peer has forgotten who had
@@ -378,7 +376,7 @@ def test_ranks_that_do_not_wait_keep_what_the_copy_has_and_it_is_told(
     slow.close()
 
 
-def test_memory_that_is_refused_is_a_trouble_and_holds_nobody_up(
+def test_memory_that_is_refused_is_a_problem_and_holds_nobody_up(
     theirs: NodeSlots,
     source: Arena,
     server: WireServer,
@@ -407,7 +405,7 @@ def test_memory_that_is_refused_is_a_trouble_and_holds_nobody_up(
     mirror.stop()
 
 
-def test_a_peer_with_another_secret_is_a_trouble(
+def test_a_peer_with_another_secret_is_a_problem(
     ours: NodeSlots, server: WireServer, problems: list[str]
 ) -> None:
     """It is not the keeper that the order meant."""

@@ -243,7 +243,7 @@ def test_a_broken_connection_is_made_anew(nodes: list[_Node]) -> None:
     assert not any(node.problems for node in nodes)
 
 
-def test_memory_that_is_refused_is_a_trouble_and_holds_nobody_up() -> None:
+def test_memory_that_is_refused_is_a_problem_and_holds_nobody_up() -> None:
     """One node of the group has no room: its group is not protected, and trains."""
     with ExitStack() as stack:
         nodes = [stack.enter_context(_node(place, (place,))) for place in range(2)]

@@ -76,7 +76,7 @@ def train(data: st.DataObject, ranks: list[Rank], step: int) -> None:
 
 
 def leave(data: st.DataObject, rank: Rank, step: int) -> None:
-    """Say farewell, which may break off anywhere."""
+    """Take the final snapshot, which may break off anywhere."""
     if rank.under_way is not None and data.draw(OFTEN, label="completes"):
         rank.finish()
     if rank.under_way is not None or (2, step) in rank.versions():
