@@ -79,7 +79,6 @@ class AttemptRunner:
             pace=lambda attempt: self._paces.get(attempt, Pace()),
             on_costs=self._note_costs,
         )
-        self._ring_path = ring_path(directory, worker)
         self.attempt = 0
 
     def prepare(self, *, on_cpu: bool) -> None:
@@ -88,7 +87,7 @@ class AttemptRunner:
         No warm-up on GPUs: only the first slot says which GPU it is.
         """
         if on_cpu:
-            warm_up(self._context.settings, self._ring_path)
+            warm_up(self._context.settings)
         # Imports stay: garbage collection after an attempt need not look at them.
         gc.collect()
         gc.freeze()

@@ -10,13 +10,14 @@ if TYPE_CHECKING:
     from workers.train.loop import run_attempt
     from workers.train.script import Task, hand_over
     from workers.train.session import Session
-    from workers.train.standalone import run
+    from workers.train.standalone import attempt_alone, run
 
 __all__ = [
     "Session",
     "Step",
     "Task",
     "WorkerContext",
+    "attempt_alone",
     "hand_over",
     "run",
     "run_attempt",
@@ -30,6 +31,6 @@ __getattr__ = lazy_door(
         "workers.train.loop": ("run_attempt",),
         "workers.train.script": ("Task", "hand_over"),
         "workers.train.session": ("Session",),
-        "workers.train.standalone": ("run",),
+        "workers.train.standalone": ("attempt_alone", "run"),
     },
 )

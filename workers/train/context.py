@@ -5,35 +5,13 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Protocol
 
 from ucp_core.storage import Store
-from workers.protocol import Formed, Pace, SaveCosts, WorkerPhase
+from workers.protocol import Formed, Pace, SaveCosts
+from workers.records import ProgressRecord
 from workers.settings import Settings
 
-__all__ = ["Progress", "WorkerContext"]
-
-
-class Progress(Protocol):
-    """The writing end of a progress record, ``workers.records.ProgressRecord``."""
-
-    def assign(self, attempt: int, rank: int) -> None:
-        """Record that the worker enters ``attempt`` as ``rank``."""
-
-    def enter(self, phase: WorkerPhase) -> None:
-        """Record that the worker enters ``phase`` now."""
-
-    def resumed(self, step: int) -> None:
-        """Record that the state after ``step`` was loaded."""
-
-    def micro_batch(self, num_done: int) -> None:
-        """Record how many micro-batches of the current step are done."""
-
-    def moved(self, num_bytes: int) -> None:
-        """Record that ``num_bytes`` more were read or written. Any thread may call it."""
-
-    def completed(self, step: int, step_s: float, loss: float) -> None:
-        """Record that ``step`` is completed."""
+__all__ = ["WorkerContext"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -64,7 +42,7 @@ class WorkerContext:
     settings: Settings
     store: Store
     directory: str
-    progress: Progress
+    progress: ProgressRecord
     ring_path: str
     yield_requested: Callable[[int], bool]
     fenced: Callable[[int], bool]

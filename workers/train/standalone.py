@@ -36,7 +36,7 @@ from workers.train.boundary import CHECKPOINTS
 from workers.train.loop import WorkerContext, run_attempt
 from workers.train.script import Task, hand_over
 
-__all__ = ["run"]
+__all__ = ["attempt_alone", "run"]
 
 log = logging.getLogger(__name__)
 
@@ -91,7 +91,10 @@ def _train(train: Task, settings: Settings, directory: str) -> Outcome:
     while True:
         found = find_committed(store, checkpoints, lineage=(), exclude=frozenset(skipped))
         _skip_damaged(store, checkpoints, found, skipped, settings.checkpoint.first_every)
-        outcome = _attempt(train, settings, store, path, found)
+        # Above every attempt that has files: a later commit rewrites the skipped checkpoints.
+        attempt = _last_attempt(store, checkpoints, found) + 1
+        resume = (found.step, found.attempt) if found is not None else (0, 0)
+        outcome = attempt_alone(settings, store, path, attempt=attempt, resume=resume, task=train)
         if not isinstance(outcome, Unloadable):
             return outcome
         assert found is not None, f"there was nothing to load: {outcome}"
@@ -154,20 +157,33 @@ def _raise_unless_damaged(directory: str, bad: FoundBad) -> None:
         )
 
 
-def _attempt(
-    train: Task, settings: Settings, store: Store, path: str, found: Found | None
+def attempt_alone(
+    settings: Settings,
+    store: Store,
+    directory: str,
+    *,
+    attempt: int,
+    resume: tuple[int, int] = (0, 0),
+    task: Task | None = None,
 ) -> Outcome:
-    step, before = (found.step, found.attempt) if found is not None else (0, 0)
-    # Above every attempt that has files: a later commit rewrites the skipped checkpoints.
-    attempt = _last_attempt(store, join(path, CHECKPOINTS), found) + 1
+    """Run one attempt as its only worker, in this process; return its outcome.
+
+    Args:
+        settings: What to train.
+        store: The store of the run directory.
+        directory: Its path.
+        attempt: The number of the attempt.
+        resume: Step and attempt of the checkpoint to load; (0, 0) to start from step 0.
+        task: What to train; None for the settings' script, or the built-in training.
+    """
     rendezvous = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
     with tempfile.TemporaryDirectory(prefix="everstep-") as scratch:
-        progress = ProgressRecord.create(Path(scratch) / "page", worker="alone")
+        progress = ProgressRecord.create(Path(scratch) / "progress", worker="alone")
         context = WorkerContext(
             worker="alone",
             settings=settings,
             store=store,
-            directory=path,
+            directory=directory,
             progress=progress,
             ring_path=str(Path(scratch) / "ring"),
             yield_requested=lambda _attempt: False,
@@ -180,12 +196,12 @@ def _attempt(
             layout=ParallelLayout(),
             store_host="127.0.0.1",
             store_port=rendezvous.port,
-            resume_step=step,
-            resume_attempt=before,
-            lineage=((attempt, step),),
+            resume_step=resume[0],
+            resume_attempt=resume[1],
+            lineage=((attempt, resume[0]),),
         )
         try:
-            return run_attempt(assignment, context, train)
+            return run_attempt(assignment, context, task)
         finally:
             progress.close()
 

@@ -23,8 +23,8 @@ from workers.data import DataOrder
 from workers.errors import TaskError
 from workers.parallel import drop_gathered, fsdp_modules
 from workers.protocol import WorkerPhase
+from workers.records import ProgressRecord
 from workers.settings import TrainSettings
-from workers.train.context import Progress
 from workers.train.executor.learning_rate import learning_rate
 from workers.train.executor.norm import row_squares, scale_gradients, sum_of_squares
 from workers.train.executor.quotas import Pass, Quota
@@ -71,7 +71,7 @@ class Step:
         quota: Quota,
         train: TrainSettings,
         sharded: ShardedModel,
-        progress: Progress,
+        progress: ProgressRecord,
         boundary: StepBoundary,
         on_applied: Callable[[Step], None],
     ) -> None:
