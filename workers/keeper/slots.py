@@ -26,7 +26,7 @@ __all__ = ["NodeSlots", "available_bytes", "be_nice"]
 
 #: Memory that is left to everybody else when an arena is made.
 _SPARE_BYTES: Final = 64 << 20
-#: A dead worker's arena is reused if the new worker needs at least 1/2 of it.
+#: A dead worker's arena is reused if it is at most this many times as large as needed.
 _WASTE_MAX: Final = 2
 
 _MEMINFO = Path("/proc/meminfo")

@@ -34,7 +34,8 @@ GONE = frozenset("XZ")
 STILL_S = 0.3
 #: Period of looking for new workers.
 SCAN_S = 0.25
-#: A directory is listed again this long after a change: its time has a resolution of 10 ms.
+#: A directory that was listed this long after its last change is not listed again before the next
+#: one: its time has a resolution of 10 ms.
 SETTLED_S = 0.1
 #: How long a dead worker is reported on. By then its attempt was judged; longer would cost memory,
 #: and time in every look and report.

@@ -13,8 +13,8 @@ gaps between passes, for the releases of a later step. Without marks, and when s
 the snapshot, buckets leave as fast as they can.
 
 Tensors in this machine's memory were copied already (``workers.snapshot.slot_layout``), and only
-missing checksums are made here, by credits too. The thread keeps its niceness: it would hold the
-interpreter's lock while it is descheduled.
+missing checksums are made here, by credits too. The thread is not made nice: when descheduled, it
+would hold the interpreter's lock and delay training.
 
 Source: the device level of REFT's hierarchical snapshots (arXiv 2310.12670).
 """

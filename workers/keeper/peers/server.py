@@ -96,7 +96,7 @@ class WireServer:
 
     Args:
         slots: The node's arenas.
-        host: Address on the data network, not any.
+        host: Address on the data network, not 0.0.0.0.
         secret: Of this keeper.
         bytes_per_s: Limit over all connections; 0 is none.
         niceness: Of the sending threads.
