@@ -40,11 +40,11 @@ from orchestrator.core.events import (
     WorkerReady,
     WorkersSurveyed,
 )
-from orchestrator.core.handlers import adopted, reopening
+from orchestrator.core.handlers import adopted, resume_event
 from orchestrator.core.log import (
     PHASES,
     Basis,
-    Bookmark,
+    Compaction,
     Folded,
     Incident,
     Place,
@@ -56,8 +56,8 @@ from orchestrator.core.log import (
     fold,
     fold_on,
     layout_text,
-    openings,
-    turn_records,
+    starts,
+    transition_records,
     verify,
 )
 from orchestrator.core.machine import step
@@ -80,9 +80,9 @@ __all__ = [
     "Action",
     "AvoidRules",
     "Basis",
-    "Bookmark",
     "Bounds",
     "CommittedRead",
+    "Compaction",
     "ControllerStarted",
     "Event",
     "FaultInjected",
@@ -136,9 +136,9 @@ __all__ = [
     "layout_text",
     "machine",
     "next_deadline_s",
-    "openings",
-    "reopening",
+    "resume_event",
+    "starts",
     "step",
-    "turn_records",
+    "transition_records",
     "verify",
 ]

@@ -18,24 +18,24 @@ UNKNOWN_ATTEMPT = -1
 
 @value
 class ControllerStarted:
-    """A controller process began (``life`` counts from 1); from life 2 on the journal was folded.
+    """A controller process began. From incarnation 2 on it has folded the journal.
 
     The machine answers with ``SurveyWorkers``: which workers live and in which attempt they are.
     """
 
     at_s: float
-    life: int
+    incarnation: int
 
 
 @value
-class RunReopened:
-    """The user lets a run go on that was over, or whose cluster is gone; perhaps set otherwise.
+class RunResumed:
+    """The user resumed a run that was over or had lost its cluster, perhaps with other settings.
 
-    The first event of its life instead of ``ControllerStarted``, and the first that is folded
-    from then on: what was before is in here.
+    It replaces ``ControllerStarted`` as the first event of its incarnation. Folding starts here:
+    the event carries what matters of the time before.
 
     Attributes:
-        life: Of the controller.
+        incarnation: Of the controller.
         attempt: The last one there was.
         lineage: ``(attempt, resume_step)`` of every attempt so far, oldest first.
         bad: Sources that are not to be loaded from.
@@ -46,7 +46,7 @@ class RunReopened:
     """
 
     at_s: float
-    life: int
+    incarnation: int
     attempt: int
     lineage: tuple[tuple[int, int], ...]
     bad: tuple[Source, ...]
@@ -331,7 +331,7 @@ class Ticked:
 
 Event: TypeAlias = (
     ControllerStarted
-    | RunReopened
+    | RunResumed
     | WorkersSurveyed
     | NodeJoined
     | NodeLost

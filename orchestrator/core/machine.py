@@ -12,11 +12,10 @@ from typing import Any
 
 from orchestrator.core import events as ev
 from orchestrator.core.actions import Action
-from orchestrator.core.handlers import cadence, demand, planned, protection, survey
+from orchestrator.core.handlers import cadence, demand, planned, protection, resume, survey
 from orchestrator.core.handlers import deadlines as on_time
 from orchestrator.core.handlers import fleet_events as on_fleet
 from orchestrator.core.handlers import member_events as on_members
-from orchestrator.core.handlers import resume as reopening
 from orchestrator.core.rules import RunRules
 from orchestrator.core.state import TERMINAL, RunState, freeze, next_deadline_s, thaw
 from orchestrator.core.transition import Transition
@@ -24,7 +23,7 @@ from orchestrator.core.transition import Transition
 #: One handler per kind of event; a test compares the keys with ``ev.Event``.
 _HANDLERS: dict[type, Callable[[Transition, Any], None]] = {
     ev.ControllerStarted: survey.controller_started,
-    ev.RunReopened: reopening.reopened,
+    ev.RunResumed: resume.run_resumed,
     ev.WorkersSurveyed: survey.surveyed,
     ev.NodeJoined: on_fleet.node_joined,
     ev.NodeLost: on_fleet.node_lost,
@@ -67,7 +66,7 @@ def step(
         The run after the event, and the actions to perform, in order. The very same state object
         if the event changed nothing, so that the shell need not journal it.
     """
-    if state.phase in TERMINAL and not isinstance(event, ev.ControllerStarted | ev.RunReopened):
+    if state.phase in TERMINAL and not isinstance(event, ev.ControllerStarted | ev.RunResumed):
         return state, ()
     if isinstance(event, ev.Ticked) and event.at_s < next_deadline_s(state):
         return state, ()

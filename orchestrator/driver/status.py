@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from orchestrator.config import RunConfig, load
-from orchestrator.core import RunState, describe, fold, openings, verify
+from orchestrator.core import RunState, describe, fold, starts, verify
 from orchestrator.errors import RunNotFoundError
 from orchestrator.policies import CadenceRules, StoredVersion, quarantine
 from orchestrator.run_directory import CHECKPOINTS, CONFIG, CONTACT, SUMMARY
@@ -128,9 +128,9 @@ class RunFiles:
                 "name the folder that `everstep run` printed as its run directory",
                 url=self.url,
             )
-        ends = [*openings(segments)[1:], len(segments)]
+        ends = [*starts(segments)[1:], len(segments)]
         state, last = RunState(), None
-        for begin, end in zip(openings(segments), ends, strict=True):
+        for begin, end in zip(starts(segments), ends, strict=True):
             rules = config_of(self._store, self._path, segments[:end]).rules()
             state, last = verify(segments[begin:end], rules)
         num_records = last["seq"] + 1 if last else 0

@@ -165,7 +165,7 @@ def _is_whole(version: Version) -> bool:
         return True
     if held | version.members().keys() != every:
         return False
-    return all(bond.is_left(()) for bond in _bonds(version))
+    return all(dependency.is_left(()) for dependency in _dependencies(version))
 
 
 def _world_sizes(version: Version) -> set[int]:
@@ -203,9 +203,15 @@ def protection(inventories: Sequence[Inventory], lineage: Lineage) -> Protection
     versions = complete(inventories, lineage)
     if not versions:
         return Protection(step=0, node_losses_survived=0)
-    bonds = [_bonds(version) for version in versions]
-    known = {bond: bond.fatal() for bond in frozenset[_Bond]().union(*bonds)}
-    fatal = [frozenset[frozenset[str]]().union(*(known[bond] for bond in each)) for each in bonds]
+    dependencies = [_dependencies(version) for version in versions]
+    known = {
+        dependency: dependency.fatal()
+        for dependency in frozenset[_Dependency]().union(*dependencies)
+    }
+    fatal = [
+        frozenset[frozenset[str]]().union(*(known[dependency] for dependency in each))
+        for each in dependencies
+    ]
     nodes = {inventory.node for inventory in inventories}
     return Protection(step=versions[0].step, node_losses_survived=_survived(fatal, nodes))
 
@@ -221,7 +227,7 @@ def without(version: Version, is_lost: Callable[[str], bool]) -> Version | None:
 
 
 @dataclass(frozen=True, slots=True)
-class _Bond:
+class _Dependency:
     """Parts that stand and fall together: one, or those of a group with parities.
 
     Attributes:
@@ -260,7 +266,7 @@ class _Bond:
         }
 
 
-def _bonds(version: Version) -> frozenset[_Bond]:
+def _dependencies(version: Version) -> frozenset[_Dependency]:
     holders: dict[int, set[str]] = {rank: set() for rank in range(version.world_size)}
     for part in version.parts:
         holders[part.held.rank].add(part.node)
@@ -268,27 +274,27 @@ def _bonds(version: Version) -> frozenset[_Bond]:
     for one in version.parities:
         group = groups.setdefault((one.parity.num_parities, one.parity.members), {})
         group.setdefault(one.parity.place, set()).add(one.node)
-    bonds = set()
+    dependencies = set()
     left = set(holders)
     # Of two groups with the same rank that one is taken of which more parities are held.
     for (num_parities, members), kept in sorted(groups.items(), key=lambda each: -len(each[1])):
         ranks = {member.rank for member in members if member is not None}
         if ranks <= left:
             left -= ranks
-            bond = _Bond(
+            dependency = _Dependency(
                 tuple(None if each is None else frozenset(holders[each.rank]) for each in members),
                 tuple(frozenset(kept.get(place, ())) for place in range(len(members))),
                 num_parities,
             )
-            bonds.add(bond)
-    return frozenset(bonds | {_Bond((frozenset(holders[rank]),)) for rank in left})
+            dependencies.add(dependency)
+    return frozenset(dependencies | {_Dependency((frozenset(holders[rank]),)) for rank in left})
 
 
 def _survived(fatal: Sequence[Collection[frozenset[str]]], nodes: Collection[str]) -> int:
     """Return how many nodes may be lost with one of several versions left, two at most.
 
     Args:
-        fatal: Of every version, what ``_Bond.fatal`` returns.
+        fatal: Of every version, what ``_Dependency.fatal`` returns.
         nodes: All.
     """
     alone = [{node for lost in each if len(lost) == 1 for node in lost} for each in fatal]

@@ -32,12 +32,12 @@ from orchestrator.core import (
     describe,
     next_deadline_s,
     step,
-    turn_records,
+    transition_records,
 )
 from orchestrator.core import actions as act
 from orchestrator.policies import versions
 from orchestrator.run_directory import CHECKPOINTS
-from orchestrator.shell.capacity import Capacity, Crew, Nodes, Rendezvous, preload
+from orchestrator.shell.capacity import Capacity, Nodes, Rendezvous, Workers, preload
 from orchestrator.shell.clock import wall_time
 from orchestrator.shell.guard import begin_guard
 from orchestrator.shell.memory import CadenceWatch, ProtectionWatch, Snapshots, loss_document
@@ -138,7 +138,7 @@ class Run:
             metrics=self._record.metrics,
             wanted=snapshot.tolerance if snapshot.every_steps else 0,
         )
-        self._crew = Crew(
+        self._workers = Workers(
             names=self._names,
             at_s=at_s,
             post=post,
@@ -151,13 +151,13 @@ class Run:
         self._observer = Observer(
             post=post,
             at_s=at_s,
-            on_formed=self._crew.note_formed,
+            on_formed=self._workers.note_formed,
             node_silent=self._nodes.silent,
             patience=self._config.patience,
             parallel=self._config.settings().parallel,
         )
         self._cadence = CadenceWatch(
-            crew=self._crew,
+            workers=self._workers,
             at_s=at_s,
             post=post,
             metrics=self._record.metrics,
@@ -179,7 +179,7 @@ class Run:
         if self._is_resume:
             # Where the last controller was ended for good, nobody took its workers back.
             await self._capacity.release_all()
-            await asyncio.to_thread(self._crew.end_strays)
+            await asyncio.to_thread(self._workers.end_strays)
         self._spawn(self._furnish(page))
         self._spawn(self._nodes.watch_forever())
         self._spawn(self._capacity.poll_forever())
@@ -249,7 +249,7 @@ class Run:
         self._state, actions = step(before, event, rules=self._rules)
         if self._state is before and not actions and not isinstance(event, FaultInjected):
             return  # nothing changed, so a replay does not need it
-        records = turn_records(event, actions, attempt=self._state.attempt.number)
+        records = transition_records(event, actions, attempt=self._state.attempt.number)
         for record in records:
             record["seq"], record["wall_time"] = self._seq, wall_time()
             self._seq += 1
@@ -273,17 +273,17 @@ class Run:
         self._performers[type(action)](action)
 
     def _all_performers(self) -> dict[type, Callable[[Any], None]]:
-        crew, capacity = self._crew, self._capacity
+        workers, capacity = self._workers, self._capacity
         return {
             act.RequestSlot: lambda a: self._spawn(capacity.request(a.slot, a.avoid)),
             act.ReleaseSlot: lambda a: self._spawn(capacity.release(a.slot)),
-            act.StartWorker: lambda a: crew.start(a.worker, a.node),
-            act.KillWorker: lambda a: crew.kill(a.worker),
+            act.StartWorker: lambda a: workers.start(a.worker, a.node),
+            act.KillWorker: lambda a: workers.kill(a.worker),
             act.StartKeeper: lambda a: self._nodes.start_keeper(a.node),
             act.RestartKeeper: lambda a: self._nodes.restart_keeper(a.node),
             act.GiveUpNode: lambda a: self._nodes.give_up(a.node),
             act.FenceAttempt: self._fence,
-            act.YieldAttempt: lambda a: crew.yield_at_boundary(
+            act.YieldAttempt: lambda a: workers.yield_at_boundary(
                 a.attempt, a.workers, durable=a.durable
             ),
             act.ReadCommitted: lambda a: self._spawn(self._read_committed(a)),
@@ -301,7 +301,7 @@ class Run:
 
     def _fence(self, action: act.FenceAttempt) -> None:
         self._observer.end()
-        self._crew.fence(action.attempt, action.workers)
+        self._workers.fence(action.attempt, action.workers)
 
     def _start_attempt(self, action: act.StartAttempt) -> None:
         members = tuple(worker for worker, _, _ in action.members)
@@ -345,9 +345,9 @@ class Run:
                 lineage=action.lineage,
                 memory=memory,
                 guards=plan.guards[rank] if plan.guards is not None else None,
-                parity=plan.lanes[rank] if plan.lanes is not None else (),
+                parity=plan.rank_groups[rank] if plan.rank_groups is not None else (),
             )
-            self._crew.enter(worker, assignment, self._capacity.gpu_ids(slot))
+            self._workers.enter(worker, assignment, self._capacity.gpu_ids(slot))
 
     async def _read_committed(self, action: act.ReadCommitted) -> None:
         state = self._state
@@ -422,11 +422,11 @@ class Run:
             )
             for worker in state.fleet.workers.values()
         ]
-        alive = await self._crew.survey(known)
+        alive = await self._workers.survey(known)
         found = adopted(self._state, alive)
         self._observer.begin(self._state.attempt.number, found.members, self._state.attempt.step)
         for worker in found.inside:
-            self._crew.attend(worker, self._state.attempt.number)
+            self._workers.attend(worker, self._state.attempt.number)
         self._post(
             WorkersSurveyed(
                 at_s=self._clock.at_s(),
@@ -457,10 +457,10 @@ class Run:
         for task in list(self._background):
             task.remove_done_callback(self._finished)
             task.cancel()
-        self._crew.close()
-        self._crew.kill_all()
+        self._workers.close()
+        self._workers.kill_all()
         if self._incarnation > 1:
-            await asyncio.to_thread(self._crew.end_strays)
+            await asyncio.to_thread(self._workers.end_strays)
         if self._config.snapshot.every_steps and self._outcome != "completed":
             await self._snapshots.flush(self._state.lineage)
         await self._nodes.end_keepers()

@@ -22,7 +22,7 @@ from orchestrator.core import (
     check,
     machine,
     next_deadline_s,
-    reopening,
+    resume_event,
 )
 from orchestrator.core import events as ev
 from orchestrator.policies import (
@@ -133,7 +133,7 @@ class History:
         self.kinds: tuple[faults.Fault, ...] = tuple(kinds or some)
         self.check_always = seed % 16 == 0
         self.is_replayed = seed % 32 == 0
-        # To make every life read its journal would take a tenth of the time of all histories.
+        # Reading the journal in every history would take a tenth of the time of all.
         self.journal = (
             SimJournal(seed, self.rules, is_thorough=self.is_replayed) if seed % 4 == 0 else None
         )
@@ -150,7 +150,7 @@ class History:
         for _ in range(rng.choice((0, 1, 2, 3, 4, 6, 12))):
             cluster.at(1.0 + rng.random() * safety_s, self._inject)
         cluster.at(safety_s + 2.0, self._heal)
-        cluster.inbox.append(ev.ControllerStarted(at_s=0.0, life=1))
+        cluster.inbox.append(ev.ControllerStarted(at_s=0.0, incarnation=1))
 
     def _draw_ending(self) -> str:
         """Decide how the run is to end: most complete, some are stopped or have a bug."""
@@ -174,7 +174,7 @@ class History:
         try:
             self._run_to_end()
             if self.expected != "completed":
-                self._reopen()
+                self._resume_run()
                 self._run_to_end()
         except Violation:
             raise
@@ -191,7 +191,7 @@ class History:
 
     def _run_to_end(self) -> None:
         cluster, monitor = self.cluster, self.monitor
-        # A controller that dies before the run's last action repeats it in its next life.
+        # A controller that dies before the run's last action repeats it in its next incarnation.
         while monitor.outcome is None:
             deadline_s = self.deadline_s if cluster.controller_up else inf
             cluster.run_until(deadline_s)
@@ -204,7 +204,7 @@ class History:
                 raise Violation(f"L2: {self.state.phase} waits for nothing")
         self._check_end()
 
-    def _reopen(self) -> None:
+    def _resume_run(self) -> None:
         """Let the user mend the bug, and let what was stopped or has failed go on to its end."""
         cluster = self.cluster
         self.monitor.outcome = None
@@ -216,10 +216,12 @@ class History:
         self._restart()
         before, self.state = self.state, RunState()
         if self.journal is not None:
-            self.journal.reopen()
+            self.journal.resume()
         faults.end_everything(cluster)
-        cluster.num_lives += 1
-        cluster.inbox.append(reopening(before, at_s=cluster.now_s, life=cluster.num_lives))
+        cluster.num_incarnations += 1
+        cluster.inbox.append(
+            resume_event(before, at_s=cluster.now_s, incarnation=cluster.num_incarnations)
+        )
 
     def _take_in(self) -> None:
         """Let the machine hear what arrived."""
@@ -233,7 +235,7 @@ class History:
     def _fold(self, event: ev.Event) -> None:
         if isinstance(event, _TELLING):
             self.monitor.told(event)
-        elif isinstance(event, ev.ControllerStarted) and event.life > 1:
+        elif isinstance(event, ev.ControllerStarted) and event.incarnation > 1:
             self._restart()
         before = self.state
         state, actions = machine.step(before, event, rules=self.rules)
@@ -270,7 +272,7 @@ class History:
             faults.kill_controller(cluster)
 
     def _restart(self) -> None:
-        """Let a new life begin with what the journal and its bookmark say, and nothing else."""
+        """Begin an incarnation with the state that the journal and its compaction say."""
         if self.journal is None:
             return
         restored = self.journal.restored()

@@ -48,7 +48,7 @@ def time_fleet(num_workers: int) -> dict[str, Any]:
     rules = RunRules(run="bench", min_workers=1, max_workers=num_workers, total_steps=10**9)
     timed = Timed(rules)
     names = [f"w{n:04d}" for n in range(1, num_workers + 1)]
-    timed.fold(ev.ControllerStarted(at_s=0.0, life=1))
+    timed.fold(ev.ControllerStarted(at_s=0.0, incarnation=1))
     for n in range(1, num_workers + 1):
         timed.fold(ev.SlotGranted(at_s=1.0, slot=n, node=f"n{n}"))
     for n, name in enumerate(names, start=1):

@@ -126,9 +126,9 @@ def test_what_a_lost_node_had_is_computed_from_the_replicas_of_two(
     nodes = make_nodes(chosen, 3, 1)
     layout = ParallelLayout(dp_replicate=3)
     plan = _plan(layout, Preference.PARITY)
-    assert plan.lanes is not None
+    assert plan.rank_groups is not None
     _protect(nodes)
-    members = run.begin(chosen, num_workers=3, layout=layout, parity=plan.lanes)
+    members = run.begin(chosen, num_workers=3, layout=layout, parity=plan.rank_groups)
     wait_for_steps(run, 3)
     members[0].yield_at_boundary(1, durable=True)
     (outcome,) = {one.left().outcome for one in members}

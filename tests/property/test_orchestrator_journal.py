@@ -6,7 +6,7 @@ from hypothesis import strategies as st
 
 from orchestrator.core import actions as act
 from orchestrator.core import events as ev
-from orchestrator.core import turn_records
+from orchestrator.core import transition_records
 from orchestrator.core.log.journal import parse
 from ucp_core.layout import ParallelLayout
 
@@ -33,7 +33,7 @@ ITEMS: st.SearchStrategy[Any] = st.one_of(
 @given(event=st.one_of([st.from_type(kind) for kind in get_args(ev.Event)]), item=ITEMS)
 def test_every_record_reads_back_as_what_was_written(event: ev.Event, item: Any) -> None:
     """Tuples become arrays and layouts objects in JSON; a replay needs them back exactly."""
-    records = turn_records(event, (item,), attempt=3)
+    records = transition_records(event, (item,), attempt=3)
     read_back = [parse(json.loads(json.dumps(record))) for record in records]
 
     assert read_back == [event, item]

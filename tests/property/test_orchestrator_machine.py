@@ -3,7 +3,7 @@ from typing import Any
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from orchestrator.core import RunRules, RunState, StartAttempt, check, reopening, step
+from orchestrator.core import RunRules, RunState, StartAttempt, check, resume_event, step
 from orchestrator.core import events as ev
 
 WORKERS = st.sampled_from([f"w{n:04d}" for n in range(1, 6)] + ["stranger"])
@@ -14,7 +14,7 @@ STEPS = st.integers(0, 12)
 
 #: What a field may hold, by its name: small, so that events meet and contradict each other.
 FIELDS: dict[str, st.SearchStrategy[Any]] = {
-    "life": st.integers(1, 3),
+    "incarnation": st.integers(1, 3),
     "alive": st.lists(
         st.tuples(WORKERS, NODES, ATTEMPTS), max_size=4, unique_by=lambda entry: entry[0]
     ).map(tuple),
@@ -41,7 +41,7 @@ FIELDS: dict[str, st.SearchStrategy[Any]] = {
 TEXTS = ("detail", "traceback", "evidence", "reason", "fault", "target")
 KINDS = (
     ev.ControllerStarted,
-    ev.RunReopened,
+    ev.RunResumed,
     ev.WorkersSurveyed,
     ev.NodeJoined,
     ev.NodeLost,
@@ -63,8 +63,10 @@ KINDS = (
 
 
 def _values(kind: type) -> st.SearchStrategy[dict[str, Any]]:
-    if kind is ev.RunReopened:
-        return st.fixed_dictionaries({"life": FIELDS["life"]})  # the rest is that of the state
+    if kind is ev.RunResumed:
+        return st.fixed_dictionaries(
+            {"incarnation": FIELDS["incarnation"]}
+        )  # the rest is that of the state
     names = [name for name in kind.__slots__ if name != "at_s"]  # type: ignore[attr-defined]
     known = {name: FIELDS[name] for name in names if name in FIELDS}
     texts = {name: st.just("text") for name in names if name in TEXTS}
@@ -88,12 +90,12 @@ def test_every_event_is_legal_in_every_phase(history: list[Any], standby: int) -
         run="t", min_workers=1, max_workers=3, total_steps=10, standby_per_node=standby
     )
     state, now_s, newest = RunState(), 0.0, 0
-    for kind, values, pause_s in [(ev.ControllerStarted, {"life": 1}, 0.0), *history]:
+    for kind, values, pause_s in [(ev.ControllerStarted, {"incarnation": 1}, 0.0), *history]:
         now_s += pause_s
         before = state
         event = (
-            reopening(before, at_s=now_s, **values)
-            if kind is ev.RunReopened
+            resume_event(before, at_s=now_s, **values)
+            if kind is ev.RunResumed
             else kind(at_s=now_s, **values)
         )
         state, actions = step(before, event, rules=rules)

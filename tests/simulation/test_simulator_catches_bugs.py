@@ -12,8 +12,7 @@ from typing import Any
 
 import pytest
 
-from orchestrator.core import Phase, machine
-from orchestrator.core import compaction as bookmark
+from orchestrator.core import Phase, compaction, machine
 from orchestrator.core import events as ev
 from orchestrator.core.handlers import deadlines as on_time
 from orchestrator.core.handlers import (
@@ -23,11 +22,11 @@ from orchestrator.core.handlers import (
     planned,
     protection,
     recovery,
+    resume,
     survey,
 )
 from orchestrator.core.handlers import fleet_events as on_fleet
 from orchestrator.core.handlers import member_events as on_members
-from orchestrator.core.handlers import resume as reopening
 from orchestrator.core.state import MutableRunState, Node, Worker
 from orchestrator.core.transition import Transition
 from orchestrator.policies import RedundancyPlan, versions
@@ -131,13 +130,13 @@ def _wait_on(transition: Transition, *_: Any) -> None:
     transition.run.deadline_s = transition.now_s + 1.0
 
 
-def _begin_anew(transition: Transition, event: ev.RunReopened) -> None:
-    transition.run = MutableRunState(life=event.life)
+def _begin_anew(transition: Transition, event: ev.RunResumed) -> None:
+    transition.run = MutableRunState(incarnation=event.incarnation)
     formation.wait(transition)
 
 
-def _forget_what_was_committed(transition: Transition, event: ev.RunReopened) -> None:
-    _REOPENED(transition, event)
+def _forget_what_was_committed(transition: Transition, event: ev.RunResumed) -> None:
+    _RUN_RESUMED(transition, event)
     formation.wait(transition)
 
 
@@ -218,14 +217,14 @@ BUGS = {
     "loads what was read before it was known to be bad": Bug(
         recovery, "leave_out", _take_what_was_being_read, ("S6",)
     ),
-    "forgets the history of a run that is reopened": Bug(
-        machine._HANDLERS, ev.RunReopened, _begin_anew, ("S1", "S3")
+    "forgets the history of a run that is resumed": Bug(
+        machine._HANDLERS, ev.RunResumed, _begin_anew, ("S1", "S3")
     ),
-    "does not read what a run that is reopened has committed": Bug(
-        machine._HANDLERS, ev.RunReopened, _forget_what_was_committed, ("S3", "L3")
+    "does not read what a run that is resumed has committed": Bug(
+        machine._HANDLERS, ev.RunResumed, _forget_what_was_committed, ("S3", "L3")
     ),
     "takes a stale state for that of a newer journal": Bug(
-        bookmark, "behind", _take_it_for_the_end, ("L1",)
+        compaction, "behind", _take_it_for_the_end, ("L1",)
     ),
     "does not protect snapshots": Bug(protection, "plan", _protect_nothing, ("L3",)),
     "leaves open how to protect snapshots": Bug(
@@ -242,7 +241,7 @@ _ALL_LEFT = planned.all_left
 _LEAVE_OUT = recovery.leave_out
 _KNOWN_IS_FINAL = recovery._known_is_final
 _WAIT = formation.wait
-_REOPENED = reopening.reopened
+_RUN_RESUMED = resume.run_resumed
 
 
 @pytest.mark.parametrize("name", sorted(BUGS))

@@ -12,7 +12,7 @@ from orchestrator.core import (
     StartAttempt,
     WorkerLeft,
     WorkerRaised,
-    turn_records,
+    transition_records,
 )
 from orchestrator.simulation.history import History
 
@@ -35,7 +35,7 @@ class _Books:
             if isinstance(action, StartAttempt):
                 self.is_told &= self._first in {None, *self._left}
                 self._first = (action.attempt, action.members[0][0])
-        for record in turn_records(event, actions, attempt=state.attempt.number):
+        for record in transition_records(event, actions, attempt=state.attempt.number):
             self.stats.add(record)
 
 

@@ -9,7 +9,7 @@ from itertools import count
 from pathlib import Path
 
 from orchestrator.config import RunConfig, load
-from orchestrator.core import Phase, step, turn_records
+from orchestrator.core import Phase, step, transition_records
 from orchestrator.core import actions as act
 from orchestrator.core import events as ev
 from orchestrator.shell.storage.compaction import CompactionFile
@@ -99,7 +99,7 @@ class Journaled:
 
     def _fold_one(self, event: ev.Event) -> tuple[act.Action, ...]:
         self.state, actions = step(self.state, event, rules=self.rules)
-        records = turn_records(event, actions, attempt=self.state.attempt.number)
+        records = transition_records(event, actions, attempt=self.state.attempt.number)
         for record in records:
             record["seq"], record["wall_time"] = self.seq, 1.7e9 + self.at_s
             self.seq += 1

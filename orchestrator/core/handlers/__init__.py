@@ -11,7 +11,7 @@ from orchestrator.core.handlers import (
     resume,
     survey,
 )
-from orchestrator.core.handlers.resume import reopening
+from orchestrator.core.handlers.resume import resume_event
 from orchestrator.core.handlers.survey import adopted
 
 __all__ = [
@@ -23,7 +23,7 @@ __all__ = [
     "member_events",
     "planned",
     "protection",
-    "reopening",
     "resume",
+    "resume_event",
     "survey",
 ]

@@ -1,12 +1,12 @@
 """A run that is over, or whose cluster is gone, goes on: the same history, everything else anew.
 
 What was decided under the settings of then is not folded under those of now. So a run that is
-reopened starts from what the earlier journal amounts to, as a value, and not from its events.
+resumed starts from what the earlier journal amounts to, as a value, and not from its events.
 """
 
 from __future__ import annotations
 
-from orchestrator.core.events import RunReopened
+from orchestrator.core.events import RunResumed
 from orchestrator.core.handlers import recovery
 from orchestrator.core.state import (
     TERMINAL,
@@ -20,7 +20,7 @@ from orchestrator.core.state import (
 from orchestrator.core.transition import Transition
 
 
-def reopening(state: RunState, *, at_s: float, life: int) -> RunReopened:
+def resume_event(state: RunState, *, at_s: float, incarnation: int) -> RunResumed:
     """Return the event by which the run goes on from ``state``, the last one of its journal."""
     if state.phase in TERMINAL:
         outcome = "failed" if state.phase is Phase.FAILED else "ended"
@@ -28,9 +28,9 @@ def reopening(state: RunState, *, at_s: float, life: int) -> RunReopened:
         why = f"it {outcome}: {state.reason.rstrip().rpartition(chr(10))[2]}"
     else:
         why = f"its cluster was gone while it was {state.phase}"
-    return RunReopened(
+    return RunResumed(
         at_s=at_s,
-        life=life,
+        incarnation=incarnation,
         attempt=state.attempt.number,
         lineage=state.lineage,
         # A person was asked to put a sound copy back; what was in memory ended with the run.
@@ -42,11 +42,11 @@ def reopening(state: RunState, *, at_s: float, life: int) -> RunReopened:
     )
 
 
-def reopened(transition: Transition, event: RunReopened) -> None:
+def run_resumed(transition: Transition, event: RunResumed) -> None:
     """Begin anew behind what is committed: nobody is there, and no budget is spent."""
     transition.run = MutableRunState(
         phase=Phase.FENCING,
-        life=event.life,
+        incarnation=event.incarnation,
         attempt=Attempt(number=event.attempt),
         fleet=Fleet(next_worker=event.next_worker, next_slot=event.next_slot),
         lineage=event.lineage,

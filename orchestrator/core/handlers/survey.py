@@ -27,10 +27,10 @@ from orchestrator.core.transition import Transition
 def controller_started(transition: Transition, event: ControllerStarted) -> None:
     """Begin the run, or ask what lives if it was begun by an earlier controller."""
     run = transition.run
-    run.life = max(run.life, event.life)
+    run.incarnation = max(run.incarnation, event.incarnation)
     if run.phase in TERMINAL:
         transition.actions.append(FinishRun(outcome=run.outcome, reason=run.reason))
-    elif event.life > 1:
+    elif event.incarnation > 1:
         ask(transition)
     elif run.deadline_s == inf:
         run.waiting_since_s = transition.now_s

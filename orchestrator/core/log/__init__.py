@@ -1,14 +1,14 @@
 """The journal's records: print, parse, compact, count. Pure."""
 
-from orchestrator.core.log.compaction import Basis, Bookmark, Place, behind, decode, encode
+from orchestrator.core.log.compaction import Basis, Compaction, Place, behind, decode, encode
 from orchestrator.core.log.incident import PHASES, Incident, layout_text
-from orchestrator.core.log.journal import Folded, fold, fold_on, openings, turn_records, verify
+from orchestrator.core.log.journal import Folded, fold, fold_on, starts, transition_records, verify
 from orchestrator.core.log.stats import RunStats
 
 __all__ = [
     "PHASES",
     "Basis",
-    "Bookmark",
+    "Compaction",
     "Folded",
     "Incident",
     "Place",
@@ -19,7 +19,7 @@ __all__ = [
     "fold",
     "fold_on",
     "layout_text",
-    "openings",
-    "turn_records",
+    "starts",
+    "transition_records",
     "verify",
 ]

@@ -1,6 +1,6 @@
-"""A bookmark in a journal: what the records before it amount to, so that nobody folds them again.
+"""A compaction in a journal: what the records before it amount to, so that nobody folds them again.
 
-The journal stays the truth and a bookmark only spares time. So it is used only if it is whole,
+The journal stays the truth and a compaction only spares time. So it is used only if it is whole,
 belongs to this very journal and was made by the same program under the same rules; otherwise the
 whole journal is folded. Pure; ``orchestrator.shell`` keeps the one file.
 """
@@ -61,23 +61,23 @@ class Basis:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Bookmark:
+class Compaction:
     """A place in a journal, and what the journal amounts to up to there."""
 
     place: Place
     folded: Folded
 
 
-def encode(bookmark: Bookmark, basis: Basis) -> bytes:
-    """Return the document of a bookmark that was made on ``basis``."""
-    body = {"basis": codec(Basis).encode(basis), **codec(Bookmark).encode(bookmark)}
+def encode(compaction: Compaction, basis: Basis) -> bytes:
+    """Return the document of a compaction that was made on ``basis``."""
+    body = {"basis": codec(Basis).encode(basis), **codec(Compaction).encode(compaction)}
     text = json.dumps(body, separators=(",", ":"), allow_nan=False).encode()
     head = {"v": VERSION, "bytes": len(text), "crc32": crc32(text)}
     return json.dumps(head).encode() + b"\n" + text + b"\n"
 
 
-def decode(document: bytes, basis: Basis) -> Bookmark:
-    """Return the bookmark of a document.
+def decode(document: bytes, basis: Basis) -> Compaction:
+    """Return the compaction of a document.
 
     Raises:
         CompactionError: It is damaged, or of another version, or was made on another basis.
@@ -95,7 +95,7 @@ def decode(document: bytes, basis: Basis) -> Bookmark:
         for name in Basis.__slots__:
             if getattr(made_on, name) != getattr(basis, name):
                 raise CompactionError(f"it was made under another {name}", found=made_on)
-        found: Bookmark = codec(Bookmark).decode(body)
+        found: Compaction = codec(Compaction).decode(body)
     except (ValueError, KeyError, TypeError, AttributeError, AssertionError) as error:
         raise CompactionError(f"it cannot be read: {type(error).__name__}: {error}") from error
     return found
@@ -105,11 +105,11 @@ def behind(place: Place, segments: Sequence[bytes]) -> list[bytes]:
     """Return the records behind ``place``.
 
     Args:
-        place: Of a bookmark.
+        place: Of a compaction.
         segments: From the line of ``place`` on; the first begins with that line.
 
     Raises:
-        CompactionError: There is another line: the bookmark is of another journal.
+        CompactionError: There is another line: the compaction is of another journal.
     """
     line = segments[0][: place.line_bytes]
     if (len(line), crc32(line)) != (place.line_bytes, place.line_crc32) or line[-1:] != b"\n":

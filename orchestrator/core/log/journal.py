@@ -1,13 +1,13 @@
 """The journal's content: one JSON object for every event and every action of the run.
 
-Pure: values in, values out; ``orchestrator.shell`` does the writing, one segment per life of the
-controller. The journal is the input log, so an event's record is written before its actions are
-performed, and folding the events again gives the same state and the same actions. The last line
-of a segment may be torn, because a controller may die while it appends.
+Pure: ``orchestrator.shell`` writes the lines, one segment per incarnation of the controller. The
+journal is the input log: an event's record is written before its actions are performed, and
+folding the events again gives the same state and the same actions. The last line of a segment may
+be torn, because a controller may die while it appends.
 
 A record: ``{"v": 1, "seq": 91, "at_s": 812.4, "wall_time": 1.7e9, "attempt": 3,
-"kind": "WorkerExited", "worker": "w0005", "cause": "crash", "detail": "..."}``. ``attempt`` is
-the one the item names; that of the state where it names none.
+"kind": "WorkerExited", "worker": "w0005", "cause": "crash", "detail": "..."}``. ``attempt`` is the
+attempt that the item names, or the current one.
 """
 
 from __future__ import annotations
@@ -51,7 +51,7 @@ class Folded:
     wall_time: float = 0.0
 
 
-def turn_records(
+def transition_records(
     event: ev.Event, actions: Iterable[act.Action], *, attempt: int
 ) -> list[JournalRecord]:
     """Return the records of one event and the actions it led to, in order.
@@ -131,16 +131,16 @@ def read(
             yield record
 
 
-def openings(segments: Sequence[bytes]) -> list[int]:
+def starts(segments: Sequence[bytes]) -> list[int]:
     """Return the indices of the segments with which the run was opened: the first, and others.
 
-    A reopened run was decided on under settings of its own: what is between two openings is
+    A resumed run was decided on under settings of its own: what is between two starts is
     folded by itself.
     """
     return [
         index
         for index, segment in enumerate(segments)
-        if index == 0 or _first_kind(segment) == ev.RunReopened.__name__
+        if index == 0 or _first_kind(segment) == ev.RunResumed.__name__
     ]
 
 
@@ -148,14 +148,14 @@ def fold(segments: Sequence[bytes], rules: RunRules) -> tuple[RunState, JournalR
     """Return the state after the events of a journal, and the last record.
 
     Args:
-        segments: Oldest first; what was before the last opening is passed over.
+        segments: Oldest first; what was before the last start is passed over.
         rules: Of the run since then.
 
     Raises:
         JournalCorruptError: As ``read`` and ``parse``.
     """
     state, last = RunState(), None
-    for last in read(segments[max(openings(segments), default=0) :]):
+    for last in read(segments[max(starts(segments), default=0) :]):
         if is_event(last):
             state, _ = step(state, _event(last), rules=rules)
     return state, last
@@ -178,10 +178,10 @@ def fold_on(
     state, stats, last = folded.state, folded.stats, None
     begin = 0
     for index, segment in enumerate(segments):
-        if _first_kind(segment) == ev.RunReopened.__name__:
+        if _first_kind(segment) == ev.RunResumed.__name__:
             begin, state = index, RunState()
     records = read(segments, seq=folded.seq if folded.seq >= 0 else None, first=first)
-    # What is before the last opening was decided under other rules, and is only counted.
+    # What is before the last start was decided under other rules, and is only counted.
     num_before = sum(segment.count(b"\n") for segment in segments[:begin])
     for index, last in enumerate(records):
         stats.add(last)
@@ -199,10 +199,10 @@ def fold_on(
 
 
 def verify(segments: Sequence[bytes], rules: RunRules) -> tuple[RunState, JournalRecord | None]:
-    """Return the state after one opening's events; check that the actions are those computed now.
+    """Return the state after one start's events; check that the actions are those computed now.
 
     Args:
-        segments: From one opening of the run to the next, oldest first.
+        segments: From one start of the run to the next, oldest first.
         rules: Of the run in that time.
 
     Raises:
@@ -216,7 +216,7 @@ def verify(segments: Sequence[bytes], rules: RunRules) -> tuple[RunState, Journa
             journaled.append(parse(last))
             continue
         # A restart may have cut the actions of the event before it short.
-        restarted = last["kind"] in (ev.ControllerStarted.__name__, ev.RunReopened.__name__)
+        restarted = last["kind"] in (ev.ControllerStarted.__name__, ev.RunResumed.__name__)
         _compare(event, journaled, computed, cut_short=restarted)
         event = last
         state, computed = step(state, _event(last), rules=rules)

@@ -143,11 +143,11 @@ class RunStats:
         self._injected_s.append(at_s)
 
     def _controller_started(self, record: Mapping[str, Any], at_s: float) -> None:
-        if record["life"] > 1 and not self.outcome:
+        if record["incarnation"] > 1 and not self.outcome:
             self._begin_incident(
                 Incident(
                     kind="controller_restart",
-                    evidence=f"life {record['life']} of the controller began",
+                    evidence=f"incarnation {record['incarnation']} of the controller began",
                     attempt=self.attempt,
                     layout_before=self.layout,
                     layout_after=self.layout,
@@ -155,7 +155,7 @@ class RunStats:
                 )
             )
 
-    def _reopened(self, record: Mapping[str, Any], at_s: float) -> None:
+    def _resumed(self, record: Mapping[str, Any], at_s: float) -> None:
         """Go on counting; what was open then never ended with a step, and stays so."""
         self.outcome = self.reason = ""
         self._open.clear()
@@ -339,7 +339,7 @@ class RunStats:
     _TAKES: ClassVar[dict[str, Callable[[RunStats, Mapping[str, Any], float], None]]] = {
         "FaultInjected": _fault_injected,
         "ControllerStarted": _controller_started,
-        "RunReopened": _reopened,
+        "RunResumed": _resumed,
         "ReportIncident": _incident_reported,
         "FenceAttempt": _recovering,
         "ReadCommitted": _recovering,

@@ -69,7 +69,7 @@ class MutableRunState(Part):
 
     Attributes:
         phase: Where the run is.
-        life: Which life of the controller this is.
+        incarnation: Which incarnation of the controller this is.
         lineage: ``(attempt, resume_step)`` of every attempt, oldest first.
         attempt: The current or last one.
         reads: What was asked of keepers and storage since it started.
@@ -107,7 +107,7 @@ class MutableRunState(Part):
     """
 
     phase: Phase = Phase.WAITING
-    life: int = 0
+    incarnation: int = 0
     lineage: tuple[tuple[int, int], ...] = ()
     attempt: Attempt = field(default_factory=Attempt)
     reads: Reads = field(default_factory=Reads)

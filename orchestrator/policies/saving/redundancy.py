@@ -84,8 +84,8 @@ class RedundancyPlan:
         keepers: By node, the others whose keepers copy its snapshots over the network.
         guards: By rank, the ranks whose shares it saves beside its own; None where keepers
             protect each other's snapshots.
-        lanes: By rank, the ranks, by place in its group, that keep parities of each other's shares
-            from their own replicas; None where they keep none.
+        rank_groups: By rank, the ranks of its group in order of place. They keep parities of each
+            other's shares from their own replicas; None where they keep none.
         shared_racks: Racks whose loss may cost more than the tolerance.
     """
 
@@ -96,7 +96,7 @@ class RedundancyPlan:
     is_final: bool = True
     keepers: dict[str, tuple[str, ...]] = field(default_factory=dict)
     guards: tuple[tuple[int, ...], ...] | None = None
-    lanes: tuple[tuple[int, ...], ...] | None = None
+    rank_groups: tuple[tuple[int, ...], ...] | None = None
     shared_racks: tuple[str, ...] = ()
 
     @property
@@ -107,7 +107,7 @@ class RedundancyPlan:
     @property
     def is_by_workers(self) -> bool:
         """Return whether workers are told what to save for each other."""
-        return self.guards is not None or self.lanes is not None
+        return self.guards is not None or self.rank_groups is not None
 
     def copies_of(self, node: str) -> tuple[str, ...]:
         """Return the nodes whose snapshots the keeper of ``node`` copies."""
@@ -250,15 +250,15 @@ def _replica_parity(facts: RedundancyFacts, tolerance: int) -> RedundancyPlan | 
     what = Mechanism.REPLICA_PARITY
     if tolerance > 1:
         return f"{what} survives 1 node"
-    groups, racks = _lane_groups(facts), _domains(facts.nodes, facts.racks)
+    groups, racks = _like_groups(facts), _domains(facts.nodes, facts.racks)
     if groups is None:
         return f"no {what}: nodes have replicas of other shards, or they are fewer than 3"
-    lanes: dict[int, tuple[int, ...]] = {}
+    rank_groups: dict[int, tuple[int, ...]] = {}
     need_bytes: dict[str, int] = {}
     for group in groups:
         by_place = [[rank for rank, at in enumerate(facts.nodes) if at == name] for name in group]
-        for lane in map(tuple, zip(*by_place, strict=True)):
-            lanes |= dict.fromkeys(lane, lane)
+        for ranks_alike in map(tuple, zip(*by_place, strict=True)):
+            rank_groups |= dict.fromkeys(ranks_alike, ranks_alike)
         block_bytes = -(-facts.rank_bytes // (len(group) - 1))
         for name, ranks in zip(group, by_place, strict=True):
             need_bytes[name] = len(ranks) * (facts.rank_bytes + block_bytes)
@@ -273,12 +273,12 @@ def _replica_parity(facts: RedundancyFacts, tolerance: int) -> RedundancyPlan | 
             f"snapshots: {what}, survives 1 of {smallest} nodes, {_size(need_bytes)}, records sent"
         ),
         is_final=bool(facts.rank_bytes),
-        lanes=tuple(lanes[rank] for rank in range(len(facts.nodes))),
+        rank_groups=tuple(rank_groups[rank] for rank in range(len(facts.nodes))),
         shared_racks=shared_domains(groups, racks),
     )
 
 
-def _lane_groups(facts: RedundancyFacts) -> Groups | None:
+def _like_groups(facts: RedundancyFacts) -> Groups | None:
     """Return groups of nodes of which the first ranks hold the same state, and so on.
 
     None if that cannot be, or if a group would have fewer nodes than a parity is worth.

@@ -8,14 +8,14 @@ if TYPE_CHECKING:
     from orchestrator.shell.capacity.nodes import Nodes, NodeView
     from orchestrator.shell.capacity.rendezvous import Rendezvous, preload
     from orchestrator.shell.capacity.slots import Capacity
-    from orchestrator.shell.capacity.workers import Crew
+    from orchestrator.shell.capacity.workers import Workers
 
 __all__ = [
     "Capacity",
-    "Crew",
     "NodeView",
     "Nodes",
     "Rendezvous",
+    "Workers",
     "preload",
 ]
 
@@ -25,6 +25,6 @@ __getattr__ = lazy_door(
         "orchestrator.shell.capacity.nodes": ("NodeView", "Nodes"),
         "orchestrator.shell.capacity.rendezvous": ("Rendezvous", "preload"),
         "orchestrator.shell.capacity.slots": ("Capacity",),
-        "orchestrator.shell.capacity.workers": ("Crew",),
+        "orchestrator.shell.capacity.workers": ("Workers",),
     },
 )

@@ -140,7 +140,7 @@ class Capacity:
             for number in [number for number, grant in self._grants.items() if grant.done()]:
                 self._grants.pop(number).result()
             if time.monotonic() < self._strays_until_s:
-                # What this life asks for it knows before it is there.
+                # A controller knows the slots that it asked for before they are there.
                 strays = rows.keys() - self._slots.keys()
                 settled = [number for number in strays if not _is_being_placed(rows[number])]
                 await asyncio.to_thread(self._remove, settled)

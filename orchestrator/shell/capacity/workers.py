@@ -69,7 +69,7 @@ class _Member:
     attended: set[int] = field(default_factory=set)
 
 
-class Crew:
+class Workers:
     """Handles of the run's workers; turns what happens to them into events.
 
     Args:
@@ -196,7 +196,7 @@ class Crew:
                 ray.kill(member.handle, no_restart=True)
 
     def end_strays(self) -> None:
-        """SIGKILL every worker of the run that another life of the controller left behind."""
+        """SIGKILL every worker that an earlier incarnation of the controller left behind."""
         for found in ray.util.list_named_actors(all_namespaces=True):
             is_worker = found["name"].startswith(self._names.worker(""))
             if is_worker and found["namespace"] == self._names.namespace:

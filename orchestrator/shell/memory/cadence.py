@@ -15,7 +15,7 @@ from orchestrator.policies import (
     over_budget,
     taken_steps,
 )
-from orchestrator.shell.capacity import Crew
+from orchestrator.shell.capacity import Workers
 from orchestrator.shell.serve import RunMetrics
 from workers.protocol import Pace, SaveCosts
 from workers.settings import CheckpointSettings, SnapshotSettings
@@ -32,7 +32,7 @@ class CadenceWatch:
     """Measures what saves cost, and shows it beside the budget.
 
     Args:
-        crew: Reaches the workers.
+        workers: Reaches the workers.
         at_s: The run's clock.
         post: Where events go.
         metrics: Where to show what saves cost.
@@ -44,7 +44,7 @@ class CadenceWatch:
     def __init__(
         self,
         *,
-        crew: Crew,
+        workers: Workers,
         at_s: Callable[[], float],
         post: Callable[[Event], None],
         metrics: RunMetrics,
@@ -52,7 +52,7 @@ class CadenceWatch:
         snapshot: SnapshotSettings,
         checkpoint: CheckpointSettings,
     ) -> None:
-        self._crew = crew
+        self._workers = workers
         self._at_s = at_s
         self._post = post
         self._metrics = metrics
@@ -107,10 +107,10 @@ class CadenceWatch:
     async def tell(self, action: SetCadence) -> None:
         """Tell rank 0 what was decided; one that does not hear it is told again."""
         log.info("cadence_changed", extra={"pace": repr(action.pace), "reason": action.reason})
-        await self._crew.keep_pace(action.worker, action.attempt, action.pace)
+        await self._workers.keep_pace(action.worker, action.attempt, action.pace)
 
     async def _ask(self, worker: str, attempt: int, pace: Pace) -> None:
-        costs = await self._crew.keep_pace(worker, attempt, pace)
+        costs = await self._workers.keep_pace(worker, attempt, pace)
         if costs is not None and costs.step_s:
             self.show(costs)
             self._post(SavesMeasured(at_s=self._at_s(), attempt=attempt, costs=costs))

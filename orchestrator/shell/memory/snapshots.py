@@ -386,7 +386,7 @@ def _parity_group(order: OrderKeepers, node: str, peers: Mapping[str, Peer]) -> 
         attempt=order.attempt,
         num_parities=plan.tolerance,
         places=places,
-        over_replicas=plan.lanes is not None,
+        over_replicas=plan.rank_groups is not None,
     )
 
 

@@ -15,7 +15,7 @@ from pathlib import Path
 
 from orchestrator.core import (
     Basis,
-    Bookmark,
+    Compaction,
     Folded,
     RunRules,
     RunState,
@@ -167,7 +167,7 @@ class CompactionFile:
             at_s=last["at_s"],
             wall_time=last["wall_time"],
         )
-        document = encode(Bookmark(place=place, folded=folded), self._basis)
+        document = encode(Compaction(place=place, folded=folded), self._basis)
         self._compacted_bytes = place.journal_bytes
         self._spacing_bytes = max(SPACING_BYTES, len(document))
         self._is_writing = True

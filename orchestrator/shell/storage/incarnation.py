@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from orchestrator.config import RunConfig, load
-from orchestrator.core import ControllerStarted, Event, RunState, RunStats, openings, reopening
+from orchestrator.core import ControllerStarted, Event, RunState, RunStats, resume_event, starts
 from orchestrator.run_directory import CONFIG, RESULT, SETTINGS, SUMMARY
 from orchestrator.shell.clock import RunClock
 from orchestrator.shell.storage.compaction import read_journal
@@ -82,10 +82,10 @@ def begin_incarnation(
         assert folded.seq >= 0, "a restart has a journal before it"
         clock = RunClock(last_at_s=folded.at_s, last_wall_time=folded.wall_time)
         state = folded.state
-    first: Event = ControllerStarted(at_s=clock.at_s(), life=number)
+    first: Event = ControllerStarted(at_s=clock.at_s(), incarnation=number)
     if is_first:
         if folded.seq >= 0:
-            first = reopening(folded.state, at_s=clock.at_s(), life=number)
+            first = resume_event(folded.state, at_s=clock.at_s(), incarnation=number)
         _write_config(store, run_path, config, number)
         for name in (SUMMARY, RESULT):
             # They say that the run is over.
@@ -107,7 +107,7 @@ def begin_incarnation(
 
 def config_of(store: Store, run_path: str, segments: Sequence[bytes]) -> RunConfig:
     """Return the settings under which the last of ``segments``, all from the first, was written."""
-    return _config_at(store, run_path, max(openings(segments), default=0) + 1)
+    return _config_at(store, run_path, max(starts(segments), default=0) + 1)
 
 
 def _has_record(store: Store, run_path: str, incarnation: int) -> bool:

@@ -205,23 +205,25 @@ def _miss_keeper(cluster: SimCluster, node: SimNode, num_told: int) -> None:
 
 def kill_controller(cluster: SimCluster) -> None:
     """The controller's process dies: what was on its way to it is lost."""
-    cluster.life += 1
+    cluster.incarnation += 1
     cluster.inbox.clear()
     cluster.controller_up = False
-    cluster.at(0.3 + 0.5 * cluster.rng.random(), _restart_controller, cluster, cluster.life)
+    cluster.at(0.3 + 0.5 * cluster.rng.random(), _restart_controller, cluster, cluster.incarnation)
 
 
-def _restart_controller(cluster: SimCluster, life: int) -> None:
-    if life == cluster.life:
-        cluster.life += 1
+def _restart_controller(cluster: SimCluster, incarnation: int) -> None:
+    if incarnation == cluster.incarnation:
+        cluster.incarnation += 1
         cluster.controller_up = True
-        cluster.num_lives += 1
-        cluster.inbox.append(ev.ControllerStarted(at_s=cluster.now_s, life=cluster.num_lives))
+        cluster.num_incarnations += 1
+        cluster.inbox.append(
+            ev.ControllerStarted(at_s=cluster.now_s, incarnation=cluster.num_incarnations)
+        )
 
 
 def end_everything(cluster: SimCluster) -> None:
     """The run is over: its processes, reservations and memory are given back."""
-    cluster.life += 1
+    cluster.incarnation += 1
     cluster.inbox.clear()
     cluster.controller_up = True
     for worker in cluster.workers.values():

@@ -22,7 +22,7 @@ from orchestrator.simulation.checkers import Monitor
 from orchestrator.simulation.world import loading
 from orchestrator.simulation.world.memory import Memory, Part
 from orchestrator.simulation.world.parts import STEP_S, SimAttempt, SimNode, SimWorker
-from orchestrator.simulation.world.saving import Tiers, farewell, save_step
+from orchestrator.simulation.world.saving import Tiers, final_snapshot, save_step
 from orchestrator.simulation.world.storage import Storage
 from workers.protocol import Pace, Source
 
@@ -45,15 +45,15 @@ class SimCluster:
         self.now_s = 0.0
         self.queue: list[tuple[float, int, Callable[..., None], tuple[Any, ...]]] = []
         self.serials = count()
-        self.life = 0
-        self.num_lives = 1
+        self.incarnation = 0
+        self.num_incarnations = 1
         self.controller_up = True
         self.inbox: list[ev.Event] = []
         self.nodes: dict[str, SimNode] = {}
         self.workers: dict[str, SimWorker] = {}
         self.pending: dict[int, tuple[str, ...]] = {}
         self.granted: dict[int, str] = {}
-        # Asked for or found by the controller's present life.
+        # Asked for or found by the controller's present incarnation.
         self.known_slots: set[int] = set()
         self.storage = Storage()
         self.memory = Memory(tiers.budget_bytes)
@@ -116,10 +116,10 @@ class SimCluster:
         return delay_s
 
     def post(self, kind: type, delay_s: float = 0.0, **values: Any) -> None:
-        """Report something to the controller's present life, perhaps twice."""
-        self.at(delay_s + self.wire_s(), self._arrive, self.life, kind, values)
+        """Report something to the controller's present incarnation, perhaps twice."""
+        self.at(delay_s + self.wire_s(), self._arrive, self.incarnation, kind, values)
         if self.doubling and self.chance(self.doubling):
-            self.at(delay_s + self.rng.random(), self._arrive, self.life, kind, values)
+            self.at(delay_s + self.rng.random(), self._arrive, self.incarnation, kind, values)
 
     def post_or_lose(self, kind: type, **values: Any) -> None:
         """Report something that nobody repeats if it is lost."""
@@ -128,11 +128,11 @@ class SimCluster:
 
     def find(self, kind: type, **values: Any) -> None:
         """Let the controller come to something by itself, if it is up: at once and once."""
-        self._arrive(self.life, kind, values)
+        self._arrive(self.incarnation, kind, values)
 
-    def _arrive(self, life: int, kind: type, values: dict[str, Any]) -> None:
-        # Nobody listens while the controller is down, and a new life has new wires.
-        if life == self.life and self.controller_up:
+    def _arrive(self, incarnation: int, kind: type, values: dict[str, Any]) -> None:
+        # Nobody listens while the controller is down, and a new incarnation has new wires.
+        if incarnation == self.incarnation and self.controller_up:
             self.inbox.append(kind(at_s=self.now_s, **values))
 
     # Actions
@@ -143,17 +143,17 @@ class SimCluster:
 
     def _request_slot(self, action: act.RequestSlot) -> None:
         self.known_slots.add(action.slot)
-        self.at(self.wire_s(), self._requested, action.slot, action.avoid, self.life)
+        self.at(self.wire_s(), self._requested, action.slot, action.avoid, self.incarnation)
 
-    def _requested(self, slot: int, avoid: tuple[str, ...], life: int) -> None:
+    def _requested(self, slot: int, avoid: tuple[str, ...], incarnation: int) -> None:
         if slot not in self.granted:
             self.pending[slot] = avoid
             self.place()
-        if life != self.life:
+        if incarnation != self.incarnation:
             self.at(_STRAY_S, self._stray, slot)
 
     def _stray(self, slot: int) -> None:
-        # A dead life asked for it so late that the next one did not find it.
+        # A dead incarnation asked for it so late that the next one did not find it.
         if slot not in self.known_slots:
             self.released(slot)
 
@@ -256,7 +256,7 @@ class SimCluster:
     def leave(self, worker: SimWorker, how: str) -> None:
         """Take a worker out of its attempt; it writes nothing more there."""
         if how in ("fenced", "peer_lost"):
-            farewell(self, self.attempts[worker.attempt], worker)
+            final_snapshot(self, self.attempts[worker.attempt], worker)
         number, worker.attempt = worker.attempt, 0
         worker.refuses = max(worker.refuses, number)
         if worker.node.cut_off:
@@ -492,7 +492,7 @@ class SimCluster:
     def raise_in(self, attempt: SimAttempt, worker: SimWorker, step: int, error: str) -> None:
         """Let the training code of a worker raise, which takes it out of the attempt."""
         self.monitor.faulty.add(worker.name)
-        farewell(self, attempt, worker)
+        final_snapshot(self, attempt, worker)
         worker.attempt, worker.refuses = 0, max(worker.refuses, attempt.number)
         if worker.node.cut_off:
             return
@@ -527,13 +527,13 @@ class SimCluster:
     def _finish_run(self, action: act.FinishRun) -> None:
         self.monitor.finished(action)
 
-    # A new life of the controller
+    # A new incarnation of the controller
 
     def _survey_workers(self, _action: act.SurveyWorkers) -> None:
-        self.at(0.01, self._survey, self.life)
+        self.at(0.01, self._survey, self.incarnation)
 
-    def _survey(self, life: int) -> None:
-        if life != self.life:
+    def _survey(self, incarnation: int) -> None:
+        if incarnation != self.incarnation:
             return
         alive = [
             (w.name, w.node.name, ev.UNKNOWN_ATTEMPT if w.hung else w.attempt)

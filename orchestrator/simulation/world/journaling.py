@@ -1,4 +1,4 @@
-"""The journal and its bookmark, kept as the shell does, and how a controller comes back by them."""
+"""The simulated journal and its compaction, and how a controller restarts from them."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from zlib import crc32
 from orchestrator.core import (
     Action,
     Basis,
-    Bookmark,
+    Compaction,
     ControllerStarted,
     Event,
     Folded,
@@ -21,17 +21,17 @@ from orchestrator.core import (
     RunRules,
     RunState,
     RunStats,
+    compaction,
     decode,
     encode,
     fold_on,
-    turn_records,
+    transition_records,
     verify,
 )
-from orchestrator.core import compaction as bookmark
 from orchestrator.errors import CompactionError
 from orchestrator.simulation.checkers import require
 
-#: Chance that a bookmark is written behind an event, and that it is damaged when it is needed.
+#: Chance that a compaction is written behind an event, and that it is damaged when it is needed.
 _MARK = 0.2
 _DAMAGE = 0.1
 
@@ -39,7 +39,7 @@ _TORN = b'{"v":1,"se'
 
 
 @dataclass(eq=False)
-class _Turn:
+class _Transition:
     event: Event
     actions: Sequence[Action]
     attempt: int
@@ -47,7 +47,7 @@ class _Turn:
 
     @cached_property
     def lines(self) -> list[bytes]:
-        records = turn_records(self.event, self.actions, attempt=self.attempt)
+        records = transition_records(self.event, self.actions, attempt=self.attempt)
         return [
             json.dumps({**record, "seq": seq, "wall_time": 0.0}).encode() + b"\n"
             for seq, record in enumerate(records, start=self.seq)
@@ -68,12 +68,12 @@ class SimJournal:
         self._rng = Random(f"journal {seed}")  # noqa: S311  no secrets here
         self._rules = rules
         self._is_thorough = is_thorough
-        self.reopen()
+        self.resume()
 
-    def reopen(self) -> None:
-        """Begin the journal of a run that was opened again."""
-        self._turns: list[_Turn] = []
-        #: Places in ``_turns`` at which a life ends.
+    def resume(self) -> None:
+        """Begin the journal of a run that was resumed."""
+        self._transitions: list[_Transition] = []
+        #: Places in ``_transitions`` at which an incarnation ends.
         self._ends: list[int] = []
         self._seq = 0
         self._marked: tuple[int, RunState] | None = None
@@ -84,20 +84,20 @@ class SimJournal:
 
     def add(self, event: Event, state: RunState, actions: Sequence[Action]) -> None:
         """Take in an event, the state after it, and the actions that it led to."""
-        if isinstance(event, ControllerStarted) and self._turns:
-            self._ends.append(len(self._turns))
-        self._turns.append(_Turn(event, actions, state.attempt.number, self._seq))
+        if isinstance(event, ControllerStarted) and self._transitions:
+            self._ends.append(len(self._transitions))
+        self._transitions.append(_Transition(event, actions, state.attempt.number, self._seq))
         self._seq += 1 + len(actions)
         if self._rng.random() < _MARK:
-            self._marked = len(self._turns), state
+            self._marked = len(self._transitions), state
 
     def restored(self) -> RunState:
-        """Return the state that a new life begins with."""
+        """Return the state that a new incarnation begins with."""
         folded = self._restored()
         if self._is_thorough:
             whole = fold_on(Folded(), self._segments(), self._rules)
             # Equal tables may have another order, by which the run goes.
-            require(repr(folded) == repr(whole), "L1", "a bookmark does not lead to the state")
+            require(repr(folded) == repr(whole), "L1", "a compaction does not lead to the state")
         return folded.state
 
     def replayed(self) -> RunState:
@@ -111,19 +111,19 @@ class SimJournal:
         number, state = self._marked
         try:
             found = decode(self._document(number, state), self._basis)
-            behind = bookmark.behind(found.place, self._segments(number))
+            behind = compaction.behind(found.place, self._segments(number))
         except CompactionError:
             return fold_on(Folded(), self._segments(), self._rules)
         return fold_on(found.folded, behind, self._rules)
 
     def _document(self, number: int, state: RunState) -> bytes:
-        """Return the bookmark behind so many turns as it is found: it may be damaged."""
-        turn = self._turns[number - 1]
-        line = turn.lines[-1]
+        """Return the compaction behind so many transitions as it is found: it may be damaged."""
+        transition = self._transitions[number - 1]
+        line = transition.lines[-1]
         stats = RunStats()
         if self._is_thorough:
             stats = fold_on(Folded(), self._segments(to=number), self._rules).stats
-        marked = Bookmark(
+        marked = Compaction(
             # How large the segments are is the shell's business.
             place=Place(
                 segment=1,
@@ -135,8 +135,8 @@ class SimJournal:
             folded=Folded(
                 state=state,
                 stats=stats,
-                seq=turn.seq + len(turn.actions),
-                at_s=turn.event.at_s,
+                seq=transition.seq + len(transition.actions),
+                at_s=transition.event.at_s,
             ),
         )
         document = encode(marked, self._basis)
@@ -146,13 +146,16 @@ class SimJournal:
         return document[:cut] + self._rng.choice((b"", b"0" + document[cut + 1 :]))
 
     def _segments(self, number: int = 0, to: int | None = None) -> list[bytes]:
-        """Return one segment per life, each with a torn end, from the last line before a turn."""
-        to = len(self._turns) if to is None else to
+        """Return one torn segment per incarnation, from the last line before a transition."""
+        to = len(self._transitions) if to is None else to
         bounds = [number, *(end for end in self._ends if number < end < to), to]
         segments = [
-            b"".join(line for turn in self._turns[begin:end] for line in turn.lines) + _TORN
+            b"".join(
+                line for transition in self._transitions[begin:end] for line in transition.lines
+            )
+            + _TORN
             for begin, end in pairwise(bounds)
         ]
         if number:
-            segments[0] = self._turns[number - 1].lines[-1] + segments[0]
+            segments[0] = self._transitions[number - 1].lines[-1] + segments[0]
         return segments

@@ -86,7 +86,7 @@ def save_step(
     return by_trainers
 
 
-def farewell(cluster: SimCluster, attempt: SimAttempt, worker: SimWorker) -> None:
+def final_snapshot(cluster: SimCluster, attempt: SimAttempt, worker: SimWorker) -> None:
     """Take a last snapshot of a member that lives and leaves early, if memory lacks its step."""
     resume_step = attempt.lineage[-1][1]
     is_new = resume_step < worker.completed < cluster.rules.total_steps

@@ -35,7 +35,7 @@ def _ready(rules: RunRules = RULES) -> RunState:
     """Return a run that has begun its first attempt on nodes a and b."""
     return _fold(
         RunState(),
-        ev.ControllerStarted(at_s=0.0, life=1),
+        ev.ControllerStarted(at_s=0.0, incarnation=1),
         ev.SlotGranted(at_s=0.0, slot=1, node="a"),
         ev.SlotGranted(at_s=0.0, slot=2, node="b"),
         ev.WorkerReady(at_s=1.0, worker="w0001", node="a", pid=11),
@@ -66,7 +66,7 @@ def test_every_kind_of_event_has_a_handler() -> None:
 
 def test_the_start_asks_for_the_largest_run() -> None:
     """Pending slots are the autoscaler's demand, so all are asked for though fewer may do."""
-    _, actions = step(RunState(), ev.ControllerStarted(at_s=0.0, life=1), rules=RULES)
+    _, actions = step(RunState(), ev.ControllerStarted(at_s=0.0, incarnation=1), rules=RULES)
 
     assert actions == (RequestSlot(slot=1, avoid=()), RequestSlot(slot=2, avoid=()))
 
@@ -75,7 +75,7 @@ def test_the_first_attempt_waits_for_all_until_the_grace_ends() -> None:
     """Starting with one worker and growing a second later would cost a re-formation."""
     state = _fold(
         RunState(),
-        ev.ControllerStarted(at_s=0.0, life=1),
+        ev.ControllerStarted(at_s=0.0, incarnation=1),
         ev.SlotGranted(at_s=0.0, slot=1, node="a"),
         ev.WorkerReady(at_s=1.0, worker="w0001", node="a", pid=11),
     )
@@ -157,7 +157,7 @@ def test_survivors_keep_their_order_and_nodes_stay_together() -> None:
     rules = RunRules(run="t", min_workers=1, max_workers=4, total_steps=9, standby_per_node=1)
     state = _fold(
         RunState(),
-        ev.ControllerStarted(at_s=0.0, life=1),
+        ev.ControllerStarted(at_s=0.0, incarnation=1),
         *(ev.SlotGranted(at_s=0.0, slot=s, node="ab"[s % 2]) for s in (1, 2, 3, 4)),
         *(ev.WorkerReady(at_s=1.0, worker=f"w{n:04d}", node="", pid=n) for n in (1, 2, 3, 4)),
         ev.StepCompleted(at_s=1.5, attempt=1, step=1, step_s=0.1),
@@ -257,7 +257,7 @@ def test_a_hint_never_avoids_a_node() -> None:
 
 def test_a_stop_while_waiting_ends_the_run_at_once() -> None:
     """There is no step boundary to wait for."""
-    waiting = _fold(RunState(), ev.ControllerStarted(at_s=0.0, life=1))
+    waiting = _fold(RunState(), ev.ControllerStarted(at_s=0.0, incarnation=1))
     state, _ = step(waiting, ev.StopRequested(at_s=1.0, reason=""), rules=RULES)
 
     assert state.phase is Phase.FINISHED
@@ -284,7 +284,7 @@ def test_a_start_that_took_too_long_gets_more_time_the_next_time() -> None:
     """On a slow file system torch takes minutes to import: killed each time it never would."""
     state = _fold(
         RunState(),
-        ev.ControllerStarted(at_s=0.0, life=1),
+        ev.ControllerStarted(at_s=0.0, incarnation=1),
         ev.SlotGranted(at_s=0.0, slot=1, node="a"),
         ev.Ticked(at_s=RULES.bounds.start_s),
         ev.WorkerExited(at_s=RULES.bounds.start_s, worker="w0001", cause="killed", detail=""),
@@ -322,7 +322,7 @@ def test_a_start_that_fails_for_ever_ends_the_run_with_the_last_words() -> None:
     rules = RunRules(run="t", min_workers=1, max_workers=1, total_steps=9, starts_failed_max=3)
     state = _fold(
         RunState(),
-        ev.ControllerStarted(at_s=0.0, life=1),
+        ev.ControllerStarted(at_s=0.0, incarnation=1),
         ev.SlotGranted(at_s=0.0, slot=1, node="a"),
         rules=rules,
     )
@@ -341,9 +341,9 @@ def test_a_start_that_fails_for_ever_ends_the_run_with_the_last_words() -> None:
 
 def test_a_run_without_machines_ends_with_an_outcome_of_its_own() -> None:
     """A supervisor waits for machines and starts it again; a run that failed is for its author."""
-    begun = _fold(RunState(), ev.ControllerStarted(at_s=0.0, life=1))
+    begun = _fold(RunState(), ev.ControllerStarted(at_s=0.0, incarnation=1))
     over, actions = step(begun, ev.Ticked(at_s=RULES.bounds.capacity_s), rules=RULES)
-    again, repeated = step(over, ev.ControllerStarted(at_s=1e6, life=2), rules=RULES)
+    again, repeated = step(over, ev.ControllerStarted(at_s=1e6, incarnation=2), rules=RULES)
 
     assert over.phase is again.phase is Phase.FAILED
     (finished,) = [action for action in actions if isinstance(action, FinishRun)]
@@ -386,7 +386,7 @@ def test_a_worker_that_only_starts_has_no_process_id() -> None:
     """0 would be one that `kill` takes: its own process group."""
     state = _fold(
         RunState(),
-        ev.ControllerStarted(at_s=0.0, life=1),
+        ev.ControllerStarted(at_s=0.0, incarnation=1),
         ev.SlotGranted(at_s=0.0, slot=1, node="a"),
     )
 

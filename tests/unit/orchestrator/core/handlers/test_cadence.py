@@ -2,7 +2,7 @@
 
 from dataclasses import replace
 
-from orchestrator.core import Action, RunRules, RunState, reopening, step
+from orchestrator.core import Action, RunRules, RunState, resume_event, step
 from orchestrator.core import actions as act
 from orchestrator.core import events as ev
 from orchestrator.policies import CadenceRules, FaultsSeen
@@ -24,7 +24,7 @@ COSTS = SaveCosts(
     pace=Pace(snapshot_steps=1, checkpoint_steps=10),
 )
 START: tuple[ev.Event, ...] = (
-    ev.ControllerStarted(at_s=0.0, life=1),
+    ev.ControllerStarted(at_s=0.0, incarnation=1),
     ev.SlotGranted(at_s=0.0, slot=1, node="a"),
     ev.WorkerReady(at_s=1.0, worker="w0001", node="a", pid=11),
     ev.WorkerFormed(at_s=2.0, attempt=1, worker="w0001"),
@@ -85,5 +85,5 @@ def test_faults_are_counted_by_what_they_cost_over_the_whole_run() -> None:
         ev.WorkerFormed(at_s=4.5, attempt=2, worker="w0002", sources=(("storage", 10),)),
     )
     assert state.faults_seen == FaultsSeen(num_process=1, num_node=0, num_uncovered=1)
-    again, _ = _fold(RunState(), reopening(state, at_s=5.0, life=2))
+    again, _ = _fold(RunState(), resume_event(state, at_s=5.0, incarnation=2))
     assert again.faults_seen == state.faults_seen

@@ -8,7 +8,7 @@ from orchestrator.core import events as ev
 
 RULES = RunRules(run="test", min_workers=1, max_workers=2, total_steps=1000)
 STARTED: tuple[ev.Event, ...] = (
-    ev.ControllerStarted(at_s=0.0, life=1),
+    ev.ControllerStarted(at_s=0.0, incarnation=1),
     ev.NodeJoined(at_s=0.0, node="a"),
     ev.SlotGranted(at_s=0.0, slot=1, node="a"),
     ev.WorkerReady(at_s=1.0, worker="w0001", node="a", pid=11),
@@ -73,7 +73,7 @@ def test_the_wait_for_a_keeper_begins_anew_with_a_controller() -> None:
     state, _ = _fold(RunState(), *STARTED, ev.KeeperDied(at_s=20.0, node="a", detail=""))
     state, _ = _fold(
         state,
-        ev.ControllerStarted(at_s=60.0, life=2),
+        ev.ControllerStarted(at_s=60.0, incarnation=2),
         ev.WorkersSurveyed(at_s=60.1, alive=(), slots=(), pending_slots=()),
     )
     assert state.fleet.nodes[0].keeper_by_s == 60.1 + RULES.bounds.keeper_return_s

@@ -37,7 +37,7 @@ def _started(rules: RunRules = RULES, *, racks: tuple[str, ...] = ("", "", "")) 
     """Return a run whose first attempt forms on three nodes."""
     state, _ = _fold(
         RunState(),
-        ev.ControllerStarted(at_s=0.0, life=1),
+        ev.ControllerStarted(at_s=0.0, incarnation=1),
         *(ev.NodeJoined(at_s=0.0, node=n, rack=r) for n, r in zip(NODES, racks, strict=True)),
         *(ev.SlotGranted(at_s=0.0, slot=i, node=n) for i, n in enumerate(NODES, start=1)),
         *(
@@ -124,7 +124,7 @@ def test_a_restarted_controller_tells_keepers_again_what_its_journal_says() -> N
     )
     _, actions = _fold(
         state,
-        ev.ControllerStarted(at_s=3.0, life=2),
+        ev.ControllerStarted(at_s=3.0, incarnation=2),
         ev.WorkersSurveyed(
             at_s=3.1,
             alive=tuple((f"w{i:04d}", n, 1) for i, n in enumerate(NODES, start=1)),

@@ -7,10 +7,10 @@ from orchestrator.core import (
     RunState,
     RunStats,
     fold,
-    openings,
-    reopening,
+    resume_event,
+    starts,
     step,
-    turn_records,
+    transition_records,
     verify,
 )
 from orchestrator.core import actions as act
@@ -19,7 +19,7 @@ from workers.protocol import stored_source
 
 RULES = RunRules(run="test", min_workers=1, max_workers=1, total_steps=10)
 STOPPED: tuple[ev.Event, ...] = (
-    ev.ControllerStarted(at_s=0.0, life=1),
+    ev.ControllerStarted(at_s=0.0, incarnation=1),
     ev.SlotGranted(at_s=0.5, slot=1, node="a"),
     ev.WorkerReady(at_s=1.0, worker="w0001", node="a", pid=11),
     ev.WorkerFormed(at_s=1.5, attempt=1, worker="w0001"),
@@ -29,13 +29,13 @@ STOPPED: tuple[ev.Event, ...] = (
 )
 
 
-def _went_on(life: int) -> tuple[ev.Event, ...]:
+def _went_on(incarnation: int) -> tuple[ev.Event, ...]:
     """Return what happens when the run goes on with new processes, and completes a step."""
     return (
         ev.CommittedRead(at_s=3.0, attempt=1, step=2, committed_by=1, skipped=(), number=1),
-        ev.SlotGranted(at_s=3.5, slot=life, node="b"),
-        ev.WorkerReady(at_s=4.0, worker=f"w{life:04d}", node="b", pid=12),
-        ev.WorkerFormed(at_s=4.5, attempt=2, worker=f"w{life:04d}"),
+        ev.SlotGranted(at_s=3.5, slot=incarnation, node="b"),
+        ev.WorkerReady(at_s=4.0, worker=f"w{incarnation:04d}", node="b", pid=12),
+        ev.WorkerFormed(at_s=4.5, attempt=2, worker=f"w{incarnation:04d}"),
         ev.StepCompleted(at_s=5.0, attempt=2, step=3, step_s=0.5),
     )
 
@@ -48,7 +48,7 @@ def _journal(
     for event in events:
         state, ordered = step(state, event, rules=rules)
         actions += ordered
-        for record in turn_records(event, ordered, attempt=state.attempt.number):
+        for record in transition_records(event, ordered, attempt=state.attempt.number):
             lines += json.dumps({**record, "seq": seq, "wall_time": 1.0}).encode() + b"\n"
             seq += 1
     return state, actions, lines
@@ -58,7 +58,7 @@ def test_a_stopped_run_goes_on_behind_its_last_committed_step() -> None:
     """Neither the steps nor the numbers of attempts, workers and slots begin anew."""
     stopped, _, _ = _journal(RunState(), STOPPED, RULES, seq=0)
     assert stopped.phase is Phase.FINISHED
-    event = reopening(stopped, at_s=2.7, life=2)
+    event = resume_event(stopped, at_s=2.7, incarnation=2)
     state, actions, _ = _journal(RunState(), (event, *_went_on(2)), RULES, seq=0)
 
     (start,) = (action for action in actions if isinstance(action, act.StartAttempt))
@@ -74,7 +74,7 @@ def test_what_is_missing_is_waited_for_as_at_the_first_start() -> None:
     """The first of two workers to be ready again must not begin alone at once."""
     rules = replace(RULES, max_workers=2)
     stopped, _, _ = _journal(RunState(), STOPPED, RULES, seq=0)
-    event = reopening(stopped, at_s=2.7, life=2)
+    event = resume_event(stopped, at_s=2.7, incarnation=2)
     state, _, _ = _journal(RunState(), (event, *_went_on(2)[:3]), rules, seq=0)
 
     assert state.phase is Phase.WAITING
@@ -91,7 +91,7 @@ def test_a_failed_run_has_its_budgets_back() -> None:
     rules = replace(RULES, budgets=replace(RULES.budgets, user_max=0))
     failed, _, _ = _journal(RunState(), (*STOPPED[:5], raised, read), rules, seq=0)
     assert failed.phase is Phase.FAILED, failed
-    event = reopening(failed, at_s=2.7, life=2)
+    event = resume_event(failed, at_s=2.7, incarnation=2)
     state, _, _ = _journal(RunState(), (event,), rules, seq=0)
 
     assert (state.phase, state.faults, state.raised_before) == (Phase.READING, (), ())
@@ -104,12 +104,12 @@ def test_a_run_whose_committed_steps_are_all_lost_fails_until_a_person_has_chose
     What is brought back has the name of what was bad, so after that nothing is left out.
     """
     stopped, _, first = _journal(RunState(), STOPPED, RULES, seq=0)
-    event = replace(reopening(stopped, at_s=2.7, life=2), bad=(stored_source(20, 1),))
+    event = replace(resume_event(stopped, at_s=2.7, incarnation=2), bad=(stored_source(20, 1),))
     read = ev.CommittedRead(
         at_s=3.0, attempt=1, step=0, committed_by=0, skipped=(), number=1, lost=(20, 10)
     )
     failed, actions, second = _journal(RunState(), (event, read), RULES, seq=first.count(b"\n"))
-    again = reopening(failed, at_s=3.7, life=3)
+    again = resume_event(failed, at_s=3.7, incarnation=3)
 
     assert failed.phase is Phase.FAILED
     assert "(step-00000020, step-00000010)" in failed.reason
@@ -122,12 +122,12 @@ def test_each_opening_is_replayed_under_its_own_settings() -> None:
     """The journal of a run with other settings than those of today leads nowhere under these."""
     wider = replace(RULES, max_workers=2, min_workers=2)
     stopped, _, first = _journal(RunState(), STOPPED, RULES, seq=0)
-    event = reopening(stopped, at_s=2.7, life=2)
+    event = resume_event(stopped, at_s=2.7, incarnation=2)
     num_records = first.count(b"\n")
     state, _, second = _journal(RunState(), (event, *_went_on(2)[:3]), wider, seq=num_records)
     segments = [first, second, b'{"v": 1, "se']
 
-    assert openings(segments) == [0, 1]
+    assert starts(segments) == [0, 1]
     assert fold(segments, wider)[0] == state
     assert verify(segments[:1], RULES)[0] == stopped
     assert verify(segments[1:], wider)[0] == state
@@ -136,7 +136,7 @@ def test_each_opening_is_replayed_under_its_own_settings() -> None:
 def test_the_numbers_go_on_and_nothing_stays_open() -> None:
     """A report of a run that was stopped for a night must not call the night a recovery."""
     stopped, _, first = _journal(RunState(), STOPPED, RULES, seq=0)
-    event = reopening(stopped, at_s=2.7, life=2)
+    event = resume_event(stopped, at_s=2.7, incarnation=2)
     _, _, second = _journal(RunState(), (event, *_went_on(2)), RULES, seq=0)
     stats = RunStats()
     for line in (first + second).splitlines():

@@ -4,14 +4,14 @@ from typing import Any
 
 import pytest
 
-from orchestrator.core import RunRules, RunState, fold, step, turn_records, verify
+from orchestrator.core import RunRules, RunState, fold, step, transition_records, verify
 from orchestrator.core import events as ev
 from orchestrator.core.log.journal import VERSION, parse, read
 from orchestrator.errors import JournalCorruptError
 
 RULES = RunRules(run="test", min_workers=1, max_workers=1, total_steps=10)
 EVENTS: tuple[ev.Event, ...] = (
-    ev.ControllerStarted(at_s=0.0, life=1),
+    ev.ControllerStarted(at_s=0.0, incarnation=1),
     ev.SlotGranted(at_s=0.5, slot=1, node="a"),
     ev.WorkerReady(at_s=1.0, worker="w0001", node="a", pid=11),
     ev.StepCompleted(at_s=2.0, attempt=1, step=1, step_s=0.1),
@@ -22,7 +22,7 @@ def _journal() -> tuple[bytes, RunState]:
     state, seq, lines = RunState(), 0, b""
     for event in EVENTS:
         state, actions = step(state, event, rules=RULES)
-        for record in turn_records(event, actions, attempt=state.attempt.number):
+        for record in transition_records(event, actions, attempt=state.attempt.number):
             seq += 1
             lines += json.dumps({**record, "seq": seq, "wall_time": 1.0}).encode() + b"\n"
     return lines, state
@@ -89,7 +89,7 @@ def test_a_newer_version_is_refused() -> None:
 
 @pytest.mark.parametrize(
     "change",
-    [{"kind": "Nothing"}, {"life": "1"}, {"life": None}, {"life": True}],
+    [{"kind": "Nothing"}, {"incarnation": "1"}, {"incarnation": None}, {"incarnation": True}],
     ids=["kind", "text", "null", "bool"],
 )
 def test_a_record_of_the_wrong_shape_is_refused(change: dict[str, Any]) -> None:
@@ -114,7 +114,7 @@ def test_a_replay_tells_where_it_differs() -> None:
 def test_a_field_that_an_older_record_lacks_takes_its_default() -> None:
     """Journals of earlier versions stay readable."""
     formed = ev.WorkerFormed(at_s=1.0, attempt=1, worker="w0001")
-    (record,) = turn_records(formed, (), attempt=1)
+    (record,) = transition_records(formed, (), attempt=1)
     for name in ("form_s", "load_s", "sources"):
         del record[name]
 

@@ -4,12 +4,12 @@ from dataclasses import replace
 
 import pytest
 
-from orchestrator.core import RunRules, RunState, RunStats, step, turn_records
+from orchestrator.core import RunRules, RunState, RunStats, step, transition_records
 from orchestrator.core import events as ev
 
 RULES = RunRules(run="test", min_workers=1, max_workers=2, total_steps=12)
 START: tuple[ev.Event, ...] = (
-    ev.ControllerStarted(at_s=0.0, life=1),
+    ev.ControllerStarted(at_s=0.0, incarnation=1),
     ev.SlotGranted(at_s=0.0, slot=1, node="a"),
     ev.SlotGranted(at_s=0.0, slot=2, node="b"),
     ev.WorkerReady(at_s=1.0, worker="w0001", node="a", pid=11),
@@ -40,7 +40,7 @@ def _stats(events: Sequence[ev.Event]) -> RunStats:
     state, stats = RunState(), RunStats()
     for event in events:
         state, actions = step(state, event, rules=RULES)
-        for record in turn_records(event, actions, attempt=state.attempt.number):
+        for record in transition_records(event, actions, attempt=state.attempt.number):
             # As read back from the file: arrays and not tuples.
             stats.add(json.loads(json.dumps(record)))
     return stats
@@ -129,7 +129,7 @@ def test_a_second_fault_before_the_first_step_is_an_incident_of_its_own() -> Non
 def test_steps_that_were_done_while_the_controller_was_away_are_counted() -> None:
     """Nobody heard that the members left: what they have committed tells how far they came."""
     ended = (
-        ev.ControllerStarted(at_s=20.0, life=2),
+        ev.ControllerStarted(at_s=20.0, incarnation=2),
         ev.WorkersSurveyed(
             at_s=20.1,
             alive=(("w0001", "a", 0), ("w0002", "b", 0)),
@@ -147,7 +147,7 @@ def test_steps_that_were_done_while_the_controller_was_away_are_counted() -> Non
 def test_a_restart_that_disturbs_nobody_is_still_on_record() -> None:
     """No attempt ends, so only the controller's own event tells of it."""
     restart = (
-        ev.ControllerStarted(at_s=9.0, life=2),
+        ev.ControllerStarted(at_s=9.0, incarnation=2),
         ev.WorkersSurveyed(
             at_s=9.1,
             alive=(("w0001", "a", 1), ("w0002", "b", 1)),

@@ -172,7 +172,7 @@ def test_where_copies_of_replicas_have_no_room_a_parity_of_them_is_kept() -> Non
     assert (full.mechanism, full.tolerance) == (Mechanism.REPLICA_PARITY, 1)
     assert (full.guards, full.is_parity, full.is_final) == (None, True, True)
     assert full.groups == (("a", "b", "c"),)
-    assert full.lanes == ((1, 2, 0),) * 3
+    assert full.rank_groups == ((1, 2, 0),) * 3
     assert "150 B a node and version" in full.reason
     assert "redundant copy of replicas needs 600 B on c, 599 B are free" in full.reason
     assert fuller.tolerance == 0
@@ -183,13 +183,13 @@ def test_ranks_of_a_lane_hold_the_same_state_in_a_group_of_nodes_that_do() -> No
     """Two shards on each of three nodes; or on nodes of their own, which protect each other."""
     hsdp = ParallelLayout(dp_replicate=3, dp_shard=2)
     both = _replicated("aabbcc", Preference.PARITY, layout=hsdp)
-    assert (both.groups, both.lanes) == ((("a", "b", "c"),), ((0, 2, 4), (1, 3, 5)) * 3)
+    assert (both.groups, both.rank_groups) == ((("a", "b", "c"),), ((0, 2, 4), (1, 3, 5)) * 3)
     apart = _replicated("abcdef", Preference.PARITY, layout=hsdp)
     assert apart.groups == (("a", "c", "e"), ("b", "d", "f"))
-    assert apart.lanes == ((0, 2, 4), (1, 3, 5)) * 3
+    assert apart.rank_groups == ((0, 2, 4), (1, 3, 5)) * 3
     for nodes, layout in (("aabcbc", hsdp), ("abcd", HSDP)):
         plan = _replicated(nodes, Preference.PARITY, layout=layout)
-        assert (plan.mechanism, plan.lanes) == (Mechanism.RING_PARITY, None)
+        assert (plan.mechanism, plan.rank_groups) == (Mechanism.RING_PARITY, None)
         assert "nodes have replicas of other shards, or they are fewer than 3" in plan.reason
 
 
@@ -212,10 +212,10 @@ def test_workers_that_keep_copies_are_not_taken_to_keep_parities() -> None:
     """Their attempt goes on as it was told; the next one finds that there is no room."""
     full: dict[str, Any] = {"layout": THREE, "budgets_bytes": dict.fromkeys("abc", 599)}
     opened = _replicated("abc", told=Mechanism.REDUNDANT_COPY, is_open=True, **full)
-    assert (opened.guards, opened.lanes) == (None, None)
+    assert (opened.guards, opened.rank_groups) == (None, None)
     assert opened.mechanism is not Mechanism.REPLICA_PARITY
     told = _replicated("abc", told=Mechanism.REPLICA_PARITY, budgets_bytes={"a": 1}, layout=THREE)
-    assert (told.mechanism, told.lanes) == (Mechanism.REPLICA_PARITY, ((0, 1, 2),) * 3)
+    assert (told.mechanism, told.rank_groups) == (Mechanism.REPLICA_PARITY, ((0, 1, 2),) * 3)
 
 
 def test_a_guard_in_another_rack_comes_first_and_a_shared_one_is_named() -> None:

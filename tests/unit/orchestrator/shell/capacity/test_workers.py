@@ -11,7 +11,7 @@ from ray.exceptions import ActorDiedError, ActorUnavailableError, RayError
 
 from orchestrator.core import Event, WorkerExited
 from orchestrator.shell import RunNames
-from orchestrator.shell.capacity.workers import Crew
+from orchestrator.shell.capacity.workers import Workers
 from tests.support.keeper_handles import Call
 
 
@@ -38,7 +38,7 @@ def test_a_worker_that_cannot_be_reached_after_a_restart_is_killed(
         raise error
 
     handle = SimpleNamespace(hello=Call(refuse), hold=Call(refuse))
-    crew = Crew(
+    workers = Workers(
         names=RunNames("test"),
         at_s=lambda: 0.0,
         post=posted.append,
@@ -50,10 +50,10 @@ def test_a_worker_that_cannot_be_reached_after_a_restart_is_killed(
     )
 
     async def play() -> list[tuple[str, str, int]]:
-        alive = await crew.survey([("w0001", "a", 60.0)])
+        alive = await workers.survey([("w0001", "a", 60.0)])
         # As the machine orders for each that was not found.
-        crew.kill("w0001")
-        await asyncio.gather(*crew._tasks)
+        workers.kill("w0001")
+        await asyncio.gather(*workers._tasks)
         return alive
 
     monkeypatch.setattr("ray.get_actor", lambda *_, **__: handle)

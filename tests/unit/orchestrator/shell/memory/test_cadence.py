@@ -8,7 +8,7 @@ from prometheus_client import CollectorRegistry
 from orchestrator.core import RunState
 from orchestrator.policies import CadenceRules
 from orchestrator.shell import RunNames
-from orchestrator.shell.capacity.workers import Crew
+from orchestrator.shell.capacity.workers import Workers
 from orchestrator.shell.memory.cadence import CadenceWatch
 from orchestrator.shell.serve.metrics import RunMetrics
 from workers.protocol import Pace, SaveCosts
@@ -24,7 +24,7 @@ async def _nothing(_node: str, _worker: str) -> None:
 
 
 def _watch(registry: CollectorRegistry) -> CadenceWatch:
-    crew = Crew(
+    workers = Workers(
         names=RunNames("test"),
         at_s=lambda: 0.0,
         post=lambda _: None,
@@ -35,7 +35,7 @@ def _watch(registry: CollectorRegistry) -> CadenceWatch:
         boot={},
     )
     return CadenceWatch(
-        crew=crew,
+        workers=workers,
         at_s=lambda: 0.0,
         post=lambda _: None,
         metrics=RunMetrics(registry),

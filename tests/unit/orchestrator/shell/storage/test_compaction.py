@@ -9,7 +9,7 @@ from zlib import crc32
 import pytest
 
 import orchestrator
-from orchestrator.core.events import RunReopened
+from orchestrator.core.events import RunResumed
 from orchestrator.shell.storage import compaction as compaction_file
 from orchestrator.shell.storage.compaction import SPACING_BYTES, CompactionFile
 from orchestrator.shell.storage.incarnation import Incarnation
@@ -153,7 +153,7 @@ def test_what_cannot_be_relied_on_is_not_used(
 
 
 def test_settings_of_now_fold_what_was_decided_since_then(run: Journaled) -> None:
-    """A run that is opened again with other settings keeps its numbers and no decision."""
+    """A run that is resumed with other settings keeps its numbers and no decision."""
     config = config_at(Path(run.path), "workers.max=2")
     again = Journaled(config, config_since=3)
     again.is_compacting = False
@@ -173,11 +173,11 @@ def test_a_run_resumes_from_its_compacted_journal(run: Journaled) -> None:
     run.config_since = 3
     life = run.begin()
     first = life.first
-    assert isinstance(first, RunReopened)
+    assert isinstance(first, RunResumed)
     assert life.compacted_bytes == 0, "what was marked under the settings of then spares it nothing"
     Path(run.path, "compacted.json").unlink()
     whole = run.begin().first
-    assert isinstance(whole, RunReopened)
+    assert isinstance(whole, RunResumed)
 
     assert first.lineage == whole.lineage == run.state.lineage
     assert (first.next_worker, first.why) == (whole.next_worker, whole.why)

@@ -4,7 +4,7 @@ import shutil
 from pathlib import Path
 
 from orchestrator.core import ControllerStarted
-from orchestrator.core.events import RunReopened
+from orchestrator.core.events import RunResumed
 from orchestrator.driver import replay_run
 from tests.support.journals import Journaled, config_at
 
@@ -35,15 +35,15 @@ def test_a_resume_of_which_half_a_line_is_left_is_done_again(tmp_path: Path) -> 
     """The journal before it is of a run that is over, and would only be found over once more."""
     run = Journaled(config_at(tmp_path))
     run.grow(60)
-    reopened = config_at(tmp_path, "workers.max=3")
-    run.config, run.config_since = reopened, 2
+    resumed = config_at(tmp_path, "workers.max=3")
+    run.config, run.config_since = resumed, 2
     run.begin()
     _tear(run, 2)
     begun = run.begin()
 
-    assert isinstance(begun.first, RunReopened)
+    assert isinstance(begun.first, RunResumed)
     assert begun.first.lineage == run.state.lineage
-    again = Journaled(reopened, config_since=2)
+    again = Journaled(resumed, config_since=2)
     again.grow(120)
     assert isinstance(again.begin().first, ControllerStarted), "it is not resumed twice"
     assert replay_run(run.path)["same_decisions"]

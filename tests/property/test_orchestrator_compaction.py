@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 from orchestrator.core import (
     Basis,
-    Bookmark,
+    Compaction,
     Folded,
     Place,
     RunState,
@@ -86,14 +86,14 @@ st.register_type_strategy(RunState, _filled(MutableRunState).map(freeze))
 @given(folded=_filled(Folded))
 def test_every_field_comes_back_as_it_was(folded: Folded) -> None:
     """One that is forgotten has its default after a restart, which most tests would not see."""
-    found = decode(encode(Bookmark(place=PLACE, folded=folded), BASIS), BASIS)
+    found = decode(encode(Compaction(place=PLACE, folded=folded), BASIS), BASIS)
 
-    assert found == Bookmark(place=PLACE, folded=folded)
+    assert found == Compaction(place=PLACE, folded=folded)
     # Equal tables may have another order, by which the run goes, and True is equal to 1.
     assert repr(found.folded) == repr(folded)
 
 
-DOCUMENT = encode(Bookmark(place=PLACE, folded=Folded()), BASIS)
+DOCUMENT = encode(Compaction(place=PLACE, folded=Folded()), BASIS)
 
 
 @given(cut=st.integers(0, len(DOCUMENT) - 2), byte=st.integers(0, 255))
@@ -120,7 +120,7 @@ def test_a_head_that_says_something_else_is_refused(change: dict[str, Any]) -> N
 
 @pytest.mark.parametrize("basis", [Basis(program="q", rules="r"), Basis(program="p", rules="q")])
 def test_what_others_would_decide_otherwise_is_refused(basis: Basis) -> None:
-    """A program that was mended, or a run that was opened again with fewer workers."""
+    """A program that was mended, or a run that was resumed with fewer workers."""
     with pytest.raises(CompactionError, match="under another"):
         decode(DOCUMENT, basis)
 
