@@ -44,7 +44,7 @@ Writing. A destination is a store and a path in it; ``open_store(url)`` returns 
 Values: ``Checkpoint``, ``LocalTensor``, ``Box``, ``TensorKey``, ``DTYPE_BYTES``. Every error that
 the library raises on purpose derives from ``UcpError`` (``ucp_core.errors``).
 
-Rooms, each of which imports only those before it: ``numerics``, ``geometry``, ``storage``,
+Rooms; each imports only those before it: ``numerics``, ``geometry``, ``storage``,
 ``manifest``, ``reading``, ``native``, ``language``, ``torch_files``, ``formats``, ``conversion``,
 ``inspection``, ``commands``. ``SPEC.md`` defines the format, ``RULES.md`` the language for shards,
 ``FORMATS.md`` what is read and written of other frameworks.

@@ -27,11 +27,11 @@ if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
 
 VERSION = 1
-#: Larger documents are read as columns, by numpy. ``ucp inspect`` opens small manifests without
-#: numpy, whose import takes 0.1 s; whoever reads the records of ranks has numpy loaded.
+#: Larger documents are read as columns, with numpy. It takes 0.1 s to import, so ``ucp inspect``
+#: opens smaller manifests without it; programs that read the records of ranks have it loaded.
 _MANIFEST_COLUMNS_BYTES_MIN = 256 << 10
 _RECORD_COLUMNS_BYTES_MIN = 8 << 10
-#: Entries of tensors and files, where they cannot be read as columns: 10 s and 250 MB.
+#: Most entries of a document that cannot be read as columns; they take 10 s and 250 MB.
 _ENTRIES_MAX = 1 << 20
 
 __all__ = [
@@ -92,7 +92,7 @@ class Manifest:
         files: Every data file by its name in the directory.
         param_groups: The optimizer's groups: ``params`` (fqns) and hyper-parameters.
         extra: Small named values, JSON. In a universal manifest: name to file.
-        source: Who wrote it; free, JSON.
+        source: The writer; free, JSON.
         world_size: Ranks that saved; 0 in a universal manifest.
         rank: The rank of a record; -1 in a manifest.
         ties: Alias to the fqn that has an entry.

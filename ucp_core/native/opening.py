@@ -121,7 +121,7 @@ class Checkpoint:
 
     @property
     def state_map(self) -> StateMap:
-        """Return which boxes of which tensor are where."""
+        """Return the tensors and the places of their boxes."""
         return self.manifest.state_map
 
     @property

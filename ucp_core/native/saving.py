@@ -76,7 +76,7 @@ def save_rank(  # noqa: PLR0913 - each is a fact that the record states
         tensors: What this rank holds; replicas and empty boxes are skipped.
         extra: Small named values, JSON.
         param_groups: The optimizer's groups with ``params`` as fqns, JSON.
-        source: Who writes, JSON.
+        source: The writer, JSON.
         fsync: Make the data durable before the commit.
 
     Raises:
@@ -110,7 +110,7 @@ class RankSaver:
         attempt: The fencing token.
         rank: This rank.
         world_size: Ranks that save.
-        source: Who writes, JSON.
+        source: The writer, JSON.
         block_bytes: Size of the blocks that have checksums.
 
     Attributes:

@@ -15,7 +15,7 @@ except ImportError:  # a platform without isal wheels
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
-#: crc32 of the bytes given, going on from the value given.
+#: crc32 of bytes, continued from a value: ``crc32(data, value=0)``.
 crc32: Callable[..., int] = _zlib.crc32
 #: Size of the blocks that have checksums of their own. 1 MiB fits the second-level cache, and 1 TB
 #: of state lists a million checksums.
@@ -27,19 +27,19 @@ __all__ = ["BLOCK_BYTES", "combine", "combine_blocks", "crc32", "of_blocks"]
 
 
 def of_blocks(data: memoryview, block_bytes: int) -> list[int]:
-    """Return the crc32 of every block of ``data``, of which the last may be shorter."""
+    """Return the crc32 of every block of ``data``; the last block may be shorter."""
     return [crc32(data[low : low + block_bytes]) for low in range(0, len(data), block_bytes)]
 
 
 def combine(first: int, second: int, second_bytes: int) -> int:
-    """Return the crc32 of two pieces side by side from the crc32 of each."""
+    """Return the crc32 of two concatenated pieces from the crc32 of each."""
     if second_bytes == 0:
         return first
     return _combine(first, second, second_bytes)
 
 
 def combine_slowly(first: int, second: int, second_bytes: int) -> int:
-    """Do what ``combine`` does where isal is missing.
+    """Do what ``combine`` does, if isal is missing.
 
     Mark Adler's method in zlib: moving a crc32 over zero bytes is a linear map over GF(2), whose
     powers are reached by squaring.
@@ -67,7 +67,7 @@ _combine: Callable[[int, int, int], int] = getattr(_zlib, "crc32_combine", combi
 
 
 def combine_blocks(blocks: Sequence[int], num_bytes: int, block_bytes: int) -> int:
-    """Return the crc32 of ``num_bytes`` from those of its blocks, of which the last is shorter."""
+    """Return the crc32 of ``num_bytes`` from those of its blocks; the last may be shorter."""
     value = 0
     for index, block in enumerate(blocks):
         value = combine(value, block, min(block_bytes, num_bytes - index * block_bytes))

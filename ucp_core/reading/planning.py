@@ -32,7 +32,7 @@ if TYPE_CHECKING:
 
     from ucp_core.geometry import Slot, Table
 
-#: With fewer fragments, a look at each is cheaper than a search.
+#: With fewer fragments, checking each is cheaper than a search.
 _SEARCH_FRAGMENTS_MIN = 16
 #: Up to this gap, one longer read is cheaper: reading 64 KiB from the page cache takes 3 us, as
 #: long as planning and starting another read.
