@@ -57,6 +57,15 @@ def _line(value: object) -> bytes:
 _LOCK_S = 2.0
 
 
+def _is_ours(folder: Path) -> bool:
+    """Return whether a conversion made the folder, or may make it."""
+    if folder.is_symlink():
+        return False
+    held = list(folder.iterdir()) if folder.is_dir() else []
+    is_flat = not any(path.is_dir() or path.is_symlink() for path in held)
+    return is_flat and (not held or folder / _NAME in held)
+
+
 class Journal:
     """The journal of a conversion to a local directory; locked while it is open."""
 
@@ -64,11 +73,18 @@ class Journal:
         """Open the journal; empty it unless it is of the conversion ``identity``.
 
         Raises:
-            UcpError: Another process converts to the same directory.
+            UcpError: Another process converts to the same directory, or its folder of that name
+                is not one of a conversion: what is in it would be deleted.
             StorageError: The directory cannot be written.
         """
         self.folder = Path(directory) / UNFINISHED_NAME
         try:
+            if not _is_ours(self.folder):
+                raise UcpError(
+                    f"{self.folder} is not the folder of a conversion: move it away, or give "
+                    "another destination",
+                    path=str(self.folder),
+                )
             self.folder.mkdir(parents=True, exist_ok=True)
             self._fd = os.open(self.folder / _NAME, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)
         except OSError as error:
@@ -136,7 +152,8 @@ class Journal:
             StorageError: It cannot be deleted.
         """
         try:
-            for path in self.folder.iterdir():
+            # The journal last: it tells whose folder this is.
+            for path in sorted(self.folder.iterdir(), key=lambda path: path.name == _NAME):
                 path.unlink()
             self.folder.rmdir()
         except OSError as error:

@@ -11,7 +11,6 @@ from __future__ import annotations
 import mmap
 import sys
 from bisect import bisect_left, bisect_right
-from concurrent.futures import ThreadPoolExecutor
 from typing import TYPE_CHECKING, NamedTuple
 
 from ucp_core.errors import ChecksumMismatchError
@@ -138,6 +137,9 @@ def verify_extents(
     threads = min(threads, num_bytes // THREAD_BYTES_MIN)
     if threads <= 1:
         return sum(map(verify, places))
+    # It imports logging, which opening a checkpoint does not need.
+    from concurrent.futures import ThreadPoolExecutor
+
     # The largest first, so that the readers end together.
     places.sort(key=lambda place: -place[1].num_bytes)
     with ThreadPoolExecutor(threads, thread_name_prefix="ucp-verify") as pool:

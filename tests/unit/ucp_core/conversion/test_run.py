@@ -305,6 +305,26 @@ def test_a_conversion_that_does_not_fit_leaves_nothing(tmp_path: Path) -> None:
     assert not (tmp_path / "home").exists()
 
 
+@pytest.mark.parametrize("kind", ["a link", "a folder in it", "a file in it"])
+def test_a_folder_of_that_name_that_no_conversion_made_is_left_as_it_is(
+    tmp_path: Path, kind: str
+) -> None:
+    """What is in it would be deleted, through a link far from the destination."""
+    out = tmp_path / "out"
+    theirs = tmp_path / "theirs" if kind == "a link" else out / UNFINISHED_NAME
+    kept = theirs / "deep" / "keep" if kind == "a folder in it" else theirs / "keep"
+    kept.parent.mkdir(parents=True)
+    kept.write_text("theirs")
+    out.mkdir(exist_ok=True)
+    if kind == "a link":
+        (out / UNFINISHED_NAME).symlink_to(theirs)
+
+    with pytest.raises(UcpError, match=f"{UNFINISHED_NAME} is not the folder of a conversion"):
+        convert_to(native_source(tmp_path, small_state()), out)
+
+    assert kept.read_text() == "theirs"
+
+
 def test_two_conversions_do_not_write_one_directory(tmp_path: Path) -> None:
     """They would rename each other's files."""
     source = native_source(tmp_path, small_state())
