@@ -1,13 +1,4 @@
-"""Errors that the workers raise on purpose.
-
-WorkerError
-+ SettingsError      settings that cannot work, every problem at once
-+ DataError          data that cannot be read, is too small, or differs between workers
-+ StateError         saved state that does not fit the model
-+ TaskError          a training script that uses the session wrongly
-+ ArenaError         snapshot memory that cannot be allocated, or is invalid
-+ ParityError        a parity that does not fit its group, or too much lost to rebuild
-"""
+"""Errors that the workers raise on purpose, all derived from ``WorkerError``."""
 
 from __future__ import annotations
 
@@ -49,7 +40,7 @@ class SettingsError(WorkerError):
 
 
 class DataError(WorkerError):
-    """The training data cannot be used."""
+    """The training data cannot be read, is too small, or differs between workers."""
 
 
 class StateError(WorkerError):

@@ -15,7 +15,7 @@ import time
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Final
+from typing import Any, Final, ParamSpec, TypeVar
 
 from ucp_core.errors import CheckpointCorruptError, CheckpointNotFoundError, StorageError, UcpError
 from ucp_core.native import (
@@ -25,7 +25,7 @@ from ucp_core.native import (
     open_checkpoint,
     save_rank,
 )
-from ucp_core.storage import Buffer, ReadRange, Store, join
+from ucp_core.storage import Buffer, Store, join
 from workers.collectives import AbortedError, CollectiveError
 from workers.protocol import Assignment
 from workers.settings import CHECKPOINTS, CheckpointSettings
@@ -39,6 +39,9 @@ _LOOK_S: Final = 0.02
 _CLOSE_S_MAX: Final = 5.0
 
 log = logging.getLogger(__name__)
+
+P = ParamSpec("P")
+T = TypeVar("T")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -276,41 +279,27 @@ class _FencedStore:
         self.request_bytes = store.request_bytes
         self.read = store.read
         self.read_range = store.read_range
+        self.read_ranges = store.read_ranges
         self.list = store.list
         self.sizes = store.sizes
         self.exists = store.exists
         self.size = store.size
         self.lock = store.lock
-
-    def read_ranges(self, path: str, ranges: Sequence[ReadRange]) -> None:
-        """Forward to the store."""
-        self._store.read_ranges(path, ranges)
-
-    def write_atomic(
-        self, path: str, data: Buffer, *, fsync: bool, exclusive: bool = False
-    ) -> bool:
-        """Forward to the store."""
-        self._check()
-        return self._store.write_atomic(path, data, fsync=fsync, exclusive=exclusive)
+        self.write_atomic = self._unless_fenced(store.write_atomic)
+        self.append = self._unless_fenced(store.append)
+        self.delete = self._unless_fenced(store.delete)
+        self.makedirs = self._unless_fenced(store.makedirs)
 
     def write_file(self, path: str, chunks: Iterable[Buffer], *, fsync: bool) -> int:
         """Forward; stop between two chunks after the fence."""
         return self._store.write_file(path, self._while_allowed(chunks), fsync=fsync)
 
-    def append(self, path: str, data: Buffer, *, fsync: bool = False) -> None:
-        """Forward to the store."""
-        self._check()
-        self._store.append(path, data, fsync=fsync)
+    def _unless_fenced(self, write: Callable[P, T]) -> Callable[P, T]:
+        def checked(*args: P.args, **kwargs: P.kwargs) -> T:
+            self._check()
+            return write(*args, **kwargs)
 
-    def delete(self, path: str) -> None:
-        """Forward to the store."""
-        self._check()
-        self._store.delete(path)
-
-    def makedirs(self, path: str) -> None:
-        """Forward to the store."""
-        self._check()
-        self._store.makedirs(path)
+        return checked
 
     def _while_allowed(self, chunks: Iterable[Buffer]) -> Iterator[Buffer]:
         for chunk in chunks:
