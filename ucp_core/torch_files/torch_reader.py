@@ -105,11 +105,9 @@ def read_torch_part(
     Tensors refer to ``file`` and count from ``offset_bytes`` before the zip.
     """
     records = zip_reader.read_records(read, size, where=where, tail_bytes=tail_bytes)
-    names = _small_names(records, where)
-    contents = dict(
-        zip(names, zip_reader.read_contents(read, records, names, where=where), strict=True)
-    )
-    return _tree(records, contents, file, offset_bytes, where, allow)
+    _, tree, storages = _read_tree(read, records, file, offset_bytes, where, allow)
+    found = (storage.extent for storage in storages if storage.num_bytes)
+    return TorchFile(tree, tuple(sorted(extent for extent in found if extent is not None)))
 
 
 def _small_names(records: Mapping[str, zip_reader.Record], where: str) -> list[str]:
@@ -136,37 +134,26 @@ def _small_names(records: Mapping[str, zip_reader.Record], where: str) -> list[s
     return [name for name in (found[0], f"{prefix}byteorder") if name in records]
 
 
-def _tree(
-    records: Mapping[str, zip_reader.Record],
-    contents: Mapping[str, bytes],
-    file: str,
-    offset_bytes: int,
-    where: str,
-    allow: Allow,
-) -> TorchFile:
-    tree, storages = _read_tree(records, contents, file, offset_bytes, where, allow)
-    found = (storage.extent for storage in storages if storage.num_bytes)
-    return TorchFile(tree, tuple(sorted(extent for extent in found if extent is not None)))
-
-
 def _read_tree(
+    read: zip_reader.Read,
     records: Mapping[str, zip_reader.Record],
-    contents: Mapping[str, bytes],
     file: str,
     offset_bytes: int,
     where: str,
-    allow: Allow,
-) -> tuple[Any, tuple[StorageRef, ...]]:
-    pickled, order = next(iter(contents)), [*contents.values()][1:]
+    allow: Allow = frozenset(),
+) -> tuple[list[str], Any, tuple[StorageRef, ...]]:
+    """Return the names of the small records, the pickle's value, and its storages."""
+    names = _small_names(records, where)
+    data, *order = zip_reader.read_contents(read, records, names, where=where)
     if order not in ([], [b"little"]):
         raise CheckpointCorruptError(
             f"{where} was written on a big-endian machine: load and save it on a little-endian one",
             path=where,
         )
-    prefix = pickled.removesuffix("data.pkl")
+    prefix = names[0].removesuffix("data.pkl")
     storages = _Storages(records, prefix, file, offset_bytes, where)
-    tree = read_pickle(contents[pickled], where=where, allow=allow, persistent=storages.find)
-    return tree, storages.known()
+    tree = read_pickle(data, where=where, allow=allow, persistent=storages.find)
+    return names, tree, storages.known()
 
 
 class _Storages:
@@ -315,11 +302,7 @@ def _template(
     read: zip_reader.Read, records: Mapping[str, zip_reader.Record], size: int, where: str
 ) -> _Template:
     """Parse a file of one tensor."""
-    names = _small_names(records, where)
-    contents = dict(
-        zip(names, zip_reader.read_contents(read, records, names, where=where), strict=True)
-    )
-    tree, storages = _read_tree(records, contents, "", 0, where, frozenset())
+    names, tree, storages = _read_tree(read, records, "", 0, where)
     if type(tree) is not TensorRef:
         raise CheckpointCorruptError(
             f"{where} holds a {type(tree).__name__}, not one tensor", path=where
