@@ -263,20 +263,24 @@ class StreamedFiles:
 
     def resumed(self) -> Iterator[Result]:
         """Yield the results of the files that an earlier run completed, by their markers."""
+        head = self._head()
         for number, target in enumerate(self.targets):
             path = _marker(self.directory, target)
-            if not self.resume or not self.store.exists(path):
+            if not self.store.exists(path):
                 continue
             data = self.store.read(path)
-            head = self._head()
             goal = join(self.directory, target.name)
             if (
-                data.startswith(head)
+                self.resume
+                and data.startswith(head)
                 and self.store.exists(goal)
                 and self.store.size(goal) == target.num_bytes
             ):
                 self._complete.add(number)
                 yield from journal.decode(data[len(head) :])
+            else:
+                # Else a later run of its source would trust it for the file that this run writes.
+                self.store.delete(path)
 
     def _head(self) -> bytes:
         return f"{self.identity}\n".encode()

@@ -26,7 +26,7 @@ from tests.support.conversions import (
 from ucp_core.conversion import convert
 from ucp_core.native import UNFINISHED_NAME, Checkpoint, open_checkpoint
 from ucp_core.numerics import crc32
-from ucp_core.storage import LocalStore, MemoryStore
+from ucp_core.storage import Buffer, LocalStore, MemoryStore
 
 _SCRIPT = """
 import os, sys
@@ -217,3 +217,45 @@ def test_a_stream_goes_on_by_whole_files(tmp_path: Path) -> None:
     convert_to(source, tmp_path / "whole")
     expected = files_of(tmp_path / "whole")
     assert {name: store.read(f"out/{name}") for name in expected} == expected
+
+
+class _DyingStore(MemoryStore):
+    """The process dies before it can write that the weights are complete."""
+
+    dies = False
+
+    def write_atomic(
+        self, path: str, data: Buffer, *, fsync: bool, exclusive: bool = False
+    ) -> bool:
+        if self.dies and path.endswith("/model-00001-of-00001.safetensors.json"):
+            raise KeyboardInterrupt
+        return super().write_atomic(path, data, fsync=fsync, exclusive=exclusive)
+
+
+def test_a_stream_is_not_continued_with_the_file_of_another_source(tmp_path: Path) -> None:
+    """The file is complete and has the right size; its bytes are those of the other source."""
+    one = native_source(tmp_path / "a", large_state(8))
+    changed = {
+        key: replace(whole, data=bytes(byte ^ 255 for byte in whole.data[:64]) + whole.data[64:])
+        for key, whole in large_state(8).items()
+    }
+    two = native_source(tmp_path / "b", changed)
+    store = _DyingStore()
+    name = "out/model-00001-of-00001.safetensors"
+
+    def stop(*_: int) -> None:
+        if store.exists(name):
+            raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        convert(one, store, "out", memory_bytes=64 * MIB, processes=1, progress=stop)
+    first = store.read(name)
+    store.dies = True
+    with pytest.raises(KeyboardInterrupt):
+        convert(two, store, "out", memory_bytes=64 * MIB, processes=1)
+    assert store.read(name) != first, "the other conversion did not come to this file"
+    store.dies = False
+
+    made = convert(one, store, "out", memory_bytes=64 * MIB, processes=1).checkpoint
+
+    assert_holds(made, large_state(8))
