@@ -101,7 +101,9 @@ class LogTail:
         for number, name in sorted(attempts):
             sizes = self._store.sizes(join(self._root, name))
             files = [(found, file) for file in sizes if (found := _FILE.fullmatch(file))]
-            for found, file in sorted(files, key=lambda pair: (int(pair[0][1]), pair[1])):
+            for found, file in sorted(
+                files, key=lambda pair: [int(n or 0) for n in pair[0].groups()]
+            ):
                 if self._rank in (None, int(found[1])):
                     yield (number, int(found[1])), join(self._root, name, file), sizes[file]
             # A rank of the attempt before may still be printing.

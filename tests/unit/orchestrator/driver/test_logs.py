@@ -71,8 +71,8 @@ def test_a_rank_may_print_while_the_next_attempt_begins(directory: Path) -> None
 def test_the_pieces_of_a_log_in_an_object_store_are_one_log(tmp_path: Path) -> None:
     """An object cannot be appended to, and a piece may end in the middle of a line."""
     (tmp_path / "controller.json").write_text("{}")
-    _append(tmp_path, 1, "rank0-0002", "d\nlast\n")
-    _append(tmp_path, 1, "rank0-0001", "first\nsecon")
+    _append(tmp_path, 1, "rank0-10000", "d\nlast\n")
+    _append(tmp_path, 1, "rank0-9999", "first\nsecon")
 
     lines = read_logs(str(tmp_path), rank=0, attempt=None, follow=False)
 
