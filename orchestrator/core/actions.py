@@ -1,4 +1,4 @@
-"""What the shell is to do, in the imperative. The shell performs, and reports back by an event."""
+"""What the shell must do, in the imperative. The shell reports back by an event."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ class KillWorker:
 
 @value
 class StartKeeper:
-    """Have a keeper on ``node``, or find the one that is there; answered by ``KeeperReady``."""
+    """Start a keeper on ``node``, or find the running one; answered by ``KeeperReady``."""
 
     node: str
 
@@ -61,7 +61,7 @@ class RestartKeeper:
 
 @value
 class GiveUpNode:
-    """Take ``node`` for lost; it is taken in again as a new one if it is there all the same."""
+    """Treat ``node`` as lost. If it still answers, the shell reports it as a new node later."""
 
     node: str
     reason: str
@@ -71,7 +71,7 @@ class GiveUpNode:
 class FenceAttempt:
     """Abort ``attempt`` in ``workers``; each answers by ``WorkerLeft`` or ``WorkerExited``.
 
-    Idempotent: the shell sends it to who is still inside and lets who has left be.
+    Idempotent: the shell sends it to workers that are still inside.
     """
 
     attempt: int
@@ -83,7 +83,7 @@ class FenceAttempt:
 class YieldAttempt:
     """Ask ``workers`` to leave ``attempt`` at the next step boundary, with that step committed.
 
-    ``durable`` asks for a commit in storage; one in the keepers' memory will do otherwise.
+    ``durable`` asks for a commit in storage; otherwise one in memory is enough.
     """
 
     attempt: int
@@ -96,9 +96,9 @@ class YieldAttempt:
 class ReadCommitted:
     """Find out in memory and storage which version to resume from, as ``attempt`` is fenced.
 
-    ``lineage`` (attempt, resume_step) says which commits of old attempts still count; nothing is
-    to be loaded from what is ``bad``. Answered by ``CommittedRead`` with the same ``number``,
-    which counts up over the run.
+    ``lineage`` (attempt, resume_step) says which commits of old attempts still count. Sources in
+    ``bad`` must not be loaded. ``CommittedRead`` with the same ``number`` answers; numbers count
+    up over the run.
     """
 
     attempt: int
@@ -154,7 +154,7 @@ class SetCadence:
 
 @value
 class ReportIncident:
-    """Put on record why ``attempt`` ended, now that it is known. The journal is all it needs.
+    """Put on record why ``attempt`` ended. Its line in the journal is the whole effect.
 
     Attributes:
         attempt: The one that ended.

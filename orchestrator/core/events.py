@@ -1,7 +1,7 @@
-"""What happened in the world, as facts in the past tense.
+"""Facts about the world, in the past tense.
 
-The shell makes them, the journal keeps them, ``machine.step`` folds them. Every event carries
-``at_s``, the shell's monotonic clock; what belongs to an attempt names it.
+The shell makes events, the journal keeps them, ``machine.step`` folds them. Every event carries
+``at_s`` of the run's clock; an event of an attempt names the attempt.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from orchestrator.core.values import value
 from orchestrator.policies import FaultsSeen
 from workers.protocol import SaveCosts, Source
 
-#: What ``WorkersSurveyed`` says of a living worker that did not answer in time.
+#: The attempt in ``WorkersSurveyed`` of a living worker that did not answer in time.
 UNKNOWN_ATTEMPT = -1
 
 
@@ -84,7 +84,7 @@ class NodeJoined:
 
 @value
 class NodeLost:
-    """A node is gone or silent beyond its bound; its workers and reservations are gone with it."""
+    """A node is gone, or was silent beyond its bound, with its workers and reservations."""
 
     at_s: float
     node: str
@@ -169,7 +169,7 @@ class WorkerFormed:
         form_s: How long mesh and model took; 0.0 if it was not measured.
         load_s: How long loading took.
         sources: ``(source, bytes)`` that were loaded, by kind of source.
-        damaged: What was found damaged meanwhile; other holders had the same.
+        damaged: Sources that were found damaged; other holders had the same part.
         skipped: A line for people for each source that failed meanwhile.
     """
 
@@ -212,7 +212,7 @@ class WorkerLeft:
         step: The last step it completed.
         detail: One line for people.
         damaged: Sources of that version whose bytes are not the bytes that were written.
-        unread: Sources of it that could not be read, perhaps another time.
+        unread: Sources of it that could not be read this time.
         skipped: A line for people for each source that failed.
     """
 
@@ -265,10 +265,10 @@ class CommittedRead:
         skipped: Names of damaged or half-written versions that were passed over.
         number: Of the ``ReadCommitted`` that this answers; 0 is the newest.
         source: "memory", "storage", or "" with ``step`` 0.
-        lost: With ``step`` 0: steps, newest first, that are committed in storage and can be loaded
-            from nowhere, if more is lost with them than the user puts at stake.
-        returning: Nodes that live and whose keepers did not answer, though they may have memory
-            that is worth a wait: they had died and were being started again, or are late.
+        lost: With ``step`` 0: committed steps, newest first, that no source can serve, if losing
+            them costs more than the first checkpoint interval.
+        returning: Living nodes whose keepers did not answer and may hold newer versions: they
+            are being restarted, or are late.
     """
 
     at_s: float
@@ -315,7 +315,7 @@ class StopRequested:
 
 @value
 class FaultInjected:
-    """We caused a fault ourselves (tests, ``everstep chaos``). Only the journal wants to know."""
+    """We caused a fault ourselves. Only the journal uses it."""
 
     at_s: float
     fault: str

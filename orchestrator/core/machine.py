@@ -1,8 +1,8 @@
 """The run controller as a pure function: (state, event) -> (state, actions).
 
 ``step`` is the only way a run's state changes. It reads no clock, does no I/O and draws no
-random numbers, so a run replays exactly from its journal, and thousands of histories of faults
-can be simulated per second (``orchestrator.simulation``).
+random numbers. So a run replays exactly from its journal, and hundreds of fault histories can be
+simulated per second (``orchestrator.simulation``).
 """
 
 from __future__ import annotations

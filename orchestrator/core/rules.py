@@ -1,7 +1,4 @@
-"""What a run may do, fixed at its start: sizes, bounds of waits, policies' limits.
-
-The shell derives the bounds from the configuration; the machine only compares them.
-"""
+"""What a run may do: sizes, bounds of waits, limits of policies. Fixed when the run starts."""
 
 from __future__ import annotations
 
@@ -24,15 +21,15 @@ _FORM_DOUBLINGS_MAX: Final = 4
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Bounds:
-    """The bound of every wait, in seconds; what happens at it is said beside it.
+    """The bound of every wait, in seconds, and what happens at it.
 
     Attributes:
         grace_s: First attempt: wait this long for all ``max_workers``, then start with fewer.
         capacity_s: Fewer than ``min_workers`` for this long: the run fails.
-        start_s: A worker process must be ready by then, or it is killed; as much longer after
-            each that was not, for what is slow everywhere is no reason to begin anew for ever.
-        form_s: All members must have formed, or the attempt is fenced (nobody is blamed); twice
-            as long after each attempt without progress. A member that hangs is found much sooner.
+        start_s: A worker process must be ready by then, or it is killed. The bound grows by as
+            much after each one that was not: a slow cluster must not restart them for ever.
+        form_s: All members must have formed, or the attempt is fenced and nobody is blamed. The
+            bound doubles after each attempt without progress. Hangs are found much sooner.
         fence_s: A fenced member must have left, or it is killed.
         kill_s: A killed process must be gone, or it is no longer waited for.
         read_s: Storage must have answered, or it is asked again.
@@ -104,8 +101,8 @@ class RunRules:
         max_workers: Most workers; as many slots are asked for, always.
         standby_per_node: Warm processes per node beyond its slots.
         total_steps: The run is complete when this step is committed.
-        checkpoint_every: Commits in memory and storage are at multiples of this, but for the last
-            step and where members were asked to leave; a hint that saves a read.
+        checkpoint_every: Commits are at multiples of this, except for the last step and for a
+            yield. A hint that saves a read.
         starts_failed_max: Worker processes that may die at start in a row before any got ready.
     """
 

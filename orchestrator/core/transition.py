@@ -1,4 +1,4 @@
-"""One event being folded in: the run, the rules, the present, and the actions so far."""
+"""One event being folded: the mutable state, the rules, the time and the actions so far."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from orchestrator.core.state import MutableRunState
 
 
 class Transition:
-    """What the functions of the machine pass along while they fold one event.
+    """What the handlers pass along while they fold one event.
 
     Attributes:
         run: The state under change.
@@ -26,5 +26,5 @@ class Transition:
         self.actions: list[Action] = []
 
     def wake_by(self, at_s: float) -> None:
-        """See to it that the fleet's bounds are looked at no later than ``at_s``."""
+        """Have the fleet's bounds checked no later than ``at_s``."""
         self.run.fleet.wake_s = min(self.run.fleet.wake_s, at_s)

@@ -1,12 +1,12 @@
-"""Ends the controller's process when a signal has stopped it and nobody lets it go on.
+"""Kills the controller's process if a signal has stopped it.
 
-A stopped controller does nothing, but Ray takes it for alive and starts no other: the next fault
-would not be mended, and a run that has trained to its end would never be over. To end it does no
-harm: the workers train on without it, and the next one is in charge about a second later.
+A stopped controller looks alive to Ray, which starts no other one: the next fault would not be
+handled, and a finished run would never end. Killing it does no harm: the workers train on, and the
+next controller is in charge about a second later.
 
-The guard is a process of its own, because all threads of a stopped one stand still, and asks the
-kernel alone, which tells a stopped process from a busy, starved or waiting one. It is run as a
-file, without what is installed: it takes 10 MB of memory, and 30 us of processor time a look.
+The guard is a process of its own, because all threads of a stopped process stand still. The kernel
+tells it a stopped process from a busy or waiting one. It runs as a file, without installed
+packages: it takes 10 MB of memory, and 30 us of processor time a look.
 """
 
 from __future__ import annotations

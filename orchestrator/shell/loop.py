@@ -1,4 +1,4 @@
-"""One run in the shell: the inbox, the loop, and the action performers. It decides nothing.
+"""One run in the shell: the inbox, the loop and the performers of actions. It decides nothing.
 
 ``event -> journal -> machine.step -> actions -> effects -> events``. A worker's death becomes
 an event within 30 ms; from there to the next attempt there is no wait but for the answers.

@@ -18,7 +18,7 @@ from orchestrator.detection import (
 from workers.protocol import NodeReport, WorkerPhase, WorkerReport
 from workers.settings import ParallelSettings
 
-#: A node that is lost and has said nothing for so long is not remembered beyond an attempt's start.
+#: A lost node that was silent for so long is forgotten when the next attempt starts.
 FORGET_S = 60.0
 
 _NOT_FORMED = frozenset({WorkerPhase.IDLE, WorkerPhase.FORMING, WorkerPhase.LOADING})

@@ -97,7 +97,7 @@ DOCUMENT = encode(Compaction(place=PLACE, folded=Folded()), BASIS)
 
 
 @given(cut=st.integers(0, len(DOCUMENT) - 2), byte=st.integers(0, 255))
-def test_a_damaged_bookmark_is_never_taken_for_a_whole_one(cut: int, byte: int) -> None:
+def test_a_damaged_document_is_never_taken_for_a_whole_one(cut: int, byte: int) -> None:
     """It may be read from a disk that was full, or while it is being replaced."""
     with pytest.raises(CompactionError):
         decode(DOCUMENT[:cut], BASIS)
@@ -126,7 +126,7 @@ def test_what_others_would_decide_otherwise_is_refused(basis: Basis) -> None:
 
 
 @pytest.mark.parametrize("line", [LINE.replace(b"7", b"8"), LINE[:-1], b"", LINE[1:] + b"{"])
-def test_a_bookmark_of_another_journal_is_refused(line: bytes) -> None:
+def test_a_compaction_of_another_journal_is_refused(line: bytes) -> None:
     """Someone may copy a journal over another one of the same size."""
     assert behind(PLACE, [LINE + b"more", b"later"]) == [b"more", b"later"]
     with pytest.raises(CompactionError, match="another line"):

@@ -1,4 +1,4 @@
-"""Bounds: what happens when something that was waited for did not come."""
+"""What happens when a wait reaches its bound, and when the user asks to stop."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ def ticked(transition: Transition, event: Ticked) -> None:
     """Compare every bound with the present."""
     run = transition.run
     if run.surveying_until_s != inf:
-        # What did not come may have come while nobody listened: only the survey's bound counts.
+        # Events may have been missed while the controller was away: wait for the survey first.
         if run.surveying_until_s <= event.at_s:
             survey.ask(transition)
         return
@@ -34,7 +34,7 @@ def ticked(transition: Transition, event: Ticked) -> None:
         case Phase.READING:
             recovery.read_bound(transition)
         case _:
-            # RUNNING: ``planned`` is consulted after every event and only wanted to be woken.
+            # RUNNING: the bound only woke ``planned``, which runs after every event.
             pass
 
 
@@ -81,11 +81,11 @@ def _look_at_nodes(transition: Transition) -> None:
 
 
 def fault_injected(transition: Transition, event: FaultInjected) -> None:
-    """Change nothing: whoever causes a fault must not help to find it."""
+    """Change nothing: an injected fault must be detected like a real one."""
 
 
 def stop_requested(transition: Transition, event: StopRequested) -> None:
-    """Stop at the next step boundary, or at once where nothing is to be gained by waiting."""
+    """Stop at the next step boundary, or at once if no attempt trains."""
     run = transition.run
     if run.stop_reason:
         return

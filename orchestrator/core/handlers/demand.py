@@ -1,6 +1,6 @@
-"""What to ask the world for: as many slots as the run may use, and processes on them.
+"""Requests for slots, as many as the run may use, and for worker processes on them.
 
-``settle`` runs at the end of every event, so no other place has to remember to ask.
+``settle`` runs after every event, so no other place has to make requests.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ _TRAINING = frozenset({Phase.RUNNING, Phase.YIELDING})
 
 
 def settle(transition: Transition) -> None:
-    """Ask for missing slots and start missing workers, if this is the moment for it."""
+    """Request missing slots and start missing workers, unless that would slow a recovery."""
     run = transition.run
     if run.surveying_until_s != inf:
         return
@@ -33,8 +33,8 @@ def settle(transition: Transition) -> None:
 def may_start_workers(transition: Transition) -> bool:
     """Return whether starting processes now does not slow a recovery down.
 
-    Importing torch takes seconds of a core. While enough workers are there to go on, they
-    get the machine until their first step is done; replacements come after it.
+    Importing torch takes seconds of a core. If enough workers are left, their first step comes
+    first and replacements start after it.
     """
     return _trains(transition) or transition.run.phase is Phase.WAITING
 
@@ -45,7 +45,7 @@ def _trains(transition: Transition) -> bool:
 
 
 def renew_pending(transition: Transition) -> None:
-    """Ask anew for every pending slot, so that it avoids what is to be avoided now."""
+    """Request every pending slot again if the nodes to avoid have changed."""
     avoid = avoided_nodes(transition)
     pending = [
         n for n, slot in transition.run.fleet.slots.items() if slot.node < 0 and slot.avoid != avoid
@@ -57,7 +57,7 @@ def renew_pending(transition: Transition) -> None:
 
 
 def forgive_nodes(transition: Transition) -> None:
-    """Avoid no node any more: the run needs every one of them to reach its minimum."""
+    """Stop avoiding nodes: the run needs all of them to reach its minimum."""
     for number, node in list(transition.run.fleet.nodes.items()):
         if node.avoid_until_s > transition.now_s:
             fleet.put_node(
@@ -79,15 +79,15 @@ def avoided_nodes(transition: Transition) -> tuple[str, ...]:
 
 
 def release_slot(transition: Transition, number: int) -> None:
-    """Give a slot back; ``settle`` asks for another one."""
+    """Release a slot; ``settle`` requests another."""
     fleet.drop_slot(transition, number)
     transition.actions.append(ReleaseSlot(slot=number))
 
 
 def release_failing_slots(transition: Transition, number: int) -> None:
-    """Move the unused slots of an avoided node elsewhere, if the run can do without them.
+    """Release the unused slots of an avoided node, if the run can do without them.
 
-    It also can where no process comes up: such a node may long be gone.
+    A node where no process starts may be gone, so its slots are released in any case.
     """
     node = transition.run.fleet.nodes[number]
     if node.avoid_until_s <= transition.now_s:
@@ -108,7 +108,7 @@ def _request(transition: Transition) -> None:
 
 
 def _staff(transition: Transition, number: int) -> None:
-    """Start processes that a node lacks, and end those that it has too many."""
+    """Start the processes that a node lacks and kill surplus ones."""
     run = transition.run
     node = run.fleet.nodes[number]
     wanted = allowed = 0
@@ -116,7 +116,7 @@ def _staff(transition: Transition, number: int) -> None:
         wanted = len(node.slots)
         allowed = wanted + transition.rules.standby_per_node
         if _trains(transition):
-            # Standbys come last: before the first step the members need the machine.
+            # Standbys start last: until the first step the members need the cores.
             wanted = allowed
     live = [w for w in node.workers if run.fleet.workers[w].status is not WorkerStatus.DYING]
     if len(live) < wanted:
@@ -138,7 +138,7 @@ def _staff(transition: Transition, number: int) -> None:
 
 
 def release_surplus(transition: Transition) -> None:
-    """Give pending slots back that are one too many, as when a drain was called off."""
+    """Release surplus pending slots, for example after a drain was called off."""
     pending = [number for number, slot in transition.run.fleet.slots.items() if slot.node < 0]
     num_surplus = max(transition.run.fleet.num_slots - transition.rules.max_workers, 0)
     for number in sorted(pending, reverse=True)[:num_surplus]:
@@ -146,7 +146,7 @@ def release_surplus(transition: Transition) -> None:
 
 
 def give_up_starting(transition: Transition) -> None:
-    """End the run if processes only ever die at start and none is left that lives."""
+    """End the run if every process died at its start and none is left."""
     run = transition.run
     live = any(worker.status is WorkerStatus.READY for worker in run.fleet.workers.values())
     if not live and run.phase is Phase.WAITING:
@@ -159,7 +159,7 @@ def give_up_starting(transition: Transition) -> None:
 
 
 def note_failed_start(transition: Transition, number: int, detail: str) -> None:
-    """Note that a process did not come up on a node; pause there, twice as long each time."""
+    """Note a process that died at its start, and pause on its node, twice as long each time."""
     run = transition.run
     run.fleet.num_failed_starts += 1
     run.fleet.failed_start = detail

@@ -10,7 +10,7 @@ from orchestrator.core.transition import Transition
 
 
 def report_incident(transition: Transition) -> None:
-    """Put on record why the attempt ended, unless it did all there was to do or is long over."""
+    """Put on record why the attempt ended, unless it completed or the run was resumed."""
     run = transition.run
     cause = run.cause
     if cause is None or cause.kind in ("completed", "resume"):

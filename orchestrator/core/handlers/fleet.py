@@ -1,7 +1,7 @@
-"""Bookkeeping of slots, workers and nodes; every count in the state is kept here.
+"""Bookkeeping of slots, workers and nodes. Every count in the fleet is kept here.
 
-Each function costs the size of one node, never of the fleet. What to ask for is decided in
-``demand``, who trains in ``formation``.
+Each function takes time in the size of one node, not of the fleet. ``demand`` decides what to
+request, ``formation`` who trains.
 """
 
 from __future__ import annotations
@@ -14,14 +14,14 @@ from orchestrator.core.transition import Transition
 
 
 def find_worker(transition: Transition, name: str) -> tuple[int, Worker] | None:
-    """Return number and record of a worker that is known and not known to be gone."""
+    """Return the number and record of a worker, or None if it is unknown or gone."""
     number = worker_number(name)
     worker = transition.run.fleet.workers.get(number) if number >= 0 else None
     return None if worker is None else (number, worker)
 
 
 def find_node(transition: Transition, name: str) -> int:
-    """Return the number of a node, which is made known if it was not."""
+    """Return the number of a node; add the node if it is new."""
     run = transition.run
     number = run.fleet.node_ids.get(name)
     if number is None:
@@ -32,7 +32,7 @@ def find_node(transition: Transition, name: str) -> int:
 
 
 def put_node(transition: Transition, number: int, node: Node) -> None:
-    """Store ``node`` with its usable workers counted anew, and keep the fleet's counts."""
+    """Store ``node``; recount its usable workers and update the fleet's counts."""
     run = transition.run
     before = run.fleet.nodes[number]
     usable = 0
@@ -40,7 +40,7 @@ def put_node(transition: Transition, number: int, node: Node) -> None:
         workers = run.fleet.workers
         num_ready = [workers[w].status for w in node.workers].count(WorkerStatus.READY)
         usable = min(len(node.slots), num_ready)
-    # As ``draining``, without the call: nearly every event comes here.
+    # Inlined ``draining``: nearly every event comes here.
     if before.leave_by_s != inf:
         run.fleet.num_leaving -= before.usable
     else:
@@ -59,7 +59,7 @@ def put_node(transition: Transition, number: int, node: Node) -> None:
 
 
 def put_worker(transition: Transition, number: int, worker: Worker) -> None:
-    """Store a worker that exists, and keep the counts."""
+    """Store a worker and update the counts."""
     run = transition.run
     before = run.fleet.workers[number]
     run.fleet.workers = run.fleet.workers.set(number, worker)
@@ -73,7 +73,7 @@ def put_worker(transition: Transition, number: int, worker: Worker) -> None:
 
 
 def add_worker(transition: Transition, node_number: int) -> str:
-    """Make a starting worker known on a node; return its name."""
+    """Add a starting worker to a node; return its name."""
     run = transition.run
     number = run.fleet.next_worker
     run.fleet.next_worker += 1
@@ -86,7 +86,7 @@ def add_worker(transition: Transition, node_number: int) -> str:
     )
     run.fleet.num_starting += 1
     node = run.fleet.nodes[node_number]
-    # Who only starts changes no count of its node's.
+    # A starting worker changes none of its node's counts.
     run.fleet.nodes = run.fleet.nodes.set(
         node_number, node._replace(workers=(*node.workers, number))
     )
@@ -107,7 +107,7 @@ def drop_worker(transition: Transition, number: int) -> None:
 
 
 def kill_worker(transition: Transition, number: int, reason: str) -> None:
-    """Order the end of a worker; it counts as inside its attempt until it is gone."""
+    """Kill a worker. It counts as inside its attempt until it is gone."""
     worker = transition.run.fleet.workers[number]
     if worker.status is WorkerStatus.DYING:
         return
@@ -122,7 +122,7 @@ def kill_worker(transition: Transition, number: int, reason: str) -> None:
 
 
 def add_slot(transition: Transition, avoid: tuple[str, ...]) -> int:
-    """Make a pending slot known; return its number."""
+    """Add a pending slot; return its number."""
     run = transition.run
     number = run.fleet.next_slot
     run.fleet.next_slot += 1
@@ -143,7 +143,7 @@ def place_slot(transition: Transition, number: int, node_number: int) -> None:
 
 
 def drop_slot(transition: Transition, number: int) -> None:
-    """Forget a slot; whoever used it uses none."""
+    """Forget a slot; its worker uses none any more."""
     run = transition.run
     slot = run.fleet.slots[number]
     run.fleet.slots = run.fleet.slots.without(number)
@@ -167,10 +167,10 @@ def free_slots(transition: Transition, node: Node) -> list[int]:
 
 
 def strike(transition: Transition, number: int) -> None:
-    """Note a proven failure of a worker on a node; the node is avoided if it stands out.
+    """Note a proven failure of a worker on a node, and avoid the node if it stands out.
 
-    Where every node fails alike the cause is a common one, and to avoid them all would only
-    leave healthy ones idle: a node is compared with the best of the others.
+    A node is compared with the best of the others: if all fail alike, the cause is a common one
+    and avoiding them would only idle healthy nodes.
     """
     rules = transition.rules.avoid
     node = transition.run.fleet.nodes[number]

@@ -38,7 +38,7 @@ def node_joined(transition: Transition, event: NodeJoined) -> None:
         demand.release_surplus(transition)
         # Slots that are still pending may have been asked for anywhere but here.
         demand.renew_pending(transition)
-    # Also where the run knows it already: a restarted controller has met no keeper yet.
+    # Also for a known node: a restarted controller has no handle of its keeper.
     transition.actions.append(StartKeeper(node=event.node))
 
 
@@ -48,7 +48,7 @@ def keeper_ready(transition: Transition, event: KeeperReady) -> None:
 
 
 def keeper_died(transition: Transition, event: KeeperDied) -> None:
-    """Wait for a keeper: where its node lives, training need not stop for it."""
+    """Wait for a keeper that died. Training goes on while its node lives."""
     by_s = transition.now_s + transition.rules.bounds.keeper_return_s
     _expect_keeper(transition, event.node, by_s)
     transition.wake_by(by_s)
@@ -73,7 +73,7 @@ def _expect_keeper(transition: Transition, name: str, by_s: float) -> None:
 
 
 def give_up_node(transition: Transition, number: int) -> None:
-    """Take a node for lost whose keeper does not come back: it is of no use."""
+    """Treat a node as lost whose keeper did not come back: nothing on it would be saved."""
     node = transition.run.fleet.nodes[number]
     bound_s = transition.rules.bounds.keeper_return_s
     reason = f"its keeper was not back after {bound_s:g} s"
@@ -82,14 +82,14 @@ def give_up_node(transition: Transition, number: int) -> None:
 
 
 def node_lost(transition: Transition, event: NodeLost) -> None:
-    """Take everything on the node for gone."""
+    """Treat everything on the node as gone."""
     number = transition.run.fleet.node_ids.get(event.node)
     if number is not None and transition.run.fleet.nodes[number].alive:
         lose_node(transition, number, event.cause)
 
 
 def lose_node(transition: Transition, number: int, cause: str) -> None:
-    """Drop the node's workers and slots; what trained there ends the attempt."""
+    """Drop the node's workers and slots. If a member was there, the attempt ends."""
     run = transition.run
     node = run.fleet.nodes[number]
     names = [run.fleet.workers[worker].name for worker in node.workers]
@@ -99,7 +99,7 @@ def lose_node(transition: Transition, number: int, cause: str) -> None:
         if worker.inside:
             members.append(worker.name)
         fleet.drop_worker(transition, worker_number)
-        # A node that is only cut off goes on training: end what can be reached.
+        # Workers on a node that is only cut off still train: kill the ones that can be reached.
         transition.actions.append(KillWorker(worker=worker.name, reason=f"node lost: {cause}"))
     for slot in node.slots:
         demand.release_slot(transition, slot)
@@ -116,7 +116,7 @@ def lose_node(transition: Transition, number: int, cause: str) -> None:
 
 
 def node_draining(transition: Transition, event: NodeDraining) -> None:
-    """Note that the provider takes a node back; ``planned`` leaves it in time."""
+    """Note a drain notice; ``planned`` leaves the node in time."""
     number = fleet.find_node(transition, event.node)
     node = transition.run.fleet.nodes[number]
     if node.leave_by_s != event.deadline_s:
@@ -125,7 +125,7 @@ def node_draining(transition: Transition, event: NodeDraining) -> None:
 
 
 def slot_granted(transition: Transition, event: SlotGranted) -> None:
-    """Take a slot into use, or give it back if nobody wants it any more."""
+    """Use a granted slot, or release it if it is not wanted any more."""
     run = transition.run
     slot = run.fleet.slots.get(event.slot)
     if slot is None:
@@ -135,7 +135,7 @@ def slot_granted(transition: Transition, event: SlotGranted) -> None:
     if slot.node == number:
         return
     if slot.node >= 0 or run.fleet.nodes[number].draining:
-        # Moved by whoever places it, or on a node that is about to go: start over.
+        # It was moved, or is on a node that is about to leave: request another one.
         demand.release_slot(transition, event.slot)
         return
     if not run.fleet.nodes[number].alive:
@@ -162,7 +162,7 @@ def worker_ready(transition: Transition, event: WorkerReady) -> None:
 
 
 def worker_exited(transition: Transition, event: WorkerExited) -> None:
-    """Forget a process; if it was in the attempt, the attempt cannot go on."""
+    """Forget a process. If it was inside the attempt, the attempt ends."""
     found = fleet.find_worker(transition, event.worker)
     if found is None:
         return

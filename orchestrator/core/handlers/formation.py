@@ -16,7 +16,7 @@ from orchestrator.policies import quarantine
 def capacity(transition: Transition) -> int:
     """Return how many workers an attempt would have now, 0 if fewer than the minimum.
 
-    Draining nodes are used only where the run would stand still without them.
+    Draining nodes are used only if the run could not train without them.
     """
     rules = transition.rules
     staying = min(transition.run.fleet.num_usable, rules.max_workers)
@@ -28,7 +28,7 @@ def capacity(transition: Transition) -> int:
 
 
 def wait(transition: Transition) -> None:
-    """Enter WAITING, and leave it at once if the workers that are left are enough."""
+    """Enter WAITING, and start at once if enough workers are left."""
     run = transition.run
     run.phase = Phase.WAITING
     run.waiting_since_s = transition.now_s
@@ -39,7 +39,7 @@ def wait(transition: Transition) -> None:
 
 
 def try_start(transition: Transition) -> None:
-    """Start an attempt if there are workers enough; the first one waits a while for all."""
+    """Start an attempt if there are enough workers. The first one waits a while for all."""
     run = transition.run
     used = capacity(transition)
     if used == 0 or run.surveying_until_s != inf:
@@ -59,7 +59,7 @@ def try_start(transition: Transition) -> None:
 
 
 def waited_too_long(transition: Transition) -> None:
-    """Handle the bound of WAITING: the end of the grace, or of all patience."""
+    """Handle the bound of WAITING: start with fewer workers, or fail for want of capacity."""
     run = transition.run
     try_start(transition)
     if run.phase is not Phase.WAITING:
@@ -77,7 +77,7 @@ def waited_too_long(transition: Transition) -> None:
 
 
 def _start(transition: Transition) -> None:
-    """Start the next attempt on the best of what is there."""
+    """Start the next attempt on the best of the available workers."""
     run = transition.run
     candidates = _candidates(transition)
     layout = layout_policy.choose(len(candidates), transition.rules.layout)
@@ -125,8 +125,8 @@ def _start(transition: Transition) -> None:
 def _candidates(transition: Transition) -> list[int]:
     """Return all workers that may train, at most ``max_workers``, in rank order.
 
-    Survivors keep their order, so that what they hold stays near; workers of a node are
-    neighbours; newcomers follow the survivors of their node, new nodes come last.
+    Survivors keep their order, so that their state stays near. Workers of a node are neighbours;
+    new workers follow the survivors of their node, and new nodes come last.
     """
     run = transition.run
     ranks = {number: rank for rank, number in enumerate(run.attempt.members)}
@@ -165,7 +165,7 @@ def _bind(transition: Transition, members: list[int]) -> tuple[tuple[str, str, i
     """Give every member a slot on its node; return (worker, node, slot) in rank order."""
     run = transition.run
     chosen = set(members)
-    # Who is left out gives its slot to the node's pool first.
+    # A worker that is left out releases its slot to its node first.
     for number in [*run.attempt.members, *members]:
         worker = run.fleet.workers.get(number)
         if worker is not None and worker.slot and number not in chosen:

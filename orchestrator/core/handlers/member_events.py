@@ -1,4 +1,4 @@
-"""Events of the current attempt. Those of any other attempt are stale and change nothing."""
+"""Events of the current attempt. Events of another attempt are stale and change nothing."""
 
 from __future__ import annotations
 
@@ -75,14 +75,14 @@ def _run(transition: Transition) -> None:
 def checkpoint_committed(transition: Transition, event: CheckpointCommitted) -> None:
     """Note a commit of the current attempt."""
     run = transition.run
-    # Keepers store on when nobody trains: what lands before the next attempt begins is not lost.
+    # Keepers store while nobody trains: a commit before the next attempt starts counts.
     is_over = run.phase in (Phase.FENCING, Phase.READING, Phase.WAITING)
     if event.attempt == run.attempt.number and (run.phase in ACTIVE or is_over):
         _know(run, event.step, in_memory=False)
 
 
 def worker_left(transition: Transition, event: WorkerLeft) -> None:
-    """Note that a member is out of the attempt; unless that was asked for, fence the others."""
+    """Note that a member left; unless it was asked to, fence the others."""
     found = _member(transition, event.attempt, event.worker)
     if found is None:
         _gone(transition, event)
@@ -103,27 +103,27 @@ def worker_left(transition: Transition, event: WorkerLeft) -> None:
     elif event.how == "yielded" and run.phase is Phase.YIELDING:
         planned.member_yielded(transition, event.step)
     else:
-        # A collective failed under it. That says that somebody is gone, not who.
+        # A collective failed. That shows that a peer is gone, not which one.
         recovery.fault(transition, "peer_lost", (), f"{worker.name} left: {event.detail}")
         recovery.proceed(transition)
 
 
 def _gone(transition: Transition, event: WorkerFormed | WorkerLeft) -> None:
-    """Take from somebody who is out of the attempt only what it found bad."""
+    """Take from a worker that is out of the attempt only the sources that it found bad."""
     if event.attempt == transition.run.attempt.number:
         unread = event.unread if isinstance(event, WorkerLeft) else ()
         recovery.heard_late(transition, event.damaged, unread)
 
 
 def _could_not_load(transition: Transition, event: WorkerLeft) -> None:
-    """Leave out what the worker found bad, and fence the others, who leave as well."""
+    """Exclude the sources that the worker found bad, and fence the others."""
     why = event.detail or "another rank could not"
     evidence = f"{event.worker} could not load step {event.step}: {why}"
     recovery.leave_out(transition, event.damaged, event.unread)
     recovery.fault(transition, "unloadable", (), evidence)
     cause = transition.run.cause
     if cause is not None and cause.kind == "unloadable" and event.detail:
-        # Who found nothing may have been the first to say that it left.
+        # A rank that found nothing bad may have left first.
         transition.run.cause = replace(cause, evidence=evidence)
     recovery.proceed(transition)
 
@@ -149,7 +149,7 @@ def _leave(transition: Transition, number: int, worker: Worker, step: int) -> No
 
 
 def hang_found(transition: Transition, event: HangFound) -> None:
-    """Kill who was proven guilty, and fence the others; blame nobody if it is undecided."""
+    """Kill the workers that are proven guilty and fence the others; undecided blames nobody."""
     run = transition.run
     if event.attempt != run.attempt.number or run.phase not in {*ACTIVE, Phase.FENCING}:
         return
@@ -168,7 +168,7 @@ def hang_found(transition: Transition, event: HangFound) -> None:
 
 
 def committed_read(transition: Transition, event: CommittedRead) -> None:
-    """Take what keepers and storage say, if they were asked about this attempt."""
+    """Take the answer of keepers and storage, if it is about this attempt."""
     if event.attempt == transition.run.attempt.number:
         recovery.committed_read(transition, event)
 

@@ -1,8 +1,7 @@
-"""Planned changes: growth, drains and stops. Nothing is lost, because everybody leaves together.
+"""Planned changes: growth, drains and stops. All members leave together, so nothing is lost.
 
-Members are asked to leave at a step boundary; they agree on it among themselves, commit that
-step, and report it. It is then the step to resume from, without a read. What goes on at once is
-committed in memory; what ends here is committed in storage.
+Members are asked to leave at a step boundary. They agree on the step, commit it and report it;
+the next attempt resumes from it without a read. A stop commits in storage, other changes in memory.
 """
 
 from __future__ import annotations
@@ -23,7 +22,7 @@ _DIFFER = -2
 
 
 def consider(transition: Transition) -> None:
-    """Begin a planned change if one is due."""
+    """Start a planned change if one is due."""
     run = transition.run
     if run.phase is not Phase.RUNNING or run.surveying_until_s != inf:
         return
@@ -109,7 +108,7 @@ def yield_order(transition: Transition) -> YieldAttempt:
 def yield_deadline_s(transition: Transition) -> float:
     """Return by when members that are asked now must have left.
 
-    A step may just have begun and the flag travels with the next one: two, and two in reserve.
+    A step may just have begun, and the flag travels with the next: two steps, and two in reserve.
     """
     return transition.now_s + transition.rules.bounds.yield_s + 4 * transition.run.step_s
 
@@ -126,7 +125,7 @@ def member_yielded(transition: Transition, step: int) -> None:
 
 
 def member_completed(transition: Transition, step: int) -> None:
-    """Note that a member reached the last step; the others are given time to do so too."""
+    """Note that a member reached the last step, and give the others time to reach it too."""
     run = transition.run
     run.attempt.completed = True
     if run.phase is not Phase.YIELDING:
@@ -137,7 +136,7 @@ def member_completed(transition: Transition, step: int) -> None:
 
 
 def all_left(transition: Transition) -> None:
-    """Go on once the last member has left in a planned way."""
+    """Continue once the last member has left as planned."""
     run = transition.run
     if run.phase is not Phase.YIELDING or run.attempt.num_inside:
         return
@@ -146,7 +145,7 @@ def all_left(transition: Transition) -> None:
         finish(transition, "completed", f"step {run.committed[0]} is committed")
         return
     if run.attempt.yielded_step == _DIFFER:
-        # They did not agree, so what is committed must be read.
+        # They did not agree, so the committed step must be read.
         recovery.fault(transition, "undecided", (), "members yielded at different steps")
         recovery.proceed(transition)
         return

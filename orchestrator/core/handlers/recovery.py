@@ -1,7 +1,7 @@
 """From a fault to the next attempt: fence, read what was committed, decide.
 
-The order is what keeps the promises. Nothing is started before every member has left or is gone;
-what counts is read from keepers and storage, never from reports; who is blamed was proven guilty.
+The order keeps the promises. Nothing starts before every member has left or is gone. The version
+to resume from is read from keepers and storage, not from reports. Only proven guilt is blamed.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from orchestrator.core.transition import Transition
 from orchestrator.policies import MEMORY, Fault, FaultClass, UserError, budgets
 from workers.protocol import Source
 
-#: How much a kind explains; what explains more replaces the cause while an attempt is fenced.
+#: How much a kind explains. While an attempt is fenced, a kind of more weight replaces the cause.
 _WEIGHT = {
     "peer_lost": 0,
     "controller_restart": 0,
@@ -40,14 +40,14 @@ _CLASS = {
     "preemption": FaultClass.PREEMPTION,
     "undecided": FaultClass.UNDECIDED,
 }
-#: Storage that did not answer this often in a row is taken for gone.
+#: Storage that did not answer this often in a row counts as gone.
 _READS_MAX = 20
-#: Part of ``read_s`` after which keepers are asked again while one of them is being started.
+#: Share of ``read_s`` after which keepers are asked again while one of them restarts.
 _READ_AGAIN = 0.1
 
 
 def fault(transition: Transition, kind: str, guilty: tuple[str, ...], evidence: str) -> None:
-    """Note why the attempt cannot go on, and fence it if that was not begun yet."""
+    """Note why the attempt ends, and fence it unless that has begun."""
     run = transition.run
     cause = run.cause
     if run.phase not in (Phase.FENCING, Phase.READING):
@@ -67,7 +67,7 @@ def fault(transition: Transition, kind: str, guilty: tuple[str, ...], evidence: 
 
 
 def loss(transition: Transition, kind: str, evidence: str) -> None:
-    """Note what was lost while nobody trained; nobody is guilty who was not in an attempt."""
+    """Put a loss on record that happened while nobody trained. It blames nobody."""
     run = transition.run
     fault = Cause(kind, (), evidence, transition.now_s)
     if run.phase is Phase.WAITING:
@@ -93,7 +93,7 @@ def _fence(transition: Transition) -> None:
         )
     run.reads.pending = 0
     if run.attempt.num_inside:
-        # Read while the members leave: often the answer can be proven final when they have.
+        # Read while the members leave: the answer often turns out to be final.
         read(transition)
 
 
@@ -126,7 +126,7 @@ def read(transition: Transition) -> None:
 
 
 def memory_shrank(transition: Transition) -> None:
-    """A node was lost with what it held: what was read in memory has to be read again."""
+    """A node was lost with its memory: answers from memory must be read again."""
     run = transition.run
     if run.phase not in (Phase.FENCING, Phase.READING):
         return
@@ -134,14 +134,14 @@ def memory_shrank(transition: Transition) -> None:
     if run.committed_in_memory:
         run.reads.seen = False
     if run.attempt.num_inside:
-        # As early as the first read, for the same reason.
+        # Read early, as in ``_fence``.
         read(transition)
 
 
 def leave_out(
     transition: Transition, damaged: tuple[Source, ...], unread: tuple[Source, ...] = ()
 ) -> bool:
-    """Load no more from what is damaged, nor from what a second attempt could not read.
+    """Exclude damaged sources, and sources that a second attempt could not read.
 
     Returns whether any of it was not known to be bad.
     """
@@ -153,7 +153,7 @@ def leave_out(
     new = tuple(source for source in dict.fromkeys((*damaged, *again)) if source not in run.bad)
     if new:
         run.bad += new
-        # What is being read does not know of it.
+        # Pending reads do not know of it.
         run.reads.bad_from = run.reads.num + 1
         run.reads.seen = False
     return bool(new)
@@ -162,9 +162,9 @@ def leave_out(
 def heard_late(
     transition: Transition, damaged: tuple[Source, ...], unread: tuple[Source, ...] = ()
 ) -> None:
-    """Take what a member of the attempt found bad, though it is known to be gone already.
+    """Take the bad sources of a member that is out already.
 
-    What was read before may be just that: then it is read again before anything starts from it.
+    The version that was read may be one of them: then it is read again before an attempt starts.
     """
     run = transition.run
     num_bad = len(run.bad)
@@ -176,7 +176,7 @@ def heard_late(
 
 
 def proceed(transition: Transition) -> None:
-    """Go on with a recovery if all members are gone and what to resume from is known."""
+    """Continue a recovery if all members are out and the version to resume from is known."""
     run = transition.run
     if run.phase is Phase.FENCING and run.attempt.num_inside == 0:
         run.phase = Phase.READING
@@ -218,7 +218,7 @@ def _known_is_final(transition: Transition) -> bool:
 
 
 def committed_read(transition: Transition, event: CommittedRead) -> None:
-    """Take the answer to a read, unless one to a newer read was taken."""
+    """Take the answer to a read, unless a newer answer was taken."""
     run = transition.run
     number = event.number or run.reads.num
     is_awaited = run.reads.num - run.reads.pending < number <= run.reads.num
@@ -257,7 +257,7 @@ def _may_come_back(transition: Transition, event: CommittedRead) -> bool:
 
 
 def fence_bound(transition: Transition) -> None:
-    """Kill the members that did not leave in time; give up those that cannot be killed."""
+    """Kill the members that did not leave in time; stop waiting for those that cannot be killed."""
     run = transition.run
     run.deadline_s = transition.now_s + transition.rules.bounds.kill_s
     for number in run.attempt.members:
@@ -300,7 +300,7 @@ def read_bound(transition: Transition) -> None:
 
 
 def decide(transition: Transition) -> None:
-    """End the run or start the next attempt, now that the last one is fenced and read."""
+    """End the run or start the next attempt: the last one is fenced and its commits are read."""
     run = transition.run
     is_first_time = not run.attempt.judged
     run.attempt.judged = True
@@ -335,7 +335,7 @@ def _lost(steps: tuple[int, ...]) -> str:
 
 
 def _charge(transition: Transition) -> str:
-    """Charge the failed attempt to its budget; return why the run must fail, or ""."""
+    """Charge the attempt to its budget; return why the run must fail, or ""."""
     run, rules = transition.run, transition.rules.budgets
     bug = budgets.user_bug(run.attempt.raised, run.raised_before)
     if bug is not None:
@@ -347,9 +347,9 @@ def _charge(transition: Transition) -> str:
     run.raised_before = (*run.raised_before, *run.attempt.raised)[-64:]
     kind = run.cause.kind if run.cause else "peer_lost"
     if kind == "resume":
-        return ""  # what there was to charge was charged when it failed
+        return ""  # it was charged when it failed
     if kind == "unloadable" and len(run.bad) > run.attempt.num_bad_at_start:
-        # Nobody failed, and it comes to an end: there are fewer sources for the next attempt.
+        # Nobody failed. It cannot repeat for ever: the next attempt has fewer sources.
         return ""
     fault_class = _CLASS.get(kind, FaultClass.INFRASTRUCTURE)
     if kind == "exception" and all(error.is_of_data for error in run.attempt.raised):
@@ -378,14 +378,14 @@ def _charge(transition: Transition) -> str:
 
 
 def note_raised(transition: Transition, error: UserError) -> None:
-    """Keep an exception of the current attempt for the verdict at its end."""
+    """Keep an exception of the current attempt for the decision at its end."""
     run = transition.run
     if error not in run.attempt.raised:
         run.attempt.raised = (*run.attempt.raised, error)
 
 
 def phase_bound(transition: Transition) -> None:
-    """Handle the bound of a phase in which an attempt should have gone on."""
+    """Handle the bound of FORMING or YIELDING."""
     run = transition.run
     workers = (run.fleet.workers.get(number) for number in run.attempt.members)
     if run.phase is Phase.FORMING:

@@ -1,7 +1,7 @@
-"""A run that is over, or whose cluster is gone, goes on: the same history, everything else anew.
+"""Resuming a run that is over or has lost its cluster: its history continues.
 
-What was decided under the settings of then is not folded under those of now. So a run that is
-resumed starts from what the earlier journal amounts to, as a value, and not from its events.
+Earlier events were decided under earlier settings and cannot be folded under the new ones. So the
+run resumes from the state that the earlier journal leads to, carried by one event.
 """
 
 from __future__ import annotations
@@ -21,10 +21,10 @@ from orchestrator.core.transition import Transition
 
 
 def resume_event(state: RunState, *, at_s: float, incarnation: int) -> RunResumed:
-    """Return the event by which the run goes on from ``state``, the last one of its journal."""
+    """Return the event that resumes the run from ``state``, the last one of its journal."""
     if state.phase in TERMINAL:
         outcome = "failed" if state.phase is Phase.FAILED else "ended"
-        # The user's traceback is in the reason of then; its last line says what it was about.
+        # The reason may hold the user's traceback; its last line says what went wrong.
         why = f"it {outcome}: {state.reason.rstrip().rpartition(chr(10))[2]}"
     else:
         why = f"its cluster was gone while it was {state.phase}"
@@ -33,7 +33,7 @@ def resume_event(state: RunState, *, at_s: float, incarnation: int) -> RunResume
         incarnation=incarnation,
         attempt=state.attempt.number,
         lineage=state.lineage,
-        # A person was asked to put a sound copy back; what was in memory ended with the run.
+        # A person was asked to put a sound copy back, and memory ended with the run.
         bad=() if state.lost else state.bad,
         next_worker=state.fleet.next_worker,
         next_slot=state.fleet.next_slot,
@@ -43,7 +43,7 @@ def resume_event(state: RunState, *, at_s: float, incarnation: int) -> RunResume
 
 
 def run_resumed(transition: Transition, event: RunResumed) -> None:
-    """Begin anew behind what is committed: nobody is there, and no budget is spent."""
+    """Start behind the last commit, with no worker and with fresh budgets."""
     transition.run = MutableRunState(
         phase=Phase.FENCING,
         incarnation=event.incarnation,
@@ -54,5 +54,5 @@ def run_resumed(transition: Transition, event: RunResumed) -> None:
         faults_seen=event.faults_seen,
         cause=Cause("resume", (), event.why, event.at_s),
     )
-    # Nobody is left inside, so what counts is read at once.
+    # No member is inside, so the commits are read at once.
     recovery.proceed(transition)

@@ -1,7 +1,7 @@
-"""After a controller restart: bring what the journal says in line with what is there.
+"""After a controller restart: reconcile the journal with the living workers and slots.
 
-Nobody knows which of the last actions were performed. So every one that may have been lost is
-given again (all are idempotent), and an attempt that trains undisturbed is left alone.
+Nobody knows which of the last actions were performed. So every action that may have been lost is
+given again (all are idempotent). An attempt that trains undisturbed is left alone.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from orchestrator.core.transition import Transition
 
 
 def controller_started(transition: Transition, event: ControllerStarted) -> None:
-    """Begin the run, or ask what lives if it was begun by an earlier controller."""
+    """Start the run, or survey the workers if an earlier controller started it."""
     run = transition.run
     run.incarnation = max(run.incarnation, event.incarnation)
     if run.phase in TERMINAL:
@@ -38,18 +38,18 @@ def controller_started(transition: Transition, event: ControllerStarted) -> None
 
 
 def ask(transition: Transition) -> None:
-    """Ask what lives."""
+    """Survey the living workers."""
     transition.run.surveying_until_s = transition.now_s + transition.rules.bounds.survey_s
     transition.actions.append(SurveyWorkers(attempt=transition.run.attempt.number))
 
 
 @dataclass(frozen=True, slots=True)
 class Adopted:
-    """Whom a restarted controller goes on with.
+    """The workers that a restarted controller adopts.
 
     Attributes:
-        members: Of the attempt, in rank order, which is how the detector knows them.
-        inside: Those that are in it for all that is known, and so will say how they left it.
+        members: Of the attempt, in rank order, as the detector needs them.
+        inside: Members that are, or may be, still in it, and will report how they leave.
     """
 
     members: tuple[str, ...]
@@ -57,12 +57,12 @@ class Adopted:
 
 
 def adopted(state: RunState, alive: Iterable[tuple[str, str, int]]) -> Adopted:
-    """Return whom to go on with.
+    """Return the workers to adopt.
 
     Args:
-        state: The run, as the journal says.
-        alive: What was found, as ``WorkersSurveyed.alive``. Who did not answer in time may be
-            stuck in the attempt, and nobody else would ever learn of it.
+        state: The run, by its journal.
+        alive: As ``WorkersSurveyed.alive``. A worker that did not answer may be stuck in the
+            attempt, so it counts as inside.
     """
     if state.phase not in ACTIVE:
         return Adopted((), ())
@@ -79,7 +79,7 @@ def adopted(state: RunState, alive: Iterable[tuple[str, str, int]]) -> Adopted:
 
 
 def surveyed(transition: Transition, event: WorkersSurveyed) -> None:
-    """Take the answer, and go on from there."""
+    """Reconcile the state with the survey and continue."""
     run = transition.run
     if run.surveying_until_s == inf:
         return
@@ -126,7 +126,7 @@ def _resume_attempt(transition: Transition, dead: list[str], left: list[str]) ->
         evidence = f"{', '.join(left)} left while the controller was away"
         recovery.fault(transition, "controller_restart", (), evidence)
     elif run.phase is Phase.FORMING:
-        # Whether each member was given its assignment is not known.
+        # It is not known whether each member got its assignment.
         recovery.fault(transition, "controller_restart", (), "restarted while the attempt formed")
     elif run.phase is Phase.YIELDING and run.cause is not None and not run.attempt.completed:
         run.deadline_s = planned.yield_deadline_s(transition)
@@ -168,7 +168,7 @@ def _reconcile_workers(
             if worker.inside:
                 dead.append(worker.name)
             fleet.drop_worker(transition, number)
-            # Not to be found is not to be dead: end what can be reached.
+            # A worker that was not found may still live: kill it if it can be reached.
             transition.actions.append(
                 KillWorker(worker=worker.name, reason="not found after the controller restarted")
             )
@@ -182,7 +182,7 @@ def _reconcile_workers(
                 left.append(worker.name)
                 fleet.put_worker(transition, number, worker._replace(inside=False))
         else:
-            # Nobody was there to hear of it in time: the bounds begin anew.
+            # Nobody listened meanwhile, so the bounds restart.
             is_dying = worker.status is WorkerStatus.DYING
             bounds = transition.rules.bounds
             deadline_s = transition.now_s + (

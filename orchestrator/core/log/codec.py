@@ -1,7 +1,7 @@
 """Typed values as JSON values and back, by the type hints of their classes.
 
-Exhaustive by construction: every field is carried, and a hint that nothing is
-known about is refused when the codec is made. What is read is checked against the hints.
+Every field is carried. A hint without a codec is refused when the codec is made, and what is read
+is checked against the hints.
 """
 
 from __future__ import annotations

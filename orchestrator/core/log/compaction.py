@@ -1,8 +1,8 @@
-"""A compaction in a journal: what the records before it amount to, so that nobody folds them again.
+"""The folded journal up to one of its records, so that a restart reads only what follows.
 
-The journal stays the truth and a compaction only spares time. So it is used only if it is whole,
-belongs to this very journal and was made by the same program under the same rules; otherwise the
-whole journal is folded. Pure; ``orchestrator.shell`` keeps the one file.
+The journal stays the truth. A compaction is used only if it is whole, belongs to this journal and
+was made by the same program under the same rules; otherwise the whole journal is folded. Pure;
+``orchestrator.shell`` keeps the file.
 """
 
 from __future__ import annotations
@@ -23,9 +23,9 @@ VERSION = 1
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Place:
-    """Where the line of a record ends in a journal, and what the line is.
+    """The end of a record's line in a journal, and the line's checksum.
 
-    ``wall_time`` and ``seq`` are in every line, so no other journal has the same one.
+    Every line holds ``wall_time`` and ``seq``, so no other journal has the same line.
 
     Attributes:
         segment: Number of the segment, from 1.
@@ -52,8 +52,8 @@ class Basis:
     """What a fold depends on besides the journal.
 
     Attributes:
-        program: Says which program folds.
-        rules: Under which ``RunRules``, all of them.
+        program: The program that folds.
+        rules: All ``RunRules``, as text.
     """
 
     program: str
@@ -62,14 +62,14 @@ class Basis:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Compaction:
-    """A place in a journal, and what the journal amounts to up to there."""
+    """A place in a journal, and the folded journal up to it."""
 
     place: Place
     folded: Folded
 
 
 def encode(compaction: Compaction, basis: Basis) -> bytes:
-    """Return the document of a compaction that was made on ``basis``."""
+    """Return a compaction that was made on ``basis`` as a document."""
     body = {"basis": codec(Basis).encode(basis), **codec(Compaction).encode(compaction)}
     text = json.dumps(body, separators=(",", ":"), allow_nan=False).encode()
     head = {"v": VERSION, "bytes": len(text), "crc32": crc32(text)}
@@ -77,7 +77,7 @@ def encode(compaction: Compaction, basis: Basis) -> bytes:
 
 
 def decode(document: bytes, basis: Basis) -> Compaction:
-    """Return the compaction of a document.
+    """Read a compaction.
 
     Raises:
         CompactionError: It is damaged, or of another version, or was made on another basis.

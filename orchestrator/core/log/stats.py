@@ -1,12 +1,11 @@
 """The journal's records, folded into numbers: incidents, goodput, lost steps, time by phase.
 
-Pure. ``everstep status``, ``summary.json``, the report and the Prometheus exporter all read
-these, so the numbers are the same everywhere, live and in a replay.
+Pure. Status, ``summary.json``, the report and the Prometheus exporter read these numbers, so they
+are the same everywhere, live and in a replay.
 
-A step is completed once rank 0 has completed it: that is the step which has a line of metrics.
-``StepCompleted`` says so about once a second, and whoever leaves an attempt says its own last
-step. Of a rank 0 that died nothing more is known: then the word of the survivor that got furthest
-is taken, who may be one step ahead of it or behind.
+A step is completed once rank 0 has completed it and so has a line of metrics. ``StepCompleted``
+reports it about once a second, and each worker reports its last step when it leaves. If rank 0
+died, the step of the survivor that got furthest counts; it may be one ahead or behind.
 """
 
 from __future__ import annotations
@@ -18,8 +17,8 @@ from typing import Any, ClassVar
 from orchestrator.core.log.incident import Incident
 from ucp_core.layout import ParallelLayout
 
-#: Reports of steps, about one a second, whose durations are kept for the case that the steps are
-#: redone: three hours or more, and no resume reaches further.
+#: Durations of steps that are kept in case the steps are redone: three hours or more, and no
+#: resume reaches further back.
 _DURATIONS_KEPT = 10_000
 
 
@@ -73,7 +72,7 @@ class RunStats:
     _unusable: tuple[str, ...] = ()
 
     def add(self, record: Mapping[str, Any]) -> None:
-        """Take in the next record of the journal; one that is of no concern is passed over."""
+        """Take in the next record of the journal."""
         at_s = float(record["at_s"])
         if self._began_s is None:
             self._began_s = self._phase_since_s = at_s
@@ -117,12 +116,12 @@ class RunStats:
         }
 
     def is_open(self, incident: Incident) -> bool:
-        """Return whether more may yet become known of ``incident``."""
+        """Return whether ``incident`` may still change."""
         return any(incident is one for one in self._open_incidents())
 
     @property
     def num_settled(self) -> int:
-        """Return how many incidents, from the first on, nothing more may become known of."""
+        """Return how many incidents, from the first on, are final."""
         return min(self._open, default=len(self.incidents))
 
     def _open_incidents(self) -> list[Incident]:
@@ -156,7 +155,7 @@ class RunStats:
             )
 
     def _resumed(self, record: Mapping[str, Any], at_s: float) -> None:
-        """Go on counting; what was open then never ended with a step, and stays so."""
+        """Continue counting; open incidents never ended with a step and are final now."""
         self.outcome = self.reason = ""
         self._open.clear()
         self._injected_s.clear()
@@ -227,7 +226,7 @@ class RunStats:
             self.incidents[self._open[-1]].lost_steps += num_lost
 
     def _resume(self, resume_step: int) -> int:
-        """Go back, or on, to the step that the next attempt begins behind; return what is lost."""
+        """Move to the step that the next attempt resumes from; return how many steps are lost."""
         reached_step = self._reached_step
         self._uncount(resume_step)
         self._count(resume_step, self._last_duration_s)
@@ -276,7 +275,7 @@ class RunStats:
         self._count(step, record["step_s"])
 
     def _count(self, step: int, step_s: float) -> None:
-        """Count all steps up to this one; what was not reported took about as long as it did."""
+        """Count all steps up to this one; unreported steps took about as long."""
         if step <= self.step:
             return
         first = self.step + 1

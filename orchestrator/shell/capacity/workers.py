@@ -77,9 +77,9 @@ class Workers:
         at_s: The run's clock.
         post: Where events go; called on the event loop.
         is_draining: Whether a node had been given notice.
-        is_gone: Find out whether a node is lost.
-        kill_on_node: Have a worker's own node kill it for sure.
-        look_around: Find that out of every node, without waiting.
+        is_gone: Finds out whether a node is lost.
+        kill_on_node: Has the keeper of a worker's node kill it.
+        look_around: Checks every node for loss, without waiting.
         boot: Keyword arguments of ``workers.process.actor.Worker`` that are equal for all workers.
     """
 
