@@ -97,26 +97,7 @@ __all__ = [
     "verify",
 ]
 
-__getattr__ = lazy_door(
-    __name__,
-    {
-        "ucp_core.conversion": ("convert",),
-        "ucp_core.errors": ("UcpError",),
-        "ucp_core.formats": ("export",),
-        "ucp_core.geometry": ("DTYPE_BYTES", "Box", "TensorKey"),
-        "ucp_core.inspection": ("diff", "verify"),
-        "ucp_core.native": (
-            "Checkpoint",
-            "LocalTensor",
-            "collect_garbage",
-            "find_committed",
-            "load",
-            "load_together",
-            "save_rank",
-        ),
-        "ucp_core.storage": ("open_store",),
-    },
-)
+__getattr__ = lazy_door(__name__)
 
 
 def open(  # noqa: A001 - ``ucp_core.open`` says what it does

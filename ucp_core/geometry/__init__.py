@@ -74,23 +74,4 @@ __all__ = [
     "sweep_dim",
 ]
 
-__getattr__ = lazy_door(
-    __name__,
-    {
-        "ucp_core.geometry.fragment_table": (
-            "FILE",
-            "FIRST_BLOCK",
-            "NUM_BLOCKS",
-            "NUM_BYTES",
-            "OFFSET",
-            "START",
-            "STOP",
-            "Slot",
-            "Slots",
-            "Table",
-            "TableEntries",
-            "columns_of",
-            "merged",
-        )
-    },
-)
+__getattr__ = lazy_door(__name__)

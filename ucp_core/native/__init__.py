@@ -65,17 +65,4 @@ __all__ = [
     "unloadable",
 ]
 
-__getattr__ = lazy_door(
-    __name__,
-    {
-        "ucp_core.native.replicas": ("load_together",),
-        "ucp_core.native.slabs": (
-            "TensorBox",
-            "Slab",
-            "SlabReader",
-            "aligned",
-            "stream",
-            "stream_box",
-        ),
-    },
-)
+__getattr__ = lazy_door(__name__)

@@ -25,10 +25,4 @@ __all__ = [
     "parse_bytes",
 ]
 
-__getattr__ = lazy_door(
-    __name__,
-    {
-        "ucp_core.numerics.casts": ("cast", "decode", "encode", "numpy_dtype"),
-        "ucp_core.numerics.sizes": ("format_bytes", "parse_bytes"),
-    },
-)
+__getattr__ = lazy_door(__name__)

@@ -49,16 +49,4 @@ __all__ = [
     "view_of",
 ]
 
-__getattr__ = lazy_door(
-    __name__,
-    {
-        "ucp_core.reading.mapped": ("Mapped",),
-        "ucp_core.reading.transfer": (
-            "Source",
-            "execute",
-            "gap_bytes_max",
-            "run_gap_bytes_min",
-            "view_of",
-        ),
-    },
-)
+__getattr__ = lazy_door(__name__)
