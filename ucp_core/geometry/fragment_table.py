@@ -85,18 +85,18 @@ class Slots:
         return np.array([DTYPE_BYTES[slot.dtype] for slot in self.every], np.int64)
 
 
-class _Runs(NamedTuple):
+class _Ranges(NamedTuple):
     """Tensors that are cut into ranges of their memory, for example by rows; most are.
 
     Attributes:
-        is_run: By slot: whether it is cut so, which proves that every element is held once. Other
+        is_range: By slot: whether it is cut so, which proves that every element is held once. Other
             slots may be valid too: tensor parallelism cuts columns.
         bases: By slot: its first position if all tensors lie side by side.
         firsts: By row: its first position. Rows of other slots are empty.
         lasts: By row: its end.
     """
 
-    is_run: NDArray[np.bool_]
+    is_range: NDArray[np.bool_]
     bases: Numbers
     firsts: Numbers
     lasts: Numbers
@@ -137,7 +137,7 @@ class Table:
         return np.repeat(np.arange(len(self.slots.every)), np.diff(self.firsts))
 
     @cached_property
-    def runs(self) -> _Runs:
+    def ranges(self) -> _Ranges:
         """Return which tensors are cut into ranges, and the ranges of their rows."""
         slot, whole = self.slot_of, self.slots.whole
         total = whole[:, STOP].prod(axis=1)
@@ -147,17 +147,17 @@ class Table:
         expected = np.where(begins, 0, np.concatenate(([0], last))[: len(last)])
         is_wrong = (first != expected) | (last - first != extent) | (extent == 0)
         is_wrong |= ends & (last != total[slot])
-        is_run = total == 0
-        is_run[slot] = True
-        is_run[slot[is_wrong]] = False
+        is_range = total == 0
+        is_range[slot] = True
+        is_range[slot[is_wrong]] = False
         ends_of_slots = list(accumulate(total.tolist(), initial=0))
         if ends_of_slots[-1] > _POSITION_MAX:
-            is_run[:] = False
+            is_range[:] = False
             ends_of_slots = [0] * len(ends_of_slots)
         base = np.array(ends_of_slots[:-1], np.int64)
         shift = base[slot]
-        is_in_run = is_run[slot]
-        return _Runs(is_run, base, shift + first * is_in_run, shift + last * is_in_run)
+        is_in_run = is_range[slot]
+        return _Ranges(is_range, base, shift + first * is_in_run, shift + last * is_in_run)
 
     def pieces(self, slots: Sequence[int], boxes: Sequence[Box]) -> tuple[list[Found], list[bool]]:
         """Return where boxes of slots are, and whether each box was found.
@@ -166,7 +166,7 @@ class Table:
         """
         number = np.array(slots, np.int64)
         bounds = bounds_of(boxes, self.slots.ndim)
-        is_found = self.runs.is_run[number]
+        is_found = self.ranges.is_range[number]
         is_found &= (bounds[:, START] >= 0).all(axis=1)
         is_found &= (bounds[:, STOP] <= self.slots.whole[number, STOP]).all(axis=1)
         place, row, inner = self._find(number, bounds, np.flatnonzero(is_found))
@@ -193,10 +193,10 @@ class Table:
         self, slots: Numbers, boxes: Numbers, wanted: Numbers
     ) -> tuple[Numbers, Numbers, Numbers]:
         """Return the parts of the wanted boxes in fragments: box, row, and bounds."""
-        runs, slots = self.runs, slots[wanted]
+        ranges, slots = self.ranges, slots[wanted]
         first, last, _ = spans(boxes[wanted], self.slots.whole[slots])
-        low = np.searchsorted(runs.lasts, runs.bases[slots] + first, side="right")
-        high = np.searchsorted(runs.firsts, runs.bases[slots] + last, side="left")
+        low = np.searchsorted(ranges.lasts, ranges.bases[slots] + first, side="right")
+        high = np.searchsorted(ranges.firsts, ranges.bases[slots] + last, side="left")
         counts = np.maximum(high - low, 0)
         box = np.repeat(wanted, counts)
         row = np.arange(len(box)) + np.repeat(low - np.cumsum(counts) + counts, counts)
@@ -242,7 +242,7 @@ class Table:
 
     def prove_coverage(self) -> None:
         """Prove coverage as ``StateMap.prove_coverage`` does, with its errors."""
-        for slot in np.flatnonzero(~self.runs.is_run).tolist():
+        for slot in np.flatnonzero(~self.ranges.is_range).tolist():
             prove_entry(self.entry(slot))
 
 

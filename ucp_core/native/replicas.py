@@ -160,7 +160,7 @@ def load_together(
     )
 
 
-class _Item(NamedTuple):
+class _Fill(NamedTuple):
     """A step of the plan and the box of its part that it fills.
 
     Attributes:
@@ -175,7 +175,7 @@ class _Item(NamedTuple):
 class _Chunk(NamedTuple):
     """What is read, then sent, in one message."""
 
-    items: tuple[_Item, ...]
+    items: tuple[_Fill, ...]
 
     @property
     def num_bytes(self) -> int:
@@ -203,7 +203,7 @@ def _aligned(num_bytes: int) -> int:
 def _chunks(reads: ReadPlan, share: Share, chunk_bytes: int) -> list[_Chunk]:
     """Return a share in messages of at most ``chunk_bytes``, or of one step."""
     chunks: list[_Chunk] = []
-    items: list[_Item] = []
+    items: list[_Fill] = []
     num_bytes = 0
     steps: list[Copy | Mean] = [*share.copies, *share.means]
     for step in steps:
@@ -214,7 +214,7 @@ def _chunks(reads: ReadPlan, share: Share, chunk_bytes: int) -> list[_Chunk]:
         if items and num_bytes + _aligned(size) > chunk_bytes:
             chunks.append(_Chunk(tuple(items)))
             items, num_bytes = [], 0
-        items.append(_Item(step, size))
+        items.append(_Fill(step, size))
         num_bytes += _aligned(size)
     if items:
         chunks.append(_Chunk(tuple(items)))
