@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import ast
 import sys
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from functools import cache
 from importlib import import_module
 from typing import Any
@@ -12,22 +12,17 @@ from typing import Any
 __all__ = ["lazy_door"]
 
 
-def lazy_door(room: str, names: Mapping[str, Sequence[str]] | None = None) -> Callable[[str], Any]:
+def lazy_door(room: str) -> Callable[[str], Any]:
     """Return a ``__getattr__`` for the package ``room``.
 
-    Args:
-        room: The package's ``__name__``.
-        names: Module to the names that the room offers from it. If the room offers a whole module,
-            that module is listed under the room's own name. Default: what the room's
-            ``if TYPE_CHECKING:`` imports, so that every name is written once.
-
-    So a keeper does not load torch (2 s, 200 MB), and a command that prints help does not load Ray.
+    It offers what the package imports under ``if TYPE_CHECKING``, so that a name stands there and
+    in ``__all__`` only. So a keeper does not load torch (2 s, 200 MB), and a command that prints
+    help does not load Ray.
     """
 
     @cache
     def modules() -> Mapping[str, str]:
-        offered = _type_checking_imports(room) if names is None else names
-        return {name: module for module, some in offered.items() for name in some}
+        return _type_checking_imports(room)
 
     def load(name: str) -> Any:
         module = modules().get(name)
@@ -40,13 +35,13 @@ def lazy_door(room: str, names: Mapping[str, Sequence[str]] | None = None) -> Ca
     return load
 
 
-def _type_checking_imports(room: str) -> dict[str, list[str]]:
-    """Return the names that a package imports for type checkers, by module."""
+def _type_checking_imports(room: str) -> dict[str, str]:
+    """Return the names that a package imports for type checkers, each with its module."""
     loader: Any = sys.modules[room].__spec__.loader  # type: ignore[union-attr]
-    found: dict[str, list[str]] = {}
+    found: dict[str, str] = {}
     for node in ast.parse(loader.get_source(room)).body:
         if isinstance(node, ast.If) and ast.unparse(node.test) == "TYPE_CHECKING":
             for each in node.body:
                 if isinstance(each, ast.ImportFrom) and each.module:
-                    found.setdefault(each.module, []).extend(alias.name for alias in each.names)
+                    found |= {alias.name: each.module for alias in each.names}
     return found

@@ -15,10 +15,4 @@ __all__ = [
     "run_preflight",
 ]
 
-__getattr__ = lazy_door(
-    __name__,
-    {
-        "orchestrator.config.preflight": ("run_preflight",),
-        "orchestrator.config.schema": ("RunConfig", "demo_config", "load"),
-    },
-)
+__getattr__ = lazy_door(__name__)

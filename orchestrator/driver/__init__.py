@@ -26,28 +26,6 @@ if TYPE_CHECKING:
     from orchestrator.driver.status import read_status, replay_run
     from orchestrator.driver.stop import await_end, kill_run, stop_run
 
-_NAMES = {
-    "orchestrator.driver.console": (
-        "RunView",
-        "print_bounds",
-        "print_node_plans",
-        "print_plan",
-        "print_runs",
-        "print_status",
-    ),
-    "orchestrator.driver.cluster": ("safe_text",),
-    "orchestrator.driver.convert": ("convert_command",),
-    "orchestrator.driver.demo": ("run_demo",),
-    "orchestrator.driver.doctor": ("advice_lines", "examine", "report"),
-    "orchestrator.driver.follow": ("follow_run",),
-    "orchestrator.driver.signals": ("Interrupt", "interrupts", "raise_interrupt"),
-    "orchestrator.driver.launch": ("launch_run",),
-    "orchestrator.driver.listing": ("list_runs",),
-    "orchestrator.driver.logs": ("read_logs",),
-    "orchestrator.driver.recovery_plan": ("plan_each_node", "plan_losses"),
-    "orchestrator.driver.status": ("read_status", "replay_run"),
-    "orchestrator.driver.stop": ("await_end", "kill_run", "stop_run"),
-}
 
 __all__ = [
     "Interrupt",
@@ -78,4 +56,4 @@ __all__ = [
     "stop_run",
 ]
 
-__getattr__ = lazy_door(__name__, _NAMES)
+__getattr__ = lazy_door(__name__)

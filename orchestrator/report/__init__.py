@@ -11,9 +11,4 @@ __all__ = [
     "write_report",
 ]
 
-__getattr__ = lazy_door(
-    __name__,
-    {
-        "orchestrator.report.html": ("write_report",),
-    },
-)
+__getattr__ = lazy_door(__name__)

@@ -32,15 +32,4 @@ __all__ = [
     "why_silent",
 ]
 
-__getattr__ = lazy_door(
-    __name__,
-    {
-        "orchestrator.shell.clock": ("monotonic_s", "wall_time"),
-        "orchestrator.shell.connect": ("connect_ray", "why_silent"),
-        "orchestrator.shell.controller": ("Controller", "OPTIONS"),
-        "orchestrator.shell.local": ("HostedCluster", "LocalEntry", "local_clusters"),
-        "orchestrator.shell.names": ("NAMESPACE_PREFIX", "RunNames", "run_id"),
-        "orchestrator.shell.serve": ("bounds_document",),
-        "orchestrator.shell.storage": ("config_of", "next_incarnation", "read_segments"),
-    },
-)
+__getattr__ = lazy_door(__name__)

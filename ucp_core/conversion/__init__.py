@@ -31,4 +31,4 @@ __all__ = [
 ]
 
 # It needs the rules, which are YAML.
-__getattr__ = lazy_door(__name__, {"ucp_core.conversion.forecasting": ("Forecast", "forecast")})
+__getattr__ = lazy_door(__name__)

@@ -42,26 +42,4 @@ __all__ = [
     "warnings_of",
 ]
 
-__getattr__ = lazy_door(
-    __name__,
-    {
-        "ucp_core.formats.exporting": (
-            "FORMATS",
-            "export",
-            "exported",
-            "left_behind",
-            "options_of",
-            "refuse_inside",
-            "warnings_of",
-        ),
-        "ucp_core.formats.opening": ("open_source", "recognise"),
-        "ucp_core.formats.safetensors_header": ("print_header",),
-        "ucp_core.formats.universal": (
-            "INDEX_NAME",
-            "TargetFile",
-            "extra_file",
-            "small_files",
-            "target_files",
-        ),
-    },
-)
+__getattr__ = lazy_door(__name__)

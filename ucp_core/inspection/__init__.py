@@ -23,17 +23,4 @@ __all__ = [
     "verify",
 ]
 
-__getattr__ = lazy_door(
-    __name__,
-    {
-        "ucp_core.inspection.comparison": (
-            "DiffReport",
-            "TensorDiff",
-            "diff",
-            "json_value",
-        ),
-        "ucp_core.inspection.elements": ("Tolerance",),
-        "ucp_core.inspection.extraction": ("extract", "find", "parse_box"),
-        "ucp_core.inspection.verification": ("unchecked_bytes", "verify"),
-    },
-)
+__getattr__ = lazy_door(__name__)

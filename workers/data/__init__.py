@@ -16,11 +16,4 @@ __all__ = [
     "open_texts",
 ]
 
-__getattr__ = lazy_door(
-    __name__,
-    {
-        "workers.data.dataset": ("Split", "open_texts"),
-        "workers.data.order": ("DataOrder",),
-        "workers.data.text": ("find_source",),
-    },
-)
+__getattr__ = lazy_door(__name__)

@@ -19,11 +19,4 @@ __all__ = [
     "ring_path",
 ]
 
-__getattr__ = lazy_door(
-    __name__,
-    {
-        "workers.keeper.actor": ("Keeper", "OPTIONS"),
-        "workers.keeper.sources": ("LOCAL_MEMORY", "MemorySources", "PEER_MEMORY"),
-        "workers.keeper.watch": ("progress_path", "ring_path"),
-    },
-)
+__getattr__ = lazy_door(__name__)

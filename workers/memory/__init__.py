@@ -88,19 +88,4 @@ __all__ = [
 ]
 
 # numpy and torch only where they are needed.
-__getattr__ = lazy_door(
-    __name__,
-    {
-        "workers.memory.cuda": ("CopyStream", "CudaStream", "Mark", "is_recording_graph"),
-        "workers.memory.slot_store": ("ArenaStore",),
-        "workers.memory.versions": (
-            "LocalPart",
-            "MemoryTier",
-            "Part",
-            "ask_part",
-            "mapped_part",
-            "open_version",
-        ),
-        "workers.memory.worker_memory": ("HandOver", "SnapshotMemory"),
-    },
-)
+__getattr__ = lazy_door(__name__)

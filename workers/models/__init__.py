@@ -27,17 +27,4 @@ __all__ = [
     "shape_problems",
 ]
 
-__getattr__ = lazy_door(
-    __name__,
-    {
-        "workers.models.decoder": ("Decoder", "initial_value", "mean_loss"),
-        "workers.models.shape": (
-            "BYTE_VOCAB_SIZE",
-            "ModelShape",
-            "PRESETS",
-            "num_parameters",
-            "resolve",
-            "shape_problems",
-        ),
-    },
-)
+__getattr__ = lazy_door(__name__)

@@ -26,17 +26,4 @@ __all__ = [
     "shard_model",
 ]
 
-__getattr__ = lazy_door(
-    __name__,
-    {
-        "workers.parallel.fsdp": (
-            "LocalShard",
-            "drop_gathered",
-            "fsdp_modules",
-            "materialize",
-            "local_shards",
-            "shard_model",
-        ),
-        "workers.parallel.mesh": ("Mesh", "build_mesh"),
-    },
-)
+__getattr__ = lazy_door(__name__)

@@ -19,11 +19,4 @@ __all__ = [
     "tuned",
 ]
 
-__getattr__ = lazy_door(
-    __name__,
-    {
-        "workers.process.actor": ("OPTIONS", "Worker"),
-        "workers.process.environment": ("TUNABLE", "VARIABLE", "copies_past_caches", "tuned"),
-        "workers.process.output": ("LOGS",),
-    },
-)
+__getattr__ = lazy_door(__name__)

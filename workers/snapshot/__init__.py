@@ -19,11 +19,4 @@ __all__ = [
     "source_of",
 ]
 
-__getattr__ = lazy_door(
-    __name__,
-    {
-        "workers.snapshot.final": ("FINAL_S_MAX", "Fallback"),
-        "workers.snapshot.passes": ("on_passes",),
-        "workers.snapshot.writing": ("Captured", "SnapshotMemory", "SnapshotWriter", "source_of"),
-    },
-)
+__getattr__ = lazy_door(__name__)

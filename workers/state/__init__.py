@@ -28,18 +28,4 @@ __all__ = [
     "set_scalars",
 ]
 
-__getattr__ = lazy_door(
-    __name__,
-    {
-        "workers.state.buffers": ("PersistentBuffers",),
-        "workers.state.entries": (
-            "HostBuffer",
-            "StateEntry",
-            "TrainingState",
-            "local_parameters",
-            "set_scalars",
-        ),
-        "workers.state.optimizers": ("refuse_unfit",),
-        "workers.state.replica_shares": ("ReplicaShare", "replicas_of"),
-    },
-)
+__getattr__ = lazy_door(__name__)

@@ -23,14 +23,4 @@ __all__ = [
     "run_attempt",
 ]
 
-__getattr__ = lazy_door(
-    __name__,
-    {
-        "workers.train.context": ("WorkerContext",),
-        "workers.train.executor": ("Step",),
-        "workers.train.loop": ("run_attempt",),
-        "workers.train.script": ("Task", "hand_over"),
-        "workers.train.session": ("Session",),
-        "workers.train.standalone": ("attempt_alone", "run"),
-    },
-)
+__getattr__ = lazy_door(__name__)

@@ -25,17 +25,4 @@ __all__ = [
     "report",
 ]
 
-__getattr__ = lazy_door(
-    __name__,
-    {
-        "orchestrator.driver.doctor.asking": ("examine",),
-        "orchestrator.driver.doctor.findings": (
-            "Finding",
-            "Level",
-            "NodeFacts",
-            "advice_lines",
-            "diagnose",
-            "report",
-        ),
-    },
-)
+__getattr__ = lazy_door(__name__)

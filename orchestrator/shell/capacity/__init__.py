@@ -19,12 +19,4 @@ __all__ = [
     "preload",
 ]
 
-__getattr__ = lazy_door(
-    __name__,
-    {
-        "orchestrator.shell.capacity.nodes": ("NodeView", "Nodes"),
-        "orchestrator.shell.capacity.rendezvous": ("Rendezvous", "preload"),
-        "orchestrator.shell.capacity.slots": ("Capacity",),
-        "orchestrator.shell.capacity.workers": ("Workers",),
-    },
-)
+__getattr__ = lazy_door(__name__)

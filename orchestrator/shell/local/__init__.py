@@ -14,4 +14,4 @@ __all__ = [
     "local_clusters",
 ]
 
-__getattr__ = lazy_door(__name__, {"orchestrator.shell.local.cluster": __all__})
+__getattr__ = lazy_door(__name__)

@@ -16,11 +16,4 @@ __all__ = [
     "loss_document",
 ]
 
-__getattr__ = lazy_door(
-    __name__,
-    {
-        "orchestrator.shell.memory.cadence": ("CadenceWatch",),
-        "orchestrator.shell.memory.protection": ("ProtectionWatch", "loss_document"),
-        "orchestrator.shell.memory.snapshots": ("Snapshots",),
-    },
-)
+__getattr__ = lazy_door(__name__)

@@ -16,11 +16,4 @@ __all__ = [
     "status_document",
 ]
 
-__getattr__ = lazy_door(
-    __name__,
-    {
-        "orchestrator.shell.serve.metrics": ("RunMetrics",),
-        "orchestrator.shell.serve.page": ("StatusPage",),
-        "orchestrator.shell.serve.status": ("bounds_document", "status_document"),
-    },
-)
+__getattr__ = lazy_door(__name__)

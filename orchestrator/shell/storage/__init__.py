@@ -24,16 +24,4 @@ __all__ = [
     "read_segments",
 ]
 
-__getattr__ = lazy_door(
-    __name__,
-    {
-        "orchestrator.shell.storage.compaction": ("CompactionFile",),
-        "orchestrator.shell.storage.incarnation": (
-            "begin_incarnation",
-            "config_of",
-            "next_incarnation",
-        ),
-        "orchestrator.shell.storage.journal": ("JournalFile", "read_segments"),
-        "orchestrator.shell.storage.outputs": ("RunOutputs",),
-    },
-)
+__getattr__ = lazy_door(__name__)

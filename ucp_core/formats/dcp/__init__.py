@@ -17,12 +17,4 @@ if TYPE_CHECKING:
 
 __all__ = ["BLOCK_BYTES", "Container", "State", "metadata_names", "read_container"]
 
-__getattr__ = lazy_door(
-    __name__,
-    {
-        "ucp_core.formats.dcp.container": ("Container",),
-        "ucp_core.formats.dcp.directory": ("read_container",),
-        "ucp_core.formats.dcp.recognition": ("metadata_names",),
-        "ucp_core.formats.dcp.state": ("BLOCK_BYTES", "State"),
-    },
-)
+__getattr__ = lazy_door(__name__)

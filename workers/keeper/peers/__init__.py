@@ -18,12 +18,4 @@ __all__ = [
     "WireServer",
 ]
 
-__getattr__ = lazy_door(
-    __name__,
-    {
-        "workers.keeper.peers.client": ("RemotePart", "WireClient"),
-        "workers.keeper.peers.mirror": ("Mirrors",),
-        "workers.keeper.peers.parity_mirror": ("ParityMirror",),
-        "workers.keeper.peers.server": ("WireServer",),
-    },
-)
+__getattr__ = lazy_door(__name__)

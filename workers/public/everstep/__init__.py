@@ -93,22 +93,7 @@ __all__ = [
 
 __version__ = "0.1.0"
 
-_load = lazy_door(
-    __name__,
-    {
-        "workers.errors": ("DataError", "SettingsError", "StateError", "TaskError", "WorkerError"),
-        "workers.settings": (
-            "CheckpointSettings",
-            "DataSettings",
-            "ModelSettings",
-            "ParallelSettings",
-            "Settings",
-            "SnapshotSettings",
-            "TrainSettings",
-        ),
-        "workers.train": ("Session", "Step", "Task", "run"),
-    },
-)
+_load = lazy_door(__name__)
 
 
 def __getattr__(name: str) -> Any:

@@ -19,11 +19,4 @@ __all__ = [
     "restore_state",
 ]
 
-__getattr__ = lazy_door(
-    __name__,
-    {
-        "workers.train.boundary.between_steps": ("Boundary", "YieldSignal"),
-        "workers.train.boundary.restore": ("Restored", "UnloadableSignal", "restore_state"),
-        "workers.train.boundary.store": ("CHECKPOINTS", "StorageWriter"),
-    },
-)
+__getattr__ = lazy_door(__name__)

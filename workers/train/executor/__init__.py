@@ -24,13 +24,4 @@ __all__ = [
     "use_tree",
 ]
 
-__getattr__ = lazy_door(
-    __name__,
-    {
-        "workers.train.executor.quotas": ("Quota", "quota"),
-        "workers.train.executor.reduction": ("Reduction", "use_all_to_all", "use_tree"),
-        "workers.train.executor.sharded_model": ("ShardedModel",),
-        "workers.train.executor.signals": ("Signals", "all_agree", "on_host"),
-        "workers.train.executor.step": ("Step",),
-    },
-)
+__getattr__ = lazy_door(__name__)
