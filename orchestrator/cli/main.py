@@ -39,7 +39,7 @@ P = ParamSpec("P")
 R = TypeVar("R")
 
 Json = Annotated[bool, typer.Option("--json", help="Print one JSON document for machines.")]
-JsonLines = Annotated[bool, typer.Option("--json", help="Print JSON documents, one a line.")]
+JsonLines = Annotated[bool, typer.Option("--json", help="Print a JSON document per line.")]
 Verbose = Annotated[bool, typer.Option("--verbose", help="Show the bound of every wait too.")]
 RunDirectory = Annotated[str, typer.Argument(metavar="RUN_DIR", help="Path or fsspec URL.")]
 Overrides = Annotated[
@@ -113,7 +113,9 @@ def run(
     *,
     address: Annotated[str | None, typer.Option(help="Ray cluster to train on.")] = None,
     local_nodes: Annotated[int | None, typer.Option(help="Simulated nodes to start here.")] = None,
-    detach: Annotated[bool, typer.Option(help="Return at once; the run continues.")] = False,
+    detach: Annotated[
+        bool, typer.Option("--detach", help="Return at once; the run continues.")
+    ] = False,
     verbose: Verbose = False,
     as_json: Json = False,
 ) -> None:
@@ -362,7 +364,7 @@ def plan(
     ] = None,
     *,
     recovery: Annotated[
-        str | None, typer.Option(metavar="RUN_DIR", help="The same as the argument.")
+        str | None, typer.Option(metavar="RUN_DIR", hidden=True, help="As RUN_DIR.")
     ] = None,
     lose: Annotated[
         list[str] | None,
