@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import os
-import signal
 import time
 from collections.abc import Callable
 from typing import Any
@@ -15,7 +13,13 @@ from ray.exceptions import RayError
 from orchestrator.driver.cluster import ClusterWatch, has_controller, safe_text
 from orchestrator.driver.status import RunFiles
 from orchestrator.errors import CapacityError
-from orchestrator.shell import NAMESPACE_PREFIX, RunNames, connect_ray, local_clusters, why_silent
+from orchestrator.shell import (
+    NAMESPACE_PREFIX,
+    RunNames,
+    connect_ray,
+    kill_local_cluster,
+    why_silent,
+)
 
 __all__ = ["await_end", "kill_run", "stop_run"]
 
@@ -98,13 +102,11 @@ def kill_run(url: str) -> None:
     """
     run = RunFiles(url)
     contact, directory = run.live_contact(), run.config().run.directory
-    hosts = [entry for entry in local_clusters() if entry.run_directory == directory]
-    for entry in hosts:
-        os.killpg(entry.host_pid, signal.SIGKILL)
-    if hosts:
+    if kill_local_cluster(directory):
         return
     try:
-        connect_ray(contact["ray_address"])
+        # Placement groups are found only from the run's own namespace.
+        connect_ray(contact["ray_address"], namespace=contact["namespace"])
     except (ConnectionError, RayError) as error:
         raise CapacityError(
             f"no Ray cluster answers at {contact['ray_address']}: {error}. Nothing trains there",

@@ -8,7 +8,12 @@ if TYPE_CHECKING:
     from orchestrator.shell.clock import monotonic_s, wall_time
     from orchestrator.shell.connect import connect_ray, why_silent
     from orchestrator.shell.controller import OPTIONS, Controller
-    from orchestrator.shell.local import HostedCluster, LocalEntry, local_clusters
+    from orchestrator.shell.local import (
+        HostedCluster,
+        LocalEntry,
+        kill_local_cluster,
+        local_clusters,
+    )
     from orchestrator.shell.names import NAMESPACE_PREFIX, RunNames, run_id
     from orchestrator.shell.serve import bounds_document
     from orchestrator.shell.storage import config_of, next_incarnation, read_segments
@@ -23,6 +28,7 @@ __all__ = [
     "bounds_document",
     "config_of",
     "connect_ray",
+    "kill_local_cluster",
     "local_clusters",
     "monotonic_s",
     "next_incarnation",

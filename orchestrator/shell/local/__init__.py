@@ -5,12 +5,19 @@ from typing import TYPE_CHECKING
 from ucp_core.lazy import lazy_door
 
 if TYPE_CHECKING:
-    from orchestrator.shell.local.cluster import HostedCluster, LocalEntry, is_over, local_clusters
+    from orchestrator.shell.local.cluster import (
+        HostedCluster,
+        LocalEntry,
+        is_over,
+        kill_local_cluster,
+        local_clusters,
+    )
 
 __all__ = [
     "HostedCluster",
     "LocalEntry",
     "is_over",
+    "kill_local_cluster",
     "local_clusters",
 ]
 

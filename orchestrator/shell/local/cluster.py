@@ -20,6 +20,7 @@ import tempfile
 import threading
 import time
 import traceback
+from collections.abc import Iterator
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -95,20 +96,35 @@ def local_clusters() -> list[LocalEntry]:
     A host that was killed may have left its cluster behind: such an entry is not ``is_hosted``.
     """
     found: list[tuple[float, LocalEntry]] = []
-    for folder in Path(tempfile.gettempdir()).glob(f"{_PREFIX}*"):
-        try:
-            if folder.stat().st_uid != os.getuid():
-                continue
-            entry = LocalEntry(**json.loads((folder / _ENTRY).read_text()))
-            began_s = folder.stat().st_ctime
-        except (OSError, ValueError, TypeError):
-            continue  # it is being started, or has just ended
+    for folder, entry, began_s in _entries():
         if _group_lives(entry.host_pid):
             is_hosted = _accepts(str(folder / "control"))
             found.append((began_s, replace(entry, is_hosted=is_hosted)))
         else:
-            shutil.rmtree(folder, ignore_errors=True)
+            _remove_traces(folder)
     return [entry for _, entry in sorted(found, key=lambda pair: pair[0])]
+
+
+def kill_local_cluster(run_directory: str) -> bool:
+    """End the local cluster of a run at once; return whether there was one."""
+    mine = [(f, entry) for f, entry, _ in _entries() if entry.run_directory == run_directory]
+    for folder, entry in mine:
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(entry.host_pid, signal.SIGKILL)
+        _remove_traces(folder)
+    return bool(mine)
+
+
+def _entries() -> Iterator[tuple[Path, LocalEntry, float]]:
+    """Yield the folder and the entry of each local cluster of this user, and when it began."""
+    for folder in Path(tempfile.gettempdir()).glob(f"{_PREFIX}*"):
+        try:
+            state = folder.stat()
+            if state.st_uid == os.getuid():
+                document = json.loads((folder / _ENTRY).read_text())
+                yield folder, LocalEntry(**document), state.st_ctime
+        except (OSError, ValueError, TypeError):
+            continue  # it is being started, or has just ended
 
 
 def _group_lives(group: int) -> bool:
