@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field, replace
+from functools import cached_property
 from math import ceil
 from types import MappingProxyType
 from typing import Final
@@ -48,7 +49,7 @@ class WatchedNode:
     workers: Mapping[str, Watched]
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(frozen=True, kw_only=True)
 class Detector:
     """Everything that is remembered. Value: ``observe`` returns a new one.
 
@@ -84,8 +85,17 @@ class Detector:
 
     def worker(self, name: str) -> Watched | None:
         """Return what is known of a worker: the last report on it, if it moved."""
-        found = [node.workers[name] for node in self.nodes.values() if name in node.workers]
-        return max(found, key=lambda watched: watched.still_since_s, default=None)
+        return self._by_worker.get(name)
+
+    @cached_property
+    def _by_worker(self) -> dict[str, Watched]:
+        # Judging asks for every member: without an index each question looks through all nodes.
+        found: dict[str, Watched] = {}
+        for node in self.nodes.values():
+            for name, watched in node.workers.items():
+                if name not in found or watched.still_since_s > found[name].still_since_s:
+                    found[name] = watched
+        return found
 
     def still_s(self, watched: Watched) -> float:
         """Return for how long the worker has been watched without progress."""

@@ -242,11 +242,11 @@ def committed_read(transition: Transition, event: CommittedRead) -> None:
 
 
 def _may_come_back(transition: Transition, event: CommittedRead) -> bool:
-    """Return whether to wait for a keeper that may hold a much newer version.
+    """Return whether to wait for a keeper that may hold a newer version.
 
-    It is back in about a second: with what the attempt began from, which workers that live kept for
-    it; or with all that memory had, if they kept that, while storage has less. Where it
-    is not, the run goes on from what is there.
+    It restarts in about a second and takes over the memory that living workers kept. The wait
+    pays if the answer is older than what the attempt started from, or is in storage and older
+    than the last step. If the keeper stays away, the run resumes from the answer.
     """
     run = transition.run
     is_stored = event.source != "memory" and event.step < run.attempt.step
