@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
-from orchestrator.core.actions import Action
+from math import inf
+
+from orchestrator.core.actions import Action, FinishRun, ReportIncident
 from orchestrator.core.rules import RunRules
-from orchestrator.core.state import MutableRunState
+from orchestrator.core.state import Cause, MutableRunState, Phase
 
 
 class Transition:
@@ -28,3 +30,32 @@ class Transition:
     def wake_by(self, at_s: float) -> None:
         """Have the fleet's bounds checked no later than ``at_s``."""
         self.run.fleet.wake_s = min(self.run.fleet.wake_s, at_s)
+
+    def report_incident(self) -> None:
+        """Put on record why the attempt ended, unless it completed or the run was resumed."""
+        cause = self.run.cause
+        if cause is not None and cause.kind not in ("completed", "resume"):
+            for fault in (cause, *self.run.also):
+                self.report(fault, fenced_s=self.run.attempt.fenced_s)
+
+    def report(self, fault: Cause, *, fenced_s: float) -> None:
+        """Put one fault, or planned change, on record."""
+        self.run.faults_seen = self.run.faults_seen.and_incident(fault.kind)
+        self.actions.append(
+            ReportIncident(
+                attempt=self.run.attempt.number,
+                incident=fault.kind,
+                guilty=fault.guilty,
+                evidence=fault.evidence,
+                found_s=fault.at_s,
+                fenced_s=fenced_s,
+            )
+        )
+
+    def finish(self, outcome: str, reason: str) -> None:
+        """End the run for good; see ``FinishRun`` for the outcomes."""
+        run = self.run
+        run.phase = Phase.FINISHED if outcome in ("completed", "stopped") else Phase.FAILED
+        run.deadline_s = run.fleet.wake_s = run.surveying_until_s = inf
+        run.outcome, run.reason = outcome, reason
+        self.actions.append(FinishRun(outcome=outcome, reason=reason))

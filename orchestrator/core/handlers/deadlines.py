@@ -6,7 +6,6 @@ from math import inf
 
 from orchestrator.core.events import FaultInjected, StopRequested, Ticked
 from orchestrator.core.handlers import demand, fleet, fleet_events, formation, recovery, survey
-from orchestrator.core.handlers.ending import finish
 from orchestrator.core.state import Phase, WorkerStatus
 from orchestrator.core.transition import Transition
 
@@ -91,7 +90,7 @@ def stop_requested(transition: Transition, event: StopRequested) -> None:
         return
     run.stop_reason = event.reason or "stopped by the user"
     if run.phase is Phase.WAITING:
-        finish(transition, "stopped", run.stop_reason)
+        transition.finish("stopped", run.stop_reason)
     elif run.phase is Phase.FORMING:
         recovery.fault(transition, "stop", (), run.stop_reason)
         recovery.proceed(transition)

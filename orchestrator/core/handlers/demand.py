@@ -9,7 +9,6 @@ from math import inf
 
 from orchestrator.core.actions import ReleaseSlot, RequestSlot, StartWorker
 from orchestrator.core.handlers import fleet
-from orchestrator.core.handlers.ending import finish
 from orchestrator.core.state import Phase, WorkerStatus
 from orchestrator.core.transition import Transition
 
@@ -150,8 +149,7 @@ def give_up_starting(transition: Transition) -> None:
     run = transition.run
     live = any(worker.status is WorkerStatus.READY for worker in run.fleet.workers.values())
     if not live and run.phase is Phase.WAITING:
-        finish(
-            transition,
+        transition.finish(
             "failed",
             f"{run.fleet.num_failed_starts} worker processes in a row died at start; "
             f"the last: {run.fleet.failed_start}",

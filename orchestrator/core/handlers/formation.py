@@ -6,7 +6,6 @@ from math import inf
 
 from orchestrator.core.actions import StartAttempt
 from orchestrator.core.handlers import demand, fleet, protection
-from orchestrator.core.handlers.ending import finish
 from orchestrator.core.state import Attempt, Node, Phase, Reads, WorkerStatus
 from orchestrator.core.transition import Transition
 from orchestrator.policies import layout as layout_policy
@@ -66,8 +65,7 @@ def waited_too_long(transition: Transition) -> None:
         return
     patience_end_s = run.waiting_since_s + transition.rules.bounds.capacity_s
     if transition.now_s >= patience_end_s:
-        finish(
-            transition,
+        transition.finish(
             "no_capacity",
             f"no capacity: {run.fleet.num_usable} of at least {transition.rules.min_workers} "
             f"workers could be had for {transition.rules.bounds.capacity_s:.0f} s",

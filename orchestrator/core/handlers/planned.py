@@ -10,7 +10,6 @@ from math import inf
 
 from orchestrator.core.actions import YieldAttempt
 from orchestrator.core.handlers import recovery
-from orchestrator.core.handlers.ending import finish, report_incident
 from orchestrator.core.handlers.formation import wait
 from orchestrator.core.state import Cause, Phase
 from orchestrator.core.transition import Transition
@@ -142,7 +141,7 @@ def all_left(transition: Transition) -> None:
         return
     run.attempt.fenced_s = transition.now_s
     if run.attempt.completed:
-        finish(transition, "completed", f"step {run.committed[0]} is committed")
+        transition.finish("completed", f"step {run.committed[0]} is committed")
         return
     if run.attempt.yielded_step == _DIFFER:
         # They did not agree, so the committed step must be read.
@@ -150,10 +149,10 @@ def all_left(transition: Transition) -> None:
         recovery.proceed(transition)
         return
     run.committed = (run.attempt.yielded_step, run.attempt.number)
-    report_incident(transition)
+    transition.report_incident()
     if run.committed[0] >= transition.rules.total_steps:
-        finish(transition, "completed", f"step {run.committed[0]} is committed")
+        transition.finish("completed", f"step {run.committed[0]} is committed")
     elif run.stop_reason:
-        finish(transition, "stopped", run.stop_reason)
+        transition.finish("stopped", run.stop_reason)
     else:
         wait(transition)

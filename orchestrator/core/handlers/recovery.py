@@ -12,7 +12,6 @@ from math import inf
 from orchestrator.core.actions import FenceAttempt, ReadCommitted
 from orchestrator.core.events import CommittedRead
 from orchestrator.core.handlers import fleet
-from orchestrator.core.handlers.ending import finish, report, report_incident
 from orchestrator.core.handlers.formation import wait
 from orchestrator.core.state import Cause, Phase, WorkerStatus
 from orchestrator.core.transition import Transition
@@ -71,7 +70,7 @@ def loss(transition: Transition, kind: str, evidence: str) -> None:
     run = transition.run
     fault = Cause(kind, (), evidence, transition.now_s)
     if run.phase is Phase.WAITING:
-        report(transition, fault, fenced_s=transition.now_s)
+        transition.report(fault, fenced_s=transition.now_s)
     elif run.phase in (Phase.FENCING, Phase.READING):
         run.also += (fault,)
 
@@ -289,8 +288,7 @@ def read_bound(transition: Transition) -> None:
     run = transition.run
     if run.reads.pending >= _READS_MAX:
         waited_s = _READS_MAX * transition.rules.bounds.read_s
-        finish(
-            transition,
+        transition.finish(
             "failed",
             f"storage has not answered for {waited_s:.0f} s: check checkpoints/",
         )
@@ -305,20 +303,20 @@ def decide(transition: Transition) -> None:
     is_first_time = not run.attempt.judged
     run.attempt.judged = True
     if is_first_time:
-        report_incident(transition)
+        transition.report_incident()
     if run.committed[0] >= transition.rules.total_steps:
-        finish(transition, "completed", f"step {run.committed[0]} is committed")
+        transition.finish("completed", f"step {run.committed[0]} is committed")
         return
     if run.stop_reason:
-        finish(transition, "stopped", run.stop_reason)
+        transition.finish("stopped", run.stop_reason)
         return
     if is_first_time:
         problem = _charge(transition)
         if problem:
-            finish(transition, "failed", problem)
+            transition.finish("failed", problem)
             return
     if run.lost and not run.committed[0]:
-        finish(transition, "failed", _lost(run.lost))
+        transition.finish("failed", _lost(run.lost))
         return
     if is_first_time:
         run.hold_until_s = transition.now_s + budgets.pause_s(run.num_stuck)
