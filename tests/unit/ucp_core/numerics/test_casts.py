@@ -12,7 +12,6 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from ucp_core.numerics import FLOATS, cast, numpy_dtype
-from ucp_core.numerics.casts import widen_bf16
 
 TORCH = {
     "F64": torch.float64,
@@ -85,7 +84,7 @@ def _assert_nearest(value: float) -> None:
         # The middle between the largest finite one and the next power of two goes to infinity.
         assert abs(Fraction(value)) >= Fraction(2) ** 128 - Fraction(2) ** 119
         return
-    around = widen_bf16(np.arange(max(magnitude - 1, 0), magnitude + 2, dtype=np.uint16))
+    around = _widened(np.arange(max(magnitude - 1, 0), magnitude + 2, dtype=np.uint16))
     error = abs(abs(Fraction(value)) - _exact(magnitude))
     for other, candidate in zip(around, range(max(magnitude - 1, 0), magnitude + 2), strict=True):
         if np.isfinite(other) and candidate != magnitude:
@@ -94,7 +93,11 @@ def _assert_nearest(value: float) -> None:
 
 
 def _exact(magnitude: int) -> Fraction:
-    return Fraction(float(widen_bf16(np.array([magnitude], dtype=np.uint16))[0]))
+    return Fraction(float(_widened(np.array([magnitude], dtype=np.uint16))[0]))
+
+
+def _widened(bits: npt.NDArray[np.uint16]) -> npt.NDArray[np.float32]:
+    return np.frombuffer(cast(bits.data.cast("B"), "BF16", "F32"), np.float32)
 
 
 @pytest.mark.parametrize("bits", [0x7F800001, 0xFF800001, 0x7FFFFFFF, 0xFFFFFFFF, 0x7FC00000])
