@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import fcntl
 import os
+import pickle
 import resource
 import subprocess
 import sys
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from math import prod
 from pathlib import Path
@@ -25,7 +27,7 @@ from tests.support.conversions import (
     large_state,
     native_source,
 )
-from ucp_core.conversion import convert
+from ucp_core.conversion import Batch, Job, Result, convert, do_batch
 from ucp_core.conversion import run as convert_module
 from ucp_core.conversion.journal import Journal
 from ucp_core.errors import (
@@ -64,6 +66,22 @@ def test_every_way_of_working_makes_the_same_files(
     assert {name: store.read(f"out/{name}") for name in expected} == expected
     assert not store.exists(f"out/{UNFINISHED_NAME}")
     assert_holds(one.checkpoint, state)
+
+
+def test_a_runner_elsewhere_makes_the_same_files(tmp_path: Path) -> None:
+    """A cluster gets the job and its batches as bytes, and does them in any order."""
+    source = native_source(tmp_path, large_state())
+
+    def run(job: Job, batches: Sequence[Batch], take: Callable[[Result], None]) -> None:
+        sent = pickle.dumps(job)
+        for batch in map(pickle.dumps, reversed(batches)):
+            for result in do_batch(pickle.loads(sent), pickle.loads(batch)):
+                take(result)
+
+    convert_to(source, tmp_path / "here")
+    convert_to(source, tmp_path / "there", runner=run)
+
+    assert files_of(tmp_path / "there") == files_of(tmp_path / "here")
 
 
 def test_bytes_are_read_and_written_once(tmp_path: Path) -> None:
