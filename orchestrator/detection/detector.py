@@ -1,4 +1,4 @@
-"""What the detector remembers of the keepers' reports: who stood still, seen for how long.
+"""What the detector remembers of keepers' reports: which workers stand still, and for how long.
 
 Stillness is counted in *watched* time: the time between reports that follow each other
 closely. When a machine was suspended, or the controller was busy, nobody watched, and what
@@ -43,7 +43,7 @@ class Watched:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class WatchedNode:
-    """One node: when it last reported, in watched time, and on whom."""
+    """One node: its last report, in watched time, and the workers in it."""
 
     heard_s: float
     workers: Mapping[str, Watched]
@@ -51,7 +51,7 @@ class WatchedNode:
 
 @dataclass(frozen=True, kw_only=True)
 class Detector:
-    """Everything that is remembered. Value: ``observe`` returns a new one.
+    """The detector's memory as a value: ``observe`` returns a new one.
 
     Attributes:
         watched_s: Time during which reports came without a gap.
@@ -102,7 +102,7 @@ class Detector:
         return self.nodes[watched.node].heard_s - watched.still_since_s
 
     def silent_s(self, node: str) -> float:
-        """Return for how long others reported and ``node`` did not."""
+        """Return how long ``node`` has not reported while others did."""
         return self.watched_s - self.nodes[node].heard_s
 
 

@@ -1,4 +1,4 @@
-"""From what was observed to who is guilty, with the evidence; or to nobody.
+"""From observations to the faulty worker, with the evidence, or to no verdict.
 
 The rules, strongest evidence first. Each needs that no member has progressed for its bound,
 in watched time, and that every member's node reports. What the kernel itself says of a
@@ -171,7 +171,7 @@ def _silent_node(
     known: Mapping[int, Watched | None],
     limits: Limits,
 ) -> NodeSilent | None:
-    """Return the node that is lost, if one is: nobody sees it, and nobody goes on with it."""
+    """Return the node that is lost, if one is."""
     nodes = {one.node for one in known.values() if one is not None}
     for node in sorted(nodes):
         silent_s = state.silent_s(node)
@@ -192,7 +192,7 @@ def _silent_node(
 
 
 def _by_kernel(case: _Case) -> Verdict | None:
-    """Rules 1 and 2: what the kernel says of the process."""
+    """Rules 1 and 2: the kernel's state of the process."""
     rows = {rank: row for rank, row in case.rows.items() if row is not None}
     gone = [rank for rank, row in rows.items() if row.os_state in _GONE]
     if gone and case.still_s >= case.limits.suspect_s:
@@ -212,7 +212,7 @@ def _by_kernel(case: _Case) -> Verdict | None:
 
 
 def _by_beat(case: _Case) -> Verdict | None:
-    """Rule 3: a beat that is silent beside others that are not."""
+    """Rule 3: one heartbeat is silent while others are not."""
     rows = {rank: row for rank, row in case.rows.items() if row is not None}
     silent = [
         rank
@@ -229,7 +229,7 @@ def _by_beat(case: _Case) -> Verdict | None:
 
 
 def _by_waits(case: _Case) -> Verdict | None:
-    """Rules 4 and 5: what the record rings say of who waits for whom."""
+    """Rules 4 and 5: the wait graph of the record rings."""
     if _all_stopped(case):
         return None
     missing = sorted(

@@ -1,4 +1,4 @@
-"""Who waits for whom: the graph over all process groups, and its sinks.
+"""The wait graph over all process groups, and its sinks.
 
 A collective ends when every member of its group has called it. So a rank that waits in a
 collective waits for the members that have not called it, and those may wait, in another group,

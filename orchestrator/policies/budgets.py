@@ -1,4 +1,4 @@
-"""How much failing is too much, and whose fault it is.
+"""How many failures end a run, and whether the user's code caused them.
 
 Pure. Infrastructure, preemption and user errors have budgets of their own: a spot cluster may
 lose a hundred nodes a day and be well, a training script that raises twice at one step will
@@ -35,7 +35,7 @@ class FaultClass(StrEnum):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class BudgetRules:
-    """Limits, as rates: what is far apart is survived for ever.
+    """Limits as rates: a run survives rare failures for ever.
 
     Attributes:
         window_s: Length of the window in which faults are counted.

@@ -1,4 +1,4 @@
-"""When newcomers are worth a pause of the incumbents.
+"""When new workers are worth a pause of the training ones.
 
 Pure. Growing costs everybody one re-formation and pays by a shorter step from then on, so it
 pays when enough of the run is left; several newcomers that come close together share one pause.
@@ -64,7 +64,7 @@ class GrowthDecision:
 
 
 def decide(facts: GrowthFacts, rules: GrowthRules) -> GrowthDecision:
-    """Return whether to pause the incumbents for the newcomers now."""
+    """Return whether to pause training for the new workers now."""
     never = float("inf")
     if facts.num_after <= facts.num_members:
         return GrowthDecision(grow=False, retry_at_s=never, reason="the layout has no use for more")

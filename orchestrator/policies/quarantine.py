@@ -1,4 +1,4 @@
-"""What must not be loaded from any more: pure rules about sources that workers found bad.
+"""Sources that workers found bad and that must not be loaded again. Pure.
 
 A source is a slot in the memory of one keeper, or a version in storage (``workers.protocol``).
 One that is bad is left out of every later answer to what a run can resume from, for as long as
@@ -17,7 +17,7 @@ __all__ = ["described", "good", "in_storage", "on_node", "still_bad"]
 
 
 def good(inventories: Iterable[Inventory], bad: Sequence[Source]) -> list[Inventory]:
-    """Return what keepers hold without what is bad."""
+    """Return what keepers hold, without bad sources."""
     if not bad:
         return list(inventories)
     left_out = frozenset(bad)
@@ -49,19 +49,19 @@ def in_storage(bad: Iterable[Source]) -> frozenset[int]:
 
 
 def on_node(bad: Iterable[Source], node: str) -> tuple[tuple[str, int, int], ...]:
-    """Return ``(arena, slot, sequence)`` of what is bad in the memory of a node."""
+    """Return ``(arena, slot, sequence)`` of the bad sources in a node's memory."""
     return tuple((arena, slot, sequence) for _, _, at, arena, slot, sequence in bad if at == node)
 
 
 def still_bad(bad: Iterable[Source], lineage: Lineage) -> tuple[Source, ...]:
-    """Return those whose version counts: the others are left out of every answer as it is."""
+    """Return the bad sources whose version still counts; other versions are never offered."""
     return tuple(
         source for source in bad if counts(step=source[0], attempt=source[1], lineage=lineage)
     )
 
 
 def described(bad: Iterable[Source]) -> list[str]:
-    """Return a line for people for each."""
+    """Return a line for people for each bad source."""
     return [
         f"step {step} of attempt {attempt} in "
         + (f"the memory of node {node[:8]} ({arena})" if node else "storage")

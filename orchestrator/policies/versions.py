@@ -1,4 +1,4 @@
-"""Which version to resume from, and what its loss would cost: judged from what keepers hold.
+"""Which version to resume from, and which node losses it survives, by what keepers hold.
 
 Pure. A version in memory is there when the parts of all its ranks are, wherever they are held, or
 can be computed from parities; it counts by the same rule as a commit in storage
@@ -96,7 +96,7 @@ class Version:
 
     @property
     def world_size(self) -> int:
-        """Return the number of ranks that took it; 0 in storage, where nobody asks."""
+        """Return the number of ranks that took it; 0 for a version in storage."""
         return next(iter(_world_sizes(self)), 0)
 
     def members(self) -> dict[int, Member]:
@@ -111,7 +111,7 @@ class Version:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Protection:
-    """What stands between the run and storage.
+    """How well snapshots in memory protect the run.
 
     Attributes:
         step: Step of the newest version that is complete in memory; 0 if there is none.
@@ -228,7 +228,7 @@ def without(version: Version, is_lost: Callable[[str], bool]) -> Version | None:
 
 @dataclass(frozen=True, slots=True)
 class _Dependency:
-    """Parts that stand and fall together: one, or those of a group with parities.
+    """Parts that are lost together: one part, or those of a group with parities.
 
     Attributes:
         parts: By place, the nodes that hold its part; None where there is no part.
@@ -257,7 +257,7 @@ class _Dependency:
         return all(len(missing - kept_by) <= len(left & kept_by) for kept_by in holders)
 
     def fatal(self) -> frozenset[frozenset[str]]:
-        """Return the nodes, and the pairs of others, that are not to be lost together."""
+        """Return the nodes, and pairs of other nodes, whose loss would lose a part."""
         nodes = frozenset[str]().union(*(part for part in self.parts if part), *self.parities)
         alone = {node for node in nodes if not self.is_left([node])}
         pairs = combinations(sorted(nodes - alone), 2)
@@ -311,11 +311,10 @@ def _survived(fatal: Sequence[Collection[frozenset[str]]], nodes: Collection[str
 
 
 def lost(steps: Sequence[int], lineage: Lineage, *, at_stake_steps: int) -> tuple[int, ...]:
-    """Return ``steps``, which can be loaded from nowhere, if the run must not begin anew for them.
+    """Return the committed ``steps`` that no source can serve, if the run must not restart from 0.
 
-    The work of one interval is what the user puts at stake, and goes on without. How far the run
-    had come is also told by its attempts: once one has resumed from before a version that was
-    damaged, that version counts no more, and is not among ``steps``.
+    The user accepts the loss of one interval. The lineage also shows how far the run had come: once
+    an attempt resumed from before a damaged version, that version is not among ``steps`` any more.
     """
     reached = max((*steps, *(resumed for _, resumed in lineage)), default=0)
     return tuple(steps) if reached > at_stake_steps else ()

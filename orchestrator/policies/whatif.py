@@ -1,4 +1,4 @@
-"""What would happen now if machines or processes were lost: the recovery, told before it is needed.
+"""The recovery that would follow now if machines or processes were lost.
 
 Pure, and by the same rules that the controller and the loaders follow: newest version first,
 memory before storage, a rank's own node before another one.
@@ -39,7 +39,7 @@ _WORKER = "worker:"
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class WorkerPlace:
-    """A worker process that could train: it does, or it waits as a standby."""
+    """A worker process that trains or waits as a standby."""
 
     worker: str
     node: str
@@ -234,7 +234,7 @@ def _usable(facts: LossFacts, lost_nodes: set[str], lost_workers: set[str]) -> d
 
 
 def _from_memory(version: Version, readers: Sequence[str]) -> list[PartSource]:
-    """Return who would load what from where.
+    """Return the sources that each worker would load from.
 
     Args:
         version: What is left of it.

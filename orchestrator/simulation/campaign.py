@@ -1,4 +1,4 @@
-"""Many seeds in a row: how many histories held, and the smallest form of those that did not."""
+"""Many seeds in a row: the histories that held, and the smallest form of each that did not."""
 
 from __future__ import annotations
 

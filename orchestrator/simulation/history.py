@@ -79,7 +79,7 @@ _PHASES_FOR_SECOND_FAULT = frozenset({Phase.FENCING, Phase.READING, Phase.FORMIN
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class HistoryResult:
-    """What one history amounted to."""
+    """The numbers of one history."""
 
     seed: int
     num_events: int
@@ -205,7 +205,7 @@ class History:
         self._check_end()
 
     def _resume_run(self) -> None:
-        """Let the user mend the bug, and let what was stopped or has failed go on to its end."""
+        """Fix the user's bug, resume the run that stopped or failed, and let it complete."""
         cluster = self.cluster
         self.monitor.outcome = None
         self.expected = "completed"
@@ -258,7 +258,7 @@ class History:
             self._phase_changed(state)
 
     def _perform(self, actions: Sequence[Action]) -> None:
-        """Have the world do what the machine ordered; the controller may die amid it."""
+        """Perform the machine's actions; the controller may die in between."""
         cluster = self.cluster
         dies = self._may_inject() and cluster.chance(_DEATH)
         done = self.rng.randint(0, len(actions)) if dies else len(actions)

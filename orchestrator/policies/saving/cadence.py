@@ -160,14 +160,14 @@ class FaultsSeen(NamedTuple):
     num_uncovered: int = 0
 
     def and_incident(self, kind: str) -> FaultsSeen:
-        """Return the counts with one incident more."""
+        """Return the counts with one more incident."""
         return self._replace(
             num_process=self.num_process + (kind in _PROCESS_FAULTS),
             num_node=self.num_node + (kind in _NODE_FAULTS),
         )
 
     def and_load(self, kind: str) -> FaultsSeen:
-        """Return the counts with one load from storage more, after an incident of that kind."""
+        """Return the counts with one more load from storage, after an incident of that kind."""
         is_fault = kind in _NODE_FAULTS or kind in _PROCESS_FAULTS
         return self._replace(num_uncovered=self.num_uncovered + is_fault)
 
@@ -193,7 +193,7 @@ class Cadence:
 
 
 def rate_per_s(num_faults: int, observed_s: float, *, prior_rate: float, prior_s: float) -> float:
-    """Return the failure rate that counts and prior together make likely, per second.
+    """Return the expected failure rate per second, from counts and a prior.
 
     The mean of a gamma distribution that began as ``prior_rate`` seen for ``prior_s``: never
     zero for want of failures, and the prior fades as observation grows.
@@ -320,7 +320,7 @@ def over_budget(share: float, rules: CadenceRules, *, steps: tuple[int, int]) ->
 
 
 def taken_steps(step_s: float, snapshot: Tier, *, every: int) -> int:
-    """Return the steps between two snapshots that are taken in fact.
+    """Return the steps between two snapshots that are really taken.
 
     What is under way still when the next one is due, or not copied by peers, has that one skipped:
     a slow link stretches the interval, and nothing queues.
@@ -387,7 +387,7 @@ def next_pace(
 
 
 def settled(kept_steps: int, found_steps: int) -> int:
-    """Return the interval to go on with: measurements vary, and the optimum is flat."""
+    """Return the interval to use: a small change is ignored, because the optimum is flat."""
     least, most = sorted((kept_steps, found_steps))
     return found_steps if most >= _WORTH * least else kept_steps
 

@@ -1,4 +1,4 @@
-"""For how long fewer nodes may be lost than was asked for, and when somebody is told. Pure."""
+"""How long redundancy was below what was asked for, and when to alert. Pure."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ class ReducedTime:
 
     Attributes:
         total_s: All of it, up to the last look.
-        for_s: Of that, the stretch that goes on; 0.0 if redundancy was as asked for then.
+        for_s: Length of the present stretch; 0.0 if redundancy is as asked for.
         looked_s: When that was; None before the first look.
         is_reduced: What was seen then.
     """
@@ -29,7 +29,7 @@ class ReducedTime:
 
 
 def noted(time: ReducedTime, at_s: float, *, is_reduced: bool) -> ReducedTime:
-    """Return the account after a look at ``at_s``; what was seen last lasted until now."""
+    """Return the account after a look at ``at_s``: the last finding lasted until now."""
     passed_s = at_s - time.looked_s if time.looked_s is not None and time.is_reduced else 0.0
     return ReducedTime(
         total_s=time.total_s + passed_s,

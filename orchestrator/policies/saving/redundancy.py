@@ -279,7 +279,7 @@ def _replica_parity(facts: RedundancyFacts, tolerance: int) -> RedundancyPlan | 
 
 
 def _like_groups(facts: RedundancyFacts) -> Groups | None:
-    """Return groups of nodes of which the first ranks hold the same state, and so on.
+    """Return groups of nodes whose first ranks hold the same state, and so on.
 
     None if that cannot be, or if a group would have fewer nodes than a parity is worth.
     """
@@ -338,7 +338,7 @@ def _guarded_by(
 
 
 def _inverted(keepers: Sequence[Sequence[int]]) -> tuple[tuple[int, ...], ...]:
-    """Return, by rank, the ranks whose shares it saves, from who saves the share of each."""
+    """Return, by rank, the ranks whose shares it saves; the inverse of ``keepers``."""
     guards: list[list[int]] = [[] for _ in keepers]
     for rank, others in enumerate(keepers):
         for other in others:
@@ -347,7 +347,7 @@ def _inverted(keepers: Sequence[Sequence[int]]) -> tuple[tuple[int, ...], ...]:
 
 
 def _refusal(facts: RedundancyFacts, version_bytes: Mapping[str, int]) -> str:
-    """Return which node has no memory for versions of such sizes; "" if all have."""
+    """Return which node lacks memory for versions of such sizes; "" if none does."""
     for name, size_bytes in version_bytes.items():
         need_bytes = PlacementRules().num_slots * size_bytes
         free_bytes = _budget_bytes(facts, name)

@@ -1,4 +1,4 @@
-"""The node watcher: which machines are there, which are about to leave, and their keepers.
+"""The node watcher: the cluster's machines, their drain notices and their keepers.
 
 Ray's own verdict on a dead machine takes 14 to 62 s. This watcher looks at a node as soon as its
 raylet hangs up, or a process on it is gone: a raylet that refuses connections is dead, and its node
@@ -70,7 +70,7 @@ class NodeView:
         host: Where the keeper serves snapshots; "" if it keeps none.
         port: Its port.
         secret: What it asks for before it serves; b"" before it said so.
-        tasks: What goes on until the node is lost.
+        tasks: Run until the node is lost.
         greeted: Set once the keeper has said who it is.
         lost: Set when it is.
     """
@@ -142,7 +142,7 @@ class Nodes:
         self._met = asyncio.Event()
 
     async def met(self) -> None:
-        """Return once the keepers that were there when the controller began have been met.
+        """Wait until the controller has met the keepers that were running when it started.
 
         One that restarts in the middle of a recovery must not take unknown memory for no memory.
         """
@@ -190,13 +190,13 @@ class Nodes:
             task.cancel()
 
     def silent(self, node: str, cause: str) -> None:
-        """Declare ``node`` lost because nothing was heard of it, unless it is known why."""
+        """Report ``node`` as lost after a silence, unless its keeper is restarting."""
         view = self.views.get(node)
         if view is not None and not view.is_returning:
             self.lost(node, cause)
 
     async def outlived(self, nodes: Iterable[str]) -> set[str]:
-        """Return those of ``nodes`` that live, though their keepers were not heard.
+        """Return those of ``nodes`` that live although their keepers did not answer.
 
         Of a machine that is there the raylet takes connections.
         """
@@ -255,7 +255,7 @@ class Nodes:
         self._post(NodeJoined(at_s=self._at_s(), node=node, rack=view.rack))
 
     def start_keeper(self, node: str) -> None:
-        """Have a keeper on ``node``, or meet the one that is there."""
+        """Start a keeper on ``node``, or meet the running one."""
         view = self.views.get(node)
         if view is None or view.lost.is_set() or view.keeper is not None:
             return
@@ -296,7 +296,7 @@ class Nodes:
         self._post(NodeDraining(at_s=at_s, node=node, deadline_s=at_s + left_s))
 
     async def is_gone(self, node: str) -> bool:
-        """Return whether ``node`` is lost, finding out if need be: asks its raylet's port.
+        """Return whether ``node`` is lost; ask its raylet's port if that is not known.
 
         A raylet that refuses connections is dead, and a node's processes end with their raylet.
         One that does not answer at all is not decided here.
@@ -390,13 +390,13 @@ class Nodes:
             await asyncio.sleep(KEEPER_ASK_S)
 
     async def _look_again(self, view: NodeView) -> None:
-        """Forget that a node was lost if it is there after all: it is then found as a new one."""
+        """Forget a lost node that answers again: it is then found as a new one."""
         if await _accepts(view.raylet_address):
             self.views.pop(view.node, None)
 
 
 async def hung_up(address: tuple[str, int]) -> None:
-    """Return once the one who listens there has closed a connection, or does not take one."""
+    """Wait until the listener closes a connection, or does not accept one."""
     with contextlib.suppress(OSError):
         reader, writer = await asyncio.wait_for(asyncio.open_connection(*address), PROBE_S)
         try:

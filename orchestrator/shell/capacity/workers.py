@@ -1,4 +1,4 @@
-"""The run's worker processes: start, put to work, fence, kill, and learn of their end.
+"""The run's worker processes: start, assign, fence and kill them, and report their ends.
 
 Every worker is a detached actor, so it outlives the controller and is found again by name.
 The controller holds one call per worker that never returns (the process's end makes it fail,

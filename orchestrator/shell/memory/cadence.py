@@ -1,4 +1,4 @@
-"""What saves cost: asks rank 0, reports it, tells rank 0 the intervals that were decided on."""
+"""Asks rank 0 what saves cost, reports it, and tells rank 0 the intervals to keep."""
 
 from __future__ import annotations
 

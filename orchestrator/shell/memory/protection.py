@@ -33,7 +33,7 @@ class ProtectionWatch:
         self._survived = 0
 
     def look(self, state: RunState, at_s: float) -> None:
-        """Look at the newest reports, unless that was done a moment ago."""
+        """Judge the newest reports, at most once per ``LOOK_S``."""
         if self._time.looked_s is not None and at_s - self._time.looked_s < LOOK_S:
             return
         protection = self._snapshots.protection(state.lineage)

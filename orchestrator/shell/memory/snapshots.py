@@ -1,4 +1,4 @@
-"""The controller's side of the snapshots in keepers' memory: ask, order, store, watch over.
+"""The controller's side of the snapshots in keepers' memory.
 
 Keepers go on without it. It asks all of them at once which versions they hold, tells them at the
 start of every attempt which memory is dead and whom they protect, and has the newest version
@@ -122,7 +122,7 @@ class Snapshots:
             self._known[report.node] = report.inventory
 
     def on_keeper(self, node: str) -> None:
-        """Ask a keeper again that is there, at first or again."""
+        """Note that a keeper is there, so that it is asked again."""
         self._silent.discard(node)
         self._hopeless.discard(node)
 
@@ -227,7 +227,7 @@ class Snapshots:
         )
 
     async def inventories(self) -> list[Inventory]:
-        """Return what the keepers hold that answer in time."""
+        """Return what keepers hold, by their answers in time."""
         await self._nodes.met()
         views = [v for v in self._views() if v.secret and v.node not in self._silent]
         return await self._ask(views, ASK_S)
@@ -235,7 +235,7 @@ class Snapshots:
     async def _patient_inventories(
         self, worth: Callable[[Sequence[Inventory]], int], *, expected: int = 0
     ) -> list[Inventory]:
-        """Return what the keepers hold; ask those once more whose answer could be worth more.
+        """Return what keepers hold; ask late ones again if their answer could be worth more.
 
         Args:
             worth: What inventories are worth together, counted with the last that late ones said.
@@ -335,7 +335,7 @@ class Snapshots:
         return max((report.stored_step for report in self._living_reports()), default=0)
 
     def problems(self, plan: RedundancyPlan) -> list[str]:
-        """Return what protects less than was asked for, one line each."""
+        """Return what keeps protection below what was asked for, one line each."""
         label = self._nodes.rack_label
         racks = [
             f"the loss of rack {rack} may cost the snapshots in memory: nodes of it protect each "
@@ -370,7 +370,7 @@ class Snapshots:
 
 
 def _parity_group(order: OrderKeepers, node: str, peers: Mapping[str, Peer]) -> ParityGroup | None:
-    """Return whom a keeper keeps parities with; None while one of them is not met."""
+    """Return the group that a keeper keeps parities with; None while one of it is not met."""
     plan = order.plan
     group = plan.group_of(node) if plan.is_parity else ()
     if not group or not peers.keys() >= set(group):
@@ -403,7 +403,7 @@ async def _flushed(keeper: Any, attempt: int, step: int) -> bool:
 
 
 def _seen(future: asyncio.Future[Any]) -> None:
-    """Look at the error of an answer that nobody waits for any more."""
+    """Retrieve the error of an answer that nobody waits for, so that asyncio does not log it."""
     if not future.cancelled():
         future.exception()
 

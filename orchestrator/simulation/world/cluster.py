@@ -161,7 +161,7 @@ class SimCluster:
         self.at(self.wire_s(), self.released, action.slot)
 
     def released(self, slot: int) -> None:
-        """Give a reservation back, or see to it that it never comes into force."""
+        """Release a reservation, or cancel a request that has not arrived."""
         self.pending.pop(slot, None)
         name = self.granted.get(slot)
         # A request that the release overtook must not come into force any more.

@@ -55,7 +55,7 @@ class _Transition:
 
 
 class SimJournal:
-    """One opening of a run. Lines are made when they are read, which few histories do often.
+    """The journal since a run started or was resumed. Lines are made when they are read.
 
     Args:
         seed: Of the history; what is drawn here changes nothing else in it.

@@ -31,7 +31,7 @@ _UPDATING = 0.1
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Tiers:
-    """How often what is saved.
+    """How often each tier saves.
 
     Attributes:
         snapshot_every: Steps between two snapshots; 0 takes none.
@@ -54,7 +54,7 @@ class Tiers:
 
     @property
     def commit_every(self) -> int:
-        """Return what all commits are multiples of, those of whom nobody asked to leave."""
+        """Return the number that the steps of all commits but yields are multiples of."""
         return 1 if self.snapshot_every else self.store_every
 
     @property
