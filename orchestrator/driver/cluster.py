@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import time
 from collections.abc import Callable
 
@@ -99,7 +98,6 @@ def open_cluster(config: RunConfig) -> HostedCluster | None:
             num_nodes=config.cluster.local_nodes, cpus_per_node=config.cpus_per_local_node()
         )
         address = cluster.address
-        os.environ["RAY_AUTH_MODE"] = "disabled"
     try:
         connect_ray(address, namespace=RunNames(run_id(config.run.directory)).namespace)
     except (ConnectionError, RayError, OSError) as error:

@@ -11,6 +11,8 @@ import threading
 import ray
 from ray._private import worker as ray_worker
 
+from orchestrator.shell.local import local_clusters
+
 #: A cluster that is there accepts a connection in milliseconds, also from far away.
 ANSWER_S = 10.0
 _OWN_NAMES = frozenset({"127.0.0.1", "localhost"})
@@ -25,6 +27,9 @@ def connect_ray(address: str, *, namespace: str | None = None) -> None:
     if why:  # Ray would look for a cluster for minutes
         raise ConnectionError(why)
     os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
+    if any(entry.address == address for entry in local_clusters()):
+        # They ask for no token, also where the user has one for other clusters.
+        os.environ["RAY_AUTH_MODE"] = "disabled"
     # Ray 2.60 prints a raylet's lines about dead workers to our stdout whatever log_to_driver says.
     # --json must stay clean, and a run's incidents say the same.
     ray_worker.print_to_stdstream = _drop
