@@ -9,6 +9,7 @@ if TYPE_CHECKING:
         HostedCluster,
         LocalEntry,
         is_over,
+        is_there,
         kill_local_cluster,
         local_clusters,
     )
@@ -17,6 +18,7 @@ __all__ = [
     "HostedCluster",
     "LocalEntry",
     "is_over",
+    "is_there",
     "kill_local_cluster",
     "local_clusters",
 ]

@@ -322,6 +322,8 @@ class _Host:
         self._entry = LocalEntry(address="", host_pid=os.getpid(), starter_pid=starter_pid)
         #: What was in the run's summary when the run was begun: an older one does not count.
         self._old_summary: bytes | None = None
+        #: The run's directory, open as long as this process lives: its inode is not given away.
+        self._directory = -1
         threading.Thread(target=self._end_when_unneeded, name="unneeded", daemon=True).start()
 
     def serve(self, num_nodes: int, cpus_per_node: int) -> None:
@@ -358,6 +360,8 @@ class _Host:
                     self._cluster.kill_node(argument)
                 case "serve_run" | "serve_run_detached":
                     self._old_summary = _content(join(argument, SUMMARY))
+                    if "://" not in argument:
+                        self._directory = os.open(argument, os.O_RDONLY)
                     self._register(run_directory=argument, is_detached=command != "serve_run")
                 case "shutdown":
                     pass
@@ -384,9 +388,20 @@ class _Host:
             return True
         if not entry.run_directory:
             return False
-        if "://" not in entry.run_directory and not Path(entry.run_directory).is_dir():
+        if self._directory >= 0 and not is_there(self._directory, entry.run_directory):
             return True
         return entry.is_detached and is_over(entry.run_directory, self._old_summary)
+
+
+def is_there(directory: int, path: str) -> bool:
+    """Return whether the open ``directory`` is still at ``path``.
+
+    The path alone does not tell: a controller that writes creates the folders that it needs.
+    """
+    try:
+        return os.path.samestat(os.fstat(directory), Path(path).stat())
+    except FileNotFoundError:
+        return False
 
 
 def is_over(directory: str, old_summary: bytes | None) -> bool:

@@ -20,6 +20,7 @@ from rich.console import Console
 from orchestrator.driver import print_runs
 from orchestrator.driver.listing import list_runs
 from orchestrator.shell import LocalEntry, local_clusters
+from orchestrator.shell.local import is_there
 
 _WAITING = "import signal; signal.pause()"
 
@@ -78,3 +79,18 @@ def test_what_is_not_known_of_a_run_is_a_dash(entry: LocalEntry) -> None:
     assert output.getvalue().splitlines()[1].split() == [
         "-", "no", "run", "-", "-", "-", "127.0.0.1:1",
     ]  # fmt: skip
+
+
+def test_a_directory_that_was_deleted_is_not_there_though_its_path_is(tmp_path: Path) -> None:
+    """A controller that writes its journal makes the folders that somebody has just deleted."""
+    directory = tmp_path / "run"
+    directory.mkdir()
+    opened = os.open(directory, os.O_RDONLY)
+    try:
+        assert is_there(opened, str(directory))
+        directory.rmdir()
+        assert not is_there(opened, str(directory))
+        directory.mkdir()
+        assert not is_there(opened, str(directory))
+    finally:
+        os.close(opened)
