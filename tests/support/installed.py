@@ -1,0 +1,61 @@
+"""Installs everstep as somebody does who has no checkout: its wheel, in a fresh environment."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+import venv
+from pathlib import Path
+
+__all__ = ["Installed", "build_wheel"]
+
+ROOT = Path(__file__).parents[2]
+
+
+def build_wheel(directory: Path) -> Path:
+    """Return the project's wheel, built into ``directory``."""
+    subprocess.run(
+        [sys.executable, "-m", "hatchling", "build", "--target", "wheel", "--directory", directory],
+        cwd=ROOT,
+        check=True,
+        capture_output=True,
+    )
+    (built,) = directory.glob("*.whl")
+    return built
+
+
+class Installed:
+    """An environment with the wheel and the packages of this interpreter, and no checkout.
+
+    Args:
+        wheel: What ``build_wheel`` returned.
+        directory: Where the environment is made, and commands run.
+        without: Packages that it lacks.
+    """
+
+    def __init__(self, wheel: Path, directory: Path, *, without: tuple[str, ...] = ()) -> None:
+        self._directory = directory
+        self._python = directory / "venv/bin/python"
+        venv.create(directory / "venv", with_pip=False)
+        (packages,) = (directory / "venv").glob("lib/python*/site-packages")
+        for place in (Path(path) for path in sys.path if path.endswith("site-packages")):
+            for found in place.iterdir():
+                name = found.name.partition(".")[0].partition("-")[0]
+                is_ours = name.endswith(("everstep", "_tree"))
+                if not (is_ours or name in without or (packages / found.name).exists()):
+                    (packages / found.name).symlink_to(found)
+        pip = [sys.executable, "-m", "pip", "--python", str(self._python)]
+        install = [*pip, "install", "--no-deps", "--no-index", "--quiet", str(wheel)]
+        subprocess.run(install, check=True, capture_output=True)
+
+    def run(self, command: str, *arguments: str) -> subprocess.CompletedProcess[str]:
+        """Run one of the environment's commands to its end."""
+        return subprocess.run(
+            [self._python.with_name(command), *arguments],
+            cwd=self._directory,
+            env={name: value for name, value in os.environ.items() if name != "PYTHONPATH"},
+            capture_output=True,
+            text=True,
+            check=False,
+        )
