@@ -19,7 +19,7 @@ from rich.console import Console
 
 from orchestrator.driver import print_runs
 from orchestrator.driver.listing import list_runs
-from orchestrator.shell import LocalEntry, local_clusters
+from orchestrator.shell import LocalEntry, kill_local_cluster, local_clusters
 from orchestrator.shell.local import is_there
 
 _WAITING = "import signal; signal.pause()"
@@ -67,6 +67,18 @@ def test_a_cluster_of_which_nothing_is_left_is_forgotten(entry: LocalEntry, tmp_
     os.waitpid(entry.host_pid, 0)
 
     assert local_clusters() == []
+    assert not (tmp_path / "everstep-cluster-x").exists()
+
+
+def test_the_cluster_of_a_run_is_ended_by_force_and_no_other(
+    entry: LocalEntry, tmp_path: Path
+) -> None:
+    """Two runs may be on one machine."""
+    assert not kill_local_cluster("/runs/b")
+    assert [one.host_pid for one in local_clusters()] == [entry.host_pid]
+
+    assert kill_local_cluster("/runs/a")
+    assert os.waitpid(entry.host_pid, 0)[1] == signal.SIGKILL
     assert not (tmp_path / "everstep-cluster-x").exists()
 
 
