@@ -58,6 +58,7 @@ class Monitor:
         self.last_left_s = 0.0
         # Whether a member could not leave its state in memory, or that could not be asked once.
         self.is_state_gone = False
+        self.has_given_up = False
         self.found_damaged: set[tuple[int, int]] = set()
         self.cut_off: dict[int, bool] = {}
         # What the machine was told of: damaged sources, and who could not read which.
@@ -204,7 +205,8 @@ class Monitor:
             is_open = cluster.tiers.preference is Preference.AUTO and (
                 attempt.first_kept_step is None or self.last_step <= attempt.first_kept_step + 1
             )
-            is_exempt = len(attempt.copiers) == 1 or is_open
+            # Nothing on a node is protected while its keeper stays away.
+            is_exempt = len(attempt.copiers) == 1 or is_open or self.has_given_up
             require(is_exempt, "L3", f"one fault, {num_lost} steps lost")
         # The last step is in storage or nowhere: who is fenced while it is written repeats it.
         is_kept = cluster.tiers.snapshot_every and self.last_step < cluster.rules.total_steps
@@ -257,6 +259,7 @@ class Monitor:
         is_away = node.keeper_back_s > now_s or not node.alive or node.cut_off
         require(is_away, "S5", f"healthy node {node.name} is given up")
         self.faulty.update(node.workers)
+        self.has_given_up = True
 
     def requesting(self, cluster: SimCluster, action: RequestSlot) -> None:
         """Check that no healthy node is avoided."""
