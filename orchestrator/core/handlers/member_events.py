@@ -175,8 +175,11 @@ def committed_read(transition: Transition, event: CommittedRead) -> None:
 
 def _know(run: MutableRunState, step: int, *, in_memory: bool) -> None:
     """Note a version of the current attempt, if it is newer than the known one."""
-    if (step, run.attempt.number) > run.committed:
-        run.committed = (step, run.attempt.number)
+    version = (step, run.attempt.number)
+    if version >= run.committed and not in_memory:
+        run.reads.stored_from = run.reads.num + 1
+    if version > run.committed:
+        run.committed = version
         run.committed_in_memory = in_memory
 
 

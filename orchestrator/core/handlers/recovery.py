@@ -224,6 +224,11 @@ def committed_read(transition: Transition, event: CommittedRead) -> None:
     if run.phase not in (Phase.FENCING, Phase.READING) or not is_awaited:
         return
     run.reads.pending = run.reads.num - number
+    if (event.step, event.committed_by) < run.committed and number < run.reads.stored_from:
+        # The commit was reported after the read was sent: its answer does not know of it.
+        run.reads.seen = False
+        proceed(transition)
+        return
     # Also if older than what was known: a damaged version is passed over, memory can be lost.
     run.committed = (event.step, event.committed_by)
     run.committed_in_memory = event.source == MEMORY

@@ -17,6 +17,7 @@ class Reads(Part):
         final_from: Number of the first read after the last member had left.
         memory_from: Number of the first read after the last loss of a node.
         bad_from: Number of the first read that leaves out all that is bad.
+        stored_from: Number of the first read after the newest commit in storage was reported.
         seen: Whether the newest answer can be relied on.
     """
 
@@ -25,6 +26,7 @@ class Reads(Part):
     final_from: int = 0
     memory_from: int = 0
     bad_from: int = 0
+    stored_from: int = 0
     seen: bool = False
 
 
