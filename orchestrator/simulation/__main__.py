@@ -9,9 +9,9 @@ from collections.abc import Sequence
 
 from orchestrator.core import Action, Event, RunState
 from orchestrator.simulation.campaign import Campaign, run_campaign
-from orchestrator.simulation.checkers import Violation
 from orchestrator.simulation.history import History
 from orchestrator.simulation.scenario import one_line, phase_line
+from orchestrator.simulation.violation import Violation
 
 
 def main(argv: Sequence[str] | None = None) -> int:

@@ -6,8 +6,8 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from typing import Any
 
-from orchestrator.simulation.checkers import Violation
 from orchestrator.simulation.history import HistoryResult, run_history
+from orchestrator.simulation.violation import Violation
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

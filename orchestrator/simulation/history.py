@@ -33,8 +33,9 @@ from orchestrator.policies import (
     RedundancyRules,
     usable,
 )
-from orchestrator.simulation.checkers import Monitor, Violation, require
+from orchestrator.simulation.checkers import Monitor
 from orchestrator.simulation.faults import faults
+from orchestrator.simulation.violation import Violation, require
 from orchestrator.simulation.world import COPY_S, STEP_S, SimCluster, SimJournal, SimNode, Tiers
 from workers.placement import Preference
 from workers.protocol import Pace, SaveCosts

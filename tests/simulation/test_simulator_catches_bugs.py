@@ -30,10 +30,10 @@ from orchestrator.core.handlers import member_events as on_members
 from orchestrator.core.state import MutableRunState, Node, Worker
 from orchestrator.core.transition import Transition
 from orchestrator.policies import RedundancyPlan, versions
-from orchestrator.simulation.checkers.violations import Violation
 from orchestrator.simulation.faults import faults
 from orchestrator.simulation.history import run_history
-from orchestrator.simulation.world.saving import Tiers
+from orchestrator.simulation.violation import Violation
+from orchestrator.simulation.world import Tiers
 from workers.placement import Preference
 
 SEEDS = 1500

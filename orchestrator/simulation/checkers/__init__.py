@@ -1,9 +1,5 @@
 """What must never happen, checked against the truth of the virtual cluster."""
 
-from orchestrator.simulation.checkers.violations import Monitor, Violation, require
+from orchestrator.simulation.checkers.violations import Monitor
 
-__all__ = [
-    "Monitor",
-    "Violation",
-    "require",
-]
+__all__ = ["Monitor"]

@@ -1,12 +1,10 @@
-"""What must never happen, checked against the truth of the virtual cluster.
+"""What must never happen, checked against the truth of the virtual world.
 
 The monitor keeps its own books: which attempts began where, which steps and commits are real. It
 never asks the machine what it thinks.
 """
 
 from __future__ import annotations
-
-from typing import TYPE_CHECKING
 
 from orchestrator.core import (
     CommittedRead,
@@ -20,24 +18,13 @@ from orchestrator.core import (
     WorkerLeft,
 )
 from orchestrator.policies import complete, quarantine
+from orchestrator.simulation.violation import Violation, require
+from orchestrator.simulation.world import SimNode, World
 from workers.placement import Preference
 from workers.protocol import Source, stored_source
 
-if TYPE_CHECKING:
-    from orchestrator.simulation.world import SimCluster, SimNode
-
 #: What so many attempts could not read is not to be tried again.
 _UNREAD_MAX = 2
-
-
-class Violation(AssertionError):  # noqa: N818  it is a finding, reported with its promise
-    """A promise was broken; the message begins with its name in the design."""
-
-
-def require(holds: bool, promise: str, what: str) -> None:  # noqa: FBT001
-    """Raise ``Violation`` unless ``holds``."""
-    if not holds:
-        raise Violation(f"{promise}: {what}")
 
 
 class Monitor:
@@ -81,9 +68,9 @@ class Monitor:
         require(name not in self.started_names, "S1", f"{name} was started twice")
         self.started_names.add(name)
 
-    def attempt_started(self, cluster: SimCluster, action: StartAttempt) -> None:
+    def attempt_started(self, world: World, action: StartAttempt) -> None:
         """Check the start of an attempt."""
-        number, rules = action.attempt, cluster.rules
+        number, rules = action.attempt, world.rules
         require(number > self.attempt, "S1", f"attempt {number} follows {self.attempt}")
         names = [name for name, _, _ in action.members]
         slots = [slot for _, _, slot in action.members]
@@ -94,18 +81,18 @@ class Monitor:
         require(
             rules.min_workers <= size <= rules.max_workers, "L1", f"{size} members out of bounds"
         )
-        for worker in cluster.workers.values():
+        for worker in world.workers.values():
             gone = worker.name in self.kill_ordered or worker.node.cut_off
             still_in = 0 < worker.attempt < number and not gone
             if still_in:
                 raise Violation(f"S1: {worker.name} is in {worker.attempt} as {number} begins")
         if self.starts:
-            old = cluster.attempts[self.attempt].members
+            old = world.attempts[self.attempt].members
             self.cut_off[self.attempt] = all(name in self.kill_ordered for name in old)
         # A controller may have died between the decision and the start of an attempt.
         unperformed = [entry for entry in action.lineage[:-1] if entry[0] > self.attempt]
         self.starts += unperformed
-        self._check_resume(cluster, action)
+        self._check_resume(world, action)
         self.starts.append((number, action.resume_step))
         if list(action.lineage) != self.starts:
             raise Violation(f"S3: lineage {action.lineage}")
@@ -149,18 +136,18 @@ class Monitor:
         unread = (source for source, by in self.heard_unread.items() if len(by) >= _UNREAD_MAX)
         return [*self.heard_damaged, *unread]
 
-    def _check_resume(self, cluster: SimCluster, action: StartAttempt) -> None:
+    def _check_resume(self, world: World, action: StartAttempt) -> None:
         at = (action.resume_step, action.resume_attempt)
-        commits, landed_s = cluster.storage.commits, cluster.memory.landed_s
+        commits, landed_s = world.storage.commits, world.memory.landed_s
         exists = at == (0, 0) or at in commits or at in landed_s
         require(exists, "S2", f"attempt {action.attempt} from {at}: no such")
         is_valid = at == (0, 0) or self.counts(*at)
         require(is_valid, "S3", f"resumes from {at}, which does not count")
-        held = self._held(cluster)
+        held = self._held(world)
         damaged = (
             at in commits
             and commits[at].damaged
-            and not cluster.memory.holds(at, cluster.nodes.values(), cluster.now_s)
+            and not world.memory.holds(at, world.nodes.values(), world.now_s)
         )
         require(not damaged or at not in self.found_damaged, "S6", f"loads {at} again")
         if damaged:
@@ -181,35 +168,35 @@ class Monitor:
             heard = not self.cut_off[self.attempt]
             lost = (version in intact or version in held) and heard and at != version
             require(not lost, "L3", f"yielded at {self.yielded}, resumes {at}")
-        self._check_lost(cluster, max(self.last_step - action.resume_step, 0))
+        self._check_lost(world, max(self.last_step - action.resume_step, 0))
 
-    def _held(self, cluster: SimCluster) -> list[tuple[int, int]]:
+    def _held(self, world: World) -> list[tuple[int, int]]:
         """Return what could be loaded from memory now and could be read when that was asked."""
-        memory = cluster.memory
+        memory = world.memory
         if memory.grew_s >= self.heard_s:
             return []
-        inventories = memory.inventories(cluster.nodes.values(), cluster.now_s)
+        inventories = memory.inventories(world.nodes.values(), world.now_s)
         left_out = [*self._left_out(), *memory.copied_since(self.heard_s)]
         held = complete(quarantine.good(inventories, left_out), self.starts)
-        return [(v.step, v.attempt) for v in held if v.step < cluster.rules.total_steps]
+        return [(v.step, v.attempt) for v in held if v.step < world.rules.total_steps]
 
-    def _check_lost(self, cluster: SimCluster, num_lost: int) -> None:
+    def _check_lost(self, world: World, num_lost: int) -> None:
         """Check that a single fault costs at most one step while snapshots are protected."""
         self.num_lost_steps += num_lost
         # A bug of the training code is a fault too, and is not among those that were injected.
-        is_single = self.num_faults == 1 and not cluster.damaged and not cluster.raises_at
-        if num_lost > 1 and is_single and cluster.tiers.loses_one_step:
+        is_single = self.num_faults == 1 and not world.damaged and not world.raises_at
+        if num_lost > 1 and is_single and world.tiers.loses_one_step:
             # Nothing protects an attempt on one node from the loss of that node.
-            attempt = cluster.attempts[self.attempt]
+            attempt = world.attempts[self.attempt]
             # How to protect snapshots may be open until the first one shows their size.
-            is_open = cluster.tiers.preference is Preference.AUTO and (
+            is_open = world.tiers.preference is Preference.AUTO and (
                 attempt.first_kept_step is None or self.last_step <= attempt.first_kept_step + 1
             )
             # Nothing on a node is protected while its keeper stays away.
             is_exempt = len(attempt.copiers) == 1 or is_open or self.has_given_up
             require(is_exempt, "L3", f"one fault, {num_lost} steps lost")
         # The last step is in storage or nowhere: who is fenced while it is written repeats it.
-        is_kept = cluster.tiers.snapshot_every and self.last_step < cluster.rules.total_steps
+        is_kept = world.tiers.snapshot_every and self.last_step < world.rules.total_steps
         if is_single and is_kept and not self.is_state_gone:
             require(num_lost == 0, "L3", f"all members live, {num_lost} steps lost")
 
@@ -232,11 +219,11 @@ class Monitor:
         """Note that every member left together."""
         self.yielded = (attempt, step)
 
-    def killing(self, cluster: SimCluster, action: KillWorker) -> None:
+    def killing(self, world: World, action: KillWorker) -> None:
         """Check that nobody is killed without proof."""
         killed_before = action.worker in self.kill_ordered
         self.kill_ordered.add(action.worker)
-        worker = cluster.workers.get(action.worker)
+        worker = world.workers.get(action.worker)
         if worker is None or worker.hung or not worker.ready or killed_before:
             return
         reachable = worker.node.alive and not worker.node.cut_off
@@ -244,7 +231,7 @@ class Monitor:
             return
         if worker.attempt == 0 and action.reason.startswith(("no slot", "killed before")):
             return
-        overdue = cluster.now_s - self.fence_began_s >= cluster.rules.bounds.fence_s - 1e-9
+        overdue = world.now_s - self.fence_began_s >= world.rules.bounds.fence_s - 1e-9
         # Its report may be late, though it is ready or has left: only the bound decides.
         fenced = action.reason.startswith(("did not leave", "killed before")) and overdue
         require(fenced, "S5", f"healthy {action.worker}: {action.reason}")
@@ -261,16 +248,16 @@ class Monitor:
         self.faulty.update(node.workers)
         self.has_given_up = True
 
-    def requesting(self, cluster: SimCluster, action: RequestSlot) -> None:
+    def requesting(self, world: World, action: RequestSlot) -> None:
         """Check that no healthy node is avoided."""
         for name in action.avoid:
-            node = cluster.nodes[name]
+            node = world.nodes[name]
             known = name in self.troubled or node.draining_until_s is not None
             require(known or node.cut_off, "S5", f"healthy node {name} is avoided")
 
-    def cadence(self, cluster: SimCluster, action: SetCadence) -> None:
+    def cadence(self, world: World, action: SetCadence) -> None:
         """Check that saves keep their budget, and the user's own intervals."""
-        costs, rules, every = cluster.tiers.costs, cluster.rules.cadence, action.pace
+        costs, rules, every = world.tiers.costs, world.rules.cadence, action.pace
         assert costs is not None
         require(action.attempt == self.attempt, "S1", f"{action} in attempt {self.attempt}")
         require(every.snapshot_steps == 0, "S5", f"{action} changes what the user asked for")

@@ -6,7 +6,7 @@ from collections.abc import Callable
 from math import inf
 
 from orchestrator.core import events as ev
-from orchestrator.simulation.checkers import require
+from orchestrator.simulation.violation import require
 from orchestrator.simulation.world import SimCluster, SimNode, SimWorker
 from workers.protocol import held_source, stored_source
 

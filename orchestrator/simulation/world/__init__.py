@@ -2,8 +2,8 @@
 
 from orchestrator.simulation.world.cluster import SimCluster
 from orchestrator.simulation.world.journaling import SimJournal
-from orchestrator.simulation.world.parts import STEP_S, SimNode, SimWorker
-from orchestrator.simulation.world.saving import COPY_S, Tiers
+from orchestrator.simulation.world.parts import COPY_S, STEP_S, SimNode, SimWorker, Tiers
+from orchestrator.simulation.world.wires import World
 
 __all__ = [
     "COPY_S",
@@ -13,4 +13,5 @@ __all__ = [
     "SimNode",
     "SimWorker",
     "Tiers",
+    "World",
 ]

@@ -8,8 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import replace
-from heapq import heapify, heappop, heappush
-from itertools import count
+from heapq import heapify
 from math import inf
 from random import Random
 from typing import Any
@@ -17,14 +16,12 @@ from typing import Any
 from orchestrator.core import RunRules
 from orchestrator.core import actions as act
 from orchestrator.core import events as ev
-from orchestrator.policies import quarantine, state_bytes, versions
-from orchestrator.simulation.checkers import Monitor
+from orchestrator.policies import quarantine, versions
 from orchestrator.simulation.world import loading
-from orchestrator.simulation.world.memory import Memory, Part
-from orchestrator.simulation.world.parts import STEP_S, SimAttempt, SimNode, SimWorker
-from orchestrator.simulation.world.saving import Tiers, final_snapshot, save_step
-from orchestrator.simulation.world.storage import Storage
-from workers.protocol import Pace, Source
+from orchestrator.simulation.world.parts import STEP_S, SimAttempt, SimNode, SimWorker, Tiers
+from orchestrator.simulation.world.saving import final_snapshot, save_step
+from orchestrator.simulation.world.wires import Observer, World
+from workers.protocol import Pace
 
 #: A node that was given up is taken in again after this.
 _RETURN_S = 0.5
@@ -34,38 +31,11 @@ _COMMIT_S = 0.6 * STEP_S
 _STRAY_S = 0.2
 
 
-class SimCluster:
-    """The world. ``at`` schedules, ``post`` reports, ``perform`` does what the machine ordered."""
+class SimCluster(World):
+    """The world in motion: ``perform`` does what the machine ordered."""
 
-    def __init__(self, rng: Random, rules: RunRules, tiers: Tiers, monitor: Monitor) -> None:
-        self.rng = rng
-        self.rules = rules
-        self.tiers = tiers
-        self.monitor = monitor
-        self.now_s = 0.0
-        self.queue: list[tuple[float, int, Callable[..., None], tuple[Any, ...]]] = []
-        self.serials = count()
-        self.incarnation = 0
-        self.num_incarnations = 1
-        self.controller_up = True
-        self.inbox: list[ev.Event] = []
-        self.nodes: dict[str, SimNode] = {}
-        self.workers: dict[str, SimWorker] = {}
-        self.pending: dict[int, tuple[str, ...]] = {}
-        self.granted: dict[int, str] = {}
-        # Asked for or found by the controller's present incarnation.
-        self.known_slots: set[int] = set()
-        self.storage = Storage()
-        self.memory = Memory(tiers.budget_bytes)
-        # Sources whose bytes are damaged, which only a load finds out.
-        self.damaged: set[Source] = set()
-        self.attempts: dict[int, SimAttempt] = {}
-        self.delay_s = rng.choice((0.001, 0.01, 0.1))
-        self.loss = rng.choice((0.0, 0.0, 0.02, 0.1))
-        self.doubling = rng.choice((0.0, 0.0, 0.05))
-        self.start_failure = 0.0
-        self.raises_at: dict[int, tuple[int, ...]] = {}
-        self.raises_once: set[int] = set()
+    def __init__(self, rng: Random, rules: RunRules, tiers: Tiers, monitor: Observer) -> None:
+        super().__init__(rng, rules, tiers, monitor)
         self._perform: dict[type, Callable[[Any], None]] = {
             act.RequestSlot: self._request_slot,
             act.ReleaseSlot: self._release_slot,
@@ -90,50 +60,6 @@ class SimCluster:
         for node in self.nodes.values():
             node.workers.clear()
         self.__dict__.clear()
-
-    # Time and wires
-
-    def at(self, delay_s: float, do: Callable[..., None], *args: Any) -> None:
-        """Do something after ``delay_s``."""
-        heappush(self.queue, (self.now_s + delay_s, next(self.serials), do, args))
-
-    def run_until(self, at_s: float) -> None:
-        """Let what is scheduled until then happen, but stop as soon as the machine hears of it."""
-        queue, inbox = self.queue, self.inbox
-        while queue and queue[0][0] <= at_s and not inbox:
-            self.now_s, _, do, args = heappop(queue)
-            do(*args)
-
-    def chance(self, probability: float) -> bool:
-        """Return True with ``probability``."""
-        return self.rng.random() < probability
-
-    def wire_s(self) -> float:
-        """Return how long one message takes: a lost one is sent again and comes late."""
-        delay_s = self.rng.random() * self.delay_s
-        if self.loss and self.chance(self.loss):
-            delay_s += 0.2 + self.rng.random()
-        return delay_s
-
-    def post(self, kind: type, delay_s: float = 0.0, **values: Any) -> None:
-        """Report something to the controller's present incarnation, perhaps twice."""
-        self.at(delay_s + self.wire_s(), self._arrive, self.incarnation, kind, values)
-        if self.doubling and self.chance(self.doubling):
-            self.at(delay_s + self.rng.random(), self._arrive, self.incarnation, kind, values)
-
-    def post_or_lose(self, kind: type, **values: Any) -> None:
-        """Report something that nobody repeats if it is lost."""
-        if not (self.loss and self.chance(self.loss)):
-            self.post(kind, **values)
-
-    def find(self, kind: type, **values: Any) -> None:
-        """Let the controller come to something by itself, if it is up: at once and once."""
-        self._arrive(self.incarnation, kind, values)
-
-    def _arrive(self, incarnation: int, kind: type, values: dict[str, Any]) -> None:
-        # Nobody listens while the controller is down, and a new incarnation has new wires.
-        if incarnation == self.incarnation and self.controller_up:
-            self.inbox.append(kind(at_s=self.now_s, **values))
 
     # Actions
 
@@ -400,12 +326,6 @@ class SimCluster:
         self.monitor.cadence(self, action)
         self.attempts[action.attempt].store_every = action.pace.checkpoint_steps
 
-    def measure(self) -> None:
-        """Let the controller ask keepers what memory they have, and how large versions are."""
-        inventories = self.memory.inventories(self.nodes.values(), self.now_s)
-        budgets = tuple((one.node, one.budget_bytes) for one in inventories if one.budget_bytes)
-        self.find(ev.MemoryMeasured, budgets=budgets, state_bytes=state_bytes(inventories))
-
     def _enter(self, name: str, number: int) -> None:
         worker = self.workers.get(name)
         if worker is None or worker.hung or worker.node.cut_off or worker.refuses >= number:
@@ -435,10 +355,6 @@ class SimCluster:
         attempt.formed.add(name)
         if len(attempt.formed) == len(attempt.members):
             self.at(STEP_S, self._step, attempt)
-
-    def is_damaged(self, node: str, arena: str, part: Part) -> bool:
-        """Return whether what is held there is not what was written."""
-        return bool(self.damaged) and part.source(node, arena) in self.damaged
 
     def present(self, attempt: SimAttempt) -> list[SimWorker] | None:
         """Return the members if all can take part in a collective, else None."""

@@ -29,7 +29,7 @@ from orchestrator.core import (
     verify,
 )
 from orchestrator.errors import CompactionError
-from orchestrator.simulation.checkers import require
+from orchestrator.simulation.violation import require
 
 #: Chance that a compaction is written behind an event, and that it is damaged when it is needed.
 _MARK = 0.2

@@ -2,16 +2,20 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass, field
 from itertools import zip_longest
 
 from orchestrator.core import StartAttempt
-from orchestrator.policies import RedundancyPlan
-from orchestrator.simulation.world.loading import Loading
-from workers.protocol import Member
+from orchestrator.policies import Holding, RedundancyPlan
+from workers.placement import Preference
+from workers.protocol import Member, SaveCosts, Source, held_source, stored_source
 
 #: Long beside a message and short beside a recovery: half a dozen steps meet as many faults as
 #: many short ones would, in four fifths of the time.
 STEP_S = 0.25
+#: A write by a trainer and a copy to another node take up to this long.
+WRITE_S = 0.5 * STEP_S
+COPY_S = 0.4 * STEP_S
 
 
 class SimNode:
@@ -70,6 +74,77 @@ class SimWorker:
         self.refuses = 0
         self.completed = 0
         self.formed = False
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Tiers:
+    """How often each tier saves.
+
+    Attributes:
+        snapshot_every: Steps between two snapshots; 0 takes none.
+        store_every: Steps between two commits in storage.
+        tolerance: How many lost nodes are to be survived.
+        preference: How.
+        budget_bytes: What each keeper says that snapshots may take; 0 if it does not say.
+        costs: What rank 0 says that saves cost; None if their intervals are not to be chosen.
+        copy_s: How long a copy or a parity takes at most; from the length of a step on, steps are
+            skipped.
+    """
+
+    snapshot_every: int
+    store_every: int
+    tolerance: int
+    preference: Preference = Preference.COPY
+    budget_bytes: int = 0
+    costs: SaveCosts | None = None
+    copy_s: float = COPY_S
+
+    @property
+    def commit_every(self) -> int:
+        """Return the number that the steps of all commits but yields are multiples of."""
+        return 1 if self.snapshot_every else self.store_every
+
+    @property
+    def loses_one_step(self) -> bool:
+        """Return whether a single fault may cost no more than one step."""
+        is_fast = self.copy_s + WRITE_S < STEP_S
+        is_roomy = not self.budget_bytes
+        return self.snapshot_every == 1 and self.tolerance > 0 and is_fast and is_roomy
+
+
+@dataclass(slots=True)
+class Loading:
+    """What one attempt loads from.
+
+    Attributes:
+        version: (step, attempt) to load; (0, 0) if there is nothing to load.
+        places: The holders of its parts in memory; None if it is to come from storage. There may
+            be none at all where all parts can be computed from parities.
+        bad: What the controller leaves out.
+        is_done: Whether it is known how it went.
+        is_loaded: How it went.
+        damaged: By member: what it found damaged.
+        unread: By member: what it could not read.
+    """
+
+    version: tuple[int, int]
+    places: tuple[Holding, ...] | None
+    bad: tuple[Source, ...]
+    is_done: bool = False
+    is_loaded: bool = True
+    damaged: dict[str, tuple[Source, ...]] = field(default_factory=dict)
+    unread: dict[str, tuple[Source, ...]] = field(default_factory=dict)
+
+    def sources(self) -> list[Source]:
+        """Return what may be read from."""
+        if self.places is not None:
+            return [source_of(place) for place in self.places]
+        return [stored_source(*self.version)] if self.version[0] else []
+
+
+def source_of(place: Holding) -> Source:
+    """Return what a load from ``place`` reads."""
+    return held_source(place.node, place.arena, place.held)
 
 
 class SimAttempt:

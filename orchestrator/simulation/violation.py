@@ -1,0 +1,15 @@
+"""What a check of the simulation raises: a promise of the design was broken."""
+
+from __future__ import annotations
+
+__all__ = ["Violation", "require"]
+
+
+class Violation(AssertionError):  # noqa: N818  it is a finding, reported with its promise
+    """A promise was broken; the message begins with its name in the design."""
+
+
+def require(holds: bool, promise: str, what: str) -> None:  # noqa: FBT001
+    """Raise ``Violation`` unless ``holds``."""
+    if not holds:
+        raise Violation(f"{promise}: {what}")

@@ -1,0 +1,160 @@
+"""What exists in the virtual cluster, its clock, and its wires to the machine."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from heapq import heappop, heappush
+from itertools import count
+from random import Random
+from typing import Any, Protocol
+
+from orchestrator.core import RunRules
+from orchestrator.core import actions as act
+from orchestrator.core import events as ev
+from orchestrator.policies import state_bytes
+from orchestrator.simulation.world.memory import Memory, Part
+from orchestrator.simulation.world.parts import SimAttempt, SimNode, SimWorker, Tiers
+from orchestrator.simulation.world.storage import Storage
+from workers.protocol import Source
+
+
+class Observer(Protocol):
+    """What checks the world is told, as it happens. ``Monitor`` does it.
+
+    Attributes:
+        is_state_gone: Whether a member could not leave its state in memory.
+        troubled: Nodes on which something failed.
+        faulty: Workers that failed.
+        outcome: How the run ended; None while it goes on.
+    """
+
+    is_state_gone: bool
+    troubled: set[str]
+    faulty: set[str]
+    outcome: act.FinishRun | None
+
+    @property
+    def attempt(self) -> int:
+        """Return the newest attempt that was started."""
+
+    def started(self, name: str) -> None:
+        """Check the start of a worker process."""
+
+    def attempt_started(self, world: World, action: act.StartAttempt) -> None:
+        """Check the start of an attempt."""
+
+    def given(self, attempt: int, sources: list[Source]) -> None:
+        """Check what an attempt is to load from."""
+
+    def stepped(self, attempt: int, step: int) -> None:
+        """Note a step that all members completed."""
+
+    def left(self, attempt: int, now_s: float) -> None:
+        """Note that a member left."""
+
+    def all_yielded(self, attempt: int, step: int) -> None:
+        """Note that all members leave together."""
+
+    def reading(self, number: int, now_s: float) -> None:
+        """Note when a read is answered."""
+
+    def restarting(self, node: SimNode, now_s: float) -> None:
+        """Check the restart of a keeper."""
+
+    def giving_up(self, node: SimNode, now_s: float) -> None:
+        """Check that a node is given up."""
+
+    def cadence(self, world: World, action: act.SetCadence) -> None:
+        """Check the chosen intervals."""
+
+    def incident(self, action: act.ReportIncident) -> None:
+        """Check an incident."""
+
+    def finished(self, action: act.FinishRun) -> None:
+        """Check the end of the run."""
+
+
+class World:
+    """The world as it is. ``at`` schedules, ``post`` reports."""
+
+    def __init__(self, rng: Random, rules: RunRules, tiers: Tiers, monitor: Observer) -> None:
+        self.rng = rng
+        self.rules = rules
+        self.tiers = tiers
+        self.monitor = monitor
+        self.now_s = 0.0
+        self.queue: list[tuple[float, int, Callable[..., None], tuple[Any, ...]]] = []
+        self.serials = count()
+        self.incarnation = 0
+        self.num_incarnations = 1
+        self.controller_up = True
+        self.inbox: list[ev.Event] = []
+        self.nodes: dict[str, SimNode] = {}
+        self.workers: dict[str, SimWorker] = {}
+        self.pending: dict[int, tuple[str, ...]] = {}
+        self.granted: dict[int, str] = {}
+        # Asked for or found by the controller's present incarnation.
+        self.known_slots: set[int] = set()
+        self.storage = Storage()
+        self.memory = Memory(tiers.budget_bytes)
+        # Sources whose bytes are damaged, which only a load finds out.
+        self.damaged: set[Source] = set()
+        self.attempts: dict[int, SimAttempt] = {}
+        self.delay_s = rng.choice((0.001, 0.01, 0.1))
+        self.loss = rng.choice((0.0, 0.0, 0.02, 0.1))
+        self.doubling = rng.choice((0.0, 0.0, 0.05))
+        self.start_failure = 0.0
+        self.raises_at: dict[int, tuple[int, ...]] = {}
+        self.raises_once: set[int] = set()
+
+    def at(self, delay_s: float, do: Callable[..., None], *args: Any) -> None:
+        """Do something after ``delay_s``."""
+        heappush(self.queue, (self.now_s + delay_s, next(self.serials), do, args))
+
+    def run_until(self, at_s: float) -> None:
+        """Let what is scheduled until then happen, but stop as soon as the machine hears of it."""
+        queue, inbox = self.queue, self.inbox
+        while queue and queue[0][0] <= at_s and not inbox:
+            self.now_s, _, do, args = heappop(queue)
+            do(*args)
+
+    def chance(self, probability: float) -> bool:
+        """Return True with ``probability``."""
+        return self.rng.random() < probability
+
+    def wire_s(self) -> float:
+        """Return how long one message takes: a lost one is sent again and comes late."""
+        delay_s = self.rng.random() * self.delay_s
+        if self.loss and self.chance(self.loss):
+            delay_s += 0.2 + self.rng.random()
+        return delay_s
+
+    def post(self, kind: type, delay_s: float = 0.0, **values: Any) -> None:
+        """Report something to the controller's present incarnation, perhaps twice."""
+        self.at(delay_s + self.wire_s(), self._arrive, self.incarnation, kind, values)
+        if self.doubling and self.chance(self.doubling):
+            self.at(delay_s + self.rng.random(), self._arrive, self.incarnation, kind, values)
+
+    def post_or_lose(self, kind: type, **values: Any) -> None:
+        """Report something that nobody repeats if it is lost."""
+        if not (self.loss and self.chance(self.loss)):
+            self.post(kind, **values)
+
+    def find(self, kind: type, **values: Any) -> None:
+        """Let the controller come to something by itself, if it is up: at once and once."""
+        self._arrive(self.incarnation, kind, values)
+
+    def _arrive(self, incarnation: int, kind: type, values: dict[str, Any]) -> None:
+        # Nobody listens while the controller is down, and a new incarnation has new wires.
+        if incarnation == self.incarnation and self.controller_up:
+            self.inbox.append(kind(at_s=self.now_s, **values))
+
+    def measure(self) -> None:
+        """Let the controller ask keepers what memory they have, and how large versions are."""
+        inventories = self.memory.inventories(self.nodes.values(), self.now_s)
+        budgets = tuple((one.node, one.budget_bytes) for one in inventories if one.budget_bytes)
+        self.find(ev.MemoryMeasured, budgets=budgets, state_bytes=state_bytes(inventories))
+
+    def is_damaged(self, node: str, arena: str, part: Part) -> bool:
+        """Return whether what is held there is not what was written."""
+        return bool(self.damaged) and part.source(node, arena) in self.damaged
