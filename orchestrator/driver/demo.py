@@ -94,7 +94,7 @@ def _story(run: Launched, view: RunView) -> None:
         return
     workers_before = len(status["workers"])
     node = kill_node_of(run, len(status["workers"]) - 1)
-    view.say(f"power off node {node[:8]} (raylet and all)", style="red")
+    view.say(f"kill node {node[:8]} (raylet and all its processes)", style="red")
     if reach(0.6) is None:
         return
     node = run.cluster.add_node()
