@@ -45,7 +45,8 @@ __all__ = [
     "reserve",
 ]
 
-_SOCKET: Final = "descriptors"
+#: Short: a socket's whole path has at most 107 bytes, and a node's directory takes most of them.
+_SOCKET: Final = "fds"
 PACKET_BYTES: Final = 4096
 #: Faulting in an arena of 100 GB takes half a minute. A refusal comes at once.
 _RESERVE_S: Final = 120.0

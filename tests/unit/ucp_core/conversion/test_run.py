@@ -52,6 +52,8 @@ def test_every_way_of_working_makes_the_same_files(
     state = large_state()
     source = native_source(tmp_path, state)
     one = convert_to(source, tmp_path / "one")
+    # A process with other threads, which a test before this one may have left, never forks.
+    in_processes = (3, 1) if convert_module.may_fork() else (1, 3)
     forked = convert_to(source, tmp_path / "forked", processes=3, memory_bytes=4096 * MIB)
     monkeypatch.setattr(convert_module, "may_fork", lambda: False)
     threads = convert_to(source, tmp_path / "threads", processes=3)
@@ -60,7 +62,7 @@ def test_every_way_of_working_makes_the_same_files(
 
     expected = files_of(tmp_path / "one")
     ways = [(result.processes, result.threads) for result in (one, forked, threads)]
-    assert ways == [(1, 1), (3, 1), (1, 3)]
+    assert ways == [(1, 1), in_processes, (1, 3)]
     assert files_of(tmp_path / "forked") == expected
     assert files_of(tmp_path / "threads") == expected
     assert {name: store.read(f"out/{name}") for name in expected} == expected
