@@ -30,6 +30,7 @@ from tests.support.conversions import (
 from ucp_core.conversion import Batch, Job, Result, convert, do_batch
 from ucp_core.conversion import run as convert_module
 from ucp_core.conversion.journal import Journal
+from ucp_core.conversion.workers import may_fork
 from ucp_core.errors import (
     CheckpointCorruptError,
     ChecksumMismatchError,
@@ -53,7 +54,7 @@ def test_every_way_of_working_makes_the_same_files(
     source = native_source(tmp_path, state)
     one = convert_to(source, tmp_path / "one")
     # A process with other threads, which a test before this one may have left, never forks.
-    in_processes = (3, 1) if convert_module.may_fork() else (1, 3)
+    in_processes = (3, 1) if may_fork() else (1, 3)
     forked = convert_to(source, tmp_path / "forked", processes=3, memory_bytes=4096 * MIB)
     monkeypatch.setattr(convert_module, "may_fork", lambda: False)
     threads = convert_to(source, tmp_path / "threads", processes=3)
