@@ -52,6 +52,11 @@ class Command:
         except (OSError, IndexError, ValueError):
             return 0
 
+    def has_journaled(self, kind: str) -> bool:
+        """Return whether the run's journal has an event of this kind."""
+        segments = Path(self.directory, "journal").glob("*.jsonl")
+        return any(f'"{kind}"' in segment.read_text() for segment in segments)
+
     def clusters(self) -> list[LocalEntry]:
         """Return the clusters that serve the run."""
         return [entry for entry in local_clusters() if entry.run_directory == self.directory]
@@ -132,7 +137,7 @@ def test_ctrl_c_again_ends_it_at_once(command: Command) -> None:
     os.kill(worker["pid"], signal.SIGSTOP)
 
     process.send_signal(signal.SIGINT)
-    time.sleep(1.0)
+    wait(lambda: command.has_journaled("StopRequested"), "it is asked to stop", process)
     process.send_signal(signal.SIGINT)
     _, errors = process.communicate(timeout=30)
 
