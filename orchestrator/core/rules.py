@@ -36,9 +36,9 @@ class Bounds:
         yield_s: Members must have left as asked, or the attempt is fenced; four steps come on top.
         survey_s: The survey must have come, or it is asked for again.
         drain_lead_s: A draining node is left this long before its deadline.
-        keeper_silent_s: A keeper must have answered, or it is restarted. Ray takes one that a
-            signal has stopped for alive: its trainers would go on with nothing copied or stored.
-            Among 28 busy processes on two cores one answered in 2 s.
+        keeper_silent_s: A keeper must have answered, or it is restarted. Ray calls a keeper
+            that a signal has stopped alive, and nothing of its trainers would be copied or stored.
+            Among 28 busy processes on two cores a keeper answered in 2 s.
         keeper_return_s: A keeper that died must be back, or its node is taken for lost. To restart
             one alone took 0.7 to 1.1 s, and 12 s with twenty processes to a core.
         backoff_s: First pause after a worker process failed to start; doubles each time.

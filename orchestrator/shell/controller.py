@@ -31,8 +31,8 @@ OPTIONS = {
     "enable_task_events": False,
 }
 
-#: A controller that cannot go on makes way after this: to begin costs the next one a second of a
-#: core, and where a disk is full it is not the last.
+#: A controller that cannot continue ends after this. Each start costs a second of a core, and while
+#: a disk is full there will be many.
 GIVE_WAY_S = 2.0
 
 

@@ -333,7 +333,7 @@ def _lost(steps: tuple[int, ...]) -> str:
     return (
         f"none of the committed checkpoints can be loaded ({names}), and memory holds nothing. "
         "Nothing was deleted: `everstep report` and `ucp verify` say what is wrong with them; put "
-        "a sound copy of one back and run again, or delete checkpoints/ to begin anew"
+        "a sound copy of one back and run again, or delete checkpoints/ to restart"
     )
 
 

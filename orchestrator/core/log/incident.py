@@ -22,7 +22,7 @@ PLANNED = frozenset({"growth", "drain", "stop", "controller_restart", "resume"})
 
 @dataclass(slots=True, kw_only=True)
 class Incident:
-    """One loss of service, or planned change, and what it took to go on.
+    """One loss of service or planned change, and what it took to continue.
 
     Instants are on the journal's clock (``at_s``). They are None if the run did not get that far
     or does not know: ``t_fault_s`` is known only for injected faults.

@@ -279,7 +279,7 @@ def _object(line: bytes, where: str) -> JournalRecord:
         problem = f"{type(error).__name__}: {error}"
     raise JournalCorruptError(
         f"{where} cannot be read ({problem}): it begins {line[:60]!r}; move the segment away to "
-        "go on from the ones before it",
+        "continue from the ones before it",
         line=where,
     )
 

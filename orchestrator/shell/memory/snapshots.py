@@ -1,8 +1,8 @@
 """The controller's side of the snapshots in keepers' memory.
 
-Keepers go on without it. It asks all of them at once which versions they hold, tells them at the
-start of every attempt which memory is dead and whom they protect, and has the newest version
-stored when a run ends without it.
+It asks all keepers at once which versions they hold. At the start of every attempt it tells them
+which memory is dead and which nodes they protect. When a run ends, it has the newest version stored
+if storage lacks it. Keepers continue without it.
 """
 
 from __future__ import annotations
@@ -53,10 +53,10 @@ log = logging.getLogger(__name__)
 
 #: A living keeper answered in 1 to 20 ms; one that is silent this long is left out.
 ASK_S = 0.5
-#: One that others on its machine starve, and that holds what nobody else has, is asked once more,
-#: for so long: to go on without it would cost more.
+#: A starved keeper that alone holds a part is asked once more, for so long: to continue without
+#: that part would cost more.
 LATE_S = 2.0
-#: Where memory has something to go on from, storage is not waited for longer.
+#: If memory holds a version, storage is waited for no longer than this.
 STORAGE_S = 5.0
 #: At the end of a run its newest version is stored within this, or stays unstored.
 FLUSH_S = 60.0
@@ -173,7 +173,7 @@ class Snapshots:
         answer = functools.partial(Answer, unheard=unheard)
         held = newest(inventories, (0, 0))
         if held is None or not 0 <= enough_step <= held.step:
-            # With nothing in memory there is nothing else to go on from.
+            # With nothing in memory, storage is the only source.
             await asyncio.wait([stored], timeout=STORAGE_S if held is not None else None)
         if not stored.done():
             return answer(held)

@@ -113,7 +113,8 @@ class Monitor:
         unread = event.unread if isinstance(event, WorkerLeft) else ()
         if not event.damaged and not unread:
             return
-        # Whom it had killed it may have forgotten by now, and then does not listen to.
+        # A restarted controller may have forgotten workers that it killed, and ignores their
+        # late messages.
         is_sure = event.worker not in self.kill_ordered
         for damaged, by in (
             (self.heard_damaged, self.heard_unread),

@@ -137,8 +137,8 @@ def _refuse_unfinished(store: Store, directory: str) -> None:
     """Refuse a universal checkpoint without its manifest: its moments would be lost."""
     if store.exists(join(directory, UNFINISHED_NAME)):
         raise CheckpointCorruptError(
-            f"{directory} is an unfinished conversion: run ucp convert again, it goes on where it "
-            f"stopped, or delete {UNFINISHED_NAME} to have the weights that are there",
+            f"{directory} is an unfinished conversion: run ucp convert again to continue it, or "
+            f"delete {UNFINISHED_NAME} to open the weights that are there",
             path=directory,
         )
 
