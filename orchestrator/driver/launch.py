@@ -48,9 +48,12 @@ class Launched:
     Args:
         config: The run's configuration; its directory is absolute.
         cluster: Simulated nodes of this machine, if the run has them.
+        attach: Only look for a controller. The run may be over before that is found.
     """
 
-    def __init__(self, config: RunConfig, cluster: HostedCluster | None) -> None:
+    def __init__(
+        self, config: RunConfig, cluster: HostedCluster | None, *, attach: bool = False
+    ) -> None:
         self.config = config
         self.cluster = cluster
         self._address = ray.get_runtime_context().gcs_address
@@ -62,12 +65,14 @@ class Launched:
         self._files = RunFiles(config.run.directory)
         self.names = RunNames(run_id(config.run.directory))
         self._store, self._path = open_store(config.run.directory)
-        self._await_last()
+        if not attach:
+            self._await_last()
         #: What rank 0 prints from now on.
         self.logs = LogTail(config.run.directory, rank=0)
         self.logs.skip()
-        self._controller: Any = self._find_or_create()
-        self.controller_pid(timeout_s=CONTROLLER_START_S)
+        self._controller: Any = self._find() if attach else self._find_or_create()
+        if not attach:
+            self.controller_pid(timeout_s=CONTROLLER_START_S)
 
     def _await_last(self) -> None:
         """Wait until the controller of a run that is over is gone: its summary comes before."""
@@ -87,6 +92,12 @@ class Launched:
                 if self._store.exists(path) and json.loads(self._store.read(path))["pid"] == pid:
                     return
             time.sleep(FOLLOW_S)
+
+    def _find(self) -> Any:
+        try:
+            return ray.get_actor(self.names.controller, namespace=self.names.namespace)
+        except ValueError:
+            return None
 
     def _find_or_create(self) -> Any:
         options = {
@@ -110,6 +121,8 @@ class Launched:
 
     def status(self) -> dict[str, Any] | None:
         """Return the controller's status, None while it does not answer."""
+        if self._controller is None:
+            return None
         try:
             answer: dict[str, Any] = ray.get(self._controller.status.remote(), timeout=2.0)
         except (RayError, TimeoutError):
@@ -136,7 +149,8 @@ class Launched:
 
     def stop(self, reason: str) -> None:
         """Ask the run to stop at the next step boundary."""
-        self._controller.stop.remote(reason)
+        if self._controller is not None:
+            self._controller.stop.remote(reason)
 
     def summary(self) -> dict[str, Any] | None:
         """Return the run's summary, None before the run is over."""
@@ -183,7 +197,7 @@ def launch_run(
     with one_launch(config.run.directory, say=say) as require_alone:
         if _is_under_way(config):
             require_same(config)
-            return Launched(config, None)
+            return Launched(config, None, attach=True)
         require_resumable(config)
         if config.cluster.address is None:
             say(f"starting {config.cluster.local_nodes} simulated nodes on this machine ...")

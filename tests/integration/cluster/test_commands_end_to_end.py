@@ -46,6 +46,13 @@ def _status(directory: str) -> dict[str, Any]:
     return document
 
 
+def _check_keys(status: dict[str, Any]) -> None:
+    assert {"phase", "attempt", "step", "loss", "layout", "workers", "nodes"} <= set(status)
+    assert {"pending_capacity", "redundancy"} <= set(status)
+    assert {"rank", "node", "pid", "state", "last_heartbeat_s"} <= set(status["workers"][0])
+    assert {"node", "raylet_pid", "state"} <= set(status["nodes"][0])
+
+
 def _wait(condition: Callable[[], bool], what: str) -> None:
     deadline_s = time.monotonic() + ACT_S_MAX
     while not condition():
@@ -77,17 +84,17 @@ def test_killed_driver_does_not_stop_the_run_and_a_command_does(
     unknown = _everstep("plan", "--recovery", directory, "--lose", "nowhere")
     other = _everstep("run", path, "train.steps=7", "--json")
     anywhere = _write(config, tmp_path, None)
-    second = subprocess.Popen(
-        [*EVERSTEP, "run", anywhere, "--json"], stdout=subprocess.PIPE, text=True
-    )
+    shown = tmp_path / "second.txt"
+    with shown.open("w") as stderr:
+        second = subprocess.Popen(
+            [*EVERSTEP, "run", anywhere, "--json"], stdout=subprocess.PIPE, stderr=stderr, text=True
+        )
+    _wait(lambda: "running" in shown.read_text(), "the second driver follows the run")
     _wait(lambda: _status(directory)["step"] > status["step"] + 3, "the run goes on")
     stopped = _everstep("stop", directory)
     output, _ = second.communicate(timeout=ACT_S_MAX)
 
-    assert {"phase", "attempt", "step", "loss", "layout", "workers", "nodes"} <= set(status)
-    assert {"pending_capacity", "redundancy"} <= set(status)
-    assert {"rank", "node", "pid", "state", "last_heartbeat_s"} <= set(status["workers"][0])
-    assert {"node", "raylet_pid", "state"} <= set(status["nodes"][0])
+    _check_keys(status)
     assert planned.returncode == 0, planned.stderr
     plan = json.loads(planned.stdout)
     assert (plan["lost_nodes"], plan["workers_before"], plan["workers_after"]) == ([node], 4, 2)
@@ -95,7 +102,7 @@ def test_killed_driver_does_not_stop_the_run_and_a_command_does(
     assert unknown.returncode == 2
     assert "is no node of the run" in unknown.stderr
     assert stopped.returncode == 0, stopped.stderr
-    assert second.returncode == 0
+    assert second.returncode == 0, shown.read_text()
     summary = json.loads(output)
     assert (summary["outcome"], summary["attempts"]) == ("stopped", 1)
     manifest = f"checkpoints/step-{summary['steps']:08d}/manifest.json"

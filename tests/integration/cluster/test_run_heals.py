@@ -114,6 +114,8 @@ def _stop(run: Launched) -> dict[str, Any]:
     run.stop("all is seen")
     summary = run.follow(lambda _: None)
     assert summary["outcome"] == "stopped", summary["reason"]
+    # Whoever attaches in the moment in which the run ends sees its end.
+    assert Launched(run.config, None, attach=True).follow(lambda _: None) == summary
     return summary
 
 
