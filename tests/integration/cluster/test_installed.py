@@ -52,3 +52,15 @@ def test_a_wheel_trains_an_example_and_a_script(tmp_path: Path) -> None:
     log = tmp_path / "runs/scripted/logs/attempt-0001/rank1.log"
     assert log.read_text().splitlines() == [f"step {number}" for number in range(1, 7)]
     assert installed.run("everstep", "report", "runs/scripted").returncode == 0
+
+
+@pytest.mark.chaos
+def test_a_wheel_runs_the_demo(tmp_path: Path) -> None:
+    """It takes two minutes, so it runs with the long ones."""
+    installed = Installed(build_wheel(tmp_path), tmp_path)
+
+    demo = installed.run("everstep", "demo", "--json")
+
+    assert demo.returncode == 0, demo.stderr
+    assert json.loads(demo.stdout)["weights_equal"] is True
+    assert (tmp_path / "runs/demo/disturbed/report.html").is_file()
