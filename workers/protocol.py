@@ -408,7 +408,7 @@ class WorkerReport:
         worker: Worker id, as ``w0007``.
         pid: Process id on the node.
         os_state: The kernel's letter for the process: R, S, D run; T stopped; Z zombie; X gone.
-            R also if its heartbeat thread waits for a processor.
+            R and D also if only its heartbeat thread is in that state, and late.
         attempt: Attempt that the worker is in, 0 if none.
         rank: Its rank in the attempt, -1 if none.
         phase: Its phase.
@@ -417,6 +417,7 @@ class WorkerReport:
         moved_bytes: Bytes read and written in this attempt while it loads, saves or leaves.
         phase_s: Time in ``phase``.
         beat_age_s: Age of the last heartbeat of the process.
+        processor_s: Processor time that the process has used since its start.
         step_s: Duration of the last completed step; 0.0 before the first.
         loss: Loss of the last completed step, ``nan`` before the first.
         groups: State of its process groups, from the record ring.
@@ -433,6 +434,7 @@ class WorkerReport:
     moved_bytes: int
     phase_s: float
     beat_age_s: float
+    processor_s: float
     step_s: float
     loss: float
     groups: tuple[GroupState, ...]

@@ -41,6 +41,7 @@ MECHANISMS: Final = ("auto", "copy", "parity")
 TOLERANCE_MAX: Final = 2
 STDLIB: Final = "stdlib"
 _STEPS_WAITED: Final = 30
+_FORMING_S: Final = 60.0
 _WARMUP_STEPS: Final = 20
 NUM_BETAS: Final = 2
 
@@ -218,11 +219,16 @@ class ParallelSettings:
             gathered.
         collective_timeout_s: Time after which a collective fails; ten times as long while ranks
             load or commit a version. A backstop: faults are usually found much sooner. Raise it
-            if one rank does longer work between two steps, or that rank is judged to hang.
+            if one rank works for longer while the others wait for it, or it is judged to hang.
     """
 
     reshard_after_forward: bool = True
-    collective_timeout_s: float = 60.0
+    collective_timeout_s: float = 300.0
+
+    @property
+    def forming_timeout_s(self) -> float:
+        """Return the time after which groups fail to form: no work of a script is in that."""
+        return min(_FORMING_S, self.collective_timeout_s)
 
     def timeout_s(self, step_s: float) -> float:
         """Return the timeout of collectives if a step takes ``step_s``.

@@ -14,6 +14,7 @@ from math import ceil
 from types import MappingProxyType
 from typing import Final
 
+from orchestrator.detection.signs import has_computed
 from workers.protocol import NodeReport, WorkerPhase, WorkerReport
 
 #: Reports further apart than this leave a gap in which nobody watched: two periods of a keeper.
@@ -34,11 +35,15 @@ class Watched:
         node: Where it is.
         report: The last report of it.
         still_since_s: Watched time at which it was last seen to progress.
+        idle_since_s: Watched time at which it was last seen to progress or to compute.
+        idle_from_s: Its processor time then.
     """
 
     node: str
     report: WorkerReport
     still_since_s: float
+    idle_since_s: float
+    idle_from_s: float
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -101,6 +106,10 @@ class Detector:
         """Return for how long the worker has been watched without progress."""
         return self.nodes[watched.node].heard_s - watched.still_since_s
 
+    def idle_s(self, watched: Watched) -> float:
+        """Return for how long the worker has used no processor time either."""
+        return self.nodes[watched.node].heard_s - watched.idle_since_s
+
     def silent_s(self, node: str) -> float:
         """Return how long ``node`` has not reported while others did."""
         return self.watched_s - self.nodes[node].heard_s
@@ -122,15 +131,24 @@ def observe(state: Detector, report: NodeReport, at_s: float) -> Detector:
         known = before.workers.get(row.worker) if before is not None else None
         if known is not None and _finished_step(known.report, row):
             counted = _count(steps_s, counted, row)
-        since_s = watched_s
+        since_s = idle_since_s = watched_s
+        idle_from_s = row.processor_s
         if before is not None and known is not None and not gap:
-            still = _progress(known.report) == _progress(row)
-            since_s = (
-                known.still_since_s
-                if still
-                else max(before.heard_s, watched_s - _last_sign_age_s(row))
-            )
-        workers[row.worker] = Watched(node=report.node, report=row, still_since_s=since_s)
+            if _progress(known.report) != _progress(row):
+                since_s = max(before.heard_s, watched_s - _last_sign_age_s(row))
+                idle_since_s = since_s
+            else:
+                since_s = known.still_since_s
+                used_s = row.processor_s - known.idle_from_s
+                if not has_computed(used_s, watched_s - known.idle_since_s):
+                    idle_since_s, idle_from_s = known.idle_since_s, known.idle_from_s
+        workers[row.worker] = Watched(
+            node=report.node,
+            report=row,
+            still_since_s=since_s,
+            idle_since_s=idle_since_s,
+            idle_from_s=idle_from_s,
+        )
     node = WatchedNode(heard_s=watched_s, workers=MappingProxyType(workers))
     return Detector(
         watched_s=watched_s,
@@ -160,7 +178,15 @@ def _forget_stillness(state: Detector) -> Detector:
         name: WatchedNode(
             heard_s=now_s,
             workers=MappingProxyType(
-                {key: replace(old, still_since_s=now_s) for key, old in node.workers.items()}
+                {
+                    key: replace(
+                        old,
+                        still_since_s=now_s,
+                        idle_since_s=now_s,
+                        idle_from_s=old.report.processor_s,
+                    )
+                    for key, old in node.workers.items()
+                }
             ),
         )
         for name, node in state.nodes.items()

@@ -35,17 +35,17 @@ _UNKNOWN_STEP_S: Final = 1.0
 # room; a bound that ends a wait without naming anybody comes after those that name somebody.
 _SUSPECT: Final = 0.6
 _NODE_SILENT: Final = 2.0
-_OVERDUE: Final = 2.5
 _UNDECIDED: Final = 3.0
 _SAVING: Final = 10.0
-_FIRST_STEP: Final = 30.0
+_PAUSE: Final = 30.0
 _FORMING: Final = 40.0
 
 # And what these take at least, in seconds, with the default patience. A step tells nothing of
 # them: small models are compiled, and read their data, as long as large ones. Workers that load
-# or save say how much they moved, so this bounds one read or write, not all of it.
+# or save say how much they moved, so this bounds one read or write, not all of it. Any step may
+# pause for what a first step does: a batch of another shape is compiled anew.
 _SAVING_S: Final = 30.0
-_FIRST_STEP_S: Final = 120.0
+_PAUSE_S: Final = 120.0
 _FORMING_S: Final = 300.0
 
 
@@ -64,13 +64,12 @@ class Limits:
             progressed for so long.
         hang_s: No member progressed for this long: who does not even beat is named.
         node_silent_s: A node without reports for this long, while others report, is lost.
-        overdue_s: No member progressed for this long: who runs, and is waited for, is named. A
-            read of data that takes ten steps, once in a thousand, is no fault.
         undecided_s: No member progressed for this long, and nobody can be named.
-        saving_s: As ``overdue_s``, for a worker that is saving or leaving.
-        first_step_s: As ``overdue_s``, until a worker's first step of the attempt is done, and
-            between two steps; but no longer than the others' collectives wait for it.
-        forming_s: As ``overdue_s``, for a worker that is forming, loading, or did not come.
+        saving_s: No member progressed for this long: a worker that is saving or leaving, and is
+            waited for, is named. All that wait in their first step are waited for as long.
+        pause_s: As ``saving_s``, for one that is in its own code and does not compute: the longest
+            pause that a script takes; but no longer than the others' collectives wait for it.
+        forming_s: As ``saving_s``, for a worker that is forming, loading, or did not come.
     """
 
     beat_s: float
@@ -79,10 +78,9 @@ class Limits:
     suspect_s: float
     hang_s: float
     node_silent_s: float
-    overdue_s: float
     undecided_s: float
     saving_s: float
-    first_step_s: float
+    pause_s: float
     forming_s: float
 
     def __post_init__(self) -> None:
@@ -114,10 +112,9 @@ def limits_from(
         suspect_s=_SUSPECT * hang_s,
         hang_s=hang_s,
         node_silent_s=_NODE_SILENT * hang_s,
-        overdue_s=_OVERDUE * hang_s,
         undecided_s=_UNDECIDED * hang_s,
         saving_s=max(_SAVING * hang_s, _SAVING_S * scale),
-        first_step_s=max(_FIRST_STEP * hang_s, _FIRST_STEP_S * scale),
+        pause_s=max(_PAUSE * hang_s, _PAUSE_S * scale),
         forming_s=max(_FORMING * hang_s, _FORMING_S * scale),
     )
 

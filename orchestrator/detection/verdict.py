@@ -2,19 +2,17 @@
 
 The rules, strongest evidence first. Each needs that no member has progressed for its bound,
 in watched time, and that every member's node reports. What the kernel itself says of a
-process (1 and 2) needs no step to be overdue: shorter bounds are enough.
+process needs no step to be overdue: shorter bounds are enough.
 
-1. *gone*: the kernel knows no such process, or only a zombie.
-2. *stopped*: the kernel holds the process (state T), which has not beaten for the bound, while
-   another member runs.
-3. *silent*: its beat is silent though it does not compute (state not R), while another member
-   beats. A thread that only sleeps and stores needs nothing but the process to be scheduled
-   and the interpreter lock to be free; a rank that waits in a collective leaves that free.
-4. *missing*: others wait, directly or along a chain over groups, for a collective that this
-   rank has not called, and it waits nowhere itself (``waits``). C4's non-communication hang;
-   a process that runs may be slow for once, so this needs two and a half times the bound.
-5. *stuck*: it computes, waits nowhere, and others wait. As 4, where no chain leads to it.
-6. *undecided*: all wait and nobody is missing (a network, or ranks that disagree about what to
+1. *gone*, *stopped*, *silent*: what the process shows (``signs``) is proof, while another member
+   runs or beats. A thread that only sleeps and stores needs nothing but the process to be
+   scheduled and the interpreter lock to be free; a rank that waits in a collective leaves it free.
+2. *missing*: others wait, directly or along a chain over groups, for a collective that this
+   rank has not called, and it waits nowhere itself (``waits``). C4's non-communication hang.
+   Whether it hangs or works nobody sees from outside, so it gets the longest pause that a script
+   takes, and more while it computes.
+3. *stuck*: it waits nowhere, and others wait. As 2, where no chain leads to it.
+4. *undecided*: all wait and nobody is missing (a network, or ranks that disagree about what to
    call), or they wait in a circle, or all compute alike. Nobody is named: with a stopped rank,
    a rule "who is behind" names a rank that waits (seen on 4 ranks: the one next to it).
 
@@ -30,18 +28,17 @@ from typing import TypeAlias
 
 from orchestrator.detection.detector import WATCH_GAP_S, Detector, Watched
 from orchestrator.detection.limits import Limits
+from orchestrator.detection.signs import Sign, describe, sign_of
 from orchestrator.detection.waits import WaitGraph, mismatch, wait_graph, waits
 from workers.protocol import WorkerPhase, WorkerReport
 
-_COMPUTING = frozenset({WorkerPhase.FORWARD, WorkerPhase.BACKWARD, WorkerPhase.UPDATING})
+_IN_STEP = frozenset(
+    {WorkerPhase.FORWARD, WorkerPhase.BACKWARD, WorkerPhase.REDUCING, WorkerPhase.UPDATING}
+)
 _SLOW_TO_FORM = frozenset({WorkerPhase.IDLE, WorkerPhase.FORMING, WorkerPhase.LOADING})
 _SLOW_TO_SAVE = frozenset({WorkerPhase.SAVING, WorkerPhase.LEAVING})
-_GONE = frozenset("XZ")
-_STOPPED = "T"
-_RUNNING = "R"
-_BETWEEN_STEPS = (
-    "between two steps; if it works there for so long, raise parallel.collective_timeout_s"
-)
+_RAISE_TIMEOUT = " (if it works for so long, raise parallel.collective_timeout_s)"
+_RAISE_PATIENCE = " (if it may pause for so long, raise recovery.patience)"
 #: Of the time after which collectives fail: who holds them up is named before.
 _BEFORE_FAILING = 0.9
 
@@ -91,12 +88,15 @@ Judgement: TypeAlias = Verdict | NodeSilent | None
 class _Case:
     """An attempt as it is judged. Ranks are places in ``members``.
 
-    ``unseen_s`` is the age of the oldest report on a member, its node's last.
+    ``unseen_s`` is the age of the oldest report on a member, its node's last; ``idle_s`` and
+    ``signs`` are for how long a known member has used no processor time, and what it shows.
     """
 
     attempt: int
     members: tuple[str, ...]
     rows: Mapping[int, WorkerReport | None]
+    idle_s: Mapping[int, float]
+    signs: Mapping[int, Sign]
     graph: WaitGraph
     still_s: float
     unseen_s: float
@@ -149,10 +149,18 @@ def judge(
     if still_s < limits.stopped_s:
         return None
     rows = {rank: None if one is None else one.report for rank, one in known.items()}
+    idle_s = {rank: state.idle_s(one) for rank, one in known.items() if one is not None}
+    signs = {
+        rank: sign_of(one.report, idle_s[rank], limits)
+        for rank, one in known.items()
+        if one is not None
+    }
     case = _Case(
         attempt=attempt,
         members=members,
         rows=rows,
+        idle_s=idle_s,
+        signs=signs,
         graph=wait_graph(rows, attempt=attempt),
         still_s=still_s,
         unseen_s=unseen_s,
@@ -192,9 +200,9 @@ def _silent_node(
 
 
 def _by_kernel(case: _Case) -> Verdict | None:
-    """Rules 1 and 2: the kernel's state of the process."""
+    """Rule 1, from the kernel's state of the process."""
     rows = {rank: row for rank, row in case.rows.items() if row is not None}
-    gone = [rank for rank, row in rows.items() if row.os_state in _GONE]
+    gone = [rank for rank, sign in case.signs.items() if sign is Sign.GONE]
     if gone and case.still_s >= case.limits.suspect_s:
         return case.verdict("gone", gone, f"{_names(case, gone)} has no living process")
     # Who was not seen since may have been stopped as well, by somebody who stops the whole job.
@@ -202,7 +210,7 @@ def _by_kernel(case: _Case) -> Verdict | None:
     stopped = [
         rank
         for rank, row in rows.items()
-        if row.os_state == _STOPPED and row.beat_age_s >= silent_s
+        if case.signs.get(rank) is Sign.STOPPED and row.beat_age_s >= silent_s
     ]
     if stopped and not _all_stopped(case):
         return case.verdict(
@@ -212,55 +220,46 @@ def _by_kernel(case: _Case) -> Verdict | None:
 
 
 def _by_beat(case: _Case) -> Verdict | None:
-    """Rule 3: one heartbeat is silent while others are not."""
-    rows = {rank: row for rank, row in case.rows.items() if row is not None}
-    silent = [
-        rank
-        for rank, row in rows.items()
-        if row.beat_age_s >= case.limits.hang_s and row.os_state != _RUNNING
-    ]
-    beating = [row for row in rows.values() if row.beat_age_s < case.limits.suspect_s]
-    if silent and beating and not _all_stopped(case):
-        age_s = min(rows[rank].beat_age_s for rank in silent)
+    """Rule 1, from a heartbeat that is silent while others are not."""
+    silent = [rank for rank, sign in case.signs.items() if sign is Sign.SILENT]
+    beats = any(row and row.beat_age_s < case.limits.suspect_s for row in case.rows.values())
+    if silent and beats and not _all_stopped(case):
         return case.verdict(
-            "silent", silent, f"{_names(case, silent)} has not beaten for {age_s:.2f} s"
+            "silent", silent, f"{_names(case, silent)}: {_shown(case, silent)}, and does not beat"
         )
     return None
 
 
 def _by_waits(case: _Case) -> Verdict | None:
-    """Rules 4 and 5: the wait graph of the record rings."""
+    """Rules 2 and 3: the wait graph of the record rings."""
     if _all_stopped(case):
         return None
-    missing = sorted(
-        rank for rank in case.graph.sinks if case.still_s >= _bound_s(case, case.rows[rank])
-    )
+    missing = sorted(rank for rank in case.graph.sinks if case.still_s >= _bound_s(case, rank))
     if missing:
-        evidence = _who_waits_for(case, missing)
-        if any(row.phase is WorkerPhase.SCRIPT for row in _rows(case, missing)):
-            evidence += f" ({_BETWEEN_STEPS})"
-        return case.verdict("missing", missing, evidence)
+        return case.verdict("missing", missing, _who_waits_for(case, missing))
     waiting = len(case.graph.waits_for)
     stuck = [
         rank
         for rank, row in case.rows.items()
         if row is not None
         and row.attempt == case.attempt
-        and row.phase in _COMPUTING
+        and row.phase in _IN_STEP
         and rank not in case.graph.waits_for
-        and case.still_s >= case.limits.undecided_s
-        and case.still_s >= _bound_s(case, row)
+        and case.still_s >= _bound_s(case, rank)
     ]
     if stuck and (waiting or len(case.members) == 1):
         phase = " and ".join(sorted({str(r.phase) for r in _rows(case, stuck)}))
         return case.verdict(
-            "stuck", stuck, f"{_names(case, stuck)} is stuck in {phase}, {waiting} others wait"
+            "stuck",
+            stuck,
+            f"{_names(case, stuck)} is stuck in {phase}, {waiting} others wait; "
+            f"{_shown(case, stuck)}",
         )
     return None
 
 
 def _undecided(case: _Case) -> Verdict | None:
-    bound_s = max(case.limits.undecided_s, *(_bound_s(case, row) for row in case.rows.values()))
+    bound_s = max(case.limits.undecided_s, *(_bound_s(case, rank) for rank in case.rows))
     if case.still_s < bound_s or _all_stopped(case):
         return None
     wrong = mismatch(case.rows)
@@ -277,19 +276,44 @@ def _undecided(case: _Case) -> Verdict | None:
     return case.verdict("undecided", [], "every member waits and none is missing: the network")
 
 
-def _bound_s(case: _Case, row: WorkerReport | None) -> float:
+def _bound_s(case: _Case, rank: int) -> float:
     """Return how long a worker may stand still where it is."""
-    if row is None or row.attempt != case.attempt or row.phase in _SLOW_TO_FORM:
-        return case.limits.forming_s
-    if row.step_s == 0.0 or row.phase is WorkerPhase.SCRIPT:
-        # More time than the others have is of no use to it.
-        return min(case.limits.first_step_s, _BEFORE_FAILING * case.collectives_fail_s)
-    return case.limits.saving_s if row.phase in _SLOW_TO_SAVE else case.limits.overdue_s
+    row, limits = case.rows[rank], case.limits
+    if row is None or row.attempt != case.attempt:
+        return limits.forming_s
+    is_computing = case.signs[rank] is Sign.COMPUTING
+    if row.phase in _SLOW_TO_FORM | _SLOW_TO_SAVE:
+        bound_s = limits.forming_s if row.phase in _SLOW_TO_FORM else limits.saving_s
+        return max(bound_s, _until_failing_s(case)) if is_computing else bound_s
+    if rank in case.graph.waits_for and row.beat_age_s < limits.hang_s:
+        # Connections are made in the first step; what holds them up is a network.
+        return limits.undecided_s if row.step_s else limits.saving_s
+    # More time than the others have is of no use to it.
+    return min(limits.pause_s if _pauses(case, rank) else inf, _until_failing_s(case))
+
+
+def _until_failing_s(case: _Case) -> float:
+    return _BEFORE_FAILING * case.collectives_fail_s
+
+
+def _pauses(case: _Case, rank: int) -> bool:
+    """Return whether a worker has used no processor time for as long as a script may pause."""
+    computes = case.signs.get(rank) is Sign.COMPUTING
+    return not computes and case.idle_s.get(rank, 0.0) >= case.limits.pause_s
+
+
+def _is_in_own_code(case: _Case, rank: int) -> bool:
+    row = case.rows[rank]
+    return (
+        row is not None
+        and row.attempt == case.attempt
+        and row.phase not in _SLOW_TO_FORM | _SLOW_TO_SAVE
+    )
 
 
 def _all_stopped(case: _Case) -> bool:
     # A single worker is stopped by somebody who did not stop its keeper: it is named.
-    stopped = all(row is None or row.os_state == _STOPPED for row in case.rows.values())
+    stopped = all(case.signs.get(rank) in {None, Sign.STOPPED} for rank in case.rows)
     return stopped and len(case.members) > 1
 
 
@@ -302,9 +326,21 @@ def _who_waits_for(case: _Case, missing: list[int]) -> str:
             return (
                 f"{_names(case, missing)} has not called {group.op} number "
                 f"{group.finished_seq + 1} of group {group.group}, in which "
-                f"{case.members[rank]} waits for {group.waiting_s:.2f} s"
+                f"{case.members[rank]} waits for {group.waiting_s:.2f} s; {_shown(case, missing)}"
             )
     return f"{_names(case, missing)} has not come; {len(case.graph.waits_for)} others wait"
+
+
+def _shown(case: _Case, ranks: list[int]) -> str:
+    """Return what the first of ``ranks`` shows, and what to do if it is well."""
+    row, sign = case.rows[ranks[0]], case.signs.get(ranks[0])
+    if row is None or sign is None:
+        return "nothing is known of it"
+    advice = ""
+    if _is_in_own_code(case, ranks[0]) and sign in {Sign.COMPUTING, Sign.IDLE}:
+        is_pause = _pauses(case, ranks[0]) and case.limits.pause_s < _until_failing_s(case)
+        advice = _RAISE_PATIENCE if is_pause else _RAISE_TIMEOUT
+    return describe(sign, row, case.idle_s[ranks[0]]) + advice
 
 
 def _rows(case: _Case, ranks: list[int]) -> list[WorkerReport]:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+import signal
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -32,15 +34,21 @@ def test_the_stopped_rank_is_named_each_time_and_training_goes_on(
     assert len(set(finish(ranks, tmp_path))) == 1
 
 
-def test_a_rank_that_lives_but_does_not_come_is_named(ranks: Ranks, tmp_path: Path) -> None:
-    """Kernel and beat say that it is well: only the rings tell it from those that wait."""
+@pytest.mark.parametrize("work", ["", "computes"], ids=["sleeps", "computes"])
+def test_a_rank_that_works_for_long_is_not_named_and_one_that_stops_then_is(
+    ranks: Ranks, tmp_path: Path, work: str
+) -> None:
+    """A recompile, a download, an evaluation: the others wait for many steps, and it is well."""
     watch = Watch(ranks)
     watch.until_steps(10)
-    stall_path(tmp_path, 2).touch()
+    stall_path(tmp_path, 2).write_text(work)
+    watch.until_still(for_s=4 * watch.limits.hang_s)
 
+    os.kill(ranks.pid(2), signal.SIGSTOP)
     verdict = watch.until_verdict()
+    os.kill(ranks.pid(2), signal.SIGCONT)
 
-    assert (verdict.guilty, verdict.rule) == (("w2",), "missing")
-    assert "w2 (rank 2) has not called all_reduce" in verdict.evidence
+    assert (verdict.guilty, verdict.rule) == (("w2",), "stopped")
     stall_path(tmp_path, 2).unlink()
+    watch.until_steps(3)
     assert len(set(finish(ranks, tmp_path))) == 1

@@ -67,7 +67,7 @@ def hung_attempts(draw: st.DrawFn) -> tuple[list[WorkerReport], int]:
 
 
 def verdict_on(rows: list[WorkerReport], *, for_s: float) -> Verdict | None:
-    state, at_s = watch(rows, for_s=for_s)
+    state, at_s = watch(rows, for_s=for_s, period_s=0.25 if for_s < 10 else 1.0)
     members = tuple(f"w{rank}" for rank in range(len(rows)))
     verdict = judge(state, at_s, attempt=ATTEMPT, members=members, limits=LIMITS)
     assert verdict is None or isinstance(verdict, Verdict)
@@ -79,7 +79,8 @@ def test_the_planted_rank_is_named_or_nobody(case: tuple[list[WorkerReport], int
     """Ranks that have finished their program compute and wait nowhere: they look idle, too."""
     rows, guilty = case
 
-    verdict = verdict_on(rows, for_s=2.75)
+    assert verdict_on(rows, for_s=9.0) is None
+    verdict = verdict_on(rows, for_s=LIMITS.pause_s + 1.0)
 
     somebody_waits = any(g.waiting_s > 0 for row in rows for g in row.groups)
     if somebody_waits:

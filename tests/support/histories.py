@@ -26,6 +26,7 @@ def calm(worker: str, rank: int) -> WorkerReport:
         moved_bytes=0,
         phase_s=0.1,
         beat_age_s=0.05,
+        processor_s=0.0,
         step_s=0.2,
         loss=2.0,
         groups=(),

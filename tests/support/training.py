@@ -25,7 +25,10 @@ LOOK_S = 0.1
 
 
 def stall_path(directory: Path, rank: int) -> Path:
-    """Return the file that keeps ``rank`` in its forward pass while it exists."""
+    """Return the file that keeps ``rank`` in its forward pass while it exists.
+
+    It sleeps there, and computes if the file is not empty.
+    """
     return directory / f"stall-{rank}"
 
 
@@ -46,8 +49,10 @@ def train(place: Place) -> int:
     while stops.item() == 0:
         start_s = time.monotonic()
         page.enter(WorkerPhase.FORWARD)
-        while stall_path(place.directory, place.rank).exists():
-            time.sleep(0.01)
+        stall = stall_path(place.directory, place.rank)
+        while stall.exists():
+            if not stall.stat().st_size:
+                time.sleep(0.05)
         loss = model(torch.ones(8, 64)).square().mean()
         page.enter(WorkerPhase.BACKWARD)
         loss.backward()
@@ -116,6 +121,17 @@ class Watch:
 
         until(judged, "a verdict", limit_s=240.0)
         return found[0]
+
+    def until_still(self, for_s: float) -> None:
+        """Look until nobody has progressed for so long; there must be no verdict."""
+
+        def still() -> bool:
+            time.sleep(LOOK_S)
+            assert (verdict := self.look()) is None, verdict
+            watched = [self._detector.worker(worker) for worker in WORKERS]
+            return all(one is not None and self._detector.still_s(one) > for_s for one in watched)
+
+        until(still, f"no progress for {for_s} s", limit_s=240.0)
 
     def until_steps(self, num_steps: int) -> None:
         """Look until every rank has done ``num_steps`` more; there must be no verdict."""

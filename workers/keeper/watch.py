@@ -182,7 +182,7 @@ class NodeWatch:
     def kill(self, worker: str) -> None:
         """Send SIGKILL to ``worker``, unless its process id belongs to another process by now."""
         view = self._view(worker)
-        if view is not None and process_state(view.pid)[1] == view.started_ticks:
+        if view is not None and process_state(view.pid).started_ticks == view.started_ticks:
             with contextlib.suppress(ProcessLookupError):
                 os.kill(view.pid, signal.SIGKILL)
 
@@ -219,8 +219,8 @@ class NodeWatch:
 
 
 def _runs(pid: int, started_ticks: int) -> bool:
-    letter, found_ticks = process_state(pid)
-    return letter not in GONE and found_ticks == started_ticks
+    found = process_state(pid)
+    return found.letter not in GONE and found.started_ticks == started_ticks
 
 
 def _milestone(view: ProgressView, last: tuple[int, bool, bool] | None) -> tuple[int, bool, bool]:

@@ -21,7 +21,7 @@ import threading
 import time
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Final
+from typing import Final, NamedTuple
 
 from workers.protocol import GroupState, WorkerPhase, WorkerReport
 from workers.records.ring import map_draft
@@ -46,6 +46,9 @@ _READ_TRIES_MAX: Final = 100
 _WORD = struct.Struct("<Q")
 #: The kernel's state letters of a process whose first thread waits for something.
 _SLEEPS: Final = frozenset("SDI")
+#: And of a thread that would run if the machine had a processor, or its page, to spare.
+_HELD_UP: Final = frozenset("RD")
+_TICKS_PER_S: Final = os.sysconf("SC_CLK_TCK")
 _LATE_BEATS: Final = 3
 _KERNEL_BYTES_MAX: Final = 4096
 
@@ -112,7 +115,7 @@ class ProgressRecord:
         """Create the record of ``worker`` at ``path``; it replaces an old one atomically."""
         path = Path(path)
         draft, memory = map_draft(path, _PAGE_BYTES)
-        _, started_ticks = process_state(os.getpid())
+        started_ticks = process_state(os.getpid()).started_ticks
         _HEADER.pack_into(memory, 0, _MAGIC, _VERSION, os.getpid(), started_ticks, worker.encode())
         record = cls(memory)
         draft.replace(path)
@@ -260,13 +263,15 @@ def report_on(
     if view is None:
         return WorkerReport(
             worker=worker, pid=0, os_state="X", attempt=0, rank=-1, phase=WorkerPhase.IDLE,
-            step=0, micro_batch=0, moved_bytes=0, phase_s=0.0, beat_age_s=0.0, step_s=0.0,
-            loss=math.nan, groups=(),
+            step=0, micro_batch=0, moved_bytes=0, phase_s=0.0, beat_age_s=0.0, processor_s=0.0,
+            step_s=0.0, loss=math.nan, groups=(),
         )  # fmt: skip
-    letter, started_ticks = process_state(view.pid)
+    letter, started_ticks, processor_s = process_state(view.pid)
     beat_age_ns = max(0, now_ns - view.beat_ns)
-    if letter in _SLEEPS and beat_age_ns > _LATE_BEATS * BEAT_S * 1e9 and _is_starved(view):
-        letter = "R"
+    if letter in _SLEEPS and beat_age_ns > _LATE_BEATS * BEAT_S * 1e9 and view.beater > 0:
+        # The beating thread may only wait for a processor, or for a page of its memory.
+        beater = process_state(view.pid, thread=view.beater).letter
+        letter = beater if beater in _HELD_UP else letter
     attempt, groups = ring
     return WorkerReport(
         worker=worker,
@@ -280,19 +285,23 @@ def report_on(
         moved_bytes=view.moved_bytes,
         phase_s=max(0, now_ns - view.phase_since_ns) / 1e9,
         beat_age_s=beat_age_ns / 1e9,
+        processor_s=processor_s,
         step_s=view.step_s,
         loss=view.loss,
         groups=groups if attempt == view.attempt else (),
     )
 
 
-def _is_starved(view: ProgressView) -> bool:
-    """Return whether the beating thread only waits for a processor."""
-    return view.beater > 0 and process_state(view.pid, thread=view.beater)[0] == "R"
+class ProcessState(NamedTuple):
+    """What the kernel says of a process or of one of its threads."""
+
+    letter: str
+    started_ticks: int
+    processor_s: float
 
 
-def process_state(pid: int, *, thread: int = 0) -> tuple[str, int]:
-    """Return the kernel's state letter and start time in ticks; ("X", 0) if gone.
+def process_state(pid: int, *, thread: int = 0) -> ProcessState:
+    """Return the kernel's state letter, start time in ticks, and processor time; X if gone.
 
     With ``thread``, those of that thread of the process.
     """
@@ -300,10 +309,11 @@ def process_state(pid: int, *, thread: int = 0) -> tuple[str, int]:
     try:
         stat = _read_at_once(place)
     except (FileNotFoundError, ProcessLookupError):
-        return "X", 0
+        return ProcessState("X", 0, 0.0)
     # The command name may contain spaces and brackets, what follows its last bracket not.
     fields = stat[stat.rindex(b")") + 2 :].split()
-    return fields[0].decode(), int(fields[19])
+    processor_s = (int(fields[11]) + int(fields[12])) / _TICKS_PER_S
+    return ProcessState(fields[0].decode(), int(fields[19]), processor_s)
 
 
 def _read_at_once(path: str) -> bytes:

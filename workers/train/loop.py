@@ -123,7 +123,7 @@ class _Attempt:
             rank=assignment.rank,
             world_size=assignment.layout.world_size,
             ring_path=context.ring_path,
-            timeout_s=context.settings.parallel.collective_timeout_s,
+            timeout_s=context.settings.parallel.forming_timeout_s,
         )
         mesh = build_mesh(
             assignment.layout,

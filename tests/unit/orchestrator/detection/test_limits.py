@@ -39,7 +39,7 @@ def test_what_a_step_tells_nothing_of_has_time_on_its_own() -> None:
     """A model of 5 ms a step is compiled for a minute and reads its data for two."""
     fast, slow = limits_from(0.005), limits_from(60.0)
 
-    assert (fast.saving_s, fast.first_step_s, fast.forming_s) == (30.0, 120.0, 300.0)
+    assert (fast.saving_s, fast.pause_s, fast.forming_s) == (30.0, 120.0, 300.0)
     assert slow.saving_s > 10 * fast.saving_s
     assert limits_from(0.005, patience=6.0).forming_s == 600.0
 

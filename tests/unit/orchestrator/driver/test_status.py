@@ -114,6 +114,7 @@ def test_a_living_controller_tells_no_loss_that_json_cannot_hold(loss: float) ->
         moved_bytes=0,
         phase_s=0.0,
         beat_age_s=0.0,
+        processor_s=0.0,
         step_s=1.0,
         loss=loss,
         groups=(),

@@ -39,7 +39,7 @@ def test_stopped_worker_is_killed_for_sure(tmp_path: Path) -> None:
         assert worker.stdout is not None
         worker.stdout.readline()
         os.kill(worker.pid, signal.SIGSTOP)
-        _until(lambda: process_state(worker.pid)[0] == "T")
+        _until(lambda: process_state(worker.pid).letter == "T")
         watch = NodeWatch(node="a", directory=tmp_path)
         watch.look()
         assert dead_workers(tmp_path) == frozenset(), "a stopped one may go on"

@@ -161,7 +161,7 @@ def test_a_process_that_only_waits_for_a_processor_is_seen_to_run(path: Path) ->
 def test_another_process_of_the_same_pid_is_not_taken_for_the_worker(path: Path) -> None:
     """Process ids come round; on a busy node within hours."""
     ProgressRecord.create(path, worker="w0").close()
-    _, started_ticks = process_state(os.getpid())
+    started_ticks = process_state(os.getpid()).started_ticks
     page = bytearray(path.read_bytes())
     page[24:32] = (started_ticks + 1).to_bytes(8, "little")
     path.write_bytes(page)
@@ -188,3 +188,33 @@ def test_an_observer_does_not_import_torch() -> None:
     code = "import sys, workers.records.progress; sys.exit('torch' in sys.modules)"
 
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
+
+
+BUSY = """
+import sys, time
+from workers.records.progress import ProgressRecord
+ProgressRecord.create(sys.argv[1], worker="w0")
+print(flush=True)
+sys.stdin.readline()
+while True:
+    pass
+"""
+
+
+def test_the_processor_time_of_a_worker_is_read_from_outside(path: Path) -> None:
+    """It tells one that computes from one that sleeps; both beat."""
+    command = [sys.executable, "-c", BUSY, str(path)]
+    pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "text": True}
+
+    def used_s() -> float:
+        return _observe("w0", path, path, now_ns=time.monotonic_ns()).processor_s
+
+    with subprocess.Popen(command, **pipes) as child:  # type: ignore[call-overload]
+        try:
+            child.stdout.readline()
+            before_s = used_s()
+            child.stdin.write("\n")
+            child.stdin.flush()
+            until(lambda: used_s() > before_s + 0.2, "processor time")
+        finally:
+            child.kill()
