@@ -14,7 +14,8 @@ from typing import Any
 
 from orchestrator.core import Incident, layout_text
 from orchestrator.errors import JournalCorruptError, RunNotFoundError
-from ucp_core.storage import Store, join, open_store
+from ucp_core.errors import StorageError
+from ucp_core.storage import Store, join, open_store, read_all_appended, read_appended
 
 #: The run's settings, as they were resolved when it was last started or resumed.
 CONFIG = "config.yaml"
@@ -26,6 +27,8 @@ CONTACT = "controller.json"
 COMPACTED = "compacted.json"
 #: The committed versions in storage.
 CHECKPOINTS = "checkpoints"
+#: A line of JSON for each committed step (``workers.train``).
+METRICS = "metrics/rank0.jsonl"
 #: Written last: once it is there the run is over.
 SUMMARY = "summary.json"
 #: Written by rank 0 when it completes the last step (``workers.train``).
@@ -99,7 +102,7 @@ def read_run(url: str) -> RunRecord:
         url=url,
         config_text=_text(store, join(path, CONFIG)),
         journal=tuple(_journal(store, join(path, "journal"))),
-        steps=_steps(_text(store, join(path, "metrics/rank0.jsonl"))),
+        steps=_steps(_appended_text(store, join(path, METRICS))),
         incidents=tuple(_incidents(store, join(path, "incidents"))),
         summary=_object(_text(store, join(path, SUMMARY))),
     )
@@ -116,6 +119,16 @@ def _text(store: Store, path: str) -> str:
     return store.read(path).decode(errors="replace") if store.exists(path) else ""
 
 
+def _appended_text(store: Store, path: str) -> str:
+    """Return the text of a file of lines, "" if there is none."""
+    try:
+        return read_appended(store, path).decode(errors="replace")
+    except StorageError as error:
+        if not error.facts.get("missing"):
+            raise
+        return ""
+
+
 def _object(text: str) -> dict[str, Any]:
     return _document(text) or {}
 
@@ -130,8 +143,8 @@ def _document(line: str) -> dict[str, Any] | None:
 
 def _journal(store: Store, directory: str) -> list[dict[str, Any]]:
     records: list[dict[str, Any]] = []
-    for name in store.list(directory):
-        lines = _text(store, join(directory, name)).splitlines()
+    for name, text in read_all_appended(store, directory).items():
+        lines = text.decode(errors="replace").splitlines()
         for number, line in enumerate(lines, start=1):
             record = _document(line)
             if record is not None:

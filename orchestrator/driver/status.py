@@ -12,11 +12,12 @@ from orchestrator.config import RunConfig, load
 from orchestrator.core import RunState, describe, fold, starts, verify
 from orchestrator.errors import RunNotFoundError
 from orchestrator.policies import CadenceRules, StoredVersion, quarantine
-from orchestrator.run_directory import CHECKPOINTS, CONFIG, CONTACT, SUMMARY
+from orchestrator.run_directory import CHECKPOINTS, CONFIG, CONTACT, METRICS, SUMMARY
 from orchestrator.shell import config_of, read_segments
+from ucp_core.errors import StorageError
 from ucp_core.lineage import Lineage
 from ucp_core.native import checkpoint_name, find_committed
-from ucp_core.storage import join, open_store
+from ucp_core.storage import join, open_store, read_appended
 from workers.protocol import Source
 
 __all__ = ["RunFiles", "read_status", "replay_run"]
@@ -108,10 +109,13 @@ class RunFiles:
 
     def last_loss(self) -> float | None:
         """Return the loss of the last step; None also if that was not a number."""
-        path = join(self._path, "metrics/rank0.jsonl")
-        if not self._store.exists(path):
+        try:
+            lines = read_appended(self._store, join(self._path, METRICS)).splitlines()
+        except StorageError as error:
+            if not error.facts.get("missing"):
+                raise
             return None
-        for line in reversed(self._store.read(path).splitlines()):
+        for line in reversed(lines):
             try:
                 loss = json.loads(line)["loss"]
                 return None if loss is None else float(loss)

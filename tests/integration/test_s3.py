@@ -8,6 +8,7 @@ import threading
 import tracemalloc
 import uuid
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from pathlib import Path
 
@@ -25,7 +26,7 @@ from ucp_core.conversion import convert
 from ucp_core.errors import StorageError
 from ucp_core.inspection import verify
 from ucp_core.native import find_committed, load, open_checkpoint
-from ucp_core.storage import Store, join, open_store
+from ucp_core.storage import PieceWriter, Store, join, open_store, read_appended
 from ucp_core.storage.s3 import S3Store
 from ucp_core.storage.service_errors import Retries
 
@@ -481,3 +482,91 @@ def test_a_detached_cluster_sees_that_its_run_in_a_bucket_is_over(bucket: str) -
     assert not is_over(f"s3://{bucket}/run", old)
     store.write_atomic(join(root, "summary.json"), b"of this one", fsync=False)
     assert is_over(f"s3://{bucket}/run", old)
+
+
+def test_an_append_costs_one_request_however_long_the_file_is(bucket: str, proxy: Proxy) -> None:
+    """A run of a week appends a million times: no reading, no writing again, no listing."""
+    store, root = quick_store(bucket)
+    path = join(root, "metrics/rank0.jsonl")
+    store.append(path, b"0\n")
+    costs: list[int] = []
+    for number in range(1, 200):
+        proxy.seen.clear()
+        store.append(path, b"%d\n" % number)
+        costs.append(len(proxy.seen))
+
+    # Every 64th time the pieces are merged and deleted.
+    assert sorted(costs) == [1] * 196 + [3] * 3
+    assert not proxy.count("GET")
+    reader, _ = quick_store(bucket)
+    proxy.seen.clear()
+    assert read_appended(reader, path) == b"".join(b"%d\n" % number for number in range(200))
+    # One listing, three merged pieces and the eight behind them.
+    assert len(proxy.seen) == 12
+
+
+@pytest.mark.parametrize(
+    "fault",
+    [
+        Fault(method="PUT", within="-000002", times=2, status=503),
+        Fault(method="PUT", within="-000002", times=2),
+        Fault(method="PUT", within="-000002", times=2, after=True),
+        Fault(method="PUT", within="-000002", times=1, doubles=True),
+        Fault(method="PUT", within="-000002", times=1, status=409, after=True),
+    ],
+    ids=["throttled", "reset", "answer-lost", "doubled", "conflict"],
+)
+def test_what_is_appended_is_there_once(fault: Fault, bucket: str, proxy: Proxy) -> None:
+    """A request that was repeated is not taken for another writer, and its line not for two."""
+    store, root = quick_store(bucket)
+    path = join(root, "journal/000001.jsonl")
+    proxy.faults = [fault]
+
+    writer = PieceWriter(store, path, number=1)
+    for number in range(4):
+        writer.append(b"%d\n" % number)
+
+    assert read_appended(store, path) == b"0\n1\n2\n3\n"
+
+
+def test_a_second_writer_is_noticed(bucket: str) -> None:
+    """Two controllers that both believe to be the third must not mix their lines."""
+    store, root = quick_store(bucket)
+    other, _ = quick_store(bucket)
+    path = join(root, "journal/000003.jsonl")
+    mine, theirs = (PieceWriter(each, path, number=1) for each in (store, other))
+    mine.append(b"mine\n")
+
+    with pytest.raises(StorageError, match="two write the same file") as caught:
+        theirs.append(b"theirs\n")
+
+    assert caught.value.facts["taken"]
+    # Who only appends goes on behind the other: a late line of an attempt that was fenced.
+    other.append(path, b"late\n")
+    store.append(path, b"next\n")
+    assert read_appended(store, path) == b"mine\nlate\nnext\n"
+
+
+def test_pieces_that_are_merged_while_they_are_read_are_found(bucket: str) -> None:
+    """A report is made of a run that is under way."""
+    store, root = quick_store(bucket)
+    path = join(root, "journal/000001.jsonl")
+    for number in range(63):
+        store.append(path, b"%d\n" % number)
+    reader, _ = quick_store(bucket)
+    listed, merged = threading.Event(), threading.Event()
+    sizes = reader.sizes
+
+    def slow_sizes(directory: str) -> dict[str, int]:
+        found = sizes(directory)
+        listed.set()
+        assert merged.wait(60)
+        return found
+
+    reader.sizes = slow_sizes  # type: ignore[method-assign]
+    with ThreadPoolExecutor(1) as pool:
+        read = pool.submit(read_appended, reader, path)
+        assert listed.wait(60)
+        store.append(path, b"63\n")
+        merged.set()
+        assert read.result() == b"".join(b"%d\n" % number for number in range(64))

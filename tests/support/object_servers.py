@@ -102,6 +102,8 @@ class Fault:
         status: Answered instead of the server; 0: the connection breaks.
         code: S3's name of the error.
         after: The server gets the request first, so that only its answer is lost.
+        doubles: The server gets the request twice, and its second answer comes.
+        delay_s: The request is passed on after so long, and nothing else happens to it.
     """
 
     method: str
@@ -110,6 +112,8 @@ class Fault:
     status: int = 0
     code: str = "SlowDown"
     after: bool = False
+    doubles: bool = False
+    delay_s: float = 0.0
 
 
 @dataclass
@@ -165,7 +169,10 @@ class _Handler(BaseHTTPRequestHandler):
         fault = self.server.proxy.fault_of(self.command, self.path)
         if self.server.proxy.meeting is not None and self.command == "GET":
             self.server.proxy.meeting.wait()
-        if fault is None:
+        if fault is None or fault.doubles or fault.delay_s:
+            if fault is not None and fault.doubles:
+                self._passed(body)
+            time.sleep(fault.delay_s if fault is not None else 0.0)
             self._answer(*self._passed(body))
             return
         if fault.after:

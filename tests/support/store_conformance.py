@@ -10,7 +10,13 @@ from typing import TYPE_CHECKING
 import pytest
 
 from ucp_core.errors import StorageError
-from ucp_core.storage import Store, join
+from ucp_core.storage import (
+    Store,
+    appended_sizes,
+    join,
+    read_all_appended,
+    read_appended,
+)
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -167,10 +173,33 @@ class StoreConformance(ABC):
     def test_appended_bytes_follow_one_another(self, place: tuple[Store, str]) -> None:
         """The journal is made by appending to a file that may not be there yet."""
         store, root = place
-        for line in (b"one\n", b"two\n"):
-            store.append(join(root, "journal/000001.jsonl"), line)
+        path = join(root, "journal/000001.jsonl")
+        lines = [b"%d\n" % number for number in range(70)]
+        for line in lines:
+            store.append(path, line)
+        store.append(join(root, "journal/000002.jsonl"), b"later")
 
-        assert store.read(join(root, "journal/000001.jsonl")) == b"one\ntwo\n"
+        assert read_appended(store, path) == b"".join(lines)
+        assert read_appended(store, path, 100) == b"".join(lines)[100:]
+        sizes = {"000001.jsonl": len(b"".join(lines)), "000002.jsonl": 5}
+        assert appended_sizes(store, join(root, "journal")) == sizes
+        assert read_all_appended(store, join(root, "journal"), first="000002.jsonl") == {
+            "000002.jsonl": b"later"
+        }
+        with pytest.raises(StorageError, match=r"000003.jsonl does not exist") as caught:
+            read_appended(store, join(root, "journal/000003.jsonl"))
+        assert caught.value.facts["missing"]
+
+    def test_files_are_deleted_together(self, place: tuple[Store, str]) -> None:
+        """One that is gone already hinders nothing."""
+        store, root = place
+        for name in ("a", "b", "c"):
+            store.write_atomic(join(root, name), b"1", fsync=False)
+
+        store.delete_files([join(root, name) for name in ("a", "gone", "c")])
+        store.delete_files([])
+
+        assert store.list(root) == ("b",)
 
     def test_a_directory_lists_names_and_sizes(self, place: tuple[Store, str]) -> None:
         """Only its own: neither what lies deeper nor what has the same beginning."""

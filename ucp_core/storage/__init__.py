@@ -1,5 +1,11 @@
 """Where bytes are kept: one protocol, and stores for local files, fsspec URLs and memory."""
 
+from ucp_core.storage.appended import (
+    PieceWriter,
+    appended_sizes,
+    read_all_appended,
+    read_appended,
+)
 from ucp_core.storage.base import (
     Buffer,
     ReadRange,
@@ -18,14 +24,18 @@ __all__ = [
     "Buffer",
     "LocalStore",
     "MemoryStore",
+    "PieceWriter",
     "ReadRange",
     "RefusingStore",
     "Store",
+    "appended_sizes",
     "ask_ahead",
     "is_local",
     "join",
     "may_reserve",
     "open_store",
+    "read_all_appended",
+    "read_appended",
     "temporary_name",
     "tidied",
     "undone",

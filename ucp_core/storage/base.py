@@ -27,9 +27,12 @@ class Store(Protocol):
 
     Attributes:
         request_bytes: Larger reads than this are no faster.
+        appends: Whether ``append`` makes the file itself longer. If not, it writes a piece beside
+            it, each a request: read such files with ``read_appended``.
     """
 
     request_bytes: int
+    appends: bool
 
     def read(self, path: str) -> bytes:
         """Return the whole file."""
@@ -65,7 +68,10 @@ class Store(Protocol):
         """
 
     def append(self, path: str, data: Buffer, *, fsync: bool = False) -> None:
-        """Add ``data`` at the end of the file; make the file if there is none."""
+        """Add ``data`` at the end of the file; make the file if there is none.
+
+        After an error it may be there all the same. See ``appends``.
+        """
 
     def list(self, directory: str) -> tuple[str, ...]:
         """Return the names in ``directory``, sorted; none if there is no such directory.
@@ -84,6 +90,9 @@ class Store(Protocol):
 
     def delete(self, path: str) -> None:
         """Remove a file, or a directory with all in it; do nothing if there is none."""
+
+    def delete_files(self, paths: Sequence[str]) -> None:
+        """Remove files of one bucket or file system, by few requests; skip those not there."""
 
     def makedirs(self, path: str) -> None:
         """Make a directory and its parents, if the storage has directories."""
@@ -106,6 +115,7 @@ class RefusingStore:
     """Refuses every call; a store for one use derives from it and adds what it can do."""
 
     request_bytes = 1 << 20
+    appends = True
 
     # ``Any``, so that a subclass may give every method its own type.
     def _refuse(self, *args: Any, **_: Any) -> Any:
@@ -115,7 +125,8 @@ class RefusingStore:
         )
 
     read = read_range = read_ranges = _refuse
-    write_atomic = write_file = append = delete = makedirs = lock = _refuse
+    write_atomic = write_file = append = delete = delete_files = _refuse
+    makedirs = lock = _refuse
     list = sizes = exists = size = _refuse
 
 

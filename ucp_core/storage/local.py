@@ -62,6 +62,7 @@ class LocalStore:
     """
 
     request_bytes = 1 << 20
+    appends = True
 
     def __init__(self) -> None:
         self._durable: set[tuple[str, int]] = set()
@@ -219,6 +220,12 @@ class LocalStore:
                 shutil.rmtree(path)
             else:
                 Path(path).unlink()
+
+    def delete_files(self, paths: Sequence[str]) -> None:
+        """Remove files."""
+        for path in paths:
+            with _named(path):
+                Path(path).unlink(missing_ok=True)
 
     def makedirs(self, path: str) -> None:
         """Make a directory and its parents."""

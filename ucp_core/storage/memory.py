@@ -18,6 +18,7 @@ class MemoryStore:
     """Files in a dict; ``fsync`` does nothing."""
 
     request_bytes = 32 << 20
+    appends = True
 
     def __init__(self) -> None:
         self._files: dict[str, bytes] = {}
@@ -103,6 +104,12 @@ class MemoryStore:
             doomed = [k for k in self._files if k == _key(path) or k.startswith(_inside(path))]
             for key in doomed:
                 del self._files[key]
+
+    def delete_files(self, paths: Sequence[str]) -> None:
+        """Remove files."""
+        with self._lock:
+            for path in paths:
+                self._files.pop(_key(path), None)
 
     def makedirs(self, path: str) -> None:
         """Do nothing: directories exist where files are."""

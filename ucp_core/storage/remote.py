@@ -9,6 +9,7 @@ from functools import partial
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from ucp_core.errors import StorageError
+from ucp_core.storage.appended import PieceWriter
 from ucp_core.storage.base import is_temporary, temporary_name
 from ucp_core.storage.service_errors import Retries
 
@@ -27,6 +28,8 @@ _ATOMIC_PROTOCOLS = {"s3", "s3a", "gs", "gcs", "abfs", "az", "oss"}
 #: connection carries about 90 MB/s.
 _REQUEST_BYTES = 8 << 20
 _REQUESTS_AT_ONCE = 8
+#: Writers of one file that meet look again for the next number; each time at least one goes on.
+_MEETINGS_MAX = 8
 
 
 class FsspecStore:
@@ -50,6 +53,8 @@ class FsspecStore:
         protocol = filesystem.protocol
         names = {protocol} if isinstance(protocol, str) else set(protocol)
         self._is_atomic = bool(names & _ATOMIC_PROTOCOLS)
+        self.appends = not self._is_atomic
+        self._writers: dict[str, PieceWriter] = {}
 
     def read(self, path: str) -> bytes:
         """Return the whole file."""
@@ -98,21 +103,29 @@ class FsspecStore:
         self, path: str, data: Buffer, *, fsync: bool, exclusive: bool = False
     ) -> bool:
         """Put ``data`` at ``path`` at once."""
-        if exclusive and self.exists(path):
-            return False
         # Where files grow in place, only a rename makes them appear whole, and it replaces.
         if not exclusive or not self._is_atomic:
+            if exclusive and self.exists(path):
+                return False
             self.write_file(path, [data], fsync=fsync)
             return True
-        try:
-            # S3 and GCS refuse by themselves; for others fsspec looks again.
-            self._call(path, lambda: self._fs.pipe_file(path, bytes(data), mode="create"))
-        except StorageError as error:
-            if not error.facts.get("taken"):
-                raise
-            # If the answer to our own request was lost, the retry finds our file.
-            return self.read(path) == bytes(data)
-        return True
+        for _ in range(_MEETINGS_MAX):
+            try:
+                # S3 and GCS refuse by themselves; for others fsspec looks first.
+                self._call(path, lambda: self._fs.pipe_file(path, bytes(data), mode="create"))
+            except StorageError as error:
+                if not error.facts.get("taken"):
+                    raise
+            else:
+                return True
+            try:
+                # If the answer to our own request was lost, the next one finds our file.
+                return self.read(path) == bytes(data)
+            except StorageError as error:
+                # Refused because of another write at the same instant, which failed.
+                if not error.facts.get("missing"):
+                    raise
+        raise StorageError(f"{path} is said to be there and cannot be read", path=path)
 
     def write_file(self, path: str, chunks: Iterable[Buffer], *, fsync: bool) -> int:
         """Write ``chunks`` one after the other and return the size."""
@@ -140,12 +153,20 @@ class FsspecStore:
         return size_bytes
 
     def append(self, path: str, data: Buffer, *, fsync: bool = False) -> None:
-        """Add ``data`` at the end of the file; object stores rewrite it."""
+        """Add ``data`` at the end of the file; on object stores, as the next piece."""
         del fsync
         if self._is_atomic:
-            old = self.read(path) if self.exists(path) else b""
-            self._call(path, lambda: self._fs.pipe_file(path, old + bytes(data)))
-            return
+            for _ in range(_MEETINGS_MAX):
+                writer = self._writers.setdefault(path, PieceWriter(self, path))
+                try:
+                    writer.append(bytes(data))
+                except StorageError as error:
+                    if not error.facts.get("taken"):
+                        raise
+                    self._writers.pop(path, None)
+                else:
+                    return
+            raise StorageError(f"{path} has too many writers at once", path=path)
         self._make_parent(path)
 
         def add() -> None:
@@ -188,6 +209,19 @@ class FsspecStore:
         except StorageError as error:
             if not error.facts.get("missing"):
                 raise
+
+    def delete_files(self, paths: Sequence[str]) -> None:
+        """Remove files; on object stores by one request for 1,000."""
+        if not paths:
+            return
+        try:
+            self._retries.call(paths[0], lambda: self._fs.rm(builtins.list(paths)))
+        except StorageError as error:
+            if not error.facts.get("missing"):
+                raise
+            # Where a missing one is an error, those behind it are left.
+            for path in paths if len(paths) > 1 else ():
+                self.delete_files([path])
 
     def makedirs(self, path: str) -> None:
         """Make a directory and its parents where the storage has such a thing."""

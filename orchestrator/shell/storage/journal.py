@@ -8,7 +8,7 @@ from typing import Any
 from zlib import crc32
 
 from orchestrator.core import Place
-from ucp_core.storage import Store, join
+from ucp_core.storage import Store, appended_sizes, join, read_all_appended, read_appended
 
 DIRECTORY = "journal"
 #: A segment is scanned by so much at a time.
@@ -17,33 +17,31 @@ CHUNK_BYTES = 64 << 10
 
 def read_segments(store: Store, run_path: str) -> list[bytes]:
     """Return the content of every segment in the run directory, oldest first."""
-    directory = join(run_path, DIRECTORY)
-    return [store.read(join(directory, name)) for name in _segments(store.list(directory))]
+    found = read_all_appended(store, join(run_path, DIRECTORY))
+    return [found[name] for name in _segments(found)]
 
 
 def segment_sizes(store: Store, run_path: str) -> list[int]:
     """Return the size of every segment in the run directory in bytes, oldest first."""
-    sizes = store.sizes(join(run_path, DIRECTORY))
+    sizes = appended_sizes(store, join(run_path, DIRECTORY))
     return [sizes[name] for name in _segments(sizes)]
 
 
 def read_from(store: Store, run_path: str, *, number: int, offset_bytes: int) -> list[bytes]:
     """Return segment ``number`` (from 1) from an offset on, and all later segments."""
     directory = join(run_path, DIRECTORY)
-    first, *others = _segments(store.list(directory))[number - 1 :]
-    path = join(directory, first)
-    rest_bytes = store.size(path) - offset_bytes
-    rest = store.read_range(path, offset_bytes, rest_bytes)
-    return [rest, *(store.read(join(directory, name)) for name in others)]
+    first = _segments(appended_sizes(store, directory))[number - 1]
+    found = read_all_appended(store, directory, first=first, offset_bytes=offset_bytes)
+    return [found[name] for name in _segments(found)]
 
 
 def read_chunks(store: Store, run_path: str, *, number: int) -> Iterator[bytes]:
     """Yield segment ``number`` (from 1) chunk by chunk."""
     directory = join(run_path, DIRECTORY)
-    path = join(directory, _segments(store.list(directory))[number - 1])
-    size = store.size(path)
-    for begin in range(0, size, CHUNK_BYTES):
-        yield store.read_range(path, begin, min(CHUNK_BYTES, size - begin))
+    sizes = appended_sizes(store, directory)
+    name = _segments(sizes)[number - 1]
+    for begin in range(0, sizes[name], CHUNK_BYTES):
+        yield read_appended(store, join(directory, name), begin, CHUNK_BYTES)
 
 
 def _segments(names: Iterable[str]) -> list[str]:
