@@ -34,7 +34,7 @@ from workers.state import (
     refuse_unfit,
     set_scalars,
 )
-from workers.train.boundary import Boundary, Restored, StorageWriter, restore_state
+from workers.train.boundary import UNWRITTEN, Boundary, Restored, StorageWriter, restore_state
 from workers.train.context import WorkerContext
 from workers.train.evaluation import mean_over_samples
 from workers.train.executor import (
@@ -355,6 +355,8 @@ class Session:
             replicas=self._mesh.replicas,
         )
         self.step, self._restored = restored.step, restored.extra
+        for path, line in restored.extra.pop(UNWRITTEN, ()):
+            self._storage.append_text(path, line)
         if restored.step:
             for fqn in restored.without_state & sharded.parameters.keys():
                 # ``prime`` made this state, and the version has none.

@@ -5,12 +5,13 @@ from typing import TYPE_CHECKING
 from ucp_core.lazy import lazy_door
 
 if TYPE_CHECKING:
-    from workers.train.boundary.between_steps import Boundary, YieldSignal
+    from workers.train.boundary.between_steps import UNWRITTEN, Boundary, YieldSignal
     from workers.train.boundary.restore import Restored, UnloadableSignal, restore_state
     from workers.train.boundary.store import CHECKPOINTS, StorageWriter
 
 __all__ = [
     "CHECKPOINTS",
+    "UNWRITTEN",
     "Boundary",
     "Restored",
     "StorageWriter",

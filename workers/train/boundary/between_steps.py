@@ -39,10 +39,12 @@ from workers.train.context import WorkerContext
 from workers.train.evaluation import weights_digest
 from workers.train.executor import ShardedModel, Signals, Step, all_agree
 
-__all__ = ["Boundary", "YieldSignal"]
+__all__ = ["UNWRITTEN", "Boundary", "YieldSignal"]
 
 METRICS: Final = "metrics/rank0.jsonl"
 RESULT: Final = "result.json"
+#: In the small values of a snapshot: lines of metrics that storage may not have yet.
+UNWRITTEN: Final = "unwritten_lines"
 #: A snapshot waits at most this long for the metrics of its steps: stalled storage must not stop
 #: snapshots.
 _METRICS_S_MAX: Final = 0.2
@@ -175,6 +177,9 @@ class Boundary:
             UcpError: The checkpoint before this one could not be written.
         """
         begun_s = time.monotonic()
+        unwritten: list[tuple[str, str]] = []
+        if self._storage.holds_lines:
+            extra = {**extra, UNWRITTEN: unwritten}
         self._live = LiveState.after(step, step_s, sharded, extra)
         self._context.progress.completed(step.number, step_s, step.loss)
         self._state, agreed = None, step.agreed
@@ -192,11 +197,12 @@ class Boundary:
             self._state = self._state or capture(step.number, sharded, extra)
         is_taken = due.snapshot and self._take(self._state)
         snapshot_s = time.monotonic() - taking_s if due.snapshot else 0.0
-        if self._assignment.rank == 0:
+        if self._reports():
             how = "taken" if is_taken else "skipped" if due.snapshot or due.skipped else "none"
             times = {"snapshot_s": snapshot_s, "waited_s": self._waited_s}
             self._storage.append(METRICS, self._step_line(step, step_s, snapshot=how, **times))
             self._reported_step = step.number
+            unwritten += self._storage.unwritten() if self._storage.holds_lines else ()
         if is_taken and self._writer is not None:
             self._writer.complete(pin=due.pin)
             self._follow(self._writer, sharded)
@@ -268,12 +274,19 @@ class Boundary:
 
     def _append_late(self, live: LiveState) -> None:
         """Write the metrics of all steps so far, which a version must have to count."""
+        storage = self._storage
         if self._assignment.rank == 0:
-            self._storage.append_late(time.monotonic() + FINAL_S_MAX)
-            if self._reported_step < live.step.number:
-                times = {"snapshot_s": 0.0, "waited_s": self._waited_s}
-                line = self._step_line(live.step, live.step_s, snapshot="none", **times)
-                self._storage.append(METRICS, line)
+            storage.append_late(time.monotonic() + FINAL_S_MAX)
+        if self._reported_step < live.step.number and self._reports():
+            times = {"snapshot_s": 0.0, "waited_s": self._waited_s}
+            line = self._step_line(live.step, live.step_s, snapshot="none", **times)
+            storage.append(METRICS, line)
+        if storage.holds_lines:
+            live.extra[UNWRITTEN][:] = storage.unwritten()
+
+    def _reports(self) -> bool:
+        """Return whether this rank writes the metrics of steps, or keeps them in snapshots."""
+        return self._assignment.rank == 0 or self._storage.holds_lines
 
     def close(self) -> bool:
         """End snapshots; return whether nothing uses their memory any more."""

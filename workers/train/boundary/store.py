@@ -3,18 +3,24 @@
 The training thread copies the state into host memory and continues; one thread per attempt writes.
 If a keeper has the snapshots, it stores most states instead. The metrics of a step are written
 before its state, so every committed step has its line.
+
+On an object store a write is a request, so lines are held back and written together. Those that
+are not written yet go into each snapshot (``unwritten``), and whoever resumes from it writes them.
 """
 
 from __future__ import annotations
 
+import itertools
 import json
 import logging
+import math
 import queue
 import threading
 import time
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from operator import itemgetter
 from typing import Any, Final, ParamSpec, TypeVar
 
 from ucp_core.errors import CheckpointCorruptError, CheckpointNotFoundError, StorageError, UcpError
@@ -31,12 +37,18 @@ from workers.protocol import Assignment
 from workers.settings import CHECKPOINTS, CheckpointSettings
 from workers.snapshot import source_of
 
-__all__ = ["CHECKPOINTS", "SavedState", "StorageWriter", "append_json"]
+__all__ = ["CHECKPOINTS", "SavedState", "StorageWriter"]
 
 #: How often a wait checks whether the attempt was fenced.
 _LOOK_S: Final = 0.02
 #: How long closing waits for a write that was under way at the fence.
 _CLOSE_S_MAX: Final = 5.0
+#: Where a write is a request, lines are held back until they are so many or so old.
+_HELD_LINES: Final = 10
+_HELD_S: Final = 10.0
+#: Bounds of ``unwritten``: what a snapshot has room for, and what may be on its way to storage.
+_UNWRITTEN_BYTES_MAX: Final = 32 << 10
+_UNWRITTEN_LINES_MAX: Final = 4 * _HELD_LINES
 
 log = logging.getLogger(__name__)
 
@@ -79,7 +91,11 @@ class StorageWriter:
         self._store = _FencedStore(store, fenced, assignment.attempt, moved)
         self._line_store = _FencedStore(store, self._is_closed_to_lines, assignment.attempt, moved)
         self._late_until_s = float("-inf")
-        self._lines: deque[tuple[str, Mapping[str, Any]]] = deque()
+        #: A path and a line, without its end; of ranks that write none only the last ones.
+        self._lines: deque[tuple[str, str]] = deque()
+        self._held_since_s = float("inf")
+        self.holds_lines = not store.appends
+        self._writes_lines = not self.holds_lines or assignment.rank == 0
         self._directory = directory
         self._assignment = assignment
         self._settings = settings
@@ -93,12 +109,31 @@ class StorageWriter:
         self._thread.start()
 
     def append(self, path: str, line: Mapping[str, Any]) -> None:
-        """Append a JSON line to a file of the run directory, in the background and in order."""
-        self._tasks.put(lambda: self._append(join(self._directory, path), line))
+        """Append a JSON line to a file of the run directory, in the background and in order.
+
+        Every rank may call it with the same line where ``holds_lines`` is set: the others only
+        remember it.
+        """
+        self.append_text(path, json.dumps(line))
+
+    def append_text(self, path: str, line: str) -> None:
+        """Append a line that is JSON already; see ``append``."""
+        self._lines.append((path, line))
+        if self._writes_lines:
+            self._tasks.put(self._try_due_lines if self.holds_lines else self._try_lines)
+        elif len(self._lines) > _UNWRITTEN_LINES_MAX:
+            self._lines.popleft()
+
+    def unwritten(self) -> list[tuple[str, str]]:
+        """Return the path and the text of the newest lines that may not be written yet."""
+        lines = list(self._lines)[-_UNWRITTEN_LINES_MAX:]
+        while sum(len(path) + len(line) for path, line in lines) > _UNWRITTEN_BYTES_MAX:
+            lines.pop(0)
+        return lines
 
     def wait_appended(self, timeout_s: float) -> None:
-        """Return when all lines so far are written, or after ``timeout_s``."""
-        if not self._is_closed_to_lines():
+        """Return when all lines so far are written, or held back, or after ``timeout_s``."""
+        if not self.holds_lines and not self._is_closed_to_lines():
             written = threading.Event()
             self._tasks.put(written.set)
             written.wait(timeout_s)
@@ -178,7 +213,7 @@ class StorageWriter:
             return False
 
     def _run(self) -> None:
-        while (task := self._tasks.get()) is not None:
+        while (task := self._next_task()) is not None:
             try:
                 task()
             except _WriteRefused:
@@ -187,30 +222,45 @@ class StorageWriter:
                 self._error = error
                 self._idle.set()
 
+    def _next_task(self) -> Callable[[], None] | None:
+        try:
+            left_s = max(self._held_since_s + _HELD_S - time.monotonic(), 0.0)
+            return self._tasks.get(timeout=left_s if left_s < math.inf else None)
+        except queue.Empty:
+            return self._try_lines
+
     def _is_closed_to_lines(self) -> bool:
         return self._fenced() and time.monotonic() > self._late_until_s
 
-    def _append(self, path: str, line: Mapping[str, Any]) -> None:
-        self._lines.append((path, line))
-        self._try_lines()
+    def _try_due_lines(self) -> None:
+        """Write the lines if they are many; note since when they are held back if not."""
+        if len(self._lines) >= _HELD_LINES or time.monotonic() < self._late_until_s:
+            self._try_lines()
+        elif self._held_since_s == math.inf:
+            self._held_since_s = time.monotonic()
 
     def _try_lines(self) -> None:
         """Write the lines not written yet; if storage refuses, retry with the next line."""
+        self._held_since_s = math.inf
         try:
             self._write_lines()
         except StorageError as error:
             log.warning("line_not_written", extra={"line": self._lines[0], "error": str(error)})
 
     def _write_lines(self) -> None:
-        while self._lines and not self._is_closed_to_lines():
-            path, line = self._lines[0]
-            if path not in self._ends_line:
+        while self._lines and self._writes_lines and not self._is_closed_to_lines():
+            name = self._lines[0][0]
+            path = join(self._directory, name)
+            # A full disk may take half of it: of one line, that one is written again.
+            ahead = self._lines.copy() if self.holds_lines else [self._lines[0]]
+            lines = _of_one_file(ahead)
+            if path not in self._ends_line and not self.holds_lines:
                 _end_line(self._line_store, path)
-            # Full storage may take half a line.
             self._ends_line.discard(path)
-            append_json(self._line_store, path, line)
+            self._line_store.append(path, "".join(f"{line}\n" for line in lines).encode())
             self._ends_line.add(path)
-            self._lines.popleft()
+            for _ in lines:
+                self._lines.popleft()
 
     def _save(self, state: SavedState) -> None:
         if self._fenced():
@@ -246,9 +296,10 @@ class StorageWriter:
                 log.warning("not_collected", extra={"reason": str(error)})
 
 
-def append_json(store: Store, path: str, line: Mapping[str, Any]) -> None:
-    """Append a JSON line to the file at ``path``."""
-    store.append(path, (json.dumps(line) + "\n").encode())
+def _of_one_file(lines: Iterable[tuple[str, str]]) -> list[str]:
+    """Return the texts of the first lines that go to the same file."""
+    _, first = next(itertools.groupby(lines, key=itemgetter(0)))
+    return [text for _, text in first]
 
 
 def _end_line(store: Store, path: str) -> None:
@@ -277,6 +328,7 @@ class _FencedStore:
         self._attempt = attempt
         self._moved = moved
         self.request_bytes = store.request_bytes
+        self.appends = store.appends
         self.read = store.read
         self.read_range = store.read_range
         self.read_ranges = store.read_ranges
@@ -288,6 +340,7 @@ class _FencedStore:
         self.write_atomic = self._unless_fenced(store.write_atomic)
         self.append = self._unless_fenced(store.append)
         self.delete = self._unless_fenced(store.delete)
+        self.delete_files = self._unless_fenced(store.delete_files)
         self.makedirs = self._unless_fenced(store.makedirs)
 
     def write_file(self, path: str, chunks: Iterable[Buffer], *, fsync: bool) -> int:
