@@ -12,6 +12,7 @@
     + RulesError
     + ForeignClassError
     + StorageError
+    + SupersededError
 
 They are about the input and the world; a mistake in the caller's code is an ``AssertionError``.
 """
@@ -77,3 +78,7 @@ class ForeignClassError(UcpError):
 
 class StorageError(UcpError):
     """The storage refused: missing, forbidden, full or unreachable."""
+
+
+class SupersededError(UcpError):
+    """A later life of the run owns its directory: the caller must write nothing more and end."""

@@ -23,10 +23,10 @@ from tests.support.failing_store import Fate, How
 from tests.support.object_servers import Fault, Proxy, proxied, s3_server
 from tests.support.store_conformance import StoreConformance
 from ucp_core.conversion import convert
-from ucp_core.errors import StorageError
+from ucp_core.errors import StorageError, SupersededError
 from ucp_core.inspection import verify
 from ucp_core.native import find_committed, load, open_checkpoint
-from ucp_core.storage import PieceWriter, Store, join, open_store, read_appended
+from ucp_core.storage import Owner, PieceWriter, Store, claim, join, open_store, read_appended
 from ucp_core.storage.s3 import S3Store
 from ucp_core.storage.service_errors import Retries
 
@@ -324,6 +324,22 @@ def test_a_commit_whose_answer_was_lost_is_known_as_done(bucket: str, proxy: Pro
     assert store.write_atomic(join(root, "m"), b"mine", fsync=False, exclusive=True)
     assert proxy.count("PUT", "root/m") == 2
     assert not store.write_atomic(join(root, "m"), b"mine", fsync=False, exclusive=True)
+
+
+def test_a_look_at_the_owner_of_a_run_is_one_request(bucket: str, proxy: Proxy) -> None:
+    """Every commit asks it; and of two claims of one number the service lets one through."""
+    store, root = quick_store(bucket)
+    claim(store, root, 1, {"token": "a"})
+    owner = Owner(store, root, 1)
+    before = len(proxy.seen)
+    owner.require()
+    assert [seen.split()[0] for seen in proxy.seen[before:]] == ["GET"]
+
+    claim(store, root, 2, {"token": "b"})
+    with pytest.raises(SupersededError):
+        claim(store, root, 2, {"token": "c"})
+    with pytest.raises(SupersededError):
+        owner.require()
 
 
 def test_an_upload_whose_last_answer_was_lost_is_known_as_done(bucket: str, proxy: Proxy) -> None:

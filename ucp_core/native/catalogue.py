@@ -204,6 +204,7 @@ def collect_garbage(
     lineage: Lineage,
     grace_s: float = GRACE_S,
     now_s: Callable[[], float] = time.time,  # noqa: TID251  processes share no other clock
+    require_owner: Callable[[], None] = lambda: None,
 ) -> list[str]:
     """Delete the directories that are older than the ``keep`` newest valid checkpoints.
 
@@ -212,6 +213,9 @@ def collect_garbage(
     On storages without locks a checkpoint is first withdrawn, so that nobody opens it any more;
     a call at least ``grace_s`` later deletes it.
 
+    What the next life of the run resumes from is never deleted: it is at least as new as the newest
+    checkpoint here, because that life begins after ``require_owner`` was asked.
+
     Args:
         store: Where.
         checkpoints_directory: See ``find_committed``.
@@ -219,6 +223,7 @@ def collect_garbage(
         lineage: See ``ucp_core.lineage``.
         grace_s: How long a withdrawn checkpoint can still be read.
         now_s: The wall clock.
+        require_owner: See ``try_commit``; called when it is known what to delete, and before that.
 
     Returns:
         The names of what was deleted.
@@ -237,6 +242,8 @@ def collect_garbage(
             break
     else:
         return []
+    if doomed:
+        require_owner()
     return [
         name
         for name in doomed

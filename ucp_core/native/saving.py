@@ -17,7 +17,7 @@ from ucp_core.numerics import BLOCK_BYTES, combine, combine_blocks, crc32, of_bl
 from ucp_core.storage import Store, join
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator, Mapping, Sequence
+    from collections.abc import Callable, Iterator, Mapping, Sequence
 
 
 #: Everything in a record but tensors, ``extra``, ``param_groups`` and ``source``: 300 bytes.
@@ -60,6 +60,7 @@ def save_rank(  # noqa: PLR0913 - each is a fact that the record states
     param_groups: Sequence[Mapping[str, Any]],
     source: Mapping[str, Any],
     fsync: bool,
+    require_owner: Callable[[], None] = lambda: None,
 ) -> SaveResult:
     """Write this rank's part of the state, and commit if this rank is the last one.
 
@@ -78,6 +79,7 @@ def save_rank(  # noqa: PLR0913 - each is a fact that the record states
         param_groups: The optimizer's groups with ``params`` as fqns, JSON.
         source: The writer, JSON.
         fsync: Make the data durable before the commit.
+        require_owner: See ``try_commit``.
 
     Raises:
         StorageError: The storage refused.
@@ -90,6 +92,7 @@ def save_rank(  # noqa: PLR0913 - each is a fact that the record states
         world_size=world_size,
         source=source,
         block_bytes=BLOCK_BYTES,
+        require_owner=require_owner,
     )
     return saver.save(
         store,
@@ -112,6 +115,7 @@ class RankSaver:
         world_size: Ranks that save.
         source: The writer, JSON.
         block_bytes: Size of the blocks that have checksums.
+        require_owner: See ``try_commit``.
 
     Attributes:
         order: Indices into ``tensors`` of those that are written, in order of the file.
@@ -128,8 +132,10 @@ class RankSaver:
         world_size: int,
         source: Mapping[str, Any],
         block_bytes: int,
+        require_owner: Callable[[], None] = lambda: None,
     ) -> None:
         self._block_bytes = block_bytes
+        self._require_owner = require_owner
         self._attempt, self._rank, self._world_size = attempt, rank, world_size
         self._source = source
         self._name = rank_name(attempt, rank)
@@ -210,6 +216,7 @@ class RankSaver:
             attempt=self._attempt,
             world_size=self._world_size,
             fsync=fsync,
+            require_owner=self._require_owner,
         )
         seconds = perf_counter() - begun
         return SaveResult(committed=committed, size_bytes=size_bytes, seconds=seconds)
@@ -340,12 +347,23 @@ def try_commit(
     attempt: int,
     world_size: int,
     fsync: bool = False,
+    require_owner: Callable[[], None] = lambda: None,
 ) -> bool:
     """Write the manifest if the records of all ranks of ``(step, attempt)`` exist.
 
     Any process may call it, any number of times and at the same time as others: all write the
     same bytes. It replaces the manifest of an older attempt, which was fenced: this attempt
     resumed below ``step``. It never replaces the manifest of a newer attempt.
+
+    Args:
+        store: Where.
+        directory: Of this step's checkpoint.
+        step: Of the records.
+        attempt: Of the records.
+        world_size: Number of the records.
+        fsync: Make the manifest durable.
+        require_owner: Called before the manifest is written; it raises if the caller's life of the
+            run no longer owns its directory (``ucp_core.storage.Owner``).
 
     Returns:
         Whether this attempt's checkpoint is committed now.
@@ -382,12 +400,14 @@ def try_commit(
             )
         records.append(record)
     data = to_bytes(merge(records))
+    require_owner()
     # Exclusive, because a newer attempt can commit at the same time.
     if not store.exists(path) and store.write_atomic(path, data, fsync=fsync, exclusive=True):
         return True
     held = _committed_manifest(store, directory)
     if held is not None and held.step == step and held.attempt >= attempt:
         return held.attempt == attempt
+    require_owner()
     return store.write_atomic(path, data, fsync=fsync)
 
 

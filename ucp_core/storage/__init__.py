@@ -17,22 +17,27 @@ from ucp_core.storage.base import (
 )
 from ucp_core.storage.local import LocalStore, is_local, may_reserve
 from ucp_core.storage.memory import MemoryStore
+from ucp_core.storage.ownership import RECENT_S, Owner, claim, next_life
 from ucp_core.storage.undoing import tidied, undone
 from ucp_core.storage.url import open_store
 
 __all__ = [
+    "RECENT_S",
     "Buffer",
     "LocalStore",
     "MemoryStore",
+    "Owner",
     "PieceWriter",
     "ReadRange",
     "RefusingStore",
     "Store",
     "appended_sizes",
     "ask_ahead",
+    "claim",
     "is_local",
     "join",
     "may_reserve",
+    "next_life",
     "open_store",
     "read_all_appended",
     "read_appended",

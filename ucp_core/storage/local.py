@@ -287,8 +287,10 @@ def _place(temporary: str, path: str, *, exclusive: bool) -> bool:
     except OSError as error:
         if error.errno not in {errno.EPERM, errno.ENOTSUP, errno.EMLINK, errno.ENOSYS}:
             raise
-        # A mount without hard links: check, then rename.
-        if Path(path).exists():
+        # A mount without hard links: take the name by an empty file, then rename over it.
+        try:
+            os.close(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o644))
+        except FileExistsError:
             _remove(temporary)
             return False
         Path(temporary).replace(path)

@@ -30,6 +30,11 @@ class S3Store(FsspecStore):
     ``AbortIncompleteMultipartUpload`` removes them.
     """
 
+    def read(self, path: str) -> bytes:
+        """Return the whole file, by one request: s3fs would ask for the size first."""
+        data: bytes = self._retries.call(path, lambda: self._fs.cat_file(path, max_concurrency=1))
+        return data
+
     def write_file(self, path: str, chunks: Iterable[Buffer], *, fsync: bool) -> int:
         """Write ``chunks`` one after the other and return the size."""
         del fsync
