@@ -383,7 +383,8 @@ class GroupState:
     Attributes:
         group: Name of the group, equal on all members (mesh axis and coordinates, or "world").
         ranks: Global ranks of the members, in group order.
-        entered_seq: Number of collectives that this rank has called in the group.
+        entered_seq: Number of collectives that this rank has called in the group; of those on a
+            device, that the device has reached.
         finished_seq: Number of those that have finished for it.
         op: Name of the last one entered, "" if none.
         size_bytes: Its payload.

@@ -9,11 +9,12 @@ from collections.abc import Callable
 from datetime import timedelta
 from typing import Any, Final, Protocol, TypeVar
 
+from workers.collectives import nccl
 from workers.collectives.errors import AbortedError, CollectiveError
 from workers.collectives.waiting import Waiter, helpers
 from workers.records import RecordRing
 
-#: How often works on a device are polled; the resolution of their exit times.
+#: How often works on a device are polled; the resolution of their times.
 _SETTLE_S: Final = 0.05
 
 _T = TypeVar("_T")
@@ -22,7 +23,7 @@ _T = TypeVar("_T")
 class _Group(Protocol):
     """What an attempt asks of its groups; see ``workers.collectives.group``."""
 
-    def abort_device(self) -> None: ...
+    def on_device(self) -> Any: ...
 
     def set_timeout(self, timeout: timedelta) -> None: ...
 
@@ -31,6 +32,8 @@ class _Group(Protocol):
 
 class _OnDevice(Protocol):
     """Work on a device; see ``workers.collectives.work.StreamWork``."""
+
+    def is_reached(self) -> bool: ...
 
     def settle(self) -> bool: ...
 
@@ -42,7 +45,7 @@ class Attempt:
         number: The fencing token.
         backend: "gloo" or "nccl".
         world_size: Members of the attempt.
-        aborted: Set once, by ``abort``.
+        aborted: Set once, by ``abort`` or ``fail``.
         ring: Where the groups record.
     """
 
@@ -59,22 +62,45 @@ class Attempt:
         self._waiters: weakref.WeakSet[Waiter] = weakref.WeakSet()
         self._groups: list[_Group] = []
         self._kept: list[Any] = []
-        self._on_device: deque[_OnDevice] = deque()
+        self._on_device: dict[int, deque[_OnDevice]] = {}
+        self._looking = threading.Lock()
+        self._failure: CollectiveError | None = None
         self._left = threading.Event()
         if backend == "nccl":
+            nccl.prepare(self.timeout)
             threading.Thread(target=self._settle, daemon=True, name="settle").start()
 
     def abort(self) -> int:
-        """Wake every thread that waits in this attempt; return how many waits there were."""
+        """Wake every thread that waits in this attempt; return how many waits there were.
+
+        What runs on a device ends soon afterwards; nobody waits for it here.
+        """
         with self._lock:
+            is_first = not self.aborted.is_set()
             self.aborted.set()
             waiters = list(self._waiters)
             groups = list(self._groups)
         for waiter in waiters:
             waiter.wake()
-        for group in groups:
-            group.abort_device()
+        if is_first:
+            backends = (group.on_device() for group in groups)
+            nccl.abort_together(backend for backend in backends if backend is not None)
         return len(waiters)
+
+    def fail(self, error: CollectiveError) -> None:
+        """Abort the attempt because a collective failed on the device: its peers wait there."""
+        with self._lock:
+            if not self.aborted.is_set():
+                self._failure = error
+        self.abort()
+
+    def error(self, described: str, op: str) -> CollectiveError | AbortedError:
+        """Return the error to raise in an aborted attempt: the failure that aborted it, if any."""
+        if self._failure is not None:
+            return CollectiveError(str(self._failure), **self._failure.facts)
+        return AbortedError(
+            f"attempt {self.number} was aborted{described}", attempt=self.number, op=op
+        )
 
     def set_timeout(self, timeout: timedelta) -> None:
         """Set the timeout of later collectives, and of groups that are made later."""
@@ -97,14 +123,17 @@ class Attempt:
         """Keep ``what`` alive while the transport may use it."""
         self._kept.append(what)
 
-    def note_launched(self, work: _OnDevice) -> None:
-        """Note work whose end on the device is still to be recorded."""
-        self._on_device.append(work)
+    def note_launched(self, group: int, work: _OnDevice) -> None:
+        """Note work of a group whose begin and end on the device are still to be recorded."""
+        self._on_device.setdefault(group, deque()).append(work)
 
     def add(self, group: _Group) -> None:
         """Add a group of this attempt."""
         with self._lock:
             self._groups.append(group)
+            is_late = self.aborted.is_set()
+        if is_late and (backend := group.on_device()) is not None:
+            nccl.abort_together([backend])
 
     def interruptible(self, doing: str, build: Callable[[], _T]) -> _T:
         """Return ``build()``, run where an abort need not wait for it.
@@ -138,13 +167,12 @@ class Attempt:
                 seq=0,
             ) from failures[0]
         self.keep_alive(built)
-        raise AbortedError(
-            f"attempt {self.number} was aborted while {doing}", attempt=self.number, op="form"
-        )
+        raise self.error(f" while {doing}", "form")
 
     def leave(self) -> list[Leftovers]:
         """Close the records and release the groups; return what an abort left in flight."""
         self._left.set()
+        self.look_at_devices()
         self.ring.close()
         with self._lock:
             groups, self._groups = self._groups, []
@@ -158,8 +186,25 @@ class Attempt:
 
     def _settle(self) -> None:
         while not self._left.wait(_SETTLE_S):
-            while self._on_device and self._on_device[0].settle():
-                self._on_device.popleft()
+            self.look_at_devices()
+
+    def look_at_devices(self) -> None:
+        """Record which collectives the device has reached and ended since the last look.
+
+        A device works off each group's collectives in the order of their calls, but one group's may
+        wait for ever while others go on.
+        """
+        if not self._looking.acquire(blocking=False):
+            # Another thread looks, perhaps for long: the driver may be held by a third one.
+            return
+        try:
+            for queue in list(self._on_device.values()):
+                # The first one that was not reached holds up the later ones.
+                all(work.is_reached() for work in list(queue))
+                while queue and queue[0].settle():
+                    queue.popleft()
+        finally:
+            self._looking.release()
 
 
 class Leftovers:

@@ -23,7 +23,6 @@ from torch.distributed.tensor import _collective_utils, _redistribute
 from torch.distributed.tensor.debug import _clear_sharding_prop_cache
 
 from workers.collectives.attempt import Attempt, Leftovers
-from workers.collectives.errors import AbortedError
 from workers.collectives.group import BACKENDS, RecordedGroup, build_group
 from workers.collectives.waiting import helpers
 
@@ -63,7 +62,8 @@ def form(
     and is woken by ``abort``. Call ``leave`` before the next ``form``, also after ``form`` raised.
 
     Args:
-        backend: "gloo" for CPU tensors, "nccl" for CUDA tensors (and gloo for CPU ones).
+        backend: "gloo" for CPU tensors, "nccl" for CUDA tensors (and gloo for CPU ones, in the
+            group of all ranks only).
         store_host: Where the rendezvous store listens.
         store_port: Its port.
         attempt: An attempt that was not formed or aborted here before.
@@ -141,15 +141,11 @@ def check() -> None:
 
     Raises:
         AbortedError: It was.
+        CollectiveError: It aborted itself, because a collective failed on the device.
     """
     current = _process.current
     if current is not None and current.aborted.is_set():
-        raise AbortedError(
-            f"attempt {current.number} was aborted; what its collectives have left counts for "
-            "nothing",
-            attempt=current.number,
-            op="check",
-        )
+        raise current.error("; what its collectives have left counts for nothing", "check")
 
 
 def set_timeout(timeout_s: float) -> None:

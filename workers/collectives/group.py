@@ -10,13 +10,14 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from datetime import timedelta
-from typing import Any, Final
+from typing import Any, Final, cast
 
 import torch
 import torch.distributed as dist
+from torch.distributed import distributed_c10d
 
+from workers.collectives import nccl
 from workers.collectives.attempt import Attempt
-from workers.collectives.errors import AbortedError
 from workers.collectives.work import Call, RecordedWork, StreamWork
 
 #: torch knows the recorded groups by these names.
@@ -96,6 +97,7 @@ class RecordedGroup(dist.ProcessGroup):
         self._index: int | None = None
         self._label = ""
         self._pairs: dict[tuple[int, int], int] = {}
+        self._coalesced: list[Call] | None = None
         # Functional collectives find the group in C++ by a name that needs a backend of its own.
         for device, (kind, backend) in backends.items():
             self._register_backend(torch.device(device), kind, backend)
@@ -109,16 +111,22 @@ class RecordedGroup(dist.ProcessGroup):
         """Abort the whole attempt: a group does not outlive the others."""
         self._attempt.abort()
 
-    def abort_device(self) -> None:
-        """Abort what runs on the device; the attempt wakes waits on the host."""
-        if "cuda" in self._backends:
-            self._backends["cuda"][1].abort()
+    def on_device(self) -> Any:
+        """Return the backend of the device, or None; the attempt aborts it."""
+        return self._backends["cuda"][1] if "cuda" in self._backends else None
 
     def shutdown(self) -> None:
         """End the inner backends, unless an abort left work in them."""
-        if not self._attempt.aborted.is_set():
-            for _, backend in self._backends.values():
+        if self._attempt.aborted.is_set():
+            return
+        for device, (_, backend) in self._backends.items():
+            try:
                 backend.shutdown()
+            except RuntimeError:
+                # NCCL's waits for the others, one of which may be gone.
+                if device != "cuda":
+                    raise
+                nccl.abort_together([backend])
 
     def set_timeout(self, timeout: timedelta) -> None:
         """Set the timeout of later collectives."""
@@ -130,6 +138,16 @@ class RecordedGroup(dist.ProcessGroup):
         held = [self._inner, self._backends]
         self._inner, self._backends = None, {}
         return held
+
+    def _start_coalescing(self, device: torch.device) -> None:
+        # Whoever does not end it leaves this thread in NCCL's group: see ``batch_isend_irecv``.
+        self._inner._start_coalescing(device)  # noqa: SLF001 - torch's name
+        self._coalesced = []
+
+    def _end_coalescing(self, device: torch.device) -> Any:
+        calls, self._coalesced = self._coalesced, None
+        work = self._inner._end_coalescing(device)  # noqa: SLF001 - torch's name
+        return self._launched(calls, work) if calls else work
 
     def barrier(self, opts: Any = None) -> dist.Work:
         """Wait for every member."""
@@ -200,16 +218,14 @@ class RecordedGroup(dist.ProcessGroup):
         size_bytes, dtype = payload
         attempt = self._attempt
         if attempt.aborted.is_set():
-            raise AbortedError(
-                f"attempt {attempt.number} was aborted; {op} was not started",
-                attempt=attempt.number,
-                op=op,
-            )
+            raise attempt.error(f"; {op} was not started", op)
         index = pair if pair is not None else self._index
         if index is None:
             index = self._index = attempt.ring.group(self._named(), self._ranks)
         seq, number = attempt.ring.enter(index, op, size_bytes, dtype, on_device=on_device)
-        return Call(attempt, index, self._label, op, number, seq)
+        # Before the call: a synchronous one makes the stream wait for its end.
+        start = nccl.Start() if on_device else None
+        return Call(attempt, index, self._label, op, number, seq, start)
 
     def _reduce_scatter(
         self, outputs: list[Any], values: list[Any], opts: Any, *, single: bool
@@ -265,11 +281,18 @@ class RecordedGroup(dist.ProcessGroup):
     def _returned(
         self, call: Call, work: Any, *, on_device: bool, keep: Any = None, sliced: bool = True
     ) -> dist.Work:
-        if on_device:
-            launched = StreamWork(call, work)
-            self._attempt.note_launched(launched)
-            return launched
-        return RecordedWork(call, [work], keep=keep, sliced=sliced)
+        if not on_device:
+            return RecordedWork(call, [work], keep=keep, sliced=sliced)
+        if self._coalesced is not None:
+            # It is launched, and there is something to wait for, when the coalescing ends.
+            self._coalesced.append(call)
+            return cast("dist.Work", work)
+        return self._launched([call], work)
+
+    def _launched(self, calls: list[Call], work: Any) -> dist.Work:
+        launched = StreamWork(calls, work)
+        self._attempt.note_launched(calls[0].group, launched)
+        return launched
 
 
 def _collective(method: str, op: str) -> Callable[..., dist.Work]:
@@ -326,24 +349,58 @@ def build_group(
 ) -> RecordedGroup:
     """Return a recorded group of ``ranks``, once all of them have come."""
     kinds = dist.ProcessGroup.BackendType
-    inner = dist.ProcessGroup(store, rank, len(ranks))
-    gloo = attempt.interruptible(
-        f"waiting for ranks {_some(ranks)}",
-        lambda: dist.ProcessGroupGloo(store, rank, len(ranks), attempt.timeout),
-    )
-    backends: dict[str, Any] = {"cpu": (kinds.GLOO, gloo)}
+    backends: dict[str, Any] = {}
     if attempt.backend == "nccl":
-        options = dist.ProcessGroupNCCL.Options()
-        options._timeout = attempt.timeout  # noqa: SLF001 - as torch's own init does
         device_store = dist.PrefixStore("cuda", store)
-        nccl = dist.ProcessGroupNCCL(device_store, rank, len(ranks), options)
-        backends = {"cuda": (kinds.NCCL, nccl), **backends}
+        options = nccl.options(attempt.timeout, ranks)
+        backend = dist.ProcessGroupNCCL(device_store, rank, len(ranks), options)
+        backends["cuda"] = (kinds.NCCL, backend)
+    # A gloo group connects each member with each other one. With NCCL only the world has one.
+    if attempt.backend == "gloo" or len(ranks) == attempt.world_size:
+        gloo = attempt.interruptible(
+            f"waiting for ranks {_some(ranks)}",
+            lambda: dist.ProcessGroupGloo(store, rank, len(ranks), attempt.timeout),
+        )
+        backends["cpu"] = (kinds.GLOO, gloo)
+    inner = dist.ProcessGroup(store, rank, len(ranks))
     for device, (kind, backend) in backends.items():
         inner._register_backend(torch.device(device), kind, backend)  # noqa: SLF001
     inner._set_default_backend(next(iter(backends.values()))[0])  # noqa: SLF001
     group = RecordedGroup(attempt, inner, backends, ranks=ranks, rank=rank)
     attempt.add(group)
+    if (backend := group.on_device()) is not None:
+        place = torch.device("cuda", torch.cuda.current_device())
+        attempt.interruptible(
+            f"connecting the GPUs of ranks {_some(ranks)}", lambda: nccl.connect(backend, place)
+        )
     return group
+
+
+def batch_isend_irecv(p2p_op_list: list[dist.P2POp]) -> list[dist.Work]:
+    """Send and receive as torch's function of this name, in one call of NCCL for our groups, too.
+
+    torch 2.13 coalesces only for its own class of groups. Uncoalesced, two ranks that each send
+    and then receive wait for each other for ever on a device.
+    """
+    group = (p2p_op_list and p2p_op_list[0].group) or dist.group.WORLD
+    device = p2p_op_list[0].tensor.device if p2p_op_list else torch.device("cpu")
+    if not isinstance(group, RecordedGroup) or device.type != "cuda":
+        return _torch_batch_isend_irecv(p2p_op_list)
+    distributed_c10d._check_p2p_op_list(p2p_op_list)  # noqa: SLF001 - as torch's own does
+    group._start_coalescing(device)  # noqa: SLF001 - torch's name
+    try:
+        for one in p2p_op_list:
+            peer = {"group_dst" if one.op is dist.isend else "group_src": one.group_peer}
+            one.op(one.tensor, group=group, tag=one.tag, **peer)
+    finally:
+        # An NCCL group that is not ended swallows all later calls of this thread.
+        work = group._end_coalescing(device)  # noqa: SLF001 - torch's name
+    return [work]
+
+
+_torch_batch_isend_irecv = distributed_c10d.batch_isend_irecv
+# Scripts may import the name before there is a group; torch itself calls the second one.
+dist.batch_isend_irecv = distributed_c10d.batch_isend_irecv = batch_isend_irecv
 
 
 def _some(ranks: tuple[int, ...]) -> str:

@@ -11,7 +11,7 @@ helper or the abort.
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from datetime import timedelta
 from typing import Any, Final
 
@@ -20,6 +20,7 @@ import torch.distributed as dist
 
 from workers.collectives.attempt import Attempt
 from workers.collectives.errors import AbortedError, CollectiveError
+from workers.collectives.nccl import Start
 from workers.collectives.waiting import helpers
 from workers.records import ABORTED, FAILED, FINISHED
 
@@ -28,12 +29,22 @@ _SLICE: Final = timedelta(milliseconds=5)
 
 
 class Call:
-    """One collective, as the recorder and the errors name it."""
+    """One collective, as the recorder and the errors name it.
 
-    __slots__ = ("attempt", "group", "name", "number", "op", "seq")
+    ``start`` is where a device comes to the call; None on the host.
+    """
+
+    __slots__ = ("attempt", "group", "name", "number", "op", "seq", "start")
 
     def __init__(
-        self, attempt: Attempt, group: int, name: str, op: str, number: int, seq: int
+        self,
+        attempt: Attempt,
+        group: int,
+        name: str,
+        op: str,
+        number: int,
+        seq: int,
+        start: Start | None = None,
     ) -> None:
         self.attempt = attempt
         self.group = group
@@ -41,26 +52,29 @@ class Call:
         self.op = op
         self.number = number
         self.seq = seq
+        self.start = start
 
     def wait(self) -> None:
         """Record that a thread waits for the collective."""
         self.attempt.ring.wait(self.group, self.seq)
 
+    def reach(self) -> None:
+        """Record that the device has reached the collective."""
+        self.start = None
+        self.attempt.ring.reach(self.group, self.seq)
+
     def end(self, flags: int) -> None:
         """Record how the collective ended."""
         self.attempt.ring.leave(self.group, self.seq, self.number, flags)
 
-    def aborted(self) -> AbortedError:
+    def aborted(self) -> CollectiveError | AbortedError:
         """Record the abort of the attempt; return the error to raise."""
         self.end(ABORTED)
-        return AbortedError(
-            f"attempt {self.attempt.number} was aborted during {self.op} number {self.seq} "
-            f"of group {self.name}",
-            attempt=self.attempt.number,
-            op=self.op,
+        return self.attempt.error(
+            f" during {self.op} number {self.seq} of group {self.name}", self.op
         )
 
-    def failed(self, error: BaseException) -> CollectiveError | AbortedError:
+    def failed(self, error: Any) -> CollectiveError | AbortedError:
         """Record a failure of the transport; return the error to raise."""
         if self.attempt.aborted.is_set():
             return self.aborted()
@@ -216,30 +230,57 @@ class RecordedWork(dist.Work):
 
 
 class StreamWork(dist.Work):
-    """A collective in flight on a device. ``wait`` only orders streams, as NCCL's does.
+    """Collectives in flight on a device. ``wait`` only orders streams, as NCCL's does.
 
-    The host does not learn from ``wait`` when the device is done; the attempt polls ``settle``.
+    The host does not learn from ``wait`` where the device is; the attempt polls ``is_reached`` and
+    ``settle``.
+
+    Args:
+        calls: Their names and numbers; several for coalesced ones.
+        inner: NCCL's work.
     """
 
-    def __init__(self, call: Call, inner: Any) -> None:
+    def __init__(self, calls: Sequence[Call], inner: Any) -> None:
         super().__init__()
-        self._call = call
+        self._calls = calls
         self._inner = inner
 
     def wait(self, timeout: timedelta | None = None) -> bool:
         """Make the current stream wait for the collective; return True."""
-        if self._call.attempt.aborted.is_set():
-            raise self._call.aborted()
+        call = self._calls[-1]
+        if call.attempt.aborted.is_set():
+            raise call.aborted()
         try:
             return bool(self._inner.wait(timeout) if timeout else self._inner.wait())
         except RuntimeError as error:
-            raise self._call.failed(error) from error
+            raise call.failed(error) from error
+
+    def is_reached(self) -> bool:
+        """Record which calls the device has reached; return whether all."""
+        for call in self._calls:
+            if call.start is not None:
+                if not call.start.is_reached():
+                    return False
+                call.reach()
+        return True
 
     def settle(self) -> bool:
-        """Record the end if the device is done; return whether it is."""
-        if not self._inner.is_completed():
-            return False
-        self._call.end(FINISHED if self._inner.exception() is None else FAILED)
+        """Record the end if the device is done; return whether it is.
+
+        A failure aborts the attempt: nothing else would end what the device waits for.
+        """
+        try:
+            if not self._inner.is_completed():
+                return False
+            error = self._inner.exception()
+        except RuntimeError as failure:
+            error = failure
+        aborted = self._calls[-1].attempt.aborted.is_set()
+        for call in self._calls:
+            if error is None:
+                call.end(ABORTED if aborted else FINISHED)
+            elif isinstance(found := call.failed(error), CollectiveError):
+                call.attempt.fail(found)
         return True
 
     def is_completed(self) -> bool:
@@ -248,7 +289,7 @@ class StreamWork(dist.Work):
 
     def is_success(self) -> bool:
         """Return whether the device is done and nothing failed."""
-        return bool(self._inner.is_success())
+        return bool(self._inner.is_completed()) and self._inner.exception() is None
 
     def exception(self) -> Any:
         """Return the device's error, or None."""
@@ -273,5 +314,5 @@ def _check_limit(until_s: float | None, error: RuntimeError) -> None:
         raise error
 
 
-def _first_line(error: BaseException) -> str:
+def _first_line(error: Any) -> str:
     return (str(error).splitlines() or [type(error).__name__])[0]

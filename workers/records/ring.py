@@ -24,7 +24,7 @@ from collections import deque
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Final
+from typing import Final, NamedTuple
 
 from workers.protocol import GroupState
 
@@ -92,7 +92,8 @@ class Record:
         op: The operation.
         dtype: Code of the first tensor's dtype, as given to ``enter``.
         size_bytes: Payload of this rank.
-        enter_ns: When it was called, on the machine's monotonic clock.
+        enter_ns: When it was called, on the machine's monotonic clock; the host calls long before
+            a device gets there.
         exit_ns: When its result was seen; 0 while it is in flight.
         flags: ``FINISHED``, ``FAILED`` and ``ABORTED``.
     """
@@ -111,17 +112,28 @@ class _GroupWriter:
     """The writer's memory of one group."""
 
     __slots__ = (
-        "entered", "finished", "in_flight", "offset", "on_device", "op", "size_bytes", "stores",
-        "waited",
+        "called", "entered", "finished", "in_flight", "offset", "on_device", "op", "size_bytes",
+        "stores", "waited",
     )  # fmt: skip
 
     def __init__(self, offset: int) -> None:
         self.offset = offset
-        self.stores = self.entered = self.finished = self.size_bytes = self.op = 0
-        # Number and enter_ns of those in flight, and of the one that a thread waits for.
-        self.in_flight: deque[tuple[int, int]] = deque()
+        # On a device, those that were called are entered when the device reaches them.
+        self.called = self.entered = self.finished = 0
+        self.stores = self.size_bytes = self.op = 0
+        self.in_flight: deque[_InFlight] = deque()
+        # Number and entered_ns of the one that a thread waits for.
         self.waited = (0, 0)
         self.on_device = False
+
+
+class _InFlight(NamedTuple):
+    """A collective that was called and not seen to end; not entered yet if ``entered_ns`` is 0."""
+
+    seq: int
+    entered_ns: int
+    op: int
+    size_bytes: int
 
 
 class RecordRing:
@@ -173,7 +185,7 @@ class RecordRing:
     ) -> tuple[int, int]:
         """Record a call of a collective; return its number in the group, and its record's.
 
-        On a device it counts as waited for from now on: nothing shows when a stream waits.
+        One on a device is entered when the device reaches it, see ``reach``: the host is far ahead.
         """
         if group < 0:
             return 0, -1
@@ -181,18 +193,38 @@ class RecordRing:
         with self._lock:
             now_ns = time.monotonic_ns()
             state = self._groups[group]
-            seq = state.entered = state.entered + 1
-            state.op, state.size_bytes, state.on_device = code, size_bytes, on_device
+            seq = state.called = state.called + 1
+            state.on_device = on_device
+            state.in_flight.append(_InFlight(seq, 0 if on_device else now_ns, code, size_bytes))
+            if not on_device:
+                state.entered, state.op, state.size_bytes = seq, code, size_bytes
             number = self._num_records
             self._num_records = number + 1
-            state.in_flight.append((seq, now_ns))
             at = self._records_at + number % NUM_RECORDS * _RECORD.size
             word = code | dtype << 32
             _RECORD.pack_into(
                 self._memory, at, number + 1, group, seq, word, size_bytes, now_ns, number + 1, 0
             )
-            self._store(state)
+            if not on_device:
+                self._store(state)
             return seq, number
+
+    def reach(self, group: int, seq: int) -> None:
+        """Record that the device has reached ``seq`` of ``group``; earlier ones come first.
+
+        It counts as waited for from now on: nothing shows when a stream waits.
+        """
+        if group < 0:
+            return
+        with self._lock:
+            state = self._groups[group]
+            place = seq - state.in_flight[0].seq if state.in_flight else -1
+            if place < 0 or seq <= state.entered:
+                return
+            reached = state.in_flight[place]._replace(entered_ns=time.monotonic_ns())
+            state.in_flight[place] = reached
+            state.entered, state.op, state.size_bytes = seq, reached.op, reached.size_bytes
+            self._store(state)
 
     def wait(self, group: int, seq: int) -> None:
         """Record that a thread waits for the collective ``seq`` of ``group``.
@@ -204,7 +236,7 @@ class RecordRing:
             return
         with self._lock:
             state = self._groups[group]
-            state.waited = next((one for one in state.in_flight if one[0] == seq), (0, 0))
+            state.waited = next((one[:2] for one in state.in_flight if one.seq == seq), (0, 0))
             self._store(state)
 
     def leave(self, group: int, seq: int, number: int, flags: int) -> None:
@@ -222,7 +254,8 @@ class RecordRing:
             state = self._groups[group]
             if flags & FINISHED and seq > state.finished:
                 state.finished = seq
-                while state.in_flight and state.in_flight[0][0] <= seq:
+                state.entered = max(seq, state.entered)
+                while state.in_flight and state.in_flight[0].seq <= seq:
                     state.in_flight.popleft()
                 if state.waited[0] <= seq:
                     state.waited = (0, 0)
@@ -241,8 +274,8 @@ class RecordRing:
     def _store(self, state: _GroupWriter) -> None:
         stores = state.stores = state.stores + 1
         waited = state.waited
-        if state.on_device and state.in_flight:
-            waited = state.in_flight[0]
+        if state.on_device and state.in_flight and state.in_flight[0].entered_ns:
+            waited = state.in_flight[0][:2]
         _STATE.pack_into(
             self._memory,
             state.offset + stores % 2 * _STATE.size,

@@ -79,23 +79,27 @@ def test_a_finished_one_settles_the_earlier_ones(path: Path) -> None:
     assert ring.num_in_flight() == 0
 
 
-def test_on_a_device_the_oldest_in_flight_is_waited_for(path: Path) -> None:
-    """The host cannot see when a stream waits, so whatever is in flight counts."""
+def test_on_a_device_the_oldest_that_it_reached_is_waited_for(path: Path) -> None:
+    """The host cannot see when a stream waits, so whatever the device has reached counts."""
     ring = RecordRing(path, attempt=3, num_ranks=4)
     world = ring.group("world", WORLD)
     first, number = ring.enter(world, "all_reduce", 64, on_device=True)
-    ring.enter(world, "all_reduce", 64, on_device=True)
-    assert (
-        RingReader(path).attempt()[1][0].finished_seq,
-        RingReader(path).attempt()[1][0].waiting_s > 0,
-    ) == (0, True)
+    second, _ = ring.enter(world, "all_gather", 32, on_device=True)
+    assert RingReader(path).attempt()[1] == ()
+
+    ring.reach(world, first)
+    (state,) = RingReader(path).attempt()[1]
+    assert (state.entered_seq, state.finished_seq, state.op) == (1, 0, "all_reduce")
+    assert state.waiting_s > 0
 
     ring.leave(world, first, number, FINISHED)
+    (state,) = RingReader(path).attempt()[1]
+    assert (state.entered_seq, state.finished_seq, state.waiting_s) == (1, 1, 0.0)
 
-    assert (
-        RingReader(path).attempt()[1][0].finished_seq,
-        RingReader(path).attempt()[1][0].waiting_s > 0,
-    ) == (1, True)
+    ring.reach(world, second)
+    (state,) = RingReader(path).attempt()[1]
+    assert (state.entered_seq, state.finished_seq, state.op) == (2, 1, "all_gather")
+    assert (state.size_bytes, state.waiting_s > 0) == (32, True)
 
 
 def test_a_half_written_state_leaves_the_last_whole_one(path: Path) -> None:

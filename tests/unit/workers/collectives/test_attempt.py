@@ -1,0 +1,131 @@
+"""What an attempt records of collectives on a device, which the host calls far ahead.
+
+The device is simulated: a test says where it is.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from workers.collectives import AbortedError, CollectiveError
+from workers.collectives.attempt import Attempt
+from workers.collectives.work import Call, StreamWork
+from workers.protocol import GroupState
+from workers.records import RingReader
+
+
+@dataclass
+class OnDevice:
+    """A collective of a simulated device: its start, and torch's work."""
+
+    has_begun: bool = False
+    has_ended: bool = False
+    error: Exception | None = None
+
+    def is_reached(self) -> bool:
+        return self.has_begun
+
+    def is_completed(self) -> bool:
+        return self.has_ended or self.error is not None
+
+    def exception(self) -> Exception | None:
+        return self.error
+
+
+@pytest.fixture
+def path(tmp_path: Path) -> Path:
+    return tmp_path / "w0.ring"
+
+
+@pytest.fixture
+def attempt(path: Path) -> Iterator[Attempt]:
+    found = Attempt(3, backend="gloo", world_size=2, timeout_s=60.0, ring_path=str(path))
+    yield found
+    found.leave()
+
+
+def called(attempt: Attempt, group: int, op: str = "all_reduce") -> OnDevice:
+    """Call a collective on the simulated device."""
+    device = OnDevice()
+    seq, number = attempt.ring.enter(group, op, 64, on_device=True)
+    start: Any = device
+    call = Call(attempt, group, "a group", op, number, seq, start)
+    attempt.note_launched(group, StreamWork([call], device))
+    return device
+
+
+def state(path: Path, group: str) -> GroupState | None:
+    """Return what a reader outside sees of ``group``."""
+    return next((one for one in RingReader(path).attempt()[1] if one.group == group), None)
+
+
+def test_a_rank_enters_when_its_device_does(attempt: Attempt, path: Path) -> None:
+    """Else a rank stuck in a kernel looks like one that waits for the others."""
+    world = attempt.ring.group("world", (0, 1))
+    first, second = called(attempt, world), called(attempt, world, "all_gather")
+    first.has_begun = True
+    attempt.look_at_devices()
+
+    found = state(path, "world")
+    assert found is not None
+    assert (found.entered_seq, found.finished_seq, found.op) == (1, 0, "all_reduce")
+    assert found.waiting_s > 0.0
+
+    first.has_ended = True
+    attempt.look_at_devices()
+    found = state(path, "world")
+    assert found is not None
+    assert (found.entered_seq, found.finished_seq, found.waiting_s) == (1, 1, 0.0)
+
+    second.has_begun = True
+    attempt.look_at_devices()
+    found = state(path, "world")
+    assert found is not None
+    assert (found.entered_seq, found.finished_seq, found.op) == (2, 1, "all_gather")
+
+
+def test_one_group_that_is_stuck_hides_no_other(attempt: Attempt, path: Path) -> None:
+    """Exits were seen through one queue over all groups."""
+    stuck, other = attempt.ring.group("tp", (0, 1)), attempt.ring.group("dp", (0, 1))
+    called(attempt, stuck).has_begun = True
+    one = called(attempt, other)
+    one.has_begun = one.has_ended = True
+    attempt.look_at_devices()
+
+    found = state(path, "dp")
+    assert found is not None
+    assert (found.entered_seq, found.finished_seq) == (1, 1)
+
+
+def test_a_failure_on_the_device_aborts_the_attempt(attempt: Attempt) -> None:
+    """Nobody else ends what the device waits for; and the failure is what the rank then says."""
+    world = attempt.ring.group("world", (0, 1))
+    called(attempt, world).error = RuntimeError("NCCL remote error\nin detail")
+    attempt.look_at_devices()
+
+    assert attempt.aborted.is_set()
+    error = attempt.error("; all_reduce was not started", "all_reduce")
+    assert isinstance(error, CollectiveError)
+    assert "NCCL remote error" in str(error)
+    assert error.facts["group"] == "a group"
+
+
+def test_what_an_abort_ends_has_not_finished(attempt: Attempt, path: Path) -> None:
+    """Its kernel ends by force, and its peers may never have called it."""
+    world = attempt.ring.group("world", (0, 1))
+    one = called(attempt, world)
+    one.has_begun = True
+    attempt.look_at_devices()
+    attempt.abort()
+    one.has_ended = True
+    attempt.look_at_devices()
+
+    found = state(path, "world")
+    assert found is not None
+    assert (found.entered_seq, found.finished_seq) == (1, 0)
+    assert isinstance(attempt.error("", "all_reduce"), AbortedError)

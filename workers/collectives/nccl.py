@@ -1,0 +1,117 @@
+"""NCCL for groups that outlive the failure of a member: settings, making, aborting, device times.
+
+torch 2.13 is made for processes that end when a collective fails. Its watchdog is told not to end
+this one, a communicator can be aborted while it is made, and all of a process's communicators are
+aborted at the same time. Read in torch's ``ProcessGroupNCCL.cpp`` and ``NCCLUtils.cpp``.
+"""
+
+from __future__ import annotations
+
+import functools
+import logging
+import math
+import os
+from collections.abc import Iterable
+from datetime import timedelta
+from typing import Any, Final
+
+import torch
+import torch.distributed as dist
+
+from workers.collectives.waiting import helpers
+
+__all__ = ["ENVIRONMENT", "Start", "abort_together", "connect", "options", "prepare"]
+
+log = logging.getLogger(__name__)
+
+#: What torch's watchdog must not do.
+ENVIRONMENT: Final = {
+    # By default (3) a collective that failed or timed out ends the process.
+    "TORCH_NCCL_ASYNC_ERROR_HANDLING": "0",
+    # It signals a failure to all ranks by a key of the store that no attempt's prefix covers. In
+    # this attempt and all later ones, each process that reads it ends.
+    "TORCH_NCCL_DUMP_ON_TIMEOUT": "0",
+    # It ends a process whose watchdog makes no progress, as while an abort waits for the driver.
+    "TORCH_NCCL_ENABLE_MONITORING": "0",
+    # After a failure it sleeps four times this (60 s by default), and holds a lock that releasing
+    # the group waits for.
+    "TORCH_NCCL_WAIT_TIMEOUT_DUMP_MILSEC": "0",
+    # A failed device ends the process (``workers.process.device``), which can say why.
+    "TORCH_NCCL_RETHROW_CUDA_ERRORS": "0",
+    # Communicators are made at once, see ``connect``; unbatched sends and receives of a group are
+    # then serialised, about which torch warns each time.
+    "TORCH_NCCL_SHOW_EAGER_INIT_P2P_SERIALIZATION_WARNING": "0",
+}
+
+
+def prepare(timeout: timedelta) -> None:
+    """Set what torch reads when it makes its first NCCL group of this process.
+
+    Args:
+        timeout: Bound on making a communicator. torch reads it once; later calls do not change it.
+    """
+    os.environ.update(ENVIRONMENT)
+    os.environ["TORCH_NCCL_NONBLOCKING_TIMEOUT"] = str(math.ceil(timeout.total_seconds()))
+
+
+def options(timeout: timedelta, ranks: Iterable[int]) -> Any:
+    """Return the options of a group of ``ranks``, whose communicator does not block while made.
+
+    A blocking one waits for its members in NCCL, without bound, and nothing ends that.
+    """
+    found = dist.ProcessGroupNCCL.Options()
+    found._timeout = timeout  # noqa: SLF001 - as torch's own init does
+    found.config.blocking = 0
+    found.global_ranks_in_group = list(ranks)
+    return found
+
+
+def connect(backend: Any, device: torch.device) -> None:
+    """Make the communicator of a group; return when all members have come.
+
+    Blocks up to the bound that ``prepare`` set, even if the communicator is aborted: torch holds
+    its lock meanwhile. So call it where nobody must wait for it.
+
+    Raises:
+        RuntimeError: A member did not come, or its connection failed.
+    """
+    backend.eager_connect_single_device(device)
+    # The first collective waits until the communicator is ready. It only has to be enqueued.
+    backend.allreduce([torch.zeros(1, device=device)])
+
+
+def abort_together(backends: Iterable[Any]) -> None:
+    """Begin to abort the communicators of NCCL ``backends``, all at once; return at once.
+
+    An abort can wait until the device is idle, and the device until another communicator is
+    aborted (pytorch#119797). torch's own ``_abort_process_group`` encloses the aborts in an NCCL
+    group; but ``abort`` does its work in a thread of its own, and NCCL's groups are per thread. A
+    thread each makes none wait for another. It ends within the group's timeout.
+    """
+    for backend in backends:
+        helpers.submit(functools.partial(_abort, backend))
+
+
+def _abort(backend: Any) -> None:
+    try:
+        backend.abort()
+    except RuntimeError as error:
+        # What then still runs on the device fails there, or the process is ended as hung.
+        log.warning("not_aborted", extra={"reason": str(error)})
+
+
+class Start:
+    """A place in the stream that calls a collective: where the device comes to the call.
+
+    NCCL's kernel waits for this place. The host calls long before the device is there.
+    """
+
+    __slots__ = ("_event",)
+
+    def __init__(self) -> None:
+        self._event: Any = torch.cuda.Event()
+        self._event.record()
+
+    def is_reached(self) -> bool:
+        """Return whether the device is there."""
+        return bool(self._event.query())
