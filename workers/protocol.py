@@ -6,6 +6,7 @@ Pure values. Every message names its attempt, so that a reader can drop messages
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from enum import StrEnum
 from typing import TypeAlias
@@ -382,7 +383,8 @@ class GroupState:
 
     Attributes:
         group: Name of the group, equal on all members (mesh axis and coordinates, or "world").
-        ranks: Global ranks of the members, in group order.
+        ranks: Global ranks of the members, in group order; a range if they are one, which is told
+            in fewer bytes.
         entered_seq: Number of collectives that this rank has called in the group; of those on a
             device, that the device has reached.
         finished_seq: Number of those that have finished for it.
@@ -393,7 +395,7 @@ class GroupState:
     """
 
     group: str
-    ranks: tuple[int, ...]
+    ranks: Sequence[int]
     entered_seq: int
     finished_seq: int
     op: str

@@ -23,6 +23,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
+from functools import cached_property
 from math import inf
 from typing import TypeAlias
 
@@ -84,7 +85,7 @@ class NodeSilent:
 Judgement: TypeAlias = Verdict | NodeSilent | None
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(frozen=True, kw_only=True)
 class _Case:
     """An attempt as it is judged. Ranks are places in ``members``.
 
@@ -97,11 +98,15 @@ class _Case:
     rows: Mapping[int, WorkerReport | None]
     idle_s: Mapping[int, float]
     signs: Mapping[int, Sign]
-    graph: WaitGraph
     still_s: float
     unseen_s: float
     limits: Limits
     collectives_fail_s: float
+
+    @cached_property
+    def graph(self) -> WaitGraph:
+        """Who waits for whom: the dear part, and not needed for what the kernel says."""
+        return wait_graph(self.rows, attempt=self.attempt)
 
     def verdict(self, rule: str, guilty: list[int], evidence: str) -> Verdict:
         return Verdict(
@@ -161,7 +166,6 @@ def judge(
         rows=rows,
         idle_s=idle_s,
         signs=signs,
-        graph=wait_graph(rows, attempt=attempt),
         still_s=still_s,
         unseen_s=unseen_s,
         limits=limits,
@@ -183,10 +187,12 @@ def _silent_node(
     nodes = {one.node for one in known.values() if one is not None}
     for node in sorted(nodes):
         silent_s = state.silent_s(node)
+        if silent_s < limits.node_silent_s:
+            continue
         elsewhere = [one for one in known.values() if one is not None and one.node != node]
         # A step that others completed had its workers in it: only its keeper is slow.
         is_missed = all(state.still_s(one) >= limits.hang_s for one in elsewhere)
-        if silent_s >= limits.node_silent_s and is_missed:
+        if is_missed:
             workers = sorted(
                 members[rank] for rank, one in known.items() if one and one.node == node
             )

@@ -37,26 +37,35 @@ def wait_graph(reports: Mapping[int, WorkerReport | None], *, attempt: int) -> W
     present = {
         rank: row for rank, row in reports.items() if row is not None and row.attempt == attempt
     }
-    entered = {
-        rank: {group.group: group.entered_seq for group in row.groups}
-        for rank, row in present.items()
-    }
+    called: dict[str, dict[int, int]] = {}
+    for rank, row in present.items():
+        for group in row.groups:
+            called.setdefault(group.group, {})[rank] = group.entered_seq
+    # All that wait for the same collective wait for the same ranks. To look for them anew for each
+    # would cost the square of a group's size.
+    missing: dict[tuple[str, int], frozenset[int]] = {}
+
+    def missing_in(group: GroupState) -> frozenset[int]:
+        collective = (group.group, group.finished_seq)
+        if collective not in missing:
+            entered = called[group.group]
+            missing[collective] = frozenset(
+                member
+                for member in group.ranks
+                if member in reports and entered.get(member, 0) <= group.finished_seq
+            )
+        return missing[collective]
+
+    not_come = frozenset(reports) - frozenset(present)
     waits_for: dict[int, frozenset[int]] = {}
     for rank, row in present.items():
-        waiting = tuple(waits(row))
+        waiting = [missing_in(group) for group in waits(row)]
         if waiting:
-            waits_for[rank] = frozenset(
-                member
-                for group in waiting
-                for member in group.ranks
-                if member in reports
-                and member != rank
-                and entered.get(member, {}).get(group.group, 0) <= group.finished_seq
-            )
+            waits_for[rank] = waiting[0].union(*waiting[1:])
         elif row.phase is WorkerPhase.FORMING:
             # No group exists yet; forming ends when every member has come.
-            waits_for[rank] = frozenset(reports) - frozenset(present)
-    wanted = frozenset(rank for missing in waits_for.values() for rank in missing)
+            waits_for[rank] = not_come
+    wanted = frozenset().union(*{id(each): each for each in waits_for.values()}.values())
     return WaitGraph(waits_for=waits_for, sinks=wanted - frozenset(waits_for))
 
 

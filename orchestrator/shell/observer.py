@@ -21,6 +21,11 @@ from workers.settings import ParallelSettings
 #: A lost node that was silent for so long is forgotten when the next attempt starts.
 FORGET_S = 60.0
 
+#: It is judged this often at most: far more often than a keeper reports on who stands still, and
+#: less often in a large run, where a look at all members takes 5 us each.
+JUDGE_S = 0.02
+JUDGE_S_EACH = 1e-4
+
 _NOT_FORMED = frozenset({WorkerPhase.IDLE, WorkerPhase.FORMING, WorkerPhase.LOADING})
 
 
@@ -55,9 +60,12 @@ class Observer:
         self._detector = Detector()
         self._attempt = 0
         self._members: tuple[str, ...] = ()
+        self._is_member: frozenset[str] = frozenset()
         self._formed: set[str] = set()
         self._step = 0
+        self._ahead: dict[str, WorkerReport] = {}
         self._judged = False
+        self._judged_at_s = float("-inf")
         self.reports: dict[str, WorkerReport] = {}
         self.seen_at_s: dict[str, float] = {}
         self._listed: dict[str, frozenset[str]] = {}
@@ -65,9 +73,9 @@ class Observer:
     def begin(self, attempt: int, members: tuple[str, ...], resume_step: int) -> None:
         """Watch ``attempt`` from now on; what older ones still say is only shown."""
         self._attempt = attempt
-        self._members = members
+        self._members, self._is_member = members, frozenset(members)
         self._formed = set()
-        self._step = resume_step
+        self._step, self._ahead = resume_step, {}
         self._judged = False
         self._detector = without_silent(self._detector, members, FORGET_S)
         for node in self._listed.keys() - self._detector.nodes.keys():
@@ -75,7 +83,7 @@ class Observer:
 
     def end(self) -> None:
         """The attempt is over: its silence means nothing."""
-        self._members = ()
+        self._members, self._is_member = (), frozenset()
 
     def on_report(self, report: NodeReport) -> None:
         """Take in one keeper's report."""
@@ -87,8 +95,9 @@ class Observer:
         for row in report.workers:
             self.reports[row.worker] = row
             self.seen_at_s[row.worker] = at_s
-            self._note_formed(row, at_s)
-        self._note_step(at_s)
+            if row.attempt == self._attempt and row.worker in self._is_member:
+                self._note_formed(row, at_s)
+                self._note_step(row, at_s)
 
     @property
     def limits(self) -> Limits:
@@ -100,10 +109,15 @@ class Observer:
         )
 
     def judge(self) -> None:
-        """Post what the detector has come to, once per attempt."""
-        if not self._members or self._judged:
-            return
+        """Post what the detector has come to, once per attempt; called after every report.
+
+        With many nodes reports come faster than they can tell anything new.
+        """
         at_s = self._at_s()
+        period_s = JUDGE_S + JUDGE_S_EACH * len(self._members)
+        if not self._members or self._judged or at_s - self._judged_at_s < period_s:
+            return
+        self._judged_at_s = at_s
         verdict = judge(
             self._detector,
             at_s,
@@ -130,21 +144,19 @@ class Observer:
             del self.reports[worker], self.seen_at_s[worker]
 
     def _note_formed(self, row: WorkerReport, at_s: float) -> None:
-        mine = row.attempt == self._attempt and row.worker in self._members
-        if mine and row.worker not in self._formed and row.phase not in _NOT_FORMED:
+        if row.worker not in self._formed and row.phase not in _NOT_FORMED:
             self._formed.add(row.worker)
             self._on_formed(row.worker, self._attempt, at_s)
 
-    def _note_step(self, at_s: float) -> None:
-        rows = [self.reports.get(worker) for worker in self._members]
+    def _note_step(self, row: WorkerReport, at_s: float) -> None:
         # Before its first step in the attempt a page still shows an older attempt's step.
-        steps = [
-            row.step
-            for row in rows
-            if row is not None and row.attempt == self._attempt and row.step_s > 0.0
-        ]
-        if not steps or len(steps) < len(self._members) or min(steps) <= self._step:
+        if row.step <= self._step or not row.step_s:
             return
-        self._step = min(steps)
-        step_s = max(row.step_s for row in rows if row is not None)
-        self._post(StepCompleted(at_s=at_s, attempt=self._attempt, step=self._step, step_s=step_s))
+        self._ahead[row.worker] = row
+        if len(self._ahead) == len(self._members):
+            rows = self._ahead.values()
+            self._step, step_s = min(row.step for row in rows), max(row.step_s for row in rows)
+            self._ahead = {row.worker: row for row in rows if row.step > self._step}
+            self._post(
+                StepCompleted(at_s=at_s, attempt=self._attempt, step=self._step, step_s=step_s)
+            )

@@ -39,7 +39,7 @@ def group(
     """Return a rank's state in a group: waiting in ``seq``, or done with it."""
     return GroupState(
         group=name,
-        ranks=tuple(ranks),
+        ranks=ranks if isinstance(ranks, range) else tuple(ranks),
         entered_seq=seq,
         finished_seq=seq - 1 if waiting_s else seq,
         op=op,

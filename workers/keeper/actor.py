@@ -44,6 +44,9 @@ LOOK_STEPPING_S = 0.25
 #: processor time at its two ends; only stillness needs a close watch.
 MOVING_PERIOD_S = 1.0
 STILL_PERIOD_S = 0.1
+#: That too is longer in a large run, by so much a rank: the controller takes in the reports of all
+#: nodes, and 2,000 of them a second would be all that it does.
+STILL_PERIOD_S_EACH = 5e-4
 
 OPTIONS = {
     "num_cpus": 0,
@@ -174,7 +177,8 @@ class Keeper:
     async def _look(self, now_s: float) -> None:
         """Read the progress records; report if it is time or there is news."""
         has_news = self._watch.look()
-        period_s = MOVING_PERIOD_S if self._watch.still_s() < STILL_S else STILL_PERIOD_S
+        is_still = self._watch.still_s() >= STILL_S
+        period_s = still_period_s(self._watch.num_ranks) if is_still else MOVING_PERIOD_S
         if has_news or now_s - self._reported_s >= period_s:
             report = self._report()
             # Not awaited: if the controller is down, the next report says the same and more.
@@ -206,6 +210,11 @@ class Keeper:
             living = {each.worker for each in report.workers if each.os_state not in GONE}
             # In a thread: freeing a large arena takes a while.
             await asyncio.to_thread(self._memory.tend, living)
+
+
+def still_period_s(num_ranks: int) -> float:
+    """Return the period of reports on trainers that stand still, in an attempt of so many ranks."""
+    return min(max(STILL_PERIOD_S, STILL_PERIOD_S_EACH * num_ranks), MOVING_PERIOD_S)
 
 
 def _is_short(error: OSError | RuntimeError) -> bool:

@@ -103,7 +103,8 @@ def ring_path(directory: Path, worker: str) -> Path:
 class NodeWatch:
     """The trainers of one node, found by their progress records in ``directory``.
 
-    The dead are reported on for ``forget_s``.
+    The dead are reported on for ``forget_s``. ``num_ranks`` is the size of their largest group in
+    the last report.
     """
 
     def __init__(self, *, node: str, directory: Path, forget_s: float = FORGET_S) -> None:
@@ -121,6 +122,7 @@ class NodeWatch:
         self._rings: dict[str, RingReader] = {}
         self._milestones: dict[str, tuple[int, bool, bool]] = {}
         self._gone_at_s: dict[str, float] = {}
+        self.num_ranks = 0
 
     def look(self) -> bool:
         """Return whether a trainer passed a milestone since the last look.
@@ -192,6 +194,7 @@ class NodeWatch:
         self._list_records()
         now_ns = time.monotonic_ns()
         workers = tuple(self._report_on(path.stem, now_ns) for path in self._paths)
+        self.num_ranks = max((len(g.ranks) for row in workers for g in row.groups), default=0)
         self._forget({row.worker for row in workers if row.pid and row.os_state in GONE})
         return NodeReport(node=self._node, seq=self._seq, workers=workers)
 

@@ -21,7 +21,7 @@ import struct
 import threading
 import time
 from collections import deque
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Final, NamedTuple
@@ -296,6 +296,7 @@ class RingReader:
         self._path = path
         self._memory: mmap.mmap | None = None
         self._file = _NO_FILE
+        self._ranks: dict[int, Sequence[int]] = {}
 
     def attempt(self, *, now_ns: int | None = None) -> tuple[int, tuple[GroupState, ...]]:
         """Return the ring's attempt and its groups in which a collective was called.
@@ -316,7 +317,9 @@ class RingReader:
             if self._memory is not None:
                 self._memory.close()
             self._memory, self._file = _map(self._path)
-        return _attempt_in(self._memory, time.monotonic_ns() if now_ns is None else now_ns)
+            self._ranks = {}
+        now_ns = time.monotonic_ns() if now_ns is None else now_ns
+        return _attempt_in(self._memory, now_ns, self._ranks)
 
 
 def read_records(path: str | os.PathLike[str]) -> tuple[Record, ...]:
@@ -396,17 +399,22 @@ def _map(path: str | os.PathLike[str]) -> tuple[mmap.mmap | None, tuple[int, int
     return None, _NO_FILE
 
 
-def _attempt_in(memory: mmap.mmap | None, now_ns: int) -> tuple[int, tuple[GroupState, ...]]:
+def _attempt_in(
+    memory: mmap.mmap | None, now_ns: int, ranks: dict[int, Sequence[int]]
+) -> tuple[int, tuple[GroupState, ...]]:
     if memory is None:
         return 0, ()
     attempt = _HEADER.unpack_from(memory, 0)[2]
     if _word(memory, _LEFT_WORD):
         return attempt, ()
-    states = (_read_group(memory, i, now_ns) for i in range(_word(memory, _NUM_GROUPS_WORD)))
+    num_groups = _word(memory, _NUM_GROUPS_WORD)
+    states = (_read_group(memory, i, now_ns, ranks) for i in range(num_groups))
     return attempt, tuple(state for state in states if state is not None)
 
 
-def _read_group(memory: mmap.mmap, index: int, now_ns: int) -> GroupState | None:
+def _read_group(
+    memory: mmap.mmap, index: int, now_ns: int, ranks: dict[int, Sequence[int]]
+) -> GroupState | None:
     offset = _HEADER_BYTES + index * _GROUP_BYTES
     for _ in range(_READ_TRIES_MAX):
         copies = [_STATE.unpack_from(memory, offset + i * _STATE.size) for i in (0, 1)]
@@ -421,9 +429,12 @@ def _read_group(memory: mmap.mmap, index: int, now_ns: int) -> GroupState | None
     if stores == 0:
         return None
     length, name, first, count = _NAME.unpack_from(memory, offset + 2 * _STATE.size)
+    if index not in ranks:
+        # A group's members never change, and are thousands in a large run.
+        ranks[index] = _as_range(struct.unpack_from(f"<{count}I", memory, _ints_offset(first)))
     return GroupState(
         group=name[:length].decode(errors="replace"),
-        ranks=struct.unpack_from(f"<{count}I", memory, _ints_offset(first)),
+        ranks=ranks[index],
         entered_seq=entered,
         # A rank that waits for a collective uses the earlier ones' results only afterwards.
         finished_seq=max(finished, waited - 1),
@@ -431,6 +442,13 @@ def _read_group(memory: mmap.mmap, index: int, now_ns: int) -> GroupState | None
         size_bytes=size_bytes,
         waiting_s=max(1, now_ns - since_ns) / 1e9 if waited else 0.0,
     )
+
+
+def _as_range(ranks: tuple[int, ...]) -> Sequence[int]:
+    """Return ``ranks`` as a range if they are one."""
+    step = ranks[1] - ranks[0] if len(ranks) > 1 else 1
+    found = range(ranks[0], ranks[0] + step * len(ranks), step) if ranks and step else range(0)
+    return found if tuple(found) == ranks else ranks
 
 
 def _word(memory: mmap.mmap, index: int) -> int:

@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 
 from orchestrator.detection import Detector, NodeSilent, Verdict, judge, limits_from
+from orchestrator.detection.waits import wait_graph
 from tests.support.histories import ATTEMPT, WORKERS, calm, group, stop, watch
 from workers.protocol import WorkerPhase, WorkerReport
 
@@ -510,3 +511,16 @@ def test_one_progressing_member_means_no_hang() -> None:
         state, at_s = watch(rows_with(w2=slow), for_s=0.0, state=state, from_s=at_s + 0.25)
 
     assert judged(state, at_s) is None
+
+
+@pytest.mark.timeout(60)
+def test_a_large_group_is_not_looked_through_for_each_of_its_ranks() -> None:
+    """That would take minutes here, and most of a controller's time with 2,000 ranks."""
+    ranks = range(20_000)
+    rows: dict[int, WorkerReport | None] = {
+        rank: replace(calm(f"w{rank}", rank), groups=(group("world", ranks, 9, waiting_s=2.0),))
+        for rank in ranks
+    }
+    rows[7] = replace(calm("w7", 7), groups=(group("world", ranks, 8),))
+
+    assert wait_graph(rows, attempt=ATTEMPT).sinks == {7}

@@ -1,0 +1,156 @@
+"""What watching a large run costs the controller: reports of keepers, replayed at their real rate.
+
+    python -m tests.benchmarks detection [--nodes 256] [--seconds 5]
+
+Nodes of 8 GPUs, in groups of the world, 8 tensor-parallel ranks each, and data-parallel ones across
+nodes. Three times are replayed: training, one in which one rank computes and the others wait, and
+one in which nobody is missing. In the last two keepers report more often, in a small run.
+``share`` is processor time by watched time: of taking reports in and judging them, and of
+``unpickling`` them, which Ray does in another thread.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import pickle
+from time import process_time
+from typing import Any
+
+from orchestrator.core import Event
+from orchestrator.shell.observer import Observer
+from workers.keeper.actor import MOVING_PERIOD_S, still_period_s
+from workers.protocol import GroupState, NodeReport, WorkerPhase, WorkerReport
+from workers.settings import ParallelSettings
+
+NUM_GPUS = 8
+STEP_S = 1.0
+
+
+def worker_report(rank: int, num_nodes: int, *, step: int, waiting_s: float) -> WorkerReport:
+    """Return the report on a rank that has done ``step``, and waits in the next if it waits."""
+    node, local = divmod(rank, NUM_GPUS)
+    members = {  # as a keeper tells them: one after the other, or every eighth
+        "world": range(num_nodes * NUM_GPUS),
+        f"tp[{node}]": range(node * NUM_GPUS, (node + 1) * NUM_GPUS),
+        f"dp[{local}]": range(local, num_nodes * NUM_GPUS, NUM_GPUS),
+    }
+    groups = tuple(
+        GroupState(
+            group=name,
+            ranks=ranks,
+            entered_seq=10 * step + (name == "world" and waiting_s > 0.0),
+            finished_seq=10 * step,
+            op="all_reduce",
+            size_bytes=1 << 20,
+            waiting_s=waiting_s if name == "world" else 0.0,
+        )
+        for name, ranks in members.items()
+    )
+    return WorkerReport(
+        worker=f"w{rank:04d}", pid=1000 + rank, os_state="S", attempt=1, rank=rank,
+        phase=WorkerPhase.FORWARD, step=step, micro_batch=0, moved_bytes=0, phase_s=waiting_s,
+        beat_age_s=0.05, processor_s=float(step), step_s=STEP_S, loss=2.0, groups=groups,
+    )  # fmt: skip
+
+
+class Replay:
+    """A controller's observer, fed with reports of all nodes."""
+
+    def __init__(self, num_nodes: int) -> None:
+        self.num_nodes = num_nodes
+        self.at_s = 100.0
+        self.events: list[Event] = []
+        self._observer = Observer(
+            post=self.events.append,
+            at_s=lambda: self.at_s,
+            on_formed=lambda *_: None,
+            node_silent=lambda *_: None,
+            patience=3.0,
+            parallel=ParallelSettings(),
+        )
+        ranks = range(num_nodes * NUM_GPUS)
+        self._observer.begin(1, tuple(f"w{rank:04d}" for rank in ranks), 0)
+        self._seq = 0
+
+    def reports(self, *, step: int, waiting_s: float, missing: int = -1) -> list[NodeReport]:
+        """Return one report of each node; ``missing`` waits for nothing."""
+        self._seq += 1
+        return [
+            NodeReport(
+                node=f"n{node}",
+                seq=self._seq,
+                workers=tuple(
+                    worker_report(
+                        rank,
+                        self.num_nodes,
+                        step=step,
+                        waiting_s=0.0 if rank == missing else waiting_s,
+                    )
+                    for rank in range(node * NUM_GPUS, (node + 1) * NUM_GPUS)
+                ),
+            )
+            for node in range(self.num_nodes)
+        ]
+
+    def take(self, reports: list[NodeReport], over_s: float) -> tuple[float, float]:
+        """Take ``reports`` in, evenly over a time; return processor seconds, and of unpickling."""
+        packed = [pickle.dumps(report, protocol=5) for report in reports]
+        began_s = process_time()
+        unpacked: list[NodeReport] = [pickle.loads(each) for each in packed]
+        unpacked_s = process_time()
+        for report in unpacked:
+            self.at_s += over_s / len(reports)
+            self._observer.on_report(report)
+            self._observer.judge()
+        return process_time() - unpacked_s, unpacked_s - began_s
+
+    def during(self, seconds: float, *, period_s: float, **how: Any) -> dict[str, float]:
+        """Return the costs of a time; ``how`` as for ``reports``, by the time that has passed."""
+        used_s = unpickling_s = passed_s = 0.0
+        while passed_s < seconds:
+            told = {
+                name: value(passed_s) if callable(value) else value for name, value in how.items()
+            }
+            used, unpickling = self.take(self.reports(**told), period_s)
+            used_s, unpickling_s, passed_s = (
+                used_s + used,
+                unpickling_s + unpickling,
+                passed_s + period_s,
+            )
+        return {
+            "share": round(used_s / passed_s, 4),
+            "unpickling_share": round(unpickling_s / passed_s, 4),
+        }
+
+
+def main() -> None:
+    """Print one JSON object."""
+    parser = argparse.ArgumentParser(description="Time the watching of a large run.")
+    parser.add_argument("--nodes", type=int, default=256)
+    parser.add_argument("--seconds", type=float, default=5.0)
+    options = parser.parse_args()
+    replay = Replay(options.nodes)
+    training = replay.during(
+        options.seconds,
+        period_s=MOVING_PERIOD_S,
+        step=lambda passed_s: 1 + int(passed_s / STEP_S),
+        waiting_s=0.0,
+    )
+    still_s = still_period_s(options.nodes * NUM_GPUS)
+    hang = {"step": 1 + int(options.seconds / STEP_S), "waiting_s": lambda passed_s: 0.1 + passed_s}
+    one_computes = replay.during(options.seconds, period_s=still_s, missing=NUM_GPUS + 1, **hang)
+    all_wait = replay.during(options.seconds, period_s=still_s, **hang)
+    report = {
+        "reports_per_s": [options.nodes / MOVING_PERIOD_S, options.nodes / still_s],
+        "gpus": options.nodes * NUM_GPUS,
+        "training": training,
+        "one_computes": one_computes,
+        "all_wait": all_wait,
+        "events": len(replay.events),
+    }
+    print(json.dumps(report, indent=2))
+
+
+if __name__ == "__main__":
+    main()
