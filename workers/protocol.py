@@ -209,6 +209,7 @@ class KeeperOrder:
         copies_of: Keepers whose ranks' newest versions it copies into its memory.
         parity: The group whose parities it keeps; None for no parities.
         bad: ``(arena, slot, sequence)`` of versions that could not be loaded: it drops them.
+        life: The life of the run that gives the order (``ucp_core.storage.Owner``).
     """
 
     attempt: int
@@ -216,6 +217,7 @@ class KeeperOrder:
     copies_of: tuple[Peer, ...]
     parity: ParityGroup | None = None
     bad: tuple[tuple[str, int, int], ...] = ()
+    life: int = 0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -237,6 +239,7 @@ class Assignment:
             None if keepers protect each other's snapshots.
         parity: Replicas on different nodes, this rank included, by place in their group; this
             rank keeps a parity of the others' shares. () for no parity.
+        life: The life of the run that began the attempt (``ucp_core.storage.Owner``).
     """
 
     attempt: int
@@ -250,6 +253,7 @@ class Assignment:
     memory: tuple[MemoryPart, ...] = ()
     guards: tuple[int, ...] | None = None
     parity: tuple[int, ...] = ()
+    life: int = 0
 
     @property
     def saved_too(self) -> tuple[int, ...]:

@@ -65,6 +65,7 @@ class Keeper:
         controller: Receives the reports.
         run_url: The run directory; "" keeps no snapshots.
         settings: ``workers.settings.Settings`` as JSON; None keeps no snapshots.
+        life: Of the run; orders may name a later one.
     """
 
     def __init__(
@@ -74,6 +75,7 @@ class Keeper:
         controller: Any,
         run_url: str = "",
         settings: dict[str, Any] | None = None,
+        life: int = 0,
     ) -> None:
         end_with_parent()
         with contextlib.suppress(PermissionError):
@@ -90,7 +92,7 @@ class Keeper:
         # One thread each: a store that stalls delays only flushes.
         self._orders, self._flushes = ThreadPoolExecutor(1), ThreadPoolExecutor(1)
         if run_url and settings is not None:
-            self._open_memory(run_url, Settings.from_json(settings))
+            self._open_memory(run_url, Settings.from_json(settings), life)
 
     async def hello(self) -> dict[str, Any]:
         """Start the reports, once; return who this keeper is.
@@ -147,7 +149,7 @@ class Keeper:
     async def _call(thread: ThreadPoolExecutor, act: Callable[..., T], *arguments: Any) -> T:
         return await asyncio.get_running_loop().run_in_executor(thread, act, *arguments)
 
-    def _open_memory(self, run_url: str, settings: Settings) -> None:
+    def _open_memory(self, run_url: str, settings: Settings, life: int) -> None:
         if not settings.snapshot.every_steps:
             return
         try:
@@ -157,6 +159,7 @@ class Keeper:
                 directory=self._directory,
                 run_url=run_url,
                 settings=settings,
+                life=life,
             )
         except (OSError, UcpError, WorkerError) as error:
             # The node is still watched; state goes to storage.

@@ -46,6 +46,8 @@ _NUM_MAX: Final = 32
 class NodeMemory:
     """What a keeper runs beside its watch when snapshots are taken.
 
+    ``life`` is that of the run, until an order names a later one.
+
     Attributes:
         secret: What peers and loaders have to prove that they know.
 
@@ -55,7 +57,14 @@ class NodeMemory:
     """
 
     def __init__(
-        self, *, node: str, host: str, directory: Path, run_url: str, settings: Settings
+        self,
+        *,
+        node: str,
+        host: str,
+        directory: Path,
+        run_url: str,
+        settings: Settings,
+        life: int = 0,
     ) -> None:
         directory.mkdir(parents=True, exist_ok=True)
         store, path = open_store(run_url)
@@ -69,6 +78,7 @@ class NodeMemory:
             budget_bytes=self._budget_bytes,
             dead=partial(dead_workers, directory),
         )
+        self._slots.life = life
         self._wire = WireServer(
             self._slots,
             host=host,
@@ -126,6 +136,7 @@ class NodeMemory:
         if order.attempt < self._slots.attempt:
             return False
         self._slots.fence(order.attempt, order.lineage)
+        self._slots.life = max(self._slots.life, order.life)
         self._slots.quarantine(order.bad)
         return True
 

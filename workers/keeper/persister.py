@@ -18,11 +18,11 @@ from typing import Final
 import numpy as np
 
 from ucp_core import lineage as lineage_rule
-from ucp_core.errors import CheckpointCorruptError, UcpError
+from ucp_core.errors import CheckpointCorruptError, SupersededError, UcpError
 from ucp_core.manifest import Kind, Manifest, from_bytes
 from ucp_core.native import checkpoint_name, collect_garbage, try_commit
 from ucp_core.numerics import crc32
-from ucp_core.storage import Store, join
+from ucp_core.storage import Owner, Store, join
 from workers.keeper.slots import NodeSlots, be_nice
 from workers.memory import Arena, counts, is_parity
 from workers.protocol import Held
@@ -62,8 +62,10 @@ class Persister:
         pauses_s: Sequence[float] = _PAUSES_S,
     ) -> None:
         self._slots = slots
+        self._directory = directory
         self._checkpoints = join(directory, CHECKPOINTS)
         self._store = store
+        self._owner, self._owned_attempt = Owner(store, directory, 0), 0
         self._settings = settings
         self._on_problem = on_problem
         self._pauses_s = tuple(pauses_s)
@@ -158,6 +160,9 @@ class Persister:
             except CheckpointCorruptError as error:
                 self._say(held, str(error))
                 return False
+            except SupersededError as error:
+                self._end(error)
+                return False
             except Exception as error:  # noqa: BLE001  whatever a store raises, it is an event
                 self._say(held, f"{type(error).__name__}: {error}")
             else:
@@ -179,10 +184,31 @@ class Persister:
         if held.rank == 0 and self._settings.keep and is_known:
             try:
                 collect_garbage(
-                    self._store, self._checkpoints, keep=self._settings.keep, lineage=lineage
+                    self._store,
+                    self._checkpoints,
+                    keep=self._settings.keep,
+                    lineage=lineage,
+                    require_owner=self._owner.require,
                 )
+            except SupersededError as error:
+                self._end(error)
             except Exception as error:  # noqa: BLE001  as above; the version itself is stored
                 self._on_problem(_SUBJECT, f"old checkpoints are not deleted: {error}")
+
+    def _end(self, error: SupersededError) -> None:
+        """Store nothing any more: the directory belongs to somebody else."""
+        log.critical("superseded", extra={"why": str(error)})
+        self._closing.set()
+        self._on_problem(_SUBJECT, str(error))
+
+    def _require_owner(self, attempt: int) -> None:
+        """Look who owns the directory, once in an attempt: parts of it harm nobody then."""
+        life = self._slots.life
+        if life != self._owner.life:
+            self._owner, self._owned_attempt = Owner(self._store, self._directory, life), 0
+        if attempt != self._owned_attempt:
+            self._owner.require()
+            self._owned_attempt = attempt
 
     def _say(self, held: Held, why: str) -> None:
         log.warning("not_stored", extra={"step": held.step, "rank": held.rank, "why": why})
@@ -192,6 +218,7 @@ class Persister:
 
     def _put(self, arena: Arena, held: Held) -> bool:
         """Write the missing files of the part; commit if they were the last of the version."""
+        self._require_owner(held.attempt)
         record, data = self._record(arena, held)
         ((file, entry),) = record.files.items()
         directory = join(self._checkpoints, checkpoint_name(held.step))
@@ -212,6 +239,7 @@ class Persister:
                 attempt=held.attempt,
                 world_size=held.world_size,
                 fsync=self._settings.fsync,
+                require_owner=self._owner.require,
             )
         finally:
             del self._under_way[caller]

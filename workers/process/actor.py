@@ -11,17 +11,25 @@ per thread, and only the thread that filled them can clear them.
 from __future__ import annotations
 
 import asyncio
+import logging
 import os
 import queue
 import threading
+import time
 from concurrent.futures import Future
 from pathlib import Path
 from typing import Any
 
 import ray
 
+from ucp_core.errors import SupersededError
 from workers.parent_death import end_with_parent
-from workers.protocol import Assignment, Fenced, Formed, Outcome, Pace, SaveCosts
+from workers.protocol import Assignment, Fenced, Formed, Outcome, Pace, Raised, SaveCosts
+
+log = logging.getLogger(__name__)
+
+#: A process that ends by itself first lets its last outcome leave.
+_ANSWER_S = 1.0
 
 #: The slot reserves resources. A dead worker is replaced, not restarted. Each controller that dies
 #: leaves pending calls behind, so there is room for many.
@@ -128,3 +136,8 @@ class Worker:
             outcome = self._runner.run(assignment, gpu_ids)
             # The attempt may end before ``attend`` is called.
             self._future(assignment.attempt).set_result(outcome)
+            if isinstance(outcome, Raised) and outcome.error.startswith(SupersededError.__name__):
+                # Nobody will take this process back, and its device is wanted elsewhere.
+                log.critical("superseded", extra={"why": outcome.error})
+                time.sleep(_ANSWER_S)
+                os._exit(1)

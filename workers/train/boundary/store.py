@@ -23,7 +23,13 @@ from dataclasses import dataclass
 from operator import itemgetter
 from typing import Any, Final, ParamSpec, TypeVar
 
-from ucp_core.errors import CheckpointCorruptError, CheckpointNotFoundError, StorageError, UcpError
+from ucp_core.errors import (
+    CheckpointCorruptError,
+    CheckpointNotFoundError,
+    StorageError,
+    SupersededError,
+    UcpError,
+)
 from ucp_core.native import (
     LocalTensor,
     checkpoint_name,
@@ -31,7 +37,7 @@ from ucp_core.native import (
     open_checkpoint,
     save_rank,
 )
-from ucp_core.storage import Buffer, Store, join
+from ucp_core.storage import RECENT_S, Buffer, Owner, Store, join
 from workers.collectives import AbortedError, CollectiveError
 from workers.protocol import Assignment
 from workers.settings import CHECKPOINTS, CheckpointSettings
@@ -88,6 +94,7 @@ class StorageWriter:
         fenced: Callable[[], bool],
         moved: Callable[[int], None],
     ) -> None:
+        self._owner = Owner(store, directory, assignment.life)
         self._store = _FencedStore(store, fenced, assignment.attempt, moved)
         self._line_store = _FencedStore(store, self._is_closed_to_lines, assignment.attempt, moved)
         self._late_until_s = float("-inf")
@@ -113,11 +120,16 @@ class StorageWriter:
 
         Every rank may call it with the same line where ``holds_lines`` is set: the others only
         remember it.
+
+        Raises:
+            SupersededError: A later life of the run owns the directory.
         """
         self.append_text(path, json.dumps(line))
 
     def append_text(self, path: str, line: str) -> None:
         """Append a line that is JSON already; see ``append``."""
+        if isinstance(self._error, SupersededError):
+            raise self._error
         self._lines.append((path, line))
         if self._writes_lines:
             self._tasks.put(self._try_due_lines if self.holds_lines else self._try_lines)
@@ -257,6 +269,7 @@ class StorageWriter:
             if path not in self._ends_line and not self.holds_lines:
                 _end_line(self._line_store, path)
             self._ends_line.discard(path)
+            self._owner.require(within_s=RECENT_S)
             self._line_store.append(path, "".join(f"{line}\n" for line in lines).encode())
             self._ends_line.add(path)
             for _ in lines:
@@ -267,6 +280,9 @@ class StorageWriter:
             return
         assignment = self._assignment
         checkpoints = join(self._directory, CHECKPOINTS)
+        # One look in an attempt is enough for parts: a later life read of the attempt before it
+        # chose the number of its own, so it writes no files of these names.
+        self._owner.require(within_s=math.inf)
         self._write_lines()
         save_rank(
             self._store,
@@ -280,6 +296,7 @@ class StorageWriter:
             param_groups=state.param_groups,
             source=source_of(assignment),
             fsync=self._settings.fsync,
+            require_owner=self._owner.require,
         )
         # If the write failed, ``_run`` sets the error before it sets idle.
         self._idle.set()
@@ -290,7 +307,10 @@ class StorageWriter:
                     checkpoints,
                     keep=self._settings.keep,
                     lineage=assignment.lineage,
+                    require_owner=self._owner.require,
                 )
+            except SupersededError:
+                raise
             except UcpError as error:
                 # The checkpoint is committed all the same; the next one retries.
                 log.warning("not_collected", extra={"reason": str(error)})

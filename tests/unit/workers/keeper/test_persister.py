@@ -24,7 +24,7 @@ from tests.support.snapshots import (
 )
 from ucp_core.errors import StorageError
 from ucp_core.native import load, open_checkpoint
-from ucp_core.storage import Buffer, LocalStore, MemoryStore, Store
+from ucp_core.storage import Buffer, LocalStore, MemoryStore, Store, claim
 from workers.keeper import persister as persister_module
 from workers.keeper.descriptor_server import DescriptorServer
 from workers.keeper.node_memory import Problems
@@ -371,3 +371,37 @@ def test_storage_gets_what_training_leaves(persisting: Persisting) -> None:
 
         assert eventually(lambda: os.getpriority(os.PRIO_PROCESS, tid) >= max(own, 10))
         assert os.getpriority(os.PRIO_PROCESS, 0) == own
+
+
+def test_a_keeper_of_a_superseded_life_stores_and_deletes_nothing_more(
+    slots: NodeSlots, problems: Problems, persisting: Persisting
+) -> None:
+    """Its trainers do not know yet and save on. It says who has the directory."""
+    arenas, store = _arenas(slots), MemoryStore()
+    claim(store, "run", 1, {"token": "a"})
+    slots.fence(1, ((1, 0),))
+    slots.life = 1
+    with persisting(store, keep=1) as persister:
+        _save(slots, arenas, 7)
+        assert eventually(lambda: _has_stored(persister, 7))
+        claim(store, "run", 2, {"token": "b", "host": "head-of-b"})
+        _save(slots, arenas, 8)
+
+        assert eventually(lambda: any("life 2" in line for line in problems.lines()))
+        persister.close()
+    _check_stored(store, 7)
+    assert not store.exists("run/checkpoints/step-00000008/manifest.json")
+
+
+def test_a_restarted_keeper_looks_before_it_writes_a_part(
+    slots: NodeSlots, problems: Problems, persisting: Persisting
+) -> None:
+    """The newer life may have given the same number to an attempt of its own."""
+    store = MemoryStore()
+    claim(store, "run", 1, {"token": "a"})
+    claim(store, "run", 2, {"token": "b"})
+    slots.life = 1
+    with persisting(store):
+        _save(slots, _arenas(slots), 7)
+        assert eventually(lambda: any("life 2" in line for line in problems.lines()))
+    assert store.list("run/checkpoints") == ()

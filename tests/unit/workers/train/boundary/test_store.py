@@ -8,11 +8,11 @@ from typing import Any
 
 import pytest
 
-from ucp_core.errors import StorageError
+from ucp_core.errors import StorageError, SupersededError
 from ucp_core.geometry import Box
 from ucp_core.layout import ParallelLayout
 from ucp_core.native import MANIFEST_NAME, LocalTensor, find_committed
-from ucp_core.storage import Buffer, MemoryStore
+from ucp_core.storage import Buffer, MemoryStore, claim
 from workers.collectives import AbortedError, CollectiveError
 from workers.protocol import Assignment
 from workers.settings import CheckpointSettings
@@ -26,6 +26,7 @@ def storing(
     rank: int = 0,
     num_workers: int = 1,
     keep: int = 0,
+    life: int = 0,
     moved: Callable[[int], None] = lambda _: None,
 ) -> StorageWriter:
     assignment = Assignment(
@@ -37,6 +38,7 @@ def storing(
         resume_step=0,
         resume_attempt=0,
         lineage=((1, 0),),
+        life=life,
     )
     return StorageWriter(
         store=store,
@@ -262,3 +264,45 @@ def test_a_storage_that_refuses_stops_the_training() -> None:
     with pytest.raises(ValueError, match="released"):
         background.wait_idle()
     assert background.close()
+
+
+def test_a_rank_of_a_superseded_life_commits_collects_and_logs_nothing_more() -> None:
+    """Its cluster is out of reach and trains on: storage says that the run goes on elsewhere."""
+    store, fenced = MemoryStore(), threading.Event()
+    claim(store, "run", 1, {"token": "a"})
+    writer = storing(store, fenced, keep=1, life=1)
+    for step in (1, 2):
+        writer.save(state(step))
+        writer.wait_committed(step, timeout_s=10)
+    claim(store, "run", 2, {"token": "b"})
+    before = store.list("run/checkpoints")
+
+    writer.save(state(3))
+    with pytest.raises(SupersededError, match="life 2"):
+        writer.wait_committed(3, timeout_s=10)
+    with pytest.raises(SupersededError, match="life 2"):
+        writer.append("metrics/rank0.jsonl", {"step": 3})
+
+    assert writer.close()
+    assert committed_step(store) == 2
+    assert set(before) <= set(store.list("run/checkpoints"))
+    assert not store.exists("run/metrics/rank0.jsonl")
+
+
+def test_lines_alone_tell_a_rank_that_it_is_superseded() -> None:
+    """Keepers store its state, so lines are all that rank 0 writes by itself."""
+    store, fenced = MemoryStore(), threading.Event()
+    claim(store, "run", 1, {"token": "a"})
+    claim(store, "run", 2, {"token": "b"})
+    writer = storing(store, fenced, life=1)
+
+    def append_on() -> None:
+        deadline_s = time.monotonic() + 60
+        while time.monotonic() < deadline_s:
+            writer.append("metrics/rank0.jsonl", {"step": 1})
+            time.sleep(0.01)
+
+    with pytest.raises(SupersededError):
+        append_on()
+    assert writer.close()
+    assert not store.exists("run/metrics/rank0.jsonl")
