@@ -25,7 +25,8 @@ _MEANINGS = {
     ExitCode.FAILED: "the run failed, or the answer is no (doctor, demo, replay, simulate)",
     ExitCode.BAD_INPUT: "wrong usage or configuration, or a directory that holds no run",
     ExitCode.NO_CAPACITY: "no cluster, a lost cluster, or too few workers for too long",
-    ExitCode.DAMAGED: "the storage refused, or a journal or checkpoint is damaged",
+    ExitCode.DAMAGED: "the storage refused, another cluster took the run over, or a journal or "
+    "checkpoint is damaged",
 }
 
 #: For ``everstep --help``.

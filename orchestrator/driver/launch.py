@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import contextlib
 import json
+import secrets
 import time
 from collections.abc import Callable
 from typing import Any
@@ -31,10 +32,10 @@ from orchestrator.shell import (
     HostedCluster,
     RunNames,
     connect_ray,
-    next_incarnation,
     run_id,
 )
-from ucp_core.storage import join, open_store
+from ucp_core.errors import StorageError
+from ucp_core.storage import RECENT_S, Owner, join, next_life, open_store
 
 #: How often a followed run is looked at.
 FOLLOW_S = 0.25
@@ -73,6 +74,8 @@ class Launched:
         self._controller: Any = self._find() if attach else self._find_or_create()
         if not attach:
             self.controller_pid(timeout_s=CONTROLLER_START_S)
+        #: As the life of the run sees it that this process follows.
+        self._owner = Owner(self._store, self._path, next_life(self._store, self._path) - 1)
 
     def _await_last(self) -> None:
         """Wait until the controller of a run that is over is gone: its summary comes before."""
@@ -115,7 +118,8 @@ class Launched:
             .remote(
                 run_id=self.names.run_id,
                 config=self.config.model_dump(mode="json"),
-                config_since=next_incarnation(self._store, self._path),
+                life=next_life(self._store, self._path),
+                token=secrets.token_hex(8),
             )
         )
 
@@ -156,19 +160,26 @@ class Launched:
         """Return the run's summary, None before the run is over."""
         return self._files.summary()
 
+    def _summary_of_ours(self) -> dict[str, Any] | None:
+        # One that cannot be reached is for ``ClusterWatch`` and the controller to judge.
+        with contextlib.suppress(StorageError):
+            self._owner.require(within_s=RECENT_S)
+        return self.summary()
+
     def follow(self, on_status: Callable[[dict[str, Any] | None], None]) -> dict[str, Any]:
         """Call ``on_status`` until the run is over; return its summary.
 
         Raises:
             CapacityError: The cluster or the run is gone; says which step is safe in storage.
+            SupersededError: The run goes on elsewhere; this life of it has ended.
         """
-        while (summary := self.summary()) is None:
+        while (summary := self._summary_of_ours()) is None:
             self._watch.require()
             status = self.status()
             if (
                 status is None
                 and not has_controller(self._address, self.names.namespace)
-                and self.summary() is None
+                and self._summary_of_ours() is None
             ):
                 directory = self.config.run.directory
                 raise CapacityError(

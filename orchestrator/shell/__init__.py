@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     )
     from orchestrator.shell.names import NAMESPACE_PREFIX, RunNames, run_id
     from orchestrator.shell.serve import bounds_document
-    from orchestrator.shell.storage import config_of, next_incarnation, read_segments
+    from orchestrator.shell.storage import config_of, read_segments
 
 __all__ = [
     "NAMESPACE_PREFIX",
@@ -31,7 +31,6 @@ __all__ = [
     "kill_local_cluster",
     "local_clusters",
     "monotonic_s",
-    "next_incarnation",
     "read_segments",
     "run_id",
     "wall_time",

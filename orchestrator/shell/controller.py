@@ -45,11 +45,12 @@ class Controller:
     Args:
         run_id: The run's name in Ray.
         config: The resolved ``RunConfig`` as JSON.
-        config_since: The incarnation that starts or resumes the run under ``config``. Ray gives the
-            same arguments to every later one.
+        life: The number of the life that starts or resumes the run under ``config``. Ray gives the
+            same arguments to every later incarnation.
+        token: Of this life; no other has it.
     """
 
-    def __init__(self, *, run_id: str, config: dict[str, Any], config_since: int) -> None:
+    def __init__(self, *, run_id: str, config: dict[str, Any], life: int, token: str) -> None:
         with contextlib.suppress(PermissionError):
             # Ray's workers run at niceness 15; decisions must not queue behind training.
             os.setpriority(os.PRIO_PROCESS, 0, 0)
@@ -58,9 +59,7 @@ class Controller:
 
         self._loop = asyncio.new_event_loop()
         self._self = ray.get_runtime_context().current_actor
-        self._run = Run(
-            run_id=run_id, config=config, config_since=config_since, controller=self._self
-        )
+        self._run = Run(run_id=run_id, config=config, life=life, token=token, controller=self._self)
         threading.Thread(target=self._serve, name="run", daemon=True).start()
 
     # Nobody waits for an answer, and one of nothing costs a tenth of the call.

@@ -45,7 +45,8 @@ from orchestrator.shell.names import RunNames
 from orchestrator.shell.observer import Observer
 from orchestrator.shell.serve import StatusPage, bounds_document, status_document
 from orchestrator.shell.storage import CompactionFile, JournalFile, RunOutputs, begin_incarnation
-from ucp_core.storage import join, open_store
+from ucp_core.errors import StorageError, SupersededError
+from ucp_core.storage import RECENT_S, Owner, join, open_store
 from workers.protocol import Assignment, MemoryPart, NodeReport
 
 log = logging.getLogger(__name__)
@@ -66,19 +67,21 @@ class Run:
     Args:
         run_id: The run's name in Ray.
         config: The resolved configuration as JSON.
-        config_since: The incarnation that starts or resumes the run under this configuration.
+        life: The life that starts or resumes the run under this configuration.
+        token: Of this life.
         controller: Ray handle of the actor around this, given to the keepers.
     """
 
     def __init__(
-        self, *, run_id: str, config: dict[str, Any], config_since: int, controller: Any
+        self, *, run_id: str, config: dict[str, Any], life: int, token: str, controller: Any
     ) -> None:
         self._config = RunConfig.model_validate(config)
         self._controller = controller
         self._names = RunNames(run_id)
         self._rules = self._config.rules()
         self._store, self._path = open_store(self._config.run.directory)
-        begun = begin_incarnation(self._store, self._path, self._config, config_since=config_since)
+        self._owner = Owner(self._store, self._path, life)
+        begun = begin_incarnation(self._store, self._path, self._config, life=life, token=token)
         self._incarnation, self._is_resume = begun.number, begun.is_resume
         self._state, self._seq, self._clock = begun.state, begun.seq, begun.clock
         self._journal = JournalFile(
@@ -116,11 +119,12 @@ class Run:
             "run_url": self._config.run.directory,
             "settings": self._config.settings_json(),
         }
+        life = self._owner.life
         self._nodes = Nodes(
             names=self._names,
             resources=self._config.worker_resources(),
             rack_label=self._config.cluster.rack_label,
-            boot={**boot, "controller": self._controller},
+            boot={**boot, "controller": self._controller, "life": life},
             at_s=at_s,
             post=post,
             on_keeper=self._on_keeper,
@@ -132,6 +136,7 @@ class Run:
             store=self._store,
             checkpoints=join(self._path, CHECKPOINTS),
             total_steps=self._config.train.steps,
+            life=life,
         )
         self._protection = ProtectionWatch(
             snapshots=self._snapshots,
@@ -181,12 +186,33 @@ class Run:
             await self._capacity.release_all()
             await asyncio.to_thread(self._workers.end_strays)
         self._spawn(self._furnish(page))
+        self._spawn(self._watch_owner())
         self._spawn(self._nodes.watch_forever())
         self._spawn(self._capacity.poll_forever())
         self._spawn(self._cadence.ask_forever(lambda: self._state))
         while not self._over.is_set():
             await self._fold_next()
         await self._close(page)
+
+    async def _watch_owner(self) -> None:
+        """End this life of the run when a later one owns its directory.
+
+        Its trainers and keepers look for themselves before they commit or delete anything.
+        """
+        while await self._owns():  # noqa: ASYNC110  storage tells nobody, it is asked
+            await asyncio.sleep(RECENT_S)
+        self._over.set()
+
+    async def _owns(self) -> bool:
+        """Return whether nothing shows that another life owns the run directory."""
+        try:
+            await asyncio.to_thread(self._owner.require)
+        except SupersededError as error:
+            log.critical("superseded", extra={"why": str(error)})
+            return False
+        except StorageError as error:
+            log.warning("owner_not_known", extra={"why": str(error)})
+        return True
 
     async def _losses(self) -> dict[str, Any]:
         return loss_document(await self._snapshots.inventories(), self._state)
@@ -346,6 +372,7 @@ class Run:
                 memory=memory,
                 guards=plan.guards[rank] if plan.guards is not None else None,
                 parity=plan.rank_groups[rank] if plan.rank_groups is not None else (),
+                life=self._owner.life,
             )
             self._workers.enter(worker, assignment, self._capacity.gpu_ids(slot))
 
@@ -461,10 +488,13 @@ class Run:
         self._workers.kill_all()
         if self._incarnation > 1:
             await asyncio.to_thread(self._workers.end_strays)
-        if self._config.snapshot.every_steps and self._outcome != "completed":
+        # What the directory says is for its owner to write.
+        owns = await self._owns()
+        if owns and self._config.snapshot.every_steps and self._outcome != "completed":
             await self._snapshots.flush(self._state.lineage)
         await self._nodes.end_keepers()
         await self._capacity.release_all()
-        await self._compaction.write(self._compacted())
-        self._record.close()
+        if owns:
+            await self._compaction.write(self._compacted())
+            self._record.close()
         await page.stop()

@@ -33,12 +33,12 @@ class Journaled:
 
     Args:
         config: Of the run.
-        config_since: The incarnation that begins under it.
+        life: The life of the run that begins under it.
         fault_every: Steps after which a worker crashes.
     """
 
     config: RunConfig
-    config_since: int = 1
+    life: int = 1
     fault_every: int = 300
 
     def __post_init__(self) -> None:
@@ -59,7 +59,9 @@ class Journaled:
 
     def begin(self) -> Incarnation:
         """Begin the next incarnation, as a controller does."""
-        return begin_incarnation(self.store, self.path, self.config, config_since=self.config_since)
+        return begin_incarnation(
+            self.store, self.path, self.config, life=self.life, token=f"of-life-{self.life}"
+        )
 
     def grow(self, num_records: int) -> None:
         """Train until the journal has so many records, with a crash from time to time."""

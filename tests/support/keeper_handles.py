@@ -98,6 +98,7 @@ def with_keepers(
             nodes=nodes,
             store=store,
             checkpoints=ROOT,
+            life=0,
             total_steps=100,
         )
         return await act(made, handles)

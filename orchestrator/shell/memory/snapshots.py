@@ -85,6 +85,7 @@ class Snapshots:
         store: Where the run directory is.
         checkpoints: Path of the versions in it.
         total_steps: Length of the run.
+        life: Of the run; keepers are told.
     """
 
     def __init__(
@@ -94,8 +95,10 @@ class Snapshots:
         store: Store,
         checkpoints: str,
         total_steps: int,
+        life: int,
     ) -> None:
         self._nodes = nodes
+        self._life = life
         self._store = store
         self._checkpoints = checkpoints
         self._total_steps = total_steps
@@ -290,6 +293,7 @@ class Snapshots:
                 ),
                 parity=_parity_group(order, view.node, peers),
                 bad=quarantine.on_node(order.bad, view.node),
+                life=self._life,
             )
             view.keeper.order.remote(told)
 

@@ -6,11 +6,7 @@ from ucp_core.lazy import lazy_door
 
 if TYPE_CHECKING:
     from orchestrator.shell.storage.compaction import CompactionFile
-    from orchestrator.shell.storage.incarnation import (
-        begin_incarnation,
-        config_of,
-        next_incarnation,
-    )
+    from orchestrator.shell.storage.incarnation import begin_incarnation, config_of
     from orchestrator.shell.storage.journal import JournalFile, read_segments
     from orchestrator.shell.storage.outputs import RunOutputs
 
@@ -20,7 +16,6 @@ __all__ = [
     "RunOutputs",
     "begin_incarnation",
     "config_of",
-    "next_incarnation",
     "read_segments",
 ]
 

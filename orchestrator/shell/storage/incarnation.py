@@ -3,20 +3,25 @@
 The first incarnation starts the run. A later one is a restart that continues from the journal, or
 it resumes a run that was over or had lost its cluster. A resume may bring other settings, so the
 settings of each are kept under the number of the incarnation that began with them.
+
+A start or resume with its restarts is one life of the run. It claims the run directory before it
+reads the journal; where a later life has done so, no incarnation begins.
 """
 
 from __future__ import annotations
 
+import socket
 from collections.abc import Sequence
 from dataclasses import dataclass
+from datetime import UTC, datetime
 
 from orchestrator.config import RunConfig, load
 from orchestrator.core import ControllerStarted, Event, RunState, RunStats, resume_event, starts
 from orchestrator.run_directory import CONFIG, RESULT, SETTINGS, SUMMARY
-from orchestrator.shell.clock import RunClock
+from orchestrator.shell.clock import RunClock, wall_time
 from orchestrator.shell.storage.compaction import read_journal
 from orchestrator.shell.storage.journal import read_chunks, segment_sizes
-from ucp_core.storage import Store, join
+from ucp_core.storage import Store, claim, join
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -48,13 +53,8 @@ class Incarnation:
     compacted_bytes: int
 
 
-def next_incarnation(store: Store, run_path: str) -> int:
-    """Return the number of the incarnation that begins next in a run directory."""
-    return len(segment_sizes(store, run_path)) + 1
-
-
 def begin_incarnation(
-    store: Store, run_path: str, config: RunConfig, *, config_since: int
+    store: Store, run_path: str, config: RunConfig, *, life: int, token: str
 ) -> Incarnation:
     """Begin the next incarnation of the controller.
 
@@ -62,12 +62,19 @@ def begin_incarnation(
         store: Where the run directory is.
         run_path: Its path there.
         config: Of the run.
-        config_since: The incarnation that starts or resumes the run under ``config``. If it dies
-            before it has journaled a whole record, the next one does so in its place.
+        life: The life that starts or resumes the run under ``config``. If its first incarnation
+            dies before it has journaled a whole record, the next one does so in its place.
+        token: Of this life; no other claim has it.
 
     Raises:
         JournalCorruptError: The journal cannot be folded.
+        SupersededError: Another life owns the directory.
     """
+    now = datetime.fromtimestamp(wall_time(), UTC).isoformat(timespec="seconds")
+    mine = {"token": token, "host": socket.gethostname(), "since": now}
+    number = len(segment_sizes(store, run_path)) + 1
+    config_since = claim(store, run_path, life, {**mine, "incarnation": number})["incarnation"]
+    # Only now: what another life did before the claim is known.
     sizes = segment_sizes(store, run_path)
     number = len(sizes) + 1
     is_first = not any(_has_record(store, run_path, one) for one in range(config_since, number))

@@ -155,7 +155,7 @@ def test_what_cannot_be_relied_on_is_not_used(
 def test_settings_of_now_fold_what_was_decided_since_then(run: Journaled) -> None:
     """A run that is resumed with other settings keeps its numbers and no decision."""
     config = config_at(Path(run.path), "workers.max=2")
-    again = Journaled(config, config_since=3)
+    again = Journaled(config, life=2)
     again.is_compacting = False
     again.grow(300)
     life = again.begin()
@@ -170,7 +170,7 @@ def test_settings_of_now_fold_what_was_decided_since_then(run: Journaled) -> Non
 def test_a_run_resumes_from_its_compacted_journal(run: Journaled) -> None:
     """Its numbers of attempts, workers and slots go on, and its old settings say what they are."""
     run.compact()
-    run.config_since = 3
+    run.life = 2
     life = run.begin()
     first = life.first
     assert isinstance(first, RunResumed)

@@ -3,10 +3,13 @@ from __future__ import annotations
 import shutil
 from pathlib import Path
 
+import pytest
+
 from orchestrator.core import ControllerStarted
 from orchestrator.core.events import RunResumed
 from orchestrator.driver import replay_run
 from tests.support.journals import Journaled, config_at
+from ucp_core.errors import SupersededError
 
 
 def _tear(run: Journaled, number: int) -> None:
@@ -36,14 +39,14 @@ def test_a_resume_of_which_half_a_line_is_left_is_done_again(tmp_path: Path) -> 
     run = Journaled(config_at(tmp_path))
     run.grow(60)
     resumed = config_at(tmp_path, "workers.max=3")
-    run.config, run.config_since = resumed, 2
+    run.config, run.life = resumed, 2
     run.begin()
     _tear(run, 2)
     begun = run.begin()
 
     assert isinstance(begun.first, RunResumed)
     assert begun.first.lineage == run.state.lineage
-    again = Journaled(resumed, config_since=2)
+    again = Journaled(resumed, life=2)
     again.grow(120)
     assert isinstance(again.begin().first, ControllerStarted), "it is not resumed twice"
     assert replay_run(run.path)["same_decisions"]
@@ -53,7 +56,7 @@ def test_a_bug_report_is_the_journal_and_the_settings_of_each_resume(tmp_path: P
     """As CONTRIBUTING says: the rest of a run directory may be large, or nobody else's business."""
     run = Journaled(config_at(tmp_path / "run"))
     run.grow(60)
-    Journaled(config_at(tmp_path / "run", "workers.max=3"), config_since=2).grow(120)
+    Journaled(config_at(tmp_path / "run", "workers.max=3"), life=2).grow(120)
     for name in ("journal", "settings"):
         shutil.copytree(Path(run.path, name), tmp_path / "report" / name)
 
@@ -61,3 +64,18 @@ def test_a_bug_report_is_the_journal_and_the_settings_of_each_resume(tmp_path: P
 
     assert answer == replay_run(run.path)
     assert answer["records"] >= 120
+
+
+def test_a_life_that_was_superseded_begins_no_incarnation(tmp_path: Path) -> None:
+    """Ray restarts the controller of a cluster that nobody could reach: the run is elsewhere."""
+    older = Journaled(config_at(tmp_path))
+    older.grow(60)
+    newer = Journaled(config_at(tmp_path), life=2)
+    newer.grow(120)
+    journal = sorted(path.name for path in Path(newer.path, "journal").iterdir())
+
+    with pytest.raises(SupersededError, match="life 2 began"):
+        older.begin()
+
+    assert isinstance(newer.begin().first, ControllerStarted)
+    assert sorted(path.name for path in Path(newer.path, "journal").iterdir()) == journal
