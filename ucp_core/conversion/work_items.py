@@ -28,7 +28,7 @@ from ucp_core.geometry import (
 )
 from ucp_core.numerics import BLOCK_BYTES, combine, crc32
 from ucp_core.reading import Check, ExtentPlan, Holders, Note, Notes, Run, is_plain, scattered
-from ucp_core.storage import Store, is_local, join
+from ucp_core.storage import Store, is_local, join, open_file
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
@@ -131,7 +131,7 @@ class Files:
     def _opened(self, file: str, path: str) -> int:
         if len(self._open) >= _OPEN_FILES_MAX:
             os.close(self._open.pop(next(iter(self._open))))
-        fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+        fd = open_file(self._job.store, path)
         self._open[file] = fd
         return fd
 

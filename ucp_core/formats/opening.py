@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 from ucp_core.errors import CheckpointNotFoundError
 from ucp_core.native import MANIFEST_NAME, UNFINISHED_NAME, Checkpoint, open_checkpoint
-from ucp_core.storage import Store, join
+from ucp_core.storage import Store, join, within
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -64,7 +64,7 @@ def open_source(
         UnsupportedVersionError: The source says that it cannot be converted.
         StorageError: A file cannot be read.
     """
-    checkpoint = _open(store, directory, rules, tag)
+    checkpoint = _open(within(store, directory), directory, rules, tag)
     manifest = checkpoint.manifest
     if rules is not None and rules.ties:
         from ucp_core.language import tie

@@ -19,7 +19,7 @@ from ucp_core.geometry import DTYPE_BYTES, Box, StateMap, TensorKey
 from ucp_core.manifest import Kind, Manifest, from_bytes
 from ucp_core.numerics import BLOCK_BYTES, crc32
 from ucp_core.reading import Part, plan, touched, verify_extents
-from ucp_core.storage import Store, join
+from ucp_core.storage import Store, join, within
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -161,6 +161,7 @@ def open_checkpoint(store: Store, directory: str) -> Checkpoint:
         UnsupportedVersionError: It was written in a newer format.
     """
     path = join(directory, MANIFEST_NAME)
+    store = within(store, directory)
     try:
         # A damaged or malicious file must not fill the memory.
         num_bytes = store.size(path)

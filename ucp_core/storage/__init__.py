@@ -15,7 +15,7 @@ from ucp_core.storage.base import (
     join,
     temporary_name,
 )
-from ucp_core.storage.local import LocalStore, is_local, may_reserve
+from ucp_core.storage.local import LocalStore, is_local, may_reserve, open_file, within
 from ucp_core.storage.memory import MemoryStore
 from ucp_core.storage.ownership import RECENT_S, Owner, claim, next_life
 from ucp_core.storage.undoing import tidied, undone
@@ -38,10 +38,12 @@ __all__ = [
     "join",
     "may_reserve",
     "next_life",
+    "open_file",
     "open_store",
     "read_all_appended",
     "read_appended",
     "temporary_name",
     "tidied",
     "undone",
+    "within",
 ]

@@ -30,7 +30,7 @@ def overlay(store: Store, files: Mapping[str, bytes]) -> Store:
 
 class _Overlay:
     def __init__(self, store: Store, files: Mapping[str, bytes]) -> None:
-        self._store = store
+        self._store = self.below = store
         self._files = dict(files)
 
     def __getattr__(self, name: str) -> Any:
