@@ -39,13 +39,17 @@ def decode(data: bytes) -> list[Result]:
     """Return the results of all lines before the first damaged one."""
     results: list[Result] = []
     for line in data.split(b"\n"):
-        text = line[_CRC_DIGITS + 1 :]
-        if line[:_CRC_DIGITS] != b"%08x" % crc32(text):
+        if not _is_line(line):
             break
-        item, blocks, flat, read_bytes = json.loads(text)
+        item, blocks, flat, read_bytes = json.loads(line[_CRC_DIGITS + 1 :])
         notes = tuple(Note(Check(*note[:4]), *note[4:]) for note in flat)
         results.append(Result(WorkItem(*item), tuple(blocks), notes, read_bytes))
     return results
+
+
+def _is_line(line: bytes) -> bool:
+    """Return whether a line is whole: it begins with its checksum."""
+    return line[:_CRC_DIGITS] == b"%08x" % crc32(line[_CRC_DIGITS + 1 :].removesuffix(b"\n"))
 
 
 def _line(value: object) -> bytes:
@@ -58,12 +62,24 @@ _LOCK_S = 2.0
 
 
 def _is_ours(folder: Path) -> bool:
-    """Return whether a conversion made the folder, or may make it."""
+    """Return whether a conversion made the folder and all that is in it, or may make it."""
     if folder.is_symlink():
         return False
     held = list(folder.iterdir()) if folder.is_dir() else []
-    is_flat = not any(path.is_dir() or path.is_symlink() for path in held)
-    return is_flat and (not held or folder / _NAME in held)
+    if any(path.is_symlink() or not path.is_file() or not _is_name(path) for path in held):
+        return False
+    return not held or (folder / _NAME in held and _begins(folder / _NAME, alone=len(held) == 1))
+
+
+def _is_name(path: Path) -> bool:
+    return path.name == _NAME or path.suffix == ".safetensors"
+
+
+def _begins(path: Path, *, alone: bool) -> bool:
+    """Return whether a file is a journal; a kill may have left it empty, with nothing beside it."""
+    with path.open("rb") as file:
+        line = file.readline(1 << 10)
+    return _is_line(line) or (not line and alone)
 
 
 class Journal:
@@ -128,11 +144,12 @@ class Journal:
         return results
 
     def _begin(self, identity: str) -> None:
+        # First the files: without its first line a journal does not tell whose they are.
+        for path in self.folder.iterdir():
+            if path.name != _NAME and _is_name(path):
+                path.unlink()
         os.ftruncate(self._fd, 0)
         os.lseek(self._fd, 0, os.SEEK_SET)
-        for path in self.folder.iterdir():
-            if path.name != _NAME:
-                path.unlink()
         os.write(self._fd, _line([identity]))
 
     def add(self, result: Result) -> None:
@@ -146,7 +163,7 @@ class Journal:
         self._fd = -1
 
     def remove(self) -> None:
-        """Delete the journal and everything beside it.
+        """Delete the journal and the files of conversions beside it.
 
         Raises:
             StorageError: It cannot be deleted.
@@ -154,7 +171,8 @@ class Journal:
         try:
             # The journal last: it tells whose folder this is.
             for path in sorted(self.folder.iterdir(), key=lambda path: path.name == _NAME):
-                path.unlink()
+                if _is_name(path):
+                    path.unlink()
             self.folder.rmdir()
         except OSError as error:
             raise StorageError(

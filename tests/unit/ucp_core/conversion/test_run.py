@@ -326,7 +326,7 @@ def test_a_conversion_that_does_not_fit_leaves_nothing(tmp_path: Path) -> None:
     assert not (tmp_path / "home").exists()
 
 
-@pytest.mark.parametrize("kind", ["a link", "a folder in it", "a file in it"])
+@pytest.mark.parametrize("kind", ["a link", "a folder in it", "a file in it", "a journal in it"])
 def test_a_folder_of_that_name_that_no_conversion_made_is_left_as_it_is(
     tmp_path: Path, kind: str
 ) -> None:
@@ -336,6 +336,9 @@ def test_a_folder_of_that_name_that_no_conversion_made_is_left_as_it_is(
     kept = theirs / "deep" / "keep" if kind == "a folder in it" else theirs / "keep"
     kept.parent.mkdir(parents=True)
     kept.write_text("theirs")
+    if kind == "a journal in it":
+        kept = kept.rename(theirs / "journal")
+        (theirs / "model-00001-of-00001.safetensors").write_text("theirs too")
     out.mkdir(exist_ok=True)
     if kind == "a link":
         (out / UNFINISHED_NAME).symlink_to(theirs)
