@@ -117,7 +117,7 @@ class LocalStore:
 
     def read(self, path: str) -> bytes:
         """Return the whole file."""
-        with _opened(self, path) as fd, open(fd, "rb", closefd=False) as file:  # noqa: PTH123
+        with _opened(self, path) as fd, open(fd, "rb", closefd=False) as file:
             return file.read()
 
     def read_range(self, path: str, offset_bytes: int, size_bytes: int) -> bytes:
