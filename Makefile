@@ -13,7 +13,7 @@ export RAY_USAGE_STATS_ENABLED := 0
 export PIP_DISABLE_PIP_VERSION_CHECK := 1
 
 .DEFAULT_GOAL := help
-.PHONY: help venv demo test test-fast test-py312 test-ray test-chaos check rooms format bench bench-quick clean
+.PHONY: help venv demo test test-fast test-py312 test-ray test-chaos chaos-network check rooms format bench bench-quick clean
 
 help:
 	@echo "make demo        train twice, once with faults, and compare (under 5 minutes on 2 cores)"
@@ -24,6 +24,7 @@ help:
 	@echo "make test-py312  the same with Python 3.12, in .venv-py312"
 	@echo "make test-ray    what starts a real local Ray"
 	@echo "make test-chaos  long runs under random faults"
+	@echo "make chaos-network  faults of networks and machines on a real cluster (root; half an hour)"
 	@echo "make bench       every measurement, beside its peers (hours; tests/benchmarks/RESULTS.md)"
 	@echo "make bench-quick every benchmark with its smallest setting: do they run?"
 	@echo "make format      let ruff format and fix"
@@ -81,6 +82,9 @@ test-py312:
 
 test-chaos: $(STAMP)
 	$(BIN)/python -m pytest -m chaos
+
+chaos-network: $(STAMP)
+	$(BIN)/python -m tests.benchmarks network
 
 check: $(STAMP)
 	$(BIN)/ruff format --check .

@@ -6,11 +6,11 @@ import itertools
 import json
 from collections.abc import Mapping
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 from orchestrator.config import RunConfig
 from orchestrator.run_directory import read_run
+from ucp_core.storage import join, open_store
 
 #: Once so many snapshots were skipped the next is taken, though peers lack the one before.
 _SKIPPED_MIN = 8
@@ -80,7 +80,8 @@ class History:
 
 def read_history(directory: str) -> History:
     """Return the history in the run directory ``directory``."""
-    text = (Path(directory) / "metrics/rank0.jsonl").read_text()
+    store, path = open_store(directory)
+    text = store.read(join(path, "metrics/rank0.jsonl")).decode()
     # A worker that is killed while it writes leaves half a line.
     whole = (line for line in text.splitlines() if line.endswith("}"))
     return History(tuple(json.loads(line) for line in whole))

@@ -1,0 +1,383 @@
+"""What faults of the network, of machines and of the head do to a run on a real Ray cluster.
+
+    python -m tests.benchmarks network                       # each row once
+    python -m tests.benchmarks network --only pair deaf --repeat 10 --hold 180
+    python -m tests.benchmarks network --json
+
+A head without workers and four nodes with one worker each, every one a machine made of Linux
+namespaces (``tests.support.network_cluster``), with the health checks that Ray comes with; storage
+is shared and never cut. The run is begun by ``everstep run``. A step takes 0.2 s or 10 s with four
+workers and hardly any processor time. A machine whose Ray ended starts it again, as it would under
+systemd or Kubernetes. Every time is read from what the run wrote and counts from the fault.
+
+Needs root, and ``ip`` and ``tc`` of iproute2.
+"""
+
+from __future__ import annotations
+
+import argparse
+import itertools
+import json
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass, replace
+from functools import partial
+from pathlib import Path
+from typing import Any, Final, TypeAlias
+
+from tests.benchmarks.common import load_average, spread
+from tests.support.network_cluster import HEAD, NetworkCluster, why_not
+from tests.support.network_runs import NetworkRun
+
+WORKERS = 4
+#: The provider takes a machine back so long after it said so.
+NOTICE_S = 30.0
+#: A link is down for so long, every ``FLAP_S``.
+DOWN_S, FLAP_S = 5.0, 20.0
+#: So long two runs are watched side by side.
+SIDE_BY_SIDE_S = 40.0
+#: Trainers without a head are watched for so long at most.
+ORPHANS_S_MAX = 180.0
+
+Row: TypeAlias = Callable[["Scene"], dict[str, Any]]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Scene:
+    """Where rows are played.
+
+    Attributes:
+        folder: For run directories.
+        repeat: How many faults of a kind.
+        hold_s: How long a fault of the network lasts.
+        flap_s: How long a link flaps.
+        pace_s: How long a step takes with all workers.
+    """
+
+    folder: Path
+    repeat: int
+    hold_s: float
+    flap_s: float
+    pace_s: float = 0.2
+
+    def directory(self) -> Path:
+        """Return a new run directory."""
+        return Path(tempfile.mkdtemp(dir=self.folder)) / "run"
+
+    @contextmanager
+    def running(self, num_nodes: int = WORKERS) -> Iterator[NetworkRun]:
+        """Bring up a cluster and an endless run."""
+        with NetworkCluster(num_nodes) as cluster:
+            yield NetworkRun(cluster, self.directory(), pace_s=self.pace_s)
+
+    def settle(self, run: NetworkRun, workers: int = WORKERS) -> dict[str, Any]:
+        """Wait until ``workers`` train together; return their last line."""
+        return run.settle(workers, steps=5 if self.pace_s < 1.0 else 2)
+
+
+def network_fault(
+    scene: Scene,
+    *,
+    begin: Callable[[NetworkCluster, int], None],
+    end: Callable[[NetworkCluster, int], None],
+) -> dict[str, Any]:
+    """Hurt the machine of the last rank, undo it after a while; again and again."""
+    found = []
+    with scene.running() as run:
+        for _ in range(scene.repeat):
+            line = scene.settle(run)
+            victim = run.ranks()[-1]
+            fault_s = time.time()
+            begin(run.cluster, victim)
+            outcome = run.outcome(fault_s, line["attempt"])
+            time.sleep(max(0.0, fault_s + scene.hold_s - time.time()))
+            healed_s = time.time()
+            end(run.cluster, victim)
+            whole_s = run.whole_again(healed_s)
+            found.append({**asdict(outcome), "right": outcome.named == (victim,), "whole": whole_s})
+            _say(json.dumps(found[-1]))
+    return _together(found)
+
+
+def pair(scene: Scene) -> dict[str, Any]:
+    """Cut two machines from one another; both reach all others."""
+    found = []
+    with scene.running() as run:
+        for _ in range(scene.repeat):
+            line = scene.settle(run)
+            one, other = run.ranks()[1:3]
+            fault_s = time.time()
+            run.cluster.cut(one, other)
+            try:
+                outcome = asdict(run.outcome(fault_s, line["attempt"], scene.hold_s))
+            except TimeoutError:
+                outcome = {"step_s": None, "why": f"no step while it was cut, {scene.hold_s:.0f} s"}
+            time.sleep(max(0.0, fault_s + scene.hold_s - time.time()))
+            healed_s = time.time()
+            run.cluster.mend(one, other)
+            whole_s = run.whole_again(healed_s)
+            right = set(outcome.get("named", ())) <= {one, other}
+            found.append({**outcome, "right": right, "whole": whole_s})
+            _say(json.dumps(found[-1]))
+    return _together(found)
+
+
+def drain(scene: Scene) -> dict[str, Any]:
+    """Give notice of a machine's end, and end it then."""
+    with scene.running() as run:
+        line = scene.settle(run)
+        victim = run.ranks()[-1]
+        node = next(n for n, each in reversed(run.cluster.nodes().items()) if each == victim)
+        fault_s = time.time()
+        run.cluster.run(HEAD, [
+            "ray", "drain-node", "--node-id", node, "--reason", "DRAIN_NODE_REASON_PREEMPTION",
+            "--reason-message", "spot", "--deadline-remaining-seconds", f"{NOTICE_S:.0f}",
+        ])  # fmt: skip
+        outcome = run.outcome(fault_s, line["attempt"])
+        pause_s = _longest_gap(run, fault_s) - run.lines()[-1]["step_s"]
+        time.sleep(max(0.0, fault_s + NOTICE_S - time.time()))
+        run.cluster.kill(victim)
+        after = run.lines()[-1]
+        run.wait("ten more steps", lambda: run.lines()[-1]["step"] >= after["step"] + 10 or None)
+        unmoved = run.lines()[-1]["attempt"] == after["attempt"]
+        back_s = time.time()
+        run.cluster.boot(victim)
+        return {
+            **asdict(outcome), "pause_s": round(pause_s, 2), "right": unmoved,
+            "whole": run.whole_again(back_s),
+        }  # fmt: skip
+
+
+def join(scene: Scene) -> dict[str, Any]:
+    """Let a machine join a run that trains without it."""
+    with scene.running(num_nodes=WORKERS - 1) as run:
+        scene.settle(run, WORKERS - 1)
+        fault_s = time.time()
+        run.cluster.boot(WORKERS)
+        whole_s = run.whole_again(fault_s)
+        pause_s = _longest_gap(run, fault_s) - run.lines()[-1]["step_s"]
+        return {"pause_s": round(pause_s, 2), "whole": whole_s, "lost_steps": 0, "right": True}
+
+
+def _longest_gap(run: NetworkRun, since_s: float) -> float:
+    times = [line["wall_time"] for line in run.lines() if line["wall_time"] > since_s - 5.0]
+    return float(max(b - a for a, b in itertools.pairwise(times)))
+
+
+def head_killed(scene: Scene) -> dict[str, Any]:
+    """End the head for good: what becomes of the trainers that it leaves behind?"""
+    with scene.running() as run:
+        scene.settle(run)
+        fault_s = time.time()
+        run.cluster.kill(HEAD)
+        ended_s = _await_orphans(run, fault_s)
+        last = run.lines()[-1]
+        stored = _stored(run.directory)
+        return {
+            "trained_on_s": round(last["wall_time"] - fault_s, 1), "ended_s": ended_s,
+            "last_step": last["step"], "stored": stored, "lost_steps": last["step"] - stored,
+            "right": True,
+        }  # fmt: skip
+
+
+def _await_orphans(run: NetworkRun, fault_s: float) -> float | None:
+    """Return after how many seconds no machine made a step any more; None if they still do."""
+    while time.time() < fault_s + ORPHANS_S_MAX:
+        if time.time() - max(fault_s, run.lines()[-1]["wall_time"]) > 20.0:
+            return round(float(run.lines()[-1]["wall_time"]) - fault_s, 1)
+        time.sleep(1.0)
+    return None
+
+
+def head_rebooted(scene: Scene) -> dict[str, Any]:
+    """End the head, boot it again at the same address, and begin the run again."""
+    with scene.running() as run:
+        before = scene.settle(run)
+        fault_s = time.time()
+        run.cluster.kill(HEAD)
+        run.cluster.boot(HEAD)
+        again = NetworkRun(run.cluster, run.directory, pace_s=scene.pace_s)
+        return _resumed(again, fault_s, before)
+
+
+def second_cluster(scene: Scene) -> dict[str, Any]:
+    """End the head and begin the run on another cluster, while the old trainers live."""
+    with NetworkCluster(WORKERS, number=1) as other, scene.running() as run:
+        before = scene.settle(run)
+        # Some checkpoints, of which retention has deleted the first ones.
+        run.wait("checkpoints", lambda: run.lines()[-1]["step"] >= 60 or None)
+        before = run.lines()[-1]
+        fault_s = time.time()
+        run.cluster.kill(HEAD)
+        again = NetworkRun(other, run.directory, pace_s=scene.pace_s)
+        found = _resumed(again, fault_s, before)
+        started_s = time.time()
+        time.sleep(20.0)
+        late = [
+            x for x in again.lines()
+            if x["wall_time"] > started_s and x["attempt"] <= before["attempt"]
+        ]  # fmt: skip
+        return {**found, "late_steps_of_the_old": len(late)}
+
+
+def _resumed(run: NetworkRun, fault_s: float, before: dict[str, Any]) -> dict[str, Any]:
+    """Return what came of a run that was begun again in the directory of an older life."""
+    stored = _stored(run.directory)
+    line = run.first(lambda x: x["attempt"] > before["attempt"], ORPHANS_S_MAX)
+    old = max(x["step"] for x in run.lines() if x["attempt"] <= before["attempt"])
+    resumed = line["step"] - 1
+    return {
+        "step_s": round(line["wall_time"] - fault_s, 1), "stored": stored, "resumed": resumed,
+        "lost_steps": old - resumed, "right": resumed >= stored,
+        "whole": round(run.whole_again(fault_s), 1) if line["num_workers"] < WORKERS else 0.0,
+    }  # fmt: skip
+
+
+def _stored(directory: Path) -> int:
+    """Return the newest step in storage."""
+    manifests = directory.glob("checkpoints/*/manifest.json")
+    return max((int(path.parent.name.rsplit("-", 1)[1]) for path in manifests), default=0)
+
+
+def flapping(scene: Scene) -> dict[str, Any]:
+    """Let the link of a machine fail again and again."""
+    with scene.running() as run:
+        scene.settle(run)
+        victim = run.ranks()[-1]
+        begun_s = time.time()
+        while time.time() < begun_s + scene.flap_s:
+            run.cluster.partition(victim)
+            time.sleep(DOWN_S)
+            run.cluster.heal(victim)
+            time.sleep(FLAP_S - DOWN_S)
+        ended_s = time.time()
+        steps = {
+            x["step"]: x["step_s"] for x in run.lines() if begun_s < x["wall_time"] < ended_s
+        }  # fmt: skip
+        incidents = [r for r in run.journal() if r["kind"] == "ReportIncident"]
+        named = run.machines_of(worker for each in incidents for worker in each["guilty"])
+        return {
+            "goodput": round(sum(steps.values()) / (ended_s - begun_s), 3),
+            "incidents": len(incidents), "named": named, "right": set(named) <= {victim},
+            "whole": run.whole_again(ended_s),
+        }  # fmt: skip
+
+
+def two_runs(scene: Scene) -> dict[str, Any]:
+    """Train twice on the same machines, side by side."""
+    with NetworkCluster(WORKERS, cpus_per_node=2) as cluster:
+        runs = [NetworkRun(cluster, scene.directory(), pace_s=scene.pace_s) for _ in range(2)]
+        begun = [scene.settle(run)["step"] for run in runs]
+        time.sleep(SIDE_BY_SIDE_S)
+        steps = [run.lines()[-1]["step"] - step for run, step in zip(runs, begun, strict=True)]
+        faults = [r for run in runs for r in run.journal() if r["kind"] == "ReportIncident"]
+        planned = {"growth"}
+        unplanned = [r["incident"] for r in faults if r["incident"] not in planned]
+        return {"steps": steps, "incidents": len(unplanned), "right": not unplanned}
+
+
+def _fault(name: str, undo: str = "heal") -> Row:
+    return partial(
+        network_fault,
+        begin=lambda cluster, victim: getattr(cluster, name)(victim),
+        end=lambda cluster, victim: getattr(cluster, undo)(victim),
+    )
+
+
+def _slow(row: Row) -> Row:
+    return lambda scene: row(replace(scene, pace_s=10.0))
+
+
+ROWS: Final[dict[str, tuple[str, Row]]] = {
+    "partition": ("node partitioned", _fault("partition")),
+    "power-off": ("power-off without a word", _fault("power_off", "boot")),
+    "deaf": ("one way: a node cannot hear", _fault("deafen")),
+    "mute": ("one way: a node cannot speak", _fault("silence")),
+    "pair": ("one pair cut", pair),
+    "partition-10s": ("node partitioned, steps of 10 s", _slow(_fault("partition"))),
+    "power-off-10s": ("power-off, steps of 10 s", _slow(_fault("power_off", "boot"))),
+    "deaf-10s": ("cannot hear, steps of 10 s", _slow(_fault("deafen"))),
+    "mute-10s": ("cannot speak, steps of 10 s", _slow(_fault("silence"))),
+    "drain": (f"drained with {NOTICE_S:.0f} s of notice", drain),
+    "join": ("node joins", join),
+    "head-killed": ("head killed for good", head_killed),
+    "head-rebooted": ("head booted again, run again", head_rebooted),
+    "second-cluster": ("head killed, same directory on a second cluster", second_cluster),
+    "flapping": (f"link down {DOWN_S:.0f} s every {FLAP_S:.0f} s", flapping),
+    "two-runs": ("two runs on the same nodes", two_runs),
+}
+
+
+def _together(found: list[dict[str, Any]]) -> dict[str, Any]:
+    """Return one result of several faults: medians and maxima of times, sums of the rest."""
+    if len(found) == 1:
+        return found[0]
+    result: dict[str, Any] = {"right": all(each["right"] for each in found), "faults": found}
+    for name in ("detected_s", "step_s", "resumed_s", "whole"):
+        values = [each[name] for each in found if each.get(name) is not None]
+        if values:
+            result[name] = spread(values)["p50"]
+            result[f"{name}_max"] = max(values)
+    result["lost_steps"] = max(each.get("lost_steps", 0) for each in found)
+    return result
+
+
+def main() -> int:
+    """Play rows and print what came of them; return 1 if a run did not survive one."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--only", nargs="+", metavar="ROW", choices=ROWS, default=list(ROWS))
+    parser.add_argument("--repeat", type=int, default=1, help="faults of each kind of the network")
+    parser.add_argument("--hold", type=float, default=40.0, help="seconds that a fault lasts")
+    parser.add_argument("--flap", type=float, default=120.0, help="seconds that a link flaps")
+    parser.add_argument("--json", action="store_true")
+    arguments = parser.parse_args()
+    if reason := why_not():
+        parser.error(reason)
+    results: dict[str, Any] = {}
+    with tempfile.TemporaryDirectory(prefix="everstep-bench-") as folder:
+        scene = Scene(
+            folder=Path(folder),
+            repeat=arguments.repeat,
+            hold_s=arguments.hold,
+            flap_s=arguments.flap,
+        )
+        for name in arguments.only:
+            title, play = ROWS[name]
+            _say(f"{name}: {title} ...")
+            try:
+                results[name] = play(scene)
+            except (TimeoutError, OSError) as error:
+                results[name] = {"right": False, "why": str(error)}
+            results[name]["load"] = load_average()[0]
+            _say(f"{name}: {json.dumps(results[name])}")
+    print(json.dumps(results) if arguments.json else _table(results))
+    return 0 if all(result["right"] for result in results.values()) else 1
+
+
+def _table(results: dict[str, Any]) -> str:
+    columns = ("detected_s", "resumed_s", "step_s", "lost_steps", "named", "right", "whole")
+    head = ["fault", "found", "resumed", "step", "lost", "named", "right", "whole again", "other"]
+    lines = [head, ["---"] * len(head)]
+    for name, result in results.items():
+        known = (*columns, "load", "kinds", "faults", "why", *(f"{each}_max" for each in columns))
+        other = [f"{key} {value}" for key, value in result.items() if key not in known]
+        why = [result["why"].splitlines()[0]] if "why" in result else []
+        cells = [_cell(result.get(column)) for column in columns]
+        lines.append([ROWS[name][0], *cells, ", ".join(other + why)])
+    return "\n".join("| " + " | ".join(line) + " |" for line in lines)
+
+
+def _cell(value: Any) -> str:
+    return "" if value is None else str(value)
+
+
+def _say(text: str) -> None:
+    """Show progress, apart from the result."""
+    print(f"{time.strftime('%H:%M:%S')} {text}", file=sys.stderr, flush=True)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,454 @@
+"""A real Ray cluster on a network of its own: every node is a machine made of Linux namespaces.
+
+A machine has its own network, processes, host name, shared memory and ``/etc/hosts``; only files
+are shared. A switch, itself a network namespace, connects them, and faults are made in it, so that
+nobody is told: packets go missing, no connection is closed and no link goes down.
+
+Nothing outlives the process that made it, however that ends: the kernel ends the machines with it,
+and their network goes with its last process. Needs root, and ``ip`` and ``tc`` of iproute2.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import itertools
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from types import TracebackType
+from typing import Self
+
+__all__ = ["HEAD", "NetworkCluster", "host_of", "why_not"]
+
+#: The machine with the controller and without workers; nodes count from 1.
+HEAD = 0
+_PORT = 6379
+_MACHINES_MAX = 32
+#: This process, where it reaches the machines of a cluster, has the address of the last one.
+_OUTSIDE = 253
+_START_S_MAX = 120.0
+_LOOK_S = 0.05
+_BIN = Path(sys.executable).parent
+_PREFIX = "everstep-network-"
+#: Ends a process with the one that started it, also if that one is killed.
+_TIED = ("setpriv", "--pdeathsig", "KILL")
+#: Takes whatever is redirected to it: its other end listens to nobody.
+_VOID = "void"
+#: Preferences of the filters of the switch, so that each can be taken back alone.
+_ALL, _PAIR = 10, 100
+_NODE_ID = b"--node_id="
+_ANYTHING = ("all", "u32", "match", "u32", "0", "0")
+_NAMESPACES = (
+    "--net", "--mount", "--uts", "--ipc", "--pid", "--fork", "--kill-child", "--mount-proc",
+)  # fmt: skip
+#: A machine waits for its cable; then Ray runs on it, and runs again as systemd or Kubernetes would
+#: have it. The first process of a machine reaps the orphans of the others.
+_BOOT = """
+mount -t tmpfs -o size=2g tmpfs /dev/shm && mount --bind "$1" /etc/hosts &&
+mount --bind "$2" /etc/nsswitch.conf && hostname "$3" && echo up && read _ &&
+ip link set lo up && ip addr add "$4"/24 dev eth0 && ip link set eth0 up &&
+ip route add default dev eth0 || exit 1
+shift 4
+trap 'exit 0' TERM
+while true; do "$@" & wait $!; sleep 1; done
+"""
+
+
+@functools.cache
+def why_not() -> str:
+    """Return why no such cluster can be made here; "" if it can."""
+    if os.geteuid():
+        return "needs root for network namespaces"
+    missing = [tool for tool in ("ip", "tc", "unshare", "nsenter", *_TIED[:1]) if not _has(tool)]
+    if missing:
+        return f"needs {', '.join(missing)}"
+    try:
+        with contextlib.closing(_Switch()) as switch:
+            switch.add("probe")
+            switch.lose("probe", _ALL, "ingress")
+    except (subprocess.SubprocessError, OSError, EOFError) as error:
+        return f"this kernel makes no network that loses packets: {_reason(error)}"
+    return ""
+
+
+def _has(tool: str) -> bool:
+    return shutil.which(tool) is not None
+
+
+def _reason(error: Exception) -> str:
+    words = error.stderr if isinstance(error, subprocess.CalledProcessError) else str(error)
+    return " ".join(str(words).split())
+
+
+def _call(*words: str) -> str:
+    done = subprocess.run(words, check=True, capture_output=True, text=True, timeout=60)
+    return done.stdout
+
+
+def _spawn(namespaces: Sequence[str], words: Sequence[str], **options: object) -> subprocess.Popen:  # type: ignore[type-arg]
+    """Start a process in new namespaces that is killed with this one."""
+    return subprocess.Popen(  # type: ignore[call-overload, no-any-return]
+        [*_TIED, "unshare", *namespaces, *words], start_new_session=True, **options
+    )
+
+
+class _Switch:
+    """A network namespace with a bridge; each cable to it has its filters here."""
+
+    def __init__(self) -> None:
+        self._process = _spawn(
+            ["--net"], ["sh", "-c", "echo up; exec sleep infinity"], stdout=subprocess.PIPE
+        )
+        try:
+            assert self._process.stdout is not None
+            self._process.stdout.readline()
+            self._ip("link", "add", "bridge", "type", "bridge")
+            self._ip("link", "set", "bridge", "up")
+            self._ip("link", "add", _VOID, "type", "veth", "peer", "name", "nobody")
+            self._ip("link", "set", _VOID, "up")
+            self._ip("link", "set", "nobody", "up")
+        except BaseException:
+            self.close()
+            raise
+
+    def close(self) -> None:
+        """End the namespace with all that is in it."""
+        self._process.kill()
+        self._process.wait()
+        if self._process.stdout is not None:
+            self._process.stdout.close()
+
+    def _ip(self, *words: str) -> None:
+        self._inside("ip", *words)
+
+    def _inside(self, *words: str) -> str:
+        return _call("nsenter", "-t", str(self._process.pid), "-n", *words)
+
+    def add(self, port: str, process: int | None = None, *, device: str = "eth0") -> None:
+        """Plug in a cable; its other end becomes ``device`` of a process, in its network."""
+        there = ["name", device, "netns", str(process)] if process else ["name", f"{port}-end"]
+        self._ip("link", "add", port, "type", "veth", "peer", *there)
+        self._ip("link", "set", port, "master", "bridge", "up")
+        self._inside("tc", "qdisc", "add", "dev", port, "clsact")
+
+    def remove(self, port: str) -> None:
+        """Unplug a cable; nothing happens if its machine took it along."""
+        with contextlib.suppress(subprocess.CalledProcessError):
+            self._ip("link", "del", port)
+
+    def lose(self, port: str, number: int, way: str, *, to: str = "") -> None:
+        """Lose what goes through a port, all or what is for the address ``to``.
+
+        ``way`` is "ingress" for what its machine sends, "egress" for what it would receive.
+        """
+        match = ("ip", "u32", "match", "ip", "dst", to) if to else _ANYTHING
+        # Some kernels lack the action "drop", and hardly one lacks "mirred".
+        self._inside(
+            "tc", "filter", "replace", "dev", port, way, "pref", str(number), "protocol", *match,
+            "action", "mirred", "egress", "redirect", "dev", _VOID,
+        )  # fmt: skip
+
+    def pass_on(self, port: str, number: int, way: str) -> None:
+        """Lose them no longer."""
+        with contextlib.suppress(subprocess.CalledProcessError):
+            self._inside("tc", "filter", "del", "dev", port, way, "pref", str(number))
+
+    def limit(self, port: str, rate: str) -> None:
+        """Let no more than ``rate``, such as "50mbit", through to a machine; "" for no limit."""
+        how = ("tbf", "rate", rate, "burst", "256kb", "latency", "400ms")
+        if rate:
+            self._inside("tc", "qdisc", "replace", "dev", port, "root", *how)
+        else:
+            with contextlib.suppress(subprocess.CalledProcessError):
+                self._inside("tc", "qdisc", "del", "dev", port, "root")
+
+
+@dataclass
+class _Machine:
+    process: subprocess.Popen[bytes]
+    init_pid: int
+    log: Path
+
+
+class NetworkCluster:
+    """A head without workers and nodes, each a machine; Ray has the settings that it comes with.
+
+    Args:
+        num_nodes: Beside the head.
+        cpus_per_node: Workers that fit on each.
+        number: Of clusters that shall not be taken for one another, from 0: its network is
+            10.213.NUMBER.0/24.
+    """
+
+    def __init__(self, num_nodes: int, *, cpus_per_node: int = 1, number: int = 0) -> None:
+        _forget_dead()
+        self._number = number
+        self._cpus = cpus_per_node
+        # Short: Ray makes sockets below it.
+        self._folder = Path(tempfile.mkdtemp(prefix=f"{_PREFIX}{os.getpid()}-"))
+        self._machines: dict[int, _Machine] = {}
+        self._boots = itertools.count()
+        self._nodes: dict[str, int] = {}
+        self._switch = _Switch()
+        try:
+            self._write_names()
+            for machine in range(num_nodes + 1):
+                self.boot(machine)
+            self._wait_started()
+        except BaseException:
+            self.close()
+            raise
+
+    def __enter__(self) -> Self:
+        """Return the cluster."""
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        at: TracebackType | None,
+    ) -> None:
+        """End all of it."""
+        self.close()
+
+    def close(self) -> None:
+        """End all machines and the switch; delete what they wrote beside runs."""
+        for machine in self.machines():
+            self.kill(machine)
+        self._switch.close()
+        shutil.rmtree(self._folder, ignore_errors=True)
+
+    def machines(self) -> tuple[int, ...]:
+        """Return the machines that are on."""
+        return tuple(sorted(self._machines))
+
+    @property
+    def address(self) -> str:
+        """Return what ``everstep run --address`` takes."""
+        return f"{self.host(HEAD)}:{_PORT}"
+
+    def host(self, machine: int) -> str:
+        """Return the IP address of a machine, the same after it was booted again."""
+        return host_of(machine, self._number)
+
+    def nodes(self) -> dict[str, int]:
+        """Return the machine of every node that Ray has or had, by Ray's id of the node."""
+        spaces = {_space(each.init_pid): number for number, each in self._machines.items()}
+        for pid in _processes():
+            words = _command(pid)
+            if words and words[0].endswith(b"/raylet") and _space(pid) in spaces:
+                found = next((word for word in words if word.startswith(_NODE_ID)), _NODE_ID)
+                self._nodes[found[len(_NODE_ID) :].decode()] = spaces[_space(pid)]
+        return dict(self._nodes)
+
+    def boot(self, machine: int, command: Sequence[str] = ()) -> None:
+        """Turn a machine on, a new one or one that was off: its memory is empty.
+
+        Ray runs on it, or ``command`` instead.
+        """
+        folder = self._folder / f"{next(self._boots)}"
+        folder.mkdir()
+        command = command or self._ray(machine, folder)
+        names = [str(self._folder / name) for name in ("hosts", "nsswitch.conf")]
+        script = [*names, f"node{machine}", self.host(machine), *command]
+        log = folder / "ray.log"
+        with log.open("wb") as output:
+            process = _spawn(
+                _NAMESPACES, ["bash", "-c", _BOOT, "boot", *script],
+                stdin=subprocess.PIPE, stdout=output, stderr=output, env=self._environment(),
+            )  # fmt: skip
+        _await_text(log, "up\n", process)
+        children = Path(f"/proc/{process.pid}/task/{process.pid}/children").read_text().split()
+        self._machines[machine] = _Machine(process, int(children[0]), log)
+        self._switch.remove(_port(machine))
+        self._switch.add(_port(machine), process.pid)
+        assert process.stdin is not None
+        process.stdin.write(b"\n")
+        process.stdin.close()
+
+    def _ray(self, machine: int, folder: Path) -> list[str]:
+        own = ["--head", f"--port={_PORT}", "--include-dashboard=False"]
+        return [
+            str(_BIN / "ray"), "start", "--block", f"--node-ip-address={self.host(machine)}",
+            f"--temp-dir={folder}", "--num-gpus=0", "--object-store-memory=100000000",
+            f"--num-cpus={self._cpus if machine != HEAD else 0}", "--disable-usage-stats",
+            *(own if machine == HEAD else [f"--address={self.address}"]),
+        ]  # fmt: skip
+
+    def plug_in_host(self) -> None:
+        """Let this process reach the machines; nobody else learns of it."""
+        device = f"everstep{self._number}"
+        self._switch.add("host", os.getpid(), device=device)
+        _call("ip", "addr", "add", f"{host_of(_OUTSIDE, self._number)}/24", "dev", device)
+        _call("ip", "link", "set", device, "up")
+
+    def kill(self, machine: int) -> None:
+        """End all processes of a machine at once; their connections are closed by its kernel."""
+        off = self._machines.pop(machine)
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(off.init_pid, signal.SIGKILL)
+        off.process.kill()
+        off.process.wait()
+        self._switch.remove(_port(machine))
+
+    def power_off(self, machine: int) -> None:
+        """End all processes of a machine at once, and let no packet tell of it."""
+        self.partition(machine)
+        self.kill(machine)
+
+    def freeze(self, machine: int) -> None:
+        """Stop all processes of a machine by a signal."""
+        _signal(self.pids(machine), signal.SIGSTOP)
+
+    def thaw(self, machine: int) -> None:
+        """Let them go on."""
+        _signal(self.pids(machine), signal.SIGCONT)
+
+    def partition(self, machine: int) -> None:
+        """Lose all that a machine sends, and all that is sent to it."""
+        self.deafen(machine)
+        self.silence(machine)
+
+    def deafen(self, machine: int) -> None:
+        """Lose all that is sent to a machine: it can speak and cannot hear."""
+        self._switch.lose(_port(machine), _ALL, "egress")
+
+    def silence(self, machine: int) -> None:
+        """Lose all that a machine sends: it can hear and cannot speak."""
+        self._switch.lose(_port(machine), _ALL, "ingress")
+
+    def heal(self, machine: int) -> None:
+        """Lose nothing more of a machine."""
+        for way in ("ingress", "egress"):
+            self._switch.pass_on(_port(machine), _ALL, way)
+
+    def cut(self, one: int, other: int) -> None:
+        """Lose what two machines send each other; all others reach both."""
+        for here, there in ((one, other), (other, one)):
+            self._switch.lose(_port(here), _PAIR + there, "ingress", to=f"{self.host(there)}/32")
+
+    def mend(self, one: int, other: int) -> None:
+        """Undo ``cut``."""
+        for here, there in ((one, other), (other, one)):
+            self._switch.pass_on(_port(here), _PAIR + there, "ingress")
+
+    def limit(self, machine: int, rate: str) -> None:
+        """Let no more than ``rate``, such as "50mbit", through to a machine; "" for no limit."""
+        self._switch.limit(_port(machine), rate)
+
+    def pids(self, machine: int) -> list[int]:
+        """Return the processes of a machine, as this process numbers them."""
+        space = _space(self._machines[machine].init_pid)
+        return [pid for pid in _processes() if _space(pid) == space]
+
+    def pid(self, machine: int, number: int) -> int:
+        """Return the process that a machine itself numbers ``number``."""
+        for pid in self.pids(machine):
+            with contextlib.suppress(OSError):
+                text = Path(f"/proc/{pid}/status").read_text()
+                if int(text.partition("NSpid:")[2].partition("\n")[0].split()[-1]) == number:
+                    return pid
+        raise ProcessLookupError(f"machine {machine} has no process {number}")
+
+    def start(self, machine: int, words: Sequence[str], log: Path) -> subprocess.Popen[bytes]:
+        """Start a command on a machine; what it prints goes to ``log``."""
+        with log.open("ab") as output:
+            return subprocess.Popen(
+                self._on(machine, words),
+                stdin=subprocess.DEVNULL,
+                stdout=output,
+                stderr=output,
+                env=self._environment(),
+                start_new_session=True,
+            )
+
+    def run(self, machine: int, words: Sequence[str], timeout_s: float = 60.0) -> str:
+        """Return what a command on a machine prints."""
+        done = subprocess.run(
+            self._on(machine, words),
+            check=True, capture_output=True, text=True, timeout=timeout_s, env=self._environment(),
+        )  # fmt: skip
+        return done.stdout
+
+    def _on(self, machine: int, words: Sequence[str]) -> list[str]:
+        inside = ["nsenter", "-t", str(self._machines[machine].init_pid)]
+        return [*_TIED, *inside, "-n", "-p", "-m", "-u", "-i", *words]
+
+    def _environment(self) -> dict[str, str]:
+        own = {name: text for name, text in os.environ.items() if not name.startswith("RAY_")}
+        path = f"{_BIN}{os.pathsep}{os.environ['PATH']}"
+        return {
+            **own, "PATH": path, "RAY_AUTH_MODE": "disabled", "RAY_USAGE_STATS_ENABLED": "0",
+            "RAY_ADDRESS": self.address,
+        }  # fmt: skip
+
+    def _write_names(self) -> None:
+        """Let a machine know all others, and ask nobody: without an answer it would wait 10 s."""
+        lines = [f"{self.host(each)} node{each}" for each in range(_MACHINES_MAX)]
+        (self._folder / "hosts").write_text("\n".join(["127.0.0.1 localhost", *lines, ""]))
+        (self._folder / "nsswitch.conf").write_text("hosts: files\n")
+
+    def _wait_started(self) -> None:
+        for machine in self._machines.values():
+            _await_text(machine.log, "Ray runtime started", machine.process)
+
+
+def host_of(machine: int, number: int = 0) -> str:
+    """Return the IP address of a machine of the cluster ``number``."""
+    return f"10.213.{number}.{machine + 1}"
+
+
+def _port(machine: int) -> str:
+    return f"m{machine}"
+
+
+def _await_text(log: Path, text: str, process: subprocess.Popen[bytes]) -> None:
+    """Wait until ``process`` has written ``text`` to ``log``."""
+    deadline_s = time.monotonic() + _START_S_MAX
+    while text not in log.read_text(errors="replace"):
+        if process.poll() is not None or time.monotonic() > deadline_s:
+            process.kill()
+            raise OSError(f"a machine did not start: {log.read_text(errors='replace')[-2000:]}")
+        time.sleep(_LOOK_S)
+
+
+def _signal(pids: Sequence[int], number: signal.Signals) -> None:
+    for pid in pids:
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(pid, number)
+
+
+def _processes() -> list[int]:
+    return [int(path.name) for path in Path("/proc").iterdir() if path.name.isdecimal()]
+
+
+def _space(pid: int) -> int:
+    """Return the number of the space in which a process is numbered, 0 if it has just ended."""
+    try:
+        return Path(f"/proc/{pid}/ns/pid").stat().st_ino
+    except OSError:
+        return 0
+
+
+def _command(pid: int) -> list[bytes]:
+    try:
+        return Path(f"/proc/{pid}/cmdline").read_bytes().split(b"\0")
+    except OSError:
+        return []
+
+
+def _forget_dead() -> None:
+    """Delete the folders of clusters whose makers were killed; all else ended with them."""
+    for folder in Path(tempfile.gettempdir()).glob(f"{_PREFIX}*"):
+        maker = folder.name.removeprefix(_PREFIX).partition("-")[0]
+        if maker.isdecimal() and not Path(f"/proc/{maker}").exists():
+            shutil.rmtree(folder, ignore_errors=True)

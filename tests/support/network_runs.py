@@ -1,0 +1,197 @@
+"""Runs on a cluster of machines, begun by ``everstep run`` and judged by what they write."""
+
+from __future__ import annotations
+
+import json
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, TypeVar
+
+from tests.support import train_paced
+from tests.support.network_cluster import HEAD, NetworkCluster
+
+__all__ = ["NetworkRun", "Outcome"]
+
+T = TypeVar("T")
+
+_LOOK_S = 0.1
+#: A run starts, or is whole again, within this: Ray notices some losses after a minute.
+_ACT_S_MAX = 240.0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Outcome:
+    """What a fault did to a run, in seconds since the fault.
+
+    Attributes:
+        detected_s: Until the attempt was fenced.
+        resumed_s: Until the beginning of the first step of a later attempt.
+        step_s: Until the end of the first step of a later attempt.
+        lost_steps: Completed steps that were redone.
+        named: The machines that were held responsible.
+        kinds: Of the incidents.
+    """
+
+    detected_s: float
+    resumed_s: float
+    step_s: float
+    lost_steps: int
+    named: tuple[int, ...]
+    kinds: tuple[str, ...]
+
+
+@dataclass
+class _Lines:
+    """The JSON lines of the files in a folder, read as they are written."""
+
+    folder: Path
+    found: list[dict[str, Any]] = field(default_factory=list)
+    _read: dict[Path, int] = field(default_factory=dict)
+
+    def look(self) -> list[dict[str, Any]]:
+        """Return all lines so far."""
+        for path in sorted(self.folder.glob("*.jsonl")):
+            with path.open("rb") as file:
+                file.seek(self._read.get(path, 0))
+                content = file.read()
+            whole = content[: content.rfind(b"\n") + 1]
+            self._read[path] = self._read.get(path, 0) + len(whole)
+            self.found += [json.loads(line) for line in whole.splitlines()]
+        return self.found
+
+
+class NetworkRun:
+    """One run whose directory all machines share.
+
+    Args:
+        cluster: Where it is begun.
+        directory: Of the run, which may be there already.
+        pace_s: How long a step takes with four workers.
+        settings: Further ones, as on the command line.
+    """
+
+    def __init__(
+        self, cluster: NetworkCluster, directory: Path, *settings: str, pace_s: float = 0.2
+    ) -> None:
+        self.cluster = cluster
+        self.directory = directory
+        self._metrics = _Lines(directory / "metrics")
+        self._journal = _Lines(directory / "journal")
+        self._log = directory.with_suffix(".log")
+        words = [
+            f"run.directory={directory}", f"run.script={train_paced.__file__}",
+            f"run.arguments=['{pace_s}']", "workers.min=2", "workers.max=4",
+            "workers.standby_per_node=0", "train.steps=1000000", "train.schedule=constant",
+            *settings,
+        ]  # fmt: skip
+        command = ["everstep", "run", "local/small", "--address", cluster.address, *words]
+        self.driver = cluster.start(HEAD, command, self._log)
+
+    def lines(self) -> list[dict[str, Any]]:
+        """Return the lines of metrics so far, in the order in which they were written."""
+        return self._metrics.look()
+
+    def journal(self) -> list[dict[str, Any]]:
+        """Return the records of the journal so far."""
+        return self._journal.look()
+
+    def summary(self) -> dict[str, Any]:
+        """Return the run's summary, empty before it is over."""
+        path = self.directory / "summary.json"
+        return json.loads(path.read_text()) if path.exists() else {}
+
+    def wait(self, what: str, found: Callable[[], T | None], timeout_s: float = _ACT_S_MAX) -> T:
+        """Return what ``found`` returns once that is not None.
+
+        Raises:
+            TimeoutError: Not within ``timeout_s``, or the run has ended; says what happened last.
+        """
+        deadline_s = time.monotonic() + timeout_s
+        while time.monotonic() < deadline_s:
+            # Ids of nodes that live briefly are noted too.
+            self.cluster.nodes()
+            answer = found()
+            if answer is not None:
+                return answer
+            if self.summary():
+                break
+            time.sleep(_LOOK_S)
+        raise TimeoutError(f"not seen: {what}; {self._what_happened()}")
+
+    def settle(self, workers: int = 4, steps: int = 5) -> dict[str, Any]:
+        """Wait until ``workers`` have trained together for ``steps``; return the last line."""
+
+        def last() -> dict[str, Any] | None:
+            same = self.lines()[-steps:]
+            if len(same) < steps or any(one["num_workers"] != workers for one in same):
+                return None
+            return same[-1] if same[-1]["attempt"] == same[0]["attempt"] else None
+
+        return self.wait(f"{steps} steps of {workers} workers", last)
+
+    def ranks(self) -> list[int]:
+        """Return the machine of each rank of the newest attempt."""
+        nodes = self.cluster.nodes()
+        started = [record for record in self.journal() if record["kind"] == "StartAttempt"]
+        return [nodes[node] for _, node, _ in started[-1]["members"]]
+
+    def outcome(self, fault_s: float, attempt: int, timeout_s: float = _ACT_S_MAX) -> Outcome:
+        """Wait for the first step of an attempt after ``attempt``; return what came of a fault.
+
+        Args:
+            fault_s: When it was made, as ``time.time()``.
+            attempt: That trained then.
+            timeout_s: How long to wait.
+        """
+        line = self.first(lambda one: one["attempt"] > attempt, timeout_s)
+        records = [record for record in self.journal() if record["wall_time"] > fault_s]
+        fenced = [r["wall_time"] for r in records if r["kind"] == "FenceAttempt"]
+        reports = [r for r in records if r["kind"] == "ReportIncident"]
+        old = max(one["step"] for one in self.lines() if one["attempt"] <= attempt)
+        return Outcome(
+            detected_s=round(min(fenced, default=float("nan")) - fault_s, 2),
+            resumed_s=round(line["wall_time"] - line["step_s"] - fault_s, 2),
+            step_s=round(line["wall_time"] - fault_s, 2),
+            lost_steps=old - line["step"] + 1,
+            named=self.machines_of(w for report in reports for w in report["guilty"]),
+            kinds=tuple(report["incident"] for report in reports),
+        )
+
+    def first(self, condition: Callable[[dict[str, Any]], bool], timeout_s: float) -> Any:
+        """Wait for the first line of metrics that meets ``condition``; return it."""
+        return self.wait(
+            "such a step", lambda: next((x for x in self.lines() if condition(x)), None), timeout_s
+        )
+
+    def whole_again(self, since_s: float, workers: int = 4, timeout_s: float = _ACT_S_MAX) -> float:
+        """Wait until ``workers`` have made a step after ``since_s``; return how long that took."""
+        line = self.first(
+            lambda x: x["wall_time"] > since_s and x["num_workers"] == workers, timeout_s
+        )
+        return round(float(line["wall_time"]) - since_s, 1)
+
+    def machines_of(self, workers: Any) -> tuple[int, ...]:
+        """Return the machines that ``workers`` were on."""
+        nodes = self.cluster.nodes()
+        at = {r["worker"]: r["node"] for r in self.journal() if r["kind"] == "WorkerReady"}
+        return tuple(sorted({nodes[at[worker]] for worker in workers if worker in at}))
+
+    def finish(self, timeout_s: float = _ACT_S_MAX) -> dict[str, Any]:
+        """Wait for the end of the run; return its summary."""
+        deadline_s = time.monotonic() + timeout_s
+        while not self.summary() and time.monotonic() < deadline_s:
+            time.sleep(_LOOK_S)
+        return self.summary()
+
+    def stop(self) -> dict[str, Any]:
+        """Stop the run as a user does; return its summary."""
+        self.cluster.run(HEAD, ["everstep", "stop", str(self.directory)], timeout_s=120)
+        return self.finish()
+
+    def _what_happened(self) -> str:
+        steps = [(x["attempt"], x["step"], x["num_workers"]) for x in self.lines()[-3:]]
+        kinds = [json.dumps(record)[:300] for record in self.journal()[-12:]]
+        said = self._log.read_text(errors="replace")[-2000:]
+        return "\n".join([f"last steps {steps}", *kinds, f"the command said: {said}"])

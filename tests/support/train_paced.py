@@ -1,0 +1,38 @@
+"""A training script with steps of a given length that need hardly any processor time.
+
+Its argument is the length of a step with four workers, in seconds; with fewer they have more to do.
+"""
+
+import sys
+import time
+
+import torch
+from torch import nn
+
+from everstep import Session, run
+
+_NUM_SAMPLES, _WORKERS = 4096, 4
+
+
+def train(session: Session) -> None:
+    """Fit random numbers."""
+    pace_s = float(sys.argv[1])
+    settings = session.settings.train
+    rest_s = pace_s * _WORKERS * settings.micro_batch / settings.global_batch
+    numbers = torch.Generator().manual_seed(5)
+    inputs = torch.randn(_NUM_SAMPLES, 64, generator=numbers)
+    torch.manual_seed(0)
+    model = session.model(
+        lambda: nn.Sequential(nn.Linear(64, 512), nn.Tanh(), nn.Linear(512, 64)),
+    )
+    session.optimizer(lambda parameters: torch.optim.AdamW(parameters.values()))
+    for step in session.steps(_NUM_SAMPLES):
+        for samples in step.micro_batches():
+            time.sleep(rest_s)
+            loss = (model(inputs[samples]) - inputs[samples].flip(-1)).square().mean()
+            step.backward(loss, tokens=len(samples))
+        step.apply()
+
+
+if __name__ == "__main__":
+    run(train)
