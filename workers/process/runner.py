@@ -17,6 +17,7 @@ from typing import Any
 from ucp_core.storage import open_store
 from workers import collectives
 from workers.keeper import progress_path, ring_path
+from workers.process import device
 from workers.process.output import OutputLog, log_of
 from workers.process.warm_up import warm_up
 from workers.protocol import (
@@ -93,7 +94,12 @@ class AttemptRunner:
         gc.freeze()
 
     def run(self, assignment: Assignment, gpu_ids: tuple[int, ...]) -> Outcome:
-        """Train in the attempt until this worker leaves it; never raises."""
+        """Train in the attempt until this worker leaves it; never raises.
+
+        Ends the process if its device fails for good.
+        """
+        if device.has_failed():
+            os._exit(device.EXIT_CODE)
         # Takes effect because this process has imported torch, but not used CUDA yet.
         os.environ["CUDA_VISIBLE_DEVICES"] = ",".join(map(str, gpu_ids))
         self.attempt = assignment.attempt
@@ -114,6 +120,11 @@ class AttemptRunner:
             )
         if isinstance(outcome, Raised):
             output.add(outcome.traceback)
+        if device.has_failed() and not device.is_of_script(outcome):
+            # No outcome: the error is not the script's. The run goes on without this worker.
+            output.add(f"the GPU failed, so this process ends, and another takes over: {outcome}\n")
+            output.close()
+            os._exit(device.EXIT_CODE)
         if isinstance(outcome, Completed | Raised):
             # This process may be ended next.
             output.close()

@@ -54,6 +54,9 @@ IN_FLIGHT_MAX: Final = 2
 #: Buckets that leave on one credit, some 10 ms; then it is another rank's turn.
 _TURN: Final = 16
 
+#: Period of checking whether the last copy has ended.
+_END_LOOK_S: Final = 0.001
+
 #: Share of a step's marks over which buckets are spread: most of the forward passes of a single
 #: micro-batch. The sooner a snapshot is complete, the less is lost.
 SPREAD: Final = 0.5
@@ -350,8 +353,11 @@ class DeviceCopy:
         if last is not None:
             last.wait()
 
-    def end(self) -> None:
-        """Stop copying; return when nothing is under way."""
+    def end(self, limit_s: float) -> bool:
+        """Stop copying; return whether nothing is under way any more within ``limit_s``.
+
+        A device that is stuck in a computation never gets to a copy behind it.
+        """
         with self._lock:
             if self._todo:
                 self._failed = RuntimeError("the copy was ended before it was whole")
@@ -359,8 +365,12 @@ class DeviceCopy:
             self._flat = []
             self._changed.notify_all()
             last = self._last
-        if last is not None:
-            last.wait()
+        until_s = time.monotonic() + limit_s
+        while last is not None and not last.is_reached():
+            if time.monotonic() >= until_s:
+                return False
+            time.sleep(_END_LOOK_S)
+        return True
 
     def _share(self) -> None:
         """Distribute the buckets over the marks of a step, as many as the last one had."""

@@ -295,7 +295,8 @@ class SnapshotWriter:
     def close(self) -> bool:
         """End the thread; return whether it has released the memory.
 
-        A thread that is stuck releases it once it can.
+        A thread that is stuck releases it once it can. What a device that is stuck may still write
+        to is never released.
         """
         self._copy.hurry()
         self._tasks.put(None)
@@ -303,10 +304,11 @@ class SnapshotWriter:
         with self._ending:
             self._is_left = not self._has_ended
         try:
-            self._copy.end()
+            is_ended = self._copy.end(_CLOSE_S_MAX)
         except Exception as error:  # noqa: BLE001  a device that failed is no news by now
             log.warning("copy_lost", extra={"reason": str(error)})
-        return not self._is_left
+            is_ended = True
+        return is_ended and not self._is_left
 
     def leave(self) -> None:
         """Release the memory, which a reader may still hold; after ``close``."""

@@ -37,6 +37,7 @@ from workers.settings import Settings
 from workers.state import HostBuffer
 from workers.train.boundary import UnloadableSignal, YieldSignal
 from workers.train.context import WorkerContext
+from workers.train.executor import use_deterministic_kernels
 from workers.train.lm import train_language_model
 from workers.train.script import Task, load_task
 from workers.train.session import Session
@@ -81,6 +82,7 @@ def run_attempt(
     finally:
         context.progress.enter(WorkerPhase.LEAVING)
         collectives.leave()
+        _free_device_memory()
 
 
 class _Attempt:
@@ -115,6 +117,8 @@ class _Attempt:
         assignment, context = self._assignment, self._context
         task = task or _task(context.settings)
         device_type = "cuda" if torch.cuda.is_available() else "cpu"
+        if device_type == "cuda" and context.settings.train.deterministic:
+            use_deterministic_kernels()
         collectives.form(
             backend="nccl" if device_type == "cuda" else "gloo",
             store_host=assignment.store_host,
@@ -172,6 +176,16 @@ class _Attempt:
         # and one that is being restarted is waited for.
         if _Process.memory is not None and not _Process.memory.tell():
             _Process.hand_over = HandOver(_Process.memory)
+
+
+def _free_device_memory() -> None:
+    """Return memory of the attempt to the device: the next one has tensors of other sizes."""
+    if torch.cuda.is_initialized():
+        try:
+            torch.cuda.empty_cache()
+        except RuntimeError as error:
+            # A device that failed; ``workers.process`` deals with it.
+            log.warning("no_memory_freed", extra={"reason": str(error)})
 
 
 def _memory(context: WorkerContext) -> SnapshotMemory | None:

@@ -6,7 +6,12 @@ from ucp_core.lazy import lazy_door
 
 if TYPE_CHECKING:
     from workers.train.executor.quotas import Quota, quota
-    from workers.train.executor.reduction import Reduction, use_all_to_all, use_tree
+    from workers.train.executor.reduction import (
+        Reduction,
+        use_all_to_all,
+        use_deterministic_kernels,
+        use_tree,
+    )
     from workers.train.executor.sharded_model import ShardedModel
     from workers.train.executor.signals import Signals, all_agree, on_host
     from workers.train.executor.step import Step
@@ -21,6 +26,7 @@ __all__ = [
     "on_host",
     "quota",
     "use_all_to_all",
+    "use_deterministic_kernels",
     "use_tree",
 ]
 

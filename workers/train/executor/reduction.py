@@ -7,11 +7,13 @@ its shard of every rank's node and adds them in the order of the tree. The last 
 returns the sum; earlier ones return zeros.
 
 This also needs micro-batches of one size (a matmul's bits depend on its rows), one number of
-threads, and random numbers keyed by micro-batch. Cost: ``tests/benchmarks/bench_deterministic.py``.
+threads, deterministic kernels on a GPU, and random numbers keyed by micro-batch. Cost:
+``tests/benchmarks/bench_deterministic.py``.
 """
 
 from __future__ import annotations
 
+import os
 from collections.abc import Sequence
 from typing import Any
 
@@ -19,12 +21,25 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.fsdp._fully_shard._fsdp_api import ReduceScatter
+from torch.utils import deterministic
 
 from workers.parallel import fsdp_modules
 
-__all__ = ["Reduction", "SumTree", "use_all_to_all", "use_tree"]
+__all__ = ["Reduction", "SumTree", "use_all_to_all", "use_deterministic_kernels", "use_tree"]
 
 Node = tuple[int, int]
+
+
+def use_deterministic_kernels() -> None:
+    """Have torch use kernels on a GPU whose results have the same bits each time.
+
+    It raises for an operation that has none. Call it before the process uses cuBLAS.
+    """
+    # Otherwise cuBLAS takes memory, and with it an order of additions, as streams come.
+    os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
+    torch.use_deterministic_algorithms(mode=True)
+    # Uninitialised memory is always written first here.
+    deterministic.fill_uninitialized_memory = False  # type: ignore[attr-defined]
 
 
 class SumTree:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -149,11 +150,25 @@ def test_a_copy_that_is_ended_leaves_nothing_under_way(tmp_path: Path) -> None:
     with running(0) as device:
         copy = DeviceCopy(Credits(tmp_path, 1), BLOCK_BYTES, device)
         copy.begin(targets, sources, num_checked=len(data))
-        copy.end()
+        assert copy.end(WAIT_S_MAX)
         assert device.bytes_copied == 0
         with pytest.raises(RuntimeError, match="ended before it was whole"):
             copy.run(data)
         assert device.bytes_copied == 0
+
+
+def test_a_device_that_is_stuck_is_not_waited_for(tmp_path: Path) -> None:
+    """Whoever leaves an attempt would never come to the next one."""
+    targets, sources, data = tensors()
+    goes_on = threading.Event()
+    with running(0) as device:
+        device.compute(lambda: goes_on.wait(WAIT_S_MAX))
+        copy = DeviceCopy(Credits(tmp_path, 1), BLOCK_BYTES, device)
+        copy.begin(targets, sources, num_checked=len(data))
+        copy.hold_update()
+        assert not copy.end(0.05)
+        goes_on.set()
+        assert copy.end(WAIT_S_MAX)
 
 
 def test_what_is_in_this_machines_memory_is_copied_at_once(tmp_path: Path) -> None:

@@ -242,7 +242,7 @@ def test_whoever_waits_for_a_copy_does_not_wait_for_passes(
         checked = other.submit(copy.run, data)
         assert eventually(lambda: device.history == ["copy"] * IN_FLIGHT_MAX)
         assert not checked.done()
-        getattr(copy, who)()
+        getattr(copy, who)(*((WAIT_S_MAX,) if who == "end" else ()))
         if who == "end":
             with pytest.raises(RuntimeError, match="ended before it was whole"):
                 checked.result(WAIT_S_MAX)
@@ -310,7 +310,7 @@ def _running(copy: DeviceCopy, data: list[memoryview]) -> Iterator[Future[list[l
         try:
             yield other.submit(copy.run, data)
         except BaseException:
-            copy.end()
+            copy.end(WAIT_S_MAX)
             raise
 
 

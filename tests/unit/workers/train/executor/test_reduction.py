@@ -1,11 +1,14 @@
 from __future__ import annotations
 
+import os
+
+import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
 from workers.train.executor.quotas import quota
-from workers.train.executor.reduction import SumTree
+from workers.train.executor.reduction import SumTree, use_deterministic_kernels
 
 
 def leaves(num_leaves: int) -> torch.Tensor:
@@ -48,3 +51,18 @@ def test_a_negative_zero_comes_out_as_zero() -> None:
     tree.add((0, 0), torch.tensor([-0.0]))
 
     assert not torch.signbit(tree.take()).any()
+
+
+def test_a_gpu_is_told_to_compute_the_same_bits(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Some kernels add in the order in which blocks of threads happen to end."""
+    monkeypatch.setenv("CUBLAS_WORKSPACE_CONFIG", ":16:8")
+    monkeypatch.setattr(torch.utils.deterministic, "fill_uninitialized_memory", True)
+    try:
+        use_deterministic_kernels()
+        assert torch.are_deterministic_algorithms_enabled()
+        assert os.environ["CUBLAS_WORKSPACE_CONFIG"] == ":16:8"
+        monkeypatch.delenv("CUBLAS_WORKSPACE_CONFIG")
+        use_deterministic_kernels()
+        assert os.environ["CUBLAS_WORKSPACE_CONFIG"] == ":4096:8"
+    finally:
+        torch.use_deterministic_algorithms(mode=False)

@@ -1,0 +1,90 @@
+"""A process whose GPU failed; the script of the run stands in for the driver."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch.distributed as dist
+
+from tests.support.forking import forking
+from tests.support.ranks import JOIN_S_MAX
+from ucp_core.layout import ParallelLayout
+from workers.process.device import EXIT_CODE
+from workers.process.runner import AttemptRunner
+from workers.protocol import Assignment
+from workers.settings import Settings
+
+SCRIPT = """
+import types
+
+import everstep
+import torch
+
+ERROR = torch.AcceleratorError("CUDA error: {error}")
+
+
+def fail():
+    if {is_lost}:
+        raise ERROR
+
+
+def train(session):
+    torch.cuda.is_initialized = lambda: True
+    torch.cuda.empty_cache = fail
+    torch.cuda.current_stream = lambda: types.SimpleNamespace(query=fail)
+    raise ERROR
+
+
+everstep.run(train)
+"""
+
+
+def attempts(directory: Path) -> None:
+    """Go through two attempts of a worker, and note how it left them."""
+    store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    runner = AttemptRunner(
+        worker="w0001",
+        directory=directory,
+        run_url=str(directory / "run"),
+        settings=Settings(script=str(directory / "script.py")).to_json(),
+    )
+    for attempt in (1, 2):
+        assignment = Assignment(
+            attempt=attempt,
+            rank=0,
+            layout=ParallelLayout(),
+            store_host="127.0.0.1",
+            store_port=store.port,
+            resume_step=0,
+            resume_attempt=0,
+            lineage=((attempt, 0),),
+        )
+        outcome = runner.run(assignment, ())
+        with (directory / "outcomes").open("a") as file:
+            file.write(f"{type(outcome).__name__} ")
+
+
+@pytest.mark.parametrize(
+    ("error", "exit_code", "outcomes"),
+    [
+        ("an illegal memory access", EXIT_CODE, ""),
+        # The run ends with what the script did wrong, but the process is of no more use.
+        ("device-side assert triggered", EXIT_CODE, "Raised "),
+        ("invalid configuration argument", 0, "Raised Raised "),
+    ],
+)
+def test_a_gpu_that_failed_for_good_ends_its_process(
+    error: str, exit_code: int, outcomes: str, tmp_path: Path
+) -> None:
+    """In the same process each later attempt would fail, and the run with it."""
+    (tmp_path / "script.py").write_text(SCRIPT.format(error=error, is_lost=exit_code != 0))
+    (tmp_path / "outcomes").touch()
+    process = forking().Process(target=attempts, args=(tmp_path,))
+    process.start()
+    process.join(JOIN_S_MAX)
+
+    assert process.exitcode == exit_code
+    assert (tmp_path / "outcomes").read_text() == outcomes
+    logs = [path.read_text() for path in tmp_path.glob("run/logs/**/*") if path.is_file()]
+    assert error in "".join(logs)

@@ -1,0 +1,36 @@
+"""A device that failed for good takes its process with it; a standby takes over.
+
+After an illegal access, a failed assertion, or an error of its memory or links, every later CUDA
+call of the process fails. Other errors pass, such as running out of memory.
+"""
+
+from __future__ import annotations
+
+from typing import Final
+
+import torch
+
+from workers.protocol import Outcome, Raised
+
+__all__ = ["EXIT_CODE", "has_failed", "is_of_script"]
+
+#: Of a process whose device failed.
+EXIT_CODE: Final = 70
+#: How CUDA describes a failed assertion, such as an index out of range.
+_ASSERTION: Final = "device-side assert"
+
+
+def has_failed() -> bool:
+    """Return whether the device of this process has failed for good; does not wait for it."""
+    if not torch.cuda.is_initialized():
+        return False
+    try:
+        torch.cuda.current_stream().query()
+    except RuntimeError:
+        return True
+    return False
+
+
+def is_of_script(outcome: Outcome) -> bool:
+    """Return whether the script made the device fail, as it would on any other one."""
+    return isinstance(outcome, Raised) and _ASSERTION in outcome.error
