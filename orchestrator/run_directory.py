@@ -25,6 +25,8 @@ SETTINGS = "settings"
 CONTACT = "controller.json"
 #: The journal up to some record, folded, so that a restarted controller reads only the rest.
 COMPACTED = "compacted.json"
+#: A segment for each incarnation of the controller, a line of JSON for each record.
+JOURNAL = "journal"
 #: The committed versions in storage.
 CHECKPOINTS = "checkpoints"
 #: A line of JSON for each committed step (``workers.train``).
@@ -101,7 +103,7 @@ def read_run(url: str) -> RunRecord:
     record = RunRecord(
         url=url,
         config_text=_text(store, join(path, CONFIG)),
-        journal=tuple(_journal(store, join(path, "journal"))),
+        journal=tuple(_journal(store, join(path, JOURNAL))),
         steps=_steps(_appended_text(store, join(path, METRICS))),
         incidents=tuple(_incidents(store, join(path, "incidents"))),
         summary=_object(_text(store, join(path, SUMMARY))),

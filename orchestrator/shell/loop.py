@@ -44,7 +44,14 @@ from orchestrator.shell.memory import CadenceWatch, ProtectionWatch, Snapshots, 
 from orchestrator.shell.names import RunNames
 from orchestrator.shell.observer import Observer
 from orchestrator.shell.serve import StatusPage, bounds_document, status_document
-from orchestrator.shell.storage import CompactionFile, JournalFile, RunOutputs, begin_incarnation
+from orchestrator.shell.storage import (
+    CompactionFile,
+    JournalFile,
+    RunOutputs,
+    Sender,
+    begin_incarnation,
+    segment_path,
+)
 from ucp_core.errors import StorageError, SupersededError
 from ucp_core.storage import RECENT_S, Owner, join, open_store
 from workers.protocol import Assignment, MemoryPart, NodeReport
@@ -81,11 +88,20 @@ class Run:
         self._rules = self._config.rules()
         self._store, self._path = open_store(self._config.run.directory)
         self._owner = Owner(self._store, self._path, life)
-        begun = begin_incarnation(self._store, self._path, self._config, life=life, token=token)
+        spool = self._names.spool(ray.get_runtime_context().get_actor_id() or "")
+        begun = begin_incarnation(
+            self._store, self._path, self._config, life=life, token=token, spool=spool
+        )
         self._incarnation, self._is_resume = begun.number, begun.is_resume
         self._state, self._seq, self._clock = begun.state, begun.seq, begun.clock
+        journal_path = segment_path(self._path, begun.number)
+        sender = Sender(self._store, journal_path=journal_path, spool=spool)
         self._journal = JournalFile(
-            self._store, self._path, incarnation=begun.number, before_bytes=begun.journal_bytes
+            self._store,
+            self._path,
+            incarnation=begun.number,
+            before_bytes=begun.journal_bytes,
+            sender=None if self._store.appends else sender,
         )
         self._compaction = CompactionFile(
             self._store, self._path, rules=self._rules, compacted_bytes=begun.compacted_bytes
@@ -102,6 +118,7 @@ class Run:
             self._store,
             self._path,
             begun.stats,
+            sender=sender,
             num_written=begun.num_incidents_written,
             samples_per_step=self._config.train.global_batch,
         )
@@ -496,5 +513,5 @@ class Run:
         await self._capacity.release_all()
         if owns:
             await self._compaction.write(self._compacted())
-            self._record.close()
+            await asyncio.to_thread(self._record.close)
         await page.stop()

@@ -66,3 +66,11 @@ class RunNames:
     def shared_root(self) -> str:
         """Return the folder in shared memory that holds everything of the run on a machine."""
         return f"/dev/shm/{self.namespace}"  # noqa: S108  memory, not a temp file
+
+    def spool(self, actor: str) -> str:
+        """Return where a controller keeps what it has not sent to storage yet.
+
+        Keepers remove ``shared_root`` at the end of a run, and the journal goes on behind it.
+        Another controller of the run, by its Ray actor id, has nothing to do with it.
+        """
+        return f"{self.shared_root}-journal-{actor}"

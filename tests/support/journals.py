@@ -14,14 +14,15 @@ from orchestrator.core import actions as act
 from orchestrator.core import events as ev
 from orchestrator.shell.storage.compaction import CompactionFile
 from orchestrator.shell.storage.incarnation import Incarnation, begin_incarnation
-from orchestrator.shell.storage.journal import JournalFile
+from orchestrator.shell.storage.journal import JournalFile, segment_path
+from orchestrator.shell.storage.sender import Sender
 from ucp_core.storage import open_store
 
 NUM_WORKERS = 4
 COMMIT_EVERY = 10
 
 
-def config_at(directory: Path, *overrides: str) -> RunConfig:
+def config_at(directory: Path | str, *overrides: str) -> RunConfig:
     """Return the settings of a run of four workers in ``directory``."""
     text = f"run: {{directory: {directory}}}\nworkers: {{max: {NUM_WORKERS}}}\n"
     return load(text + "train: {steps: 100000000}\n", overrides)
@@ -35,19 +36,31 @@ class Journaled:
         config: Of the run.
         life: The life of the run that begins under it.
         fault_every: Steps after which a worker crashes.
+        spool: Where lines wait for a store that does not append.
     """
 
     config: RunConfig
     life: int = 1
     fault_every: int = 300
+    spool: str = ""
 
     def __post_init__(self) -> None:
         self.store, self.path = open_store(self.config.run.directory)
         self.rules = self.config.rules()
         begun = self.begin()
         self.state, self.stats, self.seq = begun.state, begun.stats, begun.seq
+        self.sender: Sender | None = None
+        if not self.store.appends:
+            path = segment_path(self.path, begun.number)
+            self.sender = Sender(
+                self.store, journal_path=path, spool=self.spool, piece_s=0.5, pause_s=0.01
+            )
         self.journal = JournalFile(
-            self.store, self.path, incarnation=begun.number, before_bytes=begun.journal_bytes
+            self.store,
+            self.path,
+            incarnation=begun.number,
+            before_bytes=begun.journal_bytes,
+            sender=self.sender,
         )
         self.compaction = CompactionFile(
             self.store, self.path, rules=self.rules, compacted_bytes=begun.compacted_bytes
@@ -60,7 +73,12 @@ class Journaled:
     def begin(self) -> Incarnation:
         """Begin the next incarnation, as a controller does."""
         return begin_incarnation(
-            self.store, self.path, self.config, life=self.life, token=f"of-life-{self.life}"
+            self.store,
+            self.path,
+            self.config,
+            life=self.life,
+            token=f"of-life-{self.life}",
+            spool=self.spool,
         )
 
     def grow(self, num_records: int) -> None:

@@ -2,7 +2,15 @@
 
 from orchestrator.core.log.compaction import Basis, Compaction, Place, behind, decode, encode
 from orchestrator.core.log.incident import PHASES, Incident, layout_text
-from orchestrator.core.log.journal import Folded, fold, fold_on, starts, transition_records, verify
+from orchestrator.core.log.journal import (
+    Folded,
+    fold,
+    fold_on,
+    is_event,
+    starts,
+    transition_records,
+    verify,
+)
 from orchestrator.core.log.stats import RunStats
 
 __all__ = [
@@ -18,6 +26,7 @@ __all__ = [
     "encode",
     "fold",
     "fold_on",
+    "is_event",
     "layout_text",
     "starts",
     "transition_records",

@@ -423,7 +423,10 @@ def _remove_traces(folder: Path) -> None:
     with contextlib.suppress(OSError, ValueError):
         directory = json.loads((folder / _ENTRY).read_text())["run_directory"]
         if directory:
-            shutil.rmtree(RunNames(run_id(directory)).shared_root, ignore_errors=True)
+            names = RunNames(run_id(directory))
+            shared = Path(names.shared_root)
+            for path in (shared, *shared.parent.glob(Path(names.spool("*")).name)):
+                shutil.rmtree(path, ignore_errors=True)
     shutil.rmtree(folder, ignore_errors=True)
 
 

@@ -7,16 +7,19 @@ from ucp_core.lazy import lazy_door
 if TYPE_CHECKING:
     from orchestrator.shell.storage.compaction import CompactionFile
     from orchestrator.shell.storage.incarnation import begin_incarnation, config_of
-    from orchestrator.shell.storage.journal import JournalFile, read_segments
+    from orchestrator.shell.storage.journal import JournalFile, read_segments, segment_path
     from orchestrator.shell.storage.outputs import RunOutputs
+    from orchestrator.shell.storage.sender import Sender
 
 __all__ = [
     "CompactionFile",
     "JournalFile",
     "RunOutputs",
+    "Sender",
     "begin_incarnation",
     "config_of",
     "read_segments",
+    "segment_path",
 ]
 
 __getattr__ = lazy_door(__name__)

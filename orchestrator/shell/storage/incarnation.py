@@ -21,6 +21,7 @@ from orchestrator.run_directory import CONFIG, RESULT, SETTINGS, SUMMARY
 from orchestrator.shell.clock import RunClock, wall_time
 from orchestrator.shell.storage.compaction import read_journal
 from orchestrator.shell.storage.journal import read_chunks, segment_sizes
+from orchestrator.shell.storage.sender import send_rest
 from ucp_core.storage import Store, claim, join
 
 
@@ -54,7 +55,7 @@ class Incarnation:
 
 
 def begin_incarnation(
-    store: Store, run_path: str, config: RunConfig, *, life: int, token: str
+    store: Store, run_path: str, config: RunConfig, *, life: int, token: str, spool: str = ""
 ) -> Incarnation:
     """Begin the next incarnation of the controller.
 
@@ -65,6 +66,7 @@ def begin_incarnation(
         life: The life that starts or resumes the run under ``config``. If its first incarnation
             dies before it has journaled a whole record, the next one does so in its place.
         token: Of this life; no other claim has it.
+        spool: Where an earlier incarnation may have left lines; see ``Sender``.
 
     Raises:
         JournalCorruptError: The journal cannot be folded.
@@ -75,6 +77,8 @@ def begin_incarnation(
     number = len(segment_sizes(store, run_path)) + 1
     config_since = claim(store, run_path, life, {**mine, "incarnation": number})["incarnation"]
     # Only now: what another life did before the claim is known.
+    if spool:
+        send_rest(store, run_path, spool)
     sizes = segment_sizes(store, run_path)
     number = len(sizes) + 1
     is_first = not any(_has_record(store, run_path, one) for one in range(config_since, number))

@@ -7,29 +7,30 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
 from zlib import crc32
 
-from orchestrator.core import Place
+from orchestrator.core import Place, is_event
+from orchestrator.run_directory import JOURNAL
+from orchestrator.shell.storage.sender import Sender
 from ucp_core.storage import Store, appended_sizes, join, read_all_appended, read_appended
 
-DIRECTORY = "journal"
 #: A segment is scanned by so much at a time.
 CHUNK_BYTES = 64 << 10
 
 
 def read_segments(store: Store, run_path: str) -> list[bytes]:
     """Return the content of every segment in the run directory, oldest first."""
-    found = read_all_appended(store, join(run_path, DIRECTORY))
+    found = read_all_appended(store, join(run_path, JOURNAL))
     return [found[name] for name in _segments(found)]
 
 
 def segment_sizes(store: Store, run_path: str) -> list[int]:
     """Return the size of every segment in the run directory in bytes, oldest first."""
-    sizes = appended_sizes(store, join(run_path, DIRECTORY))
+    sizes = appended_sizes(store, join(run_path, JOURNAL))
     return [sizes[name] for name in _segments(sizes)]
 
 
 def read_from(store: Store, run_path: str, *, number: int, offset_bytes: int) -> list[bytes]:
     """Return segment ``number`` (from 1) from an offset on, and all later segments."""
-    directory = join(run_path, DIRECTORY)
+    directory = join(run_path, JOURNAL)
     first = _segments(appended_sizes(store, directory))[number - 1]
     found = read_all_appended(store, directory, first=first, offset_bytes=offset_bytes)
     return [found[name] for name in _segments(found)]
@@ -37,7 +38,7 @@ def read_from(store: Store, run_path: str, *, number: int, offset_bytes: int) ->
 
 def read_chunks(store: Store, run_path: str, *, number: int) -> Iterator[bytes]:
     """Yield segment ``number`` (from 1) chunk by chunk."""
-    directory = join(run_path, DIRECTORY)
+    directory = join(run_path, JOURNAL)
     sizes = appended_sizes(store, directory)
     name = _segments(sizes)[number - 1]
     for begin in range(0, sizes[name], CHUNK_BYTES):
@@ -46,6 +47,11 @@ def read_chunks(store: Store, run_path: str, *, number: int) -> Iterator[bytes]:
 
 def _segments(names: Iterable[str]) -> list[str]:
     return sorted(name for name in names if name.endswith(".jsonl"))
+
+
+def segment_path(run_path: str, incarnation: int) -> str:
+    """Return the path of the segment of an incarnation."""
+    return join(run_path, JOURNAL, f"{incarnation:06d}.jsonl")
 
 
 class JournalFile:
@@ -60,11 +66,21 @@ class JournalFile:
         run_path: Its path there.
         incarnation: Number of the incarnation, from 1.
         before_bytes: Size of all earlier segments.
+        sender: Writes the lines where storage cannot append.
     """
 
-    def __init__(self, store: Store, run_path: str, *, incarnation: int, before_bytes: int) -> None:
+    def __init__(
+        self,
+        store: Store,
+        run_path: str,
+        *,
+        incarnation: int,
+        before_bytes: int,
+        sender: Sender | None = None,
+    ) -> None:
         self._store = store
-        self._path = join(run_path, DIRECTORY, f"{incarnation:06d}.jsonl")
+        self._path = segment_path(run_path, incarnation)
+        self._sender = sender
         self._incarnation = incarnation
         self._before_bytes = before_bytes
         self._size_bytes = 0
@@ -75,7 +91,10 @@ class JournalFile:
         """Append ``records``, at least one."""
         lines = [json.dumps(record, separators=(",", ":")).encode() + b"\n" for record in records]
         data = b"".join(lines)
-        self._store.append(self._path, data)
+        if self._sender is None:
+            self._store.append(self._path, data)
+        else:
+            self._sender.add(data, hurry=not all(map(is_event, records)))
         self._size_bytes += len(data)
         self._last_line, self._last = lines[-1], records[-1]
 

@@ -13,6 +13,7 @@ from prometheus_client import CollectorRegistry
 from orchestrator.core import RunStats
 from orchestrator.run_directory import CONTACT, RESULT, SUMMARY
 from orchestrator.shell.serve import RunMetrics
+from orchestrator.shell.storage.sender import Sender
 from ucp_core.storage import Store, join
 
 
@@ -23,6 +24,7 @@ class RunOutputs:
         store: Where the run directory is.
         run_path: Its path there.
         stats: The numbers of earlier incarnations of the controller.
+        sender: Writes them.
         num_written: Number of incidents that are written already, from the first on.
         samples_per_step: The global batch.
 
@@ -38,9 +40,11 @@ class RunOutputs:
         run_path: str,
         stats: RunStats,
         *,
+        sender: Sender,
         num_written: int,
         samples_per_step: int,
     ) -> None:
+        self._sender = sender
         self._samples_per_step = samples_per_step
         self._store = store
         self._path = run_path
@@ -70,15 +74,21 @@ class RunOutputs:
         self._write_incidents(final=False)
 
     def close(self) -> None:
-        """Write the summary: its presence says that the run is over."""
+        """Write the summary behind all else: its presence says that the run is over.
+
+        Waits for storage.
+        """
         self._write_incidents(final=True)
+        self._sender.close()
         result_path = join(self._path, RESULT)
         result: dict[str, Any] = {"weights_digest": None, "final_loss": None}
         if self._store.exists(result_path):
             result |= json.loads(self._store.read(result_path))
         summary = self.stats.summary()
         summary["samples_seen"] = summary["steps"] * self._samples_per_step
-        self._write(SUMMARY, {**result, **summary})
+        self._store.write_atomic(
+            join(self._path, SUMMARY), _printed({**result, **summary}), fsync=False
+        )
 
     def _write_incidents(self, *, final: bool) -> None:
         incidents = self.stats.incidents
@@ -90,5 +100,8 @@ class RunOutputs:
             self._write(f"incidents/{self._num_written:04d}/incident.json", incident.to_json())
 
     def _write(self, name: str, document: dict[str, Any]) -> None:
-        data = json.dumps(document, indent=1).encode()
-        self._store.write_atomic(join(self._path, name), data, fsync=False)
+        self._sender.put(join(self._path, name), _printed(document))
+
+
+def _printed(document: Mapping[str, Any]) -> bytes:
+    return json.dumps(document, indent=1).encode()

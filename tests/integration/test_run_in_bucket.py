@@ -1,0 +1,135 @@
+"""The run directory is in a bucket: what a run asks of it, and what it does while it fails."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+import uuid
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from orchestrator.driver import replay_run
+from orchestrator.shell.storage.journal import segment_sizes
+from tests.support.journals import Journaled, config_at
+from tests.support.object_servers import Fault, Proxy, proxied, s3_server
+from ucp_core.storage import open_store
+from ucp_core.storage.service_errors import Retries
+
+pytest.importorskip("moto", reason="moto is not installed: pip install 'everstep[dev]'")
+s3fs = pytest.importorskip("s3fs", reason="s3fs is not installed: pip install 'everstep[s3]'")
+
+
+@pytest.fixture(scope="module")
+def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
+    with s3_server(tmp_path_factory.mktemp("s3") / "log") as url:
+        yield url
+
+
+@pytest.fixture
+def proxy(server: str, monkeypatch: pytest.MonkeyPatch) -> Iterator[Proxy]:
+    """Stand between the server and all stores, whose retries are quick."""
+    monkeypatch.setenv("AWS_ACCESS_KEY_ID", "anyone")
+    monkeypatch.setenv("AWS_SECRET_ACCESS_KEY", "anything")
+    monkeypatch.setenv("AWS_DEFAULT_REGION", "us-east-1")
+    monkeypatch.setattr(
+        Retries.__init__, "__kwdefaults__", {"attempts": 3, "first_s": 0.001, "longest_s": 0.01}
+    )
+    with proxied(server) as proxy:
+        monkeypatch.setenv("AWS_ENDPOINT_URL", proxy.url)
+        # fsspec keeps clients by their arguments, and the environment is none.
+        s3fs.S3FileSystem.clear_instance_cache()
+        yield proxy
+        s3fs.S3FileSystem.clear_instance_cache()
+
+
+@pytest.fixture
+def url(proxy: Proxy) -> str:
+    """Return a run directory in a bucket of its own."""
+    del proxy
+    bucket = f"b-{uuid.uuid4().hex}"
+    s3fs.S3FileSystem().mkdir(bucket)
+    return f"s3://{bucket}/run"
+
+
+def test_a_journal_costs_no_more_the_longer_it_is(url: str, proxy: Proxy, tmp_path: Path) -> None:
+    """Its writer knows its next piece: it reads, lists and looks at nothing."""
+    run = Journaled(config_at(url), spool=str(tmp_path / "spool"))
+    run.is_compacting = False
+    assert run.sender is not None
+    proxy.seen.clear()
+    run.grow(4000)
+    run.sender.close()
+
+    assert {each.split()[0] for each in proxy.seen} <= {"PUT", "POST"}
+    # Some hundred decisions, and what happened in between goes with them.
+    assert proxy.count("PUT") < 300
+    assert sum(segment_sizes(*open_store(url))) == run.journal.journal_bytes
+    assert replay_run(url)["records"] == run.seq
+    assert not (tmp_path / "spool").exists()
+
+
+@pytest.mark.parametrize(
+    "fault",
+    [
+        Fault(method="PUT", within="journal", times=15, status=503),
+        Fault(method="PUT", within="journal", times=15),
+        Fault(method="PUT", within="journal", times=5, after=True),
+        Fault(method="PUT", within="journal", times=5, doubles=True),
+        Fault(method="PUT", within="journal", times=2, delay_s=1.0),
+    ],
+    ids=["throttled", "refused", "answers-lost", "doubled", "slow"],
+)
+def test_decisions_do_not_wait_for_storage(
+    fault: Fault, url: str, proxy: Proxy, tmp_path: Path
+) -> None:
+    """A fault during an outage is recovered from memory; the journal is made up afterwards."""
+    run = Journaled(config_at(url), fault_every=50, spool=str(tmp_path / "spool"))
+    run.is_compacting = False
+    assert run.sender is not None
+    proxy.faults = [fault]
+    run.grow(600)
+    run.sender.close()
+
+    assert proxy.count("PUT", "journal") > (fault.times if fault.status else 1)
+    assert replay_run(url)["records"] == run.seq
+
+
+_DIES = """
+import os, sys
+from tests.support.journals import Journaled, config_at
+
+run = Journaled(config_at(sys.argv[1]), fault_every=50, spool=sys.argv[2])
+run.is_compacting = False
+run.grow(400)
+print(run.seq, run.state.attempt.number, flush=True)
+os._exit(9)
+"""
+
+
+def test_a_controller_that_dies_in_an_outage_leaves_its_lines(
+    url: str, proxy: Proxy, tmp_path: Path
+) -> None:
+    """What it decided was done, so its successor must know of it."""
+    spool = str(tmp_path / "spool")
+    proxy.faults = [Fault(method="PUT", within="journal", times=10_000, status=503)]
+    dead = subprocess.run(
+        [sys.executable, "-c", _DIES, url, spool],
+        check=False,
+        capture_output=True,
+        text=True,
+        timeout=240,
+    )
+    assert dead.returncode == 9, dead.stderr
+    num_records, attempt = map(int, dead.stdout.split())
+    assert not segment_sizes(*open_store(url))
+    proxy.faults = []
+
+    successor = Journaled(config_at(url), spool=spool)
+
+    assert successor.number == 2
+    assert successor.state.attempt.number >= attempt > 1
+    assert successor.sender is not None
+    successor.sender.close()
+    assert replay_run(url)["records"] >= num_records
