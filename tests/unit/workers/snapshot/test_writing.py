@@ -335,7 +335,7 @@ def test_a_device_that_failed_does_not_keep_a_writer_from_closing(rank: Rank) ->
     """What the attempt ended with would be lost, and be told as an error of the snapshot."""
 
     class Failed(Task):
-        def wait(self) -> None:
+        def is_reached(self) -> bool:
             raise RuntimeError("device-side assert triggered")
 
     assert rank.ready(state())
