@@ -92,6 +92,7 @@ class ClusterSection(_Section):
         gpus_per_worker: GPUs of one worker; 0 trains on the CPU.
         memory_gib_per_worker: Memory of a worker's device, to refuse models that cannot fit.
             Default: this machine's memory for simulated nodes; elsewhere it is not checked.
+        metrics_port: Port of the controller's metrics and status; 0 takes a free one.
         rack_label: A Ray label of the nodes. Nodes with the same value fail together, as in a rack
             or a zone, and do not protect each other's snapshots. Default: each node fails alone.
     """
@@ -101,6 +102,7 @@ class ClusterSection(_Section):
     cpus_per_worker: float = Field(default=1.0, gt=0)
     gpus_per_worker: int = Field(default=0, ge=0, le=1)
     memory_gib_per_worker: float | None = Field(default=None, gt=0)
+    metrics_port: int = Field(default=0, ge=0, le=65535)
     rack_label: str = ""
 
 

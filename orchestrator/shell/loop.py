@@ -43,7 +43,14 @@ from orchestrator.shell.guard import begin_guard
 from orchestrator.shell.memory import CadenceWatch, ProtectionWatch, Snapshots, loss_document
 from orchestrator.shell.names import RunNames
 from orchestrator.shell.observer import Observer
-from orchestrator.shell.serve import StatusPage, bounds_document, status_document
+from orchestrator.shell.serve import (
+    RunCollector,
+    StatusPage,
+    announce,
+    bounds_document,
+    status_document,
+    withdraw,
+)
 from orchestrator.shell.storage import (
     CompactionFile,
     JournalFile,
@@ -157,7 +164,6 @@ class Run:
         )
         self._protection = ProtectionWatch(
             snapshots=self._snapshots,
-            metrics=self._record.metrics,
             wanted=snapshot.tolerance if snapshot.every_steps else 0,
         )
         self._workers = Workers(
@@ -182,7 +188,6 @@ class Run:
             workers=self._workers,
             at_s=at_s,
             post=post,
-            metrics=self._record.metrics,
             rules=self._rules.cadence,
             snapshot=snapshot,
             checkpoint=self._config.checkpoint,
@@ -192,9 +197,15 @@ class Run:
         """Be in charge until the run is over and everything is given back."""
         page = StatusPage(
             host=ray.util.get_node_ip_address(),
+            port=self._config.cluster.metrics_port,
             status=self._status,
             losses=self._losses,
-            registry=self._record.registry,
+            metrics=RunCollector(
+                run=self._config.run.name,
+                status=self._status,
+                stats=self._record.stats,
+                samples_per_step=self._config.train.global_batch,
+            ),
         )
         if self._incarnation > 1:
             await self._capacity.adopt()
@@ -239,7 +250,9 @@ class Run:
         if self._incarnation > 1:
             await asyncio.sleep(SURVEY_S)
         self._guard = begin_guard(self._config.controller_stopped_s)
-        self._record.announce(await page.start())
+        url = await page.start()
+        self._record.announce(url)
+        await asyncio.to_thread(announce, self._names.run_id, run=self._config.run.name, url=url)
         await asyncio.to_thread(preload)
 
     def on_report(self, report: NodeReport) -> None:
@@ -514,4 +527,5 @@ class Run:
         if owns:
             await self._compaction.write(self._compacted())
             await asyncio.to_thread(self._record.close)
+        withdraw(self._names.run_id)
         await page.stop()

@@ -66,10 +66,15 @@ class Incident:
     skipped: tuple[str, ...] = ()
 
     @property
+    def is_planned(self) -> bool:
+        """Return whether it was a change that was wanted, and no failure."""
+        return self.kind in PLANNED
+
+    @property
     def who(self) -> str:
         """Return the faulty workers for people, "undecided" if nothing was proven."""
         # Damaged data is nobody's fault either.
-        is_blameless = self.kind in PLANNED or self.kind == "unloadable"
+        is_blameless = self.is_planned or self.kind == "unloadable"
         nobody = "\N{EN DASH}" if is_blameless else "undecided"
         return ", ".join(self.guilty) or nobody
 
@@ -110,7 +115,7 @@ class Incident:
             if end_s is None:
                 continue
             if before_s is not None:
-                planned = name == "fence" and self.kind in PLANNED
+                planned = name == "fence" and self.is_planned
                 durations["yield" if planned else name] = max(0.0, end_s - before_s)
             before_s = end_s
         return durations

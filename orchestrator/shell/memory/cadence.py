@@ -16,7 +16,6 @@ from orchestrator.policies import (
     taken_steps,
 )
 from orchestrator.shell.capacity import Workers
-from orchestrator.shell.serve import RunMetrics
 from workers.protocol import Pace, SaveCosts
 from workers.settings import CheckpointSettings, SnapshotSettings
 
@@ -35,7 +34,6 @@ class CadenceWatch:
         workers: Reaches the workers.
         at_s: The run's clock.
         post: Where events go.
-        metrics: Where to show what saves cost.
         rules: Of the cadence.
         snapshot: What was asked for of snapshots.
         checkpoint: What was asked for of checkpoints.
@@ -47,7 +45,6 @@ class CadenceWatch:
         workers: Workers,
         at_s: Callable[[], float],
         post: Callable[[Event], None],
-        metrics: RunMetrics,
         rules: CadenceRules,
         snapshot: SnapshotSettings,
         checkpoint: CheckpointSettings,
@@ -55,7 +52,6 @@ class CadenceWatch:
         self._workers = workers
         self._at_s = at_s
         self._post = post
-        self._metrics = metrics
         self._rules = rules
         self._kept = Pace(
             snapshot_steps=snapshot.first_every, checkpoint_steps=checkpoint.first_every
@@ -116,10 +112,9 @@ class CadenceWatch:
             self._post(SavesMeasured(at_s=self._at_s(), attempt=attempt, costs=costs))
 
     def show(self, costs: SaveCosts) -> None:
-        """Show what was measured, and warn when it is over the budget."""
+        """Keep what was measured, and warn when it is over the budget."""
         self._costs, self._kept = costs, costs.pace
         share = self._share(costs)
-        self._metrics.show_saves(costs, share=share, share_max=self._rules.cost_share_max)
         problem = over_budget(share, self._rules, steps=self._steps)
         if problem and not self._problem:
             log.warning("saving_over_budget", extra={"reason": problem})

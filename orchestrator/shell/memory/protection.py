@@ -1,4 +1,4 @@
-"""How well the run is protected by snapshots: for the status page, for metrics, for plans."""
+"""How well the run is protected by snapshots: for the status page and for plans."""
 
 from __future__ import annotations
 
@@ -9,7 +9,6 @@ from typing import Any
 from orchestrator.core import RunState, WorkerStatus
 from orchestrator.policies import ReducedTime, alert, noted, quarantine, versions
 from orchestrator.shell.memory.snapshots import Snapshots
-from orchestrator.shell.serve import RunMetrics
 from workers.protocol import Inventory
 
 #: The inventories are looked at this often: all of them, so not at every report of each.
@@ -17,17 +16,15 @@ LOOK_S = 1.0
 
 
 class ProtectionWatch:
-    """Keeps account of the time at reduced redundancy, and shows it as metrics.
+    """Keeps account of the time at reduced redundancy.
 
     Args:
         snapshots: What keepers hold, by their reports.
-        metrics: Where to show it.
         wanted: How many nodes may be lost while all is well: 0, 1 or 2.
     """
 
-    def __init__(self, *, snapshots: Snapshots, metrics: RunMetrics, wanted: int) -> None:
+    def __init__(self, *, snapshots: Snapshots, wanted: int) -> None:
         self._snapshots = snapshots
-        self._metrics = metrics
         self._wanted = wanted
         self._time = ReducedTime()
         self._survived = 0
@@ -36,19 +33,10 @@ class ProtectionWatch:
         """Judge the newest reports, at most once per ``LOOK_S``."""
         if self._time.looked_s is not None and at_s - self._time.looked_s < LOOK_S:
             return
-        protection = self._snapshots.protection(state.lineage)
-        self._survived = protection.node_losses_survived
+        self._survived = self._snapshots.protection(state.lineage).node_losses_survived
         # Before anything was trained there is nothing to protect.
         is_reduced = self._survived < self._wanted and state.attempt.step > 0
         self._time = noted(self._time, at_s, is_reduced=is_reduced)
-        self._metrics.show_protection(
-            survived=self._survived,
-            reduced_s=self._time.total_s,
-            reduced_for_s=self._time.for_s,
-            snapshot_step=protection.step,
-            stored_step=stored_step(self._snapshots, state),
-            num_problems=len(self._snapshots.problems(state.attempt.plan)) + len(self._alerts()),
-        )
 
     def redundancy(self, state: RunState) -> dict[str, Any]:
         """Return what the status document says of redundancy."""
@@ -56,6 +44,7 @@ class ProtectionWatch:
         return {
             **document,
             "reduced_s": round(self._time.total_s, 1),
+            "reduced_for_s": round(self._time.for_s, 1),
             "problems": [*self._alerts(), *document["problems"]],
         }
 

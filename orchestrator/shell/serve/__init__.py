@@ -5,15 +5,19 @@ from typing import TYPE_CHECKING
 from ucp_core.lazy import lazy_door
 
 if TYPE_CHECKING:
-    from orchestrator.shell.serve.metrics import RunMetrics
+    from orchestrator.shell.serve.discovery import announce, targets_path, withdraw
+    from orchestrator.shell.serve.metrics import RunCollector
     from orchestrator.shell.serve.page import StatusPage
     from orchestrator.shell.serve.status import bounds_document, status_document
 
 __all__ = [
-    "RunMetrics",
+    "RunCollector",
     "StatusPage",
+    "announce",
     "bounds_document",
     "status_document",
+    "targets_path",
+    "withdraw",
 ]
 
 __getattr__ = lazy_door(__name__)

@@ -1,97 +1,216 @@
-"""All Prometheus metrics of a run. Their values come from ``core.log.stats``."""
+"""All Prometheus metrics of a run, read from its status document and its numbers at each scrape.
+
+So a restarted controller shows the same totals as before: they come from the journal.
+"""
 
 from __future__ import annotations
 
-from prometheus_client import CollectorRegistry, Gauge
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from typing import Any
+
+from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
+from prometheus_client.registry import Collector
 
 from orchestrator.core import RunStats
-from workers.protocol import SaveCosts
+
+__all__ = ["RunCollector"]
+
+#: Of ``RunStats.phase``.
+_PHASES = "waiting", "forming", "training", "yielding", "recovering", "over"
+
+_Samples = Iterable[tuple[tuple[str, ...], float | None]]
 
 
-class RunMetrics:
-    """Gauges that mirror ``RunStats``. Totals are gauges too, because a replay may set them."""
+class RunCollector(Collector):
+    """Yields the metrics of one run. Every series has the label ``run``.
 
-    def __init__(self, registry: CollectorRegistry) -> None:
-        def gauge(name: str, text: str) -> Gauge:
-            return Gauge(name, text, registry=registry)
+    Args:
+        run: The run's name.
+        status: Returns the document of ``/status``.
+        stats: The numbers of the journal.
+        samples_per_step: The global batch.
+    """
 
-        self._attempt = gauge("run_attempt", "Number of the newest attempt.")
-        self._step = gauge("run_step", "Last completed step that need not be redone.")
-        self._num_workers = gauge("run_workers", "Workers in the newest attempt.")
-        self._lost_steps = gauge("run_lost_steps_total", "Completed steps that were redone.")
-        self._incidents = gauge("run_incidents_total", "Interruptions and planned changes.")
-        self._goodput = gauge("run_goodput_ratio", "Share of the time spent in steps that counted.")
-
-        self._survived = gauge(
-            "run_node_losses_survived", "Nodes that may be lost without losing the snapshot."
-        )
-        self._reduced_s = gauge(
-            "run_reduced_redundancy_seconds_total",
-            "Time in which fewer nodes might be lost than asked for.",
-        )
-        self._reduced_for_s = gauge(
-            "run_reduced_redundancy_seconds", "How long that has lasted now; 0 if it does not."
-        )
-        self._snapshot_step = gauge("run_snapshot_step", "Newest step complete in memory.")
-        self._stored_step = gauge("run_stored_step", "Newest step known to be in storage.")
-        self._problems = gauge(
-            "run_keeper_problems", "Problems that reduce the protection by snapshots."
-        )
-        self._step_s = gauge("run_step_seconds", "Median step, without saves.")
-        self._snapshot_stall_s = gauge(
-            "run_snapshot_stall_seconds", "Median time that a snapshot stalls training."
-        )
-        self._checkpoint_stall_s = gauge(
-            "run_checkpoint_stall_seconds", "Median time that a checkpoint stalls training."
-        )
-        self._save_share = gauge(
-            "run_save_cost_ratio", "Share of step time for which saves stall training."
-        )
-        self._save_share_max = gauge("run_save_cost_budget_ratio", "The largest share allowed.")
-        self._snapshot_every = gauge("run_snapshot_every_steps", "Steps between two snapshots.")
-        self._checkpoint_every = gauge(
-            "run_checkpoint_every_steps", "Steps between two versions in storage."
-        )
-
-    def show_saves(self, costs: SaveCosts, *, share: float, share_max: float) -> None:
-        """Set the gauges of the cost and the intervals of saves.
-
-        Args:
-            costs: As measured on one rank.
-            share: Of step time for which saves stall training.
-            share_max: The largest share allowed; an alert compares the two.
-        """
-        self._save_share.set(share)
-        self._save_share_max.set(share_max)
-        self._step_s.set(costs.step_s)
-        self._snapshot_stall_s.set(costs.snapshot_stall_s)
-        self._checkpoint_stall_s.set(costs.checkpoint_stall_s)
-        self._snapshot_every.set(costs.pace.snapshot_steps)
-        self._checkpoint_every.set(costs.pace.checkpoint_steps)
-
-    def show_protection(
+    def __init__(
         self,
         *,
-        survived: int,
-        reduced_s: float,
-        reduced_for_s: float,
-        snapshot_step: int,
-        stored_step: int,
-        num_problems: int,
+        run: str,
+        status: Callable[[], Mapping[str, Any]],
+        stats: RunStats,
+        samples_per_step: int,
     ) -> None:
-        """Set the gauges of redundancy."""
-        self._survived.set(survived)
-        self._reduced_s.set(reduced_s)
-        self._reduced_for_s.set(reduced_for_s)
-        self._snapshot_step.set(snapshot_step)
-        self._stored_step.set(stored_step)
-        self._problems.set(num_problems)
+        self._run = run
+        self._status = status
+        self._stats = stats
+        self._samples_per_step = samples_per_step
 
-    def show(self, stats: RunStats) -> None:
-        """Set the gauges of the journaled numbers."""
-        self._attempt.set(stats.attempt)
-        self._step.set(stats.step)
-        self._num_workers.set(stats.num_workers)
-        self._lost_steps.set(stats.lost_steps)
-        self._incidents.set(len(stats.incidents))
-        self._goodput.set(stats.goodput)
+    def describe(self) -> list[Metric]:
+        """Return nothing: names are checked when they are scraped, not before the run is up."""
+        return []
+
+    def collect(self) -> Iterator[Metric]:
+        """Yield every metric as it is now."""
+        status = self._status()
+        yield from self._progress(status)
+        yield from self._incidents()
+        yield from self._fleet(status)
+        yield from self._saves(status)
+
+    def _gauge(self, name: str, text: str, samples: _Samples, *labels: str) -> Metric:
+        return self._filled(GaugeMetricFamily, name, text, samples, labels)
+
+    def _counter(self, name: str, text: str, samples: _Samples, *labels: str) -> Metric:
+        return self._filled(CounterMetricFamily, name, text, samples, labels)
+
+    def _filled(
+        self,
+        family: type[GaugeMetricFamily | CounterMetricFamily],
+        name: str,
+        text: str,
+        samples: _Samples,
+        labels: tuple[str, ...],
+    ) -> Metric:
+        metric = family(f"everstep_{name}", text, labels=("run", *labels))
+        for values, number in samples:
+            if number is not None:
+                metric.add_metric((self._run, *values), float(number))
+        return metric
+
+    def _progress(self, status: Mapping[str, Any]) -> Iterator[Metric]:
+        stats = self._stats
+        phases = [((name,), float(name == stats.phase)) for name in _PHASES]
+        yield self._gauge("phase", "1 for the phase that the run is in.", phases, "phase")
+        yield self._counter(
+            "phase_seconds", "Time spent in each phase.", _by_key(stats.phases_s), "phase"
+        )
+        yield self._gauge("attempt", "Number of the newest attempt.", _one(stats.attempt))
+        yield self._gauge(
+            "step", "Last completed step that need not be redone.", _one(status["step"])
+        )
+        yield self._counter(
+            "steps",
+            "Steps that were completed, those that were redone included.",
+            _one(stats.step + stats.lost_steps),
+        )
+        yield self._gauge("step_samples", "Samples of one step.", _one(self._samples_per_step))
+        yield self._gauge("loss", "Loss of the last completed step.", _one(status["loss"]))
+        yield self._counter(
+            "lost_steps", "Completed steps that were redone.", _one(stats.lost_steps)
+        )
+        yield self._gauge(
+            "goodput_ratio", "Share of the time spent in steps that counted.", _one(stats.goodput)
+        )
+        yield self._gauge("workers", "Workers in the newest attempt.", _one(stats.num_workers))
+
+    def _incidents(self) -> Iterator[Metric]:
+        incidents = self._stats.incidents
+        yield self._counter(
+            "incidents",
+            "Interruptions and planned changes.",
+            _by_key(Counter(incident.kind for incident in incidents)),
+            "kind",
+        )
+        seconds: Counter[tuple[str, str]] = Counter()
+        loaded: Counter[str] = Counter()
+        verdicts: Counter[str] = Counter()
+        for incident in incidents:
+            for phase, duration_s in incident.phases_s.items():
+                seconds[incident.kind, phase] += duration_s  # type: ignore[assignment]
+            loaded.update(incident.sources)
+            if not incident.is_planned:
+                verdicts["named" if incident.guilty else "undecided"] += 1
+        yield self._counter(
+            "incident_seconds",
+            "Time of each phase of a recovery.",
+            seconds.items(),
+            "kind",
+            "phase",
+        )
+        yield self._counter(
+            "loaded_bytes", "Bytes that recoveries loaded, by source.", _by_key(loaded), "source"
+        )
+        yield self._counter(
+            "verdicts", "Failures in which somebody was named, or nobody.", _by_key(verdicts), "who"
+        )
+
+    def _fleet(self, status: Mapping[str, Any]) -> Iterator[Metric]:
+        members, standbys = status["workers"], status["standbys"]
+        yield self._gauge(
+            "worker_processes",
+            "Processes of workers by state.",
+            _by_key(Counter(row["state"] for row in (*members, *standbys))),
+            "state",
+        )
+        of_member = "attempt", "rank", "node", "worker"
+        attempt = str(status["attempt"])
+        keys = [(attempt, str(row["rank"]), row["node"][:12], row["worker"]) for row in members]
+        for name, text, key in (
+            ("worker_step", "Last step that the worker completed.", "step"),
+            ("worker_heartbeat_age_seconds", "Age of its heartbeat.", "last_heartbeat_s"),
+        ):
+            samples = zip(keys, (row[key] for row in members), strict=True)
+            yield self._gauge(name, text, samples, *of_member)
+        yield self._gauge(
+            "nodes",
+            "Nodes by state.",
+            _by_key(Counter(row["state"] for row in status["nodes"])),
+            "state",
+        )
+        yield self._gauge(
+            "slots_granted", "Places for workers that the run has.", _one(len(members))
+        )
+        yield self._gauge(
+            "slots_pending",
+            "Places for workers that were asked for and not granted yet.",
+            _one(status["pending_capacity"]),
+        )
+
+    def _saves(self, status: Mapping[str, Any]) -> Iterator[Metric]:
+        redundancy, cadence = status["redundancy"], status["cadence"]
+        for name, text, value in (
+            ("snapshot_step", "Newest step complete in memory.", redundancy["step"]),
+            ("stored_step", "Newest step known to be in storage.", redundancy["stored_step"]),
+            (
+                "node_losses_survived",
+                "Nodes that may be lost without losing the snapshot.",
+                redundancy["node_losses_survived"],
+            ),
+            (
+                "redundancy_reduced_for_seconds",
+                "How long fewer nodes may be lost than asked for; 0 if all is well.",
+                redundancy["reduced_for_s"],
+            ),
+            (
+                "keeper_problems",
+                "Problems that reduce the protection by snapshots.",
+                len(redundancy["problems"]),
+            ),
+            ("step_seconds", "Median step, without saves.", cadence["step_s"]),
+            (
+                "save_cost_ratio",
+                "Share of step time for which saves stall training.",
+                cadence["cost_share"],
+            ),
+            ("save_cost_budget_ratio", "The largest share allowed.", cadence["cost_share_max"]),
+        ):
+            yield self._gauge(name, text, _one(value))
+        yield self._counter(
+            "redundancy_reduced_seconds",
+            "Time in which fewer nodes might be lost than asked for.",
+            _one(redundancy["reduced_s"]),
+        )
+        stalls_s = {name: cadence[f"{name}_stall_s"] for name in ("snapshot", "checkpoint")}
+        every = {name: cadence[f"{name}_steps"] for name in ("snapshot", "checkpoint")}
+        yield self._gauge(
+            "save_stall_seconds", "Median stall of training.", _by_key(stalls_s), "what"
+        )
+        yield self._gauge("save_every_steps", "Steps between two saves.", _by_key(every), "what")
+
+
+def _one(value: float | None) -> _Samples:
+    return [((), value)]
+
+
+def _by_key(values: Mapping[str, float | None]) -> _Samples:
+    return [((key,), value) for key, value in values.items()]

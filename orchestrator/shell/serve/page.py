@@ -6,37 +6,45 @@
 from __future__ import annotations
 
 import asyncio
+import logging
 from collections.abc import Awaitable, Callable
 from typing import TYPE_CHECKING, Any
 
 from prometheus_client import CollectorRegistry, generate_latest
+from prometheus_client.registry import Collector
 
 if TYPE_CHECKING:
     from aiohttp import web
 
+log = logging.getLogger(__name__)
+
 
 class StatusPage:
-    """Serves read-only documents about the run on a free port.
+    """Serves read-only documents about the run.
 
     Args:
         host: Address to listen on.
+        port: Port to listen on; 0 takes a free one, and so does a port that is in use.
         status: Returns the JSON document of ``/status``.
         losses: Returns that of ``/losses``; may wait for answers of keepers.
-        registry: The metrics to expose.
+        metrics: What Prometheus scrapes.
     """
 
     def __init__(
         self,
         *,
         host: str,
+        port: int,
         status: Callable[[], dict[str, Any]],
         losses: Callable[[], Awaitable[dict[str, Any]]],
-        registry: CollectorRegistry,
+        metrics: Collector,
     ) -> None:
         self._host = host
+        self._port = port
         self._status = status
         self._losses = losses
-        self._registry = registry
+        self._registry = CollectorRegistry()
+        self._registry.register(metrics)
         self._runner: web.AppRunner | None = None
 
     async def start(self) -> str:
@@ -51,8 +59,12 @@ class StatusPage:
         app.router.add_get("/metrics", self._get_metrics)
         self._runner = web.AppRunner(app, access_log=None)
         await self._runner.setup()
-        site = web.TCPSite(self._runner, self._host, 0)
-        await site.start()
+        try:
+            await web.TCPSite(self._runner, self._host, self._port).start()
+        except OSError as error:
+            # Two runs may share a machine; a run must not end for its metrics.
+            log.warning("port_in_use", extra={"port": self._port, "error": str(error)})
+            await web.TCPSite(self._runner, self._host, 0).start()
         port = self._runner.addresses[0][1]
         return f"http://{self._host}:{port}"
 

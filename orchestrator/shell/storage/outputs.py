@@ -1,4 +1,4 @@
-"""What a run writes beside its journal: contact, incidents, summary, metrics."""
+"""What a run writes beside its journal: contact, incidents, summary."""
 
 from __future__ import annotations
 
@@ -8,11 +8,9 @@ from collections.abc import Iterable, Mapping
 from typing import Any
 
 import ray
-from prometheus_client import CollectorRegistry
 
 from orchestrator.core import RunStats
 from orchestrator.run_directory import CONTACT, RESULT, SUMMARY
-from orchestrator.shell.serve import RunMetrics
 from orchestrator.shell.storage.sender import Sender
 from ucp_core.storage import Store, join
 
@@ -30,8 +28,6 @@ class RunOutputs:
 
     Attributes:
         stats: The numbers so far.
-        registry: Of the metrics.
-        metrics: For Prometheus.
     """
 
     def __init__(
@@ -49,8 +45,6 @@ class RunOutputs:
         self._store = store
         self._path = run_path
         self.stats = stats
-        self.registry = CollectorRegistry()
-        self.metrics = RunMetrics(self.registry)
         self._num_written = num_written
 
     def announce(self, status_url: str) -> None:
@@ -70,7 +64,6 @@ class RunOutputs:
         """Take in journaled records; write the incidents that are over."""
         for record in records:
             self.stats.add(record)
-        self.metrics.show(self.stats)
         self._write_incidents(final=False)
 
     def close(self) -> None:

@@ -254,7 +254,9 @@ async def _answered(
     directory: Path, losses: Callable[[], Awaitable[dict[str, Any]]], ask: Callable[[str], T]
 ) -> T:
     """Call ``ask`` with the run in ``directory`` while its controller tells ``losses``."""
-    page = StatusPage(host="127.0.0.1", status=dict, losses=losses, registry=CollectorRegistry())
+    page = StatusPage(
+        host="127.0.0.1", port=0, status=dict, losses=losses, metrics=CollectorRegistry()
+    )
     contact = {**_NOBODY, "url": await page.start()}
     (directory / CONTACT).write_text(json.dumps(contact))
     try:

@@ -1,16 +1,14 @@
-"""What saves cost, as the status and the metrics tell it."""
+"""What saves cost, as the status tells it."""
 
 from __future__ import annotations
 
 import pytest
-from prometheus_client import CollectorRegistry
 
 from orchestrator.core import RunState
 from orchestrator.policies import CadenceRules
 from orchestrator.shell import RunNames
 from orchestrator.shell.capacity.workers import Workers
 from orchestrator.shell.memory.cadence import CadenceWatch
-from orchestrator.shell.serve.metrics import RunMetrics
 from workers.protocol import Pace, SaveCosts
 from workers.settings import CheckpointSettings, SnapshotSettings
 
@@ -23,7 +21,7 @@ async def _nothing(_node: str, _worker: str) -> None:
     return None
 
 
-def _watch(registry: CollectorRegistry) -> CadenceWatch:
+def _watch() -> CadenceWatch:
     workers = Workers(
         names=RunNames("test"),
         at_s=lambda: 0.0,
@@ -38,7 +36,6 @@ def _watch(registry: CollectorRegistry) -> CadenceWatch:
         workers=workers,
         at_s=lambda: 0.0,
         post=lambda _: None,
-        metrics=RunMetrics(registry),
         rules=CadenceRules(),
         snapshot=SnapshotSettings(every_steps=1),
         checkpoint=CheckpointSettings(every_steps=10),
@@ -48,8 +45,7 @@ def _watch(registry: CollectorRegistry) -> CadenceWatch:
 @pytest.mark.parametrize(("busy_s", "taken", "share"), [(5.0, 5, 0.01), (0.1, 1, 0.05)])
 def test_snapshots_that_are_skipped_cost_nothing(busy_s: float, taken: int, share: float) -> None:
     """Over a slow link every fifth is taken, and status said five times what training pays."""
-    registry = CollectorRegistry()
-    watch = _watch(registry)
+    watch = _watch()
     watch.show(
         SaveCosts(
             step_s=1.0,
@@ -67,5 +63,4 @@ def test_snapshots_that_are_skipped_cost_nothing(busy_s: float, taken: int, shar
     assert [line.split(" of ")[0] for line in document["problems"]] == (
         ["saving stalls training for 5.0%"] if share > CadenceRules().cost_share_max else []
     )
-    assert registry.get_sample_value("run_save_cost_ratio") == pytest.approx(share)
     assert document["reason"] == "as configured"

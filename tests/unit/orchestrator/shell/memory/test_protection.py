@@ -5,14 +5,12 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
-from prometheus_client import CollectorRegistry
 
 from orchestrator.core import Phase, RunState
 from orchestrator.core.state import freeze, thaw
 from orchestrator.policies.saving.reduced import ALERT_S
 from orchestrator.shell.memory.protection import LOOK_S, ProtectionWatch
 from orchestrator.shell.memory.snapshots import Snapshots
-from orchestrator.shell.serve.metrics import RunMetrics
 from tests.support.keeper_handles import Handle, with_keepers
 from ucp_core.storage import MemoryStore
 
@@ -24,14 +22,13 @@ def _at(phase: Phase, step: int) -> RunState:
 
 
 def _reduced_for_s(states: list[RunState]) -> float | None:
-    """Return what the metrics say after a look at each, when keepers hold nothing."""
-    registry = CollectorRegistry()
+    """Return what the status says after a look at each, when keepers hold nothing."""
 
     async def act(snapshots: Snapshots, _: dict[str, Handle]) -> Any:
-        watch = ProtectionWatch(snapshots=snapshots, metrics=RunMetrics(registry), wanted=1)
+        watch = ProtectionWatch(snapshots=snapshots, wanted=1)
         for number, state in enumerate(states):
             watch.look(state, number * LOOK_S)
-        return registry.get_sample_value("run_reduced_redundancy_seconds")
+        return watch.redundancy(states[-1])["reduced_for_s"]
 
     found: float | None = with_keepers(MemoryStore(), act)
     return found

@@ -1,0 +1,41 @@
+"""Tell a Prometheus on this machine where the controllers of runs are, by its ``file_sd_configs``.
+
+Ray's own discovery file has no place for further targets, and Prometheus takes a pattern only for
+the names of files in one folder. So all controllers of a machine use one folder.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import logging
+import tempfile
+from pathlib import Path
+
+from ucp_core.errors import UcpError
+from ucp_core.storage import LocalStore
+
+__all__ = ["announce", "targets_path", "withdraw"]
+
+log = logging.getLogger(__name__)
+
+
+def targets_path(run_id: str) -> Path:
+    """Return the file with the address of the run's controller."""
+    return Path(tempfile.gettempdir(), "everstep-metrics", f"{run_id}.json")
+
+
+def announce(run_id: str, *, run: str, url: str) -> None:
+    """Write where the run's metrics are; a run does without if that fails."""
+    target = {"targets": [url.partition("://")[2]], "labels": {"job": "everstep", "run": run}}
+    path = targets_path(run_id)
+    try:
+        LocalStore().write_atomic(str(path), json.dumps([target]).encode(), fsync=False)
+    except UcpError as error:
+        log.warning("metrics_not_announced", extra={"path": str(path), "error": str(error)})
+
+
+def withdraw(run_id: str) -> None:
+    """Take that back: the run is over."""
+    with contextlib.suppress(OSError):
+        targets_path(run_id).unlink()

@@ -1,0 +1,134 @@
+"""A real Prometheus scrapes a real run with a fault in it; every panel must show something."""
+
+from __future__ import annotations
+
+import json
+import shutil
+import signal
+import socket
+import subprocess
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+from urllib.parse import urlencode
+from urllib.request import urlopen
+
+import pytest
+import yaml
+
+from orchestrator.driver.faults import signal_rank, wait_for
+from orchestrator.driver.launch import Launched
+from orchestrator.shell.serve import targets_path
+
+pytestmark = [
+    pytest.mark.timeout(900),
+    pytest.mark.skipif(
+        shutil.which("prometheus") is None, reason="prometheus is not installed (Debian's package)"
+    ),
+]
+
+DASHBOARDS = Path(__file__).parents[3] / "dashboards"
+ACT_S_MAX = 240.0
+
+
+class Prometheus:
+    """A server with our configuration that looks every second at one run."""
+
+    def __init__(self, directory: Path, run_id: str) -> None:
+        config = yaml.safe_load((DASHBOARDS / "prometheus.yml").read_text())
+        config["global"] = {"scrape_interval": "1s", "evaluation_interval": "1s"}
+        (job,) = config["scrape_configs"]
+        (discovery,) = job["file_sd_configs"]
+        (pattern,) = map(Path, discovery["files"])
+        assert targets_path(run_id).match(f"{pattern.parent.name}/{pattern.name}")
+        discovery["files"] = [str(targets_path(run_id))]
+        (directory / "prometheus.yml").write_text(yaml.safe_dump(config))
+        shutil.copy(DASHBOARDS / "rules.yml", directory)
+        with socket.socket() as free:
+            free.bind(("127.0.0.1", 0))
+            self.url = f"http://127.0.0.1:{free.getsockname()[1]}"
+        self._log = (directory / "prometheus.log").open("w")
+        self._process = subprocess.Popen(
+            [
+                "prometheus",
+                f"--config.file={directory}/prometheus.yml",
+                f"--storage.tsdb.path={directory}/data",
+                f"--web.listen-address={self.url.partition('://')[2]}",
+            ],
+            stdout=self._log,
+            stderr=self._log,
+        )
+
+    def ask(self, what: str, **parameters: str) -> Any:
+        """Return the data of an answer of its API; None while it does not answer."""
+        try:
+            url = f"{self.url}/api/v1/{what}?{urlencode(parameters)}"
+            with urlopen(url, timeout=ACT_S_MAX) as answer:  # noqa: S310  our own server
+                return json.load(answer)["data"]
+        except OSError:
+            return None
+
+    def has(self, expression: str) -> bool:
+        """Return whether a query has data now."""
+        data = self.ask("query", query=expression)
+        return bool(data and data["result"])
+
+    def close(self) -> None:
+        self._process.terminate()
+        self._process.wait()
+        self._log.close()
+
+
+@pytest.fixture
+def prometheus(endless_run: Launched, tmp_path: Path) -> Iterator[Prometheus]:
+    server = Prometheus(tmp_path, endless_run.names.run_id)
+    yield server
+    server.close()
+
+
+def test_every_panel_has_data(endless_run: Launched, prometheus: Prometheus) -> None:
+    """A panel whose metric was renamed would stay empty, and nobody would know why."""
+    name = endless_run.config.run.name
+    reached = wait_for(
+        endless_run,
+        lambda status: status["phase"] == "running" and status["step"] > 5,
+        timeout_s=ACT_S_MAX,
+    )
+    assert reached is not None
+    signal_rank(endless_run, 1, signal.SIGKILL)
+    recovered = wait_for(
+        endless_run,
+        lambda status: status["phase"] == "running" and status["attempt"] > reached["attempt"],
+        timeout_s=ACT_S_MAX,
+    )
+    assert recovered is not None
+
+    queries = sorted(
+        target["expr"].replace("$run", name)
+        for path in (DASHBOARDS / "grafana").glob("*.json")
+        for panel in json.loads(path.read_text())["panels"]
+        for target in panel["targets"]
+    )
+    empty = _until(lambda: [query for query in queries if not prometheus.has(query)])
+    rules = [
+        rule
+        for group in prometheus.ask("rules")["groups"]
+        for rule in group["rules"]
+        if rule["health"] != "ok"
+    ]
+
+    assert len(queries) > 30
+    assert empty == []
+    assert rules == []
+    endless_run.stop("all is seen")
+    wait_for(endless_run, lambda _: False, timeout_s=ACT_S_MAX)
+    assert _until(lambda: [] if not targets_path(endless_run.names.run_id).exists() else [1]) == []
+
+
+def _until(left: Callable[[], list[Any]]) -> list[Any]:
+    """Return what is left when nothing is, or at the end of our patience."""
+    deadline_s = time.monotonic() + ACT_S_MAX
+    while (found := left()) and time.monotonic() < deadline_s:
+        time.sleep(0.5)
+    return found

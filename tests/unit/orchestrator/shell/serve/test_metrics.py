@@ -1,0 +1,126 @@
+"""What Prometheus reads of a run, from its status document and the numbers of its journal."""
+
+from __future__ import annotations
+
+import shutil
+import subprocess
+from typing import Any
+
+import pytest
+from prometheus_client import CollectorRegistry, generate_latest
+
+from orchestrator.core import RunStats
+from orchestrator.core.log.incident import Incident
+from orchestrator.shell.serve import RunCollector
+
+STATUS: dict[str, Any] = {
+    "attempt": 2,
+    "step": 17,
+    "loss": 2.5,
+    "workers": [
+        {
+            "rank": 0,
+            "node": "f" * 56,
+            "worker": "w0001",
+            "state": "training",
+            "step": 17,
+            "last_heartbeat_s": 0.1,
+        },
+        # Of one that only starts nothing was heard yet.
+        {
+            "rank": 1,
+            "node": "e" * 56,
+            "worker": "w0002",
+            "state": "forming",
+            "step": None,
+            "last_heartbeat_s": None,
+        },
+    ],
+    "standbys": [{"state": "starting"}],
+    "nodes": [{"state": "alive"}, {"state": "alive"}, {"state": "lost"}],
+    "pending_capacity": 1,
+    "redundancy": {
+        "step": 16,
+        "stored_step": 10,
+        "node_losses_survived": 1,
+        "reduced_s": 30.0,
+        "reduced_for_s": 0.0,
+        "problems": ["one"],
+    },
+    "cadence": {
+        "step_s": None,
+        "snapshot_stall_s": None,
+        "checkpoint_stall_s": None,
+        "cost_share": None,
+        "cost_share_max": 0.02,
+        "snapshot_steps": 1,
+        "checkpoint_steps": 10,
+    },
+}
+
+
+def _registry() -> CollectorRegistry:
+    crash = Incident(
+        kind="crash",
+        guilty=("w0003",),
+        t_detect_s=1.0,
+        t_fence_s=1.5,
+        t_decide_s=1.75,
+        sources={"local memory": 100, "parity": 10},
+    )
+    hang = Incident(kind="hang", t_detect_s=5.0, t_fence_s=5.25)
+    growth = Incident(kind="growth", t_detect_s=9.0)
+    stats = RunStats(attempt=2, step=17, num_workers=2, phase="training", lost_steps=1)
+    stats.incidents += [crash, hang, growth]
+    registry = CollectorRegistry()
+    registry.register(
+        RunCollector(run="small", status=lambda: STATUS, stats=stats, samples_per_step=16)
+    )
+    return registry
+
+
+@pytest.mark.parametrize(
+    ("name", "labels", "expected"),
+    [
+        ("attempt", {}, 2),
+        ("steps_total", {}, 18),
+        ("step_samples", {}, 16),
+        ("phase", {"phase": "training"}, 1),
+        ("phase", {"phase": "waiting"}, 0),
+        ("incidents_total", {"kind": "crash"}, 1),
+        ("incident_seconds_total", {"kind": "crash", "phase": "fence"}, 0.5),
+        ("loaded_bytes_total", {"source": "parity"}, 10),
+        ("verdicts_total", {"who": "named"}, 1),
+        ("verdicts_total", {"who": "undecided"}, 1),
+        ("nodes", {"state": "alive"}, 2),
+        ("worker_processes", {"state": "starting"}, 1),
+        ("worker_step", {"attempt": "2", "rank": "0", "node": "f" * 12, "worker": "w0001"}, 17),
+        ("worker_step", {"attempt": "2", "rank": "1", "node": "e" * 12, "worker": "w0002"}, None),
+        ("step_seconds", {}, None),
+        ("save_every_steps", {"what": "checkpoint"}, 10),
+        ("redundancy_reduced_seconds_total", {}, 30),
+    ],
+)
+def test_a_value_is_told_with_its_labels(
+    name: str, labels: dict[str, str], expected: float | None
+) -> None:
+    """What is not known yet has no series: a zero would be drawn."""
+    found = _registry().get_sample_value(f"everstep_{name}", {"run": "small", **labels})
+
+    assert found == expected
+
+
+def test_names_and_types_are_as_prometheus_asks() -> None:
+    """Its own linter knows the conventions."""
+    promtool = shutil.which("promtool")
+    if promtool is None:
+        pytest.skip("promtool is not installed; it comes with Debian's prometheus")
+
+    checked = subprocess.run(
+        [promtool, "check", "metrics"],
+        input=generate_latest(_registry()),
+        capture_output=True,
+        check=False,
+    )
+
+    assert (checked.returncode, checked.stdout, checked.stderr) == (0, b"", b"")
