@@ -93,7 +93,10 @@ class NodeLost:
 
 @value
 class NodeDraining:
-    """The provider takes the node back at ``deadline_s`` (same clock as ``at_s``)."""
+    """The provider takes the node back at ``deadline_s`` (same clock as ``at_s``).
+
+    A later one of the node replaces it; infinity if the provider does not take it any more.
+    """
 
     at_s: float
     node: str

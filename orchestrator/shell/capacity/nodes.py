@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import math
 import time
 from collections.abc import Callable, Coroutine, Iterable, Mapping
 from dataclasses import dataclass, field
@@ -136,7 +137,8 @@ class Nodes:
         self._on_keeper = on_keeper
         self._buried: set[str] = set()
         self._bounds = bounds
-        self._draining: set[str] = set()
+        #: Of nodes under notice, as Ray says them: ms since the epoch, 0 if there is none.
+        self._deadlines_ms: dict[str, int] = {}
         self._looks: set[asyncio.Task[Any]] = set()
         self.views: dict[str, NodeView] = {}
         self._met = asyncio.Event()
@@ -150,7 +152,7 @@ class Nodes:
 
     def is_draining(self, node: str) -> bool:
         """Return whether ``node`` was given notice. Ray forgets when the node dies; we do not."""
-        return node in self._draining
+        return node in self._deadlines_ms
 
     async def watch_forever(self) -> None:
         """Report joins, losses and notices until cancelled."""
@@ -158,8 +160,7 @@ class Nodes:
             table, notices = await asyncio.to_thread(_read_cluster)
             for row in table:
                 self._compare(row)
-            for node, deadline_ms in notices.items():
-                self._notice(node, deadline_ms)
+            self._heed(notices)
             if not self._met.is_set():
                 await self._meet()
             await asyncio.sleep(POLL_S)
@@ -250,7 +251,7 @@ class Nodes:
             return
         view = self.views[node] = view_of(row, self.rack_label)
         # Of one that is back the notice is told again: it was forgotten with the node.
-        self._draining.discard(node)
+        self._deadlines_ms.pop(node, None)
         view.tasks.append(asyncio.get_running_loop().create_task(self._listen(view)))
         self._post(NodeJoined(at_s=self._at_s(), node=node, rack=view.rack))
 
@@ -285,13 +286,24 @@ class Nodes:
     def _fits(self, total: dict[str, float]) -> bool:
         return all(total.get(name, 0.0) >= need for name, need in self._resources.items())
 
-    def _notice(self, node: str, deadline_ms: int) -> None:
-        if node in self._draining:
-            return
-        self._draining.add(node)
-        if node in self.views:
-            self.views[node].state = "draining"
-        left_s = max(0.0, deadline_ms / 1000.0 - time.time()) if deadline_ms else 0.0  # noqa: TID251
+    def _heed(self, notices: Mapping[str, int]) -> None:
+        """Report notices that are new, changed or withdrawn, as they are now."""
+        for node, deadline_ms in notices.items():
+            if self._deadlines_ms.get(node) != deadline_ms:
+                self._deadlines_ms[node] = deadline_ms
+                left_s = deadline_ms / 1000.0 - time.time() if deadline_ms else 0.0  # noqa: TID251
+                self._drain(node, "draining", max(0.0, left_s))
+        for node in self._deadlines_ms.keys() - notices.keys():
+            view = self.views.get(node)
+            # That of a node that has died is no longer told either.
+            if view is not None and not view.lost.is_set():
+                del self._deadlines_ms[node]
+                self._drain(node, "alive", math.inf)
+
+    def _drain(self, node: str, state: str, left_s: float) -> None:
+        view = self.views.get(node)
+        if view is not None and not view.lost.is_set():
+            view.state = state
         at_s = self._at_s()
         self._post(NodeDraining(at_s=at_s, node=node, deadline_s=at_s + left_s))
 
@@ -430,4 +442,6 @@ def _read_cluster() -> tuple[list[dict[str, Any]], dict[str, int]]:
     """Return Ray's node table and the drain notices (node -> deadline in ms since the epoch)."""
     from ray._private.state import state as ray_state
 
-    return ray.nodes(), dict(ray_state.get_draining_nodes())
+    # In this order: the notice of a node that dies in between is not taken for withdrawn.
+    notices = dict(ray_state.get_draining_nodes())
+    return ray.nodes(), notices

@@ -120,14 +120,39 @@ def return_node(cluster: SimCluster, room: int) -> None:
 
 
 def drain(cluster: SimCluster) -> None:
-    """The provider gives notice, and takes the node at the deadline."""
+    """The provider gives notice, may change it, and takes the node at the deadline."""
     node = _pick_node(cluster)
     if node is None or node.draining_until_s is not None:
         return
+    _give_notice(cluster, node)
+    if cluster.chance(0.3):
+        cluster.at(3 * cluster.rng.random(), _change_notice, cluster, node)
+
+
+def _give_notice(cluster: SimCluster, node: SimNode) -> None:
     notice_s = 1.0 + 3 * cluster.rng.random()
     node.draining_until_s = cluster.now_s + notice_s
-    cluster.post(ev.NodeDraining, node=node.name, deadline_s=node.draining_until_s)
-    cluster.at(notice_s, lose_node, cluster, node)
+    cluster.at(cluster.wire_s(), cluster.read_notice, node)
+    cluster.at(notice_s, _take, cluster, node, node.draining_until_s)
+
+
+def _change_notice(cluster: SimCluster, node: SimNode) -> None:
+    """The provider comes sooner or later than it said, or not at all."""
+    if not node.alive or node.draining_until_s is None:
+        return
+    if cluster.chance(0.5):
+        _give_notice(cluster, node)
+    else:
+        node.draining_until_s = None
+        # Until the controller has read that, it asks for no slot here.
+        cluster.monitor.troubled.add(node.name)
+        cluster.at(cluster.wire_s(), cluster.read_notice, node)
+        cluster.place()
+
+
+def _take(cluster: SimCluster, node: SimNode, deadline_s: float) -> None:
+    if node.draining_until_s == deadline_s:
+        lose_node(cluster, node)
 
 
 def new_node(cluster: SimCluster) -> None:

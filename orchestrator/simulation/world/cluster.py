@@ -468,5 +468,10 @@ class SimCluster(World):
             if node.alive and not node.cut_off:
                 self.post(ev.NodeJoined, node=node.name, rack=node.rack)
                 if node.draining_until_s is not None:
-                    deadline_s = node.draining_until_s
-                    self.post(ev.NodeDraining, 0.01, node=node.name, deadline_s=deadline_s)
+                    self.at(0.01 + self.wire_s(), self.read_notice, node)
+
+    def read_notice(self, node: SimNode) -> None:
+        """Let the controller read the notice of a node, as it is then."""
+        if node.alive:
+            until_s = inf if node.draining_until_s is None else node.draining_until_s
+            self.find(ev.NodeDraining, node=node.name, deadline_s=until_s)

@@ -1,8 +1,10 @@
 from __future__ import annotations
 
 import asyncio
+import math
 import subprocess
 import sys
+import time
 from collections.abc import Callable
 
 import pytest
@@ -99,11 +101,11 @@ def test_a_node_that_is_back_is_as_near_to_its_end_as_before(
         nodes = _nodes(posted.append)
         row = {**ROW, "NodeID": node, "Alive": True, "Resources": {}}
         nodes._compare(row)
-        nodes._notice(node, 0)
+        nodes._heed({node: 0})
         nodes.lost(node, "it was silent")
         await _forget(nodes, node)
         nodes._compare(row)
-        nodes._notice(node, 0)
+        nodes._heed({node: 0})
         for task in nodes.views[node].tasks:
             task.cancel()
         return nodes.views[node].state
@@ -117,6 +119,42 @@ def test_a_node_that_is_back_is_as_near_to_its_end_as_before(
         NodeLost,
         NodeJoined,
         NodeDraining,
+    ]
+
+
+def test_a_notice_is_followed_as_it_changes(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A provider may come sooner than it said, or not at all; what dies is not called back."""
+    posted: list[Event] = []
+    node, other = "a1b2" * 14, "c3d4" * 14
+
+    async def play() -> list[str]:
+        nodes = _nodes(posted.append)
+        for name in (node, other):
+            nodes._compare({**ROW, "NodeID": name, "Alive": True, "Resources": {}})
+        now_ms = int(time.time() * 1000)
+        states = []
+        later, sooner = {node: now_ms + 900_000}, {node: now_ms + 300_000, other: 0}
+        for notices in (later, later, sooner, {}):
+            if not notices:
+                nodes.lost(other, "it died")
+            nodes._heed(notices)
+            states.append(nodes.views[node].state)
+        for view in nodes.views.values():
+            for task in view.tasks:
+                task.cancel()
+        assert (nodes.is_draining(node), nodes.is_draining(other)) == (False, True)
+        return states
+
+    monkeypatch.setattr("orchestrator.shell.capacity.nodes.ray", _Ray())
+
+    assert asyncio.run(play()) == ["draining", "draining", "draining", "alive"]
+    told = [event for event in posted if isinstance(event, NodeDraining)]
+    assert [event.node for event in told] == [node, node, other, node]
+    assert [event.deadline_s for event in told] == [
+        pytest.approx(901.0, abs=120.0),
+        pytest.approx(301.0, abs=120.0),
+        1.0,
+        math.inf,
     ]
 
 
