@@ -22,8 +22,8 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
-from dataclasses import asdict, dataclass, replace
+from contextlib import ExitStack, closing, contextmanager
+from dataclasses import asdict, dataclass, field
 from functools import partial
 from pathlib import Path
 from typing import Any, Final, TypeAlias
@@ -45,9 +45,9 @@ ORPHANS_S_MAX = 180.0
 Row: TypeAlias = Callable[["Scene"], dict[str, Any]]
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(kw_only=True)
 class Scene:
-    """Where rows are played.
+    """Where rows are played. Those that leave a run whole leave it to the next one.
 
     Attributes:
         folder: For run directories.
@@ -62,14 +62,27 @@ class Scene:
     hold_s: float
     flap_s: float
     pace_s: float = 0.2
+    _held: ExitStack = field(default_factory=ExitStack)
+    _run: NetworkRun | None = None
 
     def directory(self) -> Path:
         """Return a new run directory."""
         return Path(tempfile.mkdtemp(dir=self.folder)) / "run"
 
+    def shared(self) -> NetworkRun:
+        """Return an endless run on a cluster that is whole, or soon will be."""
+        if self._run is None:
+            self._run = self._held.enter_context(self.own())
+        return self._run
+
+    def close(self) -> None:
+        """End the shared run and its cluster; the next row gets others."""
+        self._held.close()
+        self._run = None
+
     @contextmanager
-    def running(self, num_nodes: int = WORKERS) -> Iterator[NetworkRun]:
-        """Bring up a cluster and an endless run."""
+    def own(self, num_nodes: int = WORKERS) -> Iterator[NetworkRun]:
+        """Bring up a cluster and an endless run for one row alone."""
         with NetworkCluster(num_nodes) as cluster:
             yield NetworkRun(cluster, self.directory(), pace_s=self.pace_s)
 
@@ -86,74 +99,74 @@ def network_fault(
 ) -> dict[str, Any]:
     """Hurt the machine of the last rank, undo it after a while; again and again."""
     found = []
-    with scene.running() as run:
-        for _ in range(scene.repeat):
-            line = scene.settle(run)
-            victim = run.ranks()[-1]
-            fault_s = time.time()
-            begin(run.cluster, victim)
-            outcome = run.outcome(fault_s, line["attempt"])
-            time.sleep(max(0.0, fault_s + scene.hold_s - time.time()))
-            healed_s = time.time()
-            end(run.cluster, victim)
-            whole_s = run.whole_again(healed_s)
-            found.append({**asdict(outcome), "right": outcome.named == (victim,), "whole": whole_s})
-            _say(json.dumps(found[-1]))
+    run = scene.shared()
+    for _ in range(scene.repeat):
+        line = scene.settle(run)
+        victim = run.ranks()[-1]
+        fault_s = time.time()
+        begin(run.cluster, victim)
+        outcome = run.outcome(fault_s, line["attempt"])
+        time.sleep(max(0.0, fault_s + scene.hold_s - time.time()))
+        healed_s = time.time()
+        end(run.cluster, victim)
+        whole_s = run.whole_again(healed_s)
+        found.append({**asdict(outcome), "right": outcome.named == (victim,), "whole": whole_s})
+        _say(json.dumps(found[-1]))
     return _together(found)
 
 
 def pair(scene: Scene) -> dict[str, Any]:
     """Cut two machines from one another; both reach all others."""
     found = []
-    with scene.running() as run:
-        for _ in range(scene.repeat):
-            line = scene.settle(run)
-            one, other = run.ranks()[1:3]
-            fault_s = time.time()
-            run.cluster.cut(one, other)
-            try:
-                outcome = asdict(run.outcome(fault_s, line["attempt"], scene.hold_s))
-            except TimeoutError:
-                outcome = {"step_s": None, "why": f"no step while it was cut, {scene.hold_s:.0f} s"}
-            time.sleep(max(0.0, fault_s + scene.hold_s - time.time()))
-            healed_s = time.time()
-            run.cluster.mend(one, other)
-            whole_s = run.whole_again(healed_s)
-            right = set(outcome.get("named", ())) <= {one, other}
-            found.append({**outcome, "right": right, "whole": whole_s})
-            _say(json.dumps(found[-1]))
+    run = scene.shared()
+    for _ in range(scene.repeat):
+        line = scene.settle(run)
+        one, other = run.ranks()[1:3]
+        fault_s = time.time()
+        run.cluster.cut(one, other)
+        try:
+            outcome = asdict(run.outcome(fault_s, line["attempt"], scene.hold_s))
+        except TimeoutError:
+            outcome = {"step_s": None, "why": f"no step while it was cut, {scene.hold_s:.0f} s"}
+        time.sleep(max(0.0, fault_s + scene.hold_s - time.time()))
+        healed_s = time.time()
+        run.cluster.mend(one, other)
+        whole_s = run.whole_again(healed_s)
+        right = outcome["step_s"] is not None and set(outcome["named"]) <= {one, other}
+        found.append({**outcome, "right": right, "whole": whole_s})
+        _say(json.dumps(found[-1]))
     return _together(found)
 
 
 def drain(scene: Scene) -> dict[str, Any]:
     """Give notice of a machine's end, and end it then."""
-    with scene.running() as run:
-        line = scene.settle(run)
-        victim = run.ranks()[-1]
-        node = next(n for n, each in reversed(run.cluster.nodes().items()) if each == victim)
-        fault_s = time.time()
-        run.cluster.run(HEAD, [
-            "ray", "drain-node", "--node-id", node, "--reason", "DRAIN_NODE_REASON_PREEMPTION",
-            "--reason-message", "spot", "--deadline-remaining-seconds", f"{NOTICE_S:.0f}",
-        ])  # fmt: skip
-        outcome = run.outcome(fault_s, line["attempt"])
-        pause_s = _longest_gap(run, fault_s) - run.lines()[-1]["step_s"]
-        time.sleep(max(0.0, fault_s + NOTICE_S - time.time()))
-        run.cluster.kill(victim)
-        after = run.lines()[-1]
-        run.wait("ten more steps", lambda: run.lines()[-1]["step"] >= after["step"] + 10 or None)
-        unmoved = run.lines()[-1]["attempt"] == after["attempt"]
-        back_s = time.time()
-        run.cluster.boot(victim)
-        return {
-            **asdict(outcome), "pause_s": round(pause_s, 2), "right": unmoved,
-            "whole": run.whole_again(back_s),
-        }  # fmt: skip
+    run = scene.shared()
+    line = scene.settle(run)
+    victim = run.ranks()[-1]
+    node = next(n for n, each in reversed(run.cluster.nodes().items()) if each == victim)
+    fault_s = time.time()
+    run.cluster.run(HEAD, [
+        "ray", "drain-node", "--node-id", node, "--reason", "DRAIN_NODE_REASON_PREEMPTION",
+        "--reason-message", "spot", "--deadline-remaining-seconds", f"{NOTICE_S:.0f}",
+    ])  # fmt: skip
+    outcome = run.outcome(fault_s, line["attempt"])
+    pause_s = _longest_gap(run, fault_s) - run.lines()[-1]["step_s"]
+    time.sleep(max(0.0, fault_s + NOTICE_S - time.time()))
+    run.cluster.kill(victim)
+    after = run.lines()[-1]
+    run.wait("ten more steps", lambda: run.lines()[-1]["step"] >= after["step"] + 10 or None)
+    unmoved = run.lines()[-1]["attempt"] == after["attempt"]
+    back_s = time.time()
+    run.cluster.boot(victim)
+    return {
+        **asdict(outcome), "pause_s": round(pause_s, 2), "right": unmoved,
+        "whole": run.whole_again(back_s),
+    }  # fmt: skip
 
 
 def join(scene: Scene) -> dict[str, Any]:
     """Let a machine join a run that trains without it."""
-    with scene.running(num_nodes=WORKERS - 1) as run:
+    with scene.own(num_nodes=WORKERS - 1) as run:
         scene.settle(run, WORKERS - 1)
         fault_s = time.time()
         run.cluster.boot(WORKERS)
@@ -169,7 +182,7 @@ def _longest_gap(run: NetworkRun, since_s: float) -> float:
 
 def head_killed(scene: Scene) -> dict[str, Any]:
     """End the head for good: what becomes of the trainers that it leaves behind?"""
-    with scene.running() as run:
+    with scene.own() as run:
         scene.settle(run)
         fault_s = time.time()
         run.cluster.kill(HEAD)
@@ -194,7 +207,7 @@ def _await_orphans(run: NetworkRun, fault_s: float) -> float | None:
 
 def head_rebooted(scene: Scene) -> dict[str, Any]:
     """End the head, boot it again at the same address, and begin the run again."""
-    with scene.running() as run:
+    with scene.own() as run:
         before = scene.settle(run)
         fault_s = time.time()
         run.cluster.kill(HEAD)
@@ -205,7 +218,7 @@ def head_rebooted(scene: Scene) -> dict[str, Any]:
 
 def second_cluster(scene: Scene) -> dict[str, Any]:
     """End the head and begin the run on another cluster, while the old trainers live."""
-    with NetworkCluster(WORKERS, number=1) as other, scene.running() as run:
+    with NetworkCluster(WORKERS, number=1) as other, scene.own() as run:
         before = scene.settle(run)
         # Some checkpoints, of which retention has deleted the first ones.
         run.wait("checkpoints", lambda: run.lines()[-1]["step"] >= 60 or None)
@@ -244,26 +257,26 @@ def _stored(directory: Path) -> int:
 
 def flapping(scene: Scene) -> dict[str, Any]:
     """Let the link of a machine fail again and again."""
-    with scene.running() as run:
-        scene.settle(run)
-        victim = run.ranks()[-1]
-        begun_s = time.time()
-        while time.time() < begun_s + scene.flap_s:
-            run.cluster.partition(victim)
-            time.sleep(DOWN_S)
-            run.cluster.heal(victim)
-            time.sleep(FLAP_S - DOWN_S)
-        ended_s = time.time()
-        steps = {
-            x["step"]: x["step_s"] for x in run.lines() if begun_s < x["wall_time"] < ended_s
-        }  # fmt: skip
-        incidents = [r for r in run.journal() if r["kind"] == "ReportIncident"]
-        named = run.machines_of(worker for each in incidents for worker in each["guilty"])
-        return {
-            "goodput": round(sum(steps.values()) / (ended_s - begun_s), 3),
-            "incidents": len(incidents), "named": named, "right": set(named) <= {victim},
-            "whole": run.whole_again(ended_s),
-        }  # fmt: skip
+    run = scene.shared()
+    scene.settle(run)
+    victim = run.ranks()[-1]
+    begun_s = time.time()
+    while time.time() < begun_s + scene.flap_s:
+        run.cluster.partition(victim)
+        time.sleep(DOWN_S)
+        run.cluster.heal(victim)
+        time.sleep(FLAP_S - DOWN_S)
+    ended_s = time.time()
+    steps = {
+        x["step"]: x["step_s"] for x in run.lines() if begun_s < x["wall_time"] < ended_s
+    }  # fmt: skip
+    incidents = [r for r in run.journal() if r["kind"] == "ReportIncident"]
+    named = run.machines_of(worker for each in incidents for worker in each["guilty"])
+    return {
+        "goodput": round(sum(steps.values()) / (ended_s - begun_s), 3),
+        "incidents": len(incidents), "named": named, "right": set(named) <= {victim},
+        "whole": run.whole_again(ended_s),
+    }  # fmt: skip
 
 
 def two_runs(scene: Scene) -> dict[str, Any]:
@@ -287,20 +300,16 @@ def _fault(name: str, undo: str = "heal") -> Row:
     )
 
 
-def _slow(row: Row) -> Row:
-    return lambda scene: row(replace(scene, pace_s=10.0))
-
-
 ROWS: Final[dict[str, tuple[str, Row]]] = {
     "partition": ("node partitioned", _fault("partition")),
     "power-off": ("power-off without a word", _fault("power_off", "boot")),
     "deaf": ("one way: a node cannot hear", _fault("deafen")),
     "mute": ("one way: a node cannot speak", _fault("silence")),
     "pair": ("one pair cut", pair),
-    "partition-10s": ("node partitioned, steps of 10 s", _slow(_fault("partition"))),
-    "power-off-10s": ("power-off, steps of 10 s", _slow(_fault("power_off", "boot"))),
-    "deaf-10s": ("cannot hear, steps of 10 s", _slow(_fault("deafen"))),
-    "mute-10s": ("cannot speak, steps of 10 s", _slow(_fault("silence"))),
+    "partition-10s": ("node partitioned, steps of 10 s", _fault("partition")),
+    "power-off-10s": ("power-off, steps of 10 s", _fault("power_off", "boot")),
+    "deaf-10s": ("cannot hear, steps of 10 s", _fault("deafen")),
+    "mute-10s": ("cannot speak, steps of 10 s", _fault("silence")),
     "drain": (f"drained with {NOTICE_S:.0f} s of notice", drain),
     "join": ("node joins", join),
     "head-killed": ("head killed for good", head_killed),
@@ -337,24 +346,36 @@ def main() -> int:
     if reason := why_not():
         parser.error(reason)
     results: dict[str, Any] = {}
-    with tempfile.TemporaryDirectory(prefix="everstep-bench-") as folder:
-        scene = Scene(
-            folder=Path(folder),
-            repeat=arguments.repeat,
-            hold_s=arguments.hold,
-            flap_s=arguments.flap,
-        )
+    with (
+        tempfile.TemporaryDirectory(prefix="everstep-bench-") as folder,
+        closing(
+            Scene(
+                folder=Path(folder),
+                repeat=arguments.repeat,
+                hold_s=arguments.hold,
+                flap_s=arguments.flap,
+            )
+        ) as scene,
+    ):
         for name in arguments.only:
-            title, play = ROWS[name]
-            _say(f"{name}: {title} ...")
-            try:
-                results[name] = play(scene)
-            except (TimeoutError, OSError) as error:
-                results[name] = {"right": False, "why": str(error)}
-            results[name]["load"] = load_average()[0]
+            _say(f"{name}: {ROWS[name][0]} ...")
+            results[name] = _played(name, scene)
             _say(f"{name}: {json.dumps(results[name])}")
     print(json.dumps(results) if arguments.json else _table(results))
     return 0 if all(result["right"] for result in results.values()) else 1
+
+
+def _played(name: str, scene: Scene) -> dict[str, Any]:
+    pace_s = 10.0 if name.endswith("-10s") else 0.2
+    if pace_s != scene.pace_s:
+        scene.close()
+    scene.pace_s = pace_s
+    try:
+        result = ROWS[name][1](scene)
+    except (TimeoutError, OSError) as error:
+        scene.close()  # with all that was not undone
+        result = {"right": False, "why": str(error)}
+    return {**result, "load": load_average()[0]}
 
 
 def _table(results: dict[str, Any]) -> str:
