@@ -170,8 +170,13 @@ class Conversion:
             rank=-1,
         )
 
-    def commit(self, manifest: Manifest, small: dict[str, bytes], *, fsync: bool) -> Checkpoint:
-        """Write the small files and, last, the manifest; return the checkpoint.
+    def write_small(self, small: dict[str, bytes], *, fsync: bool) -> None:
+        """Write the files beside the tensors."""
+        for name, content in small.items():
+            self.store.write_atomic(join(self.directory, name), content, fsync=fsync)
+
+    def commit(self, manifest: Manifest, *, fsync: bool) -> Checkpoint:
+        """Write the manifest, when everything else is there; return the checkpoint.
 
         Raises:
             UcpError: Another checkpoint was committed there during the conversion.
@@ -180,8 +185,6 @@ class Conversion:
         data = to_bytes(manifest)
         # A manifest that no reader would accept must not be committed.
         parsed = from_bytes(data, where=path)
-        for name, content in small.items():
-            self.store.write_atomic(join(self.directory, name), content, fsync=fsync)
         if not self.store.write_atomic(path, data, fsync=fsync, exclusive=True):
             raise UcpError(f"another process committed a checkpoint to {self.directory}", path=path)
         return Checkpoint(store=self.store, directory=self.directory, manifest=parsed)

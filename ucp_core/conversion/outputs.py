@@ -4,16 +4,15 @@ from __future__ import annotations
 
 import os
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass, field
 from itertools import chain
 from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple
 
 from ucp_core.conversion import journal
 from ucp_core.conversion.work_items import Result, Worker, WorkItem
-from ucp_core.errors import StorageError
+from ucp_core.errors import StorageError, UcpError
 from ucp_core.formats import TargetFile
-from ucp_core.native import UNFINISHED_NAME
+from ucp_core.native import MANIFEST_NAME, UNFINISHED_NAME
 from ucp_core.numerics import BLOCK_BYTES, crc32
 from ucp_core.storage import Store, join, may_reserve
 
@@ -21,6 +20,8 @@ if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
 
 
+_SUFFIX = ".safetensors"
+_MARKER_SUFFIX = f"{_SUFFIX}.json"
 #: Items in a batch for another machine: at most 128 MiB, a fraction of a second.
 REMOTE_BATCH_ITEMS = 8
 
@@ -81,11 +82,43 @@ class Placed(NamedTuple):
         return results
 
 
-class Streamed(NamedTuple):
-    """A whole file to write to a store, or an item to read only."""
+class Claim(NamedTuple):
+    """Who converts to a directory of a store; such stores have no locks, so the last one does.
+
+    Attributes:
+        store: Of the destination.
+        directory: The destination.
+        content: What the file ``begun`` has as long as nobody else began.
+    """
 
     store: Store
     directory: str
+    content: bytes
+
+    @property
+    def path(self) -> str:
+        """Return the path of the file ``begun``."""
+        return join(self.directory, UNFINISHED_NAME, "begun")
+
+    def check(self) -> None:
+        """Check that no other conversion took the directory, or has ended there.
+
+        Raises:
+            UcpError: One did.
+        """
+        is_ours = self.store.exists(self.path) and self.store.read(self.path) == self.content
+        if not is_ours or self.store.exists(join(self.directory, MANIFEST_NAME)):
+            raise UcpError(
+                f"another process is converting to {self.directory}, or did so meanwhile: give "
+                "another destination, or the same command again when it is alone",
+                path=self.directory,
+            )
+
+
+class Streamed(NamedTuple):
+    """A whole file to write to a store, or an item to read only."""
+
+    claim: Claim
     head: bytes
     target: TargetFile | None
     items: tuple[WorkItem, ...]
@@ -103,16 +136,19 @@ class Streamed(NamedTuple):
             for _ in chunks():
                 pass
             return results
-        path = join(self.directory, self.target.name)
+        store, directory, _ = self.claim
+        path = join(directory, self.target.name)
         content = chain([memoryview(self.target.header)], chunks())
-        self.store.write_file(path, content, fsync=False)
+        self.claim.check()
+        store.write_file(path, content, fsync=False)
+        self.claim.check()
         marker = self.head + journal.encode(results)
-        self.store.write_atomic(_marker(self.directory, self.target), marker, fsync=False)
+        store.write_atomic(_marker(directory, self.target), marker, fsync=False)
         return results
 
 
 def _marker(directory: str, target: TargetFile) -> str:
-    return join(directory, UNFINISHED_NAME, f"{target.name}.json")
+    return join(directory, UNFINISHED_NAME, f"{target.name.removesuffix(_SUFFIX)}{_MARKER_SUFFIX}")
 
 
 class LocalFiles:
@@ -245,45 +281,71 @@ def _allocate(path: Path, target: TargetFile) -> None:
         os.close(fd)
 
 
-@dataclass(slots=True)
 class StreamedFiles:
-    """Files that are written from the first byte to the last, to any store."""
+    """Files that are written from the first byte to the last, to any store.
 
-    targets: Sequence[TargetFile]
-    store: Store
-    directory: str
-    identity: str
-    resume: bool = field(kw_only=True)
-    _complete: set[int] = field(default_factory=set, init=False)
+    Where an earlier conversion began, it may live and write still. So every file is then read
+    before the commit, also what this one wrote.
+    """
 
-    def __post_init__(self) -> None:
+    def __init__(
+        self,
+        targets: Sequence[TargetFile],
+        store: Store,
+        directory: str,
+        identity: str,
+        *,
+        resume: bool,
+    ) -> None:
         """Mark the destination before the first file appears."""
-        path = join(self.directory, UNFINISHED_NAME, "begun")
-        self.store.write_atomic(path, self._head(), fsync=False)
+        self._targets = targets
+        self._store = store
+        self._directory = directory
+        self._resume = resume
+        self._head = f"{identity}\n".encode()
+        self._claim = Claim(store, directory, self._head + os.urandom(16).hex().encode())
+        self._is_second = not store.write_atomic(
+            self._claim.path, self._claim.content, fsync=False, exclusive=True
+        )
+        if self._is_second:
+            store.write_atomic(self._claim.path, self._claim.content, fsync=False)
+        self._complete: set[int] = set()
+        self._written: list[Result] = []
 
     def resumed(self) -> Iterator[Result]:
-        """Yield the results of the files that an earlier run completed, by their markers."""
-        head = self._head()
-        for number, target in enumerate(self.targets):
-            path = _marker(self.directory, target)
-            if not self.store.exists(path):
+        """Yield the results of the files that an earlier run completed: they are hashed again."""
+        for number, target in enumerate(self._targets):
+            path = _marker(self._directory, target)
+            if not self._is_second or not self._store.exists(path):
                 continue
-            data = self.store.read(path)
-            goal = join(self.directory, target.name)
+            data = self._store.read(path)
+            goal = join(self._directory, target.name)
+            results = journal.decode(data[len(self._head) :])
             if (
-                self.resume
-                and data.startswith(head)
-                and self.store.exists(goal)
-                and self.store.size(goal) == target.num_bytes
+                self._resume
+                and data.startswith(self._head)
+                and self._store.exists(goal)
+                and self._store.size(goal) == target.num_bytes
+                and all(map(self._is_written, results))
             ):
                 self._complete.add(number)
-                yield from journal.decode(data[len(head) :])
+                yield from results
             else:
                 # Else a later run of its source would trust it for the file that this run writes.
-                self.store.delete(path)
+                self._store.delete(path)
 
-    def _head(self) -> bytes:
-        return f"{self.identity}\n".encode()
+    def _is_written(self, result: Result) -> bool:
+        """Return whether the bytes of an item are in the destination."""
+        if result.item.target < 0:
+            return True
+        target = self._targets[result.item.target]
+        path = join(self._directory, target.name)
+        spans = list(_blocks(target, result.item))
+        buffers = [memoryview(bytearray(high - low)) for low, high in spans]
+        self._store.read_ranges(
+            path, [(low, (buffer,)) for (low, _), buffer in zip(spans, buffers, strict=True)]
+        )
+        return tuple(map(crc32, buffers)) == result.blocks
 
     def batches(self, left: Sequence[WorkItem], num_items: int) -> list[Streamed]:  # noqa: ARG002
         """Return one batch for each file that is left, and one for each item that only reads."""
@@ -292,29 +354,47 @@ class StreamedFiles:
             by_file.setdefault(item.target, []).append(item)
         checks = by_file.pop(-1, [])
         work = [
-            Streamed(
-                self.store, self.directory, self._head(), target, tuple(by_file.get(number, ()))
-            )
-            for number, target in enumerate(self.targets)
+            Streamed(self._claim, self._head, target, tuple(by_file.get(number, ())))
+            for number, target in enumerate(self._targets)
             if number not in self._complete
         ]
-        return work + [Streamed(self.store, self.directory, b"", None, (item,)) for item in checks]
+        return work + [Streamed(self._claim, b"", None, (item,)) for item in checks]
 
     def note(self, result: Result) -> None:
-        """Do nothing: complete files have markers."""
+        """Remember what to read again; complete files have markers."""
+        if self._is_second:
+            self._written.append(result)
 
     def finish(self, *, fsync: bool) -> None:
-        """Do nothing: files appear when they are complete."""
+        """Check that the files, which appeared when they were complete, are those of this run.
+
+        Raises:
+            UcpError: Another conversion writes there.
+        """
+        del fsync
+        if not all(map(self._is_written, self._written)):
+            raise UcpError(
+                f"another process wrote to {self._directory} during the conversion: give the same "
+                "command again when it is alone",
+                path=self._directory,
+            )
+        self._claim.check()
 
     def remove(self) -> None:
-        """Delete the markers."""
-        self.store.delete(join(self.directory, UNFINISHED_NAME))
+        """Delete the markers, also those of earlier conversions."""
+        folder = join(self._directory, UNFINISHED_NAME)
+        for name in self._store.list(folder):
+            if name.endswith(_MARKER_SUFFIX):
+                self._store.delete(join(folder, name))
+        self._store.delete(self._claim.path)
 
     def discard(self) -> None:
-        """Delete what was written."""
-        for target in self.targets:
-            self.store.delete(join(self.directory, target.name))
-        self.remove()
+        """Delete what was written, unless another conversion has taken over."""
+        with suppress(UcpError):
+            self._claim.check()
+            for target in self._targets:
+                self._store.delete(join(self._directory, target.name))
+            self.remove()
 
     def close(self) -> None:
         """Do nothing: nothing is open."""

@@ -112,8 +112,9 @@ def convert(  # noqa: PLR0913 - each is an option of the command
         with reading(checkpoint):
             used = _work(conversion, files, workers, runner)
         manifest = conversion.manifest(small)
+        conversion.write_small(small, fsync=fsync)
         files.finish(fsync=fsync)
-        made = conversion.commit(manifest, small, fsync=fsync)
+        made = conversion.commit(manifest, fsync=fsync)
         # Readers ignore temporary files, so failing to delete them is no failure.
         with suppress(StorageError):
             files.remove()

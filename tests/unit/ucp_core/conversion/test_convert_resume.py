@@ -9,11 +9,14 @@ import signal
 import subprocess
 import sys
 import time
+from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 
+from tests.support.checkpoints import State
 from tests.support.conversions import (
     MIB,
     ForeignRecords,
@@ -24,10 +27,12 @@ from tests.support.conversions import (
     native_source,
 )
 from ucp_core.conversion import convert
+from ucp_core.errors import UcpError
 from ucp_core.native import UNFINISHED_NAME, Checkpoint, open_checkpoint
 from ucp_core.numerics import crc32
 from ucp_core.storage import Buffer, LocalStore, MemoryStore
 
+_WEIGHTS = "out/model-00001-of-00001.safetensors"
 _SCRIPT = """
 import os, sys
 from ucp_core.conversion import run as module
@@ -124,14 +129,19 @@ def test_what_the_journal_says_is_not_believed(tmp_path: Path) -> None:
     assert files_of(out) == files_of(tmp_path / "whole")
 
 
-def test_leftovers_of_another_source_are_not_taken_in(tmp_path: Path) -> None:
-    """The same names and sizes with other values: what an interrupted run left behind."""
-    one = native_source(tmp_path / "a", large_state(8))
+def _alike(tmp_path: Path) -> tuple[Checkpoint, Checkpoint, State]:
+    """Return two sources whose files have the same names and sizes, and the second's state."""
     changed = {
         key: replace(whole, data=bytes(byte ^ 255 for byte in whole.data[:64]) + whole.data[64:])
         for key, whole in large_state(8).items()
     }
-    two = native_source(tmp_path / "b", changed)
+    one = native_source(tmp_path / "a", large_state(8))
+    return one, native_source(tmp_path / "b", changed), changed
+
+
+def test_leftovers_of_another_source_are_not_taken_in(tmp_path: Path) -> None:
+    """The same names and sizes with other values: what an interrupted run left behind."""
+    one, two, changed = _alike(tmp_path)
     out = tmp_path / "out"
     _run_killed(one, out, 9, 1)
 
@@ -204,13 +214,7 @@ def test_a_stream_goes_on_by_whole_files(tmp_path: Path) -> None:
     """An object store keeps only what is complete."""
     source = native_source(tmp_path, large_state(8))
     store = MemoryStore()
-
-    def stop(*_: int) -> None:
-        if store.exists("out/model-00001-of-00001.safetensors"):
-            raise KeyboardInterrupt
-
-    with pytest.raises(KeyboardInterrupt):
-        convert(source, store, "out", memory_bytes=64 * MIB, processes=1, progress=stop)
+    _stop_after_the_weights(source, store)
     result = convert(source, store, "out", memory_bytes=64 * MIB, processes=1)
 
     assert result.resumed_bytes > 0
@@ -234,28 +238,88 @@ class _DyingStore(MemoryStore):
 
 def test_a_stream_is_not_continued_with_the_file_of_another_source(tmp_path: Path) -> None:
     """The file is complete and has the right size; its bytes are those of the other source."""
-    one = native_source(tmp_path / "a", large_state(8))
-    changed = {
-        key: replace(whole, data=bytes(byte ^ 255 for byte in whole.data[:64]) + whole.data[64:])
-        for key, whole in large_state(8).items()
-    }
-    two = native_source(tmp_path / "b", changed)
+    one, two, _ = _alike(tmp_path)
     store = _DyingStore()
-    name = "out/model-00001-of-00001.safetensors"
+    first = _stop_after_the_weights(one, store)
+    store.dies = True
+    with pytest.raises(KeyboardInterrupt):
+        _stream(two, store)
+    assert store.read(_WEIGHTS) != first, "the other conversion did not come to this file"
+    store.dies = False
+
+    assert_holds(_stream(one, store), large_state(8))
+
+
+def _stream(source: Checkpoint, store: MemoryStore, **options: Any) -> Checkpoint:
+    chosen = {"memory_bytes": 64 * MIB, "processes": 1, **options}
+    return convert(source, store, "out", **chosen).checkpoint
+
+
+def _stop(*_: int) -> None:
+    raise KeyboardInterrupt
+
+
+def _stop_after_the_weights(source: Checkpoint, store: MemoryStore) -> bytes:
+    """Return the file of the weights, which the interrupted conversion completed."""
 
     def stop(*_: int) -> None:
-        if store.exists(name):
+        if store.exists(_WEIGHTS):
             raise KeyboardInterrupt
 
     with pytest.raises(KeyboardInterrupt):
-        convert(one, store, "out", memory_bytes=64 * MIB, processes=1, progress=stop)
-    first = store.read(name)
-    store.dies = True
-    with pytest.raises(KeyboardInterrupt):
-        convert(two, store, "out", memory_bytes=64 * MIB, processes=1)
-    assert store.read(name) != first, "the other conversion did not come to this file"
-    store.dies = False
+        _stream(source, store, progress=stop)
+    return store.read(_WEIGHTS)
 
-    made = convert(one, store, "out", memory_bytes=64 * MIB, processes=1).checkpoint
 
-    assert_holds(made, large_state(8))
+def test_a_stream_is_not_continued_with_bytes_that_its_marker_does_not_tell(
+    tmp_path: Path,
+) -> None:
+    """Two conversions took turns, and the file is of the one that wrote no marker."""
+    source, other, _ = _alike(tmp_path)
+    store = MemoryStore()
+    _stop_after_the_weights(source, store)
+    others = MemoryStore()
+    _stream(other, others)
+    store.write_atomic(_WEIGHTS, others.read(_WEIGHTS), fsync=False)
+
+    assert_holds(_stream(source, store), large_state(8))
+
+
+@pytest.mark.parametrize("ends", [True, False])
+def test_of_two_streams_into_one_directory_the_first_one_stops(tmp_path: Path, ends: bool) -> None:  # noqa: FBT001
+    """Each would commit files that the other one overwrote."""
+    first, second, changed = _alike(tmp_path)
+    store = MemoryStore()
+    begun: list[int] = []
+
+    def begin_the_other(*_: int) -> None:
+        if begun:
+            return
+        begun.append(1)
+        with suppress(KeyboardInterrupt):
+            _stream(second, store, progress=None if ends else _stop)
+
+    with pytest.raises(UcpError, match="another process is converting to out, or did"):
+        _stream(first, store, progress=begin_the_other)
+
+    if not ends:
+        assert not store.exists("out/manifest.json")
+        _stream(second, store)
+    assert_holds(open_checkpoint(store, "out"), changed)
+    assert not store.exists(f"out/{UNFINISHED_NAME}")
+
+
+def test_a_stream_that_took_over_reads_what_it_wrote_before_it_commits(tmp_path: Path) -> None:
+    """The other one was thought dead, and ends a file after it."""
+    first, second, changed = _alike(tmp_path)
+    store = MemoryStore()
+    late = _stop_after_the_weights(first, store)
+
+    def end_late(done: int, total: int) -> None:
+        if done == total:
+            store.write_atomic(_WEIGHTS, late, fsync=False)
+
+    with pytest.raises(UcpError, match="another process wrote to out during the conversion"):
+        _stream(second, store, progress=end_late)
+    assert not store.exists("out/manifest.json")
+    assert_holds(_stream(second, store), changed)
