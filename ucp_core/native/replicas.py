@@ -317,13 +317,18 @@ class _Messages:
 
 
 def _rounds(loader: _Loader, work: Sequence[Sequence[_Chunk]], transport: Transport) -> None:
-    """Read this rank's chunks, each while the one before is exchanged."""
+    """Read this rank's chunks, each while the one before is exchanged.
+
+    A rank that fails says so in the next message, and all stop after it. So a last message, empty,
+    follows the last chunks.
+    """
     mine = work[transport.rank]
     messages = _Messages(transport, max((c.num_bytes for w in work for c in w), default=0))
+    failure: BaseException | None = None
     with ThreadPoolExecutor(1, thread_name_prefix="ucp-ahead") as pool:
         ahead = pool.submit(loader.read, mine[0]) if mine else None
         for number in range(max(map(len, work))):
-            failure, value = ahead.exception() if ahead else None, 0
+            failure, value = failure or (ahead.exception() if ahead else None), 0
             ahead = None
             if failure is None and number < len(mine):
                 if number + 1 < len(mine):
@@ -331,27 +336,37 @@ def _rounds(loader: _Loader, work: Sequence[Sequence[_Chunk]], transport: Transp
                 loader.pack(mine[number], messages.mine)
                 value = crc32(messages.mine[: mine[number].num_bytes])
             heads = messages.exchange(failure is not None, value)
-            if failure is not None:
-                raise failure
+            _stop_if_failed(transport.rank, heads, failure)
             for rank, chunks in enumerate(work):
-                theirs = number < len(chunks) and rank != transport.rank
-                chunk = chunks[number] if theirs else None
-                _take(loader, rank, heads[rank], chunk, messages.held[rank])
+                if number < len(chunks) and rank != transport.rank:
+                    taken = _take(loader, rank, heads[rank][1], chunks[number], messages.held[rank])
+                    failure = failure or taken
+    heads = _Messages(transport, 0).exchange(failure is not None, 0)
+    _stop_if_failed(transport.rank, heads, failure)
+
+
+def _stop_if_failed(
+    own: int, heads: Sequence[tuple[bool, int]], failure: BaseException | None
+) -> None:
+    """Raise this rank's failure, or that of another one, which each rank has been told."""
+    if failure is not None:
+        raise failure
+    for rank, (failed, _) in enumerate(heads):
+        if failed and rank != own:
+            raise CheckpointCorruptError(
+                f"rank {rank} of those that load together could not read its share, or got a "
+                "damaged one",
+                peer=rank,
+            )
 
 
 def _take(
-    loader: _Loader, rank: int, head: tuple[bool, int], chunk: _Chunk | None, held: memoryview
-) -> None:
-    """Unpack another rank's message."""
-    failed, value = head
-    if failed:
-        raise CheckpointCorruptError(
-            f"rank {rank} of those that load together could not read its share", peer=rank
-        )
-    if chunk is None:
-        return
+    loader: _Loader, rank: int, value: int, chunk: _Chunk, held: memoryview
+) -> CheckpointCorruptError | None:
+    """Unpack another rank's message; return what is wrong with it."""
     if crc32(held[: chunk.num_bytes]) != value:
-        raise CheckpointCorruptError(
+        return CheckpointCorruptError(
             f"what rank {rank} of those that load together gave arrived damaged", peer=rank
         )
     loader.unpack(chunk, held)
+    return None
