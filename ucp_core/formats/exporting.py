@@ -112,12 +112,18 @@ def refuse_inside(checkpoint: Checkpoint, store: Store, directory: str) -> None:
     source, target = checkpoint.directory, directory
     if is_local(store) and is_local(checkpoint.store):
         source, target = os.path.realpath(source), os.path.realpath(target)
-    elif store is not checkpoint.store:
+    elif _service(store) != _service(checkpoint.store):
         return
     above = [target, *map(str, PurePosixPath(target).parents)]
     if source in above:
         what = "is the source itself" if source == target else f"is inside the source {source}"
         raise UcpError(f"{directory} {what}: give another destination", path=directory)
+
+
+def _service(store: Store) -> object:
+    """Return what two stores of the same files have in common."""
+    below = getattr(store, "below", store)
+    return getattr(below, "service", below)
 
 
 def options_of(format: str) -> frozenset[str]:  # noqa: A002 - as above

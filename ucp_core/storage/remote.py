@@ -35,6 +35,8 @@ _MEETINGS_MAX = 8
 class FsspecStore:
     """Files of an fsspec file system; paths are what ``fsspec.core.url_to_fs`` returns.
 
+    Two stores of one ``service`` have the same files.
+
     ``fsync`` does nothing: object stores acknowledge durable data. ``request_bytes`` is large
     because every request waits for an answer.
 
@@ -48,7 +50,7 @@ class FsspecStore:
     def __init__(
         self, filesystem: fsspec.AbstractFileSystem, *, retries: Retries | None = None
     ) -> None:
-        self._fs = filesystem
+        self._fs = self.service = filesystem
         self._retries = retries or Retries()
         protocol = filesystem.protocol
         names = {protocol} if isinstance(protocol, str) else set(protocol)

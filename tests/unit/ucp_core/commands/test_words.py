@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import uuid
 from dataclasses import replace
 from pathlib import Path
 
@@ -15,8 +16,10 @@ from tests.support.commands import ucp
 from tests.support.conversions import convert_to, files_of, native_source
 from tests.support.deepspeed_folders import Param, native
 from tests.support.training_states import adam_state
-from ucp_core.native import UNFINISHED_NAME
-from ucp_core.storage import LocalStore
+from ucp_core.conversion import convert
+from ucp_core.errors import UcpError
+from ucp_core.native import UNFINISHED_NAME, open_checkpoint
+from ucp_core.storage import LocalStore, open_store
 
 
 @pytest.fixture
@@ -140,6 +143,19 @@ def test_a_destination_inside_the_source_is_refused(
     assert done.returncode == 1
     assert "is inside the source" in done.stderr
     assert files_of(source) == before
+
+
+def test_a_destination_inside_the_source_is_refused_by_whatever_url_it_is_named() -> None:
+    """Each URL opens a store of its own."""
+    url = f"memory://{uuid.uuid4().hex}/run"
+    store, root = open_store(url)
+    save(store, small_state(), step=7, root=root)
+    source = open_checkpoint(*open_store(f"{url}/step-00000007"))
+
+    for inner in ("step-00000007/out", "step-00000007//out"):
+        store, directory = open_store(f"{url}/{inner}")
+        with pytest.raises(UcpError, match="is inside the source"):
+            convert(source, store, directory, memory_bytes=64 << 20)
 
 
 def test_a_target_that_deepspeed_itself_restores_wrongly_comes_with_a_warning(
