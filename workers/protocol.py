@@ -287,11 +287,19 @@ class Fenced:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PeerLost:
-    """A collective of the worker failed: a hint that a peer died, no proof which one."""
+    """A collective of the worker failed: a hint that a peer died, no proof which one.
+
+    Attributes:
+        attempt: The attempt.
+        step: The last completed step.
+        detail: One line for people.
+        unreached: Address of the peer that the transport could not connect to; "" if it names none.
+    """
 
     attempt: int
     step: int
     detail: str
+    unreached: str = ""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import TypeAlias
 
 from orchestrator.core.values import value
-from orchestrator.policies import RedundancyPlan
+from orchestrator.policies import Pair, RedundancyPlan
 from ucp_core.layout import ParallelLayout
 from workers.protocol import Pace, Source
 
@@ -97,14 +97,31 @@ class ReadCommitted:
     """Find out in memory and storage which version to resume from, as ``attempt`` is fenced.
 
     ``lineage`` (attempt, resume_step) says which commits of old attempts still count. Sources in
-    ``bad`` must not be loaded. ``CommittedRead`` with the same ``number`` answers; numbers count
-    up over the run.
+    ``bad`` must not be loaded, and what nodes in ``unreached`` hold cannot be: a member has no
+    connection with them. ``CommittedRead`` with the same ``number`` answers; numbers count up over
+    the run.
     """
 
     attempt: int
     lineage: tuple[tuple[int, int], ...]
     number: int = 0
     bad: tuple[Source, ...] = ()
+    unreached: tuple[str, ...] = ()
+
+
+@value
+class ProbeLinks:
+    """Have keepers find out which nodes reach each other; answered by ``LinksProbed``.
+
+    Attributes:
+        number: Numbers count up over the run.
+        nodes: All pairs of these, both ways.
+        pairs: And these pairs, both ways.
+    """
+
+    number: int
+    nodes: tuple[str, ...] = ()
+    pairs: tuple[Pair, ...] = ()
 
 
 @value
@@ -158,7 +175,7 @@ class ReportIncident:
 
     Attributes:
         attempt: The one that ended.
-        incident: crash, node_loss, preemption, hang, undecided, exception, peer_lost,
+        incident: crash, node_loss, preemption, hang, link, undecided, exception, peer_lost,
             unloadable, controller_restart; or planned: growth, drain, stop.
         guilty: Workers proven to have caused it.
         evidence: One line for people.
@@ -206,6 +223,7 @@ Action: TypeAlias = (
     | FenceAttempt
     | YieldAttempt
     | ReadCommitted
+    | ProbeLinks
     | StartAttempt
     | OrderKeepers
     | SetCadence

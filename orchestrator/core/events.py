@@ -9,7 +9,7 @@ from __future__ import annotations
 from typing import TypeAlias
 
 from orchestrator.core.values import value
-from orchestrator.policies import FaultsSeen
+from orchestrator.policies import FaultsSeen, Pair
 from workers.protocol import SaveCosts, Source
 
 #: The attempt in ``WorkersSurveyed`` of a living worker that did not answer in time.
@@ -217,6 +217,8 @@ class WorkerLeft:
         damaged: Sources of that version whose bytes are not the bytes that were written.
         unread: Sources of it that could not be read this time.
         skipped: A line for people for each source that failed.
+        unreached: With "peer_lost": the node that its transport could not reach; "" if it named
+            none.
     """
 
     at_s: float
@@ -228,6 +230,7 @@ class WorkerLeft:
     damaged: tuple[Source, ...] = ()
     unread: tuple[Source, ...] = ()
     skipped: tuple[str, ...] = ()
+    unreached: str = ""
 
 
 @value
@@ -255,6 +258,24 @@ class HangFound:
     attempt: int
     guilty: tuple[str, ...]
     evidence: str
+
+
+@value
+class LinksProbed:
+    """Keepers tried to reach one another.
+
+    Attributes:
+        number: Of the ``ProbeLinks`` that this answers.
+        pairs: As there.
+        heard: Nodes whose keepers answered; nothing is known of the ways from the others.
+        lost: ``(from, to)`` of each way that has no connection.
+    """
+
+    at_s: float
+    number: int
+    heard: tuple[str, ...]
+    lost: tuple[Pair, ...] = ()
+    pairs: tuple[Pair, ...] = ()
 
 
 @value
@@ -351,6 +372,7 @@ Event: TypeAlias = (
     | WorkerLeft
     | WorkerRaised
     | HangFound
+    | LinksProbed
     | CommittedRead
     | MemoryMeasured
     | SavesMeasured

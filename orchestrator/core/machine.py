@@ -12,7 +12,15 @@ from typing import Any
 
 from orchestrator.core import events as ev
 from orchestrator.core.actions import Action
-from orchestrator.core.handlers import cadence, demand, planned, protection, resume, survey
+from orchestrator.core.handlers import (
+    cadence,
+    demand,
+    link_events,
+    planned,
+    protection,
+    resume,
+    survey,
+)
 from orchestrator.core.handlers import deadlines as on_time
 from orchestrator.core.handlers import fleet_events as on_fleet
 from orchestrator.core.handlers import member_events as on_members
@@ -40,6 +48,7 @@ _HANDLERS: dict[type, Callable[[Transition, Any], None]] = {
     ev.WorkerLeft: on_members.worker_left,
     ev.WorkerRaised: on_members.worker_raised,
     ev.HangFound: on_members.hang_found,
+    ev.LinksProbed: link_events.links_probed,
     ev.CommittedRead: on_members.committed_read,
     ev.MemoryMeasured: protection.memory_measured,
     ev.SavesMeasured: cadence.saves_measured,

@@ -33,6 +33,7 @@ class Bounds:
         fence_s: A fenced member must have left, or it is killed.
         kill_s: A killed process must be gone, or it is no longer waited for.
         read_s: Storage must have answered, or it is asked again.
+        probe_s: Keepers must have answered whom they reach, or the run goes on without knowing.
         yield_s: Members must have left as asked, or the attempt is fenced; four steps come on top.
         survey_s: The survey must have come, or it is asked for again.
         drain_lead_s: A draining node is left this long before its deadline.
@@ -51,6 +52,7 @@ class Bounds:
     fence_s: float = 2.0
     kill_s: float = 3.0
     read_s: float = 10.0
+    probe_s: float = 3.0
     yield_s: float = 60.0
     survey_s: float = 10.0
     drain_lead_s: float = 10.0

@@ -1,10 +1,11 @@
 """."""
 
 from orchestrator import policies
-from orchestrator.policies import budgets, growth, layout, quarantine, versions
+from orchestrator.policies import budgets, growth, layout, links, quarantine, versions
 from orchestrator.policies.budgets import BudgetRules, Fault, FaultClass, UserError
 from orchestrator.policies.growth import GrowthRules
 from orchestrator.policies.layout import LayoutRules, choose, usable
+from orchestrator.policies.links import Link, Pair
 from orchestrator.policies.saving import (
     Cadence,
     CadenceFacts,
@@ -58,7 +59,9 @@ __all__ = [
     "GrowthRules",
     "Holding",
     "LayoutRules",
+    "Link",
     "LossFacts",
+    "Pair",
     "ParityHolding",
     "Protection",
     "RecoveryPlan",
@@ -80,6 +83,7 @@ __all__ = [
     "decide",
     "growth",
     "layout",
+    "links",
     "next_pace",
     "noted",
     "over_budget",

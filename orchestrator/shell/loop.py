@@ -343,6 +343,7 @@ class Run:
                 a.attempt, a.workers, durable=a.durable
             ),
             act.ReadCommitted: lambda a: self._spawn(self._read_committed(a)),
+            act.ProbeLinks: lambda a: self._spawn(self._nodes.probe(a)),
             act.StartAttempt: self._start_attempt,
             act.OrderKeepers: self._snapshots.order,
             act.SetCadence: lambda a: self._spawn(self._cadence.tell(a)),
@@ -410,7 +411,12 @@ class Run:
         state = self._state
         # Members that left had all completed every version; before that, all that reported.
         newest_step = state.attempt.step if state.attempt.num_inside else state.attempt.left_step
-        answer = await self._snapshots.read(action.lineage, enough_step=newest_step, bad=action.bad)
+        answer = await self._snapshots.read(
+            action.lineage,
+            enough_step=newest_step,
+            bad=action.bad,
+            unreached=action.unreached,
+        )
         if answer is None:
             return  # the machine asks again
         self._measure()

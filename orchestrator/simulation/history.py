@@ -61,6 +61,7 @@ _BOUNDS = Bounds(
     fence_s=0.4,
     kill_s=0.5,
     read_s=1.0,
+    probe_s=0.6,
     yield_s=1.5,
     survey_s=1.0,
     drain_lead_s=0.7,

@@ -4,7 +4,7 @@
 wait of an attempt from outside. The record ring shows to any process what the groups do.
 """
 
-from workers.collectives.errors import AbortedError, CollectiveError, GroupError
+from workers.collectives.errors import AbortedError, CollectiveError, GroupError, unreached
 from workers.collectives.forming import abort, check, form, leave, set_timeout
 
 __all__ = [
@@ -16,4 +16,5 @@ __all__ = [
     "form",
     "leave",
     "set_timeout",
+    "unreached",
 ]

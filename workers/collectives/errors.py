@@ -7,7 +7,14 @@ GroupError
 
 from __future__ import annotations
 
-from typing import Any
+import re
+from typing import Any, Final
+
+#: gloo (torch 2.13) on a connection that it could not make, or that ended for want of an answer.
+_REMOTE: Final = re.compile(r"(?:remote=|peer )\[(?:::ffff:)?([0-9a-fA-F.:]+)\]")
+_UNREACHED: Final = re.compile(
+    r"connectFullMesh|[Cc]onnect timeout|[Tt]imed out|No route to host|unreachable", re.ASCII
+)
 
 
 class GroupError(Exception):
@@ -27,6 +34,23 @@ class AbortedError(GroupError):
 
 class CollectiveError(GroupError):
     """gloo or NCCL failed under a collective. Facts: ``attempt``, ``group``, ``op``, ``seq``."""
+
+
+def unreached(error: BaseException) -> str:
+    """Return the address of the peer that gloo could not reach; "" if it names none.
+
+    A peer that closed its connection was reached.
+    """
+    seen: set[int] = set()
+    cause: BaseException | None = error
+    while cause is not None and id(cause) not in seen:
+        said = str(cause)
+        named = _REMOTE.search(said)
+        if named is not None and _UNREACHED.search(said) and "closed by peer" not in said:
+            return named[1]
+        seen.add(id(cause))
+        cause = cause.__cause__ or cause.__context__
+    return ""
 
 
 def _rebuild(kind: type[GroupError], message: str, facts: dict[str, Any]) -> GroupError:

@@ -27,6 +27,7 @@ import ray
 from ucp_core.errors import UcpError
 from workers.errors import WorkerError
 from workers.keeper.node_memory import NodeMemory
+from workers.keeper.peers import unreached
 from workers.keeper.watch import GONE, STILL_S, NodeWatch, clear
 from workers.parent_death import end_with_parent
 from workers.protocol import Inventory, KeeperOrder, NodeReport
@@ -91,6 +92,8 @@ class Keeper:
         self._why_no_memory = ""
         # One thread each: a store that stalls delays only flushes.
         self._orders, self._flushes = ThreadPoolExecutor(1), ThreadPoolExecutor(1)
+        # A search need not wait for the probe of a link that was lost before.
+        self._probes = ThreadPoolExecutor(4)
         if run_url and settings is not None:
             self._open_memory(run_url, Settings.from_json(settings), life)
 
@@ -138,6 +141,10 @@ class Keeper:
         """Switch to a new attempt. An order older than the current attempt is ignored."""
         if self._memory is not None and self._memory.fence(order):
             await self._call(self._orders, self._memory.obey, order)
+
+    async def probe(self, peers: dict[str, tuple[str, int]]) -> list[str]:
+        """Return the nodes in ``peers`` that this one does not reach; address by node."""
+        return await self._call(self._probes, unreached, peers)
 
     async def flush(self, attempt: int, step: int) -> bool:
         """Store a version now; return whether it is committed."""

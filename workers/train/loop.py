@@ -149,7 +149,8 @@ class _Attempt:
             log.info("left_fenced", extra={"attempt": attempt, "step": step, "error": described})
             return Fenced(attempt=attempt, step=step)
         if _is_of_groups(error):
-            return PeerLost(attempt=attempt, step=step, detail=described)
+            unreached = collectives.unreached(error)
+            return PeerLost(attempt=attempt, step=step, detail=described, unreached=unreached)
         return Raised(
             attempt=attempt, step=step + 1, error=described, traceback=_user_traceback(error)
         )

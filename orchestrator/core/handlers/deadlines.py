@@ -5,7 +5,15 @@ from __future__ import annotations
 from math import inf
 
 from orchestrator.core.events import FaultInjected, StopRequested, Ticked
-from orchestrator.core.handlers import demand, fleet, fleet_events, formation, recovery, survey
+from orchestrator.core.handlers import (
+    demand,
+    fleet,
+    fleet_events,
+    formation,
+    link_events,
+    recovery,
+    survey,
+)
 from orchestrator.core.state import Phase, WorkerStatus
 from orchestrator.core.transition import Transition
 
@@ -42,6 +50,8 @@ def _look_at_fleet(transition: Transition) -> None:
     transition.run.fleet.wake_s = inf
     _look_at_workers(transition)
     _look_at_nodes(transition)
+    if transition.run.network.links:
+        link_events.ask(transition)
     if transition.run.fleet.num_failed_starts >= transition.rules.starts_failed_max:
         demand.give_up_starting(transition)
 

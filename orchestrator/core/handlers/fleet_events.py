@@ -25,6 +25,7 @@ from orchestrator.core.events import (
 from orchestrator.core.handlers import demand, fleet, formation, recovery
 from orchestrator.core.state import Phase, WorkerStatus
 from orchestrator.core.transition import Transition
+from orchestrator.policies import links
 
 
 def node_joined(transition: Transition, event: NodeJoined) -> None:
@@ -106,6 +107,9 @@ def lose_node(transition: Transition, number: int, cause: str) -> None:
     preempted = run.fleet.nodes[number].draining
     node = run.fleet.nodes[number]._replace(alive=False, keeper_by_s=inf, budget_bytes=0)
     fleet.put_node(transition, number, node)
+    network = run.network
+    if network.links:
+        run.network = network._replace(links=links.without(network.links, node.name))
     recovery.memory_shrank(transition)
     kind = "preemption" if preempted else "node_loss"
     if members:

@@ -5,11 +5,11 @@ from __future__ import annotations
 from math import inf
 
 from orchestrator.core.actions import StartAttempt
-from orchestrator.core.handlers import demand, fleet, protection
+from orchestrator.core.handlers import demand, fleet, protection, searching
 from orchestrator.core.state import Attempt, Node, Phase, Reads, WorkerStatus
 from orchestrator.core.transition import Transition
 from orchestrator.policies import layout as layout_policy
-from orchestrator.policies import quarantine
+from orchestrator.policies import links, quarantine
 
 
 def capacity(transition: Transition) -> int:
@@ -17,13 +17,60 @@ def capacity(transition: Transition) -> int:
 
     Draining nodes are used only if the run could not train without them.
     """
-    rules = transition.rules
-    staying = min(transition.run.fleet.num_usable, rules.max_workers)
-    for offered in (staying, min(staying + transition.run.fleet.num_leaving, rules.max_workers)):
-        used = layout_policy.usable(offered, rules.layout)
-        if used >= rules.min_workers:
+    for leaving in (False, True):
+        used = num_together(transition, leaving=leaving)
+        if used >= transition.rules.min_workers:
             return used
     return 0
+
+
+def num_together(transition: Transition, *, leaving: bool = False) -> int:
+    """Return how many workers that reach each other a layout would use; 0 if there is none.
+
+    Args:
+        transition: Of the run.
+        leaving: Also those on draining nodes.
+    """
+    fleet, rules = transition.run.fleet, transition.rules
+    offered = fleet.num_usable + (fleet.num_leaving if leaving else 0)
+    out = left_out(transition, leaving=leaving)
+    offered -= sum(fleet.nodes[number].usable for number in out)
+    return layout_policy.usable(min(offered, rules.max_workers), rules.layout)
+
+
+def left_out(transition: Transition, *, leaving: bool = False) -> frozenset[int]:
+    """Return the nodes to do without, so that the others reach each other.
+
+    A link that has not been whole for long is used only if the run could not train without it.
+    """
+    run, rules = transition.run, transition.rules
+    out: frozenset[int] = frozenset()
+    for paused in (True, False):
+        pairs = links.apart(run.network.links, transition.now_s, paused=paused)
+        if not pairs:
+            return frozenset()
+        nodes = {
+            node.name: node.usable
+            for node in run.fleet.nodes.values()
+            if node.usable and (leaving or not node.draining)
+        }
+        members = {run.fleet.nodes[number].name for number in run.attempt.nodes}
+        names = links.left_out(nodes, pairs, preferred=members)
+        out = frozenset(run.fleet.node_ids[name] for name in names)
+        offered = sum(nodes.values()) - sum(nodes[name] for name in names)
+        if layout_policy.usable(min(offered, rules.max_workers), rules.layout) >= rules.min_workers:
+            break
+    return out
+
+
+def unreached(transition: Transition) -> tuple[str, ...]:
+    """Return the nodes that one of the next members cannot reach, sorted."""
+    run = transition.run
+    pairs = links.apart(run.network.links, transition.now_s, paused=False)
+    if not pairs:
+        return ()
+    out = {run.fleet.nodes[number].name for number in left_out(transition)}
+    return tuple(sorted(out & {end for pair in pairs if not out >= set(pair) for end in pair}))
 
 
 def wait(transition: Transition) -> None:
@@ -99,13 +146,15 @@ def _start(transition: Transition) -> None:
         plan=protection.plan(transition, nodes, layout),
         num_inside=len(members),
         num_unformed=len(members),
+        started_s=transition.now_s,
         step=resume_step,
         committed_at_start=run.committed,
         num_bad_at_start=len(run.bad),
     )
     run.reads = Reads(num=run.reads.num)
     run.phase = Phase.FORMING
-    run.deadline_s = transition.now_s + transition.rules.bounds.form_bound_s(run.num_stuck)
+    searching.start_anew(transition)
+    run.deadline_s = searching.form_deadline_s(transition)
     transition.actions.append(
         StartAttempt(
             attempt=run.attempt.number,
@@ -137,16 +186,19 @@ def _candidates(transition: Transition) -> list[int]:
     for number, node in run.fleet.nodes.items():
         if node.usable:
             order.setdefault(number)
-    staying: list[int] = []
-    leaving: list[int] = []
-    for number in order:
-        node = run.fleet.nodes[number]
-        if node.usable:
-            (leaving if node.draining else staying).extend(_ready_on(transition, node, ranks))
     rules = transition.rules
-    chosen = staying[: rules.max_workers]
-    if layout_policy.usable(len(chosen), rules.layout) < rules.min_workers:
-        chosen = (staying + leaving)[: rules.max_workers]
+    chosen: list[int] = []
+    for with_leaving in (False, True):
+        out = left_out(transition, leaving=with_leaving)
+        staying: list[int] = []
+        leaving: list[int] = []
+        for number in order:
+            node = run.fleet.nodes[number]
+            if node.usable and number not in out:
+                (leaving if node.draining else staying).extend(_ready_on(transition, node, ranks))
+        chosen = (staying + leaving if with_leaving else staying)[: rules.max_workers]
+        if layout_policy.usable(len(chosen), rules.layout) >= rules.min_workers:
+            break
     return chosen
 
 

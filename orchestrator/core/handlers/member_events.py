@@ -14,7 +14,7 @@ from orchestrator.core.events import (
     WorkerLeft,
     WorkerRaised,
 )
-from orchestrator.core.handlers import fleet, planned, protection, recovery
+from orchestrator.core.handlers import fleet, planned, protection, recovery, searching
 from orchestrator.core.state import ACTIVE, MutableRunState, Phase, Worker
 from orchestrator.core.transition import Transition
 from orchestrator.policies import STORAGE, UserError
@@ -68,8 +68,12 @@ def step_completed(transition: Transition, event: StepCompleted) -> None:
 
 
 def _run(transition: Transition) -> None:
-    transition.run.phase = Phase.RUNNING
-    transition.run.deadline_s = inf
+    run = transition.run
+    run.phase = Phase.RUNNING
+    run.deadline_s = inf
+    # Half of what an unusual one took is forgotten each time.
+    run.form_s = max(transition.now_s - run.attempt.started_s, run.form_s / 2)
+    searching.forget(transition)
 
 
 def checkpoint_committed(transition: Transition, event: CheckpointCommitted) -> None:
@@ -90,6 +94,9 @@ def worker_left(transition: Transition, event: WorkerLeft) -> None:
     run = transition.run
     number, worker = found
     _leave(transition, number, worker, event.step)
+    if event.unreached:
+        way = (run.fleet.nodes[worker.node].name, event.unreached)
+        run.network = run.network._replace(suspects=(*run.network.suspects, way))
     if event.how == "unloadable":
         _could_not_load(transition, event)
         return

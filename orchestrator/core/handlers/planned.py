@@ -9,12 +9,10 @@ from __future__ import annotations
 from math import inf
 
 from orchestrator.core.actions import YieldAttempt
-from orchestrator.core.handlers import recovery
-from orchestrator.core.handlers.formation import wait
+from orchestrator.core.handlers import formation, recovery
 from orchestrator.core.state import Cause, Phase
 from orchestrator.core.transition import Transition
 from orchestrator.policies import growth
-from orchestrator.policies import layout as layout_policy
 
 #: ``yielded_step`` when members left at different steps; no step is negative.
 _DIFFER = -2
@@ -30,9 +28,7 @@ def consider(transition: Transition) -> None:
         return
     if not run.attempt.stepped:
         return
-    num_after = layout_policy.usable(
-        min(run.fleet.num_usable, transition.rules.max_workers), transition.rules.layout
-    )
+    num_after = formation.num_together(transition)
     may_leave = run.fleet.num_leaving > 0 and num_after >= transition.rules.min_workers
     if may_leave and _leaves_draining_nodes(transition, num_after):
         return
@@ -155,4 +151,4 @@ def all_left(transition: Transition) -> None:
     elif run.stop_reason:
         transition.finish("stopped", run.stop_reason)
     else:
-        wait(transition)
+        formation.wait(transition)

@@ -11,8 +11,8 @@ from math import inf
 
 from orchestrator.core.actions import FenceAttempt, ReadCommitted
 from orchestrator.core.events import CommittedRead
-from orchestrator.core.handlers import fleet
-from orchestrator.core.handlers.formation import wait
+from orchestrator.core.handlers import fleet, searching
+from orchestrator.core.handlers.formation import unreached, wait
 from orchestrator.core.state import Cause, Phase, WorkerStatus
 from orchestrator.core.transition import Transition
 from orchestrator.policies import MEMORY, Fault, FaultClass, UserError, budgets
@@ -27,6 +27,7 @@ _WEIGHT = {
     "growth": 0,
     "drain": 0,
     "undecided": 1,
+    "link": 1,
     "unloadable": 1,
     "hang": 3,
     "exception": 2,
@@ -52,6 +53,8 @@ def fault(transition: Transition, kind: str, guilty: tuple[str, ...], evidence: 
     if run.phase not in (Phase.FENCING, Phase.READING):
         run.cause, run.also = Cause(kind, guilty, evidence, transition.now_s), ()
         _fence(transition)
+        if kind == "undecided" or run.network.suspects:
+            searching.begin_if_nameless(transition)
     elif cause is None or _WEIGHT[kind] > _WEIGHT[cause.kind]:
         # The fault was found when the first hint of it came.
         at_s = cause.at_s if cause else transition.now_s
@@ -120,6 +123,7 @@ def read(transition: Transition) -> None:
             lineage=run.lineage,
             number=run.reads.num,
             bad=run.bad,
+            unreached=unreached(transition),
         )
     )
 
@@ -182,10 +186,15 @@ def proceed(transition: Transition) -> None:
         run.attempt.fenced_s = transition.now_s
         run.reads.final_from = run.reads.num + 1
         run.deadline_s = transition.now_s + transition.rules.bounds.read_s
+        if not run.attempt.was_stuck:
+            searching.begin_if_nameless(transition)
     if run.phase is not Phase.READING:
         return
     if _known_is_final(transition):
-        decide(transition)
+        if searching.is_awaited(transition):
+            run.deadline_s = run.network.until_s
+        else:
+            decide(transition)
     elif run.reads.pending == 0 or run.reads.num < max(run.reads.memory_from, run.reads.bad_from):
         read(transition)
 
@@ -202,7 +211,8 @@ def _known_is_final(transition: Transition) -> bool:
     run = transition.run
     if run.reads.seen and run.reads.num - run.reads.pending >= run.reads.final_from:
         return True
-    reported = run.attempt.stepped and not run.committed_in_memory
+    # Behind a lost link is what an earlier answer may have counted on.
+    reported = run.attempt.stepped and not run.committed_in_memory and not run.network.found
     if not (run.reads.seen or reported) or run.attempt.left_step < 0:
         return False
     every = transition.rules.checkpoint_every
@@ -269,6 +279,7 @@ def fence_bound(transition: Transition) -> None:
         if worker is None or not worker.inside:
             continue
         if worker.status is WorkerStatus.READY:
+            run.attempt.was_stuck = True
             fleet.kill_worker(
                 transition, number, f"did not leave attempt {run.attempt.number} when fenced"
             )
@@ -291,6 +302,11 @@ def give_up(transition: Transition, number: int) -> None:
 def read_bound(transition: Transition) -> None:
     """Ask again, or give up on storage."""
     run = transition.run
+    if run.network.until_s <= transition.now_s:
+        searching.give_up(transition)
+        if _known_is_final(transition):
+            decide(transition)
+            return
     if run.reads.pending >= _READS_MAX:
         waited_s = _READS_MAX * transition.rules.bounds.read_s
         transition.finish(
@@ -308,6 +324,7 @@ def decide(transition: Transition) -> None:
     is_first_time = not run.attempt.judged
     run.attempt.judged = True
     if is_first_time:
+        searching.explain(transition)
         transition.report_incident()
     if run.committed[0] >= transition.rules.total_steps:
         transition.finish("completed", f"step {run.committed[0]} is committed")
@@ -349,8 +366,9 @@ def _charge(transition: Transition) -> str:
     # The last 64 are enough: what is to be recognised comes back at the same step, at once.
     run.raised_before = (*run.raised_before, *run.attempt.raised)[-64:]
     kind = run.cause.kind if run.cause else "peer_lost"
-    if kind == "resume":
-        return ""  # it was charged when it failed
+    if kind in ("resume", "link"):
+        # It was charged when it failed; a lost link is waited for, however often it is lost.
+        return ""
     if kind == "unloadable" and len(run.bad) > run.attempt.num_bad_at_start:
         # Nobody failed. It cannot repeat for ever: the next attempt has fewer sources.
         return ""
@@ -365,7 +383,7 @@ def _charge(transition: Transition) -> str:
     run.num_stuck = 0 if progressed else run.num_stuck + 1
     if run.attempt.stepped and fault_class is not FaultClass.UNDECIDED:
         run.num_undecided = 0
-    elif fault_class is FaultClass.UNDECIDED:
+    elif fault_class is FaultClass.UNDECIDED and searching.is_program(transition):
         run.num_undecided = 1 if progressed else run.num_undecided + 1
     problem = budgets.overspent(
         run.faults,
@@ -392,6 +410,11 @@ def phase_bound(transition: Transition) -> None:
     run = transition.run
     workers = (run.fleet.workers.get(number) for number in run.attempt.members)
     if run.phase is Phase.FORMING:
+        look_s = searching.form_deadline_s(transition)
+        if look_s > transition.now_s:
+            searching.begin(transition)
+            run.deadline_s = look_s
+            return
         late = [w.name for w in workers if w is not None and w.inside and not w.formed]
         bound_s = transition.rules.bounds.form_bound_s(transition.run.num_stuck)
         what = "had not formed"

@@ -10,6 +10,7 @@ from orchestrator.core.state.fleet import (
     worker_name,
     worker_number,
 )
+from orchestrator.core.state.network import Network
 from orchestrator.core.state.reads import Reads
 from orchestrator.core.state.run import (
     ACTIVE,
@@ -32,6 +33,7 @@ __all__ = [
     "Cause",
     "Fleet",
     "MutableRunState",
+    "Network",
     "Node",
     "Phase",
     "Reads",

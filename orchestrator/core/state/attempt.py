@@ -23,6 +23,7 @@ class Attempt(Part):
         plan: How its snapshots are protected.
         num_inside: Members that have neither left nor died.
         num_unformed: Members that have not formed.
+        started_s: When it was started.
         step: Last step that every rank completed.
         stepped: Whether it completed a step.
         committed_at_start: What the run's ``committed`` was when it started.
@@ -32,6 +33,7 @@ class Attempt(Part):
         yielded_step: Step at which all members so far yielded; -1 none yet, -2 they differ.
         completed: Whether a member reported the last step as committed.
         fenced_s: When the last member was out.
+        was_stuck: Whether a member did not leave when it was fenced, and was killed.
         judged: Whether its end was put on record and charged.
         raised: Errors of its training code.
         unread: Sources that members could not read, and did not prove bad.
@@ -47,6 +49,7 @@ class Attempt(Part):
     plan: RedundancyPlan = field(default_factory=RedundancyPlan)
     num_inside: int = 0
     num_unformed: int = 0
+    started_s: float = 0.0
     step: int = 0
     stepped: bool = False
     committed_at_start: tuple[int, int] = (0, 0)
@@ -56,6 +59,7 @@ class Attempt(Part):
     yielded_step: int = -1
     completed: bool = False
     fenced_s: float = 0.0
+    was_stuck: bool = False
     judged: bool = False
     raised: tuple[UserError, ...] = ()
     unread: tuple[Source, ...] = ()

@@ -17,6 +17,7 @@ from typing import Any
 from orchestrator.core.state.attempt import Attempt, FrozenAttempt
 from orchestrator.core.state.fleet import Fleet, FrozenFleet, Node, Worker, WorkerStatus
 from orchestrator.core.state.frozen import Frozen, Part
+from orchestrator.core.state.network import Network
 from orchestrator.core.state.reads import FrozenReads, Reads
 from orchestrator.policies import Fault, FaultsSeen, UserError
 from workers.protocol import Pace, Source
@@ -50,7 +51,7 @@ class Cause:
     """Why the last attempt ended, or is being ended.
 
     Attributes:
-        kind: crash, node_loss, preemption, hang, undecided, exception, peer_lost, unloadable,
+        kind: crash, node_loss, preemption, hang, link, undecided, exception, peer_lost, unloadable,
             growth, drain, stop, controller_restart, resume or completed.
         guilty: Workers proven to have caused it.
         evidence: One line for people.
@@ -74,6 +75,7 @@ class MutableRunState(Part):
         attempt: The current or last one.
         reads: What was asked of keepers and storage since it started.
         fleet: Nodes, slots and workers.
+        network: Which of the nodes do not reach each other.
         committed: ``(step, attempt)`` of the newest commit known to count. It may be gone when
             it is needed, and the next read then says an older one.
         committed_in_memory: Whether it was last seen in keepers' memory, which a node takes with
@@ -96,6 +98,7 @@ class MutableRunState(Part):
         surveying_until_s: Bound of the survey after a restart; infinity if none is under way.
         down_since_s: When training last stopped; infinity while it trains.
         pause_s: Measured duration of the last re-formation; 0.0 if there was none.
+        form_s: Longest time that an attempt took to form, of late; 0.0 before the first.
         step_s: Smoothed duration of a step; 0.0 before the first.
         faults_seen: Since the run began.
         pace: The intervals of saves that were decided on; 0 where none was.
@@ -112,6 +115,7 @@ class MutableRunState(Part):
     attempt: Attempt = field(default_factory=Attempt)
     reads: Reads = field(default_factory=Reads)
     fleet: Fleet = field(default_factory=Fleet)
+    network: Network = field(default_factory=Network)
     committed: tuple[int, int] = (0, 0)
     committed_in_memory: bool = False
     lost: tuple[int, ...] = ()
@@ -131,6 +135,7 @@ class MutableRunState(Part):
     surveying_until_s: float = inf
     down_since_s: float = inf
     pause_s: float = 0.0
+    form_s: float = 0.0
     step_s: float = 0.0
     faults_seen: FaultsSeen = field(default_factory=FaultsSeen)
     pace: Pace = field(default_factory=Pace)

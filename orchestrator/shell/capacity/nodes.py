@@ -25,9 +25,11 @@ from orchestrator.core import (
     KeeperDied,
     KeeperReady,
     KeeperSilent,
+    LinksProbed,
     NodeDraining,
     NodeJoined,
     NodeLost,
+    ProbeLinks,
 )
 from orchestrator.shell.names import RunNames
 from workers.keeper import OPTIONS, Keeper
@@ -45,6 +47,9 @@ KEEPER_ASK_S = 5.0
 CLEAR_S = 5.0
 #: A node that was declared lost and is there all the same is taken in again after this.
 RETURN_S = 5.0
+#: A probe between two nodes ends after 1.2 s, and a busy keeper takes a while to answer. Below
+#: ``Bounds.probe_s``.
+PROBED_S = 2.5
 #: A raylet's port answers or refuses in microseconds, also across a data center.
 PROBE_S = 0.5
 #: One that lives hangs up on who says nothing after two minutes, and is called again. So is one
@@ -209,6 +214,35 @@ class Nodes:
             if accepts and view.greeted.is_set() and not view.lost.is_set()
         }
 
+    async def probe(self, order: ProbeLinks) -> None:
+        """Have keepers find out which nodes reach each other; report what those say that answer."""
+        wanted = {node: {other for other in order.nodes if other != node} for node in order.nodes}
+        for one, other in order.pairs:
+            wanted.setdefault(one, set()).add(other)
+            wanted.setdefault(other, set()).add(one)
+        there = {
+            node: (view.host, view.port) if view.port else view.raylet_address
+            for node in wanted
+            if (view := self.views.get(node)) is not None and not view.lost.is_set()
+        }
+        asked = [node for node in there if self.views[node].keeper is not None]
+        answers = await asyncio.gather(
+            *(
+                _probed(self.views[node].keeper, {n: there[n] for n in wanted[node] if n in there})
+                for node in asked
+            )
+        )
+        said = dict(zip(asked, answers, strict=True))
+        self._post(
+            LinksProbed(
+                at_s=self._at_s(),
+                number=order.number,
+                pairs=order.pairs,
+                heard=tuple(node for node, lost in said.items() if lost is not None),
+                lost=tuple((node, to) for node, lost in said.items() for to in sorted(lost or ())),
+            )
+        )
+
     async def kill_worker(self, node: str, worker: str) -> None:
         """Have the keeper of ``node`` SIGKILL ``worker``; returns when it is done, or cannot be."""
         view = self.views.get(node)
@@ -330,11 +364,16 @@ class Nodes:
             writer.close()
         return view.lost.is_set()
 
-    def look_around(self) -> None:
-        """Find out of every node whether it is lost, without waiting."""
-        for view in self.views.values():
-            if not view.lost.is_set():
-                self._spawn_look(self.is_gone(view.node))
+    def look_around(self, host: str) -> str:
+        """Find out of every node whether it is lost, without waiting.
+
+        Returns the node with the address ``host``; "" if none or several have it.
+        """
+        there = [view for view in self.views.values() if not view.lost.is_set()]
+        for view in there:
+            self._spawn_look(self.is_gone(view.node))
+        found = [view.node for view in there if host in {view.host, view.raylet_address[0]}]
+        return found[0] if host and len(found) == 1 else ""
 
     def _spawn_look(self, look: Coroutine[Any, Any, Any]) -> None:
         task = asyncio.get_running_loop().create_task(look)
@@ -432,6 +471,15 @@ async def _clear(keeper: Any) -> None:
     with contextlib.suppress(RayError, TimeoutError):
         async with asyncio.timeout(CLEAR_S):
             await keeper.clear.remote()
+
+
+async def _probed(keeper: Any, peers: dict[str, tuple[str, int]]) -> list[str] | None:
+    """Return whom a keeper does not reach; None if it does not answer in time."""
+    with contextlib.suppress(RayError, TimeoutError):
+        async with asyncio.timeout(PROBED_S):
+            lost: list[str] = await keeper.probe.remote(peers)
+            return lost
+    return None
 
 
 async def _kill(keeper: Any, worker: str) -> None:

@@ -79,7 +79,8 @@ class Workers:
         is_draining: Whether a node had been given notice.
         is_gone: Finds out whether a node is lost.
         kill_on_node: Has the keeper of a worker's node kill it.
-        look_around: Checks every node for loss, without waiting.
+        look_around: Checks every node for loss, without waiting, when a transport failed; takes
+            the address that it could not reach, or "", and returns the node there, or "".
         boot: Keyword arguments of ``workers.process.actor.Worker`` that are equal for all workers.
     """
 
@@ -92,7 +93,7 @@ class Workers:
         is_draining: Callable[[str], bool],
         is_gone: Callable[[str], Awaitable[bool]],
         kill_on_node: Callable[[str, str], Awaitable[None]],
-        look_around: Callable[[], None],
+        look_around: Callable[[str], str],
         boot: dict[str, Any],
     ) -> None:
         self._names = names
@@ -234,10 +235,11 @@ class Workers:
         except RayError as error:
             self._ended(worker, error)
             return
+        unreached = ""
         if isinstance(outcome, PeerLost):
             # The survivor's transport is often the first to know; Ray needs 1.5 s for a machine.
-            self._look_around()
-        self._post(_left(self._at_s(), worker, outcome))
+            unreached = self._look_around(outcome.unreached)
+        self._post(_left(self._at_s(), worker, outcome, unreached))
 
     def note_formed(self, worker: str, attempt: int, at_s: float) -> None:
         """Post that ``worker`` has formed, with what it says that it took."""
@@ -347,7 +349,7 @@ async def _asked(handle: Any) -> Any:
     return await handle.hello.remote()
 
 
-def _left(at_s: float, worker: str, outcome: Outcome) -> Event:
+def _left(at_s: float, worker: str, outcome: Outcome, unreached: str) -> Event:
     if isinstance(outcome, Raised):
         return WorkerRaised(
             at_s=at_s,
@@ -364,6 +366,7 @@ def _left(at_s: float, worker: str, outcome: Outcome) -> Event:
         how=_HOW[type(outcome)],
         step=outcome.step,
         detail=outcome.detail if isinstance(outcome, PeerLost) else "",
+        unreached=unreached,
     )
     if not isinstance(outcome, Unloadable):
         return left

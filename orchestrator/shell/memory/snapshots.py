@@ -130,7 +130,12 @@ class Snapshots:
         self._hopeless.discard(node)
 
     async def read(
-        self, lineage: Lineage, *, enough_step: int, bad: Sequence[Source] = ()
+        self,
+        lineage: Lineage,
+        *,
+        enough_step: int,
+        bad: Sequence[Source] = (),
+        unreached: Sequence[str] = (),
     ) -> Answer | None:
         """Return the version to resume from; None if it cannot be known now.
 
@@ -139,9 +144,14 @@ class Snapshots:
             enough_step: A version in memory of this step or later ends the search: nothing in
                 storage can be newer. -1 if nobody can say that.
             bad: What is not to be loaded from.
+            unreached: Nodes whose memory cannot be loaded from.
         """
         answer = await self._find(
-            lineage, enough_step=enough_step, total_steps=self._total_steps, bad=bad
+            lineage,
+            enough_step=enough_step,
+            total_steps=self._total_steps,
+            bad=bad,
+            unreached=unreached,
         )
         self._version = answer.version if answer is not None else None
         return answer
@@ -153,6 +163,7 @@ class Snapshots:
         enough_step: int,
         total_steps: int,
         bad: Sequence[Source] = (),
+        unreached: Sequence[str] = (),
         held_only: bool = False,
     ) -> Answer | None:
         excluded = frozenset(map(checkpoint_name, quarantine.in_storage(bad)))
@@ -161,7 +172,7 @@ class Snapshots:
         stored.add_done_callback(_seen)
 
         def newest(inventories: Sequence[Inventory], other: tuple[int, int]) -> Version | None:
-            good = quarantine.good(inventories, bad)
+            good = [one for one in quarantine.good(inventories, bad) if one.node not in unreached]
             if held_only:
                 good = [replace(one, parities=()) for one in good]
             return versions.newest(good, other, lineage, total_steps=total_steps)

@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import replace
 from heapq import heapify
+from itertools import combinations
 from math import inf
 from random import Random
 from typing import Any
@@ -18,11 +19,14 @@ from orchestrator.core import actions as act
 from orchestrator.core import events as ev
 from orchestrator.policies import quarantine, versions
 from orchestrator.simulation.world import loading
+from orchestrator.simulation.world.memory import answers
 from orchestrator.simulation.world.parts import STEP_S, SimAttempt, SimNode, SimWorker, Tiers
 from orchestrator.simulation.world.saving import final_snapshot, save_step
 from orchestrator.simulation.world.wires import Observer, World
 from workers.protocol import Pace
 
+#: A probe of links that are whole takes up to this.
+PROBE_S = 0.1
 #: A node that was given up is taken in again after this.
 _RETURN_S = 0.5
 #: Longer than trainers take to write: what they leave behind is committed by then.
@@ -47,6 +51,7 @@ class SimCluster(World):
             act.FenceAttempt: self._fence_attempt,
             act.YieldAttempt: self._yield_attempt,
             act.ReadCommitted: self._read_committed,
+            act.ProbeLinks: self._probe_links,
             act.StartAttempt: self._start_attempt,
             act.OrderKeepers: self._order_keepers,
             act.SetCadence: self._set_cadence,
@@ -305,6 +310,21 @@ class SimCluster(World):
                 for node in nodes
                 if self.now_s < node.keeper_back_s and node.alive and not node.cut_off
             ),
+        )
+
+    def _probe_links(self, action: act.ProbeLinks) -> None:
+        self.at(self.wire_s() + PROBE_S * self.rng.random(), self._probed, action)
+
+    def _probed(self, action: act.ProbeLinks) -> None:
+        pairs = {*combinations(action.nodes, 2), *action.pairs}
+        ways = sorted(way for one, other in pairs for way in ((one, other), (other, one)))
+        heard = sorted({node for node, _ in ways if answers(self.nodes[node], self.now_s)})
+        self.post_or_lose(
+            ev.LinksProbed,
+            number=action.number,
+            pairs=action.pairs,
+            heard=tuple(heard),
+            lost=tuple(way for way in ways if way[0] in heard and not self.is_reached(*way)),
         )
 
     # An attempt

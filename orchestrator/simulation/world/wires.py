@@ -149,6 +149,11 @@ class World:
         if incarnation == self.incarnation and self.controller_up:
             self.inbox.append(kind(at_s=self.now_s, **values))
 
+    def is_reached(self, source: str, target: str) -> bool:
+        """Return whether a packet from a node gets to another one, and an answer back."""
+        ends = (self.nodes[source], self.nodes[target])
+        return all(node.alive and not node.cut_off for node in ends)
+
     def measure(self) -> None:
         """Let the controller ask keepers what memory they have, and how large versions are."""
         inventories = self.memory.inventories(self.nodes.values(), self.now_s)

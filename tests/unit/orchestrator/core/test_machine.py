@@ -245,6 +245,7 @@ def test_a_hint_never_avoids_a_node() -> None:
                 )
                 for w in ("w0001", "w0002")
             ),
+            ev.LinksProbed(at_s=at_s, number=attempt, heard=("a", "b")),
             ev.CommittedRead(
                 at_s=at_s, attempt=attempt, step=attempt, committed_by=attempt, skipped=()
             ),
@@ -299,10 +300,16 @@ def test_a_start_that_took_too_long_gets_more_time_the_next_time() -> None:
 
 def test_an_attempt_that_did_not_form_in_time_gets_more_time_the_next_time() -> None:
     """The state may simply be that large."""
-    first = _ready()
-    bound_s = first.deadline_s
-    state, actions = step(first, ev.Ticked(at_s=bound_s), rules=RULES)
-    assert FenceAttempt in _kinds(actions)
+    state = _ready()
+    bound_s = state.deadline_s
+    actions: tuple[Action, ...] = ()
+    while FenceAttempt not in _kinds(actions):
+        # Until then only the network is looked at.
+        bound_s = state.deadline_s
+        state, actions = step(state, ev.Ticked(at_s=bound_s), rules=RULES)
+        number = state.network.num_probes
+        state = _fold(state, ev.LinksProbed(at_s=bound_s, number=number, heard=("a", "b")))
+    assert bound_s == 1.0 + RULES.bounds.form_s
     state = _fold(
         state,
         *(
@@ -314,7 +321,11 @@ def test_an_attempt_that_did_not_form_in_time_gets_more_time_the_next_time() -> 
     state = _fold(state, nothing)
 
     assert (state.phase, state.attempt.number) == (Phase.FORMING, 2)
-    assert state.deadline_s - bound_s == 2 * (bound_s - 1.0)
+    begun_s = bound_s
+    while state.phase is Phase.FORMING:
+        bound_s = state.deadline_s
+        state = _fold(state, ev.Ticked(at_s=bound_s))
+    assert bound_s - begun_s == 2 * RULES.bounds.form_s
 
 
 def test_a_start_that_fails_for_ever_ends_the_run_with_the_last_words() -> None:
@@ -427,6 +438,7 @@ def test_attempts_that_find_something_bad_cost_no_budget_and_no_time() -> None:
         _running(),
         ev.WorkerLeft(at_s=3.0, attempt=1, worker="w0001", how="peer_lost", step=1, detail=""),
         ev.WorkerLeft(at_s=3.0, attempt=1, worker="w0002", how="peer_lost", step=1, detail=""),
+        ev.LinksProbed(at_s=3.0, number=1, heard=("a", "b")),
     )
     faults = 0
     for number in range(40):

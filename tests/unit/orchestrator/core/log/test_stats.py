@@ -284,7 +284,8 @@ def test_steps_that_no_report_told_of_are_lost_too(
     )
     read = ev.CommittedRead(at_s=8.8, attempt=1, step=4, committed_by=1, skipped=(), number=0)
     again = ev.WorkerReady(at_s=8.9, worker="w0003", node="a", pid=13)
-    stats = _stats((*START, *left, *died, read, read, again))
+    whole = ev.LinksProbed(at_s=8.7, number=1, heard=("a", "b"))
+    stats = _stats((*START, *left, *died, whole, read, read, again))
 
     assert stats.attempt == 2
     assert stats.lost_steps == sum(each.lost_steps for each in stats.incidents) == num_lost

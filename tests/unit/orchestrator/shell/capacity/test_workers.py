@@ -45,7 +45,7 @@ def test_a_worker_that_cannot_be_reached_after_a_restart_is_killed(
         is_draining=lambda _: False,
         is_gone=_false,
         kill_on_node=_nothing,
-        look_around=lambda: None,
+        look_around=lambda _: "",
         boot={},
     )
 

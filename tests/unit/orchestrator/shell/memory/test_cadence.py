@@ -29,7 +29,7 @@ def _watch() -> CadenceWatch:
         is_draining=lambda _: False,
         is_gone=_false,
         kill_on_node=_nothing,
-        look_around=lambda: None,
+        look_around=lambda _: "",
         boot={},
     )
     return CadenceWatch(

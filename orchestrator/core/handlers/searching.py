@@ -1,0 +1,137 @@
+"""The search for a lost link, where a fault names nobody.
+
+Keepers of all members probe one another. What they find is the cause of the fault, and who trains
+next reach each other. ``link_events`` takes the answers.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection
+from dataclasses import replace
+from math import inf
+
+from orchestrator.core.actions import ProbeLinks
+from orchestrator.core.transition import Transition
+from orchestrator.policies import Pair, links
+
+#: What a lost link may be behind.
+NAMELESS = frozenset({"undecided", "peer_lost"})
+#: A group forms in this many times what it took before, or the network is looked at; and before
+#: one was seen in this, and so much more for each node. Nobody is disturbed by the look: a first
+#: model may take longer to build.
+_FORM_FACTOR = 3.0
+_FORM_S = 3.0
+_FORM_NODE_S = 0.02
+
+
+def begin(transition: Transition) -> None:
+    """Have the keepers of all members probe one another, unless they do already."""
+    run = transition.run
+    names = tuple(run.fleet.nodes[number].name for number in dict.fromkeys(run.attempt.nodes))
+    if transition.now_s < run.network.until_s < inf or len(names) < 2:  # noqa: PLR2004
+        return
+    number = run.network.num_probes + 1
+    run.network = run.network._replace(
+        num_probes=number,
+        search=number,
+        asked=names,
+        until_s=transition.now_s + transition.rules.bounds.probe_s,
+    )
+    transition.actions.append(ProbeLinks(number=number, nodes=names))
+
+
+def begin_if_nameless(transition: Transition) -> None:
+    """Begin if the members are out, what ended the attempt names nobody, and none has begun."""
+    run = transition.run
+    if run.cause is not None and run.cause.kind in NAMELESS and not run.network.search:
+        begin(transition)
+
+
+def is_awaited(transition: Transition) -> bool:
+    """Return whether the answer decides what the fault was, and is not overdue."""
+    run = transition.run
+    is_nameless = run.cause is not None and run.cause.kind in NAMELESS
+    return is_nameless and transition.now_s < run.network.until_s < inf
+
+
+def give_up(transition: Transition) -> None:
+    """Stop waiting for an answer."""
+    transition.run.network = transition.run.network._replace(until_s=inf)
+
+
+def start_anew(transition: Transition) -> None:
+    """Forget what was searched for and found in the last attempt."""
+    forget(transition)
+    network = transition.run.network
+    transition.run.network = network._replace(suspects=(), suspects_before=network.suspects)
+
+
+def forget(transition: Transition) -> None:
+    """Forget what was searched for and found: the next fault is another one."""
+    network = transition.run.network
+    if network.search:
+        transition.run.network = network._replace(
+            search=0, asked=(), until_s=inf, found=(), is_sound=False
+        )
+
+
+def form_deadline_s(transition: Transition) -> float:
+    """Return the bound of forming, or the time of the next look at the network before it."""
+    run = transition.run
+    started_s = run.attempt.started_s
+    # Each look comes after twice the time.
+    look_s = max(_first_look_s(transition), 2.0 * (transition.now_s - started_s))
+    return started_s + min(look_s, transition.rules.bounds.form_bound_s(run.num_stuck))
+
+
+def _first_look_s(transition: Transition) -> float:
+    run = transition.run
+    unknown_s = _FORM_S + _FORM_NODE_S * len(set(run.attempt.nodes))
+    return max(_FORM_FACTOR * run.form_s, unknown_s)
+
+
+def note(
+    transition: Transition,
+    lost: Collection[Pair],
+    *,
+    heard: Collection[str] = (),
+    asked: Collection[Pair] = (),
+) -> None:
+    """Note which ways between living nodes are lost; see ``links.noted``."""
+    run, now_s = transition.run, transition.now_s
+    alive = {node.name for node in run.fleet.nodes.values() if node.alive}
+    lost = [way for way in lost if alive >= set(way)]
+    known = links.noted(run.network.links, lost=lost, heard=heard, asked=asked, now_s=now_s)
+    run.network = run.network._replace(links=known)
+    transition.wake_by(links.wake_s(known, now_s))
+
+
+def is_program(transition: Transition) -> bool:
+    """Return whether a fault that names nobody can only come from the program.
+
+    All nodes reach each other, as their keepers say, and every member left when it was asked to.
+    What is not so may end by itself: it is waited for, longer each time.
+    """
+    attempt, network = transition.run.attempt, transition.run.network
+    is_sound = network.is_sound or len(set(attempt.nodes)) == 1
+    return is_sound and not attempt.was_stuck
+
+
+def explain(transition: Transition) -> None:
+    """Make lost links the cause of a fault that named nobody."""
+    run = transition.run
+    cause, network = run.cause, run.network
+    if cause is None or cause.kind not in NAMELESS:
+        return
+    found, seen = network.found, "no connection was made"
+    if not found:
+        # The transport says it a second time: what it meets, a probe does not.
+        found = tuple(way for way in network.suspects if way in network.suspects_before)
+        seen = "the transport says so again, and a probe found nothing"
+        note(transition, found)
+    if found:
+        evidence = f"{links.described(found)} ({seen}); before: {cause.evidence}"
+        run.cause = replace(cause, kind="link", evidence=evidence)
+    elif network.is_sound:
+        evidence = f"{cause.evidence}; all {len(network.asked)} nodes reach each other"
+        run.cause = replace(cause, evidence=evidence)

@@ -1,0 +1,238 @@
+"""Which nodes may train together where not every pair of them reaches each other. Pure.
+
+Keepers probe one another; what they could not reach is a lost link. A link that is whole again
+must stay so for a pause before it is used. The pause doubles with each loss of a link that was in
+use, so one that flaps is left alone until it stops.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterable, Mapping, Sequence
+from math import inf
+from typing import NamedTuple, TypeAlias
+
+__all__ = ["Link", "Pair", "apart", "described", "due", "left_out", "noted", "wake_s", "without"]
+
+#: Two nodes by name: the way from the first to the second, or, sorted, the link of both.
+Pair: TypeAlias = tuple[str, str]
+
+#: First pause of a link that is whole again, and the longest.
+_PAUSE_S = 5.0
+_PAUSE_S_MAX = 600.0
+#: A link that was whole for so long is a link like any other.
+_FORGET_S = 3600.0
+#: A lost link is probed again after a tenth of the time since it was lost, within these.
+_SHARE = 0.1
+_PROBE_S_MIN = 2.0
+_PROBE_S_MAX = 60.0
+#: While it waits for the end of its pause it is looked at so often.
+_LOOKS = 8
+#: Up to so many nodes the best choice is found among all; beyond, the worst node is left out again
+#: and again. 16 nodes in a ring of lost links take about 1 ms.
+_EXACT_MAX = 16
+
+
+class Link(NamedTuple):
+    """A link between two nodes that was lost, and perhaps is whole again.
+
+    Attributes:
+        ends: Its nodes, sorted.
+        lost: The ways that have no connection, by the last probe; () if it is whole.
+        since_s: When it was lost in use, the last time.
+        num_lost: How often it was lost in use.
+        whole_s: Since when it is whole; infinity while it is lost.
+        probe_s: When to probe it again; infinity once its pause is over.
+    """
+
+    ends: Pair
+    lost: tuple[Pair, ...]
+    since_s: float
+    num_lost: int = 1
+    whole_s: float = inf
+    probe_s: float = inf
+
+    @property
+    def pause_s(self) -> float:
+        """Return how long it must be whole before it is used."""
+        return min(_PAUSE_S * 2.0 ** min(self.num_lost - 1, 10), _PAUSE_S_MAX)
+
+    @property
+    def until_s(self) -> float:
+        """Return from when on it may be used; infinity while it is lost."""
+        return self.whole_s + self.pause_s
+
+
+def noted(
+    links: Sequence[Link],
+    *,
+    lost: Collection[Pair],
+    heard: Collection[str],
+    asked: Collection[Pair],
+    now_s: float,
+) -> tuple[Link, ...]:
+    """Return the links after an answer to a probe.
+
+    Args:
+        links: Those known.
+        lost: The ways that were found to have no connection.
+        heard: Nodes whose keepers answered: who did not says nothing.
+        asked: Known links that were probed, by their ends. Others were if they are in ``lost``.
+        now_s: The present.
+    """
+    ways: dict[Pair, list[Pair]] = {}
+    for way in sorted(lost):
+        ways.setdefault(_ends(way), []).append(way)
+    after: list[Link] = []
+    for link in links:
+        found = tuple(ways.pop(link.ends, ()))
+        is_told = bool(found) or (link.ends in asked and set(link.ends) <= set(heard))
+        link = _told(link, found, now_s) if is_told else link  # noqa: PLW2901
+        if now_s - link.whole_s < _FORGET_S:
+            after.append(link)
+    after += [
+        _again(Link(ends=ends, lost=tuple(found), since_s=now_s), now_s)
+        for ends, found in ways.items()
+    ]
+    return tuple(after)
+
+
+def _told(link: Link, found: tuple[Pair, ...], now_s: float) -> Link:
+    if found and now_s >= link.until_s:
+        link = link._replace(since_s=now_s, num_lost=link.num_lost + 1)
+    whole_s = inf if found else min(link.whole_s, now_s)
+    return _again(link._replace(lost=found, whole_s=whole_s), now_s)
+
+
+def _again(link: Link, now_s: float) -> Link:
+    """Return the link with the time of its next probe."""
+    if now_s >= link.until_s:
+        return link._replace(probe_s=inf)
+    period_s = link.pause_s / _LOOKS if not link.lost else _SHARE * (now_s - link.since_s)
+    return link._replace(probe_s=now_s + min(max(period_s, _PROBE_S_MIN), _PROBE_S_MAX))
+
+
+def due(links: Sequence[Link], now_s: float) -> tuple[tuple[Link, ...], tuple[Pair, ...]]:
+    """Return the links, with their next probes, and those to probe now, by their ends."""
+    late = tuple(link.ends for link in links if link.probe_s <= now_s)
+    return tuple(_again(link, now_s) if link.probe_s <= now_s else link for link in links), late
+
+
+def wake_s(links: Sequence[Link], now_s: float) -> float:
+    """Return when a link is to be probed or may be used again; infinity if none is."""
+    times_s = [t for link in links for t in (link.probe_s, link.until_s) if t > now_s]
+    return min(times_s, default=inf)
+
+
+def without(links: Sequence[Link], node: str) -> tuple[Link, ...]:
+    """Return the links but those of a node that is gone."""
+    return tuple(link for link in links if node not in link.ends)
+
+
+def apart(links: Sequence[Link], now_s: float, *, paused: bool = True) -> tuple[Pair, ...]:
+    """Return the pairs that must not train together, sorted ends.
+
+    Args:
+        links: Those known.
+        now_s: The present.
+        paused: Also those that are whole again and have not been so for their pause.
+    """
+    return tuple(link.ends for link in links if link.lost or (paused and now_s < link.until_s))
+
+
+def left_out(
+    weights: Mapping[str, int], pairs: Iterable[Pair], *, preferred: Collection[str] = ()
+) -> frozenset[str]:
+    """Return the nodes to do without, so that all others reach each other.
+
+    The nodes that stay have the most workers together; among equals, the most ``preferred`` ones,
+    then the first by name. Nodes in no pair always stay.
+
+    Args:
+        weights: Workers by node. Pairs with another node do not count.
+        pairs: Pairs that must not be together.
+        preferred: Nodes that had better stay.
+    """
+    foes: dict[str, set[str]] = {}
+    for one, other in pairs:
+        if weights.get(one) and weights.get(other):
+            foes.setdefault(one, set()).add(other)
+            foes.setdefault(other, set()).add(one)
+    worth = {node: (weights[node], node in preferred) for node in foes}
+    out: set[str] = set()
+    for part in _parts(foes):
+        choose = _best if len(part) <= _EXACT_MAX else _greedy
+        out |= part - choose({node: foes[node] for node in part}, worth)
+    return frozenset(out)
+
+
+def _parts(foes: Mapping[str, set[str]]) -> list[frozenset[str]]:
+    """Return the connected parts of the graph; each is decided alone."""
+    parts: list[frozenset[str]] = []
+    left = set(foes)
+    while left:
+        part, edge = set[str](), {min(left)}
+        while edge:
+            part |= edge
+            edge = {foe for node in edge for foe in foes[node]} - part
+        left -= part
+        parts.append(frozenset(part))
+    return parts
+
+
+_Worth: TypeAlias = Mapping[str, tuple[int, bool]]
+
+
+def _best(foes: Mapping[str, set[str]], worth: _Worth) -> frozenset[str]:
+    """Return the best set without foes: with the worst node in it, or without it."""
+    if not any(foes.values()):
+        return frozenset(foes)
+    worst = max(foes, key=lambda node: (len(foes[node]), node))
+    rest = _but(foes, {worst})
+    chosen = [
+        _best(rest, worth),
+        _best(_but(foes, {worst, *foes[worst]}), worth) | {worst},
+    ]
+    return min(chosen, key=lambda nodes: _rank(nodes, worth))
+
+
+def _greedy(foes: Mapping[str, set[str]], worth: _Worth) -> frozenset[str]:
+    """Return a good set without foes: leave out the node that costs the least for each foe."""
+    while any(foes.values()):
+        costly = [node for node in foes if foes[node]]
+        # Of equals the last by name.
+        cost = {node: (worth[node][0] / len(foes[node]), worth[node][1]) for node in costly}
+        least = min(cost.values())
+        foes = _but(foes, {max(node for node in costly if cost[node] == least)})
+    return frozenset(foes)
+
+
+def _rank(nodes: frozenset[str], worth: _Worth) -> tuple[int, int, list[str]]:
+    return (
+        -sum(worth[node][0] for node in nodes),
+        -sum(worth[node][1] for node in nodes),
+        sorted(nodes),
+    )
+
+
+def _but(foes: Mapping[str, set[str]], out: set[str]) -> dict[str, set[str]]:
+    return {node: those - out for node, those in foes.items() if node not in out}
+
+
+def described(lost: Collection[Pair]) -> str:
+    """Return for people which link is lost, or which node if it is an end of all that are."""
+    links = sorted({_ends(way) for way in lost})
+    common = sorted(set.intersection(*map(set, links))) if links else []
+    if len(links) > 1 and common:
+        return f"node {common[0][:8]} has no connection with {len(links)} others"
+    words: list[str] = []
+    for one, other in links[:4]:
+        both = {(one, other), (other, one)} <= set(lost)
+        source, target = (one, other) if both or (one, other) in lost else (other, one)
+        way = "between nodes {} and {}" if both else "from node {} to node {}"
+        words.append("no connection " + way.format(source[:8], target[:8]))
+    more = f" and {len(links) - 4} more" if len(links) > 4 else ""  # noqa: PLR2004
+    return ", ".join(words) + more
+
+
+def _ends(way: Pair) -> Pair:
+    return way if way[0] < way[1] else (way[1], way[0])

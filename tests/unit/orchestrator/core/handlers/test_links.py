@@ -1,0 +1,253 @@
+from itertools import combinations
+
+from orchestrator.core import (
+    Action,
+    FenceAttempt,
+    KillWorker,
+    Phase,
+    ProbeLinks,
+    ReportIncident,
+    RunRules,
+    RunState,
+    next_deadline_s,
+    step,
+)
+from orchestrator.core import events as ev
+from orchestrator.core.actions import ReadCommitted, YieldAttempt
+
+NODES = ("a", "b", "c", "d")
+RULES = RunRules(run="test", min_workers=2, max_workers=4, total_steps=100_000)
+
+
+class _Run:
+    """A run of four nodes with one worker each, in a world where some pairs are cut."""
+
+    def __init__(self, rules: RunRules = RULES) -> None:
+        self.state, self.rules, self.at_s = RunState(), rules, 0.0
+        self.cut: set[tuple[str, str]] = set()
+        self.silent: set[str] = set()
+        self.answers = True
+        self.actions: list[Action] = []
+        self.fold(ev.ControllerStarted(at_s=0.0, incarnation=1))
+        for number, node in enumerate(NODES, start=1):
+            self.fold(ev.SlotGranted(at_s=0.0, slot=number, node=node))
+        for number, node in enumerate(NODES, start=1):
+            worker = f"w{number:04d}"
+            self.fold(ev.WorkerReady(at_s=self.at_s, worker=worker, node=node, pid=number))
+        self.train()
+
+    def fold(self, event: ev.Event) -> None:
+        self.state, actions = step(self.state, event, rules=self.rules)
+        self.actions += actions
+        for action in actions:
+            if isinstance(action, ProbeLinks) and self.answers:
+                self.fold(self.answer(action))
+
+    def answer(self, order: ProbeLinks) -> ev.LinksProbed:
+        pairs = {*combinations(order.nodes, 2), *order.pairs}
+        ways = [way for one, other in sorted(pairs) for way in ((one, other), (other, one))]
+        asked = {node for pair in pairs for node in pair} - self.silent
+        return ev.LinksProbed(
+            at_s=self.at_s,
+            number=order.number,
+            pairs=order.pairs,
+            heard=tuple(sorted(asked)),
+            lost=tuple(way for way in ways if way in self.cut and way[0] in asked),
+        )
+
+    def train(self, *, commits: bool = True) -> None:
+        """Take the next step."""
+        self.at_s += 1.0
+        number, done = self.state.attempt.number, self.state.attempt.step + 1
+        for node in self.members():
+            worker = f"w{NODES.index(node) + 1:04d}"
+            self.fold(ev.WorkerFormed(at_s=self.at_s, attempt=number, worker=worker))
+        self.fold(ev.StepCompleted(at_s=self.at_s, attempt=number, step=done, step_s=0.2))
+        if commits:
+            self.fold(ev.CheckpointCommitted(at_s=self.at_s, attempt=number, step=done))
+
+    def leave(self, how: str = "fenced", unreached: str = "") -> None:
+        number = self.state.attempt.number
+        for node in self.members():
+            self.fold(
+                ev.WorkerLeft(
+                    at_s=self.at_s,
+                    attempt=number,
+                    worker=f"w{NODES.index(node) + 1:04d}",
+                    how=how,
+                    step=self.state.attempt.step,
+                    detail="",
+                    unreached=unreached if node != unreached else "",
+                )
+            )
+        if self.state.phase is Phase.READING:
+            self.read()
+
+    def read(self) -> None:
+        step_, attempt = self.state.committed
+        self.fold(
+            ev.CommittedRead(
+                at_s=self.at_s,
+                attempt=self.state.attempt.number,
+                step=step_,
+                committed_by=attempt,
+                skipped=(),
+                number=self.state.reads.num,
+            )
+        )
+
+    def hang(self) -> None:
+        """Let every member wait for every other."""
+        self.at_s += 3.0
+        hang = ev.HangFound(
+            at_s=self.at_s, attempt=self.state.attempt.number, guilty=(), evidence="in a circle"
+        )
+        self.fold(hang)
+        self.leave()
+
+    def wait(self, until_s: float) -> None:
+        """Let time pass, and members leave as asked."""
+        while (due_s := next_deadline_s(self.state)) <= until_s:
+            self.at_s = max(due_s, self.at_s)
+            self.fold(ev.Ticked(at_s=self.at_s))
+            if self.state.phase is Phase.YIELDING:
+                self.leave("yielded")
+        self.at_s = until_s
+
+    def members(self) -> list[str]:
+        nodes = self.state.fleet.nodes
+        return [nodes[number].name for number in self.state.attempt.nodes]
+
+    def cut_pair(self, one: str, other: str) -> None:
+        self.cut |= {(one, other), (other, one)}
+
+    def where(self) -> tuple[Phase, int]:
+        return self.state.phase, self.state.attempt.number
+
+    def incidents(self) -> list[ReportIncident]:
+        return [each for each in self.actions if isinstance(each, ReportIncident)]
+
+
+def test_a_cut_pair_costs_one_of_its_nodes_and_blames_neither() -> None:
+    """Both are healthy: the link is named, and three of four train."""
+    run = _Run()
+    run.cut_pair("b", "d")
+    run.hang()
+
+    assert (run.state.phase, run.members()) == (Phase.FORMING, ["a", "b", "c"])
+    (incident,) = run.incidents()
+    assert (incident.incident, incident.guilty) == ("link", ())
+    assert incident.evidence.startswith("no connection between nodes b and d (")
+    assert "in a circle" in incident.evidence
+    assert not any(isinstance(action, KillWorker) for action in run.actions)
+    assert not any(node.strikes for node in run.state.fleet.nodes.values())
+
+
+def test_what_the_node_behind_the_link_holds_is_not_loaded() -> None:
+    """A member would wait for it until the load fails."""
+    run = _Run()
+    run.cut_pair("b", "d")
+    run.hang()
+    reads = [action for action in run.actions if isinstance(action, ReadCommitted)]
+
+    assert [read.unreached for read in reads] == [(), ("d",)]
+
+
+def test_the_run_is_whole_again_soon_after_the_link_is() -> None:
+    """Nobody tells the run that it heals: keepers are asked again."""
+    run = _Run()
+    run.cut_pair("b", "d")
+    run.hang()
+    run.train()
+    cut_s = run.at_s
+    run.wait(cut_s + 180.0)
+    assert len(run.members()) == 3
+    run.cut.clear()
+    run.wait(cut_s + 240.0)
+
+    assert (run.state.phase, run.members()) == (Phase.FORMING, ["a", "b", "c", "d"])
+    assert sum(isinstance(action, YieldAttempt) for action in run.actions) == 1
+
+
+def test_no_number_of_lost_links_ends_a_run() -> None:
+    """L1: today the third undecided hang in a row did."""
+    run = _Run()
+    for _ in range(40):
+        run.cut_pair("b", "d")
+        run.hang()
+        assert (run.state.phase, len(run.members())) == (Phase.FORMING, 3), run.state.reason
+        run.train(commits=False)
+        run.cut.clear()
+        while len(run.members()) < len(NODES):
+            run.wait(next_deadline_s(run.state))
+        run.train(commits=False)
+
+    assert run.state.num_stuck == run.state.num_undecided == 0
+    assert not run.state.faults
+
+
+def test_a_group_that_does_not_form_is_looked_at_and_left_alone_if_all_reach_each_other() -> None:
+    """A large model may take minutes to load; only a lost link ends the attempt."""
+    run = _Run()
+    run.hang()
+    began_s = run.at_s
+    run.wait(began_s + 60.0)
+    looks = [action for action in run.actions if isinstance(action, ProbeLinks)]
+    assert run.where() == (Phase.FORMING, 2)
+    assert 4 <= len(looks) <= 8
+
+    run.cut_pair("a", "c")
+    run.actions.clear()
+    while run.state.phase is Phase.FORMING and run.at_s < began_s + 130.0:
+        run.wait(next_deadline_s(run.state))
+    assert any(isinstance(action, FenceAttempt) for action in run.actions)
+    run.leave()
+    assert (run.state.phase, run.members()) == (Phase.FORMING, ["a", "b", "d"])
+
+
+def test_what_the_transport_says_twice_counts_though_a_probe_finds_nothing() -> None:
+    """A filter may stop some ports only."""
+    run = _Run()
+    for _ in range(2):
+        assert len(run.members()) == 4
+        run.at_s += 1.0
+        run.leave("peer_lost", unreached="b")
+
+    first, second = run.incidents()
+    assert (first.incident, second.incident) == ("peer_lost", "link")
+    assert "node b has no connection with 3 others" in second.evidence
+    assert run.members() == ["a", "c", "d"]
+
+
+def test_keepers_that_do_not_answer_hold_nobody_up() -> None:
+    """One of the two ends says enough; where none does, the bound ends the wait."""
+    run = _Run()
+    run.silent = {"b"}
+    run.cut_pair("b", "d")
+    run.hang()
+    assert run.members() == ["a", "b", "c"]
+
+
+def test_a_lone_answer_that_never_comes_is_given_up_at_its_bound() -> None:
+    """The run then goes on as if nothing had been found."""
+    run = _Run()
+    run.answers = False
+    run.hang()
+    assert run.where() == (Phase.READING, 1)
+    run.wait(run.at_s + RULES.bounds.probe_s)
+
+    assert run.where() == (Phase.FORMING, 2)
+    assert [incident.incident for incident in run.incidents()] == ["undecided"]
+
+
+def test_a_run_that_needs_a_link_uses_it_before_its_pause_is_over() -> None:
+    """L1: with less than the minimum nobody trains at all."""
+    rules = RunRules(run="test", min_workers=4, max_workers=4, total_steps=1000)
+    run = _Run(rules)
+    run.cut_pair("b", "d")
+    run.hang()
+    assert run.state.phase is Phase.WAITING
+    run.cut.clear()
+    run.wait(run.at_s + 3.0)
+
+    assert (run.state.phase, len(run.members())) == (Phase.FORMING, 4)
