@@ -136,6 +136,7 @@ def _add_zero(
         refuse_swapped_models(native)
     config = native.first.get("ds_config")
     before = bool(config.get("use_data_before_expert_parallelism")) if config else False
+    zero = config.get("zero_optimization") if config else None
     for mp in range(native.tp * native.pp):
         states = [read[dp, mp] for dp in range(native.dp)]
         refuse_copied(native.files.store, native.files.directory, states)
@@ -144,6 +145,7 @@ def _add_zero(
         if shapes is None:
             shapes = _shapes_by_mappings(native, mp, states)
         stage = Stage(native.rank(mp), states, shapes, where, data_before_expert=before)
+        stage.in_order = isinstance(zero, dict) and not zero.get("round_robin_gradients")
         (add_zero3 if is_zero3 else add_zero12)(stage, shards, scalars)
         files = native.files
         if is_zero3:

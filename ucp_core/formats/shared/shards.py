@@ -165,9 +165,11 @@ class Shards:
             found[key.fqn] |= {rank.stage for rank in ranks}
         return found
 
-    def shape_of(self, key: TensorKey) -> tuple[int, ...] | None:
-        """Return the shape of any rank's shard, or None if there is none."""
-        return next((shard.shape for shard in self._found.get(key, {}).values()), None)
+    def shape_of(self, key: TensorKey, rank: Rank | None = None) -> tuple[int, ...] | None:
+        """Return the shape of a rank's shard, or of any; None if there is none."""
+        found = self._found.get(key, {})
+        shards = found.values() if rank is None else filter(None, [found.get(rank)])
+        return next((shard.shape for shard in shards), None)
 
     def slots_of(self, fqn: str) -> set[str]:
         """Return the slots that any rank holds."""

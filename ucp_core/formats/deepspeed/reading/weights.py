@@ -94,6 +94,9 @@ def add_modules(native: Native, modules: Modules, *, complete: bool = True) -> N
             stand_ins = modules.trained | set(tree.get("frozen_param_shapes") or ())
             stand_ins = stand_ins if native.stage == _ZERO3 else set()
             _add_module(modules, native.rank(mp), tree, native.first, module, stand_ins)
+            for name, ref in module.items():
+                if isinstance(ref, TensorRef) and not (ref.shape == (0,) and name in stand_ins):
+                    _check_shape(native, modules, file, name, ref, native.rank(mp))
         elif dp == 0 and module is not None:
             raise CheckpointCorruptError(
                 f"{native.files.path(file)}: module is a {type(module).__name__}, not a dict",
@@ -346,12 +349,21 @@ def _tied_name(modules: Modules, name: str, ref: TensorRef) -> str | None:
     return min(fitting, default=None)
 
 
-def _check_shape(native: Native, modules: Modules, file: str, fqn: str, ref: TensorRef) -> None:
-    shape = modules.shards.shape_of(TensorKey(fqn, WEIGHT)) if fqn in modules.trained else None
+def _check_shape(
+    native: Native,
+    modules: Modules,
+    file: str,
+    fqn: str,
+    ref: TensorRef,
+    rank: Rank | None = None,
+) -> None:
+    key = TensorKey(fqn, WEIGHT)
+    shape = modules.shards.shape_of(key, rank) if fqn in modules.trained else None
     if shape is not None and shape != ref.shape:
+        where = "ZeRO's files" if rank is None else f"the param_shapes of {file}"
         raise CheckpointCorruptError(
             f"{native.files.path(file)}: {fqn} is {list(ref.shape)} there and {list(shape)} in "
-            "ZeRO's files: one of them is left from another run",
+            f"{where}: one of them is left from another run, or was edited",
             path=native.files.path(file),
             fqn=fqn,
         )

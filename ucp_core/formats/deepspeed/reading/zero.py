@@ -10,7 +10,7 @@ import re
 from collections import defaultdict
 from dataclasses import dataclass, field
 from math import prod
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NoReturn
 
 from ucp_core.errors import CheckpointCorruptError, UnsupportedVersionError
 from ucp_core.formats.deepspeed.reading.partitions import MOMENTUM
@@ -42,6 +42,7 @@ class Stage:
         shapes: Shapes of the parameters by group, in the order of flattening.
         where: The file with the shapes, for errors.
         data_before_expert: Whether expert-parallel ranks are not neighbours.
+        in_order: Whether the flat buffers have the parameters in the order of ``shapes``.
     """
 
     rank: Rank
@@ -49,6 +50,7 @@ class Stage:
     shapes: Sequence[Mapping[str, tuple[int, ...]]]
     where: str
     data_before_expert: bool = False
+    in_order: bool = False
     names: list[list[str]] = field(default_factory=list)
 
 
@@ -167,10 +169,14 @@ def _add_group(
         fqn = rename.get(name, name)
         for slot, ref in _flat(parts[0]):
             shards.add_run(TensorKey(fqn, slot), stage.rank, ref.dtype, shape, None)
-    for number, part in enumerate(parts):
-        mapping = part.mapping
-        if mapping is None:
-            mapping = _computed(shapes, number * size, (number + 1) * size)
+    mappings = [
+        _computed(shapes, number * size, (number + 1) * size)
+        if part.mapping is None
+        else part.mapping
+        for number, part in enumerate(parts)
+    ]
+    _check_places(stage, parts, mappings, shapes)
+    for part, mapping in zip(parts, mappings, strict=True):
         starts = _momentum_starts(part, mapping, shapes)
         for name, (start, count) in mapping.items():
             if name not in shapes:
@@ -195,6 +201,64 @@ def _add_group(
                 file=stage.where,
                 fqn=name,
             )
+
+
+def _check_places(
+    stage: Stage,
+    parts: Sequence[Partition],
+    mappings: Sequence[Mapping[str, tuple[int, int]]],
+    shapes: Mapping[str, tuple[int, ...]],
+) -> None:
+    """Check that the parts, one after the other, are the flat buffer.
+
+    Files under one another's names, and edited places, show where a parameter crosses the border
+    of two parts, in the order of the parameters, in overlaps and gaps, and in the padding, which
+    the last ranks have.
+
+    Raises:
+        CheckpointCorruptError: They are not.
+    """
+    between = stage.states[0].rest.get("param_alignment_paddings") or []
+    group = parts[0].group
+    has_gaps = group < len(between) and any(between[group])
+    place_of = {name: place for place, name in enumerate(shapes)}
+    done: dict[str, int] = defaultdict(int)
+    previous = parts[0]
+    latest = -1
+    for part, mapping in zip(parts, mappings, strict=True):
+        stop, size = 0, part.weight.shape[0]
+        for name, (start, count) in sorted(mapping.items(), key=lambda item: item[1]):
+            if name not in shapes or not count:
+                continue
+            if start < stop or (start > stop and not has_gaps):
+                _misplaced(part, name, f"begins at element {start}, not at {stop}")
+            stop = start + count
+            if done[name] and start:
+                _misplaced(part, name, f"begins at element {start}, but {previous.file} begins it")
+            if stage.in_order and place_of[name] < latest:
+                _misplaced(part, name, "comes after parameters that it should come before")
+            latest = place_of[name]
+            done[name] += count
+            if done[name] < prod(shapes[name]) and stop != size:
+                _misplaced(part, name, f"goes on in another file, but ends before element {size}")
+        if part.num_padding < previous.num_padding:
+            raise CheckpointCorruptError(
+                f"{previous.file} has {previous.num_padding} elements of padding in group {group}, "
+                f"{part.file}, which comes after it, {part.num_padding}: the two were swapped; "
+                "swap them back or use another checkpoint",
+                file=previous.file,
+                swapped_with=part.file,
+            )
+        previous = part
+
+
+def _misplaced(part: Partition, name: str, what: str) -> NoReturn:
+    raise CheckpointCorruptError(
+        f"{part.file}: {name} {what} of the rank's part of group {part.group}: the files of two "
+        "ranks were swapped, or this one is damaged; use another copy",
+        file=part.file,
+        fqn=name,
+    )
 
 
 def _add_momentum(

@@ -69,6 +69,17 @@ def test_a_missing_rank_file_of_stage_3_is_named(tmp_path: Path, file: str) -> N
     assert f"lacks {file}" in _error(folder, tmp_path)
 
 
+def test_shapes_that_contradict_each_other_are_named_with_both_places(tmp_path: Path) -> None:
+    """They have as many elements, so the tensor would be another one with the same bytes."""
+    folder = native(MODEL, dp=2)
+    shapes = folder.trees[MODEL_FILE]["param_shapes"][0]
+    shapes["up.weight"] = type(shapes["up.weight"])((6, 7))
+
+    error = _error(folder, tmp_path)
+    assert f"{MODEL_FILE}: up.weight is [7, 6] there" in error
+    assert f"[6, 7] in the param_shapes of {MODEL_FILE}" in error
+
+
 def test_a_missing_model_file_is_named(tmp_path: Path) -> None:
     """It tells how many ranks there were."""
     folder = native(MODEL, dp=2)
