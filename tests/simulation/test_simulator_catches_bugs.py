@@ -165,7 +165,7 @@ def _protect_nothing(*_: Any) -> RedundancyPlan:
 
 BUGS = {
     "starts before the fence is answered": Bug(
-        recovery, "proceed", _start_before_the_fence_is_answered, ("S1", "invariant", "L1")
+        recovery, "proceed", _start_before_the_fence_is_answered, ("S1", "S3", "invariant", "L1")
     ),
     "does not wait for all to yield": Bug(
         planned, "all_left", _do_not_wait_for_all_to_yield, ("S1", "invariant")
