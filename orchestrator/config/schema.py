@@ -313,12 +313,13 @@ def _read(path_or_text: str) -> Source:
 def _examples() -> dict[str, Path]:
     """Return the example configurations by name, such as ``local/small``.
 
-    They lie in this package in a wheel, and in ``cluster_configs`` in a checkout.
+    They lie in this package in a wheel, and in ``cluster_configs`` in a checkout, beside files for
+    Ray and Kubernetes, which have no section ``run``.
     """
     package = Path(__file__).parents[1]
     places = (package / "examples", package.parent / "cluster_configs")
     root = next((place for place in places if place.is_dir()), package)
-    found = sorted(root.rglob("*.yaml"))
+    found = [path for path in sorted(root.rglob("*.yaml")) if "\nrun:\n" in path.read_text("utf-8")]
     return {path.relative_to(root).with_suffix("").as_posix(): path for path in found}
 
 
