@@ -6,7 +6,9 @@ import subprocess
 import sys
 import uuid
 from collections.abc import Iterator
+from functools import partial
 from pathlib import Path
+from urllib.parse import unquote
 
 import pytest
 
@@ -14,8 +16,17 @@ from orchestrator.driver import replay_run
 from orchestrator.shell.storage.journal import segment_sizes
 from tests.support.journals import Journaled, config_at
 from tests.support.object_servers import Fault, Proxy, proxied, s3_server
-from ucp_core.storage import open_store
+from tests.support.snapshots import body_bytes, eventually, snapshot
+from ucp_core.layout import ParallelLayout
+from ucp_core.storage import open_store, read_appended
 from ucp_core.storage.service_errors import Retries
+from workers.keeper.node_memory import Problems
+from workers.keeper.persister import Persister
+from workers.keeper.slots import NodeSlots
+from workers.memory import Arena
+from workers.protocol import Assignment
+from workers.settings import CheckpointSettings
+from workers.train.boundary import StorageWriter
 
 pytest.importorskip("moto", reason="moto is not installed: pip install 'everstep[dev]'")
 s3fs = pytest.importorskip("s3fs", reason="s3fs is not installed: pip install 'everstep[s3]'")
@@ -51,6 +62,23 @@ def url(proxy: Proxy) -> str:
     bucket = f"b-{uuid.uuid4().hex}"
     s3fs.S3FileSystem().mkdir(bucket)
     return f"s3://{bucket}/run"
+
+
+def assignment(*, attempt: int, num_ranks: int) -> Assignment:
+    return Assignment(
+        attempt=attempt,
+        rank=0,
+        layout=ParallelLayout(dp_shard=num_ranks),
+        store_host="",
+        store_port=0,
+        resume_step=0,
+        resume_attempt=0,
+        lineage=((1, 0),),
+    )
+
+
+def _is_stored(arena: Arena) -> bool:
+    return arena.pinned() is None
 
 
 def test_a_journal_costs_no_more_the_longer_it_is(url: str, proxy: Proxy, tmp_path: Path) -> None:
@@ -133,3 +161,44 @@ def test_a_controller_that_dies_in_an_outage_leaves_its_lines(
     assert successor.sender is not None
     successor.sender.close()
     assert replay_run(url)["records"] >= num_records
+
+
+def test_a_checkpoint_costs_four_requests_a_rank(url: str, proxy: Proxy) -> None:
+    """Data, record, one look and its record read by who commits; little beside, for each step."""
+    num_ranks, num_versions, steps_each = 4, 8, 10
+    store, path = open_store(url)
+    slots = NodeSlots(budget_bytes=1 << 30)
+    slots.fence(1, ((1, 0),))
+    arenas = [slots.reserve(f"w{rank:04d}.1", body_bytes=body_bytes(4)) for rank in range(4)]
+    problems = Problems()
+    persister = Persister(slots, store, path, CheckpointSettings(keep=2), problems.note)
+    lines = StorageWriter(
+        store=store,
+        directory=path,
+        assignment=assignment(attempt=1, num_ranks=num_ranks),
+        settings=CheckpointSettings(keep=0),
+        fenced=lambda: False,
+        moved=lambda _: None,
+    )
+    for version in range(num_versions + 1):
+        if version == 1:
+            # The first one looks for what is there.
+            proxy.seen.clear()
+        step = (version + 1) * steps_each
+        for number in range(step - steps_each + 1, step + 1):
+            lines.append("metrics/rank0.jsonl", {"step": number, "loss": 1.0})
+        for rank, arena in enumerate(arenas):
+            snapshot(arena, step, rank=rank, world=num_ranks, pin=True, lineage=slots.lineage)
+            slots.tell()
+            assert eventually(partial(_is_stored, arena))
+        assert persister.stored_step == step
+    assert lines.close()
+    persister.close()
+
+    versions = [each for each in proxy.seen if "checkpoints" in unquote(each)]
+    beside = len(proxy.seen) - len(versions)
+    assert len(versions) <= 4 * num_ranks * num_versions
+    assert beside <= 0.2 * num_ranks * num_versions * steps_each
+    assert proxy.count("HEAD") == 0
+    assert not problems.lines()
+    assert len(read_appended(store, f"{path}/metrics/rank0.jsonl").splitlines()) == step

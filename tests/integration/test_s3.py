@@ -323,7 +323,8 @@ def test_a_commit_whose_answer_was_lost_is_known_as_done(bucket: str, proxy: Pro
 
     assert store.write_atomic(join(root, "m"), b"mine", fsync=False, exclusive=True)
     assert proxy.count("PUT", "root/m") == 2
-    assert not store.write_atomic(join(root, "m"), b"mine", fsync=False, exclusive=True)
+    assert not store.write_atomic(join(root, "m"), b"another's", fsync=False, exclusive=True)
+    assert store.read(join(root, "m")) == b"mine"
 
 
 def test_a_look_at_the_owner_of_a_run_is_one_request(bucket: str, proxy: Proxy) -> None:

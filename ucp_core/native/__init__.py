@@ -4,6 +4,7 @@ from typing import TYPE_CHECKING
 
 from ucp_core.lazy import lazy_door
 from ucp_core.native.catalogue import (
+    Collector,
     Found,
     checkpoint_name,
     collect_garbage,
@@ -40,6 +41,7 @@ __all__ = [
     "MEMORY_BYTES_MIN",
     "UNFINISHED_NAME",
     "Checkpoint",
+    "Collector",
     "Found",
     "LoadResult",
     "LocalTensor",

@@ -8,6 +8,7 @@ import re
 import time
 from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass, field
+from itertools import islice
 from typing import TYPE_CHECKING
 
 from ucp_core.errors import (
@@ -206,7 +207,13 @@ def collect_garbage(
     now_s: Callable[[], float] = time.time,  # noqa: TID251  processes share no other clock
     require_owner: Callable[[], None] = lambda: None,
 ) -> list[str]:
-    """Delete the directories that are older than the ``keep`` newest valid checkpoints.
+    """Delete old checkpoints once; see ``Collector``."""
+    collector = Collector(store, checkpoints_directory, keep=keep, grace_s=grace_s, now_s=now_s)
+    return collector.collect(lineage, require_owner=require_owner)
+
+
+class Collector:
+    """Deletes the directories that are older than the ``keep`` newest valid checkpoints.
 
     Newer directories may be unfinished and are left. With fewer than ``keep`` valid checkpoints
     nothing is deleted. A checkpoint that a reader holds (``reading``) is left for the next call.
@@ -216,61 +223,105 @@ def collect_garbage(
     What the next life of the run resumes from is never deleted: it is at least as new as the newest
     checkpoint here, because that life begins after ``require_owner`` was asked.
 
+    It remembers what it saw, so that each checkpoint is looked at once. Not thread-safe.
+
     Args:
         store: Where.
         checkpoints_directory: See ``find_committed``.
         keep: At least 1.
-        lineage: See ``ucp_core.lineage``.
         grace_s: How long a withdrawn checkpoint can still be read.
         now_s: The wall clock.
-        require_owner: See ``try_commit``; called when it is known what to delete, and before that.
-
-    Returns:
-        The names of what was deleted.
     """
-    assert keep >= 1, f"keep={keep} would delete the last committed checkpoint"
-    names = step_names(store, checkpoints_directory)
-    kept = 0
-    for index, name in enumerate(names):
-        try:
-            _check_files(_open_valid(store, join(checkpoints_directory, name), lineage))
-        except UcpError:
-            continue
-        kept += 1
-        if kept == keep:
-            doomed = names[index + 1 :]
-            break
-    else:
-        return []
-    if doomed:
-        require_owner()
-    return [
-        name
-        for name in doomed
-        if _collect(store, join(checkpoints_directory, name), now_s(), grace_s)
-    ]
 
+    def __init__(
+        self,
+        store: Store,
+        checkpoints_directory: str,
+        *,
+        keep: int,
+        grace_s: float = GRACE_S,
+        now_s: Callable[[], float] = time.time,  # noqa: TID251  processes share no other clock
+    ) -> None:
+        assert keep >= 1, f"keep={keep} would delete the last committed checkpoint"
+        self._store, self._directory = store, checkpoints_directory
+        self._keep, self._grace_s, self._now_s = keep, grace_s, now_s
+        #: Step and attempt of those that were seen to be complete.
+        self._complete: dict[str, tuple[int, int]] = {}
+        #: When those were withdrawn that are not deleted yet.
+        self._withdrawn_s: dict[str, float] = {}
+        self._collected_s = -math.inf
 
-def _collect(store: Store, directory: str, now_s: float, grace_s: float) -> bool:
-    """Delete one checkpoint if nobody can be reading it; return whether it is gone."""
-    manifest_path = join(directory, MANIFEST_NAME)
-    withdrawn_path = join(directory, _WITHDRAWN_NAME)
-    with suppress(_GoneError), _locked(store, manifest_path) as held:
-        if held is False:
+    def collect(
+        self,
+        lineage: Lineage,
+        *,
+        require_owner: Callable[[], None] = lambda: None,
+    ) -> list[str]:
+        """Delete what is due, and return its names.
+
+        Args:
+            lineage: See ``ucp_core.lineage``.
+            require_owner: See ``try_commit``; called when it is known what to delete, and before.
+        """
+        self._collected_s = self._now_s()
+        names = step_names(self._store, self._directory)
+        kept = list(islice((n for n in names if self._counts(n, lineage)), self._keep))
+        if len(kept) < self._keep:
+            return []
+        doomed = names[names.index(kept[-1]) + 1 :]
+        if doomed:
+            require_owner()
+        return [name for name in doomed if self._delete(name)]
+
+    def collect_sometimes(self, lineage: Lineage, *, require_owner: Callable[[], None]) -> None:
+        """Do the same, but where every look costs a request not after each checkpoint.
+
+        What is withdrawn stays for ``grace_s``, so a sixtieth of it later matters little.
+        """
+        is_recent = self._now_s() - self._collected_s < self._grace_s / 60
+        if self._store.appends or not is_recent:
+            self.collect(lineage, require_owner=require_owner)
+
+    def _counts(self, name: str, lineage: Lineage) -> bool:
+        found = self._complete.get(name)
+        if found is None or not counts(step=found[0], attempt=found[1], lineage=lineage):
+            try:
+                checkpoint = _open_valid(self._store, join(self._directory, name), lineage)
+                _check_files(checkpoint)
+            except UcpError:
+                self._complete.pop(name, None)
+                return False
+            if not self._store.appends:
+                self._complete[name] = checkpoint.step, checkpoint.attempt
+            self._withdrawn_s.pop(name, None)
+        return True
+
+    def _delete(self, name: str) -> bool:
+        """Delete one checkpoint if nobody can be reading it; return whether it is gone."""
+        store, directory, now_s = self._store, join(self._directory, name), self._now_s()
+        withdrawn_path = join(directory, _WITHDRAWN_NAME)
+        self._complete.pop(name, None)
+        if name not in self._withdrawn_s:
+            with suppress(_GoneError), _locked(store, join(directory, MANIFEST_NAME)) as held:
+                if held is False:
+                    return False
+                if held is None:
+                    # First the note: a crash after it leaves a whole checkpoint.
+                    note = json.dumps({"withdrawn_s": now_s}).encode()
+                    store.write_atomic(withdrawn_path, note, fsync=False)
+                # First the manifest: a half-deleted checkpoint is not committed.
+                store.delete_files([join(directory, MANIFEST_NAME)])
+                if held:
+                    store.delete(directory)
+                    return True
+                self._withdrawn_s[name] = now_s
+        if name not in self._withdrawn_s:
+            self._withdrawn_s[name] = _withdrawn_s(store, withdrawn_path)
+        if now_s < self._withdrawn_s[name] + self._grace_s:
             return False
-        if held is None:
-            # First the note: a crash after it leaves a whole checkpoint.
-            note = json.dumps({"withdrawn_s": now_s}).encode()
-            store.write_atomic(withdrawn_path, note, fsync=False)
-        # First the manifest: a half-deleted checkpoint is not committed.
-        store.delete(manifest_path)
-        if held:
-            store.delete(directory)
-            return True
-    if now_s < _withdrawn_s(store, withdrawn_path) + grace_s:
-        return False
-    store.delete(directory)
-    return True
+        store.delete(directory)
+        del self._withdrawn_s[name]
+        return True
 
 
 class _GoneError(Exception):
@@ -294,9 +345,11 @@ def _locked(store: Store, path: str) -> Iterator[bool | None]:
 
 def _withdrawn_s(store: Store, path: str) -> float:
     """Return when the checkpoint was withdrawn; long ago if it was never committed."""
-    if not store.exists(path):
-        return -math.inf
     try:
         return float(json.loads(store.read(path))["withdrawn_s"])
+    except StorageError as error:
+        if not error.facts.get("missing"):
+            raise
+        return -math.inf
     except (ValueError, KeyError, TypeError):
         return -math.inf

@@ -7,9 +7,10 @@ import re
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from time import perf_counter
+from types import MappingProxyType
 from typing import TYPE_CHECKING, Any
 
-from ucp_core.errors import CheckpointCorruptError
+from ucp_core.errors import CheckpointCorruptError, StorageError
 from ucp_core.geometry import DTYPE_BYTES, Box, Fragment, StateMap, TensorEntry, TensorKey
 from ucp_core.manifest import FileEntry, Kind, Manifest, from_bytes, merge, to_bytes, to_json
 from ucp_core.native.opening import MANIFEST_NAME, LocalTensor, bytes_of
@@ -217,6 +218,7 @@ class RankSaver:
             world_size=self._world_size,
             fsync=fsync,
             require_owner=self._require_owner,
+            known={f"{self._name}.json": text},
         )
         seconds = perf_counter() - begun
         return SaveResult(committed=committed, size_bytes=size_bytes, seconds=seconds)
@@ -348,6 +350,7 @@ def try_commit(
     world_size: int,
     fsync: bool = False,
     require_owner: Callable[[], None] = lambda: None,
+    known: Mapping[str, bytes] = MappingProxyType({}),
 ) -> bool:
     """Write the manifest if the records of all ranks of ``(step, attempt)`` exist.
 
@@ -364,6 +367,7 @@ def try_commit(
         fsync: Make the manifest durable.
         require_owner: Called before the manifest is written; it raises if the caller's life of the
             run no longer owns its directory (``ucp_core.storage.Owner``).
+        known: Content of records by their files' names; they are not read again.
 
     Returns:
         Whether this attempt's checkpoint is committed now.
@@ -372,37 +376,30 @@ def try_commit(
         CheckpointCorruptError: The records contradict each other or are damaged.
     """
     path = join(directory, MANIFEST_NAME)
-    held = _committed_manifest(store, directory)
+    # One listing says all that most ranks need to know.
+    sizes = store.sizes(directory)
+    held = _committed_manifest(store, directory) if MANIFEST_NAME in sizes else None
     if held is not None and held.step == step and held.attempt >= attempt:
         return held.attempt == attempt
-    sizes = store.sizes(directory)
     names = [rank_name(attempt, rank) for rank in range(world_size)]
     if any(f"{name}.json" not in sizes or f"{name}.bin" not in sizes for name in names):
         return False
-    records: list[Manifest] = []
-    for rank, name in enumerate(names):
-        where = join(directory, f"{name}.json")
-        record = from_bytes(store.read(where), where=where)
+    records = [_read_record(store, directory, name, sizes[f"{name}.bin"], known) for name in names]
+    for rank, record in enumerate(records):
         found = (record.kind, record.step, record.attempt, record.rank, record.world_size)
         expected = (Kind.RANK_RECORD, step, attempt, rank, world_size)
         if found != expected:
+            where = join(directory, f"{names[rank]}.json")
             raise CheckpointCorruptError(
                 f"{where} says (kind, step, attempt, rank, world_size) = {found}, "
                 f"expected {expected}",
                 where=where,
             )
-        size = record.files[f"{name}.bin"].num_bytes if f"{name}.bin" in record.files else -1
-        if size != sizes[f"{name}.bin"]:
-            raise CheckpointCorruptError(
-                f"{join(directory, name)}.bin has {sizes[f'{name}.bin']} bytes, its record "
-                f"says {size}",
-                where=where,
-            )
-        records.append(record)
     data = to_bytes(merge(records))
     require_owner()
     # Exclusive, because a newer attempt can commit at the same time.
-    if not store.exists(path) and store.write_atomic(path, data, fsync=fsync, exclusive=True):
+    is_new = MANIFEST_NAME not in sizes
+    if is_new and store.write_atomic(path, data, fsync=fsync, exclusive=True):
         return True
     held = _committed_manifest(store, directory)
     if held is not None and held.step == step and held.attempt >= attempt:
@@ -411,12 +408,31 @@ def try_commit(
     return store.write_atomic(path, data, fsync=fsync)
 
 
+def _read_record(
+    store: Store, directory: str, name: str, size_bytes: int, known: Mapping[str, bytes]
+) -> Manifest:
+    """Return the record of a rank, whose data file has ``size_bytes``; see ``try_commit``."""
+    where = join(directory, f"{name}.json")
+    text = known[f"{name}.json"] if f"{name}.json" in known else store.read(where)
+    record = from_bytes(text, where=where)
+    file = f"{name}.bin"
+    said_bytes = record.files[file].num_bytes if file in record.files else -1
+    if said_bytes != size_bytes:
+        raise CheckpointCorruptError(
+            f"{join(directory, file)} has {size_bytes} bytes, its record says {said_bytes}",
+            where=where,
+        )
+    return record
+
+
 def _committed_manifest(store: Store, directory: str) -> Manifest | None:
     """Return the manifest, or None if it is missing or damaged."""
     path = join(directory, MANIFEST_NAME)
-    if not store.exists(path):
-        return None
     try:
         return from_bytes(store.read(path), where=path)
+    except StorageError as error:
+        if not error.facts.get("missing"):
+            raise
+        return None
     except CheckpointCorruptError:
         return None

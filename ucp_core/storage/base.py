@@ -55,8 +55,9 @@ class Store(Protocol):
             exclusive: Change nothing and return False if the file exists already.
 
         Returns:
-            Whether the file was written. If rivals write the same bytes at the same instant,
-            several of them may get True.
+            Whether the file was written. Where the answer to a request may be lost, a file that is
+            there with the same bytes counts as written: by the request itself, for all one knows.
+            Rivals that must know of each other write different bytes.
         """
 
     def write_file(self, path: str, chunks: Iterable[Buffer], *, fsync: bool) -> int:

@@ -20,7 +20,7 @@ import numpy as np
 from ucp_core import lineage as lineage_rule
 from ucp_core.errors import CheckpointCorruptError, SupersededError, UcpError
 from ucp_core.manifest import Kind, Manifest, from_bytes
-from ucp_core.native import checkpoint_name, collect_garbage, try_commit
+from ucp_core.native import Collector, checkpoint_name, try_commit
 from ucp_core.numerics import crc32
 from ucp_core.storage import Owner, Store, join
 from workers.keeper.slots import NodeSlots, be_nice
@@ -67,6 +67,10 @@ class Persister:
         self._store = store
         self._owner, self._owned_attempt = Owner(store, directory, 0), 0
         self._settings = settings
+        self._served: set[str] = set()
+        self._collector: Collector | None = None
+        if settings.keep:
+            self._collector = Collector(store, self._checkpoints, keep=settings.keep)
         self._on_problem = on_problem
         self._pauses_s = tuple(pauses_s)
         self._stored = (0, 0)
@@ -144,9 +148,13 @@ class Persister:
 
     def _persist(self, name: str, arena: Arena, held: Held) -> bool:
         """Try until it is stored or hopeless; return whether the whole version is committed."""
+        # It may be stored already: by this keeper before its process died, or at the end of a run.
+        is_usual = arena.pinned() == held.slot and name in self._served
+        may_be_there = self._store.appends or not is_usual
+        self._served.add(name)
         for pause_s in (*self._pauses_s, None):
             try:
-                committed = self._put(arena, held)
+                committed = self._put(arena, held, may_be_there=may_be_there)
             except _DamagedError as error:
                 with contextlib.suppress(ValueError):
                     # The arena may be freed at this moment.
@@ -168,6 +176,7 @@ class Persister:
             else:
                 self._settle(held, committed=committed)
                 return committed
+            may_be_there = True
             if pause_s is None or self._closing.wait(pause_s):
                 break
             if not counts(held, self._slots.lineage):
@@ -181,15 +190,9 @@ class Persister:
         lineage = self._slots.lineage
         is_known = any(attempt >= held.attempt for attempt, _ in lineage)
         # Without the lineage an outdated checkpoint could be kept in place of a good one.
-        if held.rank == 0 and self._settings.keep and is_known:
+        if held.rank == 0 and self._collector is not None and is_known:
             try:
-                collect_garbage(
-                    self._store,
-                    self._checkpoints,
-                    keep=self._settings.keep,
-                    lineage=lineage,
-                    require_owner=self._owner.require,
-                )
+                self._collector.collect_sometimes(lineage, require_owner=self._owner.require)
             except SupersededError as error:
                 self._end(error)
             except Exception as error:  # noqa: BLE001  as above; the version itself is stored
@@ -216,7 +219,7 @@ class Persister:
             _SUBJECT, f"the part of rank {held.rank} after step {held.step} is not stored: {why}"
         )
 
-    def _put(self, arena: Arena, held: Held) -> bool:
+    def _put(self, arena: Arena, held: Held, *, may_be_there: bool) -> bool:
         """Write the missing files of the part; commit if they were the last of the version."""
         self._require_owner(held.attempt)
         record, data = self._record(arena, held)
@@ -226,7 +229,8 @@ class Persister:
         caller = threading.get_ident()
         self._under_way[caller] = held, time.monotonic()
         try:
-            sizes = self._store.sizes(directory)
+            # Where a listing is a request, the usual case does without.
+            sizes = self._store.sizes(directory) if may_be_there else {}
             if sizes.get(file) != held.data_bytes or f"{name}.json" not in sizes:
                 chunks = self._chunks(arena, held, entry.crc32, caller)
                 fsync = self._settings.fsync
@@ -240,6 +244,7 @@ class Persister:
                 world_size=held.world_size,
                 fsync=self._settings.fsync,
                 require_owner=self._owner.require,
+                known={f"{name}.json": data},
             )
         finally:
             del self._under_way[caller]

@@ -77,9 +77,9 @@ class ArenaStore(RefusingStore):
                 path=path,
             )
 
-    def exists(self, _path: str) -> bool:
-        """Return False: a slot holds no manifest."""
-        return False
+    def read(self, path: str) -> bytes:
+        """Find nothing: a slot holds no manifest."""
+        raise StorageError(f"{path} does not exist", path=path, missing=True)
 
     def sizes(self, _directory: str) -> dict[str, int]:
         """Return nothing: whether the version counts is not decided here."""

@@ -31,9 +31,9 @@ from ucp_core.errors import (
     UcpError,
 )
 from ucp_core.native import (
+    Collector,
     LocalTensor,
     checkpoint_name,
-    collect_garbage,
     open_checkpoint,
     save_rank,
 )
@@ -47,6 +47,8 @@ __all__ = ["CHECKPOINTS", "SavedState", "StorageWriter"]
 
 #: How often a wait checks whether the attempt was fenced.
 _LOOK_S: Final = 0.02
+#: At most so long between two looks for a commit of others in an object store.
+_LOOK_REMOTE_S: Final = 1.0
 #: How long closing waits for a write that was under way at the fence.
 _CLOSE_S_MAX: Final = 5.0
 #: Where a write is a request, lines are held back until they are so many or so old.
@@ -106,6 +108,11 @@ class StorageWriter:
         self._directory = directory
         self._assignment = assignment
         self._settings = settings
+        self._committed_step = 0
+        self._collector: Collector | None = None
+        if assignment.rank == 0 and settings.keep:
+            checkpoints = join(directory, CHECKPOINTS)
+            self._collector = Collector(self._store, checkpoints, keep=settings.keep)
         self._fenced = fenced
         self._tasks: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
         self._idle = threading.Event()
@@ -196,7 +203,8 @@ class StorageWriter:
         self.wait_idle()
         directory = join(self._directory, CHECKPOINTS, checkpoint_name(step))
         deadline_s = time.monotonic() + timeout_s
-        while not self._is_committed(directory):
+        pause_s = _LOOK_S / 4
+        while self._committed_step != step and not self._is_committed(directory):
             self.wait_idle()
             if time.monotonic() > deadline_s:
                 raise CollectiveError(
@@ -205,7 +213,10 @@ class StorageWriter:
                     attempt=self._assignment.attempt,
                     op="commit",
                 )
-            time.sleep(_LOOK_S / 4)
+            time.sleep(pause_s)
+            if self.holds_lines:
+                # Every look costs a request.
+                pause_s = min(2 * pause_s, _LOOK_REMOTE_S)
 
     def close(self) -> bool:
         """End the thread; return whether it has released the tensors that it was given.
@@ -284,7 +295,7 @@ class StorageWriter:
         # chose the number of its own, so it writes no files of these names.
         self._owner.require(within_s=math.inf)
         self._write_lines()
-        save_rank(
+        saved = save_rank(
             self._store,
             join(checkpoints, checkpoint_name(state.step)),
             step=state.step,
@@ -298,16 +309,14 @@ class StorageWriter:
             fsync=self._settings.fsync,
             require_owner=self._owner.require,
         )
+        if saved.committed:
+            self._committed_step = state.step
         # If the write failed, ``_run`` sets the error before it sets idle.
         self._idle.set()
-        if assignment.rank == 0 and self._settings.keep:
+        if self._collector is not None:
             try:
-                collect_garbage(
-                    self._store,
-                    checkpoints,
-                    keep=self._settings.keep,
-                    lineage=assignment.lineage,
-                    require_owner=self._owner.require,
+                self._collector.collect_sometimes(
+                    assignment.lineage, require_owner=self._owner.require
                 )
             except SupersededError:
                 raise

@@ -411,7 +411,11 @@ def test_collecting_keeps_the_newest_valid_ones_and_what_is_under_way() -> None:
 
 
 class _ForbiddenStore(MemoryStore):
+    is_forbidden = False
+
     def read(self, path: str) -> bytes:
+        if not self.is_forbidden:
+            return super().read(path)
         raise StorageError(f"{path} is not permitted", path=path, missing=False)
 
 
@@ -420,6 +424,7 @@ def test_a_storage_that_refuses_is_not_an_empty_one() -> None:
     store = _ForbiddenStore()
     save(store, STATE, step=7, ranks=[0])
     store.write_atomic(join(DIRECTORY, "manifest.json"), b"", fsync=False)
+    store.is_forbidden = True
 
     with pytest.raises(StorageError, match="not permitted"):
         open_checkpoint(store, DIRECTORY)
