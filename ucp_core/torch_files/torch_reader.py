@@ -51,10 +51,12 @@ class TorchFile:
     Attributes:
         tree: Its value; tensors are ``TensorRef``, foreign objects ``Opaque``.
         extents: The storages of the tree's tensors with torch's checksums, in order.
+        saved_as: The name that ``torch.save`` got, without its suffix; ``archive`` if it got none.
     """
 
     tree: Any
     extents: tuple[Extent, ...]
+    saved_as: str
 
 
 def read_torch_file(
@@ -105,9 +107,10 @@ def read_torch_part(
     Tensors refer to ``file`` and count from ``offset_bytes`` before the zip.
     """
     records = zip_reader.read_records(read, size, where=where, tail_bytes=tail_bytes)
-    _, tree, storages = _read_tree(read, records, file, offset_bytes, where, allow)
+    names, tree, storages = _read_tree(read, records, file, offset_bytes, where, allow)
     found = (storage.extent for storage in storages if storage.num_bytes)
-    return TorchFile(tree, tuple(sorted(extent for extent in found if extent is not None)))
+    extents = tuple(sorted(extent for extent in found if extent is not None))
+    return TorchFile(tree, extents, names[0].partition("/")[0])
 
 
 def _small_names(records: Mapping[str, zip_reader.Record], where: str) -> list[str]:

@@ -33,6 +33,7 @@ from ucp_core.formats.shared import (
     Shards,
     json_value,
     number,
+    refuse_renamed,
     whole_tensor,
 )
 from ucp_core.geometry import Extent, StateMap, TensorEntry, TensorKey
@@ -144,12 +145,14 @@ def _open(store: Store, directory: str) -> _Folder:
         wanted = [f"{ZERO}/{name}/{slot}{_SUFFIX}" for name in files for slot in files[name]]
         if store.exists(join(zero, _OPTIMIZER)):
             wanted.append(f"{ZERO}/{_OPTIMIZER}")
-        opened = list(pool.map(lambda file: read_torch_file(store, directory, file), wanted))
+        read = list(pool.map(lambda file: read_torch_file(store, directory, file), wanted))
+    opened = dict(zip(wanted, read, strict=True))
+    refuse_renamed(directory, {name: file.saved_as for name, file in opened.items()})
     extras = Extras(store, directory)
     beside = sort_names(name for name in store.list(directory) if name != ZERO)
     for name in beside.others:
         extras.items[name] = Item("drop", "no part of a universal checkpoint")
-    found = _Folder(store, directory, files, dict(zip(wanted, opened, strict=True)), extras)
+    found = _Folder(store, directory, files, opened, extras)
     if beside.model:
         # A folder for the loaders of every stage has both kinds; this kind has the tensors.
         beside.model_zero3.clear()
@@ -202,8 +205,25 @@ def _add_params(found: _Folder, modules: Modules, layouts: TensorParallelLayouts
                 modules.roles[name] = "frozen"
         for slot in slots:
             _add_slot(found, name, slot, shapes.get(name))
+        _check_alike(found, name)
         if layouts is not None:
             _put_parts_together(found, name, layouts)
+
+
+def _check_alike(found: _Folder, name: str) -> None:
+    """Raise if a slot has another shape than the weight."""
+    shape = found.entries[TensorKey(name, "weight")].shape
+    for slot in _slots(found.files[name]):
+        other = found.entries.get(TensorKey(name, slot))
+        if other is not None and other.shape != shape:
+            path = join(found.directory, ZERO, name)
+            raise CheckpointCorruptError(
+                f"{path}: {_MASTER}{_SUFFIX} holds a tensor of {list(shape)}, {slot}{_SUFFIX} one "
+                f"of {list(other.shape)}: a file of another parameter was copied over one of them",
+                path=path,
+                fqn=name,
+                slot=slot,
+            )
 
 
 def _slots(files: tuple[str, ...]) -> frozenset[str]:

@@ -6,6 +6,7 @@ padding; under stage 3 padding and ties. Sound files are never refused.
 
 from __future__ import annotations
 
+import shutil
 from pathlib import Path
 
 import numpy as np
@@ -20,6 +21,7 @@ from tests.support.deepspeed_folders import (
     read,
     tensor,
 )
+from tests.support.foreign_reading import checkpoint_fixture
 from ucp_core.errors import CheckpointCorruptError
 
 #: 42 and 7 elements; 4 ranks have 11 and 2 each, of which the last has 9 and 1.
@@ -133,3 +135,30 @@ def test_ties_under_another_ranks_name_are_refused(tmp_path: Path) -> None:
         read(folder.write(tmp_path))
 
     assert caught.value.facts["swapped_with"] == names[1]
+
+
+@pytest.mark.parametrize(
+    ("fixture", "kind"),
+    [
+        ("ds_zero1_dp2", "optim"),
+        ("ds_zero3_dp2", "optim"),
+        ("ds_zero3_dp2", "model"),
+        ("ds_tp2_dp2_zero1", "model"),
+    ],
+)
+def test_the_name_that_torch_wrote_into_a_file_is_its_own(
+    tmp_path: Path, fixture: str, kind: str
+) -> None:
+    """Where ranks divide all parameters evenly, it alone tells that two were swapped."""
+    source = tmp_path / "source"
+    shutil.copytree(checkpoint_fixture(fixture) / "checkpoint", source)
+    files = sorted(source.rglob(f"*{kind}_states.pt"))
+    kept = files[0].rename(tmp_path / "kept")
+    files[1].rename(files[0])
+    kept.rename(files[1])
+
+    with pytest.raises(CheckpointCorruptError, match=r"was saved as .*swapped") as caught:
+        read(source)
+
+    names = {caught.value.facts["file"], caught.value.facts["swapped_with"]}
+    assert names == {file.name for file in files[:2]}

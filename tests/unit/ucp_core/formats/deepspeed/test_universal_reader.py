@@ -163,6 +163,16 @@ def test_another_shape_than_the_models_is_refused(tmp_path: Path) -> None:
         read(_write(folder, tmp_path))
 
 
+def test_a_slot_of_another_shape_than_the_weight_is_refused(tmp_path: Path) -> None:
+    """Without model files nothing else tells the shape."""
+    folder = universal(beside=False)
+    folder.trees["zero/up.bias/exp_avg.pt"] = folder.trees["zero/up.weight/exp_avg.pt"]
+
+    said = r"up\.bias: fp32\.pt holds a tensor of \[4\], exp_avg\.pt one of \[4, 3\]"
+    with pytest.raises(CheckpointCorruptError, match=said):
+        read(_write(folder, tmp_path))
+
+
 @pytest.mark.parametrize("tree", [3, {"param": "x"}, {}, [1]])
 def test_nonsense_instead_of_a_tensor_is_an_error_of_ours(tmp_path: Path, tree: Any) -> None:
     """Never a TypeError from the depths."""
