@@ -26,7 +26,7 @@ class Outcome:
     """What a fault did to a run, in seconds since the fault.
 
     Attributes:
-        detected_s: Until the attempt was fenced.
+        detected_s: Until the attempt was fenced; None for a change that was planned.
         resumed_s: Until the beginning of the first step of a later attempt.
         step_s: Until the end of the first step of a later attempt.
         lost_steps: Completed steps that were redone.
@@ -34,7 +34,7 @@ class Outcome:
         kinds: Of the incidents.
     """
 
-    detected_s: float
+    detected_s: float | None
     resumed_s: float
     step_s: float
     lost_steps: int
@@ -151,7 +151,7 @@ class NetworkRun:
         reports = [r for r in records if r["kind"] == "ReportIncident"]
         old = max(one["step"] for one in self.lines() if one["attempt"] <= attempt)
         return Outcome(
-            detected_s=round(min(fenced, default=float("nan")) - fault_s, 2),
+            detected_s=round(min(fenced) - fault_s, 2) if fenced else None,
             resumed_s=round(line["wall_time"] - line["step_s"] - fault_s, 2),
             step_s=round(line["wall_time"] - fault_s, 2),
             lost_steps=old - line["step"] + 1,
