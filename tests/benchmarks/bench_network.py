@@ -212,6 +212,7 @@ def head_rebooted(scene: Scene) -> dict[str, Any]:
         fault_s = time.time()
         run.cluster.kill(HEAD)
         run.cluster.boot(HEAD)
+        run.cluster.await_ray(HEAD)
         again = NetworkRun(run.cluster, run.directory, pace_s=scene.pace_s)
         return _resumed(again, fault_s, before)
 

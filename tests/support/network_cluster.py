@@ -202,7 +202,8 @@ class NetworkCluster:
             self._write_names()
             for machine in range(num_nodes + 1):
                 self.boot(machine)
-            self._wait_started()
+            for machine in range(num_nodes + 1):
+                self.await_ray(machine)
         except BaseException:
             self.close()
             raise
@@ -274,6 +275,11 @@ class NetworkCluster:
         assert process.stdin is not None
         process.stdin.write(b"\n")
         process.stdin.close()
+
+    def await_ray(self, machine: int) -> None:
+        """Wait until Ray runs on a machine that was booted."""
+        booted = self._machines[machine]
+        _await_text(booted.log, "Ray runtime started", booted.process)
 
     def _ray(self, machine: int, folder: Path) -> list[str]:
         own = ["--head", f"--port={_PORT}", "--include-dashboard=False"]
@@ -396,10 +402,6 @@ class NetworkCluster:
         lines = [f"{self.host(each)} node{each}" for each in range(_MACHINES_MAX)]
         (self._folder / "hosts").write_text("\n".join(["127.0.0.1 localhost", *lines, ""]))
         (self._folder / "nsswitch.conf").write_text("hosts: files\n")
-
-    def _wait_started(self) -> None:
-        for machine in self._machines.values():
-            _await_text(machine.log, "Ray runtime started", machine.process)
 
 
 def host_of(machine: int, number: int = 0) -> str:
