@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import errno
 import fcntl
 import os
@@ -84,8 +85,8 @@ class LocalStore:
         beside = [f"{above}/blobs" for above in (Path(real).parent, Path(real).parent.parent)]
         if not Path(real).is_dir():
             beside = [os.path.realpath(Path(directory).parent)]
-        store = LocalStore()
-        store._roots = (real, *beside)
+        store = copy.copy(self)
+        store._roots = (real, *beside)  # noqa: SLF001  of the same class
         return store
 
     def open_file(self, path: str) -> int:

@@ -30,6 +30,8 @@ class S3Store(FsspecStore):
     ``AbortIncompleteMultipartUpload`` removes them.
     """
 
+    _refuses_itself = True
+
     def read(self, path: str) -> bytes:
         """Return the whole file, by one request: s3fs would ask for the size first."""
         data: bytes = self._retries.call(path, lambda: self._fs.cat_file(path, max_concurrency=1))
