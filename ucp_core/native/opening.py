@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from time import perf_counter
 from typing import TYPE_CHECKING, Any
 
@@ -17,7 +17,7 @@ from ucp_core.errors import (
 )
 from ucp_core.geometry import DTYPE_BYTES, Box, StateMap, TensorKey
 from ucp_core.manifest import Kind, Manifest, from_bytes
-from ucp_core.numerics import BLOCK_BYTES, crc32
+from ucp_core.numerics import BLOCK_BYTES, WIDER, crc32
 from ucp_core.reading import Part, plan, touched, verify_extents
 from ucp_core.storage import Store, join, within
 
@@ -219,6 +219,7 @@ def load(
     *,
     threads: int = 2,
     with_extents: bool = False,
+    widen: bool = False,
     progress: Callable[[int], None] | None = None,
 ) -> LoadResult:
     """Fill the data of every tensor in ``need``, whatever layout saved the checkpoint.
@@ -230,6 +231,8 @@ def load(
         need: Boxes and writable memory; they may overlap.
         threads: Most readers; small loads use one.
         with_extents: Also verify bytes of foreign files, by reading whole records first.
+        widen: Fill tensors of a wider floating dtype than the checkpoint has, such as float32 from
+            bfloat16; every value stays the same.
         progress: Called with the size of every finished read, from any reader.
 
     Raises:
@@ -244,8 +247,9 @@ def load(
 
     begun = perf_counter()
     request_bytes = checkpoint.store.request_bytes
+    held = [_as_held(checkpoint, tensor) for tensor in need] if widen else need
     reads = plan(
-        parts_of(need),
+        parts_of(held),
         [checkpoint.state_map],
         span_bytes_max=_SPAN_BYTES_MAX,
         direct_bytes_max=max(request_bytes, _DIRECT_BYTES_MAX),
@@ -257,26 +261,39 @@ def load(
     with reading(checkpoint):
         if with_extents:
             only = touched(reads, checkpoint.state_map)
-            verified_bytes = verify_extents(
-                checkpoint.store,
-                checkpoint.directory,
-                checkpoint.state_map,
-                only,
-                threads=threads,
-            )
+            where = checkpoint.store, checkpoint.directory
+            verified_bytes = verify_extents(*where, checkpoint.state_map, only, threads=threads)
         execute(
             reads,
             [source],
-            targets_of(need),
+            targets_of(held),
             threads=threads,
             batch_bytes=request_bytes,
             progress=progress,
         )
+    _widen(held, need)
     return LoadResult(
         size_bytes=reads.needed_bytes,
         read_bytes=reads.read_bytes + verified_bytes,
         seconds=perf_counter() - begun,
     )
+
+
+def _as_held(checkpoint: Checkpoint, tensor: LocalTensor) -> LocalTensor:
+    """Return the tensor in the checkpoint's dtype, at the end of its memory, if that is smaller."""
+    entry = checkpoint.state_map.entries.get(TensorKey(tensor.fqn, tensor.slot))
+    if entry is None or tensor.box.is_empty or tensor.dtype not in WIDER.get(entry.dtype, ()):
+        return tensor
+    num_bytes = tensor.box.num_elements * DTYPE_BYTES[entry.dtype]
+    return replace(tensor, dtype=entry.dtype, data=bytes_of(tensor)[-num_bytes:])
+
+
+def _widen(held: Sequence[LocalTensor], need: Sequence[LocalTensor]) -> None:
+    for narrow, tensor in zip(held, need, strict=True):
+        if narrow is not tensor:
+            from ucp_core.numerics import cast
+
+            bytes_of(tensor)[:] = cast(narrow.data, narrow.dtype, tensor.dtype)
 
 
 def _read_extra(checkpoint: Checkpoint) -> dict[str, Any]:

@@ -4,7 +4,7 @@ from typing import TYPE_CHECKING
 
 from ucp_core.lazy import lazy_door
 from ucp_core.numerics.checksums import BLOCK_BYTES, combine, combine_blocks, crc32, of_blocks
-from ucp_core.numerics.dtypes import FLOATS
+from ucp_core.numerics.dtypes import FLOATS, WIDER
 
 if TYPE_CHECKING:
     from ucp_core.numerics.casts import cast, decode, encode, numpy_dtype
@@ -13,6 +13,7 @@ if TYPE_CHECKING:
 __all__ = [
     "BLOCK_BYTES",
     "FLOATS",
+    "WIDER",
     "cast",
     "combine",
     "combine_blocks",
