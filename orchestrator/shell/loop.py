@@ -37,7 +37,7 @@ from orchestrator.core import (
 from orchestrator.core import actions as act
 from orchestrator.policies import versions
 from orchestrator.run_directory import CHECKPOINTS
-from orchestrator.shell.capacity import Capacity, Nodes, Rendezvous, Workers, preload
+from orchestrator.shell.capacity import Capacity, Nodes, Rendezvous, Workers
 from orchestrator.shell.clock import wall_time
 from orchestrator.shell.guard import begin_guard
 from orchestrator.shell.memory import CadenceWatch, ProtectionWatch, Snapshots, loss_document
@@ -59,6 +59,7 @@ from orchestrator.shell.storage import (
     begin_incarnation,
     segment_path,
 )
+from orchestrator.shell.threads import JOURNAL, RAY, STORAGE, LoopWatch, in_thread
 from ucp_core.errors import StorageError, SupersededError
 from ucp_core.storage import RECENT_S, Owner, join, open_store
 from workers.protocol import Assignment, MemoryPart, NodeReport
@@ -115,6 +116,7 @@ class Run:
         )
         self._inbox: asyncio.Queue[Event] = asyncio.Queue()
         self._rendezvous = Rendezvous()
+        self._watch = LoopWatch()
         self._over = asyncio.Event()
         self._outcome = ""
         self._measuring: asyncio.TimerHandle | None = None
@@ -212,7 +214,8 @@ class Run:
         if self._is_resume:
             # Where the last controller was ended for good, nobody took its workers back.
             await self._capacity.release_all()
-            await asyncio.to_thread(self._workers.end_strays)
+            await in_thread(RAY, self._workers.end_strays)
+        self._spawn(self._watch.watch_forever())
         self._spawn(self._furnish(page))
         self._spawn(self._watch_owner())
         self._spawn(self._nodes.watch_forever())
@@ -234,7 +237,7 @@ class Run:
     async def _owns(self) -> bool:
         """Return whether nothing shows that another life owns the run directory."""
         try:
-            await asyncio.to_thread(self._owner.require)
+            await in_thread(STORAGE, self._owner.require)
         except SupersededError as error:
             log.critical("superseded", extra={"why": str(error)})
             return False
@@ -249,11 +252,11 @@ class Run:
         """Load what the run can do without until it is in charge, one after the other."""
         if self._incarnation > 1:
             await asyncio.sleep(SURVEY_S)
-        self._guard = begin_guard(self._config.controller_stopped_s)
+        self._rendezvous.prepare()
+        self._guard = await asyncio.to_thread(begin_guard, self._config.controller_stopped_s)
         url = await page.start()
         self._record.announce(url)
         await asyncio.to_thread(announce, self._names.run_id, run=self._config.run.name, url=url)
-        await asyncio.to_thread(preload)
 
     def on_report(self, report: NodeReport) -> None:
         """Take in a keeper's report. On the loop."""
@@ -302,14 +305,18 @@ class Run:
         except TimeoutError:
             event = Ticked(at_s=self._clock.at_s())
         before = self._state
-        self._state, actions = step(before, event, rules=self._rules)
-        if self._state is before and not actions and not isinstance(event, FaultInjected):
+        after, actions = step(before, event, rules=self._rules)
+        if after is before and not actions and not isinstance(event, FaultInjected):
             return  # nothing changed, so a replay does not need it
-        records = transition_records(event, actions, attempt=self._state.attempt.number)
+        records = transition_records(event, actions, attempt=after.attempt.number)
         for record in records:
             record["seq"], record["wall_time"] = self._seq, wall_time()
             self._seq += 1
-        self._journal.append(records)
+        if self._store.appends:
+            await in_thread(JOURNAL, self._journal.append, records)
+        else:
+            self._journal.append(records)  # into memory, from where it is sent
+        self._state = after
         for action in actions:
             self._perform(action)
         self._record.add(records)
@@ -372,23 +379,23 @@ class Run:
                 bad=action.bad,
             )
         )
-        memory = self._snapshots.known_parts(action.resume_step, action.resume_attempt)
-        if memory or not action.resume_step or not self._config.snapshot.every_steps:
-            self._enter(action, memory)
-        else:
-            self._spawn(self._find_and_enter(action))
+        self._spawn(self._find_and_enter(action))
 
     async def _find_and_enter(self, action: act.StartAttempt) -> None:
-        """Start the members when it is known where the version is that they yielded."""
-        memory = await self._snapshots.find_parts(
-            action.resume_step, action.resume_attempt, bad=action.bad
-        )
+        """Start the members when it is known where their version is and where they meet."""
+        memory = self._snapshots.known_parts(action.resume_step, action.resume_attempt)
+        if not memory and action.resume_step and self._config.snapshot.every_steps:
+            memory = await self._snapshots.find_parts(
+                action.resume_step, action.resume_attempt, bad=action.bad
+            )
+        host, port = await self._rendezvous.open()
         # Who was fenced meanwhile has said so, and would refuse.
         if self._state.attempt.number == action.attempt and self._state.phase in ACTIVE:
-            self._enter(action, memory)
+            self._enter(action, memory, host, port)
 
-    def _enter(self, action: act.StartAttempt, memory: tuple[MemoryPart, ...]) -> None:
-        host, port = self._rendezvous.open()
+    def _enter(
+        self, action: act.StartAttempt, memory: tuple[MemoryPart, ...], host: str, port: int
+    ) -> None:
         plan = action.plan
         for rank, (worker, _, slot) in enumerate(action.members):
             assignment = Assignment(
@@ -512,6 +519,7 @@ class Run:
             loaded=self._record.stats.loaded,
             passed_over=list(self._record.stats.passed_over),
             bounds_s=bounds_document(self._config, self._observer.limits),
+            longest_pause_s=round(self._watch.longest_pause_s, 3),
         )
 
     async def _close(self, page: StatusPage) -> None:
@@ -523,7 +531,7 @@ class Run:
         self._workers.close()
         self._workers.kill_all()
         if self._incarnation > 1:
-            await asyncio.to_thread(self._workers.end_strays)
+            await in_thread(RAY, self._workers.end_strays)
         # What the directory says is for its owner to write.
         owns = await self._owns()
         if owns and self._config.snapshot.every_steps and self._outcome != "completed":
@@ -532,6 +540,6 @@ class Run:
         await self._capacity.release_all()
         if owns:
             await self._compaction.write(self._compacted())
-            await asyncio.to_thread(self._record.close)
-        withdraw(self._names.run_id)
+            await in_thread(STORAGE, self._record.close)
+        await asyncio.to_thread(withdraw, self._names.run_id)
         await page.stop()

@@ -6,7 +6,7 @@ from ucp_core.lazy import lazy_door
 
 if TYPE_CHECKING:
     from orchestrator.shell.capacity.nodes import Nodes, NodeView
-    from orchestrator.shell.capacity.rendezvous import Rendezvous, preload
+    from orchestrator.shell.capacity.rendezvous import Rendezvous
     from orchestrator.shell.capacity.slots import Capacity
     from orchestrator.shell.capacity.workers import Workers
 
@@ -16,7 +16,6 @@ __all__ = [
     "Nodes",
     "Rendezvous",
     "Workers",
-    "preload",
 ]
 
 __getattr__ = lazy_door(__name__)

@@ -32,6 +32,7 @@ from orchestrator.core import (
     ProbeLinks,
 )
 from orchestrator.shell.names import RunNames
+from orchestrator.shell.threads import RAY, in_thread
 from workers.keeper import OPTIONS, Keeper
 
 #: The node table and drain notices are read this often, 2.6 ms of processor time a read. Lost
@@ -162,7 +163,7 @@ class Nodes:
     async def watch_forever(self) -> None:
         """Report joins, losses and notices until cancelled."""
         while True:
-            table, notices = await asyncio.to_thread(_read_cluster)
+            table, notices = await in_thread(RAY, _read_cluster)
             for row in table:
                 self._compare(row)
             self._heed(notices)

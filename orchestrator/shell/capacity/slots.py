@@ -28,6 +28,7 @@ from ray.util.placement_group import (
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
 from orchestrator.shell.names import RunNames
+from orchestrator.shell.threads import RAY, in_thread
 
 #: Pending groups are looked at this often, and none are while all are placed. Ray offers no push
 #: that costs no worker process.
@@ -100,7 +101,7 @@ class Capacity:
             return
         self._slots[slot] = _Slot(group=None)
         self._asked.set()
-        creation = asyncio.ensure_future(asyncio.to_thread(self._create, slot, tuple(avoid)))
+        creation = asyncio.ensure_future(in_thread(RAY, self._create, slot, tuple(avoid)))
         self._creations.add(creation)
         group = await asyncio.shield(creation)
         self._creations.discard(creation)
@@ -122,7 +123,7 @@ class Capacity:
         for creation in tuple(self._creations):
             await creation
         # Also what a controller that died asked for so late that this one has not seen it.
-        await self._give_back(await asyncio.to_thread(self._rows))
+        await self._give_back(await in_thread(RAY, self._rows))
 
     async def poll_forever(self) -> None:
         """Report grants, and give back what nobody asked for, until cancelled."""
@@ -130,7 +131,7 @@ class Capacity:
             self._asked.clear()
             if not self.pending() and time.monotonic() >= self._strays_until_s:
                 await self._asked.wait()
-            rows = await asyncio.to_thread(self._rows)
+            rows = await in_thread(RAY, self._rows)
             for number, node in sorted(_placed(rows)):
                 entry = self._slots.get(number)
                 is_new = entry is not None and entry.node is None and entry.group is not None
@@ -143,7 +144,7 @@ class Capacity:
                 # A controller knows the slots that it asked for before they are there.
                 strays = rows.keys() - self._slots.keys()
                 settled = [number for number in strays if not _is_being_placed(rows[number])]
-                await asyncio.to_thread(self._remove, settled)
+                await in_thread(RAY, self._remove, settled)
             await asyncio.sleep(POLL_S)
 
     async def _grant(self, number: int, node: str) -> None:
@@ -154,7 +155,7 @@ class Capacity:
         gpu_ids = await self._held_gpus(entry.group)
         if gpu_ids is None or self._slots.get(number) is not entry:
             return
-        if gpu_ids and dict(_placed(await asyncio.to_thread(self._rows))).get(number) != node:
+        if gpu_ids and dict(_placed(await in_thread(RAY, self._rows))).get(number) != node:
             return  # it lost that node meanwhile
         entry.gpu_ids, entry.node = gpu_ids, node
         self._on_granted(number, node)
@@ -162,11 +163,11 @@ class Capacity:
     async def adopt(self) -> None:
         """After a restart of the controller: find the run's groups again by their names."""
         self._strays_until_s = time.monotonic() + STRAYS_S
-        rows = await asyncio.to_thread(self._rows)
+        rows = await in_thread(RAY, self._rows)
         await asyncio.gather(*(self._adopt(number, row) for number, row in rows.items()))
 
     async def _adopt(self, number: int, row: dict[str, Any]) -> None:
-        group = await asyncio.to_thread(get_placement_group, row["name"])
+        group = await in_thread(RAY, get_placement_group, row["name"])
         node = _node_of(row)
         gpu_ids = await self._held_gpus(group) if node else ()
         # One that does not say what it has is as good as lost: it is given back and asked for anew.
@@ -213,13 +214,13 @@ class Capacity:
         left = set(numbers)
         until_s = time.monotonic() + BUSY_S_MAX
         while left:
-            rows = await asyncio.to_thread(self._rows)
+            rows = await in_thread(RAY, self._rows)
             left &= rows.keys()
             is_late = time.monotonic() >= until_s
             free = [number for number in left if is_late or not _is_being_placed(rows[number])]
             # First what waits for room: Ray would begin to place it where another has left.
             free.sort(key=lambda number: rows[number]["state"] == "CREATED")
-            await asyncio.to_thread(self._remove, free)
+            await in_thread(RAY, self._remove, free)
             left.difference_update(free)
             if left:
                 await asyncio.sleep(BUSY_POLL_S)

@@ -28,6 +28,7 @@ from orchestrator.core import (
     WorkerReady,
 )
 from orchestrator.shell.names import RunNames
+from orchestrator.shell.threads import RAY, in_thread
 from workers.process import OPTIONS, Worker
 from workers.protocol import (
     Assignment,
@@ -269,7 +270,7 @@ class Workers:
         # First, because Ray calls an actor dead when it has asked it to go.
         await self._kill_on_node(member.node, worker)
         with contextlib.suppress(RayError, ValueError):
-            await asyncio.to_thread(ray.kill, member.handle, no_restart=True)
+            await in_thread(RAY, ray.kill, member.handle, no_restart=True)
         await asyncio.sleep(KILL_CONFIRM_S)
         if not member.gone:
             self._exited(worker, "killed", "its node does not confirm the kill")
@@ -318,7 +319,7 @@ class Workers:
         if not isinstance(error, ActorDiedError) and not is_node:
             # Unreachable is perhaps alive: end it, so that "exited" is true.
             with contextlib.suppress(RayError, ValueError):
-                await asyncio.to_thread(ray.kill, member.handle, no_restart=True)
+                await in_thread(RAY, ray.kill, member.handle, no_restart=True)
         died = isinstance(error, ActorDiedError)
         detail = "its node is lost" if is_node else f"process {member.pid} died" if died else ""
         cause = "node" if is_node else self._cause(member)

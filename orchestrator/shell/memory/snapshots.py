@@ -31,6 +31,7 @@ from orchestrator.policies import (
     versions,
 )
 from orchestrator.shell.capacity import Nodes, NodeView
+from orchestrator.shell.threads import STORAGE, in_thread
 from ucp_core.errors import UcpError
 from ucp_core.lineage import Lineage
 from ucp_core.native import Found, checkpoint_name, find_committed, unloadable
@@ -167,7 +168,7 @@ class Snapshots:
         held_only: bool = False,
     ) -> Answer | None:
         excluded = frozenset(map(checkpoint_name, quarantine.in_storage(bad)))
-        looked = asyncio.to_thread(_look, self._store, self._checkpoints, lineage, excluded)
+        looked = in_thread(STORAGE, _look, self._store, self._checkpoints, lineage, excluded)
         stored = asyncio.ensure_future(looked)
         stored.add_done_callback(_seen)
 

@@ -6,7 +6,6 @@ be used, the whole journal is folded.
 
 from __future__ import annotations
 
-import asyncio
 import logging
 from dataclasses import dataclass
 from functools import cache
@@ -35,6 +34,7 @@ from orchestrator.shell.storage.journal import (
     read_segments,
     segment_sizes,
 )
+from orchestrator.shell.threads import STORAGE, in_thread
 from ucp_core.errors import StorageError
 from ucp_core.storage import Store, join
 
@@ -177,7 +177,7 @@ class CompactionFile:
         """Replace the compacted journal; a failure is only logged."""
         try:
             # In a thread: storage may be slow, and nothing waits for this.
-            await asyncio.to_thread(self._store.write_atomic, self._path, document, fsync=False)
+            await in_thread(STORAGE, self._store.write_atomic, self._path, document, fsync=False)
         except StorageError as error:
             log.warning("compacted_journal_not_written", extra={"error": str(error)})
         finally:

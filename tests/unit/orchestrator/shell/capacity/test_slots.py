@@ -112,14 +112,14 @@ def test_a_slot_that_is_given_back_as_it_is_placed_is_granted_to_nobody(
         loop = asyncio.get_running_loop()
         releases: list[asyncio.Task[None]] = []
 
-        async def in_a_turn(do: Callable[..., Any], *arguments: Any) -> Any:
+        async def in_a_turn(_: object, do: Callable[..., Any], *arguments: Any) -> Any:
             if do == capacity._rows and not releases:
                 # In the next turn, in which the answer is looked at, but before that.
                 loop.call_soon(lambda: releases.append(loop.create_task(capacity.release(1))))
             await asyncio.sleep(0)
             return do(*arguments)
 
-        monkeypatch.setattr(asyncio, "to_thread", in_a_turn)
+        monkeypatch.setattr(module, "in_thread", in_a_turn)
         await capacity.request(1, ())
         polling = asyncio.create_task(capacity.poll_forever())
         for _ in range(10):
