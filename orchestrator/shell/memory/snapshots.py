@@ -14,6 +14,7 @@ import logging
 import sys
 from asyncio import FIRST_COMPLETED
 from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -31,7 +32,6 @@ from orchestrator.policies import (
     versions,
 )
 from orchestrator.shell.capacity import Nodes, NodeView
-from orchestrator.shell.threads import STORAGE, in_thread
 from ucp_core.errors import UcpError
 from ucp_core.lineage import Lineage
 from ucp_core.native import Found, checkpoint_name, find_committed, unloadable
@@ -59,6 +59,8 @@ ASK_S = 0.5
 LATE_S = 2.0
 #: If memory holds a version, storage is waited for no longer than this.
 STORAGE_S = 5.0
+#: A second one may find storage mended while the first still waits for a lost answer.
+_LOOKS_AT_ONCE = 2
 #: At the end of a run its newest version is stored within this, or stays unstored.
 FLUSH_S = 60.0
 
@@ -112,6 +114,9 @@ class Snapshots:
         #: The last that each keeper said, in a report or when it was asked.
         self._known: dict[str, Inventory] = {}
         self._order: OrderKeepers | None = None
+        self._looks = ThreadPoolExecutor(_LOOKS_AT_ONCE, "storage-look")
+        #: The newest look, which may have begun.
+        self._waiting: Future[Any] = Future()
 
     @property
     def holds_any(self) -> bool:
@@ -157,6 +162,20 @@ class Snapshots:
         self._version = answer.version if answer is not None else None
         return answer
 
+    def _begin_look(
+        self, lineage: Lineage, excluded: frozenset[str]
+    ) -> asyncio.Future[tuple[Found | None, tuple[str, ...], tuple[int, ...]]]:
+        """Look into storage in a thread; a look that waits for one is cancelled by a newer one.
+
+        So storage that stalls, which is asked again and again, holds few threads and none that
+        somebody else needs.
+        """
+        self._waiting.cancel()
+        self._waiting = self._looks.submit(_look, self._store, self._checkpoints, lineage, excluded)
+        stored = asyncio.wrap_future(self._waiting)
+        stored.add_done_callback(_seen)
+        return stored
+
     async def _find(
         self,
         lineage: Lineage,
@@ -168,9 +187,7 @@ class Snapshots:
         held_only: bool = False,
     ) -> Answer | None:
         excluded = frozenset(map(checkpoint_name, quarantine.in_storage(bad)))
-        looked = in_thread(STORAGE, _look, self._store, self._checkpoints, lineage, excluded)
-        stored = asyncio.ensure_future(looked)
-        stored.add_done_callback(_seen)
+        stored = self._begin_look(lineage, excluded)
 
         def newest(inventories: Sequence[Inventory], other: tuple[int, int]) -> Version | None:
             good = [one for one in quarantine.good(inventories, bad) if one.node not in unreached]
@@ -190,6 +207,8 @@ class Snapshots:
         if held is None or not 0 <= enough_step <= held.step:
             # With nothing in memory, storage is the only source.
             await asyncio.wait([stored], timeout=STORAGE_S if held is not None else None)
+        if stored.cancelled():
+            return None
         if not stored.done():
             return answer(held)
         try:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import itertools
 import threading
 from dataclasses import replace
 from typing import Any
@@ -109,6 +110,28 @@ def test_a_store_that_stalls_does_not_keep_memory_from_being_used() -> None:
         return version_of(answer)
 
     assert with_keepers(store, act) == (7, "memory")
+
+
+def test_a_store_that_stalls_holds_two_threads_however_often_it_is_asked() -> None:
+    """The machine asks again every ten seconds; what polls nodes and slots needs threads too."""
+    store = Stalling()
+
+    async def ask(snapshots: Snapshots, handles: Handles) -> None:
+        handles.clear()
+        snapshots._nodes.views.clear()
+        asked = [asyncio.create_task(snapshots.read(LINEAGE, enough_step=-1)) for _ in range(20)]
+        # Two are looking, and the newest waits for them.
+        for answer in itertools.islice(asyncio.as_completed(asked), len(asked) - 3):
+            assert await answer is None
+        looking = [thread for thread in threading.enumerate() if "storage-look" in thread.name]
+        assert len(looking) <= 2
+        assert not asked[-1].done()
+        store.released.set()
+        newest = await asked[-1]
+        assert newest is not None
+        assert newest.version is None
+
+    with_keepers(store, ask)
 
 
 def test_a_store_that_refuses_is_passed_over_only_for_memory() -> None:
