@@ -23,6 +23,8 @@ WATCH_GAP_S: Final = 2.0
 NUM_STEPS_KEPT: Final = 256
 #: With fewer durations than this the largest is doubled: 8 steps do not show a p99.
 _NUM_STEPS_FEW: Final = 8
+#: A step of more than so many times the median is a pause.
+_USUAL: Final = 10.0
 #: Phases in which a worker waits for its own reads and writes.
 _MOVES: Final = frozenset({WorkerPhase.LOADING, WorkerPhase.SAVING, WorkerPhase.LEAVING})
 
@@ -80,13 +82,16 @@ class Detector:
 
     @property
     def step_s_p99(self) -> float:
-        """Return the slowest usual step; 0.0 while none was observed."""
+        """Return the slowest usual step; 0.0 while none was observed.
+
+        Steps in which a rank paused are none: others would be waited for as long from then on.
+        """
         if not self.steps_s:
             return 0.0
         ordered = sorted(self.steps_s)
         if len(ordered) < _NUM_STEPS_FEW:
             return 2.0 * ordered[-1]
-        return ordered[ceil(0.99 * len(ordered)) - 1]
+        return min(ordered[ceil(0.99 * len(ordered)) - 1], _USUAL * self.step_s_p50)
 
     def worker(self, name: str) -> Watched | None:
         """Return what is known of a worker: the last report on it, if it moved."""

@@ -89,6 +89,12 @@ def test_few_steps_are_not_trusted() -> None:
     assert steps([0.2, 0.2]).step_s_p99 == 0.4
 
 
+def test_pauses_are_no_usual_steps() -> None:
+    """Each of them is waited for; a network that fails later must not be, for ten minutes."""
+    assert steps([0.2] * 100 + [60.0] * 50).step_s_p99 == 2.0
+    assert steps([0.2] * 100 + [1.9] * 50).step_s_p99 == 1.9
+
+
 def test_p99_forgets_old_steps() -> None:
     """A slow hour yesterday must not make today's hangs hard to find."""
     assert steps([5.0] * 10 + [0.2] * 256).step_s_p99 == 0.2

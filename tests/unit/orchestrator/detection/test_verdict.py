@@ -408,6 +408,46 @@ def test_who_computes_is_not_named_before_the_others_give_up(
     assert "raise parallel.collective_timeout_s" in found.evidence
 
 
+@pytest.mark.parametrize(
+    ("phase", "share"),
+    [(WorkerPhase.BACKWARD, 1.0), (WorkerPhase.FORWARD, 0.0), (WorkerPhase.SCRIPT, 0.5)],
+    ids=["recompiles", "sleeps in the forward pass", "evaluates"],
+)
+def test_fifty_pauses_of_a_minute_strike_nobody_and_hide_nothing(
+    phase: WorkerPhase, share: float
+) -> None:
+    """The others wait all the while. A rank that is stopped afterwards is named as soon as ever."""
+    state, at_s, used_s = Detector(), 100.0, 0.0
+    for step in range(1, 51):
+        for second in range(60):
+            used_s += share
+            pausing = replace(absent("w2", 2), phase=phase, processor_s=used_s, phase_s=second)
+            rows = [replace(row, step=step) for row in rows_with(w2=pausing)]
+            state, at_s = watch(rows, for_s=0.0, state=state, from_s=at_s + 1.0)
+            limits = limits_from(state.step_s_p99, step_s_p50=state.step_s_p50)
+            assert (
+                judge(
+                    state,
+                    at_s,
+                    attempt=ATTEMPT,
+                    members=WORKERS,
+                    limits=limits,
+                    collectives_fail_s=300.0,
+                )
+                is None
+            )
+        done = [replace(row, step=step, step_s=60.0) for row in rows_with()]
+        usual = [replace(calm(w, r), step=step + 1, step_s=0.2) for r, w in enumerate(WORKERS)]
+        for rows in (done, usual):
+            state, at_s = watch(rows, for_s=0.0, state=state, from_s=at_s + 0.2)
+    stopped = [replace(row, step=51) for row in rows_with(w2=stop(absent("w2", 2)))]
+    state, at_s = watch(stopped, for_s=1.0, state=state, from_s=at_s + 0.1, period_s=0.1)
+
+    found = judged(state, at_s)
+    assert isinstance(found, Verdict)
+    assert (found.guilty, found.rule) == (("w2",), "stopped")
+
+
 def test_what_ray_and_the_beat_use_is_no_computing() -> None:
     """A hundredth of a processor, and more at once now and then."""
     state, at_s = Detector(), 100.0
