@@ -128,8 +128,8 @@ class ProbeLinks:
 class StartAttempt:
     """Put ``members`` to work as ``attempt`` from ``resume_step``.
 
-    ``members`` is ``(worker, node, slot)`` in rank order; ``bad`` as in ``ReadCommitted``. Members
-    and keepers protect snapshots by ``plan``.
+    ``members`` is ``(worker, node, slot)`` in rank order; ``bad`` and ``unreached`` as in
+    ``ReadCommitted``. Members and keepers protect snapshots by ``plan``.
     """
 
     attempt: int
@@ -140,6 +140,7 @@ class StartAttempt:
     lineage: tuple[tuple[int, int], ...]
     bad: tuple[Source, ...] = ()
     plan: RedundancyPlan = RedundancyPlan()
+    unreached: tuple[str, ...] = ()
 
 
 @value

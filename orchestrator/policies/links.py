@@ -7,11 +7,22 @@ use, so one that flaps is left alone until it stops.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from math import inf
 from typing import NamedTuple, TypeAlias
 
-__all__ = ["Link", "Pair", "apart", "described", "due", "left_out", "noted", "wake_s", "without"]
+__all__ = [
+    "Link",
+    "Pair",
+    "apart",
+    "choices",
+    "described",
+    "due",
+    "left_out",
+    "noted",
+    "wake_s",
+    "without",
+]
 
 #: Two nodes by name: the way from the first to the second, or, sorted, the link of both.
 Pair: TypeAlias = tuple[str, str]
@@ -30,6 +41,11 @@ _LOOKS = 8
 #: Up to so many nodes the best choice is found among all; beyond, the worst node is left out again
 #: and again. 16 nodes in a ring of lost links take about 1 ms.
 _EXACT_MAX = 16
+
+
+#: By node: those that it must not be together with; and its workers, and whether it is preferred.
+_Foes: TypeAlias = Mapping[str, set[str]]
+_Worth: TypeAlias = Mapping[str, tuple[int, bool]]
 
 
 class Link(NamedTuple):
@@ -152,11 +168,7 @@ def left_out(
         pairs: Pairs that must not be together.
         preferred: Nodes that had better stay.
     """
-    foes: dict[str, set[str]] = {}
-    for one, other in pairs:
-        if weights.get(one) and weights.get(other):
-            foes.setdefault(one, set()).add(other)
-            foes.setdefault(other, set()).add(one)
+    foes = _foes(pair for pair in pairs if all(weights.get(end) for end in pair))
     worth = {node: (weights[node], node in preferred) for node in foes}
     out: set[str] = set()
     for part in _parts(foes):
@@ -165,7 +177,23 @@ def left_out(
     return frozenset(out)
 
 
-def _parts(foes: Mapping[str, set[str]]) -> list[frozenset[str]]:
+def choices(pairs: Iterable[Pair]) -> list[frozenset[str]]:
+    """Return which of the nodes in ``pairs`` can be together, the largest sets first."""
+    foes = _foes(pairs)
+    if len(foes) > _EXACT_MAX:
+        return [_greedy(foes, dict.fromkeys(foes, (1, False)))]
+    return sorted(set(_groups(foes)), key=lambda nodes: (-len(nodes), sorted(nodes)))
+
+
+def _foes(pairs: Iterable[Pair]) -> dict[str, set[str]]:
+    foes: dict[str, set[str]] = {}
+    for one, other in pairs:
+        foes.setdefault(one, set()).add(other)
+        foes.setdefault(other, set()).add(one)
+    return foes
+
+
+def _parts(foes: _Foes) -> list[frozenset[str]]:
     """Return the connected parts of the graph; each is decided alone."""
     parts: list[frozenset[str]] = []
     left = set(foes)
@@ -179,23 +207,22 @@ def _parts(foes: Mapping[str, set[str]]) -> list[frozenset[str]]:
     return parts
 
 
-_Worth: TypeAlias = Mapping[str, tuple[int, bool]]
+def _best(foes: _Foes, worth: _Worth) -> frozenset[str]:
+    return min(_groups(foes), key=lambda nodes: _rank(nodes, worth))
 
 
-def _best(foes: Mapping[str, set[str]], worth: _Worth) -> frozenset[str]:
-    """Return the best set without foes: with the worst node in it, or without it."""
+def _groups(foes: _Foes) -> Iterator[frozenset[str]]:
+    """Yield sets without foes, all maximal ones among them: with the worst node, or without it."""
     if not any(foes.values()):
-        return frozenset(foes)
+        yield frozenset(foes)
+        return
     worst = max(foes, key=lambda node: (len(foes[node]), node))
-    rest = _but(foes, {worst})
-    chosen = [
-        _best(rest, worth),
-        _best(_but(foes, {worst, *foes[worst]}), worth) | {worst},
-    ]
-    return min(chosen, key=lambda nodes: _rank(nodes, worth))
+    yield from _groups(_but(foes, {worst}))
+    for nodes in _groups(_but(foes, {worst, *foes[worst]})):
+        yield nodes | {worst}
 
 
-def _greedy(foes: Mapping[str, set[str]], worth: _Worth) -> frozenset[str]:
+def _greedy(foes: _Foes, worth: _Worth) -> frozenset[str]:
     """Return a good set without foes: leave out the node that costs the least for each foe."""
     while any(foes.values()):
         costly = [node for node in foes if foes[node]]
@@ -214,7 +241,7 @@ def _rank(nodes: frozenset[str], worth: _Worth) -> tuple[int, int, list[str]]:
     )
 
 
-def _but(foes: Mapping[str, set[str]], out: set[str]) -> dict[str, set[str]]:
+def _but(foes: _Foes, out: set[str]) -> dict[str, set[str]]:
     return {node: those - out for node, those in foes.items() if node not in out}
 
 

@@ -7,7 +7,7 @@ its version counts.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from dataclasses import replace
 
 from ucp_core.lineage import Lineage, counts
@@ -16,10 +16,13 @@ from workers.protocol import Inventory, Source, held_source
 __all__ = ["described", "good", "in_storage", "on_node", "still_bad"]
 
 
-def good(inventories: Iterable[Inventory], bad: Sequence[Source]) -> list[Inventory]:
-    """Return what keepers hold, without bad sources."""
+def good(
+    inventories: Iterable[Inventory], bad: Sequence[Source], unreached: Collection[str] = ()
+) -> list[Inventory]:
+    """Return what keepers hold, without bad sources and without the nodes in ``unreached``."""
+    inventories = [each for each in inventories if each.node not in unreached]
     if not bad:
-        return list(inventories)
+        return inventories
     left_out = frozenset(bad)
     return [
         replace(

@@ -383,11 +383,10 @@ class Run:
 
     async def _find_and_enter(self, action: act.StartAttempt) -> None:
         """Start the members when it is known where their version is and where they meet."""
-        memory = self._snapshots.known_parts(action.resume_step, action.resume_attempt)
+        version, unreached = (action.resume_step, action.resume_attempt), action.unreached
+        memory = self._snapshots.known_parts(*version, unreached=unreached)
         if not memory and action.resume_step and self._config.snapshot.every_steps:
-            memory = await self._snapshots.find_parts(
-                action.resume_step, action.resume_attempt, bad=action.bad
-            )
+            memory = await self._snapshots.find_parts(*version, bad=action.bad, unreached=unreached)
         host, port = await self._rendezvous.open()
         # Who was fenced meanwhile has said so, and would refuse.
         if self._state.attempt.number == action.attempt and self._state.phase in ACTIVE:

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from heapq import heapify
+from itertools import combinations
 from math import inf
 from random import Random
 from typing import Any
@@ -70,8 +72,9 @@ _BOUNDS = Bounds(
     keeper_return_s=2.0,
 )
 _GROWTH = GrowthRules(interval_s_min=0.3, gather_s=0.15, pause_guess_s=0.1)
-#: Budgets beyond what any seed injects: here every fault must be survived.
-_BUDGETS = BudgetRules(user_max=100, undecided_max=100, stuck_max=300)
+#: Those of production, but for the training code: a history may inject more errors in its few
+#: seconds than a run survives in an hour.
+_BUDGETS = BudgetRules(user_max=100)
 
 #: What the machine learns of sources and of versions by.
 _TELLING = (ev.WorkerLeft, ev.WorkerFormed, ev.CommittedRead)
@@ -140,6 +143,8 @@ class History:
             SimJournal(seed, self.rules, is_thorough=self.is_replayed) if seed % 4 == 0 else None
         )
         self.healing = False
+        # Whether links stay lost in the liveness phase.
+        self.network_ails = apart.random() < 1 / 3
         self.died_at_the_end = False
         cluster = self.cluster
         cluster.start_failure = rng.choice((0.0, 0.0, 0.1))
@@ -250,14 +255,20 @@ class History:
             return
         self.state, self.deadline_s = state, next_deadline_s(state)
         if self.check_always or state.attempt.number != before.attempt.number:
-            check(state, self.passed)
-            self.passed = state
+            self._check(state)
         if self.journal is not None:
             self.journal.add(event, state, actions)
         if actions:
             self._perform(actions)
         if state.phase is not before.phase:
             self._phase_changed(state)
+
+    def _check(self, state: RunState) -> None:
+        check(state, self.passed)
+        self.passed = state
+        for node in state.fleet.nodes.values():
+            if node.strikes:
+                self.monitor.struck(node.name)
 
     def _perform(self, actions: Sequence[Action]) -> None:
         """Perform the machine's actions; the controller may die in between."""
@@ -317,13 +328,35 @@ class History:
         nodes = list(cluster.nodes.values())
         for node in nodes:
             faults.heal_node(cluster, node)
+        # Flaps that were drawn before end now.
+        cluster.queue[:] = [entry for entry in cluster.queue if entry[2] is not faults.flap_pair]
+        heapify(cluster.queue)
+        cluster.lost_ways.clear()
         stay = [node for node in nodes if node.alive and node.draining_until_s is None]
         room = sum(node.room for node in stay)
         replicate = self.rules.layout.dp_replicate
         needed = -(-self.rules.min_workers // replicate) * replicate
         if room < needed:
             faults.return_node(cluster, needed - room)
+        elif self.network_ails:
+            self._leave_links_lost(stay, needed)
         cluster.at(LIVENESS_S, self._must_be_over)
+
+    def _leave_links_lost(self, nodes: Sequence[SimNode], needed: int) -> None:
+        """Cut links for good, and let one flap, as long as enough workers reach each other."""
+        cluster, rng = self.cluster, self.rng
+        pairs = list(combinations([node.name for node in nodes], 2))
+        rng.shuffle(pairs)
+        room = {node.name: node.room for node in nodes}
+        cut: list[tuple[str, str]] = []
+        for pair in pairs[: rng.randint(1, 4)]:
+            if _largest_room(room, [*cut, pair]) >= needed:
+                cut.append(pair)
+        for number, pair in enumerate(cut):
+            if number == 0 and cluster.chance(0.5):
+                faults.flap_pair(cluster, pair, 0.3 + 4 * rng.random(), 1000)
+            else:
+                faults.lose_ways(cluster, [pair, pair[::-1]])
 
     def _must_be_over(self) -> None:
         attempt = self.state.attempt
@@ -361,6 +394,18 @@ class History:
             for step, attempt in self.cluster.storage.commits
         )
         require(done, "S2", f"completed without a commit of step {total}")
+
+
+def _largest_room(room: dict[str, int], cut: Sequence[tuple[str, str]]) -> int:
+    """Return the room of the largest set of nodes that reach each other, by trying all."""
+    best = 0
+    ends = sorted({node for pair in cut for node in pair})
+    free = sum(room.values()) - sum(room[node] for node in ends)
+    for chosen in range(1 << len(ends)):
+        kept = {node for index, node in enumerate(ends) if chosen >> index & 1}
+        if not any(kept.issuperset(pair) for pair in cut):
+            best = max(best, free + sum(room[node] for node in kept))
+    return best
 
 
 def _draw_tiers(rng: Random, apart: Random) -> Tiers:

@@ -19,17 +19,19 @@ from orchestrator.core.handlers import (
     demand,
     fleet,
     formation,
+    link_events,
     planned,
     protection,
     recovery,
     resume,
+    searching,
     survey,
 )
 from orchestrator.core.handlers import fleet_events as on_fleet
 from orchestrator.core.handlers import member_events as on_members
 from orchestrator.core.state import MutableRunState, Node, Worker
 from orchestrator.core.transition import Transition
-from orchestrator.policies import RedundancyPlan, versions
+from orchestrator.policies import RedundancyPlan, links, versions
 from orchestrator.simulation.faults import faults
 from orchestrator.simulation.history import run_history
 from orchestrator.simulation.violation import Violation
@@ -126,6 +128,16 @@ def _never_look(*_: Any) -> None:
     """Do nothing where a bound, an event or a restart should have been handled."""
 
 
+def _no_pairs(*_: Any, **__: Any) -> tuple[links.Pair, ...]:
+    return ()
+
+
+def _strike_the_ends(transition: Transition, event: ev.LinksProbed) -> None:
+    for name in {end for way in event.lost for end in way}:
+        fleet.strike(transition, fleet.find_node(transition, name))
+    link_events.links_probed(transition, event)
+
+
 def _wait_on(transition: Transition, *_: Any) -> None:
     transition.run.deadline_s = transition.now_s + 1.0
 
@@ -218,7 +230,7 @@ BUGS = {
         recovery, "leave_out", _take_what_was_being_read, ("S6",)
     ),
     "forgets the history of a run that is resumed": Bug(
-        machine._HANDLERS, ev.RunResumed, _begin_anew, ("S1", "S3")
+        machine._HANDLERS, ev.RunResumed, _begin_anew, ("S1", "S3", "L1")
     ),
     "does not read what a run that is resumed has committed": Bug(
         machine._HANDLERS, ev.RunResumed, _forget_what_was_committed, ("S3", "L3")
@@ -232,6 +244,13 @@ BUGS = {
     ),
     "lets a keeper be silent": Bug(
         machine._HANDLERS, ev.KeeperSilent, _never_look, ("L2",), single=faults.stop_keeper
+    ),
+    "takes lost links for whole": Bug(links, "apart", _no_pairs, ("L1",)),
+    "does not look for lost links": Bug(searching, "begin", _never_look, ("L1",)),
+    "never probes a lost link again": Bug(link_events, "ask", _never_look, ("L1",)),
+    "does not replace who is not reached": Bug(demand, "replace_unreached", _never_look, ("L1",)),
+    "strikes the ends of lost links": Bug(
+        machine._HANDLERS, ev.LinksProbed, _strike_the_ends, ("S5",)
     ),
     "starts no worker processes": Bug(demand, "_staff", _never_look, ("L1",)),
 }

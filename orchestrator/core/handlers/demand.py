@@ -8,7 +8,7 @@ from __future__ import annotations
 from math import inf
 
 from orchestrator.core.actions import ReleaseSlot, RequestSlot, StartWorker
-from orchestrator.core.handlers import fleet
+from orchestrator.core.handlers import fleet, reach
 from orchestrator.core.state import Phase, WorkerStatus
 from orchestrator.core.transition import Transition
 
@@ -68,11 +68,12 @@ def forgive_nodes(transition: Transition) -> None:
 def avoided_nodes(transition: Transition) -> tuple[str, ...]:
     """Return the names of the nodes on which nothing new is to be placed, sorted."""
     now_s = transition.now_s
+    given_up = reach.given_up(transition)
     return tuple(
         sorted(
             node.name
-            for node in transition.run.fleet.nodes.values()
-            if node.alive and (node.draining or node.avoid_until_s > now_s)
+            for number, node in transition.run.fleet.nodes.items()
+            if node.alive and (node.draining or node.avoid_until_s > now_s or number in given_up)
         )
     )
 
@@ -134,6 +135,15 @@ def _staff(transition: Transition, number: int) -> None:
     if node.draining and run.phase is Phase.RUNNING:
         for slot in fleet.free_slots(transition, run.fleet.nodes[number]):
             release_slot(transition, slot)
+
+
+def replace_unreached(transition: Transition) -> None:
+    """Request slots elsewhere for nodes that have been without a link for too long."""
+    for number in sorted(reach.given_up(transition)):
+        for slot in transition.run.fleet.nodes[number].slots:
+            release_slot(transition, slot)
+    # Also where a link is whole again: there are nodes that need not be avoided any more.
+    renew_pending(transition)
 
 
 def release_surplus(transition: Transition) -> None:

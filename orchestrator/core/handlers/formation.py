@@ -5,11 +5,11 @@ from __future__ import annotations
 from math import inf
 
 from orchestrator.core.actions import StartAttempt
-from orchestrator.core.handlers import demand, fleet, protection, searching
+from orchestrator.core.handlers import demand, fleet, protection, reach, searching
 from orchestrator.core.state import Attempt, Node, Phase, Reads, WorkerStatus
 from orchestrator.core.transition import Transition
 from orchestrator.policies import layout as layout_policy
-from orchestrator.policies import links, quarantine
+from orchestrator.policies import quarantine
 
 
 def capacity(transition: Transition) -> int:
@@ -18,59 +18,10 @@ def capacity(transition: Transition) -> int:
     Draining nodes are used only if the run could not train without them.
     """
     for leaving in (False, True):
-        used = num_together(transition, leaving=leaving)
+        used = reach.num_together(transition, leaving=leaving)
         if used >= transition.rules.min_workers:
             return used
     return 0
-
-
-def num_together(transition: Transition, *, leaving: bool = False) -> int:
-    """Return how many workers that reach each other a layout would use; 0 if there is none.
-
-    Args:
-        transition: Of the run.
-        leaving: Also those on draining nodes.
-    """
-    fleet, rules = transition.run.fleet, transition.rules
-    offered = fleet.num_usable + (fleet.num_leaving if leaving else 0)
-    out = left_out(transition, leaving=leaving)
-    offered -= sum(fleet.nodes[number].usable for number in out)
-    return layout_policy.usable(min(offered, rules.max_workers), rules.layout)
-
-
-def left_out(transition: Transition, *, leaving: bool = False) -> frozenset[int]:
-    """Return the nodes to do without, so that the others reach each other.
-
-    A link that has not been whole for long is used only if the run could not train without it.
-    """
-    run, rules = transition.run, transition.rules
-    out: frozenset[int] = frozenset()
-    for paused in (True, False):
-        pairs = links.apart(run.network.links, transition.now_s, paused=paused)
-        if not pairs:
-            return frozenset()
-        nodes = {
-            node.name: node.usable
-            for node in run.fleet.nodes.values()
-            if node.usable and (leaving or not node.draining)
-        }
-        members = {run.fleet.nodes[number].name for number in run.attempt.nodes}
-        names = links.left_out(nodes, pairs, preferred=members)
-        out = frozenset(run.fleet.node_ids[name] for name in names)
-        offered = sum(nodes.values()) - sum(nodes[name] for name in names)
-        if layout_policy.usable(min(offered, rules.max_workers), rules.layout) >= rules.min_workers:
-            break
-    return out
-
-
-def unreached(transition: Transition) -> tuple[str, ...]:
-    """Return the nodes that one of the next members cannot reach, sorted."""
-    run = transition.run
-    pairs = links.apart(run.network.links, transition.now_s, paused=False)
-    if not pairs:
-        return ()
-    out = {run.fleet.nodes[number].name for number in left_out(transition)}
-    return tuple(sorted(out & {end for pair in pairs if not out >= set(pair) for end in pair}))
 
 
 def wait(transition: Transition) -> None:
@@ -79,6 +30,8 @@ def wait(transition: Transition) -> None:
     run.phase = Phase.WAITING
     run.waiting_since_s = transition.now_s
     run.deadline_s = transition.now_s + transition.rules.bounds.capacity_s
+    if run.network.links:
+        transition.wake_by(reach.patience_end_s(transition))
     try_start(transition)
     if run.phase is Phase.WAITING and run.fleet.num_usable < transition.rules.min_workers:
         demand.forgive_nodes(transition)
@@ -101,6 +54,13 @@ def try_start(transition: Transition) -> None:
         if transition.now_s < grace_end_s:
             run.deadline_s = min(run.deadline_s, grace_end_s)
             return
+    if run.attempt.members and run.network.unread != reach.unreached(transition):
+        # What was read counts on others than those who would train: read anew, at once.
+        run.phase = Phase.READING
+        run.reads.bad_from = run.reads.num + 1
+        run.reads.seen = False
+        run.deadline_s = transition.now_s
+        return
     _start(transition)
 
 
@@ -165,6 +125,7 @@ def _start(transition: Transition) -> None:
             lineage=run.lineage,
             bad=run.bad,
             plan=run.attempt.plan,
+            unreached=reach.unreached(transition),
         )
     )
 
@@ -189,7 +150,7 @@ def _candidates(transition: Transition) -> list[int]:
     rules = transition.rules
     chosen: list[int] = []
     for with_leaving in (False, True):
-        out = left_out(transition, leaving=with_leaving)
+        out = reach.left_out(transition, leaving=with_leaving)
         staying: list[int] = []
         leaving: list[int] = []
         for number in order:

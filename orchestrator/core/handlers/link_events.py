@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from orchestrator.core.actions import ProbeLinks
 from orchestrator.core.events import LinksProbed
-from orchestrator.core.handlers import formation, recovery, searching
+from orchestrator.core.handlers import demand, formation, reach, recovery, searching
 from orchestrator.core.state import Phase
 from orchestrator.core.transition import Transition
 from orchestrator.policies import links
@@ -33,6 +33,7 @@ def links_probed(transition: Transition, event: LinksProbed) -> None:
     recovery.proceed(transition)
     if run.phase is Phase.WAITING:
         formation.try_start(transition)
+    demand.replace_unreached(transition)
 
 
 def _look_while_forming(transition: Transition) -> None:
@@ -53,3 +54,8 @@ def ask(transition: Transition) -> None:
         run.network = run.network._replace(links=known, num_probes=number)
         transition.actions.append(ProbeLinks(number=number, pairs=pairs))
     transition.wake_by(links.wake_s(known, transition.now_s))
+    if run.phase is Phase.WAITING:
+        # A link may have been whole for its pause, or none is hoped for any more.
+        formation.try_start(transition)
+        demand.replace_unreached(transition)
+        transition.wake_by(reach.patience_end_s(transition))

@@ -9,7 +9,7 @@ from __future__ import annotations
 from math import inf
 
 from orchestrator.core.actions import YieldAttempt
-from orchestrator.core.handlers import formation, recovery
+from orchestrator.core.handlers import formation, reach, recovery
 from orchestrator.core.state import Cause, Phase
 from orchestrator.core.transition import Transition
 from orchestrator.policies import growth
@@ -28,7 +28,7 @@ def consider(transition: Transition) -> None:
         return
     if not run.attempt.stepped:
         return
-    num_after = formation.num_together(transition)
+    num_after = reach.num_together(transition)
     may_leave = run.fleet.num_leaving > 0 and num_after >= transition.rules.min_workers
     if may_leave and _leaves_draining_nodes(transition, num_after):
         return
@@ -145,6 +145,8 @@ def all_left(transition: Transition) -> None:
         recovery.proceed(transition)
         return
     run.committed = (run.attempt.yielded_step, run.attempt.number)
+    # Members hold it, and they reach each other: it need not be read.
+    run.network = run.network._replace(unread=reach.unreached(transition))
     transition.report_incident()
     if run.committed[0] >= transition.rules.total_steps:
         transition.finish("completed", f"step {run.committed[0]} is committed")

@@ -11,8 +11,8 @@ from math import inf
 
 from orchestrator.core.actions import FenceAttempt, ReadCommitted
 from orchestrator.core.events import CommittedRead
-from orchestrator.core.handlers import fleet, searching
-from orchestrator.core.handlers.formation import unreached, wait
+from orchestrator.core.handlers import fleet, reach, searching
+from orchestrator.core.handlers.formation import wait
 from orchestrator.core.state import Cause, Phase, WorkerStatus
 from orchestrator.core.transition import Transition
 from orchestrator.policies import MEMORY, Fault, FaultClass, UserError, budgets
@@ -117,13 +117,14 @@ def read(transition: Transition) -> None:
     run.reads.num += 1
     run.reads.pending += 1
     run.reads.seen = False
+    run.network = run.network._replace(unread=reach.unreached(transition))
     transition.actions.append(
         ReadCommitted(
             attempt=run.attempt.number,
             lineage=run.lineage,
             number=run.reads.num,
             bad=run.bad,
-            unreached=unreached(transition),
+            unreached=run.network.unread,
         )
     )
 

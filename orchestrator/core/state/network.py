@@ -20,6 +20,7 @@ class Network(NamedTuple):
         until_s: The bound of its answer; infinity if none is awaited.
         found: The ways without connection that it found.
         is_sound: Whether all nodes answered and every way has a connection.
+        unread: Nodes that the newest read left out, as they could not be reached.
         suspects: Ways that the transport of a member called unreachable in this attempt.
         suspects_before: The same, in the attempt before.
     """
@@ -31,6 +32,7 @@ class Network(NamedTuple):
     until_s: float = inf
     found: tuple[Pair, ...] = ()
     is_sound: bool = False
+    unread: tuple[str, ...] = ()
     suspects: tuple[Pair, ...] = ()
     suspects_before: tuple[Pair, ...] = ()
 

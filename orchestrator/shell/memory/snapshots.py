@@ -13,7 +13,7 @@ import functools
 import logging
 import sys
 from asyncio import FIRST_COMPLETED
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from typing import Any
@@ -190,7 +190,7 @@ class Snapshots:
         stored = self._begin_look(lineage, excluded)
 
         def newest(inventories: Sequence[Inventory], other: tuple[int, int]) -> Version | None:
-            good = [one for one in quarantine.good(inventories, bad) if one.node not in unreached]
+            good = quarantine.good(inventories, bad, unreached)
             if held_only:
                 good = [replace(one, parities=()) for one in good]
             return versions.newest(good, other, lineage, total_steps=total_steps)
@@ -221,21 +221,34 @@ class Snapshots:
         version = newest(inventories, (found.step, found.attempt))
         return answer(version, stored_step=found.step, skipped=passed_over)
 
-    def known_parts(self, step: int, attempt: int) -> tuple[MemoryPart, ...]:
-        """Return where a version is in memory, as the last answer said; () if it said another."""
+    def known_parts(
+        self, step: int, attempt: int, *, unreached: Collection[str] = ()
+    ) -> tuple[MemoryPart, ...]:
+        """Return where a version is in memory, as the last answer said.
+
+        () if it said another one, or counted on a node in ``unreached``.
+        """
         version = self._version
         if version is None or (version.step, version.attempt) != (step, attempt):
+            return ()
+        places: tuple[Holding | ParityHolding, ...] = (*version.parts, *version.parities)
+        if any(place.node in unreached for place in places):
             return ()
         return self._memory_parts(version)
 
     async def find_parts(
-        self, step: int, attempt: int, *, bad: Sequence[Source] = ()
+        self,
+        step: int,
+        attempt: int,
+        *,
+        bad: Sequence[Source] = (),
+        unreached: Collection[str] = (),
     ) -> tuple[MemoryPart, ...]:
         """Ask where a version is in memory; () if it is not complete there."""
 
         def found(inventories: Sequence[Inventory]) -> list[Version]:
             # It is known to count, so no lineage is needed.
-            every = versions.complete(quarantine.good(inventories, bad), ())
+            every = versions.complete(quarantine.good(inventories, bad, unreached), ())
             return [each for each in every if (each.step, each.attempt) == (step, attempt)]
 
         inventories = await self._patient_inventories(lambda these: len(found(these)), expected=1)

@@ -10,6 +10,7 @@ from orchestrator.core import (
     CommittedRead,
     FinishRun,
     KillWorker,
+    ReadCommitted,
     ReportIncident,
     RequestSlot,
     SetCadence,
@@ -42,6 +43,8 @@ class Monitor:
         self.num_faults = 0
         self.troubled: set[str] = set()
         self.faulty: set[str] = set()
+        self.unlinked: set[str] = set()
+        self.lost_nodes: set[str] = set()
         self.last_left_s = 0.0
         # Whether a member could not leave its state in memory, or that could not be asked once.
         self.is_state_gone = False
@@ -98,9 +101,10 @@ class Monitor:
             raise Violation(f"S3: lineage {action.lineage}")
         self.last_step = action.resume_step
 
-    def reading(self, number: int, now_s: float) -> None:
-        """Note when a read was answered."""
-        self.reads[number] = now_s
+    def reading(self, action: ReadCommitted, now_s: float) -> None:
+        """Note when a read was answered, and check that no memory is left out without need."""
+        self.reads[action.number] = now_s
+        self._check_unreached(action.unreached)
 
     def told(self, event: WorkerLeft | WorkerFormed | CommittedRead) -> None:
         """Note what the machine hears of sources, and of versions."""
@@ -137,14 +141,20 @@ class Monitor:
         unread = (source for source, by in self.heard_unread.items() if len(by) >= _UNREAD_MAX)
         return [*self.heard_damaged, *unread]
 
+    def _check_unreached(self, names: tuple[str, ...]) -> None:
+        for name in names:
+            known = name in self.unlinked | self.lost_nodes
+            require(known, "S5", f"memory of {name} is left out")
+
     def _check_resume(self, world: World, action: StartAttempt) -> None:
+        self._check_unreached(action.unreached)
         at = (action.resume_step, action.resume_attempt)
         commits, landed_s = world.storage.commits, world.memory.landed_s
         exists = at == (0, 0) or at in commits or at in landed_s
         require(exists, "S2", f"attempt {action.attempt} from {at}: no such")
         is_valid = at == (0, 0) or self.counts(*at)
         require(is_valid, "S3", f"resumes from {at}, which does not count")
-        held = self._held(world)
+        held = self._held(world, action.unreached)
         damaged = (
             at in commits
             and commits[at].damaged
@@ -171,12 +181,16 @@ class Monitor:
             require(not lost, "L3", f"yielded at {self.yielded}, resumes {at}")
         self._check_lost(world, max(self.last_step - action.resume_step, 0))
 
-    def _held(self, world: World) -> list[tuple[int, int]]:
+    def _held(self, world: World, unreached: tuple[str, ...]) -> list[tuple[int, int]]:
         """Return what could be loaded from memory now and could be read when that was asked."""
         memory = world.memory
         if memory.grew_s >= self.heard_s:
             return []
-        inventories = memory.inventories(world.nodes.values(), world.now_s)
+        inventories = [
+            one
+            for one in memory.inventories(world.nodes.values(), world.now_s)
+            if one.node not in unreached
+        ]
         left_out = [*self._left_out(), *memory.copied_since(self.heard_s)]
         held = complete(quarantine.good(inventories, left_out), self.starts)
         return [(v.step, v.attempt) for v in held if v.step < world.rules.total_steps]
@@ -195,6 +209,8 @@ class Monitor:
             )
             # Nothing on a node is protected while its keeper stays away.
             is_exempt = len(attempt.copiers) == 1 or is_open or self.has_given_up
+            # What is held behind a lost link cannot be loaded, nor copied there.
+            is_exempt = is_exempt or bool(self.unlinked)
             require(is_exempt, "L3", f"one fault, {num_lost} steps lost")
         # The last step is in storage or nowhere: who is fenced while it is written repeats it.
         is_kept = world.tiers.snapshot_every and self.last_step < world.rules.total_steps
@@ -253,8 +269,12 @@ class Monitor:
         """Check that no healthy node is avoided."""
         for name in action.avoid:
             node = world.nodes[name]
-            known = name in self.troubled or node.draining_until_s is not None
+            known = name in self.troubled | self.unlinked or node.draining_until_s is not None
             require(known or node.cut_off, "S5", f"healthy node {name} is avoided")
+
+    def struck(self, name: str) -> None:
+        """Check that a node has strikes only for what its own workers did."""
+        require(name in self.troubled, "S5", f"node {name} is struck, and nothing failed on it")
 
     def cadence(self, world: World, action: SetCadence) -> None:
         """Check that saves keep their budget, and the user's own intervals."""
@@ -276,6 +296,8 @@ class Monitor:
         """Check that only who did fail is called guilty."""
         for name in action.guilty:
             require(name in self.faulty, "S5", f"{name} is blamed: {action.evidence}")
+        if action.incident == "link":
+            require(bool(self.unlinked or self.lost_nodes), "S5", f"no link: {action.evidence}")
 
     def finished(self, action: FinishRun) -> None:
         """Note the end."""

@@ -65,6 +65,7 @@ def lose_node(cluster: SimCluster, node: SimNode | None = None) -> None:
     if node is None or not node.alive:
         return
     node.alive = False
+    cluster.monitor.lost_nodes.add(node.name)
     cluster.memory.lose_node(node.name)
     cause = "preempted" if node.draining_until_s is not None else "node"
     for worker in list(node.workers.values()):
@@ -85,6 +86,7 @@ def cut_off(cluster: SimCluster) -> None:
     if node is None or node.draining_until_s is not None:
         return
     node.cut_off = True
+    cluster.monitor.lost_nodes.add(node.name)
     cluster.monitor.faulty.update(node.workers)
     cluster.monitor.is_state_gone = True
     cluster.at(0.5 + cluster.wire_s(), _miss, cluster, node)
@@ -109,6 +111,70 @@ def heal_node(cluster: SimCluster, node: SimNode) -> None:
     node.keeper_back_s = min(node.keeper_back_s, cluster.now_s)
     cluster.post(ev.NodeJoined, node=node.name, rack=node.rack)
     cluster.place()
+
+
+def cut_link(cluster: SimCluster) -> None:
+    """Two nodes do not reach each other, in one way or both, while the controller reaches both."""
+    pair = _pick_pair(cluster)
+    if pair is not None:
+        lose_ways(cluster, _ways(cluster, *pair))
+        cluster.at(0.2 + 6 * cluster.rng.random(), mend_ways, cluster, pair)
+
+
+def cut_all_links(cluster: SimCluster) -> None:
+    """A node reaches none of the others any more, only the controller."""
+    node = _pick_node(cluster)
+    if node is not None:
+        others = [other for other in cluster.nodes if other != node.name]
+        for other in others:
+            lose_ways(cluster, _ways(cluster, node.name, other))
+        away_s = 0.2 + 6 * cluster.rng.random()
+        for other in others:
+            cluster.at(away_s, mend_ways, cluster, (node.name, other))
+
+
+def flap(cluster: SimCluster) -> None:
+    """A link fails again and again."""
+    pair = _pick_pair(cluster)
+    if pair is not None:
+        flap_pair(cluster, pair, 0.3 + 3 * cluster.rng.random(), cluster.rng.randint(2, 6))
+
+
+def flap_pair(cluster: SimCluster, pair: tuple[str, str], period_s: float, num_times: int) -> None:
+    """Cut a pair for half a period, and again after it."""
+    lose_ways(cluster, _ways(cluster, *pair))
+    cluster.at(period_s / 2, mend_ways, cluster, pair)
+    if num_times > 1:
+        cluster.at(period_s, flap_pair, cluster, pair, period_s, num_times - 1)
+
+
+def lose_ways(cluster: SimCluster, ways: list[tuple[str, str]]) -> None:
+    """Lose every packet on these ways from now on."""
+    cluster.lost_ways.update(dict.fromkeys(ways))
+    cluster.monitor.unlinked.update(node for way in ways for node in way)
+    cluster.monitor.is_state_gone = True
+
+
+def mend_ways(cluster: SimCluster, pair: tuple[str, str]) -> None:
+    """Lose nothing more between two nodes."""
+    for way in (pair, pair[::-1]):
+        cluster.lost_ways.pop(way, None)
+
+
+def _pick_pair(cluster: SimCluster) -> tuple[str, str] | None:
+    """Return two living nodes, more likely ones that train together."""
+    newest = cluster.attempts.get(cluster.monitor.attempt)
+    names = [node.name for node in cluster.nodes.values() if node.alive and not node.cut_off]
+    training = [name for name in names if newest is not None and name in newest.nodes]
+    pool = training if len(training) > 1 and cluster.chance(0.8) else names
+    if len(pool) <= 1:
+        return None
+    one, other = cluster.rng.sample(pool, k=2)
+    return one, other
+
+
+def _ways(cluster: SimCluster, one: str, other: str) -> list[tuple[str, str]]:
+    return [(one, other)] if cluster.chance(0.3) else [(one, other), (other, one)]
 
 
 def return_node(cluster: SimCluster, room: int) -> None:
@@ -275,6 +341,9 @@ FAULTS: tuple[Fault, ...] = (
     hang,
     lose_node,
     cut_off,
+    cut_link,
+    cut_all_links,
+    flap,
     drain,
     new_node,
     raise_once,

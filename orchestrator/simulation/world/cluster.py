@@ -184,7 +184,7 @@ class SimCluster(World):
         if worker is not None and worker.attempt == number and not worker.hung:
             self.leave(worker, "peer_lost")
 
-    def leave(self, worker: SimWorker, how: str) -> None:
+    def leave(self, worker: SimWorker, how: str, *, unreached: str = "") -> None:
         """Take a worker out of its attempt; it writes nothing more there."""
         if how in ("fenced", "peer_lost"):
             final_snapshot(self, self.attempts[worker.attempt], worker)
@@ -207,6 +207,7 @@ class SimCluster(World):
             how=how,
             step=worker.completed,
             detail=how,
+            unreached=unreached,
             **found,
         )
 
@@ -289,10 +290,12 @@ class SimCluster(World):
 
     def _read(self, action: act.ReadCommitted) -> None:
         nodes = self.nodes.values()
-        self.monitor.reading(action.number, self.now_s)
+        self.monitor.reading(action, self.now_s)
         self.measure()
         found = versions.newest(
-            quarantine.good(self.memory.inventories(nodes, self.now_s), action.bad),
+            quarantine.good(
+                self.memory.inventories(nodes, self.now_s), action.bad, action.unreached
+            ),
             self.storage.newest(action.lineage, quarantine.in_storage(action.bad)),
             action.lineage,
             total_steps=self.rules.total_steps,
@@ -364,6 +367,11 @@ class SimCluster(World):
         worker = self.workers.get(name)
         if worker is None or worker.attempt != attempt.number or worker.hung:
             return
+        if self.lost_way(attempt.nodes):
+            self._stall(attempt)
+            self.at(STEP_S, self._form, name, attempt)
+            return
+        attempt.stalls = False
         if not attempt.loading.is_done:
             loading.load(self, attempt.loading, attempt.members)
         if not attempt.loading.is_loaded:
@@ -390,6 +398,11 @@ class SimCluster(World):
         members = self.present(attempt)
         if members is None:
             return
+        if self.lost_way(attempt.nodes):
+            self._stall(attempt)
+            self.at(STEP_S / 2, self._step, attempt)
+            return
+        attempt.stalls = False
         step = attempt.step + 1
         if step in self.raises_at and self._raise(attempt, members, step):
             return
@@ -412,6 +425,30 @@ class SimCluster(World):
             self.at(_COMMIT_S, self._leave_together, attempt, "yielded", stored)
         else:
             self.at(STEP_S, self._step, attempt)
+
+    def _stall(self, attempt: SimAttempt) -> None:
+        """Let an attempt wait for a link until it is whole, or until that is noticed."""
+        if not attempt.stalls:
+            attempt.stalls = True
+            self.at(0.3 + 0.3 * self.rng.random(), self._notice_stall, attempt)
+
+    def _notice_stall(self, attempt: SimAttempt) -> None:
+        way = self.lost_way(attempt.nodes)
+        is_over = attempt.number != self.monitor.attempt or not any(
+            worker.attempt == attempt.number for worker in self.workers.values()
+        )
+        if way is None or not attempt.stalls or is_over:
+            return
+        ends = [w for w, node, _ in attempt.placed if node == way[0]]
+        worker = self.workers.get(ends[0])
+        formed = len(attempt.formed) == len(attempt.members)
+        if self.chance(0.3) and worker is not None and worker.attempt == attempt.number:
+            # A transport may give up by itself, and name the peer.
+            if not worker.hung:
+                self.leave(worker, "peer_lost", unreached=way[1] if self.chance(0.7) else "")
+        elif formed:
+            self.post(ev.HangFound, attempt=attempt.number, guilty=(), evidence="a circle")
+        self.at(0.5, self._notice_stall, attempt)
 
     def _raise(self, attempt: SimAttempt, members: list[SimWorker], step: int) -> bool:
         """Raise at ``step`` in the ranks that are to; return whether any did."""

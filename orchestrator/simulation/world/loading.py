@@ -17,11 +17,10 @@ from workers.protocol import Inventory, Source, held_source, stored_source
 def begin(world: World, action: StartAttempt) -> Loading:
     """Find the holders of the version that an attempt is to resume from."""
     version = (action.resume_step, action.resume_attempt)
-    held = quarantine.good(_inventories(world), action.bad)
+    found = world.memory.inventories(world.nodes.values(), world.now_s)
+    held = quarantine.good(found, action.bad, action.unreached)
     held_parts = [
-        found.parts
-        for found in versions.complete(held, ())
-        if (found.step, found.attempt) == version
+        each.parts for each in versions.complete(held, ()) if (each.step, each.attempt) == version
     ]
     return Loading(version=version, places=held_parts[0] if held_parts else None, bad=action.bad)
 
@@ -34,7 +33,7 @@ def load(world: World, loading: Loading, members: list[str]) -> None:
     damaged: list[Source] = []
     unread: list[Source] = []
     if loading.places is not None:
-        loading.is_loaded = _from_memory(world, loading, damaged, unread)
+        loading.is_loaded = _from_memory(world, loading, members, damaged, unread)
     else:
         source = stored_source(*loading.version)
         commit = world.storage.commits.get(loading.version)
@@ -52,13 +51,15 @@ def load(world: World, loading: Loading, members: list[str]) -> None:
 
 
 def _from_memory(
-    world: World, loading: Loading, damaged: list[Source], unread: list[Source]
+    world: World,
+    loading: Loading,
+    members: list[str],
+    damaged: list[Source],
+    unread: list[Source],
 ) -> bool:
     """Try the holders of each part until one has it; return whether every part was had."""
-    inventories = _inventories(world)
-    there = {
-        held_source(one.node, part.arena, part.held) for one in inventories for part in one.parts
-    }
+    found = _reached(world, members)
+    there = {held_source(one.node, part.arena, part.held) for one in found for part in one.parts}
     places = list(loading.places or ())
     world.rng.shuffle(places)
     loaded: set[int] = set()
@@ -73,11 +74,12 @@ def _from_memory(
         else:
             loaded.add(place.held.rank)
     # What no holder has may be computed from parities.
-    left = quarantine.good(inventories, (*loading.bad, *damaged))
-    return any(
-        (found.step, found.attempt) == loading.version for found in versions.complete(left, ())
-    )
+    left = quarantine.good(found, (*loading.bad, *damaged))
+    return any((each.step, each.attempt) == loading.version for each in versions.complete(left, ()))
 
 
-def _inventories(world: World) -> list[Inventory]:
-    return world.memory.inventories(world.nodes.values(), world.now_s)
+def _reached(world: World, members: list[str]) -> list[Inventory]:
+    """Return what keepers hold that every member reaches."""
+    nodes = {world.workers[name].node.name for name in members if name in world.workers}
+    found = world.memory.inventories(world.nodes.values(), world.now_s)
+    return [one for one in found if not world.lost_way({*nodes, one.node})]

@@ -165,6 +165,7 @@ class SimAttempt:
         "placed",
         "plan",
         "records",
+        "stalls",
         "step",
         "store_every",
         "storing_until_s",
@@ -193,6 +194,13 @@ class SimAttempt:
         self._lanes: dict[tuple[str, ...], list[tuple[Member | None, ...]]] = {}
         self.store_every = store_every
         self.storing_until_s = 0.0
+        # Whether it waits for a link between two of its nodes.
+        self.stalls = False
+
+    @property
+    def nodes(self) -> set[str]:
+        """Return the nodes of its members."""
+        return {node for _, node, _ in self.placed}
 
     def protect(self, plan: RedundancyPlan) -> None:
         """Protect snapshots from now on by ``plan``; ``copiers`` keep copies of a node's."""

@@ -97,7 +97,8 @@ def _finish(
         world.at(delay_s, _store, world, attempt, worker, part)
     for copier in attempt.copiers[node.name]:
         # A keeper that is not there does not attend, and nobody waits for it.
-        if serves(world.nodes[copier], world.now_s) and serves(node, world.now_s):
+        is_there = serves(world.nodes[copier], world.now_s) and serves(node, world.now_s)
+        if is_there and not world.lost_way((copier, node.name)):
             attempt.num_uncopied += 1
             delay_s = world.tiers.copy_s * world.rng.random()
             world.at(delay_s, _copy, world, attempt, worker, part, copier)
@@ -122,7 +123,8 @@ def _keep(world: World, attempt: SimAttempt, worker: SimWorker, part: Part) -> b
 def _protect(world: World, attempt: SimAttempt, part: Part) -> None:
     """Have every group keep parities of a version that all ranks have finished."""
     for group in attempt.plan.groups if attempt.plan.is_parity else ():
-        if all(serves(world.nodes[name], world.now_s) for name in group):
+        is_whole = all(serves(world.nodes[name], world.now_s) for name in group)
+        if is_whole and not world.lost_way(group):
             for name in group:
                 attempt.num_uncopied += 1
                 delay_s = world.tiers.copy_s * world.rng.random()
@@ -133,8 +135,8 @@ def _encode(world: World, attempt: SimAttempt, part: Part, keeper: str) -> None:
     """Keep a node's parities of a version, of which all parts of the group are still there."""
     attempt.num_uncopied -= 1
     group = attempt.plan.group_of(keeper)
-    if not group:
-        return  # it was told otherwise meanwhile
+    if not group or world.lost_way(group):
+        return  # it was told otherwise meanwhile, or cannot read them
     for rank, (worker, node, _) in enumerate(attempt.placed):
         if node in group:
             one = Part(part.step, part.attempt, rank, part.world_size)
@@ -160,6 +162,7 @@ def _copy(world: World, attempt: SimAttempt, worker: SimWorker, part: Part, copi
     attempt.num_uncopied -= 1
     node, now_s = worker.node, world.now_s
     is_there = serves(node, now_s) and world.memory.has(node.name, worker.name, part)
+    is_there = is_there and not world.lost_way((copier, node.name))
     if is_there and serves(world.nodes[copier], now_s):
         arena = f"{node.name}/{worker.name}"
         world.memory.write(copier, arena, part, attempt.lineage)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from heapq import heappop, heappush
 from itertools import count
 from random import Random
@@ -25,12 +25,16 @@ class Observer(Protocol):
         is_state_gone: Whether a member could not leave its state in memory.
         troubled: Nodes on which something failed.
         faulty: Workers that failed.
+        unlinked: Nodes that lost a link.
+        lost_nodes: Nodes that were lost, or cut off from all others.
         outcome: How the run ended; None while it goes on.
     """
 
     is_state_gone: bool
     troubled: set[str]
     faulty: set[str]
+    unlinked: set[str]
+    lost_nodes: set[str]
     outcome: act.FinishRun | None
 
     @property
@@ -55,8 +59,8 @@ class Observer(Protocol):
     def all_yielded(self, attempt: int, step: int) -> None:
         """Note that all members leave together."""
 
-    def reading(self, number: int, now_s: float) -> None:
-        """Note when a read is answered."""
+    def reading(self, action: act.ReadCommitted, now_s: float) -> None:
+        """Note when a read is answered, and check what it leaves out."""
 
     def restarting(self, node: SimNode, now_s: float) -> None:
         """Check the restart of a keeper."""
@@ -99,6 +103,8 @@ class World:
         self.memory = Memory(tiers.budget_bytes)
         # Sources whose bytes are damaged, which only a load finds out.
         self.damaged: set[Source] = set()
+        # (from, to) that lose every packet, in the order in which they were lost.
+        self.lost_ways: dict[tuple[str, str], None] = {}
         self.attempts: dict[int, SimAttempt] = {}
         self.delay_s = rng.choice((0.001, 0.01, 0.1))
         self.loss = rng.choice((0.0, 0.0, 0.02, 0.1))
@@ -150,9 +156,13 @@ class World:
             self.inbox.append(kind(at_s=self.now_s, **values))
 
     def is_reached(self, source: str, target: str) -> bool:
-        """Return whether a packet from a node gets to another one, and an answer back."""
+        """Return whether a node can open a connection to another one."""
         ends = (self.nodes[source], self.nodes[target])
-        return all(node.alive and not node.cut_off for node in ends)
+        return all(node.alive for node in ends) and (source, target) not in self.lost_ways
+
+    def lost_way(self, nodes: Collection[str]) -> tuple[str, str] | None:
+        """Return a way between two of ``nodes`` that is lost; None if all reach each other."""
+        return next((way for way in self.lost_ways if way[0] in nodes and way[1] in nodes), None)
 
     def measure(self) -> None:
         """Let the controller ask keepers what memory they have, and how large versions are."""

@@ -80,7 +80,8 @@ class _Run:
                     unreached=unreached if node != unreached else "",
                 )
             )
-        if self.state.phase is Phase.READING:
+        while self.state.phase is Phase.READING and not self.state.network.is_searching:
+            self.fold(ev.Ticked(at_s=self.at_s))
             self.read()
 
     def read(self) -> None:
@@ -112,6 +113,8 @@ class _Run:
             self.fold(ev.Ticked(at_s=self.at_s))
             if self.state.phase is Phase.YIELDING:
                 self.leave("yielded")
+            elif self.state.phase is Phase.READING and not self.state.network.is_searching:
+                self.read()
         self.at_s = until_s
 
     def members(self) -> list[str]:

@@ -1,0 +1,93 @@
+"""Which nodes can train together where links between some are lost."""
+
+from __future__ import annotations
+
+from orchestrator.core.state import Phase
+from orchestrator.core.transition import Transition
+from orchestrator.policies import layout as layout_policy
+from orchestrator.policies import links
+
+_EPSILON = 1e-6
+
+
+def num_together(transition: Transition, *, leaving: bool = False) -> int:
+    """Return how many workers that reach each other a layout would use; 0 if there is none.
+
+    Args:
+        transition: Of the run.
+        leaving: Also those on draining nodes.
+    """
+    fleet, rules = transition.run.fleet, transition.rules
+    offered = fleet.num_usable + (fleet.num_leaving if leaving else 0)
+    out = left_out(transition, leaving=leaving)
+    offered -= sum(fleet.nodes[number].usable for number in out)
+    return layout_policy.usable(min(offered, rules.max_workers), rules.layout)
+
+
+def left_out(transition: Transition, *, leaving: bool = False) -> frozenset[int]:
+    """Return the nodes to do without, so that the others reach each other.
+
+    A link that has not been whole for long is used only if the run could not train without it.
+    """
+    run, rules = transition.run, transition.rules
+    out: frozenset[int] = frozenset()
+    for paused in (True, False):
+        pairs = links.apart(run.network.links, transition.now_s, paused=paused)
+        if not pairs:
+            return frozenset()
+        nodes = {
+            node.name: node.usable
+            for node in run.fleet.nodes.values()
+            if node.usable and (leaving or not node.draining)
+        }
+        members = {run.fleet.nodes[number].name for number in run.attempt.nodes}
+        names = links.left_out(nodes, pairs, preferred=members)
+        out = frozenset(run.fleet.node_ids[name] for name in names)
+        offered = sum(nodes.values()) - sum(nodes[name] for name in names)
+        if layout_policy.usable(min(offered, rules.max_workers), rules.layout) >= rules.min_workers:
+            break
+    return out
+
+
+def unreached(transition: Transition) -> tuple[str, ...]:
+    """Return the nodes that one of the next members cannot reach, sorted."""
+    run = transition.run
+    pairs = links.apart(run.network.links, transition.now_s, paused=False)
+    if not pairs:
+        return ()
+    out = left_out(transition)
+    stay = {n.name for number, n in run.fleet.nodes.items() if n.usable and number not in out}
+    return tuple(sorted({end for pair in pairs if stay & set(pair) for end in pair} - stay))
+
+
+def patience_end_s(transition: Transition) -> float:
+    """Return when a run that waits gives up hope for links, or tries other nodes than before.
+
+    Until then they would cost less than workers on other nodes, which have to start.
+    """
+    period_s = transition.rules.bounds.start_s
+    return transition.run.waiting_since_s + period_s * (_num_tries(transition) + 1)
+
+
+def _num_tries(transition: Transition) -> int:
+    waited_s = transition.now_s - transition.run.waiting_since_s
+    # At the end of a period, as floats have it, the next one has begun.
+    return int(waited_s / transition.rules.bounds.start_s + _EPSILON)
+
+
+def given_up(transition: Transition) -> frozenset[int]:
+    """Return the nodes to be replaced: too few that reach each other could be had for long.
+
+    What there is room for is not known. So one set of nodes that reach each other is tried after
+    the other, each for as long as a worker may take to start.
+    """
+    run, rules = transition.run, transition.rules
+    num_tries = _num_tries(transition)
+    pairs = links.apart(run.network.links, transition.now_s, paused=False)
+    is_waiting = run.phase is Phase.WAITING and pairs and num_tries
+    if not is_waiting or num_together(transition, leaving=True) >= rules.min_workers:
+        return frozenset()
+    sets = links.choices(pairs)
+    kept = sets[(num_tries - 1) % len(sets)]
+    ends = {end for pair in pairs for end in pair}
+    return frozenset(run.fleet.node_ids[name] for name in ends - kept)
