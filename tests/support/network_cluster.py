@@ -175,7 +175,7 @@ class _Switch:
 class _Machine:
     process: subprocess.Popen[bytes]
     init_pid: int
-    log: Path
+    log: Path  # in its folder for temporary files
 
 
 class NetworkCluster:
@@ -197,6 +197,7 @@ class NetworkCluster:
         self._machines: dict[int, _Machine] = {}
         self._boots = itertools.count()
         self._nodes: dict[str, int] = {}
+        self._commands: list[subprocess.Popen[bytes]] = []
         self._switch = _Switch()
         try:
             self._write_names()
@@ -225,6 +226,9 @@ class NetworkCluster:
         """End all machines and the switch; delete what they wrote beside runs."""
         for machine in self.machines():
             self.kill(machine)
+        for command in self._commands:
+            command.kill()
+            command.wait()
         self._switch.close()
         shutil.rmtree(self._folder, ignore_errors=True)
 
@@ -265,7 +269,7 @@ class NetworkCluster:
         with log.open("wb") as output:
             process = _spawn(
                 _NAMESPACES, ["bash", "-c", _BOOT, "boot", *script],
-                stdin=subprocess.PIPE, stdout=output, stderr=output, env=self._environment(),
+                stdin=subprocess.PIPE, stdout=output, stderr=output, env=self._environment(folder),
             )  # fmt: skip
         _await_text(log, "up\n", process)
         children = Path(f"/proc/{process.pid}/task/{process.pid}/children").read_text().split()
@@ -368,20 +372,22 @@ class NetworkCluster:
     def start(self, machine: int, words: Sequence[str], log: Path) -> subprocess.Popen[bytes]:
         """Start a command on a machine; what it prints goes to ``log``."""
         with log.open("ab") as output:
-            return subprocess.Popen(
+            command = subprocess.Popen(
                 self._on(machine, words),
                 stdin=subprocess.DEVNULL,
                 stdout=output,
                 stderr=output,
-                env=self._environment(),
+                env=self._environment(self._machines[machine].log.parent),
                 start_new_session=True,
             )
+        self._commands.append(command)
+        return command
 
     def run(self, machine: int, words: Sequence[str], timeout_s: float = 60.0) -> str:
         """Return what a command on a machine prints."""
         done = subprocess.run(
-            self._on(machine, words),
-            check=True, capture_output=True, text=True, timeout=timeout_s, env=self._environment(),
+            self._on(machine, words), check=True, capture_output=True, text=True, timeout=timeout_s,
+            env=self._environment(self._machines[machine].log.parent),
         )  # fmt: skip
         return done.stdout
 
@@ -389,12 +395,13 @@ class NetworkCluster:
         inside = ["nsenter", "-t", str(self._machines[machine].init_pid)]
         return [*_TIED, *inside, "-n", "-p", "-m", "-u", "-i", *words]
 
-    def _environment(self) -> dict[str, str]:
+    def _environment(self, folder: Path) -> dict[str, str]:
         own = {name: text for name, text in os.environ.items() if not name.startswith("RAY_")}
         path = f"{_BIN}{os.pathsep}{os.environ['PATH']}"
         return {
             **own, "PATH": path, "RAY_AUTH_MODE": "disabled", "RAY_USAGE_STATS_ENABLED": "0",
-            "RAY_ADDRESS": self.address,
+            # In /tmp it would find clusters of others, whose processes it cannot see.
+            "RAY_ADDRESS": self.address, "TMPDIR": str(folder),
         }  # fmt: skip
 
     def _write_names(self) -> None:

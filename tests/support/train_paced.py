@@ -1,6 +1,7 @@
 """A training script with steps of a given length that need hardly any processor time.
 
 Its argument is the length of a step with four workers, in seconds; with fewer they have more to do.
+It runs alone, too, and makes ``STEPS`` then.
 """
 
 import sys
@@ -11,6 +12,7 @@ from torch import nn
 
 from everstep import Session, run
 
+STEPS = 60
 _NUM_SAMPLES, _WORKERS = 4096, 4
 
 
@@ -35,4 +37,4 @@ def train(session: Session) -> None:
 
 
 if __name__ == "__main__":
-    run(train)
+    run(train, steps=STEPS, schedule="constant", deterministic=True)
