@@ -259,9 +259,13 @@ def write_checkpoint(  # noqa: PLR0913 - what Megatron can be told
     arguments: dict[str, Any] | None = None,
     grouped: bool = False,
 ) -> None:
-    """Write a checkpoint; ``buffers``: ``dp_reshardable``, else ``fully_reshardable``."""
+    """Write a checkpoint; ``buffers``: ``dp_reshardable``, else ``fully_reshardable``.
+
+    The model's weights are the masters, or what ``values`` has as ``model``.
+    """
     save = Save()
-    models = {key: tensor.bfloat16() for key, tensor in values["param"].items()}
+    weights = values.get("model", values["param"])
+    models = {key: tensor.bfloat16() for key, tensor in weights.items()}
     _put(save, "", models, tp, pp, grouped=grouped)
     for layer in range(LAYERS):
         value = [None] if local else [torch.arange(4, dtype=torch.uint8)]

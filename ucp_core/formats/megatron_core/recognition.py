@@ -10,6 +10,7 @@ from ucp_core.storage import Store, join
 
 NAME = "megatron-core"
 CONFIG = "metadata.json"
+COMMON = "common.pt"
 TRACKER = "latest_checkpointed_iteration.txt"
 _ITERATION = re.compile(r"\d{1,12}|release")
 
@@ -26,7 +27,7 @@ def located(store: Store, directory: str, tag: str | None) -> str | None:
     """Return the directory of the iteration to read, or None."""
     where = directory if tag is None else join(directory, tag)
     names = store.list(where)
-    if CONFIG in names and metadata_names(names):
+    if _is_one(names):
         return where
     if tag is not None or TRACKER not in names:
         return None
@@ -38,4 +39,9 @@ def located(store: Store, directory: str, tag: str | None) -> str | None:
         )
     folder = text if text == "release" else f"iter_{int(text):07d}"
     names = store.list(join(directory, folder))
-    return join(directory, folder) if CONFIG in names and metadata_names(names) else None
+    return join(directory, folder) if _is_one(names) else None
+
+
+def _is_one(names: tuple[str, ...]) -> bool:
+    """Return whether these are the files of a checkpoint; one of the two may be lost."""
+    return not {CONFIG, COMMON}.isdisjoint(names) and bool(metadata_names(names))
