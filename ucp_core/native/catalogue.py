@@ -21,7 +21,7 @@ from ucp_core.lineage import counts
 from ucp_core.manifest import from_bytes
 from ucp_core.native.opening import MANIFEST_NAME, Checkpoint, open_checkpoint
 from ucp_core.native.saving import try_commit
-from ucp_core.storage import Store, join
+from ucp_core.storage import Store, is_link, join
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
@@ -297,8 +297,13 @@ class Collector:
         return True
 
     def _delete(self, name: str) -> bool:
-        """Delete one checkpoint if nobody can be reading it; return whether it is gone."""
+        """Delete one checkpoint if nobody can be reading it; return whether it is gone.
+
+        A link is left: somebody laid it there, and what it leads to is not the run's.
+        """
         store, directory, now_s = self._store, join(self._directory, name), self._now_s()
+        if is_link(store, directory):
+            return False
         withdrawn_path = join(directory, _WITHDRAWN_NAME)
         self._complete.pop(name, None)
         if name not in self._withdrawn_s:

@@ -15,7 +15,7 @@ from ucp_core.storage.base import (
     join,
     temporary_name,
 )
-from ucp_core.storage.local import LocalStore, is_local, may_reserve, open_file, within
+from ucp_core.storage.local import LocalStore, is_link, is_local, may_reserve, open_file, within
 from ucp_core.storage.memory import MemoryStore
 from ucp_core.storage.ownership import RECENT_S, Owner, claim, next_life
 from ucp_core.storage.undoing import tidied, undone
@@ -34,6 +34,7 @@ __all__ = [
     "appended_sizes",
     "ask_ahead",
     "claim",
+    "is_link",
     "is_local",
     "join",
     "may_reserve",

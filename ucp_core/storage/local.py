@@ -539,6 +539,11 @@ def is_local(store: Store) -> bool:
     return isinstance(_below(store), LocalStore)
 
 
+def is_link(store: Store, path: str) -> bool:
+    """Return whether ``path`` is a link, which leads to what somebody else made."""
+    return is_local(store) and Path(path).is_symlink()
+
+
 def open_file(store: Store, path: str) -> int:
     """Return a descriptor of a file of a store that ``is_local``; see its ``open_file``."""
     local = _below(store)

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import uuid
+from pathlib import Path
 
 import pytest
 
 from tests.support.checkpoints import assert_loaded, save, small_state, whole_need
 from ucp_core.errors import CheckpointNotFoundError
 from ucp_core.native import collect_garbage, find_committed, load, open_checkpoint, reading
-from ucp_core.storage import MemoryStore, Store, join, open_store
+from ucp_core.storage import LocalStore, MemoryStore, Store, join, open_store
 
 STATE = small_state()
 LINEAGE = [(1, 0)]
@@ -33,6 +34,22 @@ def test_what_is_held_is_left_for_the_next_call() -> None:
         assert_loaded(STATE, need)
 
     assert collect_garbage(store, "run", keep=1, lineage=LINEAGE) == ["step-00000002"]
+
+
+def test_a_checkpoint_behind_a_link_is_never_deleted(tmp_path: Path) -> None:
+    """A run that begins from another one's checkpoint may have it so."""
+    store = LocalStore()
+    theirs, mine = str(tmp_path / "theirs"), tmp_path / "mine"
+    save(store, STATE, step=1, root=theirs)
+    mine.mkdir()
+    (mine / "step-00000001").symlink_to(f"{theirs}/step-00000001")
+    for step in (2, 3):
+        save(store, STATE, step=step, root=str(mine))
+
+    assert collect_garbage(store, str(mine), keep=1, lineage=LINEAGE) == ["step-00000002"]
+    need = whole_need(STATE)
+    load(open_checkpoint(store, f"{theirs}/step-00000001"), need)
+    assert_loaded(STATE, need)
 
 
 def test_what_was_deleted_since_it_was_opened_says_so() -> None:
