@@ -145,7 +145,16 @@ class Outcome(NamedTuple):
 
 
 #: Kinds of mutation that nothing in the files of a format tells, and why.
-UNTELLABLE: dict[str, tuple[str, ...]] = {}
+UNTELLABLE: dict[str, tuple[str, ...]] = {
+    # Safetensors have no checksum. The header may be another model's.
+    "huggingface": ("flip", "overwrite", "edit header"),
+    # A tensor may be a part of its storage. The edited pickle has the right checksum.
+    "torch-weights": ("edit pickle",),
+    # A manifest with the right seal may leave a tensor of a file out.
+    "universal": ("edit json",),
+    # Nothing but the group tells a parameter's step count; the edited pickle has its checksum.
+    "megatron-core": ("edit pickle",),
+}
 VIOLATIONS = frozenset(("hang", "crash", "ran", "touched", "read", "memory"))
 
 

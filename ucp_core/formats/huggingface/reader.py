@@ -43,6 +43,9 @@ if TYPE_CHECKING:
 #: Name in ``extra`` of the folder's small documents; the writer puts them beside the weights.
 EXTRA_NAME = "huggingface"
 
+#: Of a universal checkpoint: a family of files for each slot beside ``model-...``. Variants of a
+#: model have a dot in the name of their family.
+_SLOT_FILE = re.compile(r"(?!model|pytorch_model)\w+-\d{5}-of-\d{5}\.safetensors")
 _FILE_NAME = re.compile(r"[^/\\\x00-\x1f]+")
 _NUMBERED = re.compile(r"(.+)-(\d+)-of-(\d+)\.safetensors")
 #: Most headers fit into this first request.
@@ -105,6 +108,7 @@ def read(
         _refuse_unfinished(store, directory)
         sizes = store.sizes(directory)
         files, listed = _files(store, directory, sizes)
+        _refuse_headless(store, directory, sizes, listed)
     documents, items = _documents(store, directory, sizes, files)
     config = documents.get("config.json", {})
     if files[0].endswith(SUFFIX):
@@ -141,6 +145,25 @@ def _refuse_unfinished(store: Store, directory: str) -> None:
             f"delete {UNFINISHED_NAME} to open the weights that are there",
             path=directory,
         )
+
+
+def _refuse_headless(
+    store: Store, directory: str, sizes: Mapping[str, int], listed: Mapping[str, str]
+) -> None:
+    """Refuse a universal checkpoint that lost its manifest: its moments would be lost."""
+    names = set(sizes) - set(listed.values())
+    slots = sorted(name for name in names if _SLOT_FILE.fullmatch(name))
+    if listed and slots:
+        (shard,) = _shards(store, directory, slots[:1], sizes)
+        if {tensor.name for tensor in shard.header.tensors} <= set(listed):
+            path = join(directory, slots[0])
+            raise CheckpointCorruptError(
+                f"{path} holds optimizer state of the model beside it: this was a universal "
+                "checkpoint, and its manifest.json is gone; bring it back, or move the files of "
+                "the optimizer away to open the weights alone",
+                path=path,
+                file=slots[0],
+            )
 
 
 def _files(

@@ -16,6 +16,8 @@ import torch.distributed.checkpoint as dcp_peer
 from torch.distributed.checkpoint import HuggingFaceStorageWriter
 
 from tests.support.foreign_reading import loaded, same_bits
+from tests.support.training_states import adam_state
+from ucp_core.conversion import convert
 from ucp_core.errors import CheckpointCorruptError, CheckpointNotFoundError
 from ucp_core.formats import open_source
 from ucp_core.formats.huggingface import reader as huggingface
@@ -300,3 +302,20 @@ def test_our_own_universal_checkpoint_is_not_taken_for_a_foreign_folder() -> Non
     assert recognise(_folder(weights), FOLDER)
     assert not recognise(_folder(weights | {"manifest.json": b"{}"}), FOLDER)
     assert not recognise(_folder({"latest": b"x"}), FOLDER)
+
+
+def test_a_universal_checkpoint_without_its_manifest_is_no_model(tmp_path: Path) -> None:
+    """The same folder opened as weights alone would begin with a new optimizer."""
+    state = adam_state({"a.w": (4, 2), "b.w": (5,)})
+    state.save(LocalStore(), str(tmp_path / "run"))
+    source = open_source(LocalStore(), str(tmp_path / "run"))
+    out = tmp_path / "out"
+    convert(source, LocalStore(), str(out), memory_bytes=64 << 20)
+    (out / "manifest.json").unlink()
+
+    with pytest.raises(CheckpointCorruptError, match=r"exp_avg-.*manifest\.json is gone"):
+        open_source(LocalStore(), str(out))
+    for path in [*out.glob("exp_*"), *out.glob("step-*")]:
+        path.unlink()
+    found = open_source(LocalStore(), str(out))
+    assert {key.fqn for key in found.state_map.entries} == {"a.w", "b.w"}
