@@ -18,6 +18,7 @@ from orchestrator.core.actions import (
 from orchestrator.core.checks import check
 from orchestrator.core.events import (
     UNKNOWN_ATTEMPT,
+    AttemptStalled,
     CommittedRead,
     ControllerStarted,
     Event,
@@ -82,6 +83,7 @@ __all__ = [
     "TERMINAL",
     "UNKNOWN_ATTEMPT",
     "Action",
+    "AttemptStalled",
     "AvoidRules",
     "Basis",
     "Bounds",

@@ -261,6 +261,15 @@ class HangFound:
 
 
 @value
+class AttemptStalled:
+    """Every member of an attempt waits for others for longer than usual; nothing is proven."""
+
+    at_s: float
+    attempt: int
+    waited_s: float
+
+
+@value
 class LinksProbed:
     """Keepers tried to reach one another.
 
@@ -372,6 +381,7 @@ Event: TypeAlias = (
     | WorkerLeft
     | WorkerRaised
     | HangFound
+    | AttemptStalled
     | LinksProbed
     | CommittedRead
     | MemoryMeasured

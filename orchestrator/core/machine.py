@@ -48,6 +48,7 @@ _HANDLERS: dict[type, Callable[[Transition, Any], None]] = {
     ev.WorkerLeft: on_members.worker_left,
     ev.WorkerRaised: on_members.worker_raised,
     ev.HangFound: on_members.hang_found,
+    ev.AttemptStalled: on_members.attempt_stalled,
     ev.LinksProbed: link_events.links_probed,
     ev.CommittedRead: on_members.committed_read,
     ev.MemoryMeasured: protection.memory_measured,

@@ -6,7 +6,7 @@ rank is never named, and what cannot be decided is said to be undecided.
 
 from orchestrator.detection.detector import Detector, observe, without_silent
 from orchestrator.detection.limits import PATIENCE, Limits, as_seconds, limits_from
-from orchestrator.detection.verdict import Judgement, NodeSilent, Verdict, judge
+from orchestrator.detection.verdict import Judgement, NodeSilent, Stalled, Verdict, judge
 
 __all__ = [
     "PATIENCE",
@@ -14,6 +14,7 @@ __all__ = [
     "Judgement",
     "Limits",
     "NodeSilent",
+    "Stalled",
     "Verdict",
     "as_seconds",
     "judge",

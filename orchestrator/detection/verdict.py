@@ -82,7 +82,20 @@ class NodeSilent:
     silent_s: float
 
 
-Judgement: TypeAlias = Verdict | NodeSilent | None
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Stalled:
+    """Every member waits for others for longer than usual. It proves nothing, but a look may.
+
+    Attributes:
+        attempt: Which.
+        waited_s: For how long no member was seen to progress.
+    """
+
+    attempt: int
+    waited_s: float
+
+
+Judgement: TypeAlias = Verdict | NodeSilent | Stalled | None
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -172,9 +185,12 @@ def judge(
         collectives_fail_s=collectives_fail_s,
     )
     verdict = _by_kernel(case)
-    if verdict is not None or still_s < limits.hang_s:
-        return verdict
-    return _by_beat(case) or _by_waits(case) or _undecided(case)
+    if verdict is None and still_s >= limits.hang_s:
+        verdict = _by_beat(case) or _by_waits(case) or _undecided(case)
+    if verdict is None and still_s >= limits.suspect_s:
+        all_wait = len(case.graph.waits_for) == len(members)
+        return Stalled(attempt=attempt, waited_s=still_s) if all_wait else None
+    return verdict
 
 
 def _silent_node(

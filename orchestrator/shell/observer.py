@@ -4,11 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable
 
-from orchestrator.core import Event, HangFound, StepCompleted
+from orchestrator.core import AttemptStalled, Event, HangFound, StepCompleted
 from orchestrator.detection import (
     Detector,
     Limits,
     NodeSilent,
+    Stalled,
     Verdict,
     judge,
     limits_from,
@@ -65,6 +66,7 @@ class Observer:
         self._step = 0
         self._ahead: dict[str, WorkerReport] = {}
         self._judged = False
+        self._stalled_s = 0.0
         self._judged_at_s = float("-inf")
         self.reports: dict[str, WorkerReport] = {}
         self.seen_at_s: dict[str, float] = {}
@@ -76,7 +78,7 @@ class Observer:
         self._members, self._is_member = members, frozenset(members)
         self._formed = set()
         self._step, self._ahead = resume_step, {}
-        self._judged = False
+        self._judged, self._stalled_s = False, 0.0
         self._detector = without_silent(self._detector, members, FORGET_S)
         for node in self._listed.keys() - self._detector.nodes.keys():
             self._forget(self._listed.pop(node))
@@ -138,6 +140,13 @@ class Observer:
                     evidence=verdict.evidence,
                 )
             )
+        waited_s = verdict.waited_s if isinstance(verdict, Stalled) else 0.0
+        if waited_s >= 2.0 * self._stalled_s > 0.0 or waited_s > 0.0 == self._stalled_s:
+            # Of one stall again only after twice the time.
+            self._post(AttemptStalled(at_s=at_s, attempt=self._attempt, waited_s=waited_s))
+            self._stalled_s = waited_s
+        elif waited_s < self._stalled_s:
+            self._stalled_s = 0.0
 
     def _forget(self, workers: Iterable[str]) -> None:
         for worker in workers:

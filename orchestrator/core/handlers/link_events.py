@@ -5,7 +5,7 @@ from __future__ import annotations
 from orchestrator.core.actions import ProbeLinks
 from orchestrator.core.events import LinksProbed
 from orchestrator.core.handlers import demand, formation, reach, recovery, searching
-from orchestrator.core.state import Phase
+from orchestrator.core.state import ACTIVE, Phase
 from orchestrator.core.transition import Transition
 from orchestrator.policies import links
 
@@ -24,8 +24,8 @@ def links_probed(transition: Transition, event: LinksProbed) -> None:
         run.network = network._replace(found=found, is_sound=is_sound)
         searching.give_up(transition)
     searching.note(transition, event.lost, heard=event.heard, asked=asked)
-    if is_search and run.phase is Phase.FORMING:
-        _look_while_forming(transition)
+    if is_search and run.phase in ACTIVE:
+        _look_at_attempt(transition)
     elif run.network.found and is_search:
         # What is held behind a lost link cannot be loaded: read again without it.
         run.reads.bad_from = run.reads.num + 1
@@ -36,12 +36,14 @@ def links_probed(transition: Transition, event: LinksProbed) -> None:
     demand.replace_unreached(transition)
 
 
-def _look_while_forming(transition: Transition) -> None:
-    """End an attempt that cannot form; leave one alone that only takes its time."""
+def _look_at_attempt(transition: Transition) -> None:
+    """End an attempt that cannot go on; leave one alone that only takes its time."""
     run = transition.run
+    forms = run.phase is Phase.FORMING
     if run.network.found:
-        recovery.fault(transition, "undecided", (), "the members had not formed")
-    else:
+        what = "had not formed" if forms else "waited for each other"
+        recovery.fault(transition, "undecided", (), f"the members {what}")
+    elif forms:
         run.deadline_s = searching.form_deadline_s(transition)
 
 

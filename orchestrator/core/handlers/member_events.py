@@ -6,6 +6,7 @@ from dataclasses import replace
 from math import inf
 
 from orchestrator.core.events import (
+    AttemptStalled,
     CheckpointCommitted,
     CommittedRead,
     HangFound,
@@ -172,6 +173,13 @@ def hang_found(transition: Transition, event: HangFound) -> None:
         kind = "hang" if guilty else "undecided"
         recovery.fault(transition, kind, tuple(guilty), event.evidence)
         recovery.proceed(transition)
+
+
+def attempt_stalled(transition: Transition, event: AttemptStalled) -> None:
+    """Look at the network, which disturbs nobody."""
+    run = transition.run
+    if event.attempt == run.attempt.number and run.phase in (Phase.RUNNING, Phase.YIELDING):
+        searching.begin(transition)
 
 
 def committed_read(transition: Transition, event: CommittedRead) -> None:

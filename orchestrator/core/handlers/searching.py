@@ -34,6 +34,7 @@ def begin(transition: Transition) -> None:
     run.network = run.network._replace(
         num_probes=number,
         search=number,
+        begun_s=transition.now_s,
         asked=names,
         until_s=transition.now_s + transition.rules.bounds.probe_s,
     )
@@ -41,9 +42,10 @@ def begin(transition: Transition) -> None:
 
 
 def begin_if_nameless(transition: Transition) -> None:
-    """Begin if the members are out, what ended the attempt names nobody, and none has begun."""
-    run = transition.run
-    if run.cause is not None and run.cause.kind in NAMELESS and not run.network.search:
+    """Begin if what ended the attempt names nobody, unless that was searched for since."""
+    cause, network = transition.run.cause, transition.run.network
+    is_nameless = cause is not None and cause.kind in NAMELESS
+    if is_nameless and not network.found and cause and network.begun_s < cause.at_s:
         begin(transition)
 
 
@@ -71,7 +73,7 @@ def forget(transition: Transition) -> None:
     network = transition.run.network
     if network.search:
         transition.run.network = network._replace(
-            search=0, asked=(), until_s=inf, found=(), is_sound=False
+            search=0, begun_s=-inf, asked=(), until_s=inf, found=(), is_sound=False
         )
 
 

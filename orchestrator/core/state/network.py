@@ -16,6 +16,7 @@ class Network(NamedTuple):
         num_probes: How many ``ProbeLinks`` there were in the whole run: the number of the newest.
         search: Number of the probe that looks for what ended the attempt, or holds up its forming;
             0 if there was none.
+        begun_s: When it was begun.
         asked: The nodes that it asked.
         until_s: The bound of its answer; infinity if none is awaited.
         found: The ways without connection that it found.
@@ -28,6 +29,7 @@ class Network(NamedTuple):
     links: tuple[Link, ...] = ()
     num_probes: int = 0
     search: int = 0
+    begun_s: float = -inf
     asked: tuple[str, ...] = ()
     until_s: float = inf
     found: tuple[Pair, ...] = ()

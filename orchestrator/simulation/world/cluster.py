@@ -430,6 +430,8 @@ class SimCluster(World):
         """Let an attempt wait for a link until it is whole, or until that is noticed."""
         if not attempt.stalls:
             attempt.stalls = True
+            if self.chance(0.5):
+                self.post(ev.AttemptStalled, 0.1, attempt=attempt.number, waited_s=0.1)
             self.at(0.3 + 0.3 * self.rng.random(), self._notice_stall, attempt)
 
     def _notice_stall(self, attempt: SimAttempt) -> None:

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from orchestrator.detection import Detector, NodeSilent, Verdict, judge, limits_from
+from orchestrator.detection import Detector, NodeSilent, Stalled, Verdict, judge, limits_from
 from orchestrator.detection.waits import wait_graph
 from tests.support.histories import ATTEMPT, WORKERS, calm, group, stop, watch
 from workers.protocol import WorkerPhase, WorkerReport
@@ -44,7 +44,8 @@ def absent(worker: str, rank: int, *, seq: int = 8) -> WorkerReport:
 def judged(
     state: Detector, at_s: float, *, collectives_fail_s: float = inf
 ) -> Verdict | NodeSilent | None:
-    return judge(
+    """Return what is proven."""
+    found = judge(
         state,
         at_s,
         attempt=ATTEMPT,
@@ -52,6 +53,7 @@ def judged(
         limits=LIMITS,
         collectives_fail_s=collectives_fail_s,
     )
+    return None if isinstance(found, Stalled) else found
 
 
 def verdict_on(rows: list[WorkerReport], *, for_s: float) -> Verdict:
@@ -194,6 +196,17 @@ def test_all_inside_the_same_collective_is_undecided() -> None:
     assert (verdict.guilty, verdict.undecided) == ((), True)
     assert "the network" in verdict.evidence
     assert judged(*watch(rows_with(), for_s=1.5)) is None
+
+
+def test_the_network_may_be_looked_at_long_before_anything_is_proven() -> None:
+    """A look disturbs nobody; only while a member computes there is nothing to look for."""
+    for rows, for_s, is_stalled in (
+        (rows_with(), 0.3, False),
+        (rows_with(), 1.0, True),
+        (rows_with(w2=absent("w2", 2)), 1.0, False),
+    ):
+        found = judge(*watch(rows, for_s=for_s), attempt=ATTEMPT, members=WORKERS, limits=LIMITS)
+        assert isinstance(found, Stalled) == is_stalled
 
 
 def test_different_operations_of_one_number_are_told_but_blame_nobody() -> None:

@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+from itertools import pairwise
+
 import pytest
 
+from orchestrator.core import AttemptStalled, Event, HangFound
 from orchestrator.detection import PATIENCE
 from orchestrator.shell import observer as observer_module
 from orchestrator.shell.observer import Observer
-from tests.support.histories import ATTEMPT, calm
+from tests.support.histories import ATTEMPT, calm, group
 from workers.protocol import NodeReport
 from workers.settings import ParallelSettings
 
@@ -48,3 +52,29 @@ def test_workers_and_nodes_that_are_gone_are_not_remembered(
     assert set(observer.reports) == set(observer.seen_at_s) == {"w0"}
     observer.on_report(_report("n1", "w2"))
     assert set(observer.reports) == {"w0", "w2"}, "it is back"
+
+
+def test_a_stall_is_told_again_only_after_twice_the_time() -> None:
+    """Each time keepers look at the network; a stall may last, and reports come ten a second."""
+    now_s = [100.0]
+    posted: list[Event] = []
+    observer = Observer(
+        post=posted.append,
+        at_s=lambda: now_s[0],
+        on_formed=lambda *_: None,
+        node_silent=lambda *_: None,
+        patience=PATIENCE,
+        parallel=ParallelSettings(),
+    )
+    observer.begin(ATTEMPT, ("w0", "w1"), 0)
+    waiting = (group("world", (0, 1), 9, waiting_s=0.1),)
+    rows = tuple(replace(calm(w, rank), groups=waiting) for rank, w in enumerate(("w0", "w1")))
+    while not any(isinstance(event, HangFound) for event in posted):
+        now_s[0] += 0.1
+        observer.on_report(NodeReport(node="n0", seq=1, workers=rows))
+        observer.judge()
+        assert now_s[0] < 200.0
+
+    told = [event.waited_s for event in posted if isinstance(event, AttemptStalled)]
+    assert told
+    assert all(later >= 2.0 * sooner for sooner, later in pairwise(told))

@@ -254,3 +254,28 @@ def test_a_run_that_needs_a_link_uses_it_before_its_pause_is_over() -> None:
     run.wait(run.at_s + 3.0)
 
     assert (run.state.phase, len(run.members())) == (Phase.FORMING, 4)
+
+
+def test_a_stall_is_searched_before_anything_is_proven_and_ends_only_for_a_lost_link() -> None:
+    """With steps of ten seconds nothing is proven for a minute and a half."""
+    run = _Run()
+    run.fold(ev.AttemptStalled(at_s=run.at_s, attempt=1, waited_s=0.6))
+    assert run.where() == (Phase.RUNNING, 1)
+
+    run.cut_pair("b", "d")
+    run.fold(ev.AttemptStalled(at_s=run.at_s, attempt=1, waited_s=1.2))
+    assert run.where() == (Phase.FENCING, 1)
+    run.leave()
+    assert (run.where(), run.members()) == ((Phase.FORMING, 2), ["a", "b", "c"])
+    assert [incident.incident for incident in run.incidents()] == ["link"]
+    assert sum(isinstance(action, ProbeLinks) for action in run.actions) == 2
+
+
+def test_a_hang_after_a_look_that_found_nothing_is_searched_again() -> None:
+    """The link may have been lost since."""
+    run = _Run()
+    run.fold(ev.AttemptStalled(at_s=run.at_s, attempt=1, waited_s=0.6))
+    run.cut_pair("b", "d")
+    run.hang()
+
+    assert run.members() == ["a", "b", "c"]
