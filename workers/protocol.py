@@ -465,6 +465,7 @@ class NodeReport:
         workers: One entry per worker process on the node.
         inventory: What the keeper holds in memory; None if it keeps no snapshots.
         stored_step: The newest step that this keeper saw committed to storage; 0 if none.
+        stored_attempt: The attempt that committed it.
         problems: One line per problem that reduces protection: no memory, a full or silent
             store, a peer that cannot be reached.
     """
@@ -474,6 +475,7 @@ class NodeReport:
     workers: tuple[WorkerReport, ...]
     inventory: Inventory | None = None
     stored_step: int = 0
+    stored_attempt: int = 0
     problems: tuple[str, ...] = ()
 
 

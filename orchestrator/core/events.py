@@ -43,6 +43,7 @@ class RunResumed:
         next_slot: Number of the next slot.
         why: One line for people: how it had ended.
         faults_seen: Those so far.
+        stored: As ``MutableRunState.stored``.
     """
 
     at_s: float
@@ -54,6 +55,7 @@ class RunResumed:
     next_slot: int
     why: str
     faults_seen: FaultsSeen = FaultsSeen()
+    stored: int = 0
 
 
 @value
@@ -188,12 +190,16 @@ class WorkerFormed:
 
 @value
 class StepCompleted:
-    """Every rank of ``attempt`` finished ``step``: it is in the history unless it is redone."""
+    """Every rank of ``attempt`` finished ``step``: it is in the history unless it is redone.
+
+    ``stored`` is the newest step that the attempt is known to have committed to storage, or 0.
+    """
 
     at_s: float
     attempt: int
     step: int
     step_s: float
+    stored: int = 0
 
 
 @value
@@ -298,10 +304,11 @@ class CommittedRead:
         skipped: Names of damaged or half-written versions that were passed over.
         number: Of the ``ReadCommitted`` that this answers; 0 is the newest.
         source: "memory", "storage", or "" with ``step`` 0.
-        lost: With ``step`` 0: committed steps, newest first, that no source can serve, if losing
-            them costs more than the first checkpoint interval.
+        lost: With ``step`` 0: committed steps, newest first, that no source can serve.
         returning: Living nodes whose keepers did not answer and may hold newer versions: they
             are being restarted, or are late.
+        stored: The newest step in storage that counts and is not bad; -1 if storage was not read.
+        damaged: Newer steps there that were committed, and whose bytes are damaged.
     """
 
     at_s: float
@@ -313,6 +320,8 @@ class CommittedRead:
     source: str = ""
     lost: tuple[int, ...] = ()
     returning: tuple[str, ...] = ()
+    stored: int = -1
+    damaged: tuple[int, ...] = ()
 
 
 @value

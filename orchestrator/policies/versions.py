@@ -25,8 +25,8 @@ __all__ = [
     "Protection",
     "Version",
     "complete",
-    "lost",
     "newest",
+    "newest_stored",
     "protection",
     "without",
 ]
@@ -310,11 +310,13 @@ def _survived(fatal: Sequence[Collection[frozenset[str]]], nodes: Collection[str
     return 1 if any(ends) else 2
 
 
-def lost(steps: Sequence[int], lineage: Lineage, *, at_stake_steps: int) -> tuple[int, ...]:
-    """Return the committed ``steps`` that no source can serve, if the run must not restart from 0.
+def newest_stored(known: int, read: int, damaged: Collection[int]) -> int:
+    """Return the newest step in storage that a run may not fall behind.
 
-    The user accepts the loss of one interval. The lineage also shows how far the run had come: once
-    an attempt resumed from before a damaged version, that version is not among ``steps`` any more.
+    Args:
+        known: The one known so far; 0 if nothing was ever committed.
+        read: The newest that storage has now, 0 for none.
+        damaged: Newer steps that it has, but with damaged bytes. Only for these the run may resume
+            from an older one. It never begins anew: somebody may repair one.
     """
-    reached = max((*steps, *(resumed for _, resumed in lineage)), default=0)
-    return tuple(steps) if reached > at_stake_steps else ()
+    return max(read, 1) if known in damaged else max(read, known)

@@ -35,7 +35,6 @@ from orchestrator.core import (
     transition_records,
 )
 from orchestrator.core import actions as act
-from orchestrator.policies import versions
 from orchestrator.run_directory import CHECKPOINTS
 from orchestrator.shell.capacity import Capacity, Nodes, Rendezvous, Workers
 from orchestrator.shell.clock import wall_time
@@ -428,7 +427,6 @@ class Run:
         self._measure()
         returning = await self._nodes.outlived(filter(self._may_bring_back, answer.unheard))
         found = answer.version
-        at_stake_steps = self._config.checkpoint.first_every
         self._post(
             CommittedRead(
                 at_s=self._clock.at_s(),
@@ -438,8 +436,10 @@ class Run:
                 skipped=answer.skipped,
                 number=action.number,
                 source=found.source if found else "",
-                lost=versions.lost(answer.lost, action.lineage, at_stake_steps=at_stake_steps),
+                lost=answer.lost,
                 returning=tuple(sorted(returning)),
+                stored=answer.stored_step,
+                damaged=answer.damaged,
             )
         )
 

@@ -64,6 +64,8 @@ class Observer:
         self._is_member: frozenset[str] = frozenset()
         self._formed: set[str] = set()
         self._step = 0
+        #: The newest that keepers saw committed by the attempt.
+        self._stored_step = 0
         self._ahead: dict[str, WorkerReport] = {}
         self._judged = False
         self._stalled_s = 0.0
@@ -78,6 +80,7 @@ class Observer:
         self._members, self._is_member = members, frozenset(members)
         self._formed = set()
         self._step, self._ahead = resume_step, {}
+        self._stored_step = 0
         self._judged, self._stalled_s = False, 0.0
         self._detector = without_silent(self._detector, members, FORGET_S)
         for node in self._listed.keys() - self._detector.nodes.keys():
@@ -94,6 +97,8 @@ class Observer:
         listed = frozenset(row.worker for row in report.workers)
         self._forget(self._listed.get(report.node, frozenset()) - listed)
         self._listed[report.node] = listed
+        if report.stored_attempt == self._attempt:
+            self._stored_step = max(self._stored_step, report.stored_step)
         for row in report.workers:
             self.reports[row.worker] = row
             self.seen_at_s[row.worker] = at_s
@@ -167,5 +172,11 @@ class Observer:
             self._step, step_s = min(row.step for row in rows), max(row.step_s for row in rows)
             self._ahead = {row.worker: row for row in rows if row.step > self._step}
             self._post(
-                StepCompleted(at_s=at_s, attempt=self._attempt, step=self._step, step_s=step_s)
+                StepCompleted(
+                    at_s=at_s,
+                    attempt=self._attempt,
+                    step=self._step,
+                    step_s=step_s,
+                    stored=self._stored_step,
+                )
             )

@@ -52,6 +52,10 @@ _DEATH = 0.004
 #: Share of the histories whose training code has a bug, and of those that are stopped.
 _BUG = 0.05
 _STOP = 0.05
+#: Said of a failure for want of a version to load.
+_WITHOUT_STATE = "name another run.directory"
+#: Share of those whose head is lost while the run goes on.
+_HEAD_LOST = 0.1
 #: Share of those with snapshots whose interval of checkpoints is chosen.
 _CHOSEN = 0.25
 
@@ -146,6 +150,8 @@ class History:
         # Whether links stay lost in the liveness phase.
         self.network_ails = apart.random() < 1 / 3
         self.died_at_the_end = False
+        # Whether it failed because all that was committed is damaged, and can be repaired.
+        self.is_lost = False
         cluster = self.cluster
         cluster.start_failure = rng.choice((0.0, 0.0, 0.1))
         for index, room in enumerate(rooms):
@@ -157,6 +163,10 @@ class History:
         for _ in range(rng.choice((0, 1, 2, 3, 4, 6, 12))):
             cluster.at(1.0 + rng.random() * safety_s, self._inject)
         cluster.at(safety_s + 2.0, self._heal)
+        cluster.begin_life = self._begin_life
+        head = Random(f"head {seed}")  # noqa: S311  no secrets here
+        if kinds is None and head.random() < _HEAD_LOST:
+            cluster.at(1.0 + head.random() * safety_s, self._lose_head, head)
         cluster.inbox.append(ev.ControllerStarted(at_s=0.0, incarnation=1))
 
     def _draw_ending(self) -> str:
@@ -180,7 +190,7 @@ class History:
         cluster = self.cluster
         try:
             self._run_to_end()
-            if self.expected != "completed":
+            while self.is_lost or self.expected != "completed":
                 self._resume_run()
                 self._run_to_end()
         except Violation:
@@ -214,9 +224,22 @@ class History:
     def _resume_run(self) -> None:
         """Fix the user's bug, resume the run that stopped or failed, and let it complete."""
         cluster = self.cluster
+        if self.is_lost:
+            # A person puts sound copies back.
+            for commit in cluster.storage.commits.values():
+                commit.damaged = False
+            cluster.damaged.clear()
+            self.monitor.repaired()
+            self.is_lost = False
         self.monitor.outcome = None
         self.expected = "completed"
         cluster.raises_at.clear()
+        cluster.storage.claim()
+        self._begin_life()
+
+    def _begin_life(self) -> None:
+        """Begin the next life of the run by the journal of the last one."""
+        cluster = self.cluster
         # The end of a run takes all that was in memory along, as no single fault does.
         self.num_faults += 1
         self._count_fault()
@@ -306,6 +329,11 @@ class History:
         if state.phase in _PHASES_FOR_SECOND_FAULT and self.cluster.chance(self.second_fault):
             self.cluster.at(0.2 * self.rng.random(), self._inject)
 
+    def _lose_head(self, rng: Random) -> None:
+        if self._may_inject() and self.state.phase not in TERMINAL:
+            self._count_fault()
+            faults.lose_head(self.cluster, rng)
+
     def _may_inject(self) -> bool:
         return not self.healing and self.num_faults < self.fault_limit
 
@@ -380,6 +408,12 @@ class History:
             "L1",
             f"slots {sorted(leaked)} are reserved for nothing",
         )
+        if outcome.outcome == "failed" and _WITHOUT_STATE in outcome.reason:
+            self.is_lost = self.monitor.failed_without_state(cluster)
+            if not self.is_lost:
+                # What was behind it is damaged too.
+                self.expected = "completed"
+            return
         why = f"the run {outcome.outcome}: {outcome.reason}"
         require(outcome.outcome in ("completed", self.expected), "L1", why)
         if outcome.outcome == "failed":

@@ -68,18 +68,18 @@ def test_training_never_waits_for_a_store_that_stopped(
         assert rank.writer.wait(step)
 
     take(1, pin=True)
-    assert eventually(lambda: memory.stored_step == 1)
+    assert eventually(lambda: memory.stored[1] == 1)
     os.kill(server, signal.SIGSTOP)
     take(2, pin=True)
     for step in range(3, NUM_STEPS):
         take(step)
         assert rank.writer.is_pinned(), "the store is stopped"
     assert eventually(lambda: any("silent" in line for line in memory.problems()))
-    assert memory.stored_step == 1
+    assert memory.stored[1] == 1
     os.kill(server, signal.SIGCONT)
 
-    assert eventually(lambda: memory.stored_step == 2, within_s=90.0)
+    assert eventually(lambda: memory.stored[1] == 2, within_s=90.0)
     take(NUM_STEPS, pin=True)
-    assert eventually(lambda: memory.stored_step == NUM_STEPS)
+    assert eventually(lambda: memory.stored[1] == NUM_STEPS)
     assert eventually(lambda: memory.problems() == ())
     assert rank.writer.close()

@@ -35,7 +35,7 @@ from orchestrator.policies import RedundancyPlan, links, versions
 from orchestrator.simulation.faults import faults
 from orchestrator.simulation.history import run_history
 from orchestrator.simulation.violation import Violation
-from orchestrator.simulation.world import Tiers
+from orchestrator.simulation.world import Storage, Tiers
 from workers.placement import Preference
 
 SEEDS = 1500
@@ -124,6 +124,10 @@ def _regular_interval(tiers: Tiers) -> int:
     return gcd(tiers.snapshot_every, tiers.store_every)
 
 
+def _always(*_: Any) -> bool:
+    return True
+
+
 def _never_look(*_: Any) -> None:
     """Do nothing where a bound, an event or a restart should have been handled."""
 
@@ -183,7 +187,7 @@ BUGS = {
         planned, "all_left", _do_not_wait_for_all_to_yield, ("S1", "invariant")
     ),
     "trusts reports and does not read": Bug(
-        recovery, "_known_is_final", _trust_reports, ("S3", "S6")
+        recovery, "_known_is_final", _trust_reports, ("S3", "S6", "L1", "S2")
     ),
     "takes an early read for final": Bug(
         recovery, "_known_is_final", _take_an_early_read_for_final, ("S3", "L3"), first_seed=700
@@ -238,7 +242,9 @@ BUGS = {
     "takes a stale state for that of a newer journal": Bug(
         compaction, "behind", _take_it_for_the_end, ("L1",)
     ),
-    "does not protect snapshots": Bug(protection, "plan", _protect_nothing, ("L3",)),
+    "does not protect snapshots": Bug(
+        protection, "plan", _protect_nothing, ("L3",), first_seed=1500
+    ),
     "leaves open how to protect snapshots": Bug(
         machine._HANDLERS, ev.MemoryMeasured, _never_look, ("L3",), single=faults.lose_node
     ),
@@ -252,6 +258,7 @@ BUGS = {
     "strikes the ends of lost links": Bug(
         machine._HANDLERS, ev.LinksProbed, _strike_the_ends, ("S5",)
     ),
+    "takes a run directory for its own for ever": Bug(Storage, "owns", _always, ("S2",)),
     "starts no worker processes": Bug(demand, "_staff", _never_look, ("L1",)),
 }
 

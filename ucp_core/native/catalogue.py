@@ -8,6 +8,7 @@ import re
 import time
 from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass, field
+from errno import EIO
 from itertools import islice
 from typing import TYPE_CHECKING
 
@@ -50,6 +51,7 @@ class Found:
         directory: Its path in the store.
         checkpoint: The opened checkpoint.
         skipped: ``(name, reason)`` of every newer directory that does not count.
+        damaged: Steps of those that were committed and whose bytes are not what was written.
     """
 
     step: int
@@ -57,6 +59,7 @@ class Found:
     directory: str
     checkpoint: Checkpoint = field(repr=False, compare=False)
     skipped: tuple[tuple[str, str], ...]
+    damaged: tuple[int, ...] = ()
 
 
 def find_committed(
@@ -78,24 +81,29 @@ def find_committed(
         exclude: Names of directories that could not be loaded.
 
     Raises:
-        StorageError: The storage refused to show a checkpoint, and no other one counts.
+        StorageError: The storage refused to show a checkpoint, and no newer one counts.
     """
     skipped: list[tuple[str, str]] = []
-    refused: StorageError | None = None
+    damaged: list[int] = []
     for name in step_names(store, checkpoints_directory):
+        step = int(name.removeprefix("step-"))
         if name in exclude:
             skipped.append((name, "excluded: it could not be loaded before"))
+            damaged.append(step)
             continue
         directory = join(checkpoints_directory, name)
         try:
             checkpoint = _open_valid(store, directory, lineage)
             _check_files(checkpoint)
-        except StorageError as error:
-            refused = refused or error
-            skipped.append((name, str(error)))
-            continue
         except UcpError as error:
+            is_storage = isinstance(error, StorageError) and error.facts.get("errno") != EIO
+            if is_storage and not error.facts.get("missing"):
+                # An expired password must not send the run back to an older step, or to nothing.
+                raise
             skipped.append((name, str(error)))
+            is_gone = is_storage or isinstance(error, CheckpointNotFoundError)
+            if not is_gone and "overtaken_by" not in error.facts:
+                damaged.append(step)
             continue
         return Found(
             step=checkpoint.step,
@@ -103,10 +111,8 @@ def find_committed(
             directory=directory,
             checkpoint=checkpoint,
             skipped=tuple(skipped),
+            damaged=tuple(damaged),
         )
-    if refused is not None:
-        # An expired password must not restart the run from nothing.
-        raise refused
     return None
 
 
@@ -167,6 +173,7 @@ def _open_valid(store: Store, directory: str, lineage: Lineage) -> Checkpoint:
         f"attempt {checkpoint.attempt} committed it after it was fenced: attempt {overtaken} "
         "resumed from an older step",
         attempt=checkpoint.attempt,
+        overtaken_by=overtaken,
     )
 
 

@@ -201,10 +201,12 @@ class Keeper:
         if self._memory is None:
             problems = (self._why_no_memory,) if self._why_no_memory else ()
             return replace(report, problems=problems)
+        stored_attempt, stored_step = self._memory.stored
         return replace(
             report,
             inventory=self._memory.inventory(),
-            stored_step=self._memory.stored_step,
+            stored_step=stored_step,
+            stored_attempt=stored_attempt,
             problems=self._memory.problems(),
         )
 

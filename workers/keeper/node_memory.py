@@ -102,9 +102,9 @@ class NodeMemory:
         return self._wire.address
 
     @property
-    def stored_step(self) -> int:
-        """Return the newest step that was seen committed to storage; 0 if none."""
-        return self._persister.stored_step
+    def stored(self) -> tuple[int, int]:
+        """Return attempt and step of the newest commit that was seen in storage; 0, 0 if none."""
+        return self._persister.stored
 
     def inventory(self) -> Inventory:
         """Return the held parts of ranks, own and copied, and the held parities."""
@@ -157,7 +157,7 @@ class NodeMemory:
         for owner in list(self._refused):
             if owner.rpartition("/")[2] not in living:
                 self._note_refused(owner, "")
-        self._slots.reap(living=living, stored_step=self.stored_step)
+        self._slots.reap(living=living, stored_step=self.stored[1])
 
     def stop_storing(self) -> None:
         """Store nothing any more: the run is over. Safe to repeat."""

@@ -80,11 +80,11 @@ class Persister:
         self._thread.start()
 
     @property
-    def stored_step(self) -> int:
-        """Return the newest step that was seen committed and counts; 0 if none."""
+    def stored(self) -> tuple[int, int]:
+        """Return attempt and step of the newest commit that was seen and counts; 0, 0 if none."""
         attempt, step = self._stored
         is_valid = lineage_rule.counts(step=step, attempt=attempt, lineage=self._slots.lineage)
-        return step if is_valid else 0
+        return self._stored if is_valid else (0, 0)
 
     @property
     def silence(self) -> str:

@@ -52,6 +52,9 @@ def step_completed(transition: Transition, event: StepCompleted) -> None:
     if event.attempt != run.attempt.number or attempt_is_over or event.step <= run.attempt.step:
         return
     run.attempt.step = event.step
+    if event.stored > run.stored:
+        # It says which version the run may not fall behind, and is read before one is loaded.
+        run.stored, run.reads.stored_from = event.stored, run.reads.num + 1
     if run.phase is Phase.FORMING:
         _run(transition)
     if not run.attempt.stepped:
@@ -191,8 +194,10 @@ def committed_read(transition: Transition, event: CommittedRead) -> None:
 def _know(run: MutableRunState, step: int, *, in_memory: bool) -> None:
     """Note a version of the current attempt, if it is newer than the known one."""
     version = (step, run.attempt.number)
-    if version >= run.committed and not in_memory:
-        run.reads.stored_from = run.reads.num + 1
+    if not in_memory:
+        run.stored = max(run.stored, step)
+        if version >= run.committed:
+            run.reads.stored_from = run.reads.num + 1
     if version > run.committed:
         run.committed = version
         run.committed_in_memory = in_memory

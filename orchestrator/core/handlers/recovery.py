@@ -13,9 +13,17 @@ from orchestrator.core.actions import FenceAttempt, ReadCommitted
 from orchestrator.core.events import CommittedRead
 from orchestrator.core.handlers import fleet, reach, searching
 from orchestrator.core.handlers.formation import wait
-from orchestrator.core.state import Cause, Phase, WorkerStatus
+from orchestrator.core.state import Cause, MutableRunState, Phase, WorkerStatus
 from orchestrator.core.transition import Transition
-from orchestrator.policies import MEMORY, Fault, FaultClass, UserError, budgets
+from orchestrator.policies import (
+    MEMORY,
+    Fault,
+    FaultClass,
+    UserError,
+    budgets,
+    quarantine,
+    versions,
+)
 from workers.protocol import Source
 
 #: How much a kind explains. While an attempt is fenced, a kind of more weight replaces the cause.
@@ -235,7 +243,8 @@ def committed_read(transition: Transition, event: CommittedRead) -> None:
     if run.phase not in (Phase.FENCING, Phase.READING) or not is_awaited:
         return
     run.reads.pending = run.reads.num - number
-    if (event.step, event.committed_by) < run.committed and number < run.reads.stored_from:
+    is_older = (event.step, event.committed_by) < run.committed or event.step < run.stored
+    if is_older and number < run.reads.stored_from:
         # The commit was reported after the read was sent: its answer does not know of it.
         run.reads.seen = False
         proceed(transition)
@@ -248,7 +257,10 @@ def committed_read(transition: Transition, event: CommittedRead) -> None:
         read_from = max(read_from, run.reads.memory_from)
     run.reads.seen = number >= read_from
     run.lost = event.lost
-    if _may_come_back(transition, event):
+    if event.stored >= 0:
+        damaged = {*event.damaged, *quarantine.in_storage(run.bad)}
+        run.stored = versions.newest_stored(run.stored, event.stored, damaged)
+    if _may_come_back(transition, event) or _is_behind_storage(transition, event):
         run.reads.seen = False
         if run.phase is Phase.READING and not run.reads.pending:
             run.deadline_s = transition.now_s + _READ_AGAIN * transition.rules.bounds.read_s
@@ -269,6 +281,14 @@ def _may_come_back(transition: Transition, event: CommittedRead) -> bool:
     patience_end_s = run.attempt.fenced_s + transition.rules.bounds.read_s
     is_early = run.phase is Phase.FENCING or transition.now_s < patience_end_s
     return bool(event.returning) and is_older and is_early
+
+
+def _is_behind_storage(transition: Transition, event: CommittedRead) -> bool:
+    """Return whether memory alone answered, with less than storage has: then storage is awaited."""
+    run = transition.run
+    patience_end_s = run.attempt.fenced_s + _READS_MAX * transition.rules.bounds.read_s
+    is_early = run.phase is Phase.FENCING or transition.now_s < patience_end_s
+    return event.stored < 0 and event.step < run.stored and is_early
 
 
 def fence_bound(transition: Transition) -> None:
@@ -338,8 +358,8 @@ def decide(transition: Transition) -> None:
         if problem:
             transition.finish("failed", problem)
             return
-    if run.lost and not run.committed[0]:
-        transition.finish("failed", _lost(run.lost))
+    if run.committed[0] < run.stored or (run.lost and not run.committed[0]):
+        transition.finish("failed", _lost(run.lost) if run.lost else _gone(run))
         return
     if is_first_time:
         run.hold_until_s = transition.now_s + budgets.pause_s(run.num_stuck)
@@ -351,7 +371,17 @@ def _lost(steps: tuple[int, ...]) -> str:
     return (
         f"none of the committed checkpoints can be loaded ({names}), and memory holds nothing. "
         "Nothing was deleted: `everstep report` and `ucp verify` say what is wrong with them; put "
-        "a sound copy of one back and run again, or delete checkpoints/ to restart"
+        "a sound copy of one back and run again, or name another run.directory to begin anew"
+    )
+
+
+def _gone(run: MutableRunState) -> str:
+    what = f"step {run.stored} was" if run.stored > 1 else "steps were"
+    left = f"step {run.committed[0]} is the newest left" if run.committed[0] else "nothing is left"
+    return (
+        f"{what} committed to checkpoints/, and nothing as new can be loaded; {left}. Training "
+        "does not fall behind what was committed: put the newest checkpoint back and run again, or "
+        "name another run.directory to begin anew"
     )
 
 

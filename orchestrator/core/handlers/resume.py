@@ -33,12 +33,13 @@ def resume_event(state: RunState, *, at_s: float, incarnation: int) -> RunResume
         incarnation=incarnation,
         attempt=state.attempt.number,
         lineage=state.lineage,
-        # A person was asked to put a sound copy back, and memory ended with the run.
-        bad=() if state.lost else state.bad,
+        # Where the run failed for it, a person was asked to put a sound copy back.
+        bad=() if state.lost and state.phase in TERMINAL else state.bad,
         next_worker=state.fleet.next_worker,
         next_slot=state.fleet.next_slot,
         why=why,
         faults_seen=state.faults_seen,
+        stored=state.stored,
     )
 
 
@@ -52,6 +53,7 @@ def run_resumed(transition: Transition, event: RunResumed) -> None:
         lineage=event.lineage,
         bad=event.bad,
         faults_seen=event.faults_seen,
+        stored=event.stored,
         cause=Cause("resume", (), event.why, event.at_s),
     )
     # No member is inside, so the commits are read at once.

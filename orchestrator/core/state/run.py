@@ -80,6 +80,8 @@ class MutableRunState(Part):
             it is needed, and the next read then says an older one.
         committed_in_memory: Whether it was last seen in keepers' memory, which a node takes with
             it.
+        stored: The newest step that is known to have been committed to storage, and not to be
+            damaged there: no attempt resumes from an older one. 1 if all of them are damaged.
         lost: Steps that are committed in storage and can be loaded from nowhere, newest first.
         bad: Sources that are not to be loaded from any more, of versions that count.
         unread_before: Sources that members of earlier attempts could not read: one that is met
@@ -118,6 +120,7 @@ class MutableRunState(Part):
     network: Network = field(default_factory=Network)
     committed: tuple[int, int] = (0, 0)
     committed_in_memory: bool = False
+    stored: int = 0
     lost: tuple[int, ...] = ()
     bad: tuple[Source, ...] = ()
     unread_before: tuple[Source, ...] = ()

@@ -69,12 +69,14 @@ FLUSH_S = 60.0
 class Answer:
     """The newest version of both tiers; the newest step in storage, and what was passed over.
 
-    Where there is none, ``lost`` are the steps that are committed in storage, newest first.
+    ``stored_step`` is -1 if storage was not read, and ``damaged`` are newer steps with damaged
+    bytes. Where there is none, ``lost`` are the steps that are committed in storage, newest first.
     ``unheard`` are the nodes that are not known to be lost, and whose keepers did not answer.
     """
 
     version: Version | None
-    stored_step: int = 0
+    stored_step: int = -1
+    damaged: tuple[int, ...] = ()
     skipped: tuple[str, ...] = ()
     lost: tuple[int, ...] = ()
     unheard: frozenset[str] = frozenset()
@@ -217,9 +219,10 @@ class Snapshots:
             log.warning("storage_refused", extra={"error": str(error)})
             return answer(held) if held is not None else None
         if found is None:
-            return answer(held, skipped=passed_over, lost=() if held is not None else lost)
+            told = () if held is not None else lost
+            return answer(held, stored_step=0, damaged=lost, skipped=passed_over, lost=told)
         version = newest(inventories, (found.step, found.attempt))
-        return answer(version, stored_step=found.step, skipped=passed_over)
+        return answer(version, stored_step=found.step, damaged=found.damaged, skipped=passed_over)
 
     def known_parts(
         self, step: int, attempt: int, *, unreached: Collection[str] = ()

@@ -33,6 +33,8 @@ class Monitor:
 
     def __init__(self) -> None:
         self.starts: list[tuple[int, int]] = []
+        # What the newest of them resumed from, and the life of the run that began it.
+        self.named, self.named_by = (0, 0), 1
         self.last_step = 0
         self.fence_began_s = 0.0
         self.yielded: tuple[int, int] | None = None
@@ -97,9 +99,41 @@ class Monitor:
         self.starts += unperformed
         self._check_resume(world, action)
         self.starts.append((number, action.resume_step))
+        self.named = (action.resume_step, action.resume_attempt)
+        self.named_by = world.storage.life
         if list(action.lineage) != self.starts:
             raise Violation(f"S3: lineage {action.lineage}")
         self.last_step = action.resume_step
+
+    def deleted(self, version: tuple[int, int], *, life: int) -> None:
+        """Check that the retention of a life leaves what a newer one resumed from."""
+        is_named = version == self.named and life < self.named_by
+        require(not is_named, "S2", f"{version} is deleted, from which a newer life resumed")
+
+    def failed_without_state(self, world: World) -> bool:
+        """Check a failure for want of a version to load; return whether repairs bring one back.
+
+        Something was committed, and all of it that counts is damaged.
+        """
+        left_out = set(self._left_out())
+        known = [v for v in world.storage.commits if self.counts(*v)]
+        sound = [
+            v
+            for v in known
+            if not world.storage.commits[v].damaged
+            and stored_source(*v) not in world.damaged
+            and stored_source(*v) not in left_out
+        ]
+        require(bool(world.storage.commits), "L1", "nothing was committed, and the run failed")
+        require(not sound, "S2", f"{sound} can be loaded, and the run failed")
+        return bool(known)
+
+    def repaired(self) -> None:
+        """Note that sound copies of everything were put back."""
+        for books in (self.found_damaged, self.told_damaged, self.heard_damaged):
+            books.clear()
+        self.told_unread.clear()
+        self.heard_unread.clear()
 
     def reading(self, action: ReadCommitted, now_s: float) -> None:
         """Note when a read was answered, and check that no memory is left out without need."""

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from math import inf
+from random import Random
 
 from orchestrator.core import events as ev
 from orchestrator.simulation.violation import require
-from orchestrator.simulation.world import SimCluster, SimNode, SimWorker
+from orchestrator.simulation.world import Orphans, SimCluster, SimNode, SimWorker
 from workers.protocol import held_source, stored_source
 
 #: A silent keeper is not to be reported more often than that.
@@ -296,6 +297,8 @@ def _miss_keeper(cluster: SimCluster, node: SimNode, num_told: int) -> None:
 
 def kill_controller(cluster: SimCluster) -> None:
     """The controller's process dies: what was on its way to it is lost."""
+    if cluster.is_headless:
+        return
     cluster.incarnation += 1
     cluster.inbox.clear()
     cluster.controller_up = False
@@ -310,6 +313,33 @@ def _restart_controller(cluster: SimCluster, incarnation: int) -> None:
         cluster.inbox.append(
             ev.ControllerStarted(at_s=cluster.now_s, incarnation=cluster.num_incarnations)
         )
+
+
+def lose_head(cluster: SimCluster, rng: Random) -> None:
+    """The head's machine goes, and the run begins its next life on a second cluster.
+
+    Nobody reaches the old trainers and keepers, which train on.
+    """
+    if cluster.is_headless or cluster.monitor.outcome is not None:
+        return
+    kill_controller(cluster)
+    cluster.incarnation += 1
+    cluster.is_headless = True
+    attempt = cluster.attempts.get(cluster.monitor.attempt)
+    for worker in cluster.workers.values():
+        worker.alive = False
+    if attempt is not None and attempt.formed:
+        Orphans(cluster, attempt, rng).train_on()
+    cluster.at(0.1 + 4 * rng.random(), _begin_life, cluster)
+
+
+def _begin_life(cluster: SimCluster) -> None:
+    cluster.storage.claim()
+    # What was committed by now is not to be lost.
+    cluster.monitor.left(cluster.monitor.attempt, cluster.now_s)
+    cluster.monitor.yielded = None
+    cluster.is_headless = False
+    cluster.begin_life()
 
 
 def end_everything(cluster: SimCluster) -> None:

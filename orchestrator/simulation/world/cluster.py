@@ -292,11 +292,12 @@ class SimCluster(World):
         nodes = self.nodes.values()
         self.monitor.reading(action, self.now_s)
         self.measure()
+        stored = self.storage.newest(action.lineage, quarantine.in_storage(action.bad))
         found = versions.newest(
             quarantine.good(
                 self.memory.inventories(nodes, self.now_s), action.bad, action.unreached
             ),
-            self.storage.newest(action.lineage, quarantine.in_storage(action.bad)),
+            stored,
             action.lineage,
             total_steps=self.rules.total_steps,
         )
@@ -308,6 +309,9 @@ class SimCluster(World):
             skipped=(),
             number=action.number,
             source=found.source if found else "",
+            lost=() if found else self.storage.steps(action.lineage),
+            stored=stored[0],
+            damaged=self.storage.steps(action.lineage, damaged_only=True),
             returning=tuple(
                 node.name
                 for node in nodes

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from ucp_core.lineage import counts
+
 
 @dataclass(slots=True)
 class Commit:
@@ -16,10 +18,22 @@ class Commit:
 
 
 class Storage:
-    """All versions ever committed; none is ever overwritten (S2)."""
+    """All versions that are committed; none is ever overwritten (S2).
+
+    ``life`` is the one that owns the run directory.
+    """
 
     def __init__(self) -> None:
         self.commits: dict[tuple[int, int], Commit] = {}
+        self.life = 1
+
+    def claim(self) -> None:
+        """Begin the next life of the run."""
+        self.life += 1
+
+    def owns(self, life: int) -> bool:
+        """Return whether no later life has claimed the directory."""
+        return life == self.life
 
     def commit(self, step: int, attempt: int, now_s: float) -> None:
         """Land a version; doing it again changes nothing."""
@@ -43,3 +57,20 @@ class Storage:
             if not is_out and step <= bound.get(attempt, -1):
                 best = max(best, (step, attempt))
         return best
+
+    def older(self, lineage: tuple[tuple[int, int], ...], *, keep: int) -> list[tuple[int, int]]:
+        """Return the versions that retention deletes: those behind the newest that count."""
+        sound = sorted(v for v, commit in self.commits.items() if not commit.damaged)
+        kept = [v for v in sound if counts(step=v[0], attempt=v[1], lineage=lineage)][-keep:]
+        return [v for v in self.commits if len(kept) == keep and v[0] < kept[0][0]]
+
+    def steps(
+        self, lineage: tuple[tuple[int, int], ...], *, damaged_only: bool = False
+    ) -> tuple[int, ...]:
+        """Return the steps of the versions that count; those whose damage a look at them shows."""
+        return tuple(
+            step
+            for (step, attempt), commit in self.commits.items()
+            if (commit.damaged or not damaged_only)
+            and counts(step=step, attempt=attempt, lineage=lineage)
+        )

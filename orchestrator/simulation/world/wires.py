@@ -28,6 +28,7 @@ class Observer(Protocol):
         unlinked: Nodes that lost a link.
         lost_nodes: Nodes that were lost, or cut off from all others.
         outcome: How the run ended; None while it goes on.
+        yielded: The newest attempt of which all members yielded, and at which step.
     """
 
     is_state_gone: bool
@@ -36,6 +37,7 @@ class Observer(Protocol):
     unlinked: set[str]
     lost_nodes: set[str]
     outcome: act.FinishRun | None
+    yielded: tuple[int, int] | None
 
     @property
     def attempt(self) -> int:
@@ -58,6 +60,9 @@ class Observer(Protocol):
 
     def all_yielded(self, attempt: int, step: int) -> None:
         """Note that all members leave together."""
+
+    def deleted(self, version: tuple[int, int], *, life: int) -> None:
+        """Check what the retention of a life deletes."""
 
     def reading(self, action: act.ReadCommitted, now_s: float) -> None:
         """Note when a read is answered, and check what it leaves out."""
@@ -92,6 +97,9 @@ class World:
         self.incarnation = 0
         self.num_incarnations = 1
         self.controller_up = True
+        # Whether the head is lost, and what begins the next life of the run elsewhere.
+        self.is_headless = False
+        self.begin_life: Callable[[], None] = lambda: None
         self.inbox: list[ev.Event] = []
         self.nodes: dict[str, SimNode] = {}
         self.workers: dict[str, SimWorker] = {}

@@ -5,9 +5,6 @@ from __future__ import annotations
 import json
 import os
 import signal
-import subprocess
-import sys
-import time
 from collections.abc import Callable, Iterator
 from contextlib import suppress
 from pathlib import Path
@@ -17,73 +14,12 @@ import pytest
 import ray
 
 from orchestrator.config import RunConfig
-from orchestrator.shell import LocalEntry, RunNames, local_clusters, run_id
+from orchestrator.shell import RunNames, run_id
+from tests.support.run_command import ACT_S_MAX, Command, everstep, wait
 
 pytestmark = pytest.mark.timeout(600)
 
 TESTS = Path(__file__).parents[2]
-EVERSTEP = (sys.executable, "-c", "from orchestrator.cli.main import main; main()")
-ACT_S_MAX = 240.0
-
-
-class Command:
-    """``everstep run`` of a small run on one simulated node, in a process of its own."""
-
-    def __init__(self, config: RunConfig, tmp_path: Path) -> None:
-        self.directory = config.run.directory
-        self.path = tmp_path / "run.yaml"
-        self.path.write_text(config.to_yaml())
-        self.process: subprocess.Popen[str] | None = None
-
-    def start(self, *options: str, **streams: Any) -> subprocess.Popen[str]:
-        """Start it; return when a few steps are done."""
-        streams = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE} | streams
-        command = [*EVERSTEP, "run", str(self.path), *options]
-        environment = {k: v for k, v in os.environ.items() if k != "RAY_ADDRESS"}
-        self.process = subprocess.Popen(command, text=True, env=environment, **streams)
-        wait(lambda: self.step() >= 2, "it trains", self.process)
-        return self.process
-
-    def step(self) -> int:
-        """Return the last step that rank 0 has written down."""
-        try:
-            lines = Path(self.directory, "metrics/rank0.jsonl").read_text().splitlines()
-            return int(json.loads(lines[-1])["step"])
-        except (OSError, IndexError, ValueError):
-            return 0
-
-    def has_journaled(self, kind: str) -> bool:
-        """Return whether the run's journal has an event of this kind."""
-        segments = Path(self.directory, "journal").glob("*.jsonl")
-        return any(f'"{kind}"' in segment.read_text() for segment in segments)
-
-    def clusters(self) -> list[LocalEntry]:
-        """Return the clusters that serve the run."""
-        return [entry for entry in local_clusters() if entry.run_directory == self.directory]
-
-    def summary(self) -> dict[str, Any]:
-        """Return the run's summary."""
-        document: dict[str, Any] = json.loads(Path(self.directory, "summary.json").read_text())
-        return document
-
-
-def wait(
-    condition: Callable[[], bool], what: str, process: subprocess.Popen[str] | None = None
-) -> None:
-    deadline_s = time.monotonic() + ACT_S_MAX
-    while not condition():
-        assert time.monotonic() < deadline_s, f"never: {what}"
-        # One that detaches ends first, with success.
-        assert process is None or process.poll() in (None, 0), (
-            f"ended before: {what}: {process.communicate()}"
-        )
-        time.sleep(0.1)
-
-
-def everstep(*arguments: str) -> subprocess.CompletedProcess[str]:
-    return subprocess.run(
-        [*EVERSTEP, *arguments], capture_output=True, text=True, timeout=ACT_S_MAX, check=False
-    )
 
 
 @pytest.fixture

@@ -12,7 +12,7 @@ from orchestrator.policies import (
     complete,
     plan_recovery,
 )
-from orchestrator.policies.versions import lost, newest, protection
+from orchestrator.policies.versions import newest, newest_stored, protection
 from workers.protocol import Held, HeldParity, HeldPart, Inventory, Member
 
 LINEAGE = ((1, 0),)
@@ -224,20 +224,24 @@ def test_a_beginning_that_fits_two_nodes_is_refused() -> None:
 
 
 @pytest.mark.parametrize(
-    ("steps", "lineage", "expected"),
+    ("known", "read", "damaged", "expected"),
     [
-        ((), [(1, 0), (2, 60)], ()),
-        ((10,), [(1, 0)], ()),
-        ((20, 10), [(1, 0)], (20, 10)),
-        ((10,), [(1, 0), (2, 20), (3, 10)], (10,)),
+        (0, 0, [], 0),
+        (0, 20, [], 20),
+        (20, 0, [], 20),
+        (20, 10, [], 20),
+        (20, 30, [40], 30),
+        (20, 10, [20], 10),
+        (20, 10, [30], 20),
+        (20, 0, [20], 1),
     ],
-    ids=["nothing", "first", "two", "resumed_further_on"],
+    ids=["nothing", "first", "gone", "older", "newer", "damaged", "not_that", "all_damaged"],
 )
-def test_a_run_begins_anew_only_without_its_first_interval(
-    steps: tuple[int, ...], lineage: list[tuple[int, int]], expected: tuple[int, ...]
+def test_a_run_falls_behind_what_was_stored_only_where_that_is_damaged(
+    known: int, read: int, damaged: list[int], expected: int
 ) -> None:
-    """Damage that only loading shows leads from version to version down to the first."""
-    assert lost(steps, lineage, at_stake_steps=10) == expected
+    """What is gone was taken away, and what is damaged may be repaired: neither is step 0."""
+    assert newest_stored(known, read, damaged) == expected
 
 
 def test_a_plan_uses_nodes_that_leave_only_where_the_run_would_stand_still() -> None:

@@ -6,6 +6,7 @@ import itertools
 import re
 import threading
 from collections.abc import Callable
+from errno import EIO
 from pathlib import Path
 
 import pytest
@@ -430,3 +431,36 @@ def test_a_storage_that_refuses_is_not_an_empty_one() -> None:
         open_checkpoint(store, DIRECTORY)
     with pytest.raises(StorageError, match="not permitted"):
         find_committed(store, ROOT, lineage=[])
+
+
+class _ForgetfulStore(MemoryStore):
+    """Refuses one checkpoint, by ``facts`` of its error."""
+
+    def __init__(self, **facts: object) -> None:
+        super().__init__()
+        self.facts: dict[str, object] = {}
+        self._later = facts
+
+    def read(self, path: str) -> bytes:
+        if self.facts and "step-00000008/manifest.json" in path:
+            raise StorageError(f"{path} is refused", path=path, **self.facts)
+        return super().read(path)
+
+    def refuse(self) -> None:
+        self.facts = self._later
+
+
+def test_a_storage_that_refuses_the_newest_sends_nobody_to_an_older_one() -> None:
+    """It may answer a moment later; a block that the disk cannot read is damage."""
+    for errno, damaged in ((None, None), (EIO, (8,))):
+        store = _ForgetfulStore(missing=False, errno=errno)
+        for step in (7, 8):
+            save(store, STATE, step=step)
+        store.refuse()
+        if damaged is None:
+            with pytest.raises(StorageError, match="is refused"):
+                find_committed(store, ROOT, lineage=[])
+            continue
+        found = find_committed(store, ROOT, lineage=[])
+        assert found is not None
+        assert (found.step, found.damaged) == (7, damaged)

@@ -213,7 +213,7 @@ def test_a_version_that_is_due_reaches_storage_without_its_trainer(
     arena.close()
     notify(descriptor_socket(tmp_path / "a"), "w0001.1")
 
-    assert eventually(lambda: memory.stored_step == 5)
+    assert eventually(lambda: memory.stored[1] == 5)
     assert (tmp_path / "run/checkpoints/step-00000005/manifest.json").exists()
     assert memory.problems() == ()
 

@@ -82,7 +82,7 @@ def _save(
 
 
 def _has_stored(persister: Persister, step: int) -> bool:
-    return persister.stored_step == step
+    return persister.stored[1] == step
 
 
 def _check_stored(store: Store, step: int, directory: str = "run") -> None:
@@ -105,7 +105,7 @@ def test_what_is_pinned_becomes_a_checkpoint(
         _save(slots, arenas, 7)
 
         assert eventually(lambda: not any(a.pinned() is not None for a in arenas))
-        assert persister.stored_step == 7
+        assert persister.stored[1] == 7
     _check_stored(store, 7, str(tmp_path))
     assert problems.lines() == ()
 
@@ -141,7 +141,7 @@ def test_a_stalled_store_holds_up_one_slot_and_nothing_else(
         open_arena(descriptor_socket(tmp_path), "w0000.1").close()
         assert [held.step for held in arena.versions()] == [1, 10, 11]
         assert eventually(lambda: "silent for" in persister.silence)
-        assert persister.stored_step == 0
+        assert persister.stored[1] == 0
 
         store.may_go_on.set()
         assert eventually(lambda: arena.pinned() is None)
@@ -168,7 +168,7 @@ def test_a_flipped_bit_is_not_stored(
         slots.tell()
 
         assert eventually(lambda: arena.pinned() is None)
-        assert persister.stored_step == 0
+        assert persister.stored[1] == 0
     assert store.list("run/checkpoints/step-00000002") == ()
     assert arena.versions() == [good]
     assert any("damaged" in line and "not used any more" in line for line in problems.lines())
@@ -216,7 +216,7 @@ def test_a_store_that_fails_for_a_moment_is_tried_again(
     with persisting(store) as persister:
         _save(slots, arenas, 3)
 
-        assert eventually(lambda: persister.stored_step == 3)
+        assert eventually(lambda: persister.stored[1] == 3)
     assert problems.lines() == ()
 
 
@@ -233,7 +233,7 @@ def test_a_full_store_is_an_event_and_the_next_version_is_tried_anew(
         assert "the file system is full" in line
 
         _save(slots, [arena], 6)
-        assert eventually(lambda: persister.stored_step == 6)
+        assert eventually(lambda: persister.stored[1] == 6)
         assert eventually(lambda: problems.lines() == ())
     assert store.list("run/checkpoints") == ("step-00000006",)
 
@@ -260,9 +260,9 @@ def test_a_part_whose_version_still_counts_is_stored_after_the_fence(
     _save(slots, arenas, 4)
     slots.fence(2, [(1, 0), (2, 4)])
     with persisting(store) as persister:
-        assert eventually(lambda: persister.stored_step == 4)
+        assert eventually(lambda: persister.stored[1] == 4)
         slots.fence(3, [(1, 0), (2, 4), (3, 2)])
-        assert persister.stored_step == 0
+        assert persister.stored[1] == 0
     _check_stored(store, 4)
 
 
@@ -320,7 +320,7 @@ def test_flush_stores_what_was_not_due(slots: NodeSlots, persisting: Persisting)
 
         assert persister.flush(1, 5)
         assert len(parity.versions()) == 1, "it is no rank's, and nothing is wrong with it"
-        assert persister.stored_step == 5
+        assert persister.stored[1] == 5
     _check_stored(store, 5)
     assert store.list("run/checkpoints") == ("step-00000005",)
 
@@ -359,7 +359,7 @@ def test_a_part_that_is_stored_already_is_not_written_again(
     arena.pin(arena.versions()[0].slot)
     with persisting(full) as persister:
         slots.tell()
-        assert eventually(lambda: persister.stored_step == 1)
+        assert eventually(lambda: persister.stored[1] == 1)
 
 
 def test_storage_gets_what_training_leaves(persisting: Persisting) -> None:

@@ -1,6 +1,8 @@
 import json
 from dataclasses import replace
 
+import pytest
+
 from orchestrator.core import (
     Phase,
     RunRules,
@@ -116,6 +118,62 @@ def test_a_run_whose_committed_steps_are_all_lost_fails_until_a_person_has_chose
     assert not any(isinstance(action, act.StartAttempt) for action in actions)
     assert again.bad == ()
     assert verify([second], RULES)[0] == failed
+
+
+@pytest.mark.parametrize(
+    ("stored", "damaged", "phase"),
+    [
+        (0, (), Phase.FAILED),
+        (2, (), Phase.FAILED),
+        (2, (4,), Phase.WAITING),
+        (4, (), Phase.WAITING),
+    ],
+    ids=["all_gone", "newest_gone", "newest_damaged", "there"],
+)
+def test_a_run_does_not_fall_behind_what_it_committed(
+    stored: int, damaged: tuple[int, ...], phase: Phase
+) -> None:
+    """Seen: what was chosen had been deleted meanwhile, and 4,070 steps began anew from step 0."""
+    stopped, _, first = _journal(RunState(), STOPPED, RULES, seq=0)
+    event = replace(resume_event(stopped, at_s=2.7, incarnation=2), stored=4)
+    read = ev.CommittedRead(
+        at_s=3.0,
+        attempt=1,
+        step=stored,
+        committed_by=1 if stored else 0,
+        skipped=(),
+        number=1,
+        source="storage" if stored else "",
+        stored=stored,
+        damaged=damaged,
+    )
+    state, _, _ = _journal(RunState(), (event, read), RULES, seq=first.count(b"\n"))
+
+    assert state.phase is phase
+    if phase is Phase.FAILED:
+        assert "step 4 was committed" in state.reason
+        assert "name another run.directory" in state.reason
+    known = 4 if phase is Phase.FAILED else stored
+    assert resume_event(state, at_s=3.7, incarnation=3).stored == known
+
+
+def test_storage_that_is_silent_is_waited_for_while_memory_is_behind_it() -> None:
+    """A keeper holds an older step than the one that is committed, and storage answers later."""
+    stopped, _, first = _journal(RunState(), STOPPED, RULES, seq=0)
+    event = replace(resume_event(stopped, at_s=2.7, incarnation=2), stored=4)
+    held = ev.CommittedRead(
+        at_s=3.0, attempt=1, step=3, committed_by=1, skipped=(), number=1, source="memory"
+    )
+    read = replace(held, at_s=3.5, step=4, number=2, source="storage", stored=4)
+    ticked = ev.Ticked(at_s=3.0 + RULES.bounds.read_s)
+    waiting, _, _ = _journal(RunState(), (event, held), RULES, seq=first.count(b"\n"))
+    asked, actions, _ = _journal(waiting, (ticked,), RULES, seq=0)
+    state, _, _ = _journal(asked, (replace(read, at_s=ticked.at_s + 0.1),), RULES, seq=0)
+
+    assert waiting.phase is Phase.READING
+    assert any(isinstance(action, act.ReadCommitted) for action in actions)
+    assert state.phase is Phase.WAITING
+    assert state.committed == (4, 1)
 
 
 def test_each_opening_is_replayed_under_its_own_settings() -> None:
