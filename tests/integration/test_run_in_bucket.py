@@ -18,7 +18,7 @@ from tests.support.journals import Journaled, config_at
 from tests.support.object_servers import Fault, Proxy, proxied, s3_server
 from tests.support.snapshots import body_bytes, eventually, snapshot
 from ucp_core.layout import ParallelLayout
-from ucp_core.storage import open_store, read_appended
+from ucp_core.storage import claim, open_store, read_appended
 from ucp_core.storage.service_errors import Retries
 from workers.keeper.node_memory import Problems
 from workers.keeper.persister import Persister
@@ -169,6 +169,8 @@ def test_a_checkpoint_costs_four_requests_a_rank(url: str, proxy: Proxy) -> None
     store, path = open_store(url)
     slots = NodeSlots(budget_bytes=1 << 30)
     slots.fence(1, ((1, 0),))
+    claim(store, path, 1, {"token": "of-life-1"})
+    slots.life = 1
     arenas = [slots.reserve(f"w{rank:04d}.1", body_bytes=body_bytes(4)) for rank in range(4)]
     problems = Problems()
     persister = Persister(slots, store, path, CheckpointSettings(keep=2), problems.note)
@@ -191,7 +193,7 @@ def test_a_checkpoint_costs_four_requests_a_rank(url: str, proxy: Proxy) -> None
             snapshot(arena, step, rank=rank, world=num_ranks, pin=True, lineage=slots.lineage)
             slots.tell()
             assert eventually(partial(_is_stored, arena))
-        assert persister.stored_step == step
+        assert persister.stored[1] == step
     assert lines.close()
     persister.close()
 
@@ -199,6 +201,7 @@ def test_a_checkpoint_costs_four_requests_a_rank(url: str, proxy: Proxy) -> None
     beside = len(proxy.seen) - len(versions)
     assert len(versions) <= 4 * num_ranks * num_versions
     assert beside <= 0.2 * num_ranks * num_versions * steps_each
+    assert proxy.count("GET", "lives") <= num_versions + 1, "one look at the owner for each commit"
     assert proxy.count("HEAD") == 0
     assert not problems.lines()
     assert len(read_appended(store, f"{path}/metrics/rank0.jsonl").splitlines()) == step
