@@ -28,3 +28,9 @@ def test_a_tensor_that_repeats_is_not_read_for_ever() -> None:
 
     with pytest.raises(ForeignClassError, match="too large"):
         json_value([ref] * 2000, store, "d")
+
+
+def test_a_long_text_that_repeats_is_not_kept_for_ever() -> None:
+    """A pickle mentions it by a number of its memo."""
+    with pytest.raises(ForeignClassError, match="too large"):
+        json_value(["x" * (1 << 20)] * 2000, MemoryStore(), "d")
