@@ -314,7 +314,7 @@ class _Watch:
             path, _, flags = arguments
             if isinstance(flags, int) and flags & (os.O_WRONLY | os.O_RDWR):
                 self._change(event, path)
-            elif os.path.realpath(os.fsdecode(path)).startswith(self._outside):
+            elif _followed(os.fsdecode(path), flags).startswith(self._outside):
                 self.found = "read", os.fsdecode(path)
 
     def _change(self, event: str, path: Any) -> None:
@@ -323,6 +323,14 @@ class _Watch:
         if real.startswith((self._out, "/proc/", "/dev/null")) or self._out.startswith(real):
             return
         self.found = "touched", f"{event} {real}"
+
+
+def _followed(path: str, flags: Any) -> str:
+    """Return where opening a path leads; the kernel may be told not to follow the last link."""
+    if isinstance(flags, int) and flags & os.O_NOFOLLOW:
+        folder, name = os.path.split(path)
+        return os.path.join(os.path.realpath(folder), name)  # noqa: PTH118 - as they are given
+    return os.path.realpath(path)
 
 
 def assert_sound(found: Sequence[tuple[str, Outcome]]) -> None:

@@ -100,3 +100,19 @@ def test_links_inside_the_folder_and_a_link_to_it_are_followed(tmp_path: Path) -
     found = open_source(LocalStore(), str(tmp_path / "newest"))
 
     assert "up.weight" in {key.fqn for key in found.state_map.entries}
+
+
+def test_folders_of_one_store_do_not_open_each_other(tmp_path: Path) -> None:
+    """What is inside the first is outside the second."""
+    for name in ("one", "two"):
+        (tmp_path / name / "deep").mkdir(parents=True)
+        (tmp_path / name / "deep" / "file").write_text(name)
+    (tmp_path / "two" / "link").symlink_to(tmp_path / "one" / "deep")
+    one = LocalStore().within(str(tmp_path / "one"))
+    two = one.within(str(tmp_path / "two"))
+
+    assert one.read(str(tmp_path / "one" / "deep" / "file")) == b"one"
+    assert two.read(str(tmp_path / "two" / "deep" / "file")) == b"two"
+    for path in ("one/deep/file", "two/link/file", "two/../one/deep/file"):
+        with pytest.raises(StorageError, match="which is outside"):
+            two.read(str(tmp_path / path))
