@@ -9,9 +9,10 @@ from __future__ import annotations
 
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from math import inf
-from typing import NamedTuple, TypeAlias
+from typing import Final, NamedTuple, TypeAlias
 
 __all__ = [
+    "CONTROLLER",
     "Link",
     "Pair",
     "apart",
@@ -24,6 +25,9 @@ __all__ = [
     "without",
 ]
 
+#: The controller as an end of links: a node that it loses and finds again lost this one. Nobody
+#: probes it, and that of a node that is never found again is forgotten.
+CONTROLLER: Final = ""
 #: Two nodes by name: the way from the first to the second, or, sorted, the link of both.
 Pair: TypeAlias = tuple[str, str]
 
@@ -103,7 +107,8 @@ def noted(
         found = tuple(ways.pop(link.ends, ()))
         is_told = bool(found) or (link.ends in asked and set(link.ends) <= set(heard))
         link = _told(link, found, now_s) if is_told else link  # noqa: PLW2901
-        if now_s - link.whole_s < _FORGET_S:
+        told_s = link.since_s if CONTROLLER in link.ends and link.lost else link.whole_s
+        if now_s - told_s < _FORGET_S:
             after.append(link)
     after += [
         _again(Link(ends=ends, lost=tuple(found), since_s=now_s), now_s)
@@ -121,7 +126,7 @@ def _told(link: Link, found: tuple[Pair, ...], now_s: float) -> Link:
 
 def _again(link: Link, now_s: float) -> Link:
     """Return the link with the time of its next probe."""
-    if now_s >= link.until_s:
+    if now_s >= link.until_s or CONTROLLER in link.ends:
         return link._replace(probe_s=inf)
     period_s = link.pause_s / _LOOKS if not link.lost else _SHARE * (now_s - link.since_s)
     return link._replace(probe_s=now_s + min(max(period_s, _PROBE_S_MIN), _PROBE_S_MAX))
@@ -140,8 +145,8 @@ def wake_s(links: Sequence[Link], now_s: float) -> float:
 
 
 def without(links: Sequence[Link], node: str) -> tuple[Link, ...]:
-    """Return the links but those of a node that is gone."""
-    return tuple(link for link in links if node not in link.ends)
+    """Return the links but those of a node that is gone with other nodes."""
+    return tuple(link for link in links if node not in link.ends or CONTROLLER in link.ends)
 
 
 def apart(links: Sequence[Link], now_s: float, *, paused: bool = True) -> tuple[Pair, ...]:
@@ -168,6 +173,7 @@ def left_out(
         pairs: Pairs that must not be together.
         preferred: Nodes that had better stay.
     """
+    weights = {**weights, CONTROLLER: sum(weights.values()) + 1}
     foes = _foes(pair for pair in pairs if all(weights.get(end) for end in pair))
     worth = {node: (weights[node], node in preferred) for node in foes}
     out: set[str] = set()

@@ -9,8 +9,10 @@ from __future__ import annotations
 from math import inf
 
 from orchestrator.core.actions import KillWorker
+from orchestrator.core.handlers import searching
 from orchestrator.core.state import Node, Slot, Worker, WorkerStatus, worker_name, worker_number
 from orchestrator.core.transition import Transition
+from orchestrator.policies import links
 
 
 def find_worker(transition: Transition, name: str) -> tuple[int, Worker] | None:
@@ -192,3 +194,6 @@ def revive_node(transition: Transition, number: int) -> None:
     """Note that a node is in the cluster and not draining."""
     node = transition.run.fleet.nodes[number]
     put_node(transition, number, node._replace(alive=True, leave_by_s=inf))
+    # One that is lost and comes back again and again is used the later each time.
+    ends = (links.CONTROLLER, node.name)
+    searching.note(transition, (), heard=ends, asked=(ends,))

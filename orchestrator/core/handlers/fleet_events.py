@@ -22,7 +22,7 @@ from orchestrator.core.events import (
     WorkerExited,
     WorkerReady,
 )
-from orchestrator.core.handlers import demand, fleet, formation, recovery
+from orchestrator.core.handlers import demand, fleet, formation, recovery, searching
 from orchestrator.core.state import Phase, WorkerStatus
 from orchestrator.core.transition import Transition
 from orchestrator.policies import links
@@ -105,11 +105,11 @@ def lose_node(transition: Transition, number: int, cause: str) -> None:
     for slot in node.slots:
         demand.release_slot(transition, slot)
     preempted = run.fleet.nodes[number].draining
+    run.network = run.network._replace(links=links.without(run.network.links, node.name))
+    if not preempted:
+        searching.note(transition, [(links.CONTROLLER, node.name)])
     node = run.fleet.nodes[number]._replace(alive=False, keeper_by_s=inf, budget_bytes=0)
     fleet.put_node(transition, number, node)
-    network = run.network
-    if network.links:
-        run.network = network._replace(links=links.without(network.links, node.name))
     recovery.memory_shrank(transition)
     kind = "preemption" if preempted else "node_loss"
     if members:

@@ -72,10 +72,13 @@ def waited_too_long(transition: Transition) -> None:
         return
     patience_end_s = run.waiting_since_s + transition.rules.bounds.capacity_s
     if transition.now_s >= patience_end_s:
+        together = reach.num_together(transition, leaving=True)
+        which = " that reach each other" if together < run.fleet.num_usable else ""
+        num = together if which else run.fleet.num_usable
         transition.finish(
             "no_capacity",
-            f"no capacity: {run.fleet.num_usable} of at least {transition.rules.min_workers} "
-            f"workers could be had for {transition.rules.bounds.capacity_s:.0f} s",
+            f"no capacity: {num} of at least {transition.rules.min_workers} workers{which} could "
+            f"be had for {transition.rules.bounds.capacity_s:.0f} s",
         )
     else:
         run.deadline_s = min(run.deadline_s, patience_end_s)

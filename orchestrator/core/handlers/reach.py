@@ -24,6 +24,17 @@ def num_together(transition: Transition, *, leaving: bool = False) -> int:
     return layout_policy.usable(min(offered, rules.max_workers), rules.layout)
 
 
+def _apart(transition: Transition, *, paused: bool) -> list[links.Pair]:
+    """Return the pairs that must not be together, of which both could train."""
+    fleet = transition.run.fleet
+    known = transition.run.network.links
+    return [
+        pair
+        for pair in links.apart(known, transition.now_s, paused=paused)
+        if all(end == links.CONTROLLER or fleet.nodes[fleet.node_ids[end]].usable for end in pair)
+    ]
+
+
 def left_out(transition: Transition, *, leaving: bool = False) -> frozenset[int]:
     """Return the nodes to do without, so that the others reach each other.
 
@@ -32,7 +43,7 @@ def left_out(transition: Transition, *, leaving: bool = False) -> frozenset[int]
     run, rules = transition.run, transition.rules
     out: frozenset[int] = frozenset()
     for paused in (True, False):
-        pairs = links.apart(run.network.links, transition.now_s, paused=paused)
+        pairs = _apart(transition, paused=paused)
         if not pairs:
             return frozenset()
         nodes = {
@@ -57,7 +68,8 @@ def unreached(transition: Transition) -> tuple[str, ...]:
         return ()
     out = left_out(transition)
     stay = {n.name for number, n in run.fleet.nodes.items() if n.usable and number not in out}
-    return tuple(sorted({end for pair in pairs if stay & set(pair) for end in pair} - stay))
+    ends = {end for pair in pairs if stay & set(pair) for end in pair}
+    return tuple(sorted(ends - stay - {links.CONTROLLER}))
 
 
 def patience_end_s(transition: Transition) -> float:
@@ -83,7 +95,8 @@ def given_up(transition: Transition) -> frozenset[int]:
     """
     run, rules = transition.run, transition.rules
     num_tries = _num_tries(transition)
-    pairs = links.apart(run.network.links, transition.now_s, paused=False)
+    lost = links.apart(run.network.links, transition.now_s, paused=False)
+    pairs = [pair for pair in lost if links.CONTROLLER not in pair]
     is_waiting = run.phase is Phase.WAITING and pairs and num_tries
     if not is_waiting or num_together(transition, leaving=True) >= rules.min_workers:
         return frozenset()

@@ -101,11 +101,16 @@ def note(
 ) -> None:
     """Note which ways between living nodes are lost; see ``links.noted``."""
     run, now_s = transition.run, transition.now_s
-    alive = {node.name for node in run.fleet.nodes.values() if node.alive}
-    lost = [way for way in lost if alive >= set(way)]
+    lost = [way for way in lost if all(_is_there(transition, end) for end in way)]
     known = links.noted(run.network.links, lost=lost, heard=heard, asked=asked, now_s=now_s)
     run.network = run.network._replace(links=known)
     transition.wake_by(links.wake_s(known, now_s))
+
+
+def _is_there(transition: Transition, name: str) -> bool:
+    fleet = transition.run.fleet
+    number = fleet.node_ids.get(name)
+    return name == links.CONTROLLER or (number is not None and fleet.nodes[number].alive)
 
 
 def is_program(transition: Transition) -> bool:

@@ -217,21 +217,20 @@ class Nodes:
 
     async def probe(self, order: ProbeLinks) -> None:
         """Have keepers find out which nodes reach each other; report what those say that answer."""
-        wanted = {node: {other for other in order.nodes if other != node} for node in order.nodes}
-        for one, other in order.pairs:
-            wanted.setdefault(one, set()).add(other)
-            wanted.setdefault(other, set()).add(one)
         there = {
-            node: (view.host, view.port) if view.port else view.raylet_address
-            for node in wanted
-            if (view := self.views.get(node)) is not None and not view.lost.is_set()
+            view.node: (view.host, view.port) if view.port else view.raylet_address
+            for view in self.views.values()
+            if not view.lost.is_set()
         }
-        asked = [node for node in there if self.views[node].keeper is not None]
+        # One for all of them: a keeper may as well try to reach itself.
+        everybody = {node: there[node] for node in order.nodes if node in there}
+        wanted = dict.fromkeys(everybody, everybody)
+        for source, target in (way for pair in order.pairs for way in (pair, pair[::-1])):
+            if source in there and target in there:
+                wanted[source] = {**wanted.get(source, {}), target: there[target]}
+        asked = [node for node in wanted if self.views[node].keeper is not None]
         answers = await asyncio.gather(
-            *(
-                _probed(self.views[node].keeper, {n: there[n] for n in wanted[node] if n in there})
-                for node in asked
-            )
+            *(_probed(self.views[node].keeper, wanted[node]) for node in asked)
         )
         said = dict(zip(asked, answers, strict=True))
         self._post(

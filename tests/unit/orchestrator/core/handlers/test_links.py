@@ -27,12 +27,12 @@ class _Run:
         self.cut: set[tuple[str, str]] = set()
         self.silent: set[str] = set()
         self.answers = True
+        self.names = {node: f"w{number:04d}" for number, node in enumerate(NODES, start=1)}
         self.actions: list[Action] = []
         self.fold(ev.ControllerStarted(at_s=0.0, incarnation=1))
         for number, node in enumerate(NODES, start=1):
             self.fold(ev.SlotGranted(at_s=0.0, slot=number, node=node))
-        for number, node in enumerate(NODES, start=1):
-            worker = f"w{number:04d}"
+        for number, (node, worker) in enumerate(self.names.items(), start=1):
             self.fold(ev.WorkerReady(at_s=self.at_s, worker=worker, node=node, pid=number))
         self.train()
 
@@ -60,7 +60,7 @@ class _Run:
         self.at_s += 1.0
         number, done = self.state.attempt.number, self.state.attempt.step + 1
         for node in self.members():
-            worker = f"w{NODES.index(node) + 1:04d}"
+            worker = self.names[node]
             self.fold(ev.WorkerFormed(at_s=self.at_s, attempt=number, worker=worker))
         self.fold(ev.StepCompleted(at_s=self.at_s, attempt=number, step=done, step_s=0.2))
         if commits:
@@ -73,7 +73,7 @@ class _Run:
                 ev.WorkerLeft(
                     at_s=self.at_s,
                     attempt=number,
-                    worker=f"w{NODES.index(node) + 1:04d}",
+                    worker=self.names[node],
                     how=how,
                     step=self.state.attempt.step,
                     detail="",
@@ -279,3 +279,27 @@ def test_a_hang_after_a_look_that_found_nothing_is_searched_again() -> None:
     run.hang()
 
     assert run.members() == ["a", "b", "c"]
+
+
+def test_a_node_that_is_lost_and_comes_back_is_used_the_later_each_time() -> None:
+    """Each use of a node whose own link flaps costs all others a recovery."""
+    run, pauses_s = _Run(), []
+    for _ in range(4):
+        run.at_s += 20.0
+        run.fold(ev.NodeLost(at_s=run.at_s, node="d", cause="silent"))
+        run.leave()
+        run.train()
+        back_s = run.at_s
+        run.fold(ev.NodeJoined(at_s=run.at_s, node="d"))
+        slot = next(n for n, each in run.state.fleet.slots.items() if each.node < 0)
+        run.fold(ev.SlotGranted(at_s=run.at_s, slot=slot, node="d"))
+        worker = next(w.name for w in run.state.fleet.workers.values() if not w.pid)
+        run.fold(ev.WorkerReady(at_s=run.at_s, worker=worker, node="d", pid=9))
+        run.names["d"] = worker
+        while len(run.members()) < len(NODES):
+            run.wait(next_deadline_s(run.state))
+        pauses_s.append(run.at_s - back_s)
+        run.train()
+
+    assert [round(pause_s) for pause_s in pauses_s] == [5, 10, 20, 40]
+    assert not any(node.strikes for node in run.state.fleet.nodes.values())
