@@ -384,7 +384,14 @@ def _table(results: dict[str, Any]) -> str:
     head = ["fault", "found", "resumed", "step", "lost", "named", "right", "whole again", "other"]
     lines = [head, ["---"] * len(head)]
     for name, result in results.items():
-        known = (*columns, "load", "kinds", "faults", "why", *(f"{each}_max" for each in columns))
+        known = (
+            *columns,
+            "load",
+            "evidence",
+            "faults",
+            "why",
+            *(f"{each}_max" for each in columns),
+        )
         other = [f"{key} {value}" for key, value in result.items() if key not in known]
         why = [result["why"].splitlines()[0]] if "why" in result else []
         cells = [_cell(result.get(column)) for column in columns]

@@ -32,6 +32,7 @@ class Outcome:
         lost_steps: Completed steps that were redone.
         named: The machines that were held responsible.
         kinds: Of the incidents.
+        evidence: Of the last of them.
     """
 
     detected_s: float | None
@@ -40,6 +41,7 @@ class Outcome:
     lost_steps: int
     named: tuple[int, ...]
     kinds: tuple[str, ...]
+    evidence: str
 
 
 @dataclass
@@ -157,6 +159,7 @@ class NetworkRun:
             lost_steps=old - line["step"] + 1,
             named=self.machines_of(w for report in reports for w in report["guilty"]),
             kinds=tuple(report["incident"] for report in reports),
+            evidence=reports[-1]["evidence"] if reports else "",
         )
 
     def first(self, condition: Callable[[dict[str, Any]], bool], timeout_s: float) -> Any:
