@@ -106,12 +106,15 @@ def network_fault(
         fault_s = time.time()
         begin(run.cluster, victim)
         outcome = run.outcome(fault_s, line["attempt"])
-        time.sleep(max(0.0, fault_s + scene.hold_s - time.time()))
-        healed_s = time.time()
-        end(run.cluster, victim)
-        whole_s = run.whole_again(healed_s)
-        found.append({**asdict(outcome), "right": outcome.named == (victim,), "whole": whole_s})
+        found.append({**asdict(outcome), "right": outcome.named == (victim,)})
+        if scene.pace_s < 1.0 or len(found) < scene.repeat:
+            time.sleep(max(0.0, fault_s + scene.hold_s - time.time()))
+            healed_s = time.time()
+            end(run.cluster, victim)
+            found[-1]["whole"] = run.whole_again(healed_s)
         _say(json.dumps(found[-1]))
+    if "whole" not in found[-1]:
+        scene.close()  # with long steps it takes minutes to be whole
     return _together(found)
 
 
