@@ -29,6 +29,7 @@ Reading:
 
 - ``open(url, rules=, rename=, tag=)``: the ``Checkpoint`` at a path or URL, whatever its format.
 - ``load(checkpoint, need)``: fill the memory of every ``LocalTensor``; each byte is verified.
+  ``widen=True`` fills wider floats than the checkpoint has.
 - ``load_together(checkpoint, need, ...)``: the same, each byte read by one of several ranks.
 - ``verify(checkpoint)``: read every byte; return every problem.
 - ``diff(a, b)``: compare two checkpoints tensor by tensor.

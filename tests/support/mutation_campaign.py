@@ -150,6 +150,8 @@ UNTELLABLE: dict[str, tuple[str, ...]] = {
     "huggingface": ("flip", "overwrite", "edit header"),
     # A tensor may be a part of its storage. The edited pickle has the right checksum.
     "torch-weights": ("edit pickle",),
+    # Files of one slot have one name, whatever parameter's they are, and often one shape.
+    "deepspeed-universal": ("swap", "copy over"),
     # A manifest with the right seal may leave a tensor of a file out.
     "universal": ("edit json",),
     # Nothing but the group tells a parameter's step count; the edited pickle has its checksum.

@@ -185,6 +185,7 @@ def _add_params(found: _Folder, modules: Modules, layouts: TensorParallelLayouts
         )
     known = modules.shards.fqns() | set(modules.ties)
     kinds = {_slots(s) for n, s in found.files.items() if n not in known}
+    stepped = {_slots(s) for s in found.files.values() if _STEP in s and _slots(s)}
     for name, slots in found.files.items():
         item = f"{ZERO}/{name}"
         if name in known and name not in shapes:
@@ -197,6 +198,13 @@ def _add_params(found: _Folder, modules: Modules, layouts: TensorParallelLayouts
                 f"{join(found.directory, item)} holds {', '.join(slots)}, other parameters "
                 f"{', '.join(sorted({_MASTER, *(more or mine)}))}: a file is missing",
                 path=join(found.directory, item),
+                fqn=name,
+            )
+        if mine in stepped and _STEP not in slots:
+            path = join(found.directory, item, f"{_STEP}{_SUFFIX}")
+            raise CheckpointCorruptError(
+                f"{path} is missing: other parameters with {', '.join(sorted(mine))} have it",
+                path=path,
                 fqn=name,
             )
         if not mine and more is not None:

@@ -120,7 +120,7 @@ def test_a_conversion_that_did_not_end_is_refused(tmp_path: Path) -> None:
         read(_write(folder, tmp_path))
 
 
-@pytest.mark.parametrize("file", ["fp32.pt", "exp_avg.pt", "exp_avg_sq.pt"])
+@pytest.mark.parametrize("file", ["fp32.pt", "exp_avg.pt", "exp_avg_sq.pt", "step.pt"])
 def test_a_missing_file_of_a_parameter_is_named(tmp_path: Path, file: str) -> None:
     """Without its moments it would begin anew among parameters that do not."""
     folder = universal()
