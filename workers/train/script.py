@@ -30,7 +30,8 @@ def load_task(path: str, arguments: Sequence[str] = ()) -> Task:
     """Return the function that the script at ``path`` passes to ``everstep.run``.
 
     The script runs as ``__main__`` up to that call, once per process, as ``python path arguments``
-    would run it: its directory is importable, ``sys.argv`` is its path and ``arguments``.
+    would run it: its directory is importable, ``sys.argv`` is its path and ``arguments``. It stays
+    the process's ``__main__``, where pickle looks for its classes.
 
     Raises:
         TaskError: There is no such file, or it exits or ends before it calls ``run``.
@@ -48,12 +49,15 @@ def load_task(path: str, arguments: Sequence[str] = ()) -> Task:
     # These were the arguments of the worker process.
     sys.argv[:] = [str(file), *arguments]
     _reading.active = True
+    before = sys.modules["__main__"]
+    sys.modules["__main__"] = module
+    task: Task | None = None
     try:
         # The script does not inherit this module's ``from __future__`` imports.
         code = compile(source, str(file), "exec", dont_inherit=True)
         exec(code, module.__dict__)  # noqa: S102  the user's script
     except _Handed as handed:
-        return handed.task
+        task = handed.task
     except SystemExit as left:
         given = " ".join(arguments) or "none"
         raise TaskError(
@@ -63,10 +67,14 @@ def load_task(path: str, arguments: Sequence[str] = ()) -> Task:
         ) from left
     finally:
         _reading.active = False
-    raise TaskError(
-        f"script: {path} ended without calling everstep.run(train); see `pydoc everstep`",
-        path=path,
-    )
+        if task is None:
+            sys.modules["__main__"] = before
+    if task is None:
+        raise TaskError(
+            f"script: {path} ended without calling everstep.run(train); see `pydoc everstep`",
+            path=path,
+        )
+    return task
 
 
 def hand_over(task: Task) -> None:

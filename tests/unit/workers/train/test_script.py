@@ -32,6 +32,7 @@ run(train)
 
 @pytest.fixture
 def script(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> str:
+    monkeypatch.setitem(sys.modules, "__main__", sys.modules["__main__"])
     monkeypatch.setattr(sys, "argv", ["worker.py", "--node-ip-address=10.0.0.1"])
     monkeypatch.setattr(sys, "path", list(sys.path))
     path = tmp_path / "my train.py"
@@ -64,3 +65,30 @@ def test_a_script_that_refuses_its_arguments_fails_by_name(script: str) -> None:
     """An exit in the training thread would else look like a process that was killed."""
     with pytest.raises(TaskError, match=r"exited with 2 .* \(run.arguments\): --witdh 512"):
         load_task(script, ("--witdh", "512"))
+
+
+def test_classes_of_a_script_pickle(script: str) -> None:
+    """Processes that load data get them that way, and so does whatever a script caches."""
+    Path(script).write_text(
+        "import pickle\n"
+        "from everstep import run\n"
+        "class Config: width = 7\n"
+        "def train(session): session.append(pickle.loads(pickle.dumps(Config())).width)\n"
+        "run(train)\n"
+    )
+    called: list[int] = []
+
+    load_task(script)(cast("Session", called))
+
+    assert called == [7]
+
+
+def test_a_script_that_fails_leaves_the_process_as_it_was(script: str) -> None:
+    """The next one to be loaded may be another file."""
+    Path(script).write_text("raise KeyError\n")
+    before = sys.modules["__main__"]
+
+    with pytest.raises(KeyError):
+        load_task(script)
+
+    assert sys.modules["__main__"] is before
