@@ -50,7 +50,9 @@ def train(session: Session) -> None:
     numbers = torch.Generator().manual_seed(5)
     inputs = torch.randn(_NUM_SAMPLES, 8, generator=numbers)
     model = session.model(lambda: nn.Sequential(nn.Linear(8, 32), nn.Tanh(), nn.Linear(32, 8)))
-    optimizer = session.optimizer(lambda parameters: HaltingAdamW(parameters.values()))
+    optimizer = session.optimizer(
+        lambda parameters: HaltingAdamW(parameters.values()), elementwise=True
+    )
     assert isinstance(optimizer, HaltingAdamW)
     optimizer.where = places / UPDATE
     for step in session.steps(_NUM_SAMPLES):

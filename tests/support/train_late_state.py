@@ -31,7 +31,7 @@ class LateSGD(torch.optim.SGD):
 def train(session: Session) -> None:
     """Wait before the late step until it is allowed."""
     model = session.model(lambda: nn.Linear(4, 4))
-    session.optimizer(lambda parameters: LateSGD(parameters.values()))
+    session.optimizer(lambda parameters: LateSGD(parameters.values()), elementwise=True)
     for step in session.steps(100):
         while step.number == LATE_STEP and not Path(session.settings.data.source).exists():
             time.sleep(0.005)

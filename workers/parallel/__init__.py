@@ -11,6 +11,7 @@ if TYPE_CHECKING:
         fsdp_modules,
         local_shards,
         materialize,
+        own_names,
         shard_model,
     )
     from workers.parallel.mesh import Mesh, build_mesh
@@ -23,6 +24,7 @@ __all__ = [
     "fsdp_modules",
     "local_shards",
     "materialize",
+    "own_names",
     "shard_model",
 ]
 

@@ -6,9 +6,11 @@ shards. Nothing communicates before the first forward pass.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import logging
+import re
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
-from typing import Any, Final
+from typing import Any, Final, TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -24,13 +26,20 @@ __all__ = [
     "fsdp_modules",
     "local_shards",
     "materialize",
+    "own_names",
     "shard_model",
 ]
 
+log = logging.getLogger(__name__)
+
 #: Models of at most this many bytes of float32 parameters are one FSDP unit.
 SMALL_BYTES_MAX: Final = 64 << 20
-#: The modules in a top-level container of these types become one FSDP unit each.
+#: The modules in an outermost container of these types become one FSDP unit each.
 _BLOCK_CONTAINERS = (nn.ModuleDict, nn.ModuleList, nn.Sequential)
+#: The names of wrapped modules in their wrappers (torch 2.13).
+_WRAPPERS: Final = re.compile(r"(?<![^.])(_orig_mod|_checkpoint_wrapped_module)\.")
+
+_T = TypeVar("_T")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -38,7 +47,7 @@ class LocalShard:
     """This rank's shard of one parameter.
 
     Attributes:
-        fqn: Name of the parameter in the model.
+        fqn: Name of the parameter in the model, see ``own_names``.
         shape: Its full shape.
         box: The elements of this rank; may be empty.
         parameter: The parameter in the model, which gets the gradient.
@@ -68,7 +77,7 @@ def shard_model(
     the gathered copy would save little memory.
 
     Args:
-        model: The model; each module in its top-level containers becomes one unit.
+        model: The model; each module in its outermost containers becomes one unit.
         mesh: The ranks to shard over.
         precision: "fp32", or "bf16" to compute in bfloat16; parameters and gradient sums stay
             float32.
@@ -122,7 +131,7 @@ def local_shards(model: nn.Module) -> list[LocalShard]:
         TaskError: A parameter is not float32.
     """
     found: list[LocalShard] = []
-    for fqn, parameter in sorted(model.named_parameters()):
+    for fqn, parameter in sorted(own_names(model.named_parameters()).items()):
         if parameter.dtype != torch.float32:
             raise TaskError(
                 f"parameter {fqn} is {parameter.dtype}; masters are float32, use "
@@ -139,6 +148,15 @@ def local_shards(model: nn.Module) -> list[LocalShard]:
         box = Box(start, tuple(a + n for a, n in zip(start, size, strict=True)))
         found.append(LocalShard(fqn=fqn, shape=shape, box=box, parameter=parameter, local=local))
     return found
+
+
+def own_names(named: Iterable[tuple[str, _T]]) -> dict[str, _T]:
+    """Return what is named by the modules of the model, without those that wrap them.
+
+    ``torch.compile`` and activation checkpointing put a module around another one. A model that is
+    resumed with or without them has the same parameters.
+    """
+    return {_WRAPPERS.sub("", name): value for name, value in named}
 
 
 def fsdp_modules(model: nn.Module) -> Iterator[FSDPModule]:
@@ -158,12 +176,42 @@ def drop_gathered(model: nn.Module) -> None:
         module.reshard()
 
 
-def _blocks(model: nn.Module) -> Iterator[nn.Module]:
-    for container in model.children():
-        if isinstance(container, _BLOCK_CONTAINERS):
-            for block in container.children():
-                if any(True for _ in block.parameters()):
+def _blocks(model: nn.Module) -> list[nn.Module]:
+    """Return the modules that become a unit each: those in the model's outermost containers.
+
+    Only if it has none itself, those of its modules count, as of a Hugging Face model in
+    ``model.layers``. What shares a parameter with another module stays in the root's unit.
+    """
+    shared = [{module for module, _ in places} for places in _shared(model)]
+    found = list(_contents(model)) or list(_contents(model, goes_deeper=True))
+    blocks = []
+    for block in found:
+        inside = set(block.modules())
+        if all(owners <= inside or not owners & inside for owners in shared):
+            blocks.append(block)
+    if not blocks:
+        log.warning(
+            "one_unit",
+            extra={
+                "reason": f"model {type(model).__name__} keeps no layers in an nn.ModuleList, "
+                "nn.ModuleDict or nn.Sequential: every worker gathers all its parameters at once"
+            },
+        )
+    return blocks
+
+
+def _contents(module: nn.Module, *, goes_deeper: bool = False) -> Iterator[nn.Module]:
+    """Yield the modules with parameters in the outermost containers of ``module``."""
+    for child in module.children():
+        if isinstance(child, _BLOCK_CONTAINERS):
+            for block in child.children():
+                if isinstance(block, nn.ModuleList | nn.ModuleDict):
+                    # It computes nothing itself, so it cannot be a unit.
+                    yield from _contents(nn.ModuleList([block]))
+                elif any(True for _ in block.parameters()):
                     yield block
+        elif goes_deeper:
+            yield from _contents(child, goes_deeper=True)
 
 
 def _shared(model: nn.Module) -> list[list[tuple[nn.Module, str]]]:

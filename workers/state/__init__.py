@@ -13,7 +13,7 @@ if TYPE_CHECKING:
         local_parameters,
         set_scalars,
     )
-    from workers.state.optimizers import refuse_unfit
+    from workers.state.optimizers import adopt, refuse_unfit
     from workers.state.replica_shares import ReplicaShare, replicas_of
 
 __all__ = [
@@ -22,6 +22,7 @@ __all__ = [
     "ReplicaShare",
     "StateEntry",
     "TrainingState",
+    "adopt",
     "local_parameters",
     "refuse_unfit",
     "replicas_of",

@@ -222,7 +222,9 @@ class TrainingState:
             if held.scalars:
                 state = self._optimizer.state[held.parameter]
                 for name in held.scalars:
-                    found.setdefault(name, {})[held.fqn] = float(state[name])
+                    found.setdefault(name, {})[held.fqn] = state[name]
+        for by_fqn in found.values():
+            _read_together(by_fqn)
         return {
             name: next(iter(by_fqn.values()))
             if len(by_fqn) == len(self._parameters) and len(set(by_fqn.values())) == 1
@@ -290,6 +292,16 @@ class HostBuffer:
         if mine:
             torch._foreach_copy_(views, [entry.tensor.detach() for entry in mine])
         return [entry.local_tensor(view) for entry, view in zip(mine, views, strict=True)]
+
+
+def _read_together(values: dict[str, Any]) -> None:
+    """Replace scalars by their numbers: from a device in one transfer, not one for each."""
+    tensors = {name: value for name, value in values.items() if isinstance(value, Tensor)}
+    values.update((name, float(value)) for name, value in values.items() if name not in tensors)
+    for kind in {(one.device, one.dtype) for one in tensors.values()}:
+        alike = [name for name, one in tensors.items() if (one.device, one.dtype) == kind]
+        numbers: list[float] = torch.stack([tensors[name] for name in alike]).double().tolist()
+        values.update(zip(alike, numbers, strict=True))
 
 
 def _is_scalar(value: Any) -> bool:

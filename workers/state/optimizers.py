@@ -1,52 +1,109 @@
-"""Refuse those of torch's optimizers that cannot update shards; they are known by class.
+"""Fit a script's optimizer to shards, and refuse those that cannot update them.
 
 An optimizer gets this worker's shard of every parameter. If it treats every element alike, shards
 give the same result as whole parameters. If it uses whole matrices, its steps silently depend on
 the number of workers, and its state need not show it: Muon's momentum has its parameter's shape.
+torch's own are known by class; any other one is refused unless it is declared.
 ``workers.state.entries`` refuses optimizers of any class whose state cannot be saved in shards.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Final
 
-import torch
+from torch import nn, optim
 
 from ucp_core.layout import ParallelLayout
 from workers.errors import StateError
+from workers.parallel import LocalShard
 
-__all__ = ["refuse_unfit"]
+__all__ = ["adopt", "refuse_unfit"]
 
 #: Refused for any number of workers (torch 2.13).
-_NEVER: Final[Mapping[type[torch.optim.Optimizer], str]] = {
-    torch.optim.Adafactor: "scales by sums over whole rows, columns and parameters, and keeps the "
+_NEVER: Final[Mapping[type[optim.Optimizer], str]] = {
+    optim.Adafactor: "scales by sums over whole rows, columns and parameters, and keeps the "
     "sums, which cannot be saved in parts",
-    torch.optim.LBFGS: "computes the loss several times in a step, and keeps one history for all "
+    optim.LBFGS: "computes the loss several times in a step, and keeps one history for all "
     "parameters, which cannot be saved in parts",
-    torch.optim.SparseAdam: "takes sparse gradients only, and between workers they are dense",
+    optim.SparseAdam: "takes sparse gradients only, and between workers they are dense",
 }
+#: Those of torch that treat every element alike (torch 2.13). A subclass may not.
+_ELEMENTWISE: Final = frozenset(
+    {
+        optim.ASGD,
+        optim.Adadelta,
+        optim.Adagrad,
+        optim.Adam,
+        optim.AdamW,
+        optim.Adamax,
+        optim.NAdam,
+        optim.RAdam,
+        optim.RMSprop,
+        optim.Rprop,
+        optim.SGD,
+    }
+)
 
 
-def refuse_unfit(optimizer: torch.optim.Optimizer, layout: ParallelLayout) -> None:
+def adopt(
+    optimizer: optim.Optimizer,
+    shards: Sequence[LocalShard],
+    parameters: Mapping[str, nn.Parameter],
+) -> None:
+    """Have a new optimizer over the model's parameters update the shards instead.
+
+    Does nothing to one that was made over ``parameters``, as it should be.
+
+    Raises:
+        StateError: It has other parameters, or keeps state for the model's already.
+    """
+    own = {id(parameter) for parameter in parameters.values()}
+    of_model = {id(shard.parameter): parameters[shard.fqn] for shard in shards}
+    for group in optimizer.param_groups:
+        for place, parameter in enumerate(group["params"]):
+            if id(parameter) in own:
+                continue
+            local = of_model.get(id(parameter))
+            if local is None or parameter in optimizer.state:
+                why = "keeps state for" if local is not None else "is not that of this session for"
+                raise StateError(
+                    f"optimizer {type(optimizer).__name__} {why} a parameter of shape "
+                    f"{tuple(parameter.shape)}; make it over the parameters that it is given: "
+                    "session.optimizer(lambda parameters: torch.optim.AdamW(parameters.values()))",
+                    optimizer=type(optimizer).__name__,
+                )
+            group["params"][place] = local
+
+
+def refuse_unfit(
+    optimizer: optim.Optimizer, layout: ParallelLayout, *, elementwise: bool = False
+) -> None:
     """Raise if ``optimizer`` would update shards in another way than whole parameters.
 
     Args:
         optimizer: The optimizer over one worker's shards.
         layout: The layout of the attempt.
+        elementwise: Whether the script declares that it treats every element alike.
 
     Raises:
-        StateError: Its class, or a base class of it, is known not to fit.
+        StateError: Its class, or a base class of it, is known not to fit; or it is not known, and
+            not declared, and parameters are in parts.
     """
+    name = type(optimizer).__name__
     reason = next((why for kind, why in _NEVER.items() if isinstance(optimizer, kind)), None)
     advice = "use one that treats every element alike, as AdamW or SGD"
-    if reason is None and isinstance(optimizer, torch.optim.Muon) and layout.dp_shard > 1:
-        reason = (
-            "makes the update of a whole matrix orthogonal, and here every worker has a part of "
-            f"it (dp_shard={layout.dp_shard})"
-        )
-        advice += ", or have every worker hold the whole model: parallel.dp_replicate as large "
-        advice += "as workers.max"
+    if reason is None and layout.dp_shard > 1:
+        parts = f"and here every worker has a part of it (dp_shard={layout.dp_shard})"
+        whole = "have every worker hold the whole model: parallel.dp_replicate as large as "
+        whole += "workers.max"
+        if isinstance(optimizer, optim.Muon):
+            reason = f"makes the update of a whole matrix orthogonal, {parts}"
+            advice += f", or {whole}"
+        elif not elementwise and type(optimizer) not in _ELEMENTWISE:
+            reason = f"is not one of torch's, and may use a whole matrix, {parts}"
+            advice = "if it treats every element alike, say so: session.optimizer(make, "
+            advice += f"elementwise=True); else use AdamW or SGD, or {whole}"
     if reason is not None:
         name = type(optimizer).__name__
         raise StateError(f"optimizer {name} {reason}; {advice}", optimizer=name, layout=str(layout))

@@ -20,7 +20,15 @@ from torch import Tensor, nn
 from workers import collectives
 from workers.data import DataOrder
 from workers.errors import DataError, TaskError
-from workers.parallel import LocalShard, Mesh, drop_gathered, local_shards, materialize, shard_model
+from workers.parallel import (
+    LocalShard,
+    Mesh,
+    drop_gathered,
+    local_shards,
+    materialize,
+    own_names,
+    shard_model,
+)
 from workers.protocol import Assignment, Formed, WorkerPhase
 from workers.settings import Settings
 from workers.snapshot import SnapshotMemory
@@ -30,6 +38,7 @@ from workers.state import (
     ReplicaShare,
     StateEntry,
     TrainingState,
+    adopt,
     local_parameters,
     refuse_unfit,
     set_scalars,
@@ -47,6 +56,7 @@ from workers.train.executor import (
     use_all_to_all,
     use_tree,
 )
+from workers.train.initial_values import initial_values
 
 __all__ = ["Initialise", "Session"]
 
@@ -143,13 +153,18 @@ class Session:
         return model
 
     def optimizer(
-        self, make: Callable[[Mapping[str, nn.Parameter]], torch.optim.Optimizer]
+        self,
+        make: Callable[[Mapping[str, nn.Parameter]], torch.optim.Optimizer],
+        *,
+        elementwise: bool = False,
     ) -> torch.optim.Optimizer:
         """Return the optimizer that ``make`` builds, after loading the state of both.
 
         Args:
             make: Builds a torch optimizer over parameters given by name. They are this worker's
                 shards, so the optimizer must treat every element alike, as SGD and Adam do.
+            elementwise: Declares that it does, if its class is not torch's own. One that uses whole
+                matrices (Muon, LAMB, SOAP, Shampoo) would depend on the number of workers.
 
         Raises:
             TaskError: There is no model yet.
@@ -160,7 +175,8 @@ class Session:
         self._context.progress.enter(WorkerPhase.LOADING)
         parameters = local_parameters(self._shards)
         optimizer = make(parameters)
-        refuse_unfit(optimizer, self._mesh.layout)
+        refuse_unfit(optimizer, self._mesh.layout, elementwise=elementwise)
+        adopt(optimizer, self._shards, parameters)
         self._sharded = ShardedModel(
             model=self._model,
             optimizer=optimizer,
@@ -374,14 +390,12 @@ class Session:
         """Fill what no checkpoint holds: buffers, and at step 0 the weights."""
         assert self._build is not None
         is_new = self.step == 0
-        buffers = dict(sharded.model.named_buffers())
+        buffers = own_names(sharded.model.named_buffers())
         values: dict[str, Tensor] = {}
-        if buffers or (is_new and self._initialise is None):
-            # The script's own random numbers must not change.
-            with torch.random.fork_rng(devices=[]):
-                torch.manual_seed(self.settings.train.seed)
-                whole = self._build()
-            values = {**dict(whole.named_parameters()), **dict(whole.named_buffers())}
+        with_weights = is_new and self._initialise is None
+        if buffers or with_weights:
+            seed = self.settings.train.seed
+            values = initial_values(self._build, seed, with_weights=with_weights)
         with torch.no_grad():
             for name, buffer in buffers.items():
                 buffer.copy_(values[name])

@@ -38,6 +38,10 @@ The contract:
   (or samples): the mean over the global batch is then exact.
 - The settings decide the learning rate (warm-up and decay), not the optimizer's argument. An
   optimizer group may set ``lr_scale``, a factor on the learning rate.
+- Every worker updates a part of each parameter, so an optimizer must treat every element alike. An
+  optimizer class of your own must say so: ``session.optimizer(make, elementwise=True)``.
+- Within a micro-batch, random numbers of torch, NumPy and Python are the same for any number of
+  workers. NumPy's and Python's are your own between the steps.
 - Checkpoints hold parameters and optimizer state, but no buffers. A model that changes a buffer in
   ``forward`` (running statistics, ``spectral_norm``) is refused, unless the buffer is registered
   with ``persistent=False``.

@@ -28,6 +28,7 @@ from workers.settings import TrainSettings
 from workers.train.executor.learning_rate import learning_rate
 from workers.train.executor.norm import row_squares, scale_gradients, sum_of_squares
 from workers.train.executor.quotas import Pass, Quota
+from workers.train.executor.randomness import keeping_host_numbers, seed_all
 from workers.train.executor.sharded_model import ShardedModel
 from workers.train.executor.signals import Signals, on_host
 
@@ -100,12 +101,17 @@ class Step:
     def micro_batches(self) -> Iterator[NDArray[np.int64]]:
         """Yield the samples of each micro-batch of this worker, ``(micro_batch,)`` each.
 
-        Torch's random numbers are keyed by seed, step and micro-batch, not by worker. With uneven
-        quotas a worker may get a micro-batch again, whose gradient and loss do not count.
+        Random numbers of torch, NumPy and Python are keyed by seed, step and micro-batch, not by
+        worker. NumPy's and Python's go on afterwards as they were before. With uneven quotas a
+        worker may get a micro-batch again, whose gradient and loss do not count.
 
         Raises:
             TaskError: A micro-batch was left without ``backward``.
         """
+        with keeping_host_numbers():
+            yield from self._micro_batches()
+
+    def _micro_batches(self) -> Iterator[NDArray[np.int64]]:
         samples = self._order.step(self.number).reshape(-1, self._train.micro_batch)
         num_reductions = 0
         modules = list(fsdp_modules(self._sharded.model))
@@ -126,7 +132,7 @@ class Step:
                     is_last=num_reductions == len(self._quota.nodes),
                 )
             self._pass = one
-            torch.manual_seed(_random_seed(self._train.seed, self.number, one.micro_batch))
+            seed_all(_random_seed(self._train.seed, self.number, one.micro_batch))
             self._progress.enter(WorkerPhase.FORWARD)
             yield samples[one.micro_batch]
             if self._is_open():

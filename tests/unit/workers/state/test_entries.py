@@ -6,6 +6,7 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from ucp_core.geometry import Box
 from workers.errors import StateError
@@ -59,6 +60,29 @@ def test_the_optimizer_updates_the_memory_of_the_model() -> None:
     trained(held)
 
     assert not torch.equal(held[0].local, WEIGHTS["a.weight"][2:5])
+
+
+class Reads(TorchDispatchMode):
+    """Counts reads of single numbers, each of which waits for a device."""
+
+    num = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.num += func is torch.ops.aten._local_scalar_dense.default
+        return func(*args, **(kwargs or {}))
+
+
+def test_scalars_are_read_together() -> None:
+    """A fused AdamW keeps each parameter's ``step`` on the device."""
+    held = [shard(name, whole, 1, 4) for name, whole in WEIGHTS.items()]
+    parameters, optimizer = trained(held)
+    optimizer.state[parameters["b.weight"]]["step"].add_(0.5)
+    optimizer.state[parameters["b.weight"]]["scale"] = torch.tensor(3, dtype=torch.int64)
+    with Reads() as reads:
+        found = scalars(held, parameters, optimizer)
+
+    assert found == {"step": {"a.weight": 1.0, "b.weight": 1.5}, "scale": {"b.weight": 3.0}}
+    assert reads.num == 0
 
 
 def test_a_capture_is_a_copy_of_weights_and_moments() -> None:

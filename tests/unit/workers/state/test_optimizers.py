@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -30,6 +30,10 @@ WEIGHT = torch.randn(6, 4, generator=torch.Generator().manual_seed(5))
 
 class OwnMuon(torch.optim.Muon):
     """As a user derives one to change a detail."""
+
+
+class Lion(torch.optim.SGD):
+    """As a user derives one whose update is its own, here of each element alone."""
 
 
 def over(
@@ -121,6 +125,27 @@ def test_who_treats_every_element_alike_is_let_be(name: str) -> None:
     torch.testing.assert_close(torch.cat(halves), whole[0])
 
 
+@pytest.mark.parametrize("layout", [SHARDS, MIXED], ids=str)
+def test_a_class_that_nobody_knows_is_refused_on_parts_unless_declared(
+    layout: ParallelLayout,
+) -> None:
+    """LAMB, SOAP and Shampoo have state of any shape, and the curve depends on the workers."""
+    _, _, optimizer = over(Lion)
+
+    with pytest.raises(StateError, match=r"Lion .*dp_shard=2.*elementwise=True.*dp_replicate"):
+        refuse_unfit(optimizer, layout)
+    refuse_unfit(optimizer, layout, elementwise=True)
+    refuse_unfit(optimizer, COPIES)
+
+
+def test_what_is_known_not_to_fit_cannot_be_declared_away() -> None:
+    """The declaration is for classes that are not known."""
+    _, _, optimizer = over(OwnMuon)
+
+    with pytest.raises(StateError, match="OwnMuon"):
+        refuse_unfit(optimizer, SHARDS, elementwise=True)
+
+
 def test_halves_of_a_matrix_do_not_move_as_the_whole_does_with_muon() -> None:
     """If they did, refusing it would be of no use."""
     whole, first = (over(torch.optim.Muon, part)[0].local for part in (WEIGHT, WEIGHT[:3]))
@@ -128,14 +153,17 @@ def test_halves_of_a_matrix_do_not_move_as_the_whole_does_with_muon() -> None:
     assert (whole[:3] - first).abs().max() > 0.001
 
 
-def train(directory: Path, kind: type[Any], steps: int) -> None:
+def train(
+    directory: Path, kind: Callable[..., Any], steps: int, *, over_model: bool = False
+) -> None:
     """Train a matrix alone; goes on where the run in ``directory`` was."""
 
     def task(session: Session) -> None:
         model = session.model(lambda: nn.Linear(4, 4, bias=False))
 
         def make(parameters: Mapping[str, nn.Parameter]) -> torch.optim.Optimizer:
-            optimizer: torch.optim.Optimizer = kind(parameters.values())
+            given = model.parameters() if over_model else parameters.values()
+            optimizer: torch.optim.Optimizer = kind(given)
             return optimizer
 
         session.optimizer(make)
@@ -176,3 +204,31 @@ def test_muon_alone_resumes_to_the_bit(tmp_path: Path) -> None:
     )
     assert resumed["final_loss"] == whole["final_loss"]
     assert resumed["weights_digest"] == whole["weights_digest"]
+
+
+def test_an_optimizer_over_the_models_own_parameters_is_as_good(tmp_path: Path) -> None:
+    """That is how every other script makes one; the first save ended with a bare KeyError."""
+    train(tmp_path / "model", torch.optim.AdamW, steps=2, over_model=True)
+    train(tmp_path / "model", torch.optim.AdamW, steps=4, over_model=True)
+    train(tmp_path / "given", torch.optim.AdamW, steps=4)
+
+    model, given = (
+        json.loads((tmp_path / run / "result.json").read_text()) for run in ("model", "given")
+    )
+    assert model["weights_digest"] == given["weights_digest"]
+
+
+@pytest.mark.parametrize(
+    ("kind", "why"),
+    [
+        (lambda _: torch.optim.SGD([nn.Parameter(WEIGHT)]), "is not that of this session"),
+        # Its state is keyed by the model's parameters from the start.
+        (torch.optim.Adagrad, "keeps state for"),
+    ],
+)
+def test_an_optimizer_over_other_parameters_is_told_what_to_do(
+    kind: Callable[..., Any], why: str, tmp_path: Path
+) -> None:
+    """It would train something else."""
+    with pytest.raises(TaskError, match=rf"StateError: optimizer .*{why}.*parameters.values"):
+        train(tmp_path, kind, steps=1, over_model=True)

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import json
+import random
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
@@ -264,6 +266,36 @@ def test_who_leaves_before_it_has_loaded_has_done_all_that_the_attempt_resumes_f
 
     assert isinstance(outcome, Raised)
     assert (seen, outcome.step) == ([2], 3)
+
+
+def test_numbers_of_numpy_and_python_do_not_depend_on_where_a_run_began(
+    make_attempts: Callable[[str], Attempts],
+) -> None:
+    """A script augments its data with them; torch's were the only ones that were keyed."""
+    drawn: list[tuple[int, float, float]] = []
+    between: list[float] = []
+
+    def draw(session: Session) -> None:
+        model = session.model(Model)
+        session.optimizer(lambda parameters: torch.optim.SGD(parameters.values()))
+        random.seed(session.step)
+        for step in session.steps(num_samples=len(INPUTS)):
+            for samples in step.micro_batches():
+                drawn.append((step.number, random.random(), np.random.rand()))  # noqa: NPY002
+                step.backward(model(INPUTS[samples]).square().mean(), tokens=len(samples))
+            between.append(random.random())
+            step.apply()
+
+    attempts = make_attempts("run")
+    assert isinstance(attempts.train(draw, steps=4), Completed)
+    whole, drawn[:] = list(drawn), []
+    # A script's own numbers between the micro-batches go on as if there were none.
+    script = random.Random(0)
+    assert between == [script.random() for _ in range(4)]
+    assert isinstance(attempts.train(draw, steps=4, resume=(2, 1)), Completed)
+
+    assert drawn == whole[len(whole) // 2 :]
+    assert len(set(whole)) == len(whole) == 8
 
 
 def test_without_memory_it_is_measured_how_long_a_checkpoint_takes(
