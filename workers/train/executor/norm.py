@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, Final
 
 import torch
 from torch import Tensor
 
 from workers.parallel import LocalShard
+
+#: Avoids a division by a norm of zero, as in torch's clip_grad_norm_.
+_NORM_EPS: Final = 1e-6
 
 __all__ = ["num_rows", "row_squares", "scale_gradients", "sum_of_squares"]
 
@@ -43,9 +46,26 @@ def row_squares(shards: Sequence[LocalShard], device: torch.device) -> Tensor:
     return rows
 
 
-def scale_gradients(shards: Sequence[LocalShard], factor: float) -> None:
-    """Multiply this rank's gradients by ``factor`` in place."""
-    torch._foreach_mul_(gradients(shards), factor)
+def scale_gradients(
+    shards: Sequence[LocalShard], square: Tensor, tokens: Tensor, clip_norm: float
+) -> None:
+    """Make this rank's summed gradients means over tokens, clipped, in place.
+
+    Waits for no device: the factor is computed where the gradients are.
+
+    Args:
+        shards: The shards with their gradients.
+        square: Square of the norm of the summed gradient of all ranks, a float64 scalar.
+        tokens: Tokens of the global batch, a float64 scalar.
+        clip_norm: Largest norm of the mean gradient; 0 for any.
+    """
+    factor = tokens.clamp(min=1.0).reciprocal()
+    if clip_norm:
+        # A number divided by a tensor would be multiplied by a reciprocal, which has other bits.
+        ratio = torch.full_like(square, clip_norm) / (square.sqrt() * factor + _NORM_EPS)
+        # Not a clamp: a norm that is not a number must not spread to all gradients.
+        factor = factor * torch.where(ratio < 1.0, ratio, 1.0)
+    torch._foreach_mul_(gradients(shards), factor.float())
 
 
 def gradients(shards: Sequence[LocalShard]) -> list[Tensor]:

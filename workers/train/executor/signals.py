@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass, fields
 from typing import Any
 
@@ -11,7 +12,7 @@ from torch import Tensor
 
 from workers import collectives
 
-__all__ = ["Signals", "all_agree", "on_host"]
+__all__ = ["Signals", "all_agree", "on_host", "reading"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -56,11 +57,29 @@ def on_host(numbers: Tensor) -> list[float]:
     Raises:
         AbortedError: The collective ran on a device and was aborted.
     """
-    found: list[float] = numbers.tolist()
-    # On the host, waiting for the collective has raised already.
-    if numbers.is_cuda:
+    return reading(numbers)()
+
+
+def reading(numbers: Tensor) -> Callable[[], list[float]]:
+    """Begin to read the result of a collective; return what waits for it, as ``on_host`` does.
+
+    It does not wait for what the device is asked for in between.
+    """
+    if not numbers.is_cuda:
+        # On the host, waiting for the collective has raised already.
+        return numbers.tolist
+    held = torch.empty(numbers.shape, dtype=numbers.dtype, pin_memory=True)
+    held.copy_(numbers, non_blocking=True)
+    there = torch.cuda.Event()
+    there.record()
+
+    def read() -> list[float]:
+        there.synchronize()
         collectives.check()
-    return found
+        found: list[float] = held.tolist()
+        return found
+
+    return read
 
 
 def all_agree(agreed: bool, device: torch.device) -> bool:  # noqa: FBT001  the vote itself

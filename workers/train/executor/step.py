@@ -11,7 +11,7 @@ from __future__ import annotations
 import hashlib
 import math
 from collections.abc import Callable, Iterator
-from typing import Final, Protocol
+from typing import Protocol
 
 import numpy as np
 import torch
@@ -30,12 +30,9 @@ from workers.train.executor.norm import row_squares, scale_gradients, sum_of_squ
 from workers.train.executor.quotas import Pass, Quota
 from workers.train.executor.randomness import keeping_host_numbers, seed_all
 from workers.train.executor.sharded_model import ShardedModel
-from workers.train.executor.signals import Signals, on_host
+from workers.train.executor.signals import Signals, reading
 
 __all__ = ["Step"]
-
-#: Avoids a division by a norm of zero, as in torch's clip_grad_norm_.
-_NORM_EPS: Final = 1e-6
 
 
 class StepBoundary(Protocol):
@@ -181,15 +178,20 @@ class Step:
                 "iterate step.micro_batches() to its end first"
             )
         self._progress.enter(WorkerPhase.REDUCING)
-        square = self._reduce()
+        self._reduce()
         self._progress.enter(WorkerPhase.UPDATING)
         self._boundary.before_update()
-        self._update(square)
+        self._update()
         self.is_applied = True
         self._on_applied(self)
 
-    def _reduce(self) -> float:
-        """Set loss, tokens and agreed; return the square of the summed gradient's norm."""
+    def _reduce(self) -> None:
+        """Set loss, tokens, grad_norm and agreed; scale the gradients.
+
+        The host waits for the sums before the update: if a collective was aborted, the gradients
+        are not what they should be, and the state must stay that of the step before. Meanwhile a
+        device scales the gradients.
+        """
         sharded, deterministic = self._sharded, self._train.deterministic
         # In deterministic mode each loss and each row has its own element: a sum over ranks adds
         # zeros to it, and the elements are then added in an order that ignores the ranks.
@@ -210,19 +212,15 @@ class Step:
         numbers = torch.cat((counts, losses, squares))
         dist.all_reduce(numbers)
         square = numbers[len(said) + num_places :].sum()
-        *head, squared = on_host(torch.cat((numbers[: len(said) + num_places], square.reshape(1))))
+        read = reading(torch.cat((numbers[: len(said) + num_places], square.reshape(1))))
+        scale_gradients(sharded.shards, square, numbers[0], self._train.clip_norm)
+        *head, squared = read()
         self.tokens, self.agreed = int(head[0]), Signals.from_sums(head[1 : len(said)])
         self.loss = math.fsum(head[len(said) :]) / max(1, self.tokens)
-        return squared
+        self.grad_norm = math.sqrt(squared) * (1.0 / max(1, self.tokens))
 
-    def _update(self, square: float) -> None:
-        sharded, train = self._sharded, self._train
-        weight = 1.0 / max(1, self.tokens)
-        self.grad_norm = math.sqrt(square) * weight
-        factor = weight
-        if train.clip_norm:
-            factor *= min(1.0, train.clip_norm / (self.grad_norm + _NORM_EPS))
-        scale_gradients(sharded.shards, factor)
+    def _update(self) -> None:
+        sharded = self._sharded
         for shard in sharded.shards:
             sharded.parameters[shard.fqn].grad = shard.gradient
         for group in sharded.optimizer.param_groups:

@@ -1,0 +1,64 @@
+"""Gradients are scaled on their device, to the bits of the same arithmetic on the host."""
+
+from __future__ import annotations
+
+import math
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from torch._subclasses.fake_tensor import FakeTensorMode
+
+from ucp_core.geometry import Box
+from workers.parallel import LocalShard
+from workers.train.executor.norm import scale_gradients
+
+
+def shard(gradient: torch.Tensor) -> LocalShard:
+    """Return a shard with a gradient as FSDP2 leaves it, which has a local part."""
+    parameter: Any = SimpleNamespace(grad=SimpleNamespace(_local_tensor=gradient))
+    shape = tuple(gradient.shape)
+    return LocalShard(
+        fqn="w", shape=shape, box=Box((0,), shape), parameter=parameter, local=gradient
+    )
+
+
+def on_the_host(square: float, tokens: int, clip_norm: float) -> float:
+    """Return the factor; a norm that is not a number clips nothing."""
+    weight = 1.0 / max(1, tokens)
+    if not clip_norm:
+        return weight
+    return weight * min(1.0, clip_norm / (math.sqrt(square) * weight + 1e-6))
+
+
+@given(
+    square=st.one_of(st.floats(0.0, 1e30), st.sampled_from([math.inf, math.nan])),
+    tokens=st.integers(0, 2**40),
+    clip_norm=st.one_of(st.just(0.0), st.floats(1e-3, 1e3)),
+)
+def test_the_bits_are_those_of_the_host(square: float, tokens: int, clip_norm: float) -> None:
+    """Else a run on GPUs would end elsewhere than the same one before."""
+    gradient = torch.randn(64, generator=torch.Generator().manual_seed(tokens))
+    expected = gradient * on_the_host(square, tokens, clip_norm)
+    one = shard(gradient.clone())
+    numbers = torch.tensor([square, tokens], dtype=torch.float64)
+
+    scale_gradients([one], numbers[0], numbers[1], clip_norm)
+
+    assert one.gradient is not None
+    assert torch.equal(one.gradient.view(torch.int32), expected.view(torch.int32))
+
+
+def test_no_number_is_read_from_the_device() -> None:
+    """Reading one waits for all that the device was asked for."""
+    with FakeTensorMode():
+        square = torch.zeros((), dtype=torch.float64, device="cuda")
+        tokens = torch.ones((), dtype=torch.float64, device="cuda")
+        one = shard(torch.zeros(4, device="cuda"))
+        with pytest.raises(RuntimeError):
+            square.item()
+
+        scale_gradients([one], square, tokens, 1.0)
