@@ -9,9 +9,16 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from enum import StrEnum
-from typing import TypeAlias
+from typing import Final, TypeAlias
 
 from ucp_core.layout import ParallelLayout
+
+#: What has lost the controller computes no more after this: trainers leave at a step boundary, with
+#: that step in storage, and wait. A controller that died is back after 1 s. Ray ends the processes
+#: of a node that has lost the head 60 s later.
+LEASE_S: Final = 60.0
+#: They begin to leave so early: a long step and a commit take their time.
+LEAVE_S: Final = 0.75 * LEASE_S
 
 #: A source of a state: ``(step, attempt, node, arena, slot, sequence)`` of a slot in the memory of
 #: a node; node and arena are "" for the version in storage.
@@ -210,6 +217,8 @@ class KeeperOrder:
         parity: The group whose parities it keeps; None for no parities.
         bad: ``(arena, slot, sequence)`` of versions that could not be loaded: it drops them.
         life: The life of the run that gives the order (``ucp_core.storage.Owner``).
+        others: Addresses of raylets on a few other nodes of the attempt: a keeper that reaches none
+            of them, and not the head, ends its trainers.
     """
 
     attempt: int
@@ -218,6 +227,7 @@ class KeeperOrder:
     parity: ParityGroup | None = None
     bad: tuple[tuple[str, int, int], ...] = ()
     life: int = 0
+    others: tuple[tuple[str, int], ...] = ()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -63,7 +63,8 @@ class Limits:
         suspect_s: A beat older than this is silent; a process that is gone is named when nobody
             progressed for so long.
         hang_s: No member progressed for this long: who does not even beat is named.
-        node_silent_s: A node without reports for this long, while others report, is lost.
+        node_silent_s: A node without reports for this long, while others report, is lost, although
+            its machine answers (``workers.keeper.reach``); all its processes stand still.
         undecided_s: No member progressed for this long, and nobody can be named.
         saving_s: No member progressed for this long: a worker that is saving or leaving, and is
             waited for, is named. All that wait in their first step are waited for as long.

@@ -6,6 +6,7 @@ from ucp_core.lazy import lazy_door
 
 if TYPE_CHECKING:
     from workers.keeper.actor import OPTIONS, Keeper
+    from workers.keeper.reach import SILENT_S, hung_up, silent
     from workers.keeper.sources import LOCAL_MEMORY, PEER_MEMORY, MemorySources
     from workers.keeper.watch import progress_path, ring_path
 
@@ -13,10 +14,13 @@ __all__ = [
     "LOCAL_MEMORY",
     "OPTIONS",
     "PEER_MEMORY",
+    "SILENT_S",
     "Keeper",
     "MemorySources",
+    "hung_up",
     "progress_path",
     "ring_path",
+    "silent",
 ]
 
 __getattr__ = lazy_door(__name__)

@@ -28,6 +28,7 @@ from ucp_core.errors import UcpError
 from workers.errors import WorkerError
 from workers.keeper.node_memory import NodeMemory
 from workers.keeper.peers import unreached
+from workers.keeper.reach import Reach
 from workers.keeper.watch import GONE, STILL_S, NodeWatch, clear
 from workers.parent_death import end_with_parent
 from workers.protocol import Inventory, KeeperOrder, NodeReport
@@ -48,6 +49,9 @@ STILL_PERIOD_S = 0.1
 #: That too is longer in a large run, by so much a rank: the controller takes in the reports of all
 #: nodes, and 2,000 of them a second would be all that it does.
 STILL_PERIOD_S_EACH = 5e-4
+#: A process that was killed is gone after milliseconds, unless a device holds it. Below the time
+#: that the controller waits for the answer.
+KILLED_S = 0.3
 
 OPTIONS = {
     "num_cpus": 0,
@@ -86,6 +90,9 @@ class Keeper:
         self._controller = controller
         self._directory = Path(directory)
         self._watch = NodeWatch(node=self._node, directory=self._directory)
+        self._reach = Reach(self._cut_off)
+        host, _, port = ray.get_runtime_context().gcs_address.rpartition(":")
+        self._head = (host, int(port))
         self._task: asyncio.Task[None] | None = None
         self._reported_s = float("-inf")
         self._memory: NodeMemory | None = None
@@ -121,9 +128,18 @@ class Keeper:
         """Never return: the call fails when this process ends."""
         await asyncio.Event().wait()
 
-    async def kill(self, worker: str) -> None:
-        """Send SIGKILL to ``worker``: a stopped process ignores Ray's request to end."""
+    async def kill(self, worker: str) -> bool:
+        """Send SIGKILL to ``worker``: a stopped process ignores Ray's request to end.
+
+        Returns:
+            Whether its process is gone, as far as is known here.
+        """
         self._watch.kill(worker)
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(KILLED_S):
+                while self._watch.lives(worker):  # noqa: ASYNC110  the kernel tells its parent only
+                    await asyncio.sleep(KILLED_S / 30)
+        return not self._watch.lives(worker)
 
     async def clear(self) -> None:
         """Remove the node's memory and unfinished checkpoints: the run is over."""
@@ -139,7 +155,10 @@ class Keeper:
 
     async def order(self, order: KeeperOrder) -> None:
         """Switch to a new attempt. An order older than the current attempt is ignored."""
-        if self._memory is not None and self._memory.fence(order):
+        is_obeyed = self._memory is None or self._memory.fence(order)
+        if is_obeyed:
+            self._reach.follow(frozenset((self._head, *order.others)))
+        if self._memory is not None and is_obeyed:
             await self._call(self._orders, self._memory.obey, order)
 
     async def probe(self, peers: dict[str, tuple[str, int]]) -> list[str]:
@@ -209,6 +228,15 @@ class Keeper:
             stored_attempt=stored_attempt,
             problems=self._memory.problems(),
         )
+
+    def _cut_off(self) -> None:
+        """End the node's trainers: it reaches no other one, and the run goes on without it.
+
+        What it holds in memory stays, for the controller to find when it is back.
+        """
+        log.critical("cut_off", extra={"ended": self._watch.workers})
+        for worker in self._watch.workers:
+            self._watch.kill(worker)
 
     @staticmethod
     def _ended(task: asyncio.Task[None]) -> None:

@@ -181,12 +181,22 @@ class NodeWatch:
         # Last: if a file could not be opened, the next look tries again.
         self._paths, self._listed_s = paths, now_s
 
+    @property
+    def workers(self) -> tuple[str, ...]:
+        """Return the trainers that were found here, some of them perhaps dead."""
+        return tuple(self._readers)
+
     def kill(self, worker: str) -> None:
         """Send SIGKILL to ``worker``, unless its process id belongs to another process by now."""
         view = self._view(worker)
         if view is not None and process_state(view.pid).started_ticks == view.started_ticks:
             with contextlib.suppress(ProcessLookupError):
                 os.kill(view.pid, signal.SIGKILL)
+
+    def lives(self, worker: str) -> bool:
+        """Return whether the process of ``worker`` is there, as far as is known."""
+        view = self._view(worker)
+        return view is not None and _runs(view.pid, view.started_ticks)
 
     def report(self) -> NodeReport:
         """Return the state of every trainer of the node, those that died lately included."""

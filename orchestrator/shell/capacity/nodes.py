@@ -2,13 +2,15 @@
 
 Ray's own verdict on a dead machine takes 14 to 62 s. This watcher looks at a node as soon as its
 raylet hangs up, or a process on it is gone: a raylet that refuses connections is dead, and its node
-is lost. Where nothing answers at all the detector's silence bound decides, or Ray does.
+is lost. So is one whose machine answers nothing for some seconds, while others do; if all are
+silent at once, it is the controller's own machine that is cut off, and Ray decides.
 """
 
 from __future__ import annotations
 
 import asyncio
 import contextlib
+import itertools
 import math
 import time
 from collections.abc import Callable, Coroutine, Iterable, Mapping
@@ -33,7 +35,7 @@ from orchestrator.core import (
 )
 from orchestrator.shell.names import RunNames
 from orchestrator.shell.threads import RAY, in_thread
-from workers.keeper import OPTIONS, Keeper
+from workers.keeper import OPTIONS, SILENT_S, Keeper, hung_up, silent
 
 #: The node table and drain notices are read this often, 2.6 ms of processor time a read. Lost
 #: nodes are found by their connections; a new one and a notice of 30 s can wait this long.
@@ -56,8 +58,8 @@ PROBE_S = 0.5
 #: One that lives hangs up on who says nothing after two minutes, and is called again. So is one
 #: that dies, in case its port outlived the connection.
 RECALL_S = 0.05
-#: What a server says first is not looked at.
-_GREETING_BYTES = 1 << 10
+#: So many other machines are asked whether it is this one that is cut off.
+NUM_ASKED = 32
 
 
 @dataclass(slots=True)
@@ -72,6 +74,7 @@ class NodeView:
         raylet_pid: Process id of the raylet; 0 before the keeper said it.
         keeper_pid: Likewise of the keeper, and while it is being started again.
         lost_s: When it was declared lost, on the run's clock.
+        is_dead: Whether it is lost, and no process of it can be alive.
         is_returning: Whether its keeper died alone and is being started again.
         keeper: Ray handle of the keeper.
         host: Where the keeper serves snapshots; "" if it keeps none.
@@ -89,6 +92,7 @@ class NodeView:
     raylet_pid: int = 0
     keeper_pid: int = 0
     lost_s: float = 0.0
+    is_dead: bool = False
     is_returning: bool = False
     keeper: Any = None
     host: str = ""
@@ -243,12 +247,14 @@ class Nodes:
             )
         )
 
-    async def kill_worker(self, node: str, worker: str) -> None:
-        """Have the keeper of ``node`` SIGKILL ``worker``; returns when it is done, or cannot be."""
+    async def kill_worker(self, node: str, worker: str) -> bool:
+        """Have the keeper of ``node`` SIGKILL ``worker``; return whether it is known to be gone."""
         view = self.views.get(node)
-        if view is not None and view.keeper is not None and not view.lost.is_set():
-            with contextlib.suppress(RayError, TimeoutError):
-                await asyncio.wait_for(_kill(view.keeper, worker), PROBE_S)
+        if view is None or view.keeper is None or view.is_dead:
+            return view is not None and view.is_dead
+        with contextlib.suppress(RayError, TimeoutError):
+            return await asyncio.wait_for(_kill(view.keeper, worker), PROBE_S)
+        return False
 
     async def end_keepers(self) -> None:
         """End every keeper of the run; those that can be reached leave nothing behind."""
@@ -357,6 +363,7 @@ class Nodes:
             opened = asyncio.open_connection(*view.raylet_address)
             _, writer = await asyncio.wait_for(opened, PROBE_S)
         except ConnectionRefusedError:
+            view.is_dead = True
             self.lost(node, "its raylet refuses connections")
         except (TimeoutError, OSError):
             pass
@@ -415,15 +422,34 @@ class Nodes:
                     return
 
     async def _listen(self, view: NodeView) -> None:
-        """Look at the node as soon as its raylet hangs up, as a dead one does at once.
+        """Look at the node as soon as its raylet hangs up, or its machine answers nothing.
 
-        Ray takes up to a second to fail the calls of a process that it knows to be gone.
+        A dead raylet hangs up at once; Ray takes up to a second to fail the calls of a process that
+        it knows to be gone.
         """
         while True:
-            await hung_up(view.raylet_address)
-            if await self.is_gone(view.node):
+            if await hung_up(view.raylet_address):
+                if await self.is_gone(view.node):
+                    return
+            elif await self._is_silent(view):
+                self.lost(view.node, f"its machine answered nothing for {SILENT_S:g} s")
                 return
             await asyncio.sleep(RECALL_S)
+
+    async def _is_silent(self, view: NodeView) -> bool:
+        """Return whether a machine answers nothing, and not because this one is cut off."""
+        here = ray.util.get_node_ip_address()
+        names = list(self.views)
+        at = names.index(view.node) if view.node in names else 0
+        others = [self.views[name] for name in (*names[at + 1 :], *names[:at])]
+        asked = {
+            other.node: other.raylet_address
+            for other in others
+            if not other.lost.is_set() and other.raylet_address[0] != here
+        }
+        asked = dict(itertools.islice(asked.items(), NUM_ASKED))
+        found = await silent({**asked, view.node: view.raylet_address})
+        return view.node in found and (not asked or not found >= asked.keys())
 
     async def _ask_often(self, view: NodeView) -> None:
         """Report a keeper that takes calls and says nothing: Ray takes it for alive."""
@@ -444,17 +470,6 @@ class Nodes:
         """Forget a lost node that answers again: it is then found as a new one."""
         if await _accepts(view.raylet_address):
             self.views.pop(view.node, None)
-
-
-async def hung_up(address: tuple[str, int]) -> None:
-    """Wait until the listener closes a connection, or does not accept one."""
-    with contextlib.suppress(OSError):
-        reader, writer = await asyncio.wait_for(asyncio.open_connection(*address), PROBE_S)
-        try:
-            while await reader.read(_GREETING_BYTES):
-                pass
-        finally:
-            writer.close()
 
 
 async def _accepts(address: tuple[str, int]) -> bool:
@@ -482,8 +497,9 @@ async def _probed(keeper: Any, peers: dict[str, tuple[str, int]]) -> list[str] |
     return None
 
 
-async def _kill(keeper: Any, worker: str) -> None:
-    await keeper.kill.remote(worker)
+async def _kill(keeper: Any, worker: str) -> bool:
+    is_gone: bool = await keeper.kill.remote(worker)
+    return is_gone
 
 
 def _read_cluster() -> tuple[list[dict[str, Any]], dict[str, int]]:

@@ -31,6 +31,7 @@ from orchestrator.shell.names import RunNames
 from orchestrator.shell.threads import RAY, in_thread
 from workers.process import OPTIONS, Worker
 from workers.protocol import (
+    LEASE_S,
     Assignment,
     Completed,
     Fenced,
@@ -55,6 +56,8 @@ _HOW = {
 #: A killed process whose node does not answer is taken for gone after this: it is fenced by
 #: its attempt number, so waiting longer buys nothing.
 KILL_CONFIRM_S = 0.5
+#: It is killed again so often, until its node says that it is gone, or it has ended itself.
+KILL_AGAIN_S = 1.0
 #: A worker answers in 1 to 50 ms, also while it trains.
 PACE_S = 2.0
 
@@ -79,7 +82,7 @@ class Workers:
         post: Where events go; called on the event loop.
         is_draining: Whether a node had been given notice.
         is_gone: Finds out whether a node is lost.
-        kill_on_node: Has the keeper of a worker's node kill it.
+        kill_on_node: Has the keeper of a worker's node kill it; returns whether it is gone.
         look_around: Checks every node for loss, without waiting, when a transport failed; takes
             the address that it could not reach, or "", and returns the node there, or "".
         boot: Keyword arguments of ``workers.process.actor.Worker`` that are equal for all workers.
@@ -93,7 +96,7 @@ class Workers:
         post: Callable[[Event], None],
         is_draining: Callable[[str], bool],
         is_gone: Callable[[str], Awaitable[bool]],
-        kill_on_node: Callable[[str, str], Awaitable[None]],
+        kill_on_node: Callable[[str, str], Awaitable[bool]],
         look_around: Callable[[str], str],
         boot: dict[str, Any],
     ) -> None:
@@ -107,29 +110,25 @@ class Workers:
         self._boot = boot
         self._members: dict[str, _Member] = {}
         self._tasks: set[asyncio.Task[None]] = set()
+        #: What kills a worker of a node that may still live, until that is known to have worked.
+        self._killing: dict[asyncio.Task[None], str] = {}
 
     def start(self, worker: str, node: str) -> None:
-        """Start ``worker`` on ``node``; ``WorkerReady`` or ``WorkerExited`` follows."""
-        handle = (
-            ray.remote(Worker)
-            .options(
-                **OPTIONS,
-                name=self._names.worker(worker),
-                namespace=self._names.namespace,
-                lifetime="detached",
-                get_if_exists=True,
-                scheduling_strategy=NodeAffinitySchedulingStrategy(node, soft=False),
-            )
-            .remote(worker=worker, directory=self._names.shared_directory(node), **self._boot)
-        )
-        self._members[worker] = _Member(handle=handle, node=node)
-        self._spawn(self._accompany(worker))
+        """Start ``worker`` on ``node``; ``WorkerReady`` or ``WorkerExited`` follows.
+
+        It waits for those there that were killed and may still live, and use the node's devices.
+        """
+        member = self._members[worker] = _Member(handle=None, node=node)
+        self._spawn(self._start(worker, member))
 
     def kill(self, worker: str) -> None:
         """SIGKILL ``worker``; ``WorkerExited`` follows, also if its node no longer answers."""
         member = self._members.get(worker)
         if member is None:
             self._exited(worker, "killed", "it was already gone")
+            return
+        if member.handle is None:
+            self._exited(worker, "killed", "it was not started yet")
             return
         member.killed = True
         self._spawn(self._kill(worker, member))
@@ -213,13 +212,35 @@ class Workers:
     def _known(self, workers: Iterable[str]) -> list[_Member]:
         return [self._members[worker] for worker in workers if worker in self._members]
 
-    def _spawn(self, coroutine: Any) -> None:
-        task = asyncio.get_running_loop().create_task(coroutine)
+    def _spawn(self, coroutine: Any) -> asyncio.Task[None]:
+        task: asyncio.Task[None] = asyncio.get_running_loop().create_task(coroutine)
         self._tasks.add(task)
         task.add_done_callback(self._tasks.discard)
+        return task
 
-    async def _accompany(self, worker: str) -> None:
-        member = self._members[worker]
+    async def _start(self, worker: str, member: _Member) -> None:
+        killing = [task for task, node in self._killing.items() if node == member.node]
+        if killing:
+            await asyncio.wait(killing)
+        if member.gone:
+            return
+        member.handle = (
+            ray.remote(Worker)
+            .options(
+                **OPTIONS,
+                name=self._names.worker(worker),
+                namespace=self._names.namespace,
+                lifetime="detached",
+                get_if_exists=True,
+                scheduling_strategy=NodeAffinitySchedulingStrategy(member.node, soft=False),
+            )
+            .remote(
+                worker=worker, directory=self._names.shared_directory(member.node), **self._boot
+            )
+        )
+        await self._accompany(worker, member)
+
+    async def _accompany(self, worker: str, member: _Member) -> None:
         try:
             hello = await member.handle.hello.remote()
             member.pid = hello["pid"]
@@ -267,13 +288,30 @@ class Workers:
             )
 
     async def _kill(self, worker: str, member: _Member) -> None:
-        # First, because Ray calls an actor dead when it has asked it to go.
-        await self._kill_on_node(member.node, worker)
-        with contextlib.suppress(RayError, ValueError):
-            await in_thread(RAY, ray.kill, member.handle, no_restart=True)
+        await self._end(worker, member)
         await asyncio.sleep(KILL_CONFIRM_S)
         if not member.gone:
             self._exited(worker, "killed", "its node does not confirm the kill")
+
+    async def _end(self, worker: str, member: _Member) -> None:
+        """Kill a process once, and from then on in the background until it is known to be gone."""
+        if not await self._kill_once(worker, member):
+            killing = self._spawn(self._kill_again(worker, member))
+            self._killing[killing] = member.node
+            killing.add_done_callback(self._killing.pop)
+
+    async def _kill_again(self, worker: str, member: _Member) -> None:
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(LEASE_S):
+                while not await self._kill_once(worker, member):  # noqa: ASYNC110  it is asked
+                    await asyncio.sleep(KILL_AGAIN_S)
+
+    async def _kill_once(self, worker: str, member: _Member) -> bool:
+        # First, because Ray calls an actor dead when it has asked it to go.
+        is_gone = await self._kill_on_node(member.node, worker)
+        with contextlib.suppress(RayError, ValueError):
+            await in_thread(RAY, ray.kill, member.handle, no_restart=True)
+        return is_gone
 
     async def _ask(self, worker: str, node: str, timeout_s: float) -> tuple[str, str, int] | None:
         try:
@@ -285,7 +323,7 @@ class Workers:
             hello: dict[str, Any] = await asyncio.wait_for(_asked(handle), timeout_s)
         except TimeoutError:
             # It is still starting, or it is stuck: alive, and perhaps ready later.
-            self._spawn(self._accompany(worker))
+            self._spawn(self._accompany(worker, member))
             return (worker, node, UNKNOWN_ATTEMPT)
         except ActorDiedError:
             self._members.pop(worker, None)
@@ -318,8 +356,7 @@ class Workers:
         is_node = not member.killed and await self._is_gone(member.node)
         if not isinstance(error, ActorDiedError) and not is_node:
             # Unreachable is perhaps alive: end it, so that "exited" is true.
-            with contextlib.suppress(RayError, ValueError):
-                await in_thread(RAY, ray.kill, member.handle, no_restart=True)
+            await self._end(worker, member)
         died = isinstance(error, ActorDiedError)
         detail = "its node is lost" if is_node else f"process {member.pid} died" if died else ""
         cause = "node" if is_node else self._cause(member)

@@ -63,6 +63,8 @@ STORAGE_S = 5.0
 _LOOKS_AT_ONCE = 2
 #: At the end of a run its newest version is stored within this, or stays unstored.
 FLUSH_S = 60.0
+#: A keeper that reaches none of so many other nodes is cut off.
+NUM_OTHERS = 3
 
 
 @dataclass(frozen=True, slots=True)
@@ -341,8 +343,17 @@ class Snapshots:
                 parity=_parity_group(order, view.node, peers),
                 bad=quarantine.on_node(order.bad, view.node),
                 life=self._life,
+                others=self._others(view, order.nodes),
             )
             view.keeper.order.remote(told)
+
+    def _others(self, view: NodeView, members: Sequence[str]) -> tuple[tuple[str, int], ...]:
+        """Return a few other nodes with members, for a keeper on one: the next ones in a ring."""
+        nodes = list(dict.fromkeys(members))
+        at = nodes.index(view.node) if view.node in nodes else len(nodes)
+        ring = [self._nodes.views.get(node) for node in (*nodes[at + 1 :], *nodes[:at])]
+        found = [other.raylet_address for other in ring if other is not None]
+        return tuple(found[:NUM_OTHERS]) if at < len(nodes) else ()
 
     def order_again(self) -> None:
         """Tell all keepers what they were told last: one that came back forgot it."""

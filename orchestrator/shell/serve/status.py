@@ -8,7 +8,8 @@ from typing import Any
 from orchestrator.config import RunConfig
 from orchestrator.detection import Limits, as_seconds
 from orchestrator.shell.capacity import NodeView
-from workers.protocol import WorkerReport
+from workers.keeper import SILENT_S
+from workers.protocol import LEASE_S, WorkerReport
 
 
 def status_document(
@@ -77,6 +78,8 @@ def bounds_document(config: RunConfig, limits: Limits) -> dict[str, float]:
         **config.rules().bounds.as_seconds(),
         "collective": config.parallel.collective_timeout_s,
         "controller_stopped": config.controller_stopped_s,
+        "machine_silent": SILENT_S,
+        "lease": LEASE_S,
     }
     return {name: round(bounds_s[name], 3) for name in sorted(bounds_s, key=bounds_s.__getitem__)}
 

@@ -140,7 +140,8 @@ def test_every_wait_is_told_at_the_start_the_shortest_first() -> None:
         *Bounds.__slots__,
         "collective",
         "controller_stopped",
-        "keeper_silent",
+        "machine_silent",
+        "lease",
     }
     assert bounds_s.keys() == {name.removesuffix("_s") for name in waits}
     assert list(bounds_s.values()) == sorted(bounds_s.values())

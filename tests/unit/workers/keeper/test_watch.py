@@ -43,10 +43,13 @@ def test_stopped_worker_is_killed_for_sure(tmp_path: Path) -> None:
         watch = NodeWatch(node="a", directory=tmp_path)
         watch.look()
         assert dead_workers(tmp_path) == frozenset(), "a stopped one may go on"
+        assert watch.workers == ("w0001",)
+        assert watch.lives("w0001")
 
         watch.kill("w0001")
 
         assert worker.wait(120) == -signal.SIGKILL
+        assert not watch.lives("w0001")
 
     assert dead_workers(tmp_path) == {"w0001"}
 

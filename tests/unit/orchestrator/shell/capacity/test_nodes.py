@@ -2,27 +2,16 @@ from __future__ import annotations
 
 import asyncio
 import math
-import subprocess
-import sys
+import socket
 import time
 from collections.abc import Callable
+from types import SimpleNamespace
 
 import pytest
 
 from orchestrator.core import Bounds, Event, NodeDraining, NodeJoined, NodeLost
 from orchestrator.shell import RunNames
-from orchestrator.shell.capacity.nodes import Nodes, hung_up, view_of
-
-#: Listens, says something, and then nothing for ever.
-SERVER = """
-import socket
-listener = socket.create_server(("127.0.0.1", 0))
-print(listener.getsockname()[1], flush=True)
-taken = listener.accept()[0]
-taken.sendall(b"hello" * 1000)
-print("taken", flush=True)
-taken.recv(1)
-"""
+from orchestrator.shell.capacity.nodes import Nodes, view_of
 
 ROW = {
     "NodeID": "a1b2",
@@ -38,26 +27,6 @@ def test_a_label_says_what_a_node_fails_together_with(label: str, rack: str) -> 
     view = view_of(ROW, label)
 
     assert (view.rack, view.raylet_address) == (rack, ("10.0.0.7", 4711))
-
-
-def test_a_process_that_is_killed_hangs_up() -> None:
-    """Neither before, nor for what it says."""
-
-    async def play(server: subprocess.Popen[str]) -> bool:
-        assert server.stdout is not None
-        address = "127.0.0.1", int(await asyncio.to_thread(server.stdout.readline))
-        heard = asyncio.create_task(hung_up(address))
-        assert await asyncio.to_thread(server.stdout.readline) == "taken\n"
-        was_early = heard.done()
-        server.kill()
-        await asyncio.wait_for(heard, 60.0)
-        # Nobody is there any more.
-        await asyncio.wait_for(hung_up(address), 60.0)
-        return was_early
-
-    command = [sys.executable, "-c", SERVER]
-    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as server:
-        assert not asyncio.run(play(server))
 
 
 def _nodes(post: Callable[[Event], None]) -> Nodes:
@@ -158,6 +127,40 @@ def test_a_notice_is_followed_as_it_changes(monkeypatch: pytest.MonkeyPatch) -> 
     ]
 
 
+def test_a_machine_that_answers_nothing_is_lost_while_another_answers(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """If all are silent at once it is the controller's own machine that is cut off."""
+    posted: list[Event] = []
+    nowhere, nobody, there = ("a1b2" * 14, "c3d4" * 14, "e5f6" * 14)
+
+    async def join(nodes: Nodes, node: str, address: tuple[str, int]) -> None:
+        host, port = address
+        row = {"NodeID": node, "NodeManagerAddress": host, "NodeManagerPort": port, "Labels": {}}
+        nodes._compare({**row, "Alive": True, "Resources": {}})
+
+    async def play(living: tuple[str, int]) -> list[bool]:
+        nodes = _nodes(posted.append)
+        await join(nodes, nowhere, ("224.0.0.1", 9))
+        await join(nodes, nobody, ("224.0.0.2", 9))
+        view = nodes.views[nowhere]
+        was_named = [await nodes._is_silent(view)]
+        await join(nodes, there, living)
+        was_named.append(await nodes._is_silent(nodes.views[there]))
+        await asyncio.wait_for(view.lost.wait(), 120.0)
+        await asyncio.wait_for(nodes.views[nobody].lost.wait(), 120.0)
+        for task in nodes.views[there].tasks:
+            task.cancel()
+        assert not await nodes.kill_worker(nowhere, "w0001"), "it may compute on"
+        return was_named
+
+    monkeypatch.setattr("orchestrator.shell.capacity.nodes.ray", _Ray())
+    with socket.create_server(("127.0.0.2", 0)) as server:
+        assert asyncio.run(play(server.getsockname())) == [False, False]
+    lost = {event.node: event.cause for event in posted if isinstance(event, NodeLost)}
+    assert lost == dict.fromkeys((nowhere, nobody), "its machine answered nothing for 3 s")
+
+
 async def _forget(nodes: Nodes, node: str) -> None:
     """Have the watcher find out that a lost node takes connections."""
     server = await asyncio.start_server(lambda _, writer: writer.close(), "127.0.0.1", 0)
@@ -169,7 +172,9 @@ async def _forget(nodes: Nodes, node: str) -> None:
 
 
 class _Ray:
-    """Starts no actor."""
+    """Starts no actor, on the machine 10.0.0.1."""
+
+    util = SimpleNamespace(get_node_ip_address=lambda: "10.0.0.1")
 
     def remote(self, *_args: object, **_kwargs: object) -> _Ray:
         return self

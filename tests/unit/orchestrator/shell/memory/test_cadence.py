@@ -17,8 +17,8 @@ async def _false(_node: str) -> bool:
     return False
 
 
-async def _nothing(_node: str, _worker: str) -> None:
-    return None
+async def _done(_node: str, _worker: str) -> bool:
+    return True
 
 
 def _watch() -> CadenceWatch:
@@ -28,7 +28,7 @@ def _watch() -> CadenceWatch:
         post=lambda _: None,
         is_draining=lambda _: False,
         is_gone=_false,
-        kill_on_node=_nothing,
+        kill_on_node=_done,
         look_around=lambda _: "",
         boot={},
     )

@@ -232,6 +232,27 @@ def test_an_order_names_the_neighbour_and_no_keeper_that_is_not_met() -> None:
     assert with_keepers(MemoryStore(), act) == {"aa": [["bb"], []], "bb": [["aa"], ["aa"]]}
 
 
+def test_an_order_names_a_few_other_machines_of_the_attempt() -> None:
+    """A keeper that reaches none of them is cut off; one without trainers need not know."""
+
+    async def act(made: Snapshots, handles: Handles) -> Any:
+        views = handles.nodes.views
+        for number, node in enumerate(("aa", "bb", "cc", "dd", "ee", "ff")):
+            handles[node] = Handle(node, (), 0)
+            views[node] = NodeView(node, (node, number), keeper=handles[node], secret=b"s")
+        made.order(_order("aa", "bb", "bb", "cc", "dd", "ee"))
+        return {node: [host for host, _ in handles[node].orders[-1].others] for node in handles}
+
+    assert with_keepers(MemoryStore(), act) == {
+        "aa": ["bb", "cc", "dd"],
+        "bb": ["cc", "dd", "ee"],
+        "cc": ["dd", "ee", "aa"],
+        "dd": ["ee", "aa", "bb"],
+        "ee": ["aa", "bb", "cc"],
+        "ff": [],
+    }
+
+
 def test_an_order_names_the_group_once_all_of_it_are_met() -> None:
     """A group that waits for one that is not there would protect nobody."""
 

@@ -1,0 +1,122 @@
+"""Whether other machines answer, by the word of their kernels.
+
+The kernels of both ends keep a held connection alive, once a second. No process has to run for
+that: one that is stopped, swapped out, or waits for a processor answers all the same, and a machine
+without power, or behind a cut, does not, however long a step takes.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import functools
+import socket
+from collections.abc import Callable, Mapping
+from concurrent.futures import ThreadPoolExecutor
+from typing import Final
+
+from workers.keeper.peers import unreached
+
+__all__ = ["SILENT_S", "Reach", "hung_up", "silent"]
+
+#: A machine that vanishes is called silent after at most so long: its kernel is asked each second,
+#: has missed one answer by the next, and then two new connections.
+SILENT_S: Final = 3.0
+_ASK_S: Final = 1
+_MISSED_MS: Final = 1500
+_NUM_PROBES: Final = 2
+_PROBE_S: Final = 0.4
+#: A connection to a living listener is made at once.
+_CONNECT_S: Final = 0.5
+#: A server hangs up on who says nothing for long, and is called again. So is one that dies, in case
+#: its port outlived the connection, and one that is silent.
+_RECALL_S: Final = 0.5
+#: They only wait. A rack of machines may vanish at once, and what is behind a cut is asked again
+#: and again.
+_ASKING: Final = ThreadPoolExecutor(32, thread_name_prefix="reach")
+#: What a server says first is not looked at.
+_GREETING_BYTES: Final = 1 << 10
+
+
+async def hung_up(address: tuple[str, int]) -> bool:
+    """Wait until the connection to a listener ends, or is not made.
+
+    Returns:
+        Whether its machine answered to the end: it closed the connection, or refused it.
+    """
+    try:
+        reader, writer = await asyncio.wait_for(asyncio.open_connection(*address), _CONNECT_S)
+        try:
+            _keep_alive(writer.get_extra_info("socket"))
+            while await reader.read(_GREETING_BYTES):
+                pass
+        finally:
+            writer.close()
+    except ConnectionError:
+        return True
+    except OSError:
+        return False
+    return True
+
+
+async def silent(machines: Mapping[str, tuple[str, int]]) -> set[str]:
+    """Return which of ``machines`` (address of a port there by name) answer nothing."""
+    left = dict(machines)
+    try:
+        for _ in range(_NUM_PROBES):
+            ask = functools.partial(unreached, left, within_s=_PROBE_S)
+            names = await asyncio.get_running_loop().run_in_executor(_ASKING, ask)
+            left = {name: left[name] for name in names}
+    except OSError:
+        # Without a socket to ask by, nothing was found out.
+        return set()
+    return set(left)
+
+
+class Reach:
+    """Finds out when this machine reaches no other one any more.
+
+    Args:
+        on_cut_off: Called on the event loop each time that this begins.
+    """
+
+    def __init__(self, on_cut_off: Callable[[], None]) -> None:
+        self._on_cut_off = on_cut_off
+        self._tasks: dict[tuple[str, int], asyncio.Task[None]] = {}
+        self._silent: set[tuple[str, int]] = set()
+
+    def follow(self, addresses: frozenset[tuple[str, int]]) -> None:
+        """Watch these listeners, on other machines, and no more the ones before.
+
+        With fewer than two nothing is found: what is behind one may be gone itself.
+        """
+        for address in self._tasks.keys() - addresses:
+            self._tasks.pop(address).cancel()
+            self._silent.discard(address)
+        for address in addresses - self._tasks.keys():
+            self._tasks[address] = asyncio.create_task(self._watch(address))
+
+    async def _watch(self, address: tuple[str, int]) -> None:
+        while True:
+            if address not in self._silent and await hung_up(address):
+                await asyncio.sleep(_RECALL_S)
+            elif not await silent({"": address}):
+                self._silent.discard(address)
+            else:
+                was_cut_off = self._is_cut_off()
+                self._silent.add(address)
+                if self._is_cut_off() and not was_cut_off:
+                    self._on_cut_off()
+                await asyncio.sleep(_RECALL_S)
+
+    def _is_cut_off(self) -> bool:
+        return len(self._tasks) > 1 and self._silent >= self._tasks.keys()
+
+
+def _keep_alive(connection: socket.socket) -> None:
+    with contextlib.suppress(OSError):
+        # It may have ended.
+        connection.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
+        connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPIDLE, _ASK_S)
+        connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPINTVL, _ASK_S)
+        connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, _MISSED_MS)
