@@ -6,6 +6,12 @@ import subprocess
 import sys
 from pathlib import Path
 
+from tests.support import train_paced
+from ucp_core.native import find_committed
+from ucp_core.storage import LocalStore
+
+_TOLD = ("Raised", "Yielded", "in ")
+
 #: Two attempts, of which the first is asked about last; and then what they came to.
 ASK = """
 import asyncio, sys, types
@@ -43,14 +49,71 @@ async def ask():
 asyncio.run(ask())
 """
 
+#: An attempt whose lease runs out is left; the next one goes on where it stopped.
+LEAVE = """
+import asyncio, sys, types
+from pathlib import Path
 
-def told(directory: Path, script: Path) -> list[str]:
+import torch.distributed as dist
+
+from ucp_core.layout import ParallelLayout
+from workers.process import actor
+from workers.process.actor import Worker
+from workers.protocol import Assignment
+from workers.records import Lease
+from workers.settings import CheckpointSettings, Settings, TrainSettings
+
+actor.ray.get_runtime_context = lambda: types.SimpleNamespace(get_node_id=lambda: "here")
+directory, script = sys.argv[1:]
+store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+metrics = Path(directory, "run/metrics/rank0.jsonl")
+
+def assignment(attempt, step=0, by=0, *before):
+    return Assignment(
+        attempt=attempt, rank=0, layout=ParallelLayout(), store_host="127.0.0.1",
+        store_port=store.port, resume_step=step, resume_attempt=by,
+        lineage=(*before, (attempt, step)),
+    )
+
+async def lines(num):
+    while not metrics.exists() or len(metrics.read_text().splitlines()) < num:
+        await asyncio.sleep(0.01)
+
+async def ask():
+    settings = Settings(
+        script=script, arguments=("0.01",),
+        train=TrainSettings(steps=1_000_000, global_batch=4, micro_batch=4, schedule="constant"),
+        checkpoint=CheckpointSettings(every_steps=1_000_000),
+    )
+    worker = Worker(
+        worker="w0001", directory=directory + "/pages", run_url=directory + "/run",
+        settings=settings.to_json(), on_cpu=False,
+    )
+    lease = Lease(Path(directory, "pages"))
+    await worker.enter(assignment(1), ())
+    await lines(3)
+    Path(directory, "pages/lease").write_bytes(bytes(8))
+    left = await worker.attend(1)
+    print(type(left).__name__, left.step, flush=True)
+    print("in", (await worker.hello())["attempt"], flush=True)
+    Lease(Path(directory, "pages")).renew()
+    await worker.enter(assignment(2, left.step, 1, (1, 0)), ())
+    await lines(left.step + 3)
+    await worker.yield_at_boundary(2)
+    left = await worker.attend(2)
+    print(type(left).__name__, left.step, flush=True)
+
+asyncio.run(ask())
+"""
+
+
+def told(directory: Path, script: Path, ask: str = ASK) -> list[str]:
     done = subprocess.run(
-        [sys.executable, "-c", ASK, str(directory), str(script)],
+        [sys.executable, "-c", ask, str(directory), str(script)],
         capture_output=True, text=True, check=False, cwd=Path(__file__).parents[2],
     )  # fmt: skip
     assert done.returncode == 0, done.stderr
-    return [line for line in done.stdout.splitlines() if line.startswith("Raised")]
+    return [line for line in done.stdout.splitlines() if line.startswith(_TOLD)]
 
 
 def test_an_attempt_may_end_before_anybody_asks_how(tmp_path: Path) -> None:
@@ -89,3 +152,17 @@ def test_whatever_a_script_raises_is_told(tmp_path: Path) -> None:
         log = (tmp_path / f"run/logs/attempt-000{attempt}/rank0.log").read_text().splitlines()
         assert log[:2] == ["about to raise", "Traceback (most recent call last):"]
         assert log[-1] == "asyncio.exceptions.CancelledError: by its reader"
+
+
+def test_a_trainer_whose_lease_runs_out_leaves_its_last_step_in_storage(tmp_path: Path) -> None:
+    """It trained on until Ray ended it, and lost what it had trained; now it waits, and goes on."""
+    left, idle, again = told(tmp_path, Path(train_paced.__file__), LEAVE)
+
+    kind, step = left.split()
+    assert (kind, idle) == ("Yielded", "in 0")
+    checkpoints = str(tmp_path / "run/checkpoints")
+    assert f"step-{int(step):08d}" in [path.name for path in Path(checkpoints).iterdir()]
+    found = find_committed(LocalStore(), checkpoints, lineage=((1, 0), (2, int(step))))
+    assert found is not None
+    assert (again.split()[0], found.step) == ("Yielded", int(again.split()[1]))
+    assert found.step >= int(step) + 3

@@ -32,6 +32,7 @@ from workers.keeper.reach import Reach
 from workers.keeper.watch import GONE, STILL_S, NodeWatch, clear
 from workers.parent_death import end_with_parent
 from workers.protocol import Inventory, KeeperOrder, NodeReport
+from workers.records import Lease
 from workers.settings import Settings
 
 T = TypeVar("T")
@@ -90,6 +91,7 @@ class Keeper:
         self._controller = controller
         self._directory = Path(directory)
         self._watch = NodeWatch(node=self._node, directory=self._directory)
+        self._lease = Lease(self._directory)
         self._reach = Reach(self._cut_off)
         host, _, port = ray.get_runtime_context().gcs_address.rpartition(":")
         self._head = (host, int(port))
@@ -111,6 +113,7 @@ class Keeper:
             node, pid, raylet_pid, and where its snapshots are served: host, port and secret, or
                 ("", 0, b"") without snapshots.
         """
+        self._lease.renew()
         if self._task is None:
             self._task = asyncio.create_task(self._report_forever())
             self._task.add_done_callback(self._ended)
@@ -205,6 +208,7 @@ class Keeper:
 
     async def _look(self, now_s: float) -> None:
         """Read the progress records; report if it is time or there is news."""
+        self._lease.look()
         has_news = self._watch.look()
         is_still = self._watch.still_s() >= STILL_S
         period_s = still_period_s(self._watch.num_ranks) if is_still else MOVING_PERIOD_S

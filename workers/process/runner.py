@@ -7,6 +7,7 @@ fence is final: a fenced attempt is never entered.
 from __future__ import annotations
 
 import gc
+import logging
 import os
 import threading
 import traceback
@@ -30,9 +31,11 @@ from workers.protocol import (
     SaveCosts,
     WorkerPhase,
 )
-from workers.records import ProgressRecord
+from workers.records import ProgressRecord, has_run_out
 from workers.settings import Settings
 from workers.train import WorkerContext, run_attempt
+
+log = logging.getLogger(__name__)
 
 
 class AttemptRunner:
@@ -56,6 +59,7 @@ class AttemptRunner:
         node: str = "",
     ) -> None:
         store, path = open_store(run_url)
+        self._directory = directory
         self._formed: dict[int, Formed] = {}
         self._fenced: set[int] = set()
         self._yielding: set[int] = set()
@@ -72,7 +76,7 @@ class AttemptRunner:
             progress=self._progress,
             ring_path=str(ring_path(directory, worker)),
             fenced=self.is_fenced,
-            yield_requested=self._yielding.__contains__,
+            yield_requested=self._leaves,
             yield_durable=self._durably.__contains__,
             node=node,
             keeper_directory=directory,
@@ -165,6 +169,13 @@ class AttemptRunner:
                 # Before the request: a reader of the request must see this.
                 self._durably.add(attempt)
             self._yielding.add(attempt)
+
+    def _leaves(self, attempt: int) -> bool:
+        """Return whether to leave ``attempt``: it was asked to, or has long lost its controller."""
+        if attempt not in self._yielding and has_run_out(self._directory):
+            log.warning("lease_ran_out", extra={"attempt": attempt})
+            self.yield_at_boundary(attempt, durable=True)
+        return attempt in self._yielding
 
     def keep_pace(self, attempt: int, pace: Pace) -> SaveCosts | None:
         """Set how often ``attempt`` saves; return its costs, or None if it does not run here."""

@@ -1,5 +1,6 @@
 """What a process records of itself, readable from outside after it stopped or died."""
 
+from workers.records.lease import Lease, has_run_out
 from workers.records.progress import (
     ProgressReader,
     ProgressRecord,
@@ -15,11 +16,13 @@ __all__ = [
     "ABORTED",
     "FAILED",
     "FINISHED",
+    "Lease",
     "ProgressReader",
     "ProgressRecord",
     "ProgressView",
     "RecordRing",
     "RingReader",
+    "has_run_out",
     "open_progress",
     "process_state",
     "read_progress",

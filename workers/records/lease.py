@@ -1,0 +1,68 @@
+"""How long a node's trainers may go on by themselves: told by the keeper, in shared memory.
+
+A controller that lives calls each keeper every few seconds, and the keeper renews the lease. When
+it runs out, trainers leave at the next step boundary, also where the keeper has gone too.
+"""
+
+from __future__ import annotations
+
+import mmap
+import time
+from pathlib import Path
+from typing import Final
+
+from workers.protocol import LEAVE_S
+from workers.records.ring import map_draft
+
+__all__ = ["Lease", "has_run_out"]
+
+_NAME: Final = "lease"
+_SIZE_BYTES: Final = 8
+#: A keeper that looked at its lease this late had been stopped, and could hear nobody.
+_GAP_S: Final = 1.0
+
+
+class Lease:
+    """The keeper's end: one time, by the machine's monotonic clock, in ns.
+
+    One that an earlier keeper left in ``directory`` goes on.
+
+    Raises:
+        OSError: There is no room for it.
+    """
+
+    def __init__(self, directory: Path) -> None:
+        path = directory / _NAME
+        try:
+            with path.open("r+b") as file:
+                memory = mmap.mmap(file.fileno(), _SIZE_BYTES)
+            is_new = False
+        except (FileNotFoundError, ValueError):
+            directory.mkdir(parents=True, exist_ok=True)
+            draft, memory = map_draft(path, _SIZE_BYTES)
+            is_new = True
+        self._until_ns = memoryview(memory).cast("Q")
+        self._looked_ns = time.monotonic_ns()
+        if is_new:
+            self.renew()
+            draft.replace(path)
+
+    def renew(self) -> None:
+        """Note that the controller was heard."""
+        self._until_ns[0] = time.monotonic_ns() + int(LEAVE_S * 1e9)
+
+    def look(self) -> None:
+        """Call it often: time in which this process did not run does not count."""
+        now_ns = time.monotonic_ns()
+        if now_ns - self._looked_ns > _GAP_S * 1e9:
+            self._until_ns[0] += now_ns - self._looked_ns
+        self._looked_ns = now_ns
+
+
+def has_run_out(directory: Path) -> bool:
+    """Return whether the lease of the node's trainers has run out; False if there is none."""
+    try:
+        until = (directory / _NAME).read_bytes()
+    except FileNotFoundError:
+        return False
+    return time.monotonic_ns() >= int.from_bytes(until, "little")
