@@ -19,6 +19,7 @@ from orchestrator.core.handlers import fleet, planned, protection, recovery, sea
 from orchestrator.core.state import ACTIVE, MutableRunState, Phase, Worker
 from orchestrator.core.transition import Transition
 from orchestrator.policies import STORAGE, UserError
+from workers.protocol import LEAVE_S
 
 #: Weight of the newest step in the smoothed duration: about the last ten steps count.
 _STEP_WEIGHT = 0.1
@@ -113,6 +114,10 @@ def worker_left(transition: Transition, event: WorkerLeft) -> None:
         planned.member_completed(transition, event.step)
     elif event.how == "yielded" and run.phase is Phase.YIELDING:
         planned.member_yielded(transition, event.step)
+    elif event.how == "yielded":
+        evidence = f"{worker.name} left: it had not heard the controller for {LEAVE_S:g} s"
+        recovery.fault(transition, "controller_restart", (), evidence)
+        recovery.proceed(transition)
     else:
         # A collective failed. That shows that a peer is gone, not which one.
         recovery.fault(transition, "peer_lost", (), f"{worker.name} left: {event.detail}")

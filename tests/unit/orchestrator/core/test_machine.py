@@ -256,6 +256,22 @@ def test_a_hint_never_avoids_a_node() -> None:
     assert len(state.attempt.members) == 2
 
 
+def test_members_whose_lease_ran_out_are_taken_back_and_nobody_is_blamed() -> None:
+    """The controller had been cut off from all of them; they stopped, and it hears them again."""
+    left = [
+        ev.WorkerLeft(at_s=60.0, attempt=1, worker=w, how="yielded", step=7, detail="")
+        for w in ("w0001", "w0002")
+    ]
+    state = _fold(_running(), *left)
+    assert (state.phase, state.cause and state.cause.kind) == (Phase.READING, "controller_restart")
+    state = _fold(
+        state,
+        ev.CommittedRead(at_s=60.1, attempt=1, step=7, committed_by=1, skipped=()),
+        ev.StepCompleted(at_s=61.0, attempt=2, step=8, step_s=0.1),
+    )
+    assert (state.phase, len(state.attempt.members), state.faults) == (Phase.RUNNING, 2, ())
+
+
 def test_a_stop_while_waiting_ends_the_run_at_once() -> None:
     """There is no step boundary to wait for."""
     waiting = _fold(RunState(), ev.ControllerStarted(at_s=0.0, incarnation=1))
