@@ -35,7 +35,7 @@ from orchestrator.core import (
 )
 from orchestrator.shell.names import RunNames
 from orchestrator.shell.threads import RAY, in_thread
-from workers.keeper import OPTIONS, SILENT_S, Keeper, hung_up, silent
+from workers.keeper import OPTIONS, Keeper, hung_up, silent
 
 #: The node table and drain notices are read this often, 2.6 ms of processor time a read. Lost
 #: nodes are found by their connections; a new one and a notice of 30 s can wait this long.
@@ -432,7 +432,7 @@ class Nodes:
                 if await self.is_gone(view.node):
                     return
             elif await self._is_silent(view):
-                self.lost(view.node, f"its machine answered nothing for {SILENT_S:g} s")
+                self.lost(view.node, "its machine answers nothing, and others do")
                 return
             await asyncio.sleep(RECALL_S)
 
