@@ -10,10 +10,13 @@ from __future__ import annotations
 import re
 from typing import Any, Final
 
-#: gloo (torch 2.13) on a connection that it could not make, or that ended for want of an answer.
-_REMOTE: Final = re.compile(r"(?:remote=|peer )\[(?:::ffff:)?([0-9a-fA-F.:]+)\]")
+#: gloo (torch 2.13) and NCCL (2.27, ``src/misc/socket.cc``) on a connection that they could not
+#: make, or that ended for want of an answer.
+_REMOTE: Final = re.compile(
+    r"(?:remote=|peer )\[(?:::ffff:)?([0-9a-fA-F.:]+)\]|[Cc]onnect to ([0-9a-fA-F.:]+)<\d+>"
+)
 _UNREACHED: Final = re.compile(
-    r"connectFullMesh|[Cc]onnect timeout|[Tt]imed out|No route to host|unreachable", re.ASCII
+    r"connectFullMesh|[Cc]onnect timeout|[Tt]imed out|No route to host|unreachable"
 )
 
 
@@ -37,7 +40,7 @@ class CollectiveError(GroupError):
 
 
 def unreached(error: BaseException) -> str:
-    """Return the address of the peer that gloo could not reach; "" if it names none.
+    """Return the address of the peer that gloo or NCCL could not reach; "" if it names none.
 
     A peer that closed its connection was reached.
     """
@@ -47,7 +50,7 @@ def unreached(error: BaseException) -> str:
         said = str(cause)
         named = _REMOTE.search(said)
         if named is not None and _UNREACHED.search(said) and "closed by peer" not in said:
-            return named[1]
+            return named[1] or named[2]
         seen.add(id(cause))
         cause = cause.__cause__ or cause.__context__
     return ""

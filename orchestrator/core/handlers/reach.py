@@ -19,8 +19,9 @@ def num_together(transition: Transition, *, leaving: bool = False) -> int:
     """
     fleet, rules = transition.run.fleet, transition.rules
     offered = fleet.num_usable + (fleet.num_leaving if leaving else 0)
-    out = left_out(transition, leaving=leaving)
-    offered -= sum(fleet.nodes[number].usable for number in out)
+    if transition.run.network.links:
+        out = left_out(transition, leaving=leaving)
+        offered -= sum(fleet.nodes[number].usable for number in out)
     return layout_policy.usable(min(offered, rules.max_workers), rules.layout)
 
 
@@ -42,6 +43,8 @@ def left_out(transition: Transition, *, leaving: bool = False) -> frozenset[int]
     """
     run, rules = transition.run, transition.rules
     out: frozenset[int] = frozenset()
+    if not run.network.links:
+        return out
     for paused in (True, False):
         pairs = _apart(transition, paused=paused)
         if not pairs:

@@ -14,8 +14,8 @@ from orchestrator.core.actions import ProbeLinks
 from orchestrator.core.transition import Transition
 from orchestrator.policies import Pair, links
 
-#: What a lost link may be behind.
-NAMELESS = frozenset({"undecided", "peer_lost"})
+#: What a lost link may be behind; also what could not be read, if that is why an attempt ended.
+_NAMELESS = frozenset({"undecided", "peer_lost"})
 #: A group forms in this many times what it took before, or the network is looked at; and before
 #: one was seen in this, and so much more for each node. Nobody is disturbed by the look: a first
 #: model may take longer to build.
@@ -25,9 +25,14 @@ _FORM_NODE_S = 0.02
 
 
 def begin(transition: Transition) -> None:
-    """Have the keepers of all members probe one another, unless they do already."""
+    """Have the keepers of all members probe one another, unless they do already.
+
+    And those that members could not read from.
+    """
     run = transition.run
-    names = tuple(run.fleet.nodes[number].name for number in dict.fromkeys(run.attempt.nodes))
+    members = (run.fleet.nodes[number].name for number in run.attempt.nodes)
+    holders = (node for _, _, node, *_ in run.attempt.unread if _is_there(transition, node))
+    names = tuple(name for name in dict.fromkeys((*members, *holders)) if name)
     if transition.now_s < run.network.until_s < inf or len(names) < 2:  # noqa: PLR2004
         return
     number = run.network.num_probes + 1
@@ -44,16 +49,24 @@ def begin(transition: Transition) -> None:
 def begin_if_nameless(transition: Transition) -> None:
     """Begin if what ended the attempt names nobody, unless that was searched for since."""
     cause, network = transition.run.cause, transition.run.network
-    is_nameless = cause is not None and cause.kind in NAMELESS
-    if is_nameless and not network.found and cause and network.begun_s < cause.at_s:
+    is_new = cause is not None and network.begun_s < cause.at_s and not network.found
+    if is_new and _is_nameless(transition):
         begin(transition)
+
+
+def _is_nameless(transition: Transition) -> bool:
+    cause = transition.run.cause
+    if cause is None:
+        return False
+    return cause.kind in _NAMELESS or (
+        cause.kind == "unloadable" and bool(transition.run.attempt.unread)
+    )
 
 
 def is_awaited(transition: Transition) -> bool:
     """Return whether the answer decides what the fault was, and is not overdue."""
-    run = transition.run
-    is_nameless = run.cause is not None and run.cause.kind in NAMELESS
-    return is_nameless and transition.now_s < run.network.until_s < inf
+    until_s = transition.run.network.until_s
+    return transition.now_s < until_s < inf and _is_nameless(transition)
 
 
 def give_up(transition: Transition) -> None:
@@ -128,7 +141,7 @@ def explain(transition: Transition) -> None:
     """Make lost links the cause of a fault that named nobody."""
     run = transition.run
     cause, network = run.cause, run.network
-    if cause is None or cause.kind not in NAMELESS:
+    if cause is None or not _is_nameless(transition):
         return
     found, seen = network.found, "no connection was made"
     if not found:
@@ -140,5 +153,5 @@ def explain(transition: Transition) -> None:
         evidence = f"{links.described(found)} ({seen}); before: {cause.evidence}"
         run.cause = replace(cause, kind="link", evidence=evidence)
     elif network.is_sound:
-        evidence = f"{cause.evidence}; all {len(network.asked)} nodes reach each other"
+        evidence = f"{cause.evidence}; the {len(network.asked)} nodes reach each other"
         run.cause = replace(cause, evidence=evidence)

@@ -303,3 +303,27 @@ def test_a_node_that_is_lost_and_comes_back_is_used_the_later_each_time() -> Non
 
     assert [round(pause_s) for pause_s in pauses_s] == [5, 10, 20, 40]
     assert not any(node.strikes for node in run.state.fleet.nodes.values())
+
+
+def test_a_state_that_cannot_be_read_for_a_lost_link_is_no_fault_of_its_holder() -> None:
+    """Its holder need not be a member; what it holds can be had again when the link is whole."""
+    run = _Run()
+    run.hang()
+    run.cut_pair("a", "d")
+    source = (1, 1, "d", "w0004.1", 0, 2)
+    for node in run.members():
+        run.fold(
+            ev.WorkerLeft(
+                at_s=run.at_s,
+                attempt=2,
+                worker=run.names[node],
+                how="unloadable",
+                step=1,
+                detail="silent" if node == "a" else "",
+                unread=(source,) if node == "a" else (),
+            )
+        )
+    run.read()
+
+    assert run.incidents()[-1].incident == "link"
+    assert (run.where(), run.members()) == ((Phase.FORMING, 3), ["a", "b", "c"])
