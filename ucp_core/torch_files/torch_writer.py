@@ -52,25 +52,30 @@ def write_torch_file(
         UcpError: A value that cannot be written; says where in the tree. Nothing is written.
         StorageError: The storage refused.
     """
-    return store.write_file(path, torch_file_chunks(tree, allow=allow), fsync=fsync)
+    # As torch does: the file's own name is in it, so a reader sees when it is under another one.
+    name = path.rpartition("/")[2]
+    chunks = torch_file_chunks(tree, allow=allow, name=name.rpartition(".")[0] or name)
+    return store.write_file(path, chunks, fsync=fsync)
 
 
-def torch_file_chunks(tree: Any, *, allow: frozenset[str] = frozenset()) -> Iterator[Buffer]:
+def torch_file_chunks(
+    tree: Any, *, allow: frozenset[str] = frozenset(), name: str = _PREFIX
+) -> Iterator[Buffer]:
     """Return the bytes of the file as a stream; errors in the tree are raised at once."""
     data, storages = pickle_tree(tree, allow=CORE_NAMES | allow)
-    return _chunks(data, storages)
+    return _chunks(data, storages, name)
 
 
-def _chunks(data: bytes, storages: list[TensorData]) -> Iterator[Buffer]:
-    stream = ZipStream(_PREFIX)
+def _chunks(data: bytes, storages: list[TensorData], name: str) -> Iterator[Buffer]:
+    stream = ZipStream(name)
     head = {
         "data.pkl": data,
         ".format_version": b"1",
         ".storage_alignment": str(ALIGNMENT_BYTES).encode(),
         "byteorder": b"little",
     }
-    for name, content in head.items():
-        yield from stream.record(name, len(content), (content,))
+    for record, content in head.items():
+        yield from stream.record(record, len(content), (content,))
     for index, tensor in enumerate(storages):
         yield from stream.record(f"data/{index}", tensor.num_bytes, tensor.chunks())
     yield from stream.record("version", 2, (b"3\n",))

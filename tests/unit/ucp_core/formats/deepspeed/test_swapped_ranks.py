@@ -162,3 +162,17 @@ def test_the_name_that_torch_wrote_into_a_file_is_its_own(
 
     names = {caught.value.facts["file"], caught.value.facts["swapped_with"]}
     assert names == {file.name for file in files[:2]}
+
+
+def test_files_that_we_wrote_tell_their_names_too(tmp_path: Path) -> None:
+    """Pieces of a frozen parameter that three ranks divide evenly show nothing else."""
+    source = native([*MODEL, Param("base", (9, 8), role="frozen")], stage=3, dp=3).write(
+        tmp_path / "source"
+    )
+    one, other = (source / f"zero_pp_rank_{rank}_mp_rank_00_model_states.pt" for rank in (1, 2))
+    kept = one.rename(tmp_path / "kept")
+    other.rename(one)
+    kept.rename(other)
+
+    with pytest.raises(CheckpointCorruptError, match=f"was saved as {other.name}"):
+        read(source)
