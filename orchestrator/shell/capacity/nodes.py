@@ -432,7 +432,7 @@ class Nodes:
                 if await self.is_gone(view.node):
                     return
             elif await self._is_silent(view):
-                self.lost(view.node, "its machine answers nothing, and others do")
+                self.lost(view.node, "its machine answers nothing")
                 return
             await asyncio.sleep(RECALL_S)
 

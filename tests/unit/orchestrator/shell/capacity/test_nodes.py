@@ -158,7 +158,7 @@ def test_a_machine_that_answers_nothing_is_lost_while_another_answers(
     with socket.create_server(("127.0.0.2", 0)) as server:
         assert asyncio.run(play(server.getsockname())) == [False, False]
     lost = {event.node: event.cause for event in posted if isinstance(event, NodeLost)}
-    assert lost == dict.fromkeys((nowhere, nobody), "its machine answers nothing, and others do")
+    assert lost == dict.fromkeys((nowhere, nobody), "its machine answers nothing")
 
 
 async def _forget(nodes: Nodes, node: str) -> None:
