@@ -154,6 +154,9 @@ UNTELLABLE: dict[str, tuple[str, ...]] = {
     "deepspeed-universal": ("swap", "copy over"),
     # A manifest with the right seal may leave a tensor of a file out.
     "universal": ("edit json",),
+    # Names of parameters were exchanged with other texts.
+    "deepspeed-pipeline": ("edit pickle",),
+    "deepspeed-zero3-small": ("edit pickle",),
     # Nothing but the group tells a parameter's step count; the edited pickle has its checksum.
     "megatron-core": ("edit pickle",),
 }
