@@ -245,7 +245,9 @@ def _by_beat(case: _Case) -> Verdict | None:
     """Rule 1, from a heartbeat that is silent while others are not."""
     silent = [rank for rank, sign in case.signs.items() if sign is Sign.SILENT]
     beats = any(row and row.beat_age_s < case.limits.suspect_s for row in case.rows.values())
-    if silent and beats and not _all_stopped(case):
+    # One that is alone has only its keeper to be compared with, which reports.
+    is_alone = len(case.members) == 1 and case.still_s >= case.limits.undecided_s
+    if silent and (beats or is_alone) and not _all_stopped(case):
         return case.verdict(
             "silent", silent, f"{_names(case, silent)}: {_shown(case, silent)}, and does not beat"
         )

@@ -196,7 +196,7 @@ BUGS = {
         Tiers, "commit_every", property(_regular_interval), ("S3", "L3")
     ),
     "resumes where the attempt began": Bug(
-        recovery, "wait", _resume_where_the_attempt_began, ("S3",)
+        recovery, "wait", _resume_where_the_attempt_began, ("S3", "S6")
     ),
     "forgets the attempt number": Bug(
         on_members, "_member", _forget_the_attempt_number, ("S1", "S3", "invariant")
@@ -243,7 +243,7 @@ BUGS = {
         compaction, "behind", _take_it_for_the_end, ("L1",)
     ),
     "does not protect snapshots": Bug(
-        protection, "plan", _protect_nothing, ("L3",), first_seed=1500
+        protection, "plan", _protect_nothing, ("L3",), first_seed=3700
     ),
     "leaves open how to protect snapshots": Bug(
         machine._HANDLERS, ev.MemoryMeasured, _never_look, ("L3",), single=faults.lose_node

@@ -278,7 +278,9 @@ class Monitor:
         if worker is None or worker.hung or not worker.ready or killed_before:
             return
         reachable = worker.node.alive and not worker.node.cut_off
-        if not reachable or action.reason.startswith(("node lost", "not ready after")):
+        # A mistake of detection is a fault like others: what follows from it keeps the promises.
+        others = ("node lost", "not ready after", "hang: a mistake")
+        if not reachable or action.reason.startswith(others):
             return
         if worker.attempt == 0 and action.reason.startswith(("no slot", "killed before")):
             return

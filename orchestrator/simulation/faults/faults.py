@@ -7,6 +7,7 @@ from math import inf
 from random import Random
 
 from orchestrator.core import events as ev
+from orchestrator.simulation.faults import watching
 from orchestrator.simulation.violation import require
 from orchestrator.simulation.world import Orphans, SimCluster, SimNode, SimWorker
 from workers.protocol import held_source, stored_source
@@ -39,25 +40,42 @@ def crash(cluster: SimCluster) -> None:
 def hang(cluster: SimCluster) -> None:
     """A worker stops answering; detection finds it, or finds only that nothing moves."""
     worker = _pick_worker(cluster)
-    if worker is not None:
-        worker.hung = True
+    if worker is not None and not worker.hung:
+        worker.hung, worker.hung_at_s = True, cluster.now_s
+        # Who stops every process wants no verdict, and gets none.
+        is_only = not any(each.hung_as in watching.SHOWN for each in cluster.workers.values())
+        worker.hung_as = cluster.rng.choice(watching.SHOWN) if is_only else "waits"
+        if cluster.chance(0.2):
+            worker.hung_as = "waits"
         cluster.monitor.is_state_gone = True
         cluster.monitor.faulty.add(worker.name)
         cluster.monitor.troubled.add(worker.node.name)
-        cluster.at(0.3 + 0.3 * cluster.rng.random(), _detect, cluster, worker)
+        watching.watch(cluster)
 
 
-def _detect(cluster: SimCluster, worker: SimWorker) -> None:
-    if not worker.alive or worker.name not in cluster.workers:
-        return
+def pause(cluster: SimCluster) -> None:
+    """A worker compiles, evaluates or sleeps for many steps: nobody may be blamed for it."""
+    worker = _pick_worker(cluster)
+    if worker is not None:
+        worker.busy_until_s = cluster.now_s + 8 * cluster.rng.random()
+        worker.computes = cluster.chance(0.5)
+        watching.watch(cluster)
+
+
+def misjudge(cluster: SimCluster) -> None:
+    """Detection is wrong: it calls an attempt hung that is well, and may name a member."""
     newest = cluster.attempts.get(cluster.monitor.attempt)
-    entered = newest is not None and max(worker.attempt, worker.refuses) >= newest.number
-    if newest is not None and worker.name in newest.members and entered:
-        # Also if it has left unheard: what is seen is an attempt without progress. One that
-        # never entered shows nothing; the bound of forming has to end that.
-        guilty = (worker.name,) if cluster.chance(0.8) else ()
-        cluster.post(ev.HangFound, attempt=newest.number, guilty=guilty, evidence="no progress")
-    cluster.at(0.5, _detect, cluster, worker)
+    if newest is None or newest.step == newest.begun_step:
+        # Three in a row without a step between end a run, and would have a cause.
+        return
+    worker = cluster.workers.get(cluster.rng.choice(newest.members))
+    guilty: tuple[str, ...] = ()
+    if worker is not None and cluster.chance(0.5):
+        guilty = (worker.name,)
+        cluster.monitor.is_state_gone = True
+        cluster.monitor.faulty.add(worker.name)
+        cluster.monitor.troubled.add(worker.node.name)
+    cluster.find(ev.HangFound, attempt=newest.number, guilty=guilty, evidence="a mistake")
 
 
 def lose_node(cluster: SimCluster, node: SimNode | None = None) -> None:
@@ -382,4 +400,6 @@ FAULTS: tuple[Fault, ...] = (
     kill_keeper,
     stop_keeper,
     kill_controller,
+    pause,
+    misjudge,
 )

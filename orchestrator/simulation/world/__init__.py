@@ -3,7 +3,14 @@
 from orchestrator.simulation.world.cluster import SimCluster
 from orchestrator.simulation.world.journaling import SimJournal
 from orchestrator.simulation.world.orphans import Orphans
-from orchestrator.simulation.world.parts import COPY_S, STEP_S, SimNode, SimWorker, Tiers
+from orchestrator.simulation.world.parts import (
+    COPY_S,
+    STEP_S,
+    SimAttempt,
+    SimNode,
+    SimWorker,
+    Tiers,
+)
 from orchestrator.simulation.world.storage import Storage
 from orchestrator.simulation.world.wires import World
 
@@ -11,6 +18,7 @@ __all__ = [
     "COPY_S",
     "STEP_S",
     "Orphans",
+    "SimAttempt",
     "SimCluster",
     "SimJournal",
     "SimNode",

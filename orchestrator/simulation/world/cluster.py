@@ -407,6 +407,10 @@ class SimCluster(World):
             self.at(STEP_S / 2, self._step, attempt)
             return
         attempt.stalls = False
+        busy_until_s = max(worker.busy_until_s for worker in members)
+        if busy_until_s > self.now_s:
+            self.at(busy_until_s - self.now_s, self._step, attempt)
+            return
         step = attempt.step + 1
         if step in self.raises_at and self._raise(attempt, members, step):
             return

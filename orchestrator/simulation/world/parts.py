@@ -55,9 +55,13 @@ class SimWorker:
     __slots__ = (
         "alive",
         "attempt",
+        "busy_until_s",
         "completed",
+        "computes",
         "formed",
         "hung",
+        "hung_as",
+        "hung_at_s",
         "name",
         "node",
         "ready",
@@ -70,6 +74,10 @@ class SimWorker:
         self.alive = True
         self.ready = False
         self.hung = False
+        # As "stopped" by a signal, "frozen" with its container, or "waits" like all others.
+        self.hung_as, self.hung_at_s = "", 0.0
+        # It works for itself until then, and uses a processor for that or not.
+        self.busy_until_s, self.computes = 0.0, False
         self.attempt = 0
         self.refuses = 0
         self.completed = 0
@@ -153,6 +161,7 @@ class SimAttempt:
     __slots__ = (
         "_lanes",
         "arrived",
+        "begun_step",
         "copiers",
         "durable",
         "first_kept_step",
@@ -177,7 +186,7 @@ class SimAttempt:
         self.members = [worker for worker, _, _ in action.members]
         self.lineage = action.lineage
         self.loading = loading
-        self.step = action.resume_step
+        self.step = self.begun_step = action.resume_step
         self.arrived: set[str] = set()
         self.formed: set[str] = set()
         # By step: the ranks whose part is in storage.

@@ -100,6 +100,7 @@ class World:
         # Whether the head is lost, and what begins the next life of the run elsewhere.
         self.is_headless = False
         self.begin_life: Callable[[], None] = lambda: None
+        self.is_watched = False
         self.inbox: list[ev.Event] = []
         self.nodes: dict[str, SimNode] = {}
         self.workers: dict[str, SimWorker] = {}

@@ -8,7 +8,15 @@ from typing import Any
 
 import pytest
 
-from orchestrator.detection import Detector, NodeSilent, Stalled, Verdict, judge, limits_from
+from orchestrator.detection import (
+    Detector,
+    Judgement,
+    NodeSilent,
+    Stalled,
+    Verdict,
+    judge,
+    limits_from,
+)
 from orchestrator.detection.waits import wait_graph
 from tests.support.histories import ATTEMPT, WORKERS, calm, group, stop, watch
 from workers.protocol import WorkerPhase, WorkerReport
@@ -236,6 +244,20 @@ def test_a_silent_beat_is_named_while_another_beats() -> None:
     verdict = verdict_on(rows_with(w2=frozen), for_s=1.25)
 
     assert (verdict.guilty, verdict.rule) == (("w2",), "silent")
+
+
+def test_a_frozen_rank_that_is_alone_is_named_a_little_later() -> None:
+    """No other rank beats, and a keeper that was held up with it would have said nothing."""
+    frozen = replace(calm("w0", 0), beat_age_s=9.0)
+
+    def found(for_s: float) -> Judgement:
+        state, at_s = watch([frozen], for_s=for_s)
+        return judge(state, at_s, attempt=ATTEMPT, members=("w0",), limits=LIMITS)
+
+    assert not isinstance(found(2.75), Verdict)
+    verdict = found(3.25)
+    assert isinstance(verdict, Verdict)
+    assert (verdict.guilty, verdict.rule) == (("w0",), "silent")
 
 
 def test_all_beats_silent_names_nobody() -> None:

@@ -1,0 +1,117 @@
+"""What keepers would report of an attempt that stands still, judged by the production detector."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+from orchestrator.core import events as ev
+from orchestrator.detection import Detector, Verdict, judge, limits_from, observe
+from orchestrator.simulation.world import STEP_S, SimAttempt, SimCluster, SimWorker
+from workers.protocol import GroupState, NodeReport, WorkerPhase, WorkerReport
+
+#: How a worker hangs whose process shows it.
+SHOWN = ("stopped", "frozen")
+#: Period of the reports.
+_LOOK_S = 0.2
+#: After this the collectives of those that wait fail, which is not simulated.
+_COLLECTIVES_FAIL_S = 300.0
+#: Of a run in its ordinary steps.
+_LIMITS = limits_from(STEP_S, step_s_p50=STEP_S)
+
+
+@dataclass
+class Watching:
+    """One incarnation of the controller, as far as it watches.
+
+    Attributes:
+        incarnation: Which.
+        detector: What it remembers of reports.
+        judged: The last attempt that it found to hang.
+    """
+
+    incarnation: int
+    detector: Detector = field(default_factory=Detector)
+    judged: int = 0
+
+
+def watch(cluster: SimCluster) -> None:
+    """Report and judge until nobody is hung or pauses; a second call changes nothing."""
+    if not cluster.is_watched:
+        cluster.is_watched = True
+        cluster.at(_LOOK_S, _look, cluster, Watching(cluster.incarnation))
+
+
+def _look(cluster: SimCluster, watching: Watching) -> None:
+    now_s = cluster.now_s
+    if not any(each.hung or each.busy_until_s > now_s for each in cluster.workers.values()):
+        cluster.is_watched = False
+        return
+    if watching.incarnation != cluster.incarnation:
+        watching = Watching(cluster.incarnation)
+    newest = cluster.attempts.get(cluster.monitor.attempt)
+    if newest is not None and cluster.controller_up:
+        for report in _reports(cluster, newest):
+            watching.detector = observe(watching.detector, report, now_s)
+        verdict = judge(
+            watching.detector,
+            now_s,
+            attempt=newest.number,
+            members=tuple(newest.members),
+            limits=_LIMITS,
+            collectives_fail_s=_COLLECTIVES_FAIL_S,
+        )
+        if isinstance(verdict, Verdict) and watching.judged != newest.number:
+            watching.judged = newest.number
+            cluster.find(
+                ev.HangFound,
+                attempt=newest.number,
+                guilty=verdict.guilty,
+                evidence=verdict.evidence,
+            )
+    cluster.at(_LOOK_S, _look, cluster, watching)
+
+
+def _reports(cluster: SimCluster, newest: SimAttempt) -> list[NodeReport]:
+    """Return a report of each node that is heard and has a member.
+
+    Keepers that are away are a fault of their own: here they report.
+    """
+    rows: dict[str, list[WorkerReport]] = {}
+    for rank, name in enumerate(newest.members):
+        worker = cluster.workers.get(name)
+        if worker is not None and worker.alive and not worker.node.cut_off:
+            row = _row(worker, rank, newest, cluster.now_s)
+            rows.setdefault(worker.node.name, []).append(row)
+    return [NodeReport(node=node, seq=0, workers=tuple(each)) for node, each in rows.items()]
+
+
+def _row(worker: SimWorker, rank: int, newest: SimAttempt, now_s: float) -> WorkerReport:
+    silent_s = now_s - worker.hung_at_s if worker.hung and worker.hung_as in SHOWN else 0.0
+    is_away = silent_s > 0.0 or worker.busy_until_s > now_s
+    is_inside = worker.attempt == newest.number
+    world = GroupState(
+        group="world",
+        ranks=range(len(newest.members)),
+        entered_seq=newest.step + (not is_away),
+        finished_seq=newest.step,
+        op="all_reduce",
+        size_bytes=1,
+        waiting_s=0.0 if is_away else _LOOK_S,
+    )
+    return WorkerReport(
+        worker=worker.name,
+        pid=1,
+        os_state="T" if silent_s and worker.hung_as == "stopped" else "S",
+        attempt=worker.attempt,
+        rank=rank if is_inside else -1,
+        phase=WorkerPhase.FORWARD if worker.formed else WorkerPhase.FORMING,
+        step=newest.step if is_inside else worker.completed,
+        micro_batch=0,
+        moved_bytes=0,
+        phase_s=silent_s,
+        beat_age_s=silent_s,
+        processor_s=now_s if worker.computes and not silent_s else 0.0,
+        step_s=STEP_S if is_inside and newest.step > newest.begun_step else 0.0,
+        loss=1.0,
+        groups=(world,) if is_inside and worker.formed else (),
+    )
