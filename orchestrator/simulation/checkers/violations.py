@@ -305,7 +305,9 @@ class Monitor:
         """Check that no healthy node is avoided."""
         for name in action.avoid:
             node = world.nodes[name]
-            known = name in self.troubled | self.unlinked or node.draining_until_s is not None
+            # That it is lost may be known only from the others, which do not reach it.
+            failed = self.troubled | self.unlinked | self.lost_nodes
+            known = name in failed or node.draining_until_s is not None
             require(known or node.cut_off, "S5", f"healthy node {name} is avoided")
 
     def struck(self, name: str) -> None:
