@@ -9,8 +9,8 @@ from dataclasses import dataclass
 from typing import Any
 
 from orchestrator.config import RunConfig
-from orchestrator.run_directory import read_run
-from ucp_core.storage import join, open_store
+from orchestrator.run_directory import METRICS, read_run
+from ucp_core.storage import join, open_store, read_appended
 
 #: Once so many snapshots were skipped the next is taken, though peers lack the one before.
 _SKIPPED_MIN = 8
@@ -81,7 +81,7 @@ class History:
 def read_history(directory: str) -> History:
     """Return the history in the run directory ``directory``."""
     store, path = open_store(directory)
-    text = store.read(join(path, "metrics/rank0.jsonl")).decode()
+    text = read_appended(store, join(path, METRICS)).decode()
     # A worker that is killed while it writes leaves half a line.
     whole = (line for line in text.splitlines() if line.endswith("}"))
     return History(tuple(json.loads(line) for line in whole))
