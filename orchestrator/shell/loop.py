@@ -23,6 +23,7 @@ from orchestrator.core import (
     FaultInjected,
     MemoryMeasured,
     Phase,
+    RunState,
     SlotGranted,
     StopRequested,
     Ticked,
@@ -35,6 +36,7 @@ from orchestrator.core import (
     transition_records,
 )
 from orchestrator.core import actions as act
+from orchestrator.policies import quarantine
 from orchestrator.run_directory import CHECKPOINTS
 from orchestrator.shell.capacity import Capacity, Nodes, Rendezvous, Workers
 from orchestrator.shell.clock import wall_time
@@ -419,6 +421,7 @@ class Run:
         answer = await self._snapshots.read(
             action.lineage,
             enough_step=newest_step,
+            stored_step=_stored_step(state),
             bad=action.bad,
             unreached=action.unreached,
         )
@@ -542,3 +545,9 @@ class Run:
             await in_thread(STORAGE, self._record.close)
         await asyncio.to_thread(withdraw, self._names.run_id)
         await page.stop()
+
+
+def _stored_step(state: RunState) -> int:
+    """Return the newest step that is known to be committed in storage, and not to be bad."""
+    step = 0 if state.committed_in_memory else state.committed[0]
+    return 0 if step in quarantine.in_storage(state.bad) else step

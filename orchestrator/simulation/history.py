@@ -56,6 +56,8 @@ _STOP = 0.05
 _WITHOUT_STATE = "name another run.directory"
 #: Share of those whose head is lost while the run goes on.
 _HEAD_LOST = 0.1
+#: Share of the histories in which storage is away for a while.
+_OUTAGE = 0.1
 #: Share of those with snapshots whose interval of checkpoints is chosen.
 _CHOSEN = 0.25
 
@@ -162,6 +164,8 @@ class History:
         self.expected = self._draw_ending()
         for _ in range(rng.choice((0, 1, 2, 3, 4, 6, 12))):
             cluster.at(1.0 + rng.random() * safety_s, self._inject)
+        # Mostly after the end of the run.
+        cluster.at(1.0 + safety_s * apart.random() / _OUTAGE, self._cut_off_storage)
         cluster.at(safety_s + 2.0, self._heal)
         cluster.begin_life = self._begin_life
         head = Random(f"head {seed}")  # noqa: S311  no secrets here
@@ -341,6 +345,11 @@ class History:
         if self._may_inject() and self.state.phase not in TERMINAL:
             self._count_fault()
             self.rng.choice(self.kinds)(self.cluster)
+
+    def _cut_off_storage(self) -> None:
+        if self._may_inject() and self.state.phase not in TERMINAL:
+            self._count_fault()
+            faults.cut_off_storage(self.cluster)
 
     def _count_fault(self) -> None:
         self.num_faults += 1

@@ -144,6 +144,7 @@ class Snapshots:
         lineage: Lineage,
         *,
         enough_step: int,
+        stored_step: int = 0,
         bad: Sequence[Source] = (),
         unreached: Sequence[str] = (),
     ) -> Answer | None:
@@ -153,12 +154,15 @@ class Snapshots:
             lineage: Says which versions count.
             enough_step: A version in memory of this step or later ends the search: nothing in
                 storage can be newer. -1 if nobody can say that.
+            stored_step: Known to be committed in storage: if that does not answer, no older
+                version is taken in its place.
             bad: What is not to be loaded from.
             unreached: Nodes whose memory cannot be loaded from.
         """
         answer = await self._find(
             lineage,
             enough_step=enough_step,
+            stored_step=stored_step,
             total_steps=self._total_steps,
             bad=bad,
             unreached=unreached,
@@ -186,6 +190,7 @@ class Snapshots:
         *,
         enough_step: int,
         total_steps: int,
+        stored_step: int = 0,
         bad: Sequence[Source] = (),
         unreached: Sequence[str] = (),
         held_only: bool = False,
@@ -211,15 +216,16 @@ class Snapshots:
         if held is None or not 0 <= enough_step <= held.step:
             # With nothing in memory, storage is the only source.
             await asyncio.wait([stored], timeout=STORAGE_S if held is not None else None)
+        is_behind = held is not None and held.step < stored_step
         if stored.cancelled():
             return None
         if not stored.done():
-            return answer(held)
+            return None if is_behind else answer(held)
         try:
             found, passed_over, lost = stored.result()
         except UcpError as error:
             log.warning("storage_refused", extra={"error": str(error)})
-            return answer(held) if held is not None else None
+            return answer(held) if held is not None and not is_behind else None
         if found is None:
             told = () if held is not None else lost
             return answer(held, stored_step=0, damaged=lost, skipped=passed_over, lost=told)

@@ -282,7 +282,9 @@ class Monitor:
         others = ("node lost", "not ready after", "hang: a mistake")
         if not reachable or action.reason.startswith(others):
             return
-        if worker.attempt == 0 and action.reason.startswith(("no slot", "killed before")):
+        # A controller died before it performed what the journal says, as that a node is given up.
+        needless = ("no slot", "killed before", "not known")
+        if worker.attempt == 0 and action.reason.startswith(needless):
             return
         overdue = world.now_s - self.fence_began_s >= world.rules.bounds.fence_s - 1e-9
         # Its report may be late, though it is ready or has left: only the bound decides.

@@ -313,6 +313,13 @@ def _miss_keeper(cluster: SimCluster, node: SimNode, num_told: int) -> None:
         cluster.at(silent_s, _miss_keeper, cluster, node, num_told + is_heard)
 
 
+def cut_off_storage(cluster: SimCluster) -> None:
+    """Storage answers nobody for a while; often something fails meanwhile."""
+    outage_s = 0.5 + 4.0 * cluster.rng.random()
+    cluster.storage.back_s = max(cluster.storage.back_s, cluster.now_s + outage_s)
+    _strike_soon(cluster)
+
+
 def kill_controller(cluster: SimCluster) -> None:
     """The controller's process dies: what was on its way to it is lost."""
     if cluster.is_headless:

@@ -290,6 +290,8 @@ class SimCluster(World):
 
     def _read(self, action: act.ReadCommitted) -> None:
         nodes = self.nodes.values()
+        if self.now_s < self.storage.back_s and self.needs_storage(action):
+            return  # the machine asks again
         self.monitor.reading(action, self.now_s)
         self.measure()
         stored = self.storage.newest(action.lineage, quarantine.in_storage(action.bad))
@@ -318,6 +320,14 @@ class SimCluster(World):
                 if self.now_s < node.keeper_back_s and node.alive and not node.cut_off
             ),
         )
+
+    def needs_storage(self, action: act.ReadCommitted) -> bool:
+        """Return whether memory holds less than all that was completed."""
+        inventories = self.memory.inventories(self.nodes.values(), self.now_s)
+        good = quarantine.good(inventories, action.bad, action.unreached)
+        held = versions.newest(good, (0, 0), action.lineage, total_steps=self.rules.total_steps)
+        done = max((attempt.step for attempt in self.attempts.values()), default=0)
+        return held is None or held.step < done
 
     def _probe_links(self, action: act.ProbeLinks) -> None:
         self.at(self.wire_s() + PROBE_S * self.rng.random(), self._probed, action)
@@ -493,6 +503,9 @@ class SimCluster(World):
         """Leave once the step is committed; where a part is missing everybody waits."""
         landed = self.storage.commits if stored else self.memory.landed_s
         if (attempt.step, attempt.number) not in landed:
+            landed_s = self.storage.back_s + 2 * _COMMIT_S
+            if stored and self.now_s < landed_s and self.present(attempt) is not None:
+                self.at(landed_s - self.now_s, self._leave_together, attempt, how, stored)
             return
         if how == "yielded" and self.present(attempt) is not None:
             self.monitor.all_yielded(attempt.number, attempt.step)

@@ -58,7 +58,9 @@ def final_snapshot(world: World, attempt: SimAttempt, worker: SimWorker) -> None
 
 def _write(world: World, attempt: SimAttempt, worker: SimWorker, rank: int, step: int) -> None:
     """Write one rank's record to storage; with the last one the version is committed."""
-    if worker.alive and worker.attempt == attempt.number and not worker.hung:
+    if world.now_s < world.storage.back_s:
+        world.at(_back_s(world), _write, world, attempt, worker, rank, step)
+    elif worker.alive and worker.attempt == attempt.number and not worker.hung:
         _record(world, attempt, rank, step)
 
 
@@ -173,9 +175,18 @@ def _copy(world: World, attempt: SimAttempt, worker: SimWorker, part: Part, copi
 
 def _store(world: World, attempt: SimAttempt, worker: SimWorker, part: Part) -> None:
     """Store a part that is still held, be its worker alive or not."""
+    if world.now_s < world.storage.back_s:
+        # It stays pinned until then, or is not there any more.
+        world.at(_back_s(world), _store, world, attempt, worker, part)
+        return
     node = worker.node
     is_there = world.memory.has(node.name, worker.name, part)
     # What is stored is checked on its way.
     is_whole = is_there and not world.is_damaged(node.name, worker.name, part)
     if serves(node, world.now_s) and is_whole:
         _record(world, attempt, part.rank, part.step)
+
+
+def _back_s(world: World) -> float:
+    """Return when a write that hangs is done, from now on."""
+    return world.storage.back_s - world.now_s + WRITE_S * world.rng.random()

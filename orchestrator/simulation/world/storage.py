@@ -20,10 +20,13 @@ class Commit:
 class Storage:
     """All versions that are committed; none is ever overwritten (S2).
 
-    ``life`` is the one that owns the run directory.
+    Attributes:
+        life: The one that owns the run directory.
+        back_s: Before then every read and write hangs.
     """
 
     def __init__(self) -> None:
+        self.back_s = 0.0
         self.commits: dict[tuple[int, int], Commit] = {}
         self.life = 1
 

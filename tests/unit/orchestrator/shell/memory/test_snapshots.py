@@ -6,7 +6,10 @@ import asyncio
 import itertools
 import threading
 from dataclasses import replace
+from functools import partial
 from typing import Any
+
+import pytest
 
 from orchestrator.core.actions import OrderKeepers
 from orchestrator.policies import (
@@ -112,6 +115,22 @@ def test_a_store_that_stalls_does_not_keep_memory_from_being_used() -> None:
     assert with_keepers(store, act) == (7, "memory")
 
 
+def test_memory_is_no_way_round_a_newer_version_in_a_store_that_is_away(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """A resume never falls behind what was committed: it waits until storage is back."""
+    monkeypatch.setattr(module, "STORAGE_S", 0.01)
+    stalling = Stalling()
+    for store in (stalling, Refusing()):
+
+        async def read(made: Snapshots, _: Handles, *, stored_step: int) -> Any:
+            return await made.read(LINEAGE, enough_step=9, stored_step=stored_step)
+
+        assert version_of(with_keepers(store, partial(read, stored_step=6))) == (7, "memory")
+        assert with_keepers(store, partial(read, stored_step=8)) is None
+    stalling.released.set()
+
+
 def test_a_store_that_stalls_holds_two_threads_however_often_it_is_asked() -> None:
     """The machine asks again every ten seconds; what polls nodes and slots needs threads too."""
     store = Stalling()
@@ -123,8 +142,7 @@ def test_a_store_that_stalls_holds_two_threads_however_often_it_is_asked() -> No
         # Two are looking, and the newest waits for them.
         for answer in itertools.islice(asyncio.as_completed(asked), len(asked) - 3):
             assert await answer is None
-        looking = [thread for thread in threading.enumerate() if "storage-look" in thread.name]
-        assert len(looking) <= 2
+        assert len(snapshots._looks._threads) <= 2
         assert not asked[-1].done()
         store.released.set()
         newest = await asked[-1]
