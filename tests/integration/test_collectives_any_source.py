@@ -49,7 +49,7 @@ def receive(place: Place) -> Any:
             limit_s=ABORT_S_MAX,
         )
         waits = [
-            (group.group, group.ranks, group.op)
+            (group.group, tuple(group.ranks), group.op)
             for group in RingReader(place.ring_path).attempt()[1]
         ]
         collectives.abort(1)

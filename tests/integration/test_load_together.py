@@ -31,10 +31,16 @@ class _Counting(LocalStore):
     """Notes how many bytes are read of data files."""
 
     def __init__(self) -> None:
-        self.read_bytes = 0
+        super().__init__()
+        #: One list for the store and those that it is bound to a folder by.
+        self._counted: list[int] = []
+
+    @property
+    def read_bytes(self) -> int:
+        return sum(self._counted)
 
     def read_ranges(self, path: str, ranges: Sequence[ReadRange]) -> None:
-        self.read_bytes += sum(len(buffer) for _, buffers in ranges for buffer in buffers)
+        self._counted.append(sum(len(buffer) for _, buffers in ranges for buffer in buffers))
         super().read_ranges(path, ranges)
 
 

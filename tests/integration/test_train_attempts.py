@@ -2,17 +2,13 @@
 
 from __future__ import annotations
 
-import errno
-import os
 import re
-import time
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
 from tests.support.attempts import (
-    WAIT_S_MAX,
     finish,
     lines,
     newest,
@@ -156,22 +152,18 @@ def test_who_found_damage_tells_it_though_the_attempt_ends_before_all_have_loade
     """Else the next attempts would meet it again, for ever."""
     finish(run, settings(text, steps=3), num_workers=2)
     folder = run.directory / "checkpoints/step-00000003"
-    mine, other = sorted(folder.glob("*.bin"))
+    _, other = sorted(folder.glob("*.bin"))
     content = bytearray(other.read_bytes())
     content[100] ^= 1
     other.write_bytes(content)
-    mine.unlink()
-    os.mkfifo(mine)
     members = run.begin(settings(text), num_workers=2, resume=(3, 1))
-    # Rank 0 waits there for somebody to write. The other has loaded once it asks who has.
+    # It has loaded once it asks who has. Rank 0 may have, or not.
     assert eventually(lambda: _has_called(run.directory / "w0001.ring", attempt=2))
     if how == "fence":
         members[1].fence(2)
     else:
         members[0].process.kill()
     left = members[1].left().outcome
-    if how == "fence":
-        os.close(_open_to_write(mine))
 
     assert isinstance(left, Unloadable), left
     assert left.found.damaged == ((3, 1, "", "", 0, 0),)
@@ -180,18 +172,6 @@ def test_who_found_damage_tells_it_though_the_attempt_ends_before_all_have_loade
 def _has_called(ring: Path, *, attempt: int) -> bool:
     found, groups = RingReader(ring).attempt()
     return found == attempt and any(group.entered_seq for group in groups)
-
-
-def _open_to_write(fifo: Path) -> int:
-    deadline_s = time.monotonic() + WAIT_S_MAX
-    while time.monotonic() < deadline_s:
-        try:
-            return os.open(fifo, os.O_WRONLY | os.O_NONBLOCK)
-        except OSError as error:
-            if error.errno != errno.ENXIO:
-                raise
-            time.sleep(0.005)
-    pytest.fail("rank 0 does not load")
 
 
 def test_an_attempt_that_resumes_from_the_last_step_still_ends_the_run(

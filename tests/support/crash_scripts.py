@@ -116,7 +116,7 @@ class Commit(Script):
 class Collect(Script):
     """Two of four versions go."""
 
-    num_changes_min = 10
+    num_changes_min = 8
 
     def prepare(self, world: World) -> None:
         for step in (3, 4, 5, 6):

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import signal
 import time
+from contextlib import suppress
 from pathlib import Path
 
 import torch
@@ -50,9 +51,11 @@ def train(place: Place) -> int:
         start_s = time.monotonic()
         page.enter(WorkerPhase.FORWARD)
         stall = stall_path(place.directory, place.rank)
-        while stall.exists():
-            if not stall.stat().st_size:
-                time.sleep(0.05)
+        # It may go at any time.
+        with suppress(FileNotFoundError):
+            while True:
+                if not stall.stat().st_size:
+                    time.sleep(0.05)
         loss = model(torch.ones(8, 64)).square().mean()
         page.enter(WorkerPhase.BACKWARD)
         loss.backward()

@@ -9,6 +9,7 @@ from __future__ import annotations
 import fcntl
 import json
 import os
+import re
 import time
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -57,6 +58,8 @@ def _line(value: object) -> bytes:
     return b"%08x %b\n" % (crc32(text), text)
 
 
+#: What a kill leaves of a line.
+_TORN_LINE = re.compile(rb"[0-9a-f]{0,8}|[0-9a-f]{8} .*", re.DOTALL)
 #: A child that was just forked when its parent was killed holds the lock until it first runs.
 _LOCK_S = 2.0
 
@@ -76,10 +79,11 @@ def _is_name(path: Path) -> bool:
 
 
 def _begins(path: Path, *, alone: bool) -> bool:
-    """Return whether a file is a journal; a kill may have left it empty, with nothing beside it."""
+    """Return whether a file is a journal; a kill may have left half a line, with nothing beside."""
     with path.open("rb") as file:
         line = file.readline(1 << 10)
-    return _is_line(line) or (not line and alone)
+    is_torn = not line.endswith(b"\n") and _TORN_LINE.fullmatch(line) is not None
+    return _is_line(line) or (is_torn and alone)
 
 
 class Journal:

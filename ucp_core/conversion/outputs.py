@@ -245,6 +245,11 @@ class LocalFiles:
                 os.fsync(fd)
                 os.close(fd)
             Path(path).replace(self._directory / target.name)
+        if fsync:
+            # The manifest must not be there without the names.
+            fd = os.open(self._directory, os.O_RDONLY | os.O_CLOEXEC)
+            os.fsync(fd)
+            os.close(fd)
 
     def remove(self) -> None:
         """Delete everything temporary."""
