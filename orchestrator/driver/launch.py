@@ -160,10 +160,10 @@ class Launched:
         """Return the run's summary, None before the run is over."""
         return self._files.summary()
 
-    def _summary_of_ours(self) -> dict[str, Any] | None:
+    def _summary_of_ours(self, *, within_s: float = RECENT_S) -> dict[str, Any] | None:
         # One that cannot be reached is for ``ClusterWatch`` and the controller to judge.
         with contextlib.suppress(StorageError):
-            self._owner.require(within_s=RECENT_S)
+            self._owner.require(within_s=within_s)
         return self.summary()
 
     def follow(self, on_status: Callable[[dict[str, Any] | None], None]) -> dict[str, Any]:
@@ -179,7 +179,8 @@ class Launched:
             if (
                 status is None
                 and not has_controller(self._address, self.names.namespace)
-                and self._summary_of_ours() is None
+                # It may have ended because it saw first that another life took over.
+                and self._summary_of_ours(within_s=0.0) is None
             ):
                 directory = self.config.run.directory
                 raise CapacityError(
