@@ -114,12 +114,13 @@ class Commit(Script):
 
 
 class Collect(Script):
-    """Two of four versions go."""
+    """Three of five versions go."""
 
-    num_changes_min = 8
+    num_changes_min = 10
+    steps = (2, 3, 4, 5, 6)
 
     def prepare(self, world: World) -> None:
-        for step in (3, 4, 5, 6):
+        for step in self.steps:
             save(world.store, small_state(step), step=step, root=world.root)
 
     def act(self, world: World) -> None:
@@ -129,7 +130,7 @@ class Collect(Script):
         names = world.store.list(world.root)
         assert names[-2:] == ("step-00000005", "step-00000006")
         assert len(names) == 2 or not done
-        for step in (3, 4, 5, 6):
+        for step in self.steps:
             try:
                 checkpoint = open_checkpoint(world.store, join(world.root, checkpoint_name(step)))
             except CheckpointNotFoundError:
