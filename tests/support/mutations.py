@@ -99,13 +99,18 @@ def _resize(folder: Path, rng: random.Random, outside: Path) -> str:
     return f"{path.name} from {size} to {path.stat().st_size}"
 
 
-def _swap(folder: Path, rng: random.Random, outside: Path) -> str:
-    del outside
+def _two_of_a_kind(folder: Path, rng: random.Random) -> tuple[Path, Path] | None:
     one = rng.choice(_files(folder))
     others = [p for p in _files(folder) if p.suffix == one.suffix and p != one]
-    if not others:
+    return (one, rng.choice(others)) if others else None
+
+
+def _swap(folder: Path, rng: random.Random, outside: Path) -> str:
+    del outside
+    pair = _two_of_a_kind(folder, rng)
+    if pair is None:
         return ""
-    other = rng.choice(others)
+    one, other = pair
     if one.read_bytes() == other.read_bytes():
         return ""
     kept = one.with_name(one.name + "-kept")
@@ -117,11 +122,10 @@ def _swap(folder: Path, rng: random.Random, outside: Path) -> str:
 
 def _copy_over(folder: Path, rng: random.Random, outside: Path) -> str:
     del outside
-    one = rng.choice(_files(folder))
-    others = [p for p in _files(folder) if p.suffix == one.suffix and p != one]
-    if not others:
+    pair = _two_of_a_kind(folder, rng)
+    if pair is None:
         return ""
-    other = rng.choice(others)
+    one, other = pair
     shutil.copy(one, other)
     return f"{one.relative_to(folder)} over {other.relative_to(folder)}"
 
