@@ -83,6 +83,9 @@ class Trainer:
     def keep_pace(self, attempt: int, pace: Pace) -> None:
         self._pipe.send(("pace", (attempt, pace)))
 
+    def has_left(self) -> bool:
+        return self._pipe.poll()
+
     def left(self) -> Left:
         assert self._pipe.poll(ANSWER_S_MAX), "the worker did not leave its attempt"
         answer = self._pipe.recv()
