@@ -52,6 +52,13 @@ class StartKeeper:
 
 
 @value
+class EndKeeper:
+    """End the keeper on ``node``, where the run has nothing any more; its memory is given up."""
+
+    node: str
+
+
+@value
 class RestartKeeper:
     """End the process of a keeper, so that Ray starts it again; its memory outlives it."""
 
@@ -219,6 +226,7 @@ Action: TypeAlias = (
     | StartWorker
     | KillWorker
     | StartKeeper
+    | EndKeeper
     | RestartKeeper
     | GiveUpNode
     | FenceAttempt

@@ -344,6 +344,7 @@ class Run:
             act.StartWorker: lambda a: workers.start(a.worker, a.node),
             act.KillWorker: lambda a: workers.kill(a.worker),
             act.StartKeeper: lambda a: self._nodes.start_keeper(a.node),
+            act.EndKeeper: lambda a: self._nodes.end_keeper(a.node),
             act.RestartKeeper: lambda a: self._nodes.restart_keeper(a.node),
             act.GiveUpNode: lambda a: self._nodes.give_up(a.node),
             act.FenceAttempt: self._fence,

@@ -16,7 +16,7 @@ from orchestrator.core import (
 )
 from orchestrator.simulation.history import History
 
-NUM_HISTORIES = 150
+NUM_HISTORIES = 300
 
 
 class _Books:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from math import inf
 
-from orchestrator.core.actions import KillWorker
+from orchestrator.core.actions import EndKeeper, KillWorker, StartKeeper
 from orchestrator.core.handlers import searching
 from orchestrator.core.state import Node, Slot, Worker, WorkerStatus, worker_name, worker_number
 from orchestrator.core.transition import Transition
@@ -58,6 +58,9 @@ def put_node(transition: Transition, number: int, node: Node) -> None:
     run.fleet.nodes = run.fleet.nodes.set(number, node)
     if number not in run.fleet.short:
         run.fleet.short = (*run.fleet.short, number)
+    is_emptied = node.is_kept and not node.slots and not node.workers
+    if is_emptied and number not in run.fleet.emptied:
+        run.fleet.emptied = (*run.fleet.emptied, number)
 
 
 def put_worker(transition: Transition, number: int, worker: Worker) -> None:
@@ -141,7 +144,32 @@ def place_slot(transition: Transition, number: int, node_number: int) -> None:
     run.fleet.slots = run.fleet.slots.set(number, Slot(node=node_number, avoid=slot.avoid))
     run.fleet.num_slots -= 1
     node = run.fleet.nodes[node_number]
-    put_node(transition, node_number, node._replace(slots=tuple(sorted((*node.slots, number)))))
+    if not (node.is_kept and node.slots):
+        # Also where one is known of: it may have been ended as it was heard.
+        transition.actions.append(StartKeeper(node=node.name))
+    slots = tuple(sorted((*node.slots, number)))
+    put_node(transition, node_number, node._replace(slots=slots, is_kept=True))
+
+
+def end_needless_keepers(transition: Transition) -> None:
+    """End the keepers of nodes where the run has nothing any more.
+
+    Call it when storage has a version of the current attempt: what those hold is older. While a
+    process of ours is on a machine, Ray does not call it idle, and it is not given back.
+    """
+    fleet = transition.run.fleet
+    emptied, fleet.emptied = fleet.emptied, ()
+    for number in emptied:
+        node = fleet.nodes[number]
+        if node.slots or node.workers:
+            continue
+        if not node.alive:
+            # It may come back, and its keeper with it.
+            fleet.emptied = (*fleet.emptied, number)
+            continue
+        ended = node._replace(is_kept=False, keeper_by_s=inf, budget_bytes=0)
+        fleet.nodes = fleet.nodes.set(number, ended)
+        transition.actions.append(EndKeeper(node=node.name))
 
 
 def drop_slot(transition: Transition, number: int) -> None:

@@ -39,12 +39,17 @@ def node_joined(transition: Transition, event: NodeJoined) -> None:
         demand.release_surplus(transition)
         # Slots that are still pending may have been asked for anywhere but here.
         demand.renew_pending(transition)
-    # Also for a known node: a restarted controller has no handle of its keeper.
-    transition.actions.append(StartKeeper(node=event.node))
+    if node.is_kept:
+        # A restarted controller has no handle of its keeper.
+        transition.actions.append(StartKeeper(node=event.node))
 
 
 def keeper_ready(transition: Transition, event: KeeperReady) -> None:
-    """Note that a keeper is back."""
+    """Note that a keeper is there, or back; an earlier controller may have started it."""
+    number = transition.run.fleet.node_ids.get(event.node)
+    if number is not None and not transition.run.fleet.nodes[number].is_kept:
+        node = transition.run.fleet.nodes[number]
+        fleet.put_node(transition, number, node._replace(is_kept=True))
     _expect_keeper(transition, event.node, inf)
 
 
@@ -59,7 +64,7 @@ def keeper_silent(transition: Transition, event: KeeperSilent) -> None:
     """Have a keeper started again that is stopped or stuck."""
     nodes = transition.run.fleet
     number = nodes.node_ids.get(event.node)
-    if number is not None and nodes.nodes[number].alive:
+    if number is not None and nodes.nodes[number].alive and nodes.nodes[number].is_kept:
         reason = f"silent for {event.silent_s:g} s"
         transition.actions.append(RestartKeeper(node=event.node, reason=reason))
 
@@ -67,7 +72,7 @@ def keeper_silent(transition: Transition, event: KeeperSilent) -> None:
 def _expect_keeper(transition: Transition, name: str, by_s: float) -> None:
     run = transition.run
     number = run.fleet.node_ids.get(name)
-    if number is not None and run.fleet.nodes[number].alive:
+    if number is not None and run.fleet.nodes[number].alive and run.fleet.nodes[number].is_kept:
         # No count of the fleet depends on it.
         node = run.fleet.nodes[number]._replace(keeper_by_s=by_s)
         run.fleet.nodes = run.fleet.nodes.set(number, node)

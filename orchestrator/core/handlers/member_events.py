@@ -88,6 +88,8 @@ def checkpoint_committed(transition: Transition, event: CheckpointCommitted) -> 
     is_over = run.phase in (Phase.FENCING, Phase.READING, Phase.WAITING)
     if event.attempt == run.attempt.number and (run.phase in ACTIVE or is_over):
         _know(run, event.step, in_memory=False)
+        if run.phase in ACTIVE:
+            fleet.end_needless_keepers(transition)
 
 
 def worker_left(transition: Transition, event: WorkerLeft) -> None:

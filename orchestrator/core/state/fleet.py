@@ -68,6 +68,7 @@ class Node(NamedTuple):
         rack: What it fails together with; "" if nothing is known.
         keeper_by_s: Its keeper died and must be back by then; infinity if it did not die.
         budget_bytes: What snapshots may take of its memory; 0 if its keeper has not said it.
+        is_kept: Whether there is a keeper, or one was started, that was not ended.
     """
 
     name: str
@@ -83,6 +84,7 @@ class Node(NamedTuple):
     rack: str = ""
     keeper_by_s: float = inf
     budget_bytes: int = 0
+    is_kept: bool = False
 
     @property
     def draining(self) -> bool:
@@ -100,6 +102,7 @@ class Fleet(Part):
         nodes: By order of first appearance.
         node_ids: Number of a node by its name.
         short: Nodes that lack worker processes, or have too many.
+        emptied: Nodes with a keeper that lost their last slot or worker.
         num_slots: Pending ones, and granted ones on nodes that stay.
         num_usable: Workers that could train, on nodes that stay.
         num_leaving: Workers that could train, on draining nodes.
@@ -116,6 +119,7 @@ class Fleet(Part):
     nodes: Table[Node] = field(default_factory=Table)
     node_ids: dict[str, int] = field(default_factory=dict)
     short: tuple[int, ...] = ()
+    emptied: tuple[int, ...] = ()
     num_slots: int = 0
     num_usable: int = 0
     num_leaving: int = 0

@@ -81,6 +81,8 @@ class NodeView:
         port: Its port.
         secret: What it asks for before it serves; b"" before it said so.
         tasks: Run until the node is lost.
+        care: Those of them that run until the keeper is ended.
+        ending: Set while the keeper is being ended.
         greeted: Set once the keeper has said who it is.
         lost: Set when it is.
     """
@@ -99,6 +101,8 @@ class NodeView:
     port: int = 0
     secret: bytes = field(default=b"", repr=False)
     tasks: list[asyncio.Task[None]] = field(default_factory=list)
+    care: list[asyncio.Task[None]] = field(default_factory=list)
+    ending: asyncio.Task[None] | None = None
     greeted: asyncio.Event = field(default_factory=asyncio.Event)
     lost: asyncio.Event = field(default_factory=asyncio.Event)
 
@@ -176,7 +180,10 @@ class Nodes:
             await asyncio.sleep(POLL_S)
 
     async def _meet(self) -> None:
-        greetings = [asyncio.create_task(view.greeted.wait()) for view in self.views.values()]
+        there = await in_thread(RAY, self._kept)
+        for node in there:
+            self.start_keeper(node)
+        greetings = [asyncio.create_task(self.views[node].greeted.wait()) for node in there]
         if greetings:
             _, late = await asyncio.wait(greetings, timeout=MEET_S)
             for task in late:
@@ -261,13 +268,20 @@ class Nodes:
         for view in self.views.values():
             for task in view.tasks:
                 task.cancel()
-            if view.keeper is None:
-                view.keeper = self._find_keeper(view.node)
+            if view.ending is not None:
+                await asyncio.wait([view.ending])
+        for node in await in_thread(RAY, self._kept):
+            view = self.views[node]
+            view.keeper = view.keeper or self._find_keeper(node)
         there = [view for view in self.views.values() if not view.lost.is_set()]
         await asyncio.gather(*(_clear(view.keeper) for view in there if view.keeper is not None))
         for view in self.views.values():
             if view.keeper is not None:
                 ray.kill(view.keeper, no_restart=True)
+
+    def _kept(self) -> list[str]:
+        """Return the nodes on which a keeper of the run lives, as Ray says; this asks for each."""
+        return [node for node in list(self.views) if self._find_keeper(node) is not None]
 
     def _find_keeper(self, node: str) -> Any:
         """Return a keeper that an earlier controller started; None if there is none."""
@@ -300,6 +314,10 @@ class Nodes:
         view = self.views.get(node)
         if view is None or view.lost.is_set() or view.keeper is not None:
             return
+        if view.ending is not None:
+            # Ray would give us the one that ends.
+            view.ending.add_done_callback(lambda _: self.start_keeper(node))
+            return
         view.keeper = (
             ray.remote(Keeper)
             .options(
@@ -313,9 +331,29 @@ class Nodes:
             .remote(directory=self._names.shared_directory(node), **self._boot)
         )
         loop = asyncio.get_running_loop()
-        view.tasks += [
+        view.care = [
             loop.create_task(care) for care in (self._accompany(view), self._ask_often(view))
         ]
+        view.tasks += view.care
+
+    def end_keeper(self, node: str) -> None:
+        """End the keeper on ``node`` for good; a later ``start_keeper`` waits for that."""
+        view = self.views.get(node)
+        if view is None or view.lost.is_set() or view.keeper is None:
+            return
+        for task in view.care:
+            task.cancel()
+        keeper, view.keeper = view.keeper, None
+        view.host, view.port, view.secret, view.keeper_pid = "", 0, b"", 0
+        view.is_returning, view.greeted = False, asyncio.Event()
+        view.ending = asyncio.get_running_loop().create_task(self._end_keeper(view, keeper))
+
+    async def _end_keeper(self, view: NodeView, keeper: Any) -> None:
+        await _clear(keeper)
+        ray.kill(keeper, no_restart=True)
+        while await in_thread(RAY, self._find_keeper, view.node) is not None:  # noqa: ASYNC110  Ray tells nobody
+            await asyncio.sleep(KEEPER_RETRY_S)
+        view.ending = None
 
     def restart_keeper(self, node: str) -> None:
         """End the keeper's process: Ray asks it to end, or has its raylet kill it."""

@@ -296,6 +296,15 @@ class Monitor:
         is_silent = node.keeper_back_s > now_s or not node.alive or node.cut_off
         require(is_silent, "S5", f"the keeper of {node.name} answers and is restarted")
 
+    def ending_keeper(self, node: SimNode) -> None:
+        """Check that a keeper is only ended where the run has nothing."""
+        is_used = any(worker.attempt == self.attempt for worker in node.workers.values())
+        require(
+            node.cut_off or not is_used,
+            "L3",
+            f"the keeper of {node.name} ends, and members are there",
+        )
+
     def giving_up(self, node: SimNode, now_s: float) -> None:
         """Check that a node is only given up when its keeper does not come back."""
         is_away = node.keeper_back_s > now_s or not node.alive or node.cut_off

@@ -289,14 +289,14 @@ def _strike_soon(cluster: SimCluster) -> None:
 def kill_keeper(cluster: SimCluster) -> None:
     """A keeper's process dies; now and then it does not come back."""
     node = _pick_node(cluster)
-    if node is not None:
+    if node is not None and node.has_keeper:
         cluster.keeper_dies(node, returns=cluster.chance(0.9))
 
 
 def stop_keeper(cluster: SimCluster) -> None:
     """A keeper hangs: it holds what it holds, and answers nobody until it is started again."""
     node = _pick_node(cluster)
-    if node is not None and node.keeper_back_s <= cluster.now_s:
+    if node is not None and node.has_keeper and node.keeper_back_s <= cluster.now_s:
         node.keeper_back_s = inf
         cluster.monitor.is_state_gone = True
         cluster.at(cluster.rules.bounds.keeper_silent_s, _miss_keeper, cluster, node, 0)
@@ -304,7 +304,7 @@ def stop_keeper(cluster: SimCluster) -> None:
 
 def _miss_keeper(cluster: SimCluster, node: SimNode, num_told: int) -> None:
     """The controller asks keepers itself, as long as one says nothing."""
-    if node.alive and node.keeper_back_s == inf:
+    if node.alive and node.has_keeper and node.keeper_back_s == inf:
         silent_s = cluster.rules.bounds.keeper_silent_s
         is_heard = cluster.controller_up and not node.cut_off and cluster.monitor.outcome is None
         require(num_told < _TOLD_MAX, "L2", f"the keeper of {node.name} is left silent")
@@ -377,6 +377,7 @@ def end_everything(cluster: SimCluster) -> None:
     cluster.workers.clear()
     for node in cluster.nodes.values():
         node.workers.clear()
+        node.has_keeper = False
         cluster.memory.lose_node(node.name)
         _forget_slots(cluster, node)
         cluster.post(ev.NodeJoined, node=node.name, rack=node.rack)

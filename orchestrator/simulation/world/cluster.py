@@ -46,6 +46,7 @@ class SimCluster(World):
             act.StartWorker: self._start_worker,
             act.KillWorker: self._kill_worker,
             act.StartKeeper: self._start_keeper,
+            act.EndKeeper: self._end_keeper,
             act.RestartKeeper: self._restart_keeper,
             act.GiveUpNode: self._give_up_node,
             act.FenceAttempt: self._fence_attempt,
@@ -217,6 +218,13 @@ class SimCluster(World):
             node.has_keeper = True
             if self.now_s >= node.keeper_back_s:
                 self.find(ev.KeeperReady, node=node.name)
+
+    def _end_keeper(self, action: act.EndKeeper) -> None:
+        node = self.nodes[action.node]
+        self.monitor.ending_keeper(node)
+        if node.alive and not node.cut_off:
+            node.has_keeper, node.keeper_back_s = False, 0.0
+            self.memory.lose_node(node.name)
 
     def _restart_keeper(self, action: act.RestartKeeper) -> None:
         node = self.nodes[action.node]
@@ -547,6 +555,8 @@ class SimCluster(World):
         for node in self.nodes.values():
             if node.alive and not node.cut_off:
                 self.post(ev.NodeJoined, node=node.name, rack=node.rack)
+                if node.has_keeper and self.now_s >= node.keeper_back_s:
+                    self.find(ev.KeeperReady, node=node.name)
                 if node.draining_until_s is not None:
                     self.at(0.01 + self.wire_s(), self.read_notice, node)
 

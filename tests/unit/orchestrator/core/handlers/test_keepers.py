@@ -1,4 +1,4 @@
-"""The life of keepers: one on every node of the run, restarted when silent, missed for a while."""
+"""The life of keepers: one on each node with a slot, restarted when silent, missed for a while."""
 
 from math import inf
 
@@ -24,14 +24,53 @@ def _fold(state: RunState, *events: ev.Event) -> tuple[RunState, list[Action]]:
     return state, ordered
 
 
-def test_a_node_gets_a_keeper_as_often_as_a_controller_meets_it() -> None:
-    """A restarted controller has no handle of any keeper; to start one twice is to find it."""
+def test_a_node_gets_a_keeper_with_its_first_slot_and_whenever_a_controller_meets_it() -> None:
+    """A node that the run does not use stays idle, so that it can be given back."""
     joined = ev.NodeJoined(at_s=0.0, node="a")
-    state, first = _fold(RunState(), joined)
-    _, again = _fold(state, joined)
+    start = act.StartKeeper(node="a")
+    state, first = _fold(RunState(), STARTED[0], joined)
+    assert start not in first
 
-    assert act.StartKeeper(node="a") in first
-    assert act.StartKeeper(node="a") in again
+    state, granted = _fold(state, STARTED[2])
+    assert granted.count(start) == 1
+    # A restarted controller has no handle of any keeper; to start one twice is to find it.
+    _, again = _fold(state, joined)
+    assert start in again
+
+
+def _run_on_two_nodes() -> RunState:
+    state, _ = _fold(
+        RunState(),
+        *STARTED,
+        ev.NodeJoined(at_s=1.0, node="b"),
+        ev.SlotGranted(at_s=1.0, slot=2, node="b"),
+        ev.KeeperReady(at_s=1.5, node="b"),
+        ev.WorkerReady(at_s=2.0, worker="w0002", node="b", pid=12),
+        ev.Ticked(at_s=60.0),
+    )
+    return state
+
+
+def test_a_keeper_of_an_earlier_controller_is_ended_if_the_node_is_not_used() -> None:
+    """Its end may have been ordered and not happened; who finds it says that it is there."""
+    state = _run_on_two_nodes()
+    formed = [
+        ev.WorkerFormed(at_s=61.0, attempt=state.attempt.number, worker=worker)
+        for worker in ("w0001", "w0002")
+    ]
+    state, _ = _fold(
+        state,
+        *formed,
+        ev.NodeJoined(at_s=61.0, node="c"),
+        ev.KeeperReady(at_s=61.5, node="c"),
+    )
+    commit = ev.CheckpointCommitted(at_s=62.0, attempt=state.attempt.number, step=1)
+    state, actions = _fold(state, commit)
+    assert actions == [act.EndKeeper(node="c")]
+
+    _, actions = _fold(state, commit)
+    assert actions == []
+    assert _fold(state, ev.KeeperSilent(at_s=63.0, node="c", silent_s=15.0))[1] == []
 
 
 def test_a_silent_keeper_is_restarted_while_its_node_lives() -> None:

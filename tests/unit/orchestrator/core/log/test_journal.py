@@ -102,8 +102,8 @@ def test_a_record_of_the_wrong_shape_is_refused(change: dict[str, Any]) -> None:
 
 def test_a_replay_tells_where_it_differs() -> None:
     """Another version of the machine, or other rules, must not pass for the same run."""
-    changed = _edited({"node": "b"}, line=3)
-    assert json.loads(changed.splitlines()[3])["kind"] == "StartWorker"
+    changed = _edited({"node": "b"}, line=4)
+    assert json.loads(changed.splitlines()[4])["kind"] == "StartWorker"
 
     with pytest.raises(JournalCorruptError, match="after SlotGranted"):
         verify([changed], RULES)
