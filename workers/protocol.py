@@ -6,6 +6,7 @@ Pure values. Every message names its attempt, so that a reader can drop messages
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from enum import StrEnum
@@ -466,6 +467,21 @@ class WorkerReport:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class Notice:
+    """What is known on a node of its end.
+
+    Attributes:
+        what: Who said it and what happens, for people.
+        deadline_s: When, in seconds since the epoch; infinity if nobody said when.
+        left_s: Seconds until then, by the clock of the node, when this was sent.
+    """
+
+    what: str
+    deadline_s: float
+    left_s: float = field(default=math.inf, compare=False)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class NodeReport:
     """One keeper's view of its node; sent periodically, and at once after a change.
 
@@ -478,6 +494,7 @@ class NodeReport:
         stored_attempt: The attempt that committed it.
         problems: One line per problem that reduces protection: no memory, a full or silent
             store, a peer that cannot be reached.
+        notice: What is known there of the node's end; None if it stays.
     """
 
     node: str
@@ -487,6 +504,7 @@ class NodeReport:
     stored_step: int = 0
     stored_attempt: int = 0
     problems: tuple[str, ...] = ()
+    notice: Notice | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

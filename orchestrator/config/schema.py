@@ -14,6 +14,7 @@ from dataclasses import fields, is_dataclass, replace
 from importlib.resources import files
 from pathlib import Path
 from typing import Any, TypeAlias
+from urllib.parse import urlsplit
 
 import yaml
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
@@ -33,6 +34,7 @@ from orchestrator.errors import ConfigError
 from orchestrator.policies import BudgetRules, CadenceRules, LayoutRules, RedundancyRules, usable
 from ucp_core.errors import UcpError
 from ucp_core.storage import open_store
+from workers.keeper import CLOUDS
 from workers.placement import Preference
 from workers.settings import (
     AUTO,
@@ -157,6 +159,24 @@ class RecoverySection(_Section):
     stuck_attempts_max: int = Field(default=12, ge=1)
 
 
+class NoticesSection(_Section):
+    """Who tells a node that it is taken, beside Ray, Kubernetes and Slurm, which need no key.
+
+    Attributes:
+        cloud: Whose metadata service each node asks: ``aws``, ``gcp``, ``azure`` or ``none``.
+            ``auto`` is what the machine's firmware says; simulated nodes then ask nobody.
+        endpoint: Of that service, instead of the address on the machine's own link.
+        file: A file on each node that exists while the node is under notice. It begins with a time
+            in ISO 8601, or the seconds from when it was written.
+        command: Likewise a command that prints such a text, and nothing while there is no notice.
+    """
+
+    cloud: str = AUTO
+    endpoint: str = ""
+    file: str = ""
+    command: str = ""
+
+
 class RunConfig(_Section):
     """Everything that is decided before a run starts.
 
@@ -174,6 +194,7 @@ class RunConfig(_Section):
     snapshot: SnapshotSettings = SnapshotSettings()
     parallel: ParallelSection = ParallelSection()
     recovery: RecoverySection = RecoverySection()
+    notices: NoticesSection = NoticesSection()
 
     @property
     def patience(self) -> float:
@@ -213,6 +234,13 @@ class RunConfig(_Section):
             script=self.run.script,
             arguments=self.run.arguments,
         )
+
+    def watched(self) -> dict[str, str]:
+        """Return who may tell a node of its end, as ``workers.keeper`` takes it."""
+        asked = self.notices.model_dump()
+        if asked["cloud"] == AUTO and self.cluster.address is None:
+            asked["cloud"] = "none"
+        return asked
 
     def settings_json(self) -> dict[str, Any]:
         """Return ``settings`` as plain values."""
@@ -411,7 +439,7 @@ def _cross_problems(source: Source, config: RunConfig, broken: Collection[str]) 
             line.partition(": ") for line in settings_problems(config.settings())
         )
     ]
-    found += _worker_problems(config)
+    found += [*_worker_problems(config), *_notice_problems(config.notices)]
     if config.run.arguments and not config.run.script:
         found.append(("run.arguments", "are for a run.script, and there is none; name one"))
     return [
@@ -452,6 +480,22 @@ def _defaulted(source: Source, broken: Collection[str]) -> set[str]:
         known = {f"{name}.{key}" for key in _known_keys((name,))}
         section = source.document.get(name, None if field.is_required() else {})
         found |= known if not isinstance(section, dict) else known.intersection(broken)
+    return found
+
+
+def _notice_problems(asked: NoticesSection) -> list[tuple[str, str]]:
+    found = []
+    allowed = (AUTO, *CLOUDS, "none")
+    if asked.cloud not in allowed:
+        known = ", ".join(allowed)
+        message = f"{asked.cloud!r} is none of {known}; else set notices.command"
+        found.append(("notices.cloud", message))
+    service = urlsplit(asked.endpoint)
+    if asked.endpoint and (service.scheme != "http" or not service.netloc):
+        message = f"must be like http://169.254.169.254, not {asked.endpoint!r}"
+        found.append(("notices.endpoint", message))
+    if asked.file and not Path(asked.file).is_absolute():
+        found.append(("notices.file", f"{asked.file!r} must be a whole path: it is on every node"))
     return found
 
 

@@ -98,11 +98,13 @@ class NodeDraining:
     """The provider takes the node back at ``deadline_s`` (same clock as ``at_s``).
 
     A later one of the node replaces it; infinity if the provider does not take it any more.
+    ``notice`` is who said so, for people.
     """
 
     at_s: float
     node: str
     deadline_s: float
+    notice: str = ""
 
 
 @value

@@ -151,7 +151,12 @@ class Run:
             names=self._names,
             resources=self._config.worker_resources(),
             rack_label=self._config.cluster.rack_label,
-            boot={**boot, "controller": self._controller, "life": life},
+            boot={
+                **boot,
+                "controller": self._controller,
+                "life": life,
+                "notices": self._config.watched(),
+            },
             at_s=at_s,
             post=post,
             on_keeper=self._on_keeper,
@@ -262,6 +267,7 @@ class Run:
     def on_report(self, report: NodeReport) -> None:
         """Take in a keeper's report. On the loop."""
         self._observer.on_report(report)
+        self._nodes.on_notice(report.node, report.notice)
         # What proves anything comes in reports, and whoever stands still is reported often.
         self._observer.judge()
         self._snapshots.on_report(report)

@@ -6,21 +6,26 @@ from ucp_core.lazy import lazy_door
 
 if TYPE_CHECKING:
     from workers.keeper.actor import OPTIONS, Keeper
+    from workers.keeper.notices import CLOUDS, NoticeWatch, recognised, sources_of
     from workers.keeper.reach import SILENT_S, hung_up, silent
     from workers.keeper.sources import LOCAL_MEMORY, PEER_MEMORY, MemorySources
     from workers.keeper.watch import progress_path, ring_path
 
 __all__ = [
+    "CLOUDS",
     "LOCAL_MEMORY",
     "OPTIONS",
     "PEER_MEMORY",
     "SILENT_S",
     "Keeper",
     "MemorySources",
+    "NoticeWatch",
     "hung_up",
     "progress_path",
+    "recognised",
     "ring_path",
     "silent",
+    "sources_of",
 ]
 
 __getattr__ = lazy_door(__name__)

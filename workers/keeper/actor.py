@@ -16,7 +16,7 @@ import errno
 import logging
 import os
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from pathlib import Path
@@ -27,11 +27,12 @@ import ray
 from ucp_core.errors import UcpError
 from workers.errors import WorkerError
 from workers.keeper.node_memory import NodeMemory
+from workers.keeper.notices import NoticeWatch, sources_of
 from workers.keeper.peers import unreached
 from workers.keeper.reach import Reach
 from workers.keeper.watch import GONE, STILL_S, NodeWatch, clear
 from workers.parent_death import end_with_parent
-from workers.protocol import Inventory, KeeperOrder, NodeReport
+from workers.protocol import Inventory, KeeperOrder, NodeReport, Notice
 from workers.records import Lease
 from workers.settings import Settings
 
@@ -72,6 +73,7 @@ class Keeper:
         run_url: The run directory; "" keeps no snapshots.
         settings: ``workers.settings.Settings`` as JSON; None keeps no snapshots.
         life: Of the run; orders may name a later one.
+        notices: Who may tell of the node's end, as for ``workers.keeper.notices.sources_of``.
     """
 
     def __init__(
@@ -82,6 +84,7 @@ class Keeper:
         run_url: str = "",
         settings: dict[str, Any] | None = None,
         life: int = 0,
+        notices: Mapping[str, str] | None = None,
     ) -> None:
         end_with_parent()
         with contextlib.suppress(PermissionError):
@@ -93,6 +96,8 @@ class Keeper:
         self._watch = NodeWatch(node=self._node, directory=self._directory)
         self._lease = Lease(self._directory)
         self._reach = Reach(self._cut_off)
+        self._notices = NoticeWatch(sources_of(**(notices or {})))
+        self._notice: Notice | None = None
         host, _, port = ray.get_runtime_context().gcs_address.rpartition(":")
         self._head = (host, int(port))
         self._task: asyncio.Task[None] | None = None
@@ -209,10 +214,12 @@ class Keeper:
     async def _look(self, now_s: float) -> None:
         """Read the progress records; report if it is time or there is news."""
         self._lease.look()
-        has_news = self._watch.look()
+        notice = self._notices.notice()
+        has_news = self._watch.look() or notice != self._notice
         is_still = self._watch.still_s() >= STILL_S
         period_s = still_period_s(self._watch.num_ranks) if is_still else MOVING_PERIOD_S
         if has_news or now_s - self._reported_s >= period_s:
+            self._notice = notice
             report = self._report()
             # Not awaited: if the controller is down, the next report says the same and more.
             self._controller.observe.remote(report)
@@ -220,18 +227,22 @@ class Keeper:
             await self._tend(report)
 
     def _report(self) -> NodeReport:
-        report = self._watch.report()
+        report = replace(self._watch.report(), notice=self._notice, problems=self._problems())
         if self._memory is None:
-            problems = (self._why_no_memory,) if self._why_no_memory else ()
-            return replace(report, problems=problems)
+            return report
         stored_attempt, stored_step = self._memory.stored
         return replace(
             report,
             inventory=self._memory.inventory(),
             stored_step=stored_step,
             stored_attempt=stored_attempt,
-            problems=self._memory.problems(),
         )
+
+    def _problems(self) -> tuple[str, ...]:
+        found = self._memory.problems() if self._memory else ()
+        if self._why_no_memory:
+            found = (self._why_no_memory,)
+        return (*found, *self._notices.problems())
 
     def _cut_off(self) -> None:
         """End the node's trainers: it reaches no other one, and the run goes on without it.

@@ -13,9 +13,9 @@ import contextlib
 import itertools
 import math
 import time
-from collections.abc import Callable, Coroutine, Iterable, Mapping
+from collections.abc import Callable, Coroutine, Hashable, Iterable, Mapping
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, NamedTuple
 
 import ray
 from ray.exceptions import ActorUnavailableError, RayError
@@ -36,6 +36,7 @@ from orchestrator.core import (
 from orchestrator.shell.names import RunNames
 from orchestrator.shell.threads import RAY, in_thread
 from workers.keeper import OPTIONS, Keeper, hung_up, silent
+from workers.protocol import Notice
 
 #: The node table and drain notices are read this often, 2.6 ms of processor time a read. Lost
 #: nodes are found by their connections; a new one and a notice of 30 s can wait this long.
@@ -58,6 +59,10 @@ PROBE_S = 0.5
 #: One that lives hangs up on who says nothing after two minutes, and is called again. So is one
 #: that dies, in case its port outlived the connection.
 RECALL_S = 0.05
+#: A notice that names no time is followed when a replacement is there, and in a year at last.
+FAR_S = 365 * 86400.0
+#: Who says that a node goes: Ray, or what the node's own keeper asks.
+_RAY, _OWN = "ray", "own"
 #: So many other machines are asked whether it is this one that is cut off.
 NUM_ASKED = 32
 
@@ -71,6 +76,7 @@ class NodeView:
         raylet_address: Where its raylet listens.
         rack: What it fails together with; "" if nothing is known.
         state: alive, draining or lost.
+        notice: What was said last of its end; "" if nothing was.
         raylet_pid: Process id of the raylet; 0 before the keeper said it.
         keeper_pid: Likewise of the keeper, and while it is being started again.
         lost_s: When it was declared lost, on the run's clock.
@@ -91,6 +97,7 @@ class NodeView:
     raylet_address: tuple[str, int]
     rack: str = ""
     state: str = "alive"
+    notice: str = ""
     raylet_pid: int = 0
     keeper_pid: int = 0
     lost_s: float = 0.0
@@ -105,6 +112,19 @@ class NodeView:
     ending: asyncio.Task[None] | None = None
     greeted: asyncio.Event = field(default_factory=asyncio.Event)
     lost: asyncio.Event = field(default_factory=asyncio.Event)
+
+
+class _Said(NamedTuple):
+    """What one source says of the end of a node, and what it means on the run's clock."""
+
+    said: Hashable
+    by_s: float
+    what: str
+
+
+def _first(known: Mapping[str, _Said]) -> _Said:
+    """Return what ends first; infinity if nothing does."""
+    return min(known.values(), key=lambda each: each.by_s, default=_Said(None, math.inf, ""))
 
 
 def view_of(row: Mapping[str, Any], rack_label: str) -> NodeView:
@@ -151,8 +171,8 @@ class Nodes:
         self._on_keeper = on_keeper
         self._buried: set[str] = set()
         self._bounds = bounds
-        #: Of nodes under notice, as Ray says them: ms since the epoch, 0 if there is none.
-        self._deadlines_ms: dict[str, int] = {}
+        #: Of nodes under notice, by who said it.
+        self._notices: dict[str, dict[str, _Said]] = {}
         self._looks: set[asyncio.Task[Any]] = set()
         self.views: dict[str, NodeView] = {}
         self._met = asyncio.Event()
@@ -166,7 +186,7 @@ class Nodes:
 
     def is_draining(self, node: str) -> bool:
         """Return whether ``node`` was given notice. Ray forgets when the node dies; we do not."""
-        return node in self._deadlines_ms
+        return bool(self._notices.get(node))
 
     async def watch_forever(self) -> None:
         """Report joins, losses and notices until cancelled."""
@@ -305,7 +325,7 @@ class Nodes:
             return
         view = self.views[node] = view_of(row, self.rack_label)
         # Of one that is back the notice is told again: it was forgotten with the node.
-        self._deadlines_ms.pop(node, None)
+        self._notices.pop(node, None)
         view.tasks.append(asyncio.get_running_loop().create_task(self._listen(view)))
         self._post(NodeJoined(at_s=self._at_s(), node=node, rack=view.rack))
 
@@ -364,26 +384,39 @@ class Nodes:
     def _fits(self, total: dict[str, float]) -> bool:
         return all(total.get(name, 0.0) >= need for name, need in self._resources.items())
 
-    def _heed(self, notices: Mapping[str, int]) -> None:
-        """Report notices that are new, changed or withdrawn, as they are now."""
-        for node, deadline_ms in notices.items():
-            if self._deadlines_ms.get(node) != deadline_ms:
-                self._deadlines_ms[node] = deadline_ms
-                left_s = deadline_ms / 1000.0 - time.time() if deadline_ms else 0.0  # noqa: TID251
-                self._drain(node, "draining", max(0.0, left_s))
-        for node in self._deadlines_ms.keys() - notices.keys():
-            view = self.views.get(node)
-            # That of a node that has died is no longer told either.
-            if view is not None and not view.lost.is_set():
-                del self._deadlines_ms[node]
-                self._drain(node, "alive", math.inf)
+    def _heed(self, deadlines_ms: Mapping[str, int]) -> None:
+        """Take in Ray's notices: a deadline in ms since the epoch by node, 0 if there is none."""
+        for node in self._notices.keys() | deadlines_ms.keys():
+            said = deadlines_ms.get(node)
+            left_s = said / 1000.0 - time.time() if said else 0.0  # noqa: TID251
+            self._note(node, _RAY, said, left_s, "drained by Ray")
 
-    def _drain(self, node: str, state: str, left_s: float) -> None:
+    def on_notice(self, node: str, notice: Notice | None) -> None:
+        """Take in what a node itself knows of its end; None if it stays."""
+        left_s, what = (notice.left_s, notice.what) if notice else (math.inf, "")
+        self._note(node, _OWN, notice, left_s, what)
+
+    def _note(self, node: str, source: str, said: Hashable, left_s: float, what: str) -> None:
+        """Report the first end of a node if what a source says is new, changed or withdrawn.
+
+        Of a node that has died nothing is told any more, and nothing is taken back.
+        """
         view = self.views.get(node)
-        if view is not None and not view.lost.is_set():
-            view.state = state
+        if view is None or view.lost.is_set():
+            return
+        known = self._notices.setdefault(node, {})
+        if (known[source].said if source in known else None) == said:
+            return
+        was = _first(known)
         at_s = self._at_s()
-        self._post(NodeDraining(at_s=at_s, node=node, deadline_s=at_s + left_s))
+        if said is None:
+            del known[source]
+        else:
+            known[source] = _Said(said, at_s + min(max(0.0, left_s), FAR_S), what)
+        now = _first(known)
+        view.state, view.notice = "draining" if known else "alive", now.what
+        if now.by_s != was.by_s:
+            self._post(NodeDraining(at_s=at_s, node=node, deadline_s=now.by_s, notice=now.what))
 
     async def is_gone(self, node: str) -> bool:
         """Return whether ``node`` is lost; ask its raylet's port if that is not known.

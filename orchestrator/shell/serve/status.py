@@ -54,6 +54,7 @@ def status_document(
                 "raylet_pid": view.raylet_pid or None,
                 "keeper_pid": view.keeper_pid or None,
                 "state": view.state,
+                "notice": view.notice,
                 "slots": known.get(view.node, {}).get("slots", []),
             }
             for view in nodes.values()

@@ -246,6 +246,27 @@ def test_an_interval_is_a_number_or_auto(value: str, wrong: str) -> None:
     assert refused.value.facts["problems"] == [f"command line: snapshot.every_steps: {wrong}"]
 
 
+def test_a_cloud_that_nobody_here_knows_is_refused_with_those_that_are_known() -> None:
+    """Its notices would be waited for in vain; a command can ask for them."""
+    text = "notices: {cloud: oracle, endpoint: 'https://10.0.0.1', file: notice}\n"
+
+    assert [line.partition(": ")[2] for line in _problems(LEAST + text)] == [
+        "notices.cloud: 'oracle' is none of auto, aws, gcp, azure, none; else set notices.command",
+        "notices.endpoint: must be like http://169.254.169.254, not 'https://10.0.0.1'",
+        "notices.file: 'notice' must be a whole path: it is on every node",
+    ]
+
+
+def test_simulated_nodes_ask_no_cloud_unless_one_is_named() -> None:
+    """They are all of one machine, which is whoever's; a cluster's nodes ask their own."""
+    watched = [
+        load(LEAST, overrides).watched()["cloud"]
+        for overrides in ([], ["notices.cloud=aws"], ["cluster.address=auto"])
+    ]
+
+    assert watched == ["none", "aws", "auto"]
+
+
 def test_the_parallel_section_has_every_setting_of_the_workers() -> None:
     """The section adds to the workers' settings; one that it lacks could not be set by anybody."""
     ours = set(type(load(LEAST).parallel).model_fields)

@@ -5,13 +5,15 @@ import math
 import socket
 import time
 from collections.abc import Callable
+from dataclasses import replace
 from types import SimpleNamespace
 
 import pytest
 
 from orchestrator.core import Bounds, Event, NodeDraining, NodeJoined, NodeLost
 from orchestrator.shell import RunNames
-from orchestrator.shell.capacity.nodes import Nodes, view_of
+from orchestrator.shell.capacity.nodes import FAR_S, Nodes, view_of
+from workers.protocol import Notice
 
 ROW = {
     "NodeID": "a1b2",
@@ -124,6 +126,42 @@ def test_a_notice_is_followed_as_it_changes(monkeypatch: pytest.MonkeyPatch) -> 
         pytest.approx(301.0, abs=120.0),
         1.0,
         math.inf,
+    ]
+
+
+def test_the_first_end_counts_of_what_a_node_knows_and_what_ray_was_told(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Kubernetes tells Ray and the cloud tells the machine; each may take its notice back."""
+    posted: list[Event] = []
+    node = "a1b2" * 14
+    taken = Notice(what="aws: spot instance, stop", deadline_s=1e9, left_s=120.0)
+
+    async def play() -> None:
+        nodes = _nodes(posted.append)
+        nodes.on_notice(node, taken)  # of a node that a new controller has not met yet
+        nodes._compare({**ROW, "NodeID": node, "Alive": True, "Resources": {}})
+        likely = Notice(what="aws: rebalance recommendation", deadline_s=math.inf)
+        in_a_minute = {node: int(time.time() * 1000) + 60_000}
+        nodes.on_notice(node, likely)
+        nodes.on_notice(node, taken)
+        nodes.on_notice(node, replace(taken, left_s=118.0))  # said again, a while later
+        nodes._heed(in_a_minute)
+        nodes.on_notice(node, None)
+        nodes._heed({})
+        for task in nodes.views[node].tasks:
+            task.cancel()
+        assert (nodes.views[node].state, nodes.views[node].notice) == ("alive", "")
+
+    monkeypatch.setattr("orchestrator.shell.capacity.nodes.ray", _Ray())
+    asyncio.run(play())
+
+    told = [event for event in posted if isinstance(event, NodeDraining)]
+    assert [(event.notice, event.deadline_s) for event in told] == [
+        ("aws: rebalance recommendation", 1.0 + FAR_S),
+        ("aws: spot instance, stop", 121.0),
+        ("drained by Ray", pytest.approx(61.0, abs=50.0)),
+        ("", math.inf),
     ]
 
 

@@ -1,0 +1,145 @@
+"""Real questions to a server of this process that answers as the documents say."""
+
+from __future__ import annotations
+
+import json
+import shlex
+import socket
+import sys
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import pytest
+
+from tests.support.metadata_server import (
+    AWS_ACTION,
+    AWS_REBALANCE,
+    AZURE_EVENTS,
+    AZURE_NAME,
+    GCP_MAINTENANCE,
+    GCP_PREEMPTED,
+    Metadata,
+    serve,
+)
+from workers.keeper.notices import NoticeWatch, sources_of
+
+WAIT_S_MAX = 60.0
+
+
+@pytest.fixture
+def server(tmp_path: Path) -> Iterator[Metadata]:
+    """Return a server that knows of no notice."""
+    with serve(tmp_path / "said") as metadata:
+        yield metadata
+
+
+@contextmanager
+def _watching(**asked: str) -> Iterator[NoticeWatch]:
+    sources = sources_of(**asked)
+    for source in sources:
+        source.period_s = 0.05
+    watch = NoticeWatch(sources)
+    try:
+        yield watch
+    finally:
+        watch.close()
+
+
+def _wait(condition: Callable[[], bool]) -> None:
+    deadline_s = time.monotonic() + WAIT_S_MAX
+    while not condition():
+        assert time.monotonic() < deadline_s
+        time.sleep(0.01)
+
+
+def _what(watch: NoticeWatch) -> str:
+    notice = watch.notice()
+    return notice.what if notice else ""
+
+
+def test_a_notice_of_aws_comes_changes_and_is_withdrawn(server: Metadata) -> None:
+    """It needs a token, and gets another one when that has run out."""
+    with _watching(cloud="aws", endpoint=server.endpoint) as watch:
+        _wait(lambda: len(server.asked) > 2)
+        assert (_what(watch), watch.problems()) == ("", ())
+        server.say(AWS_REBALANCE, '{"noticeTime": "2026-11-25T08:16:02Z"}')
+        _wait(lambda: "rebalance" in _what(watch))
+        server.num_tokens += 1
+        server.say(AWS_ACTION, '{"action": "stop", "time": "2099-11-25T08:22:00Z"}')
+        _wait(lambda: _what(watch) == "aws: spot instance, stop")
+        notice = watch.notice()
+        assert notice is not None
+        assert 0.0 < notice.left_s < notice.deadline_s
+        server.say(AWS_ACTION, None)
+        server.say(AWS_REBALANCE, None)
+        _wait(lambda: watch.notice() is None)
+
+
+def test_a_preemption_by_google_is_known_when_it_is_made_known(server: Metadata) -> None:
+    """The question waits for a change; the time since then counts, not that since each answer."""
+    server.say(GCP_PREEMPTED, "FALSE")
+    server.say(GCP_MAINTENANCE, "NONE")
+    with _watching(cloud="gcp", endpoint=server.endpoint) as watch:
+        _wait(lambda: any("wait_for_change" in path for path in server.asked))
+        server.say(GCP_PREEMPTED, "TRUE")
+        _wait(lambda: _what(watch) == "gcp: preempted")
+        first, num_asked = watch.notice(), len(server.asked)
+        _wait(lambda: len(server.asked) > num_asked)
+        assert first is not None
+        assert watch.notice() == first
+        assert 0.0 < first.left_s <= 30.0
+
+
+def test_azure_is_asked_for_this_machine(server: Metadata) -> None:
+    """The events of a scale set name machines as the machine itself is named."""
+    event = {
+        "EventId": "1", "EventType": "Preempt", "Resources": ["spot_1"],
+        "NotBefore": "Wed, 25 Nov 2099 08:22:00 GMT",
+    }  # fmt: skip
+    server.say(AZURE_NAME, "spot_1")
+    server.say(AZURE_EVENTS, json.dumps({"Events": []}))
+    with _watching(cloud="azure", endpoint=server.endpoint) as watch:
+        server.say(AZURE_EVENTS, json.dumps({"Events": [event]}))
+        _wait(lambda: _what(watch) == "azure: Preempt, event 1")
+
+
+def test_a_file_and_a_command_of_ones_own_are_heeded(tmp_path: Path) -> None:
+    """Of several notices the one that ends first counts."""
+    file, printed = tmp_path / "notice", tmp_path / "printed"
+    printed.write_text("")
+    show = f"import sys; sys.stdout.write(open({str(printed)!r}).read())"
+    command = shlex.join([sys.executable, "-c", show])
+    with _watching(file=str(file), command=command) as watch:
+        printed.write_text("3600 the rack is cleaned")
+        _wait(lambda: _what(watch) == "the rack is cleaned")
+        file.write_text("60 power")
+        _wait(lambda: _what(watch) == "power")
+        file.unlink()
+        _wait(lambda: _what(watch) == "the rack is cleaned")
+        printed.write_text("")
+        _wait(lambda: watch.notice() is None)
+
+
+def test_a_service_that_does_not_answer_is_told_once_and_takes_nothing_back(
+    server: Metadata, caplog: pytest.LogCaptureFixture
+) -> None:
+    """A service may restart, and a machine of no cloud has none: both must cost nothing."""
+    with socket.create_server(("127.0.0.1", 0)) as nobody:
+        closed = f"http://127.0.0.1:{nobody.getsockname()[1]}"
+    with _watching(cloud="aws", endpoint=closed) as watch:
+        _wait(lambda: bool(watch.problems()))
+        assert watch.problems()[0].startswith("the metadata service of aws does not answer")
+    server.say(AWS_ACTION, '{"action": "stop", "time": "2099-11-25T08:22:00Z"}')
+    with _watching(cloud="aws", endpoint=server.endpoint) as watch:
+        _wait(lambda: bool(_what(watch)))
+        server.say(AWS_ACTION, "<html>busy</html>")
+        _wait(lambda: bool(watch.problems()))
+        assert _what(watch) == "aws: spot instance, stop"
+        told = [record for record in caplog.records if record.message == "notices"]
+        num_asked = len(server.asked)
+        _wait(lambda: len(server.asked) >= num_asked + 2)
+        assert len(told) == 2
+        server.say(AWS_ACTION, None)
+        _wait(lambda: not _what(watch) and not watch.problems())

@@ -1,0 +1,14 @@
+"""Notices of the end of a machine: who is asked on a node, and what the answers mean."""
+
+from typing import TYPE_CHECKING
+
+from ucp_core.lazy import lazy_door
+
+if TYPE_CHECKING:
+    from workers.keeper.notices.machine import CLOUDS, recognised
+    from workers.keeper.notices.sources import sources_of
+    from workers.keeper.notices.watch import NoticeWatch
+
+__all__ = ["CLOUDS", "NoticeWatch", "recognised", "sources_of"]
+
+__getattr__ = lazy_door(__name__)

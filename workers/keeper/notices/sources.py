@@ -1,0 +1,240 @@
+"""Who is asked on a node: the cloud's metadata service, a file, a command. Each call may block.
+
+Sources of the formats and periods:
+AWS: docs.aws.amazon.com/AWSEC2/latest/UserGuide, "spot-instance-termination-notices" and
+"rebalance-recommendations"; Google: cloud.google.com/compute/docs/metadata,
+"getting-live-migration-notice" and "querying-metadata"; Azure: learn.microsoft.com/azure,
+"virtual-machines/linux/scheduled-events".
+"""
+
+from __future__ import annotations
+
+import contextlib
+import shlex
+import subprocess
+import time
+from collections.abc import Mapping
+from http import HTTPStatus
+from http.client import HTTPConnection, HTTPException, HTTPMessage
+from pathlib import Path
+from typing import Final, Protocol
+from urllib.parse import urlsplit
+
+from workers.keeper.notices import answers
+from workers.keeper.notices.machine import has_gpus, recognised
+from workers.protocol import Notice
+
+__all__ = ["FAILURES", "Source", "sources_of"]
+
+#: What a source raises that could not be asked, or whose answer makes no sense.
+FAILURES: Final = (OSError, HTTPException, ValueError, KeyError, TypeError)
+#: The same at all three, on the link of the machine; no name has to be looked up.
+_ENDPOINT: Final = "http://169.254.169.254"
+#: A service on the machine's own link answers in milliseconds.
+_ANSWER_S: Final = 5.0
+#: So long Google's holds the answer back until there is another.
+_HANG_S: Final = 5
+_TOKEN_LIVES_S: Final = 21600
+#: Of a command of the user's own.
+_COMMAND_S: Final = 30.0
+
+
+class Source(Protocol):
+    """One that may know of the end of this machine.
+
+    Attributes:
+        name: For people.
+        period_s: It is asked this often.
+    """
+
+    name: str
+    period_s: float
+
+    def look(self) -> Notice | None:
+        """Return what it says now; raises one of ``FAILURES``."""
+
+
+def sources_of(
+    *, cloud: str = "none", endpoint: str = "", file: str = "", command: str = ""
+) -> list[Source]:
+    """Return who is to be asked, as the section ``notices`` of the configuration says it."""
+    cloud = recognised() if cloud == "auto" else cloud
+    found: list[Source] = []
+    if cloud in _SERVICES:
+        found.append(_SERVICES[cloud](endpoint or _ENDPOINT))
+    if file:
+        found.append(_File(Path(file)))
+    if command:
+        found.append(_Command(command))
+    return found
+
+
+class _Service:
+    """A metadata service over HTTP, past all proxies."""
+
+    name = ""
+    period_s = 1.0
+
+    def __init__(self, endpoint: str) -> None:
+        self._address = urlsplit(endpoint).netloc
+
+    def _ask(
+        self,
+        path: str,
+        headers: Mapping[str, str],
+        *,
+        method: str = "GET",
+        within_s: float = _ANSWER_S,
+    ) -> tuple[int, str, HTTPMessage]:
+        """Return the status, the text and the headers of an answer."""
+        connection = HTTPConnection(self._address, timeout=within_s)
+        with contextlib.closing(connection):
+            connection.request(method, path, headers=dict(headers))
+            answer = connection.getresponse()
+            return answer.status, answer.read().decode("utf-8", "replace"), answer.headers
+
+    def _said(self, path: str, headers: Mapping[str, str]) -> str:
+        status, text, _ = self._ask(path, headers)
+        return _fine(path, status, text)
+
+
+class _Aws(_Service):
+    """IMDSv2: a token first, which a container gets if the hop limit is 2."""
+
+    name = "the metadata service of aws"
+    #: As AWS advises.
+    period_s = 5.0
+
+    def __init__(self, endpoint: str) -> None:
+        super().__init__(endpoint)
+        self._token = ""
+
+    def look(self) -> Notice | None:
+        """Return the interruption of a spot instance, or else that one is likely."""
+        return answers.aws(
+            self._maybe("spot/instance-action"), self._maybe("events/recommendations/rebalance")
+        )
+
+    def _maybe(self, name: str) -> str | None:
+        path = f"/latest/meta-data/{name}"
+        for _ in range(2):
+            if not self._token:
+                lives = {"X-aws-ec2-metadata-token-ttl-seconds": str(_TOKEN_LIVES_S)}
+                status, text, _ = self._ask("/latest/api/token", lives, method="PUT")
+                self._token = _fine("/latest/api/token", status, text)
+            status, text, _ = self._ask(path, {"X-aws-ec2-metadata-token": self._token})
+            if status == HTTPStatus.NOT_FOUND:
+                return None
+            if status != HTTPStatus.UNAUTHORIZED:
+                return _fine(path, status, text)
+            self._token = ""
+        raise ValueError(f"{path} takes no token that it gave")
+
+
+class _Gcp(_Service):
+    """Compute Engine. The answer is held back until it changes, so that nothing is seen late."""
+
+    name = "the metadata service of gcp"
+    _HEADERS: Final = {"Metadata-Flavor": "Google"}
+
+    def __init__(self, endpoint: str) -> None:
+        super().__init__(endpoint)
+        self._etag = ""
+        self._notice: Notice | None = None
+        self._has_gpus = has_gpus()
+
+    def look(self) -> Notice | None:
+        """Return a preemption or a stop for maintenance, with the time since when it is known."""
+        root = "/computeMetadata/v1/instance"
+        path = f"{root}/preempted"
+        wait = f"?wait_for_change=true&timeout_sec={_HANG_S}&last_etag={self._etag}"
+        status, text, headers = self._ask(
+            path + (wait if self._etag else ""), self._HEADERS, within_s=_HANG_S + _ANSWER_S
+        )
+        preempted, maintenance = _fine(path, status, text), ""
+        if preempted.strip() != "TRUE":
+            maintenance = self._said(f"{root}/maintenance-event", self._HEADERS)
+        found = answers.gcp(preempted, maintenance, has_gpus=self._has_gpus)
+        self._etag = headers.get("ETag", "")
+        if found is None:
+            self._notice = None
+        elif self._notice is None or self._notice.what != found[0]:
+            deadline_s = time.time() + found[1]  # noqa: TID251  as people and providers count it
+            self._notice = Notice(what=found[0], deadline_s=deadline_s)
+        return self._notice
+
+
+class _Azure(_Service):
+    """Scheduled Events, which Azure begins to offer up to two minutes after the first question."""
+
+    name = "the metadata service of azure"
+    _HEADERS: Final = {"Metadata": "true"}
+
+    def __init__(self, endpoint: str) -> None:
+        super().__init__(endpoint)
+        self._machine = ""
+
+    def look(self) -> Notice | None:
+        """Return the next event of this machine."""
+        if not self._machine:
+            where = "/metadata/instance/compute/name?api-version=2021-02-01&format=text"
+            self._machine = self._said(where, self._HEADERS).strip()
+        events = self._said("/metadata/scheduledevents?api-version=2020-07-01", self._HEADERS)
+        return answers.azure(
+            events,
+            machine=self._machine,
+            now_s=time.time(),  # noqa: TID251  as people and providers count it
+        )
+
+
+class _File:
+    """A file that exists while the machine is under notice."""
+
+    period_s = 1.0
+
+    def __init__(self, path: Path) -> None:
+        self.name = f"the file {path}"
+        self._path = path
+
+    def look(self) -> Notice | None:
+        """Return what it says; seconds in it count from when it was written."""
+        try:
+            text, told_s = self._path.read_text(encoding="utf-8"), self._path.stat().st_mtime
+        except FileNotFoundError:
+            return None
+        return answers.own(text, told_s=told_s)
+
+
+class _Command:
+    """A command that prints something while the machine is under notice."""
+
+    period_s = 5.0
+
+    def __init__(self, command: str) -> None:
+        self.name = f"the command {command}"
+        self._words = shlex.split(command)
+        self._said, self._told_s = "", 0.0
+
+    def look(self) -> Notice | None:
+        """Return what it says; seconds in it count from when it first said so."""
+        try:
+            done = subprocess.run(  # noqa: S603  the user's own
+                self._words, capture_output=True, text=True, timeout=_COMMAND_S, check=True
+            )
+        except subprocess.SubprocessError as error:
+            raise OSError(str(error)) from error
+        if done.stdout != self._said:
+            self._said = done.stdout
+            self._told_s = time.time()  # noqa: TID251  as people and providers count it
+        return answers.own(self._said, told_s=self._told_s)
+
+
+def _fine(path: str, status: int, text: str) -> str:
+    if status != HTTPStatus.OK:
+        raise ValueError(f"{path} answers {status}")
+    return text
+
+
+_SERVICES: Final[dict[str, type[_Aws | _Gcp | _Azure]]] = {
+    "aws": _Aws, "gcp": _Gcp, "azure": _Azure,
+}  # fmt: skip

@@ -1,0 +1,70 @@
+"""Asks the sources of a node again and again, each in a thread of its own: they may block."""
+
+from __future__ import annotations
+
+import logging
+import threading
+import time
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import Final
+
+from workers.keeper.notices import answers
+from workers.keeper.notices.sources import FAILURES, Source
+from workers.protocol import Notice
+
+__all__ = ["NoticeWatch"]
+
+log = logging.getLogger(__name__)
+
+#: One that does not answer is asked less and less often, at last this often.
+_ASK_S_MAX: Final = 60.0
+
+
+class NoticeWatch:
+    """What the sources of a node say. Its threads end with the process, or with ``close``.
+
+    A source that does not answer takes back nothing of what it said.
+    """
+
+    def __init__(self, sources: Sequence[Source]) -> None:
+        self._said: dict[str, Notice | None] = {}
+        self._failing: dict[str, str] = {}
+        self._closed = threading.Event()
+        for source in sources:
+            threading.Thread(
+                target=self._ask_often, args=(source,), name="notices", daemon=True
+            ).start()
+
+    def close(self) -> None:
+        """Ask nobody any more."""
+        self._closed.set()
+
+    def notice(self) -> Notice | None:
+        """Return the notice that ends first, with the time that is left."""
+        found = answers.nearest([said for said in tuple(self._said.values()) if said is not None])
+        now_s = time.time()  # noqa: TID251  as people and providers count it
+        return found and replace(found, left_s=max(0.0, found.deadline_s - now_s))
+
+    def problems(self) -> tuple[str, ...]:
+        """Return one line for each source that does not answer."""
+        return tuple(
+            f"{name} does not answer: {why}; a node that is taken is found when it is gone"
+            for name, why in sorted(self._failing.copy().items())
+        )
+
+    def _ask_often(self, source: Source) -> None:
+        wait_s = source.period_s
+        while True:
+            try:
+                self._said[source.name] = source.look()
+            except FAILURES as error:
+                if self._failing.get(source.name) is None:
+                    log.warning("notices", extra={"source": source.name, "why": str(error)})
+                self._failing[source.name] = str(error) or type(error).__name__
+                wait_s = min(2 * wait_s, _ASK_S_MAX)
+            else:
+                self._failing.pop(source.name, None)
+                wait_s = source.period_s
+            if self._closed.wait(wait_s):
+                return
