@@ -24,6 +24,7 @@ import subprocess
 import sys
 import tempfile
 import time
+from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
@@ -44,6 +45,19 @@ class Bench:
     def __init__(self, config: RunConfig, cluster: Any) -> None:
         self.run = Launched(config, cluster)
         self._metrics = Path(config.run.directory) / "metrics/rank0.jsonl"
+        self._hurt: Counter[str] = Counter()
+
+    def victim(self, status: dict[str, Any], number: int) -> int:
+        """Return the rank to hurt as the ``number``th: on the node that was hurt least so far.
+
+        A node on which more workers fail than on the others is avoided for ten minutes.
+        """
+        members = (one for one in status["workers"] if one["rank"] >= 0)
+        least = min(
+            members, key=lambda x: (self._hurt[x["node"]], (x["rank"] - number) % NUM_WORKERS)
+        )
+        self._hurt[least["node"]] += 1
+        return int(least["rank"])
 
     def lines(self) -> list[dict[str, Any]]:
         """Return the metric lines so far."""
@@ -84,12 +98,12 @@ class Bench:
 
 
 def kill_workers(bench: Bench, count: int, *, standbys: int) -> list[dict[str, float]]:
-    """SIGKILL one worker ``count`` times, each in turn of rank."""
+    """SIGKILL one worker ``count`` times."""
     results = []
     for number in range(count):
         before = bench.settle(standbys=standbys)
         fault_s = time.time()
-        signal_rank(bench.run, number % NUM_WORKERS, signal.SIGKILL)
+        signal_rank(bench.run, bench.victim(before, number), signal.SIGKILL)
         results.append(bench.recovery(before, fault_s))
     return results
 
@@ -104,7 +118,7 @@ def stop_workers(bench: Bench, count: int) -> list[dict[str, Any]]:
         before = bench.settle()
         promised_s = max(1.0, 3.0 * percentile(bench.usual_steps_s(), 0.99)) + 1.0
         fault_s = time.time()
-        victim = signal_rank(bench.run, number % NUM_WORKERS, signal.SIGSTOP)
+        victim = signal_rank(bench.run, bench.victim(before, number), signal.SIGSTOP)
         result: dict[str, Any] = bench.recovery(before, fault_s)
         result["of_promised"] = result["seconds"] / promised_s
         status = bench.settle()
