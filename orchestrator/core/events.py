@@ -278,6 +278,19 @@ class AttemptStalled:
 
 
 @value
+class MembersAtWork:
+    """Members of a fenced attempt have not left yet because they compute.
+
+    Attributes:
+        workers: All of which that is true at present. Others that are inside are stuck.
+    """
+
+    at_s: float
+    attempt: int
+    workers: tuple[str, ...]
+
+
+@value
 class LinksProbed:
     """Keepers tried to reach one another.
 
@@ -393,6 +406,7 @@ Event: TypeAlias = (
     | WorkerRaised
     | HangFound
     | AttemptStalled
+    | MembersAtWork
     | LinksProbed
     | CommittedRead
     | MemoryMeasured

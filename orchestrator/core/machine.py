@@ -49,6 +49,7 @@ _HANDLERS: dict[type, Callable[[Transition, Any], None]] = {
     ev.WorkerRaised: on_members.worker_raised,
     ev.HangFound: on_members.hang_found,
     ev.AttemptStalled: on_members.attempt_stalled,
+    ev.MembersAtWork: on_members.members_at_work,
     ev.LinksProbed: link_events.links_probed,
     ev.CommittedRead: on_members.committed_read,
     ev.MemoryMeasured: protection.memory_measured,

@@ -30,7 +30,8 @@ class Bounds:
             much after each one that was not: a slow cluster must not restart them for ever.
         form_s: All members must have formed, or the attempt is fenced and nobody is blamed. The
             bound doubles after each attempt without progress. Hangs are found much sooner.
-        fence_s: A fenced member must have left, or it is killed.
+        fence_s: A fenced member must have left, or it is killed. One that is at work is waited for
+            as much longer as a usual step takes: it leaves when its micro-batch ends.
         kill_s: A killed process must be gone, or it is no longer waited for.
         read_s: Storage must have answered, or it is asked again.
         probe_s: Keepers must have answered whom they reach, or the run goes on without knowing.

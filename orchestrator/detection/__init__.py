@@ -5,6 +5,7 @@ rank is never named, and what cannot be decided is said to be undecided.
 """
 
 from orchestrator.detection.detector import Detector, observe, without_silent
+from orchestrator.detection.leaving import at_work
 from orchestrator.detection.limits import PATIENCE, Limits, as_seconds, limits_from
 from orchestrator.detection.verdict import Judgement, NodeSilent, Stalled, Verdict, judge
 
@@ -17,6 +18,7 @@ __all__ = [
     "Stalled",
     "Verdict",
     "as_seconds",
+    "at_work",
     "judge",
     "limits_from",
     "observe",

@@ -372,7 +372,7 @@ class Run:
         self._over.set()
 
     def _fence(self, action: act.FenceAttempt) -> None:
-        self._observer.end()
+        self._observer.end(action.workers, self._rules.bounds.fence_s / 2)
         self._workers.fence(action.attempt, action.workers)
 
     def _start_attempt(self, action: act.StartAttempt) -> None:

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable
 
-from orchestrator.core import AttemptStalled, Event, HangFound, StepCompleted
+from orchestrator.core import AttemptStalled, Event, HangFound, MembersAtWork, StepCompleted
 from orchestrator.detection import (
     Detector,
     Limits,
     NodeSilent,
     Stalled,
     Verdict,
+    at_work,
     judge,
     limits_from,
     observe,
@@ -70,6 +71,10 @@ class Observer:
         self._judged = False
         self._stalled_s = 0.0
         self._judged_at_s = float("-inf")
+        #: Who is in an attempt that was fenced, from when they are late, and who of them works.
+        self._fenced: tuple[str, ...] = ()
+        self._late_at_s = 0.0
+        self._at_work: tuple[str, ...] = ()
         self.reports: dict[str, WorkerReport] = {}
         self.seen_at_s: dict[str, float] = {}
         self._listed: dict[str, frozenset[str]] = {}
@@ -82,13 +87,20 @@ class Observer:
         self._step, self._ahead = resume_step, {}
         self._stored_step = 0
         self._judged, self._stalled_s = False, 0.0
+        self._fenced = self._at_work = ()
         self._detector = without_silent(self._detector, members, FORGET_S)
         for node in self._listed.keys() - self._detector.nodes.keys():
             self._forget(self._listed.pop(node))
 
-    def end(self) -> None:
-        """The attempt is over: its silence means nothing."""
+    def end(self, inside: tuple[str, ...], late_s: float) -> None:
+        """The attempt is fenced: its silence means nothing.
+
+        Args:
+            inside: Members that have to leave it.
+            late_s: Who has not left after so long is looked at.
+        """
         self._members, self._is_member = (), frozenset()
+        self._fenced, self._late_at_s = inside, self._at_s() + late_s
 
     def on_report(self, report: NodeReport) -> None:
         """Take in one keeper's report."""
@@ -121,6 +133,7 @@ class Observer:
         With many nodes reports come faster than they can tell anything new.
         """
         at_s = self._at_s()
+        self._look_who_leaves(at_s)
         period_s = JUDGE_S + JUDGE_S_EACH * len(self._members)
         if not self._members or self._judged or at_s - self._judged_at_s < period_s:
             return
@@ -152,6 +165,15 @@ class Observer:
             self._stalled_s = waited_s
         elif waited_s < self._stalled_s:
             self._stalled_s = 0.0
+
+    def _look_who_leaves(self, at_s: float) -> None:
+        """Post which members of a fenced attempt are at work, when that changes."""
+        if not self._fenced or at_s < self._late_at_s:
+            return
+        working = at_work(self._detector, attempt=self._attempt, members=self._fenced)
+        if working != self._at_work:
+            self._at_work = working
+            self._post(MembersAtWork(at_s=at_s, attempt=self._attempt, workers=working))
 
     def _forget(self, workers: Iterable[str]) -> None:
         for worker in workers:

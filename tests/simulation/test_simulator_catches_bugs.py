@@ -218,6 +218,7 @@ BUGS = {
     "has no bound for reading": Bug(recovery, "read_bound", _wait_on, ("L1",)),
     "has no bound for starting": Bug(on_time, "_look_at_workers", _never_look, ("L1",)),
     "ignores a hang": Bug(machine._HANDLERS, ev.HangFound, _never_look, ("L1",)),
+    "kills who is at work": Bug(machine._HANDLERS, ev.MembersAtWork, _never_look, ("S5",)),
     "ignores a lost node": Bug(on_fleet, "lose_node", _never_look, ("L1", "S1", "S5")),
     "adopts blindly after a restart": Bug(
         survey, "_resume_attempt", _never_look, ("L1", "invariant")

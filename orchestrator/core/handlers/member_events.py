@@ -10,6 +10,7 @@ from orchestrator.core.events import (
     CheckpointCommitted,
     CommittedRead,
     HangFound,
+    MembersAtWork,
     StepCompleted,
     WorkerFormed,
     WorkerLeft,
@@ -190,6 +191,17 @@ def attempt_stalled(transition: Transition, event: AttemptStalled) -> None:
     run = transition.run
     if event.attempt == run.attempt.number and run.phase in (Phase.RUNNING, Phase.YIELDING):
         searching.begin(transition)
+
+
+def members_at_work(transition: Transition, event: MembersAtWork) -> None:
+    """Note who computes and will leave late. Who did and got stuck is not waited for any longer."""
+    run = transition.run
+    if run.phase is not Phase.FENCING:
+        return
+    found = (_member(transition, event.attempt, name) for name in event.workers)
+    before, run.attempt.at_work = run.attempt.at_work, tuple(one[0] for one in found if one)
+    if not set(before) <= set(run.attempt.at_work):
+        run.deadline_s = min(run.deadline_s, run.attempt.leave_by_s)
 
 
 def committed_read(transition: Transition, event: CommittedRead) -> None:

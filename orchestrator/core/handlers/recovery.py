@@ -90,7 +90,7 @@ def _fence(transition: Transition) -> None:
     run = transition.run
     assert run.cause is not None
     run.phase = Phase.FENCING
-    run.deadline_s = transition.now_s + transition.rules.bounds.fence_s
+    expect_leaving(transition)
     run.down_since_s = min(run.down_since_s, transition.now_s)
     inside = members_inside(transition)
     if inside:
@@ -291,15 +291,30 @@ def _is_behind_storage(transition: Transition, event: CommittedRead) -> bool:
     return event.stored < 0 and event.step < run.stored and is_early
 
 
-def fence_bound(transition: Transition) -> None:
-    """Kill the members that did not leave in time; stop waiting for those that cannot be killed."""
+def expect_leaving(transition: Transition) -> None:
+    """Set by when the members that are fenced now must have left."""
     run = transition.run
+    run.attempt.leave_by_s = transition.now_s + transition.rules.bounds.fence_s
+    run.deadline_s = run.attempt.leave_by_s
+
+
+def fence_bound(transition: Transition) -> None:
+    """Kill the members that did not leave in time; stop waiting for those that cannot be killed.
+
+    Who is at work is waited for as long as a usual step takes, which is longer than a micro-batch.
+    To kill it would cost more: another process starts in seconds, and has to do the same work.
+    """
+    run = transition.run
+    at_work_until_s = run.attempt.leave_by_s + run.step_s
     run.deadline_s = transition.now_s + transition.rules.bounds.kill_s
     for number in run.attempt.members:
         worker = run.fleet.workers.get(number)
         if worker is None or not worker.inside:
             continue
-        if worker.status is WorkerStatus.READY:
+        is_at_work = number in run.attempt.at_work and transition.now_s < at_work_until_s
+        if worker.status is WorkerStatus.READY and is_at_work:
+            run.deadline_s = min(run.deadline_s, at_work_until_s)
+        elif worker.status is WorkerStatus.READY:
             run.attempt.was_stuck = True
             fleet.kill_worker(
                 transition, number, f"did not leave attempt {run.attempt.number} when fenced"

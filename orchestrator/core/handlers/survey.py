@@ -98,7 +98,7 @@ def surveyed(transition: Transition, event: WorkersSurveyed) -> None:
         _resume_attempt(transition, dead, left)
         protection.order_keepers(transition)
     elif run.phase is Phase.FENCING:
-        run.deadline_s = transition.now_s + transition.rules.bounds.fence_s
+        recovery.expect_leaving(transition)
         inside = recovery.members_inside(transition)
         if inside:
             transition.actions.append(

@@ -33,6 +33,8 @@ class Attempt(Part):
         yielded_step: Step at which all members so far yielded; -1 none yet, -2 they differ.
         completed: Whether a member reported the last step as committed.
         fenced_s: When the last member was out.
+        leave_by_s: By when fenced members must have left that are not at work.
+        at_work: Members that were fenced and have not left because they compute.
         was_stuck: Whether a member did not leave when it was fenced, and was killed.
         judged: Whether its end was put on record and charged.
         raised: Errors of its training code.
@@ -59,6 +61,8 @@ class Attempt(Part):
     yielded_step: int = -1
     completed: bool = False
     fenced_s: float = 0.0
+    leave_by_s: float = inf
+    at_work: tuple[int, ...] = ()
     was_stuck: bool = False
     judged: bool = False
     raised: tuple[UserError, ...] = ()

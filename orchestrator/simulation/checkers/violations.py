@@ -10,17 +10,19 @@ from orchestrator.core import (
     CommittedRead,
     FinishRun,
     KillWorker,
+    MembersAtWork,
     ReadCommitted,
     ReportIncident,
     RequestSlot,
     SetCadence,
     StartAttempt,
+    StepCompleted,
     WorkerFormed,
     WorkerLeft,
 )
 from orchestrator.policies import complete, quarantine
 from orchestrator.simulation.violation import Violation, require
-from orchestrator.simulation.world import SimNode, World
+from orchestrator.simulation.world import STEP_S, SimNode, World
 from workers.placement import Preference
 from workers.protocol import Source, stored_source
 
@@ -37,6 +39,9 @@ class Monitor:
         self.named, self.named_by = (0, 0), 1
         self.last_step = 0
         self.fence_began_s = 0.0
+        # Who leaves late because it computes, by what the machine was told.
+        self.at_work: tuple[int, tuple[str, ...]] = (0, ())
+        self.timed = 0
         self.yielded: tuple[int, int] | None = None
         self.kill_ordered: set[str] = set()
         self.started_names: set[str] = set()
@@ -140,8 +145,17 @@ class Monitor:
         self.reads[action.number] = now_s
         self._check_unreached(action.unreached)
 
-    def told(self, event: WorkerLeft | WorkerFormed | CommittedRead) -> None:
-        """Note what the machine hears of sources, and of versions."""
+    def told(
+        self, event: WorkerLeft | WorkerFormed | CommittedRead | StepCompleted | MembersAtWork
+    ) -> None:
+        """Note what the machine hears of sources, of versions, and of who is at work."""
+        if isinstance(event, MembersAtWork):
+            self.at_work = (event.attempt, event.workers)
+            return
+        if isinstance(event, StepCompleted):
+            # From now on it knows how long a step takes.
+            self.timed = event.attempt
+            return
         if isinstance(event, CommittedRead):
             # Answers may overtake one another.
             self.heard_s = max(self.heard_s, self.reads[event.number])
@@ -286,7 +300,11 @@ class Monitor:
         needless = ("no slot", "killed before", "not known")
         if worker.attempt == 0 and action.reason.startswith(needless):
             return
-        overdue = world.now_s - self.fence_began_s >= world.rules.bounds.fence_s - 1e-9
+        bound_s = world.rules.bounds.fence_s
+        number, at_work = self.at_work
+        if number == self.attempt == self.timed and action.worker in at_work:
+            bound_s += 0.0 if action.reason.startswith("killed before") else STEP_S
+        overdue = world.now_s - self.fence_began_s >= bound_s - 1e-9
         # Its report may be late, though it is ready or has left: only the bound decides.
         fenced = action.reason.startswith(("did not leave", "killed before")) and overdue
         require(fenced, "S5", f"healthy {action.worker}: {action.reason}")

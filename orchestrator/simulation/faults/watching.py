@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 
 from orchestrator.core import events as ev
-from orchestrator.detection import Detector, Verdict, judge, limits_from, observe
+from orchestrator.detection import Detector, Verdict, at_work, judge, limits_from, observe
 from orchestrator.simulation.world import STEP_S, SimAttempt, SimCluster, SimWorker
 from workers.protocol import GroupState, NodeReport, WorkerPhase, WorkerReport
 
@@ -27,11 +27,13 @@ class Watching:
         incarnation: Which.
         detector: What it remembers of reports.
         judged: The last attempt that it found to hang.
+        told: Who it said is at work in a fenced attempt.
     """
 
     incarnation: int
     detector: Detector = field(default_factory=Detector)
     judged: int = 0
+    told: tuple[str, ...] = ()
 
 
 def watch(cluster: SimCluster) -> None:
@@ -68,7 +70,19 @@ def _look(cluster: SimCluster, watching: Watching) -> None:
                 guilty=verdict.guilty,
                 evidence=verdict.evidence,
             )
+        _look_who_leaves(cluster, watching, newest)
     cluster.at(_LOOK_S, _look, cluster, watching)
+
+
+def _look_who_leaves(cluster: SimCluster, watching: Watching, newest: SimAttempt) -> None:
+    late_at_s = newest.fenced_s + cluster.rules.bounds.fence_s / 2
+    if cluster.now_s < late_at_s:
+        watching.told = ()
+        return
+    told = at_work(watching.detector, attempt=newest.number, members=newest.members)
+    if told != watching.told:
+        watching.told = told
+        cluster.find(ev.MembersAtWork, attempt=newest.number, workers=told)
 
 
 def _reports(cluster: SimCluster, newest: SimAttempt) -> list[NodeReport]:

@@ -182,7 +182,8 @@ class SimCluster(World):
 
     def _peer_lost(self, name: str, number: int) -> None:
         worker = self.workers.get(name)
-        if worker is not None and worker.attempt == number and not worker.hung:
+        is_busy = worker is not None and worker.busy_until_s > self.now_s
+        if worker is not None and worker.attempt == number and not worker.hung and not is_busy:
             self.leave(worker, "peer_lost")
 
     def leave(self, worker: SimWorker, how: str, *, unreached: str = "") -> None:
@@ -261,6 +262,8 @@ class SimCluster(World):
             self.find(ev.KeeperReady, node=node.name)
 
     def _fence_attempt(self, action: act.FenceAttempt) -> None:
+        if action.attempt in self.attempts:
+            self.attempts[action.attempt].fenced_s = self.now_s
         for name in action.workers:
             self.at(self.wire_s(), self._fenced, name, action.attempt)
 
@@ -268,7 +271,10 @@ class SimCluster(World):
         worker = self.workers.get(name)
         if worker is None or worker.hung or worker.node.cut_off:
             return
-        if worker.attempt == number:
+        if worker.attempt == number and worker.busy_until_s > self.now_s:
+            # It learns of the fence when it is through.
+            self.at(worker.busy_until_s - self.now_s, self._fenced, name, number)
+        elif worker.attempt == number:
             self.leave(worker, "fenced")
         elif worker.refuses < number:
             # The fence overtook the assignment: it will be refused, and that is an answer too.

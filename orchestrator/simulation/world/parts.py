@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 from itertools import zip_longest
+from math import inf
 
 from orchestrator.core import StartAttempt
 from orchestrator.policies import Holding, RedundancyPlan
@@ -164,6 +165,7 @@ class SimAttempt:
         "begun_step",
         "copiers",
         "durable",
+        "fenced_s",
         "first_kept_step",
         "formed",
         "lineage",
@@ -193,6 +195,8 @@ class SimAttempt:
         self.records: dict[int, set[int]] = {}
         self.yielding = False
         self.durable = False
+        # When the machine ordered its members to leave.
+        self.fenced_s = inf
         # (worker, node, slot) by rank.
         self.placed = action.members
         self.protect(action.plan)

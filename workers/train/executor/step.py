@@ -19,6 +19,7 @@ import torch.distributed as dist
 from numpy.typing import NDArray
 from torch import Tensor
 
+from workers import collectives
 from workers.data import DataOrder
 from workers.errors import TaskError
 from workers.parallel import drop_gathered, fsdp_modules
@@ -129,6 +130,8 @@ class Step:
                     is_last=num_reductions == len(self._quota.nodes),
                 )
             self._pass = one
+            # A fence ends a step here at the latest: not every pass has a collective.
+            collectives.check()
             seed_all(_random_seed(self._train.seed, self.number, one.micro_batch))
             self._progress.enter(WorkerPhase.FORWARD)
             yield samples[one.micro_batch]

@@ -7,12 +7,12 @@ from itertools import pairwise
 
 import pytest
 
-from orchestrator.core import AttemptStalled, Event, HangFound
+from orchestrator.core import AttemptStalled, Event, HangFound, MembersAtWork
 from orchestrator.detection import PATIENCE
 from orchestrator.shell import observer as observer_module
 from orchestrator.shell.observer import Observer
-from tests.support.histories import ATTEMPT, calm, group
-from workers.protocol import NodeReport
+from tests.support.histories import ATTEMPT, calm, group, stop
+from workers.protocol import NodeReport, WorkerReport
 from workers.settings import ParallelSettings
 
 
@@ -78,3 +78,37 @@ def test_a_stall_is_told_again_only_after_twice_the_time() -> None:
     told = [event.waited_s for event in posted if isinstance(event, AttemptStalled)]
     assert told
     assert all(later >= 2.0 * sooner for sooner, later in pairwise(told))
+
+
+def test_who_computes_in_a_fenced_attempt_is_told_when_it_changes() -> None:
+    """Reports come ten a second, and most members leave in milliseconds."""
+    now_s = [100.0]
+    posted: list[Event] = []
+    observer = Observer(
+        post=posted.append,
+        at_s=lambda: now_s[0],
+        on_formed=lambda *_: None,
+        node_silent=lambda *_: None,
+        patience=PATIENCE,
+        parallel=ParallelSettings(),
+    )
+    observer.begin(ATTEMPT, ("w0", "w1"), 0)
+
+    def report(*rows: WorkerReport, for_s: float) -> None:
+        until_s = now_s[0] + for_s
+        while now_s[0] < until_s:
+            now_s[0] += 0.1
+            observer.on_report(NodeReport(node="n0", seq=1, workers=rows))
+            observer.judge()
+
+    working, left = calm("w0", 0), replace(calm("w1", 1), attempt=0, rank=-1)
+    report(working, calm("w1", 1), for_s=0.5)
+    observer.end(("w0", "w1"), 1.0)
+    posted.clear()
+    report(working, left, for_s=0.8)
+    assert not posted, "who leaves in time is not looked at"
+    report(working, left, for_s=3.0)
+    report(stop(working), left, for_s=3.0)
+    told = [event for event in posted if isinstance(event, MembersAtWork)]
+    assert [event.workers for event in told] == [("w0",), ()]
+    assert {event.attempt for event in told} == {ATTEMPT}

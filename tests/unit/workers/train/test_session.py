@@ -16,7 +16,8 @@ from torch.nn import functional
 
 from ucp_core.layout import ParallelLayout
 from ucp_core.storage import open_store
-from workers.protocol import Assignment, Completed, Outcome, Raised, SaveCosts
+from workers import collectives
+from workers.protocol import Assignment, Completed, Outcome, PeerLost, Raised, SaveCosts
 from workers.records import ProgressRecord
 from workers.settings import CheckpointSettings, Settings, TrainSettings
 from workers.train import Session, run_attempt
@@ -307,3 +308,24 @@ def test_without_memory_it_is_measured_how_long_a_checkpoint_takes(
 
     (costs,) = attempts.costs
     assert costs().checkpoint_busy_s > 0
+
+
+def test_who_is_fenced_in_a_step_begins_no_further_micro_batch_of_it(
+    make_attempts: Callable[[str], Attempts],
+) -> None:
+    """Others wait for it meanwhile. Without a collective in the next pass it would not hear."""
+    begun: list[int] = []
+
+    def train(session: Session) -> None:
+        model = session.model(Model)
+        session.optimizer(lambda parameters: torch.optim.SGD(parameters.values()))
+        for step in session.steps(num_samples=len(INPUTS)):
+            for samples in step.micro_batches():
+                begun.append(len(begun))
+                step.backward(model(INPUTS[samples]).sum(), tokens=len(samples))
+                collectives.abort(1)
+            step.apply()
+
+    outcome = make_attempts("fenced").train(train, steps=4)
+    assert isinstance(outcome, PeerLost), "the orchestrator would have said that it is fenced"
+    assert begun == [0]

@@ -1,0 +1,41 @@
+"""Who leaves a fenced attempt late because it computes, and who is stuck in it.
+
+A fence ends every wait of an attempt in milliseconds. A rank that computes learns of it at its
+next collective, or when its micro-batch ends. So a rank that waits after the fence is stuck. One
+that does not is well as long as its process shows that it lives (``signs``); by when it must have
+shown that does not depend on how long steps take.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection
+from typing import Final
+
+from orchestrator.detection.detector import WATCH_GAP_S, Detector, Watched
+from orchestrator.detection.limits import PATIENCE, limits_from
+from orchestrator.detection.signs import Sign, sign_of
+from orchestrator.detection.waits import waits
+from workers.protocol import WorkerPhase
+
+#: Bounds for what a process shows of itself: those of the shortest steps.
+_LIMITS: Final = limits_from(1.0 / PATIENCE)
+
+
+def at_work(state: Detector, *, attempt: int, members: Collection[str]) -> tuple[str, ...]:
+    """Return the members of a fenced attempt that are in it and at work, sorted.
+
+    Args:
+        state: The detector.
+        attempt: The attempt that was fenced.
+        members: Its workers.
+    """
+    known = ((name, state.worker(name)) for name in sorted(members))
+    return tuple(name for name, one in known if one is not None and _works(state, one, attempt))
+
+
+def _works(state: Detector, one: Watched, attempt: int) -> bool:
+    row = one.report
+    is_inside = row.attempt == attempt and row.phase is not WorkerPhase.FORMING
+    is_seen = state.silent_s(one.node) <= WATCH_GAP_S
+    lives = sign_of(row, state.idle_s(one), _LIMITS) in {Sign.COMPUTING, Sign.IDLE}
+    return is_inside and is_seen and lives and not any(waits(row))
