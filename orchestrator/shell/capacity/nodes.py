@@ -386,7 +386,7 @@ class Nodes:
 
     def _heed(self, deadlines_ms: Mapping[str, int]) -> None:
         """Take in Ray's notices: a deadline in ms since the epoch by node, 0 if there is none."""
-        for node in self._notices.keys() | deadlines_ms.keys():
+        for node in {**deadlines_ms, **self._notices}:
             said = deadlines_ms.get(node)
             left_s = said / 1000.0 - time.time() if said else 0.0  # noqa: TID251
             self._note(node, _RAY, said, left_s, "drained by Ray")
