@@ -7,7 +7,7 @@ Frozen values without torch, so that the orchestrator can build and check them a
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass, field, fields, is_dataclass
 from typing import Any, Final, TypeVar
 
@@ -19,6 +19,7 @@ __all__ = [
     "CHECKPOINTS",
     "CheckpointSettings",
     "DataSettings",
+    "InitSettings",
     "ModelSettings",
     "ParallelSettings",
     "Settings",
@@ -37,6 +38,7 @@ PRECISIONS: Final = ("fp32", "bf16")
 AUTO: Final = "auto"
 #: The intervals before anything was measured.
 _SNAPSHOT_STEPS, _CHECKPOINT_STEPS = 1, 10
+INIT_STATES: Final = ("weights", "all")
 MECHANISMS: Final = ("auto", "copy", "parity")
 TOLERANCE_MAX: Final = 2
 STDLIB: Final = "stdlib"
@@ -244,6 +246,29 @@ class ParallelSettings:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class InitSettings:
+    """The checkpoint that a new run starts from. A run that resumes does not look at it.
+
+    Attributes:
+        path: A checkpoint in any format that ``ucp`` opens, a path or URL; "" for new weights.
+        state: "weights", or "all" to go on with the optimizer's state, too.
+        rename: ``(the checkpoint's name, the model's)``, such as ``("transformer.*", "model.*")``;
+            a dictionary becomes that.
+        missing: Names, with ``*``, of parameters that may begin with new values.
+    """
+
+    path: str = ""
+    state: str = "weights"
+    rename: tuple[tuple[str, str], ...] = ()
+    missing: tuple[str, ...] = ()
+
+    def __post_init__(self) -> None:
+        """Make the names hashable, as all settings are."""
+        pairs: Any = self.rename.items() if isinstance(self.rename, Mapping) else self.rename
+        object.__setattr__(self, "rename", tuple((theirs, ours) for theirs, ours in pairs))
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Settings:
     """All settings of a training.
 
@@ -254,6 +279,7 @@ class Settings:
         checkpoint: State in storage.
         snapshot: State in memory.
         parallel: Sharding.
+        init: The checkpoint to start from.
         script: A training script that calls ``everstep.run``; "" trains the built-in
             language model.
         arguments: The script's ``sys.argv[1:]``.
@@ -265,6 +291,7 @@ class Settings:
     checkpoint: CheckpointSettings = field(default_factory=CheckpointSettings)
     snapshot: SnapshotSettings = field(default_factory=SnapshotSettings)
     parallel: ParallelSettings = field(default_factory=ParallelSettings)
+    init: InitSettings = field(default_factory=InitSettings)
     script: str = ""
     arguments: tuple[str, ...] = ()
 
@@ -273,6 +300,8 @@ class Settings:
         document = asdict(self)
         document["train"]["betas"] = list(self.train.betas)
         document["arguments"] = list(self.arguments)
+        document["init"]["rename"] = [list(pair) for pair in self.init.rename]
+        document["init"]["missing"] = list(self.init.missing)
         return document
 
     @classmethod
@@ -305,6 +334,7 @@ def problems(settings: Settings) -> list[str]:
         *_data_problems(settings.data),
         *_train_problems(settings.train),
         *_save_problems(settings),
+        *_init_problems(settings.init),
     ]
 
 
@@ -393,6 +423,19 @@ def _save_problems(settings: Settings) -> list[str]:
     timeout_s = settings.parallel.collective_timeout_s
     if not (_finite(timeout_s) and timeout_s > 0):
         found.append(f"parallel.collective_timeout_s: {timeout_s} must be above 0")
+    return found
+
+
+def _init_problems(init: InitSettings) -> list[str]:
+    right, text = _one_of("init_state", init.state, INIT_STATES)
+    found = [] if right else [f"run.{text}"]
+    if not init.path and init != InitSettings():
+        found.append("run.init_from: is empty, and the other keys of init need it; name it")
+    found += [
+        f"run.init_rename: {theirs!r} and {ours!r} need one '*' each, or none"
+        for theirs, ours in init.rename
+        if (theirs.count("*"), ours.count("*")) not in {(0, 0), (1, 1)}
+    ]
     return found
 
 

@@ -13,6 +13,7 @@ from pathlib import Path
 
 import psutil
 
+import ucp_core
 from orchestrator.config.schema import Problem, RunConfig
 from orchestrator.policies import LayoutRules, choose
 from ucp_core.errors import UcpError
@@ -140,10 +141,21 @@ def _file_problems(config: RunConfig) -> list[Problem]:
     ):
         if value and "://" not in value and not Path(value).is_file():
             problems.append(Problem(path=path, message=f"there is no file {value}"))
+    if config.run.init_from:
+        problems += _initial_problems(config.run.init_from)
     script = config.run.script
     if script and Path(script).is_file():
         problems += _script_problems(Path(script))
     return problems
+
+
+def _initial_problems(url: str) -> list[Problem]:
+    """Return why the checkpoint to start from cannot be opened; its tensors are not read."""
+    try:
+        ucp_core.open(url)
+    except (UcpError, OSError) as error:
+        return [Problem(path="run.init_from", message=str(error))]
+    return []
 
 
 def _script_problems(script: Path) -> list[Problem]:

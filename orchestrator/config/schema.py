@@ -41,6 +41,7 @@ from workers.settings import (
     STDLIB,
     CheckpointSettings,
     DataSettings,
+    InitSettings,
     ModelSettings,
     ParallelSettings,
     Settings,
@@ -75,12 +76,21 @@ class RunSection(_Section):
         script: A training script that calls ``everstep.run``. Without one the built-in language
             model is trained.
         arguments: Of that script, each as one text: ``["--width", "512"]``.
+        init_from: A checkpoint that a new run starts from, a path or URL, in any format that
+            ``ucp`` opens: Hugging Face, DeepSpeed, Megatron, torch DCP, everstep.
+        init_state: "weights", or "all" to go on with the optimizer's state, too.
+        init_rename: The model's names by the checkpoint's: ``{"transformer.*": "model.*"}``.
+        init_missing: Names, with ``*``, of parameters that may begin with new values.
     """
 
     directory: str = Field(min_length=1)
     name: str = ""
     script: str = ""
     arguments: tuple[str, ...] = ()
+    init_from: str = ""
+    init_state: str = "weights"
+    init_rename: dict[str, str] = Field(default_factory=dict)
+    init_missing: tuple[str, ...] = ()
 
 
 class ClusterSection(_Section):
@@ -231,6 +241,12 @@ class RunConfig(_Section):
             checkpoint=self.checkpoint,
             snapshot=self.snapshot,
             parallel=parallel,
+            init=InitSettings(
+                path=self.run.init_from,
+                state=self.run.init_state,
+                rename=tuple(self.run.init_rename.items()),
+                missing=self.run.init_missing,
+            ),
             script=self.run.script,
             arguments=self.run.arguments,
         )
@@ -554,6 +570,7 @@ def _resolved(config: RunConfig) -> RunConfig:
             "directory": directory,
             "name": config.run.name or directory.rstrip("/").rsplit("/", 1)[-1],
             "script": _absolute(config.run.script),
+            "init_from": _absolute(config.run.init_from),
         }
     )
     return config.model_copy(update={"run": run, "data": data})

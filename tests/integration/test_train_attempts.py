@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import shutil
 from dataclasses import replace
 from pathlib import Path
 
@@ -25,6 +26,7 @@ from workers.protocol import Completed, Fenced, PeerLost, Raised, Unloadable, Yi
 from workers.records.ring import RingReader
 from workers.settings import (
     DataSettings,
+    InitSettings,
     Settings,
     TrainSettings,
 )
@@ -45,6 +47,25 @@ def test_the_number_of_workers_changes_no_bit_in_deterministic_mode(
         reset(run)
 
     assert len(seen) == 1
+
+
+def test_a_run_that_starts_from_a_checkpoint_is_the_same_with_any_number_of_workers(
+    run: Run, text: DataSettings, tmp_path: Path
+) -> None:
+    """Each rank reads its own boxes of it, and the state of the optimizer, too."""
+    finish(run, settings(text, deterministic=True, steps=3), num_workers=2)
+    trained = result(run)["weights_digest"]
+    source = tmp_path / "source"
+    shutil.copytree(run.directory / "checkpoints/step-00000003", source)
+    digests = []
+    for num_workers in (1, 3):
+        reset(run)
+        chosen = settings(text, deterministic=True, steps=2)
+        chosen = replace(chosen, init=InitSettings(path=str(source), state="all"))
+        finish(run, chosen, num_workers=num_workers)
+        digests.append(result(run)["weights_digest"])
+
+    assert digests[0] == digests[1] != trained
 
 
 def test_growing_and_shrinking_in_mid_run_changes_no_bit_in_deterministic_mode(

@@ -9,7 +9,8 @@ from __future__ import annotations
 import hashlib
 import math
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from dataclasses import replace
 from typing import Any, Final
 
 import torch
@@ -43,7 +44,16 @@ from workers.state import (
     refuse_unfit,
     set_scalars,
 )
-from workers.train.boundary import UNWRITTEN, Boundary, Restored, StorageWriter, restore_state
+from workers.train.boundary import (
+    INITIAL,
+    UNWRITTEN,
+    Boundary,
+    Initial,
+    Restored,
+    StorageWriter,
+    load_initial,
+    restore_state,
+)
 from workers.train.context import WorkerContext
 from workers.train.evaluation import mean_over_samples
 from workers.train.executor import (
@@ -373,39 +383,70 @@ class Session:
         self.step, self._restored = restored.step, restored.extra
         for path, line in restored.extra.pop(UNWRITTEN, ()):
             self._storage.append_text(path, line)
+        initial: Initial | None = None
         if restored.step:
-            for fqn in restored.without_state & sharded.parameters.keys():
-                # ``prime`` made this state, and the version has none.
-                sharded.optimizer.state.pop(sharded.parameters[fqn], None)
-            set_scalars(sharded.parameters, sharded.optimizer, restored.extra["optimizer"])
+            _set_optimizer(sharded, restored.without_state, restored.extra["optimizer"])
             self._loss = restored.extra.get("loss", math.nan)
             self._boundary.begin(self.step, sharded, restored.extra)
+        elif self.settings.init.path:
+            initial = self._start_from(sharded)
+            restored = replace(restored, sources=((INITIAL, initial.size_bytes),))
         else:
             sharded.optimizer.state.clear()
-        self._fill(sharded)
+        self._fill(sharded, initial)
         drop_gathered(sharded.model)
         return restored
 
-    def _fill(self, sharded: ShardedModel) -> None:
+    def _start_from(self, sharded: ShardedModel) -> Initial:
+        """Load what the settings say to start from."""
+        init = self.settings.init
+
+        def to_fill() -> Sequence[StateEntry]:
+            if init.state == "all":
+                sharded.prime()
+            return sharded.state.entries()
+
+        sharded.optimizer.state.clear()
+        initial = load_initial(
+            init,
+            {shard.fqn: shard.shape for shard in sharded.shards},
+            to_fill,
+            aliases=_aliases(sharded.model),
+            buffer=self._buffer,
+            threads=self.settings.checkpoint.threads,
+            moved=self._context.progress.moved,
+            tell=self.rank == 0,
+        )
+        _set_optimizer(sharded, initial.without_state, initial.scalars)
+        return initial
+
+    def _fill(self, sharded: ShardedModel, initial: Initial | None) -> None:
         """Fill what no checkpoint holds: buffers, and at step 0 the weights."""
         assert self._build is not None
         is_new = self.step == 0
+        new = {shard.fqn for shard in sharded.shards} if is_new else frozenset[str]()
+        if initial is not None:
+            new &= initial.missing
         buffers = own_names(sharded.model.named_buffers())
         values: dict[str, Tensor] = {}
-        with_weights = is_new and self._initialise is None
+        with_weights = bool(new) and self._initialise is None
         if buffers or with_weights:
             seed = self.settings.train.seed
             values = initial_values(self._build, seed, with_weights=with_weights)
         with torch.no_grad():
             for name, buffer in buffers.items():
                 buffer.copy_(values[name])
-            for shard in sharded.shards if is_new else ():
+            for shard in sharded.shards:
+                if shard.fqn not in new:
+                    continue
                 if self._initialise is not None:
                     value = self._initialise(shard.fqn, shard.shape)
                 else:
                     value = values[shard.fqn]
                 bounds = zip(shard.box.start, shard.box.stop, strict=True)
                 shard.local.copy_(value[tuple(slice(start, stop) for start, stop in bounds)])
+        if initial is not None:
+            initial.check_buffers(buffers)
 
     def _agree_on_data(self, order: DataOrder, digest: str) -> dict[str, Any]:
         """Return what a checkpoint records about the data; raise if workers have different data."""
@@ -436,6 +477,23 @@ class Session:
                 "same files, and with data.source=stdlib the same Python"
             )
         return cursor
+
+
+def _set_optimizer(
+    sharded: ShardedModel, without_state: Collection[str], scalars: Mapping[str, Any]
+) -> None:
+    """Set what a version says of the optimizer, beside its tensors."""
+    for fqn in sharded.parameters.keys() & set(without_state):
+        # ``prime`` made this state, and the version has none.
+        sharded.optimizer.state.pop(sharded.parameters[fqn], None)
+    set_scalars(sharded.parameters, sharded.optimizer, scalars)
+
+
+def _aliases(model: nn.Module) -> dict[str, str]:
+    """Return the other names of tied parameters, each with the first one."""
+    first = {id(value): name for name, value in own_names(model.named_parameters()).items()}
+    every = own_names(model.named_parameters(remove_duplicate=False))
+    return {name: first[id(one)] for name, one in every.items() if first[id(one)] != name}
 
 
 def _check(model: nn.Module) -> None:

@@ -46,6 +46,7 @@ def run(
     *,
     directory: str = "run",
     settings: Settings | None = None,
+    init_from: str = "",
     **train_settings: Any,
 ) -> None:
     """Train alone in this process; under everstep, hand ``train`` over to the worker.
@@ -57,6 +58,7 @@ def run(
         train: Called with a session; ``everstep`` documents the contract.
         directory: Run directory, a path or an fsspec URL.
         settings: All settings; None for the defaults.
+        init_from: A checkpoint to start from; overrides ``settings.init.path``.
         **train_settings: Override fields of ``settings.train``, such as ``steps`` or ``lr``.
 
     Raises:
@@ -71,6 +73,8 @@ def run(
         settings = replace(settings, train=replace(settings.train, **train_settings))
     except TypeError as error:
         raise SettingsError(f"run: {error}", problems=[str(error)]) from error
+    if init_from:
+        settings = replace(settings, init=replace(settings.init, path=init_from))
     found = problems(settings)
     if found:
         raise SettingsError("; ".join(found), problems=found)

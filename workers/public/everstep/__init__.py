@@ -49,6 +49,8 @@ The contract:
   next step, because no snapshot of the last step has the change. To change weights after every
   update (to clamp them, for example), use ``optimizer.register_step_post_hook``. Writes through
   ``.data`` are not noticed.
+- A new run may start from a checkpoint that exists, in any format that ``ucp`` opens:
+  ``run(train, init_from=PATH)``, or ``run.init_from`` in the configuration.
 - Code after the loop runs once, when the last step is committed.
 - ``step.loss`` is the mean over the global batch; a loss that you compute is of one micro-batch.
   A worker may repeat a micro-batch to keep pace with the others; such a loss does not count.
@@ -67,6 +69,7 @@ if TYPE_CHECKING:
     from workers.settings import (
         CheckpointSettings,
         DataSettings,
+        InitSettings,
         ModelSettings,
         ParallelSettings,
         Settings,
@@ -79,6 +82,7 @@ __all__ = [
     "CheckpointSettings",
     "DataError",
     "DataSettings",
+    "InitSettings",
     "ModelSettings",
     "ParallelSettings",
     "Session",

@@ -6,17 +6,21 @@ from ucp_core.lazy import lazy_door
 
 if TYPE_CHECKING:
     from workers.train.boundary.between_steps import UNWRITTEN, Boundary, YieldSignal
+    from workers.train.boundary.initial import INITIAL, Initial, load_initial
     from workers.train.boundary.restore import Restored, UnloadableSignal, restore_state
     from workers.train.boundary.store import CHECKPOINTS, StorageWriter
 
 __all__ = [
     "CHECKPOINTS",
+    "INITIAL",
     "UNWRITTEN",
     "Boundary",
+    "Initial",
     "Restored",
     "StorageWriter",
     "UnloadableSignal",
     "YieldSignal",
+    "load_initial",
     "restore_state",
 ]
 

@@ -42,6 +42,7 @@ __all__ = [
     "STORAGE",
     "GroupTransport",
     "Restored",
+    "Target",
     "UnloadableSignal",
     "misfits",
     "restore_state",
@@ -115,14 +116,14 @@ def restore_state(
     """
     if not assignment.resume_step:
         return Restored(step=0, extra={})
-    target = _Target(entries(), buffer, context.settings.checkpoint.threads, context.progress.moved)
+    target = Target(entries(), buffer, context.settings.checkpoint.threads, context.progress.moved)
     if assignment.memory:
         return _from_memory(assignment, target, context, device)
     return _from_storage(assignment, target, context, device, replicas)
 
 
 def _from_memory(
-    assignment: Assignment, target: _Target, context: WorkerContext, device: torch.device
+    assignment: Assignment, target: Target, context: WorkerContext, device: torch.device
 ) -> Restored:
     sources = MemorySources(
         assignment.memory, node=context.node, keeper_directory=context.keeper_directory
@@ -154,7 +155,7 @@ def _from_memory(
 
 def _from_storage(
     assignment: Assignment,
-    target: _Target,
+    target: Target,
     context: WorkerContext,
     device: torch.device,
     replicas: dist.ProcessGroup | None,
@@ -288,7 +289,7 @@ def misfits(
     return tuple(lines)
 
 
-class _Target:
+class Target:
     """The state to fill.
 
     Args:
@@ -319,11 +320,19 @@ class _Target:
         self._moved = moved
         self.without_state: frozenset[str] = frozenset()
 
-    def fill(self, checkpoint: Checkpoint, transport: GroupTransport | None = None) -> int:
-        """Load; return the number of bytes."""
+    def fill(
+        self,
+        checkpoint: Checkpoint,
+        transport: GroupTransport | None = None,
+        *,
+        widen: bool = False,
+    ) -> int:
+        """Load; return the number of bytes. ``widen`` takes narrower floats, too."""
         need = self._needed(checkpoint)
         if transport is None:
-            loaded = load(checkpoint, need, threads=self._threads, progress=self._moved)
+            loaded = load(
+                checkpoint, need, threads=self._threads, progress=self._moved, widen=widen
+            )
         else:
             loaded = load_together(checkpoint, need, transport, threads=self._threads)
         for entry in self._on_device:

@@ -47,9 +47,10 @@ def test_all_that_is_missing_is_named_at_once(tmp_path: Path) -> None:
         f"data.source={tmp_path}/nothing/*.txt",
         f"run.script={tmp_path}/train.py",
         f"data.tokenizer={tmp_path}/tokenizer.json",
+        f"run.init_from={tmp_path}/model",
     )
 
-    assert _paths(config) == ["data.source", "run.script", "data.tokenizer"]
+    assert _paths(config) == ["data.source", "run.script", "data.tokenizer", "run.init_from"]
 
 
 def test_a_script_that_is_no_python_is_refused_with_its_line(tmp_path: Path) -> None:

@@ -1,0 +1,196 @@
+"""A new run starts from a checkpoint that exists."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import save_file
+from torch import Tensor, nn
+from torch.nn import functional
+
+import ucp_core
+from everstep import InitSettings, Session, Settings, TaskError, run
+from workers.settings import CheckpointSettings, problems
+
+INPUTS = torch.linspace(-1, 1, 32).reshape(16, 2)
+
+
+class Model(nn.Module):
+    """Two layers that share a weight, and one of their own."""
+
+    scale: Tensor
+
+    def __init__(self, scale: float = 1.0) -> None:
+        super().__init__()
+        self.first = nn.Linear(2, 2, bias=False)
+        self.second = nn.Linear(2, 2, bias=False)
+        self.second.weight = self.first.weight
+        self.head = nn.Linear(2, 2)
+        self.register_buffer("scale", torch.tensor([scale]))
+
+    def forward(self, inputs: Tensor) -> Tensor:
+        hidden = torch.tanh(self.second(torch.tanh(self.first(inputs)))) * self.scale
+        output: Tensor = self.head(hidden)
+        return output
+
+
+def train(
+    directory: Path, seen: Callable[[nn.Module, torch.optim.Optimizer], None], **init: Any
+) -> None:
+    """Train two steps; ``seen`` gets model and optimizer before the first."""
+
+    def task(session: Session) -> None:
+        model = session.model(Model)
+        optimizer = session.optimizer(lambda held: torch.optim.AdamW(held.values()))
+        if session.step == 0:
+            seen(model, optimizer)
+        for step in session.steps(num_samples=len(INPUTS)):
+            for samples in step.micro_batches():
+                loss = functional.mse_loss(model(INPUTS[samples]), INPUTS[samples])
+                step.backward(loss, tokens=len(samples))
+            step.apply()
+
+    settings = Settings(
+        init=InitSettings(**init), checkpoint=CheckpointSettings(every_steps=1, keep=0)
+    )
+    run(
+        task, directory=str(directory), settings=settings,
+        steps=2, global_batch=4, micro_batch=2, warmup_steps=0, schedule="constant",
+    )  # fmt: skip
+
+
+def weights(model: nn.Module) -> dict[str, Tensor]:
+    named: Any = model.named_parameters()
+    return {name: value.full_tensor().clone() for name, value in named}
+
+
+def huggingface(folder: Path, **tensors: Tensor) -> str:
+    folder.mkdir()
+    names = {name.replace("__", "."): value.contiguous() for name, value in tensors.items()}
+    save_file(names, folder / "model.safetensors", metadata={"format": "pt"})
+    (folder / "config.json").write_text(json.dumps({"model_type": "none"}))
+    return str(folder)
+
+
+SHARED = torch.tensor([[1.0, 2.0], [3.0, 4.0]])
+WEIGHT = torch.tensor([[0.5, 0.25], [-1.0, 2.0]])
+BIAS = torch.tensor([1.5, -2.0])
+
+
+def test_weights_of_another_format_and_dtype_are_the_first_ones(tmp_path: Path) -> None:
+    """A fine-tuning begins with a model from the hub, in bfloat16."""
+    path = huggingface(
+        tmp_path / "hub",
+        first__weight=SHARED.bfloat16(),
+        head__weight=WEIGHT.bfloat16(),
+        head__bias=BIAS.half(),
+        unused=BIAS,
+    )
+    seen: dict[str, Tensor] = {}
+    train(tmp_path / "run", lambda model, _: seen.update(weights(model)), path=path)
+
+    assert seen.keys() == {"first.weight", "head.weight", "head.bias"}
+    assert torch.equal(seen["first.weight"], SHARED)
+    assert torch.equal(seen["head.weight"], WEIGHT)
+    assert torch.equal(seen["head.bias"], BIAS)
+
+
+def test_a_tied_parameter_is_found_by_its_other_name(tmp_path: Path) -> None:
+    """Which of the two names a checkpoint has is the choice of whoever saved it."""
+    path = huggingface(
+        tmp_path / "hub", second__weight=SHARED, head__weight=WEIGHT, head__bias=BIAS
+    )
+    seen: dict[str, Tensor] = {}
+    train(tmp_path / "run", lambda model, _: seen.update(weights(model)), path=path)
+
+    assert torch.equal(seen["first.weight"], SHARED)
+
+
+def test_names_are_mapped_and_new_parts_begin_anew(tmp_path: Path) -> None:
+    """A base model has other names than the model with a head, and no head."""
+    path = huggingface(tmp_path / "hub", base__first__weight=SHARED)
+    seen: dict[str, Tensor] = {}
+    train(
+        tmp_path / "run",
+        lambda model, _: seen.update(weights(model)),
+        path=path,
+        rename=(("base.*", "*"),),
+        missing=("head.*",),
+    )
+    new: dict[str, Tensor] = {}
+    train(tmp_path / "new", lambda model, _: new.update(weights(model)))
+
+    assert torch.equal(seen["first.weight"], SHARED)
+    assert torch.equal(seen["head.weight"], new["head.weight"])
+
+
+def test_what_does_not_fit_is_named(tmp_path: Path) -> None:
+    """Before the first step, with what is there instead."""
+    path = huggingface(tmp_path / "hub", model__first__weight=SHARED, head__weight=WEIGHT[:1])
+    with pytest.raises(TaskError) as raised:
+        train(tmp_path / "run", lambda *_: None, path=path)
+
+    assert "lacks first.weight, head.bias" in str(raised.value)
+    assert "has model.first.weight" in str(raised.value)
+    assert "head.weight is F32[1, 2] in it and [2, 2] in the model" in str(raised.value)
+    assert "init_rename" in str(raised.value)
+    assert not (tmp_path / "run/checkpoints").exists()
+
+
+def test_a_buffer_with_another_value_is_refused(tmp_path: Path) -> None:
+    """It would have the builder's value again after a resume."""
+    path = huggingface(
+        tmp_path / "hub",
+        first__weight=SHARED,
+        head__weight=WEIGHT,
+        head__bias=BIAS,
+        scale=torch.tensor([2.0]),
+    )
+    with pytest.raises(TaskError, match=r"buffer scale of .* differs"):
+        train(tmp_path / "run", lambda *_: None, path=path)
+
+
+def test_all_state_goes_on_and_a_resume_does_not_look_there_again(tmp_path: Path) -> None:
+    """The optimizer's moments and its count of steps, too; later the checkpoint may be gone."""
+    train(tmp_path / "first", lambda *_: None)
+    source = tmp_path / "first/checkpoints/step-00000002"
+    held = ucp_core.open(source)
+    seen: list[Any] = []
+
+    def look(model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
+        seen.append(weights(model))
+        seen.append([{k: v.clone() for k, v in one.items()} for one in optimizer.state.values()])
+
+    train(tmp_path / "run", look, path=str(source), state="all")
+
+    assert [float(state["step"]) for state in seen[1]] == [2.0, 2.0, 2.0]
+    assert all(state["exp_avg_sq"].abs().sum() > 0 for state in seen[1])
+    assert held.extra["optimizer"]["step"] == 2.0
+    shutil.rmtree(tmp_path / "first")
+    (tmp_path / "run/result.json").unlink()
+    train(tmp_path / "run", look, path=str(source), state="all")
+    assert (tmp_path / "run/result.json").exists()
+
+
+def test_weights_alone_are_no_whole_state(tmp_path: Path) -> None:
+    path = huggingface(tmp_path / "hub", first__weight=SHARED, head__weight=WEIGHT, head__bias=BIAS)
+    with pytest.raises(TaskError, match=r"no optimizer state; set run.init_state: weights"):
+        train(tmp_path / "run", lambda *_: None, path=path, state="all")
+
+
+def test_settings_that_cannot_work_are_told_at_once() -> None:
+    found = problems(
+        Settings(init=InitSettings(state="some", rename=(("a.*", "b"),), missing=("head.*",)))
+    )
+
+    assert [line.partition(":")[0] for line in found] == [
+        "run.init_state",
+        "run.init_from",
+        "run.init_rename",
+    ]

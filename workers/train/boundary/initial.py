@@ -1,0 +1,252 @@
+"""Start a run from a checkpoint that exists, in any format that ``ucp_core.open`` knows.
+
+Each rank reads its own boxes; nothing is copied on disk. Weights may be narrower floats than the
+run's: every value stays the same.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from fnmatch import fnmatchcase
+from typing import Any, Final
+
+import torch
+from torch import Tensor
+
+import ucp_core
+from ucp_core.errors import UcpError
+from ucp_core.geometry import Box, TensorEntry, TensorKey
+from ucp_core.language import rename
+from ucp_core.native import Checkpoint
+from ucp_core.numerics import FLOATS, WIDER
+from workers.errors import TaskError
+from workers.settings import InitSettings
+from workers.state import HostBuffer, StateEntry
+from workers.train.boundary.restore import WEIGHT, Target, without_optimizer_state
+
+__all__ = ["INITIAL", "Initial", "load_initial"]
+
+#: A kind of source, beside those of ``restore``.
+INITIAL: Final = "initial checkpoint"
+#: An error names so many tensors of a kind, and counts the others.
+_TOLD: Final = 5
+
+log = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Initial:
+    """What a run started from.
+
+    Attributes:
+        size_bytes: Bytes that this rank loaded.
+        missing: Parameters that the checkpoint lacks, as ``init.missing`` allows.
+        without_state: Parameters without optimizer state in it.
+        scalars: The optimizer's scalars by name; see ``TrainingState.scalars``.
+    """
+
+    size_bytes: int
+    missing: frozenset[str]
+    without_state: frozenset[str] = frozenset()
+    scalars: Mapping[str, Any] = field(default_factory=dict)
+    checkpoint: Checkpoint = field(repr=False)
+
+    def check_buffers(self, buffers: Mapping[str, Tensor]) -> None:
+        """Raise ``TaskError`` if a buffer of the model has another value in the checkpoint.
+
+        Buffers are not saved: after a resume they have the values of the model's builder again.
+        """
+        for name, buffer in buffers.items():
+            entry = self.checkpoint.state_map.entries.get(TensorKey(name, WEIGHT))
+            if entry is None or entry.dtype not in FLOATS:
+                continue
+            [held] = _read(self.checkpoint, [entry])
+            if held.shape != buffer.shape or not torch.equal(held, buffer.double().cpu()):
+                raise TaskError(
+                    f"run.init_from: buffer {name} of {self.checkpoint.directory} differs from the "
+                    "one that the model is built with; buffers are not saved yet, so its value "
+                    "would be lost when the run resumes. Build the model with that value",
+                    buffer=name,
+                )
+
+
+def load_initial(
+    init: InitSettings,
+    shapes: Mapping[str, tuple[int, ...]],
+    entries: Callable[[], Sequence[StateEntry]],
+    *,
+    aliases: Mapping[str, str],
+    buffer: HostBuffer,
+    threads: int,
+    moved: Callable[[int], None],
+    tell: bool,
+) -> Initial:
+    """Fill the state in place from ``init.path``.
+
+    Args:
+        init: What to load, and from where.
+        shapes: Shapes of the model's parameters by name.
+        entries: Returns the tensors to fill: weights, and with ``init.state`` "all" the optimizer's
+            slots. Called once the checkpoint is known to fit.
+        aliases: Other names of tied parameters.
+        buffer: Host memory for tensors on a device.
+        threads: Threads that read.
+        moved: Called with the size of each read.
+        tell: Whether to log what the checkpoint has and the model lacks.
+
+    Raises:
+        TaskError: The checkpoint cannot be opened, or lacks what the model needs.
+    """
+    try:
+        checkpoint = ucp_core.open(init.path)
+        checkpoint = _renamed(checkpoint, init.rename, shapes, aliases)
+    except UcpError as error:
+        raise TaskError(f"run.init_from: {error}", path=init.path) from error
+    held = checkpoint.state_map.entries
+    missing = frozenset(name for name in shapes if TensorKey(name, WEIGHT) not in held)
+    _refuse_misfits(init, checkpoint, shapes, missing)
+    bare = without_optimizer_state(held)
+    if init.state == "weights":
+        bare = frozenset(shapes)
+    elif bare.issuperset(shapes.keys() - missing) or not any(key.slot != WEIGHT for key in held):
+        raise TaskError(
+            f"run.init_from: {init.path} has no optimizer state; set run.init_state: weights",
+            path=init.path,
+        )
+    unused = sorted({key.fqn for key in held if key.slot == WEIGHT} - shapes.keys())
+    if unused and tell:
+        log.warning("%s has %s, which the model lacks", init.path, _some(unused))
+    need = [entry for entry in entries() if entry.fqn not in missing]
+    need = [entry for entry in need if entry.slot == WEIGHT or entry.fqn not in bare]
+    try:
+        target = Target(need, buffer, threads, moved)
+        size_bytes = target.fill(checkpoint, widen=True)
+        scalars = _scalars(checkpoint, shapes.keys() - bare) if init.state == "all" else {}
+    except UcpError as error:
+        raise TaskError(f"run.init_from: {error}", path=init.path) from error
+    return Initial(
+        size_bytes=size_bytes,
+        missing=missing,
+        without_state=bare | missing,
+        scalars=scalars,
+        checkpoint=checkpoint,
+    )
+
+
+def _renamed(
+    checkpoint: Checkpoint,
+    patterns: Sequence[tuple[str, str]],
+    shapes: Mapping[str, tuple[int, ...]],
+    aliases: Mapping[str, str],
+) -> Checkpoint:
+    """Return the checkpoint with the model's names: as the user says, then by what is tied."""
+    manifest = checkpoint.manifest
+    theirs = {key.fqn for key in manifest.state_map.entries} | manifest.ties.keys()
+    names = {name: new for name in theirs if (new := _new_name(name, patterns)) != name}
+    if names:
+        manifest = rename(manifest, names)
+    held = {key.fqn for key in manifest.state_map.entries}
+    tied: dict[str, str] = {}
+    for alias, owner in (*manifest.ties.items(), *_reverse(aliases)):
+        if alias in shapes and alias not in held and owner in held and owner not in shapes:
+            tied[owner] = alias
+            if alias in manifest.ties:
+                tied[alias] = owner
+    return replace(checkpoint, manifest=rename(manifest, tied) if tied else manifest)
+
+
+def _reverse(aliases: Mapping[str, str]) -> Iterable[tuple[str, str]]:
+    return ((name, alias) for alias, name in aliases.items())
+
+
+def _new_name(name: str, patterns: Sequence[tuple[str, str]]) -> str:
+    for pattern, new in patterns:
+        before, star, after = pattern.partition("*")
+        if not star:
+            if name == pattern:
+                return new
+        elif (
+            name.startswith(before)
+            and name.endswith(after)
+            and len(name) >= len(before) + len(after)
+        ):
+            return new.replace("*", name[len(before) : len(name) - len(after)], 1)
+    return name
+
+
+def _refuse_misfits(
+    init: InitSettings,
+    checkpoint: Checkpoint,
+    shapes: Mapping[str, tuple[int, ...]],
+    missing: frozenset[str],
+) -> None:
+    """Raise ``TaskError`` unless every parameter has a value of its shape, or may lack one."""
+    held = checkpoint.state_map.entries
+    unexpected = sorted({key.fqn for key in held if key.slot == WEIGHT} - shapes.keys())
+    refused = sorted(
+        name for name in missing if not any(fnmatchcase(name, pattern) for pattern in init.missing)
+    )
+    found: list[str] = []
+    if refused:
+        found.append(f"it lacks {_some(refused)}")
+        if unexpected:
+            found.append(f"and has {_some(unexpected)}, which the model lacks")
+    wrong = [
+        f"{name} is {entry.dtype}{list(entry.shape)} in it and {list(shape)} in the model"
+        for name, shape in sorted(shapes.items())
+        if (entry := held.get(TensorKey(name, WEIGHT))) is not None and not _fits(entry, shape)
+    ]
+    if wrong:
+        found.append("; ".join(wrong[:_TOLD]))
+        found += [f"and {len(wrong) - _TOLD} more"] if len(wrong) > _TOLD else []
+    if found:
+        raise TaskError(
+            f"run.init_from: {init.path} does not fit the model: {', '.join(found)}. Map names "
+            'with run.init_rename ({"theirs.*": "ours.*"}), or list in run.init_missing what may '
+            "begin with new values",
+            path=init.path,
+            missing=tuple(refused),
+            unexpected=tuple(unexpected),
+        )
+
+
+def _fits(entry: TensorEntry, shape: tuple[int, ...]) -> bool:
+    return entry.shape == shape and (entry.dtype == "F32" or "F32" in WIDER.get(entry.dtype, ()))
+
+
+def _scalars(checkpoint: Checkpoint, names: Collection[str]) -> dict[str, Any]:
+    """Return the optimizer's scalars: slots without a shape, or the small values of our own."""
+    entries = [
+        entry
+        for key, entry in checkpoint.state_map.entries.items()
+        if key.slot != WEIGHT and not entry.shape and key.fqn in names
+    ]
+    found: dict[str, Any] = {}
+    for entry, value in zip(entries, _read(checkpoint, entries), strict=True):
+        found.setdefault(entry.key.slot, {})[entry.key.fqn] = value.item()
+    own = checkpoint.extra.get("optimizer")
+    return found or (own if isinstance(own, dict) else {})
+
+
+def _read(checkpoint: Checkpoint, entries: Sequence[TensorEntry]) -> list[Tensor]:
+    """Return whole floating tensors, as float64."""
+    found = [torch.zeros(entry.shape, dtype=torch.float64) for entry in entries]
+    need = [
+        StateEntry(
+            fqn=entry.key.fqn,
+            slot=entry.key.slot,
+            shape=entry.shape,
+            box=Box.full(entry.shape),
+            tensor=tensor,
+        ).local_tensor(tensor)
+        for entry, tensor in zip(entries, found, strict=True)
+    ]
+    ucp_core.load(checkpoint, need, widen=True)
+    return found
+
+
+def _some(names: Sequence[str]) -> str:
+    more = f" and {len(names) - _TOLD} more" if len(names) > _TOLD else ""
+    return ", ".join(names[:_TOLD]) + more
