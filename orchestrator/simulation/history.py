@@ -83,7 +83,15 @@ _GROWTH = GrowthRules(interval_s_min=0.3, gather_s=0.15, pause_guess_s=0.1)
 _BUDGETS = BudgetRules(user_max=100)
 
 #: What the machine learns of sources and of versions by.
-_TELLING = (ev.WorkerLeft, ev.WorkerFormed, ev.CommittedRead, ev.StepCompleted, ev.MembersAtWork)
+_TELLING = (
+    ev.WorkerLeft,
+    ev.WorkerFormed,
+    ev.CommittedRead,
+    ev.StepCompleted,
+    ev.MembersAtWork,
+    ev.NodeDraining,
+    ev.NodeJoined,
+)
 
 _PHASES_FOR_SECOND_FAULT = frozenset({Phase.FENCING, Phase.READING, Phase.FORMING, Phase.YIELDING})
 

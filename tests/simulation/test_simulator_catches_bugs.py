@@ -22,6 +22,7 @@ from orchestrator.core.handlers import (
     link_events,
     planned,
     protection,
+    reach,
     recovery,
     resume,
     searching,
@@ -160,6 +161,11 @@ def _take_it_for_the_end(*_: Any) -> list[bytes]:
     return []
 
 
+def _nobody(_transition: Transition) -> list[Node]:
+    """Take no node for one that is taken soon."""
+    return []
+
+
 @dataclass(frozen=True)
 class Bug:
     """Where to put which function, which promises may tell, and in which histories to look.
@@ -256,6 +262,7 @@ BUGS = {
     "does not look for lost links": Bug(searching, "begin", _never_look, ("L1",)),
     "never probes a lost link again": Bug(link_events, "ask", _never_look, ("L1",)),
     "does not replace who is not reached": Bug(demand, "replace_unreached", _never_look, ("L1",)),
+    "begins where a node is about to be taken": Bug(reach, "due", _nobody, ("L3",)),
     "strikes the ends of lost links": Bug(
         machine._HANDLERS, ev.LinksProbed, _strike_the_ends, ("S5",)
     ),

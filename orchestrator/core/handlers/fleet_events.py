@@ -131,6 +131,8 @@ def node_draining(transition: Transition, event: NodeDraining) -> None:
     if node.leave_by_s != event.deadline_s:
         fleet.put_node(transition, number, node._replace(leave_by_s=event.deadline_s))
         demand.renew_pending(transition)
+        if transition.run.phase is Phase.WAITING:
+            formation.try_start(transition)
 
 
 def slot_granted(transition: Transition, event: SlotGranted) -> None:

@@ -15,7 +15,7 @@ from orchestrator.policies import quarantine
 def capacity(transition: Transition) -> int:
     """Return how many workers an attempt would have now, 0 if fewer than the minimum.
 
-    Draining nodes are used only if the run could not train without them.
+    Draining nodes are used only if the run could not train without them, and not at their end.
     """
     for leaving in (False, True):
         used = reach.num_together(transition, leaving=leaving)
@@ -42,6 +42,7 @@ def try_start(transition: Transition) -> None:
     run = transition.run
     used = capacity(transition)
     if used == 0 or run.surveying_until_s != inf:
+        _wait_for_due(transition)
         return
     if transition.now_s < run.hold_until_s:
         run.deadline_s = min(run.deadline_s, run.hold_until_s)
@@ -62,6 +63,14 @@ def try_start(transition: Transition) -> None:
         run.deadline_s = transition.now_s
         return
     _start(transition)
+
+
+def _wait_for_due(transition: Transition) -> None:
+    """Look again when nodes that were to be taken should be gone: they may be there still."""
+    if transition.run.fleet.num_leaving:
+        lead_s = transition.rules.bounds.drain_lead_s
+        ends = [node.leave_by_s + lead_s for node in reach.due(transition)]
+        transition.run.deadline_s = min([transition.run.deadline_s, *ends])
 
 
 def waited_too_long(transition: Transition) -> None:
@@ -151,6 +160,7 @@ def _candidates(transition: Transition) -> list[int]:
         if node.usable:
             order.setdefault(number)
     rules = transition.rules
+    too_late = reach.due(transition) if run.fleet.num_leaving else []
     chosen: list[int] = []
     for with_leaving in (False, True):
         out = reach.left_out(transition, leaving=with_leaving)
@@ -158,7 +168,7 @@ def _candidates(transition: Transition) -> list[int]:
         leaving: list[int] = []
         for number in order:
             node = run.fleet.nodes[number]
-            if node.usable and number not in out:
+            if node.usable and number not in out and node not in too_late:
                 (leaving if node.draining else staying).extend(_ready_on(transition, node, ranks))
         chosen = (staying + leaving if with_leaving else staying)[: rules.max_workers]
         if layout_policy.usable(len(chosen), rules.layout) >= rules.min_workers:

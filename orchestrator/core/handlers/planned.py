@@ -1,7 +1,8 @@
 """Planned changes: growth, drains and stops. All members leave together, so nothing is lost.
 
 Members are asked to leave at a step boundary. They agree on the step, commit it and report it;
-the next attempt resumes from it without a read. A stop commits in storage, other changes in memory.
+the next attempt resumes from it without a read. It is in storage where the run stops or has to wait
+for capacity, else in memory.
 """
 
 from __future__ import annotations
@@ -29,8 +30,7 @@ def consider(transition: Transition) -> None:
     if not run.attempt.stepped:
         return
     num_after = reach.num_together(transition)
-    may_leave = run.fleet.num_leaving > 0 and num_after >= transition.rules.min_workers
-    if may_leave and _leaves_draining_nodes(transition, num_after):
+    if run.fleet.num_leaving and _leaves_draining_nodes(transition, num_after):
         return
     if num_after > len(run.attempt.members):
         _consider_growth(transition, num_after)
@@ -39,17 +39,23 @@ def consider(transition: Transition) -> None:
 def _leaves_draining_nodes(transition: Transition, num_after: int) -> bool:
     """Leave draining nodes when replacements are ready, in any case before the deadline.
 
-    Returns whether the members were asked to leave.
+    If too few are left then, the state goes to storage and the run waits; nodes that nobody took
+    in time are used again. Returns whether the members were asked to leave.
     """
-    run = transition.run
+    run, lead_s = transition.run, transition.rules.bounds.drain_lead_s
     used = dict.fromkeys(run.fleet.workers[member].node for member in run.attempt.members)
     draining = [node for node in (run.fleet.nodes[number] for number in used) if node.draining]
+    is_enough = num_after >= transition.rules.min_workers
+    if not is_enough:
+        draining = [node for node in draining if transition.now_s < node.leave_by_s + lead_s]
     if not draining:
         return False
-    leave_at_s = min(node.leave_by_s for node in draining) - transition.rules.bounds.drain_lead_s
-    if num_after >= len(run.attempt.members) or transition.now_s >= leave_at_s:
+    leave_at_s = min(node.leave_by_s for node in draining) - lead_s
+    is_replaced = is_enough and num_after >= len(run.attempt.members)
+    if is_replaced or transition.now_s >= leave_at_s:
         names = ", ".join(sorted(node.name for node in draining))
-        yield_attempt(transition, "drain", f"leaving {names} before the provider takes it")
+        rest = "" if is_enough else "; the rest are too few and wait, with the state in storage"
+        yield_attempt(transition, "drain", f"leaving {names} before the provider takes it{rest}")
         return True
     run.deadline_s = min(run.deadline_s, leave_at_s)
     return False
@@ -92,11 +98,12 @@ def yield_order(transition: Transition) -> YieldAttempt:
     """Return the order to leave, as the cause asks for it."""
     run = transition.run
     assert run.cause is not None, "a planned change has a cause"
+    few = reach.num_together(transition) < transition.rules.min_workers
     return YieldAttempt(
         attempt=run.attempt.number,
         workers=recovery.members_inside(transition),
         reason=run.cause.evidence,
-        durable=run.cause.kind == "stop",
+        durable=run.cause.kind == "stop" or few,
     )
 
 

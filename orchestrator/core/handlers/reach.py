@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from orchestrator.core.state import Phase
+from orchestrator.core.state import Node, Phase
 from orchestrator.core.transition import Transition
 from orchestrator.policies import layout as layout_policy
 from orchestrator.policies import links
@@ -15,14 +15,23 @@ def num_together(transition: Transition, *, leaving: bool = False) -> int:
 
     Args:
         transition: Of the run.
-        leaving: Also those on draining nodes.
+        leaving: Also those on draining nodes, unless it is time to leave them.
     """
     fleet, rules = transition.run.fleet, transition.rules
-    offered = fleet.num_usable + (fleet.num_leaving if leaving else 0)
+    offered = fleet.num_usable
+    if leaving and fleet.num_leaving:
+        offered += fleet.num_leaving - sum(node.usable for node in due(transition))
     if transition.run.network.links:
         out = left_out(transition, leaving=leaving)
         offered -= sum(fleet.nodes[number].usable for number in out)
     return layout_policy.usable(min(offered, rules.max_workers), rules.layout)
+
+
+def due(transition: Transition) -> list[Node]:
+    """Return the nodes that the provider takes about now: nobody is to be there."""
+    now_s, lead_s = transition.now_s, transition.rules.bounds.drain_lead_s
+    nodes = transition.run.fleet.nodes.values()
+    return [node for node in nodes if node.alive and node.is_due(now_s, lead_s)]
 
 
 def _apart(transition: Transition, *, paused: bool) -> list[links.Pair]:
@@ -45,6 +54,7 @@ def left_out(transition: Transition, *, leaving: bool = False) -> frozenset[int]
     out: frozenset[int] = frozenset()
     if not run.network.links:
         return out
+    too_late = due(transition)
     for paused in (True, False):
         pairs = _apart(transition, paused=paused)
         if not pairs:
@@ -52,7 +62,7 @@ def left_out(transition: Transition, *, leaving: bool = False) -> frozenset[int]
         nodes = {
             node.name: node.usable
             for node in run.fleet.nodes.values()
-            if node.usable and (leaving or not node.draining)
+            if node.usable and (leaving or not node.draining) and node not in too_late
         }
         members = {run.fleet.nodes[number].name for number in run.attempt.nodes}
         names = links.left_out(nodes, pairs, preferred=members)

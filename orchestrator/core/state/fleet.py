@@ -91,6 +91,13 @@ class Node(NamedTuple):
         """Return whether the provider takes the node back."""
         return self.leave_by_s != inf
 
+    def is_due(self, now_s: float, lead_s: float) -> bool:
+        """Return whether the provider takes the node about now, ``lead_s`` more or less.
+
+        One that has not come by then may never come.
+        """
+        return self.leave_by_s - lead_s <= now_s < self.leave_by_s + lead_s
+
 
 @dataclass(eq=False)
 class Fleet(Part):

@@ -6,11 +6,15 @@ never asks the machine what it thinks.
 
 from __future__ import annotations
 
+from math import inf
+
 from orchestrator.core import (
     CommittedRead,
     FinishRun,
     KillWorker,
     MembersAtWork,
+    NodeDraining,
+    NodeJoined,
     ReadCommitted,
     ReportIncident,
     RequestSlot,
@@ -52,6 +56,8 @@ class Monitor:
         self.faulty: set[str] = set()
         self.unlinked: set[str] = set()
         self.lost_nodes: set[str] = set()
+        # When providers take nodes, by what the machine was told.
+        self.taken_by_s: dict[str, float] = {}
         self.last_left_s = 0.0
         # Whether a member could not leave its state in memory, or that could not be asked once.
         self.is_state_gone = False
@@ -96,6 +102,10 @@ class Monitor:
             still_in = 0 < worker.attempt < number and not gone
             if still_in:
                 raise Violation(f"S1: {worker.name} is in {worker.attempt} as {number} begins")
+        lead_s = rules.bounds.drain_lead_s
+        for _, node, _ in action.members:
+            late_s = world.now_s - self.taken_by_s.get(node, inf)
+            require(not -lead_s <= late_s < lead_s, "L3", f"{node} is taken as {number} begins")
         if self.starts:
             old = world.attempts[self.attempt].members
             self.cut_off[self.attempt] = all(name in self.kill_ordered for name in old)
@@ -146,9 +156,20 @@ class Monitor:
         self._check_unreached(action.unreached)
 
     def told(
-        self, event: WorkerLeft | WorkerFormed | CommittedRead | StepCompleted | MembersAtWork
+        self,
+        event: WorkerLeft
+        | WorkerFormed
+        | CommittedRead
+        | StepCompleted
+        | MembersAtWork
+        | NodeDraining
+        | NodeJoined,
     ) -> None:
-        """Note what the machine hears of sources, of versions, and of who is at work."""
+        """Note what the machine hears of sources, versions, notices, and of who is at work."""
+        if isinstance(event, NodeDraining | NodeJoined):
+            until_s = event.deadline_s if isinstance(event, NodeDraining) else inf
+            self.taken_by_s[event.node] = until_s
+            return
         if isinstance(event, MembersAtWork):
             self.at_work = (event.attempt, event.workers)
             return

@@ -209,7 +209,12 @@ def drain(cluster: SimCluster) -> None:
     node = _pick_node(cluster)
     if node is None or node.draining_until_s is not None:
         return
-    _give_notice(cluster, node)
+    taken = [node]
+    if cluster.chance(0.15):
+        # A job of Slurm is preempted, or a zone is short: everything goes at once.
+        taken = [each for each in cluster.nodes.values() if each.alive]
+    for each in taken:
+        _give_notice(cluster, each)
     if cluster.chance(0.3):
         cluster.at(3 * cluster.rng.random(), _change_notice, cluster, node)
 
@@ -236,7 +241,8 @@ def _change_notice(cluster: SimCluster, node: SimNode) -> None:
 
 
 def _take(cluster: SimCluster, node: SimNode, deadline_s: float) -> None:
-    if node.draining_until_s == deadline_s:
+    # Who drained it may also leave it where it is.
+    if node.draining_until_s == deadline_s and cluster.chance(0.9):
         lose_node(cluster, node)
 
 

@@ -1,10 +1,10 @@
+import math
 from dataclasses import replace
 from typing import get_args
 
 from orchestrator.core import (
     Action,
     FenceAttempt,
-    KillWorker,
     Phase,
     RequestSlot,
     RunRules,
@@ -280,21 +280,78 @@ def test_a_stop_while_waiting_ends_the_run_at_once() -> None:
     assert state.phase is Phase.FINISHED
 
 
-def test_a_member_on_a_draining_node_is_used_where_nothing_else_is_left() -> None:
-    """Leaving a node early must not stop a run that has nowhere to go."""
-    rules = RunRules(run="t", min_workers=2, max_workers=2, total_steps=9)
-    state = _fold(
-        _ready(rules),
-        ev.StepCompleted(at_s=2.0, attempt=1, step=1, step_s=0.1),
-        rules=rules,
-    )
-    drain = ev.NodeDraining(at_s=3.0, node="b", deadline_s=4.0)
-    state, actions = step(state, drain, rules=rules)
+BOTH = RunRules(run="test", min_workers=2, max_workers=2, total_steps=1000)
 
-    assert state.phase is Phase.RUNNING
+
+def _taken_below_the_minimum() -> tuple[RunState, tuple[Action, ...]]:
+    """Return a run of two at the end of the notice of node b, for 37 s, and what it does."""
+    state = _fold(
+        _ready(BOTH),
+        ev.WorkerFormed(at_s=2.0, attempt=1, worker="w0001"),
+        ev.WorkerFormed(at_s=2.0, attempt=1, worker="w0002"),
+        ev.StepCompleted(at_s=2.1, attempt=1, step=1, step_s=0.1),
+        rules=BOTH,
+    )
+    drain = ev.NodeDraining(at_s=3.0, node="b", deadline_s=40.0)
+    state, actions = step(state, drain, rules=BOTH)
+    assert state.phase is Phase.RUNNING, "there is nowhere to go, and time to train"
     assert YieldAttempt not in _kinds(actions)
-    assert KillWorker not in _kinds(actions)
     assert RequestSlot(slot=3, avoid=("b",)) in actions
+    assert next_deadline_s(state) == 40.0 - BOTH.bounds.drain_lead_s
+    return step(state, ev.Ticked(at_s=next_deadline_s(state)), rules=BOTH)
+
+
+def _waiting_below_the_minimum() -> RunState:
+    state, _ = _taken_below_the_minimum()
+    left = [
+        ev.WorkerLeft(at_s=31.0, attempt=1, worker=worker, how="yielded", step=900, detail="")
+        for worker in ("w0001", "w0002")
+    ]
+    state = _fold(state, *left, rules=BOTH)
+    assert (state.phase, state.committed, state.attempt.number) == (Phase.WAITING, (900, 1), 1)
+    return state
+
+
+def test_where_the_rest_is_too_small_a_notice_ends_in_storage() -> None:
+    """Of two nodes one goes: its memory goes with it, and the other cannot train alone."""
+    state, actions = _taken_below_the_minimum()
+    assert state.phase is Phase.YIELDING
+    (order,) = actions
+    assert isinstance(order, YieldAttempt)
+    assert order.durable
+
+    state = _fold(
+        _waiting_below_the_minimum(),
+        ev.NodeLost(at_s=40.0, node="b", cause="taken"),
+        ev.SlotGranted(at_s=55.0, slot=3, node="c"),
+        ev.WorkerReady(at_s=58.0, worker="w0003", node="c", pid=13),
+        rules=BOTH,
+    )
+    assert (state.phase, state.attempt.number, state.attempt.step) == (Phase.FORMING, 2, 900)
+
+
+def test_who_was_not_taken_in_time_trains_on() -> None:
+    """A drained node stays until somebody ends it; the run must not wait for that for ever."""
+    waiting = _waiting_below_the_minimum()
+    assert next_deadline_s(waiting) == 40.0 + BOTH.bounds.drain_lead_s
+    state = _fold(waiting, ev.Ticked(at_s=next_deadline_s(waiting)), rules=BOTH)
+    assert (state.phase, state.attempt.number) == (Phase.FORMING, 2)
+    state = _fold(
+        state,
+        ev.WorkerFormed(at_s=51.0, attempt=2, worker="w0001"),
+        ev.WorkerFormed(at_s=51.0, attempt=2, worker="w0002"),
+        ev.StepCompleted(at_s=51.1, attempt=2, step=901, step_s=0.1),
+        ev.StepCompleted(at_s=500.0, attempt=2, step=999, step_s=0.1),
+        rules=BOTH,
+    )
+    assert state.phase is Phase.RUNNING
+
+
+def test_a_notice_that_is_withdrawn_ends_the_wait() -> None:
+    """Providers change their minds, and there is no other sign of it."""
+    withdrawn = ev.NodeDraining(at_s=32.0, node="b", deadline_s=math.inf)
+    state = _fold(_waiting_below_the_minimum(), withdrawn, rules=BOTH)
+    assert (state.phase, state.attempt.number) == (Phase.FORMING, 2)
 
 
 def test_a_start_that_took_too_long_gets_more_time_the_next_time() -> None:
