@@ -8,9 +8,12 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
+
+from tests.support.attempts import newest, wait_for_steps
 from tests.support.trainers import Run
 from workers.protocol import Completed, Raised
-from workers.settings import Settings, TrainSettings
+from workers.settings import CheckpointSettings, Settings, TrainSettings
 
 SUPPORT = Path(__file__).parents[1] / "support"
 SCRIPT = SUPPORT / "train_script.py"
@@ -81,3 +84,51 @@ def test_a_script_that_never_calls_run_is_told_so(tmp_path: Path) -> None:
 
     assert isinstance(left.outcome, Raised)
     assert "idle.py ended without calling everstep.run" in left.outcome.error
+
+
+def test_registered_state_goes_with_the_run_to_other_workers(
+    tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    """A scheduler and an average, through a change of three workers to two and a death."""
+    train = TrainSettings(steps=40, global_batch=8, micro_batch=2, deterministic=True)
+    settings = Settings(
+        script=str(SUPPORT / "train_scheduled.py"),
+        train=train,
+        checkpoint=CheckpointSettings(every_steps=1, keep=0),
+    )
+
+    def rates(directory: Path) -> dict[int, float]:
+        text = (directory / "metrics/rank0.jsonl").read_text()
+        lines = [json.loads(line) for line in text.splitlines() if line.endswith("}")]
+        return {line["step"]: line["lr"] for line in lines}
+
+    for name in ("undisturbed", "disturbed"):
+        (tmp_path / name).mkdir()
+    with Run(tmp_path / "undisturbed") as run:
+        run.train(settings, num_workers=1)
+    expected = sorted(set(_averages(capfd)))
+
+    with Run(tmp_path / "disturbed") as run:
+        members = run.begin(settings, num_workers=3)
+        wait_for_steps(run, 5)
+        members[1].yield_at_boundary(1)
+        for trainer in members:
+            trainer.left()
+        members = run.begin(settings, num_workers=2, resume=newest(run))
+        wait_for_steps(run, newest(run)[0] + 5)
+        members[1].process.kill()
+        members[1].process.join()
+        members[0].fence(2)
+        members[0].left()
+        run.train(settings, num_workers=1, members=(2,), resume=newest(run))
+
+    assert rates(tmp_path / "disturbed") == rates(tmp_path / "undisturbed")
+    assert sorted(set(_averages(capfd))) == expected
+    results = [json.loads((tmp_path / name / "result.json").read_text())["weights_digest"]
+               for name in ("undisturbed", "disturbed")]  # fmt: skip
+    assert results[0] == results[1]
+
+
+def _averages(capfd: pytest.CaptureFixture[str]) -> list[str]:
+    lines = capfd.readouterr().out.splitlines()
+    return [line for line in lines if line.startswith("average ")]

@@ -14,13 +14,16 @@ if TYPE_CHECKING:
         set_scalars,
     )
     from workers.state.optimizers import adopt, refuse_unfit
+    from workers.state.registered import Registered, Stateful
     from workers.state.replica_shares import ReplicaShare, replicas_of
 
 __all__ = [
     "HostBuffer",
     "PersistentBuffers",
+    "Registered",
     "ReplicaShare",
     "StateEntry",
+    "Stateful",
     "TrainingState",
     "adopt",
     "local_parameters",

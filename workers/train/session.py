@@ -7,6 +7,8 @@ too. A session belongs to one thread and one attempt.
 from __future__ import annotations
 
 import hashlib
+import json
+import logging
 import math
 import time
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
@@ -36,8 +38,10 @@ from workers.snapshot import SnapshotMemory
 from workers.state import (
     HostBuffer,
     PersistentBuffers,
+    Registered,
     ReplicaShare,
     StateEntry,
+    Stateful,
     TrainingState,
     adopt,
     local_parameters,
@@ -70,6 +74,10 @@ from workers.train.initial_values import initial_values
 
 __all__ = ["Initialise", "Session"]
 
+log = logging.getLogger(__name__)
+
+#: Where a version keeps what a script registered.
+REGISTERED: Final = "registered"
 VALIDATION: Final = "metrics/validation.jsonl"
 
 Initialise = Callable[[str, tuple[int, ...]], Tensor]
@@ -111,6 +119,7 @@ class Session:
         self._sharded: ShardedModel | None = None
         self._reduction = Reduction()
         self._restored: dict[str, Any] = {}
+        self._has_begun = False
         self._loss = self._validation_loss = math.nan
         self._timeout_s = self.settings.parallel.collective_timeout_s
         self._storage = StorageWriter(
@@ -197,6 +206,7 @@ class Session:
             device=self.device,
             keeps_gathered=self._keeps_gathered,
             state=TrainingState(self._shards, parameters, optimizer, self._replica_share()),
+            registered=Registered(optimizer),
         )
         began_s = time.monotonic()
         restored = self._load(self._sharded)
@@ -212,6 +222,33 @@ class Session:
         )
         return optimizer
 
+    def register(self, name: str, stateful: Stateful) -> Any:
+        """Return ``stateful``, whose state is saved and loaded with the model from now on.
+
+        With something registered, a step is saved when the loop's body ends instead of in
+        ``step.apply``: what the body does after ``apply`` is then part of the step. A torch
+        scheduler of learning rates replaces ``train.schedule``.
+
+        Args:
+            name: Its name in checkpoints.
+            stateful: Anything with ``state_dict`` and ``load_state_dict``: a scheduler, an average,
+                a curriculum. Its state must be small, and the same on every worker.
+
+        Raises:
+            TaskError: The optimizer is not there yet, a step has begun, the name is taken, or the
+                state cannot be saved or loaded.
+        """
+        if self._sharded is None or self._has_begun:
+            raise TaskError(
+                f"session.register: call it for {name!r} after session.optimizer and before "
+                "session.steps"
+            )
+        saved = self._restored.get(REGISTERED, {}).get(name)
+        if saved is None and self.step and self.rank == 0:
+            log.warning("step %s was saved without the state of %s", self.step, name)
+        self._sharded.registered.add(name, stateful, saved)
+        return stateful
+
     def steps(self, num_samples: int, *, data_digest: str = "") -> Iterator[Step]:
         """Yield the remaining steps, one at a time; call ``apply`` on each.
 
@@ -223,10 +260,11 @@ class Session:
 
         Raises:
             DataError: Workers, or this run and its checkpoint, have different data.
-            TaskError: A step was left without ``apply``, or the model keeps state in its
-                buffers.
+            TaskError: A step was left without ``apply``, the model keeps state in its buffers, or
+                workers registered different state.
         """
         sharded = self._ready()
+        self._agree_on_registered()
         train = self.settings.train
         order = DataOrder(
             seed=self.settings.data.seed, num_samples=num_samples, global_batch=train.global_batch
@@ -238,17 +276,25 @@ class Session:
         took_steps = self.step < train.steps
         buffers = PersistentBuffers(sharded.model)
 
+        step_s = 0.0
+
         def applied(step: Step) -> None:
-            nonlocal begun_s
+            nonlocal begun_s, step_s
             buffers.check(step.number)
             self.step, self._loss = step.number, step.loss
             step_s, begun_s = time.perf_counter() - begun_s, time.perf_counter()
             if step.number > first_step:
                 self._extend_timeout(step_s)
-            reached = {"order_position": step.order_range[1], "loss": step.loss}
-            # The wait for protection happens once, so it does not count as time of the next step.
-            begun_s += self._boundary.completed(step, step_s, sharded, {**cursor, **reached})
+            if not sharded.registered:
+                complete(step)
             self._context.progress.enter(WorkerPhase.SCRIPT)
+
+        def complete(step: Step) -> None:
+            nonlocal begun_s
+            reached = {"order_position": step.order_range[1], "loss": step.loss}
+            extra = {**cursor, **reached, **self._registered_values()}
+            # The wait for protection happens once, so it does not count as time of the next step.
+            begun_s += self._boundary.completed(step, step_s, sharded, extra)
 
         while self.step < train.steps:
             step = Step(
@@ -262,10 +308,7 @@ class Session:
                 on_applied=applied,
             )
             yield step
-            if not step.is_applied:
-                raise TaskError(f"step {step.number} was left without step.apply(); call it once")
-            if step.leaves and step.number < train.steps:
-                self._boundary.leave(step.number)
+            self._end(step, complete)
         if took_steps:
             self._boundary.commit(self.step)
 
@@ -466,17 +509,50 @@ class Session:
                     found=value,
                     expected=before,
                 )
-        key = hashlib.sha256(repr(sorted(cursor.items())).encode()).digest()
-        number = int.from_bytes(key[:8], "little") >> 2
-        ends = torch.tensor([number, -number], device=self.device)
-        dist.all_reduce(ends, op=dist.ReduceOp.MIN)
-        least, negative = on_host(ends)
-        if least != -negative:
+        if not self._is_everywhere(repr(sorted(cursor.items()))):
             raise DataError(
                 f"the workers have different training data (here: {cursor}); give all nodes the "
                 "same files, and with data.source=stdlib the same Python"
             )
         return cursor
+
+    def _end(self, step: Step, complete: Callable[[Step], None]) -> None:
+        """Do what is due once the body of the loop has ended."""
+        if not step.is_applied:
+            raise TaskError(f"step {step.number} was left without step.apply(); call it once")
+        if self._ready().registered:
+            # What the script does after ``apply`` belongs to the step: a scheduler's step, say.
+            complete(step)
+            self._context.progress.enter(WorkerPhase.SCRIPT)
+        if step.leaves and step.number < self.settings.train.steps:
+            self._boundary.leave(step.number)
+
+    def _registered_values(self) -> dict[str, Any]:
+        values = self._ready().registered.values()
+        return {REGISTERED: values} if values else {}
+
+    def _agree_on_registered(self) -> None:
+        """Raise if the state that the script registered is not the same on every worker."""
+        self._has_begun = True
+        values = self._ready().registered.values()
+        unknown = sorted(self._restored.get(REGISTERED, {}).keys() - values.keys())
+        if unknown and self.rank == 0:
+            told = ", ".join(unknown)
+            log.warning("step %s has state of %s, which nobody registers now", self.step, told)
+        if values and not self._is_everywhere(json.dumps(values, sort_keys=True)):
+            raise TaskError(
+                f"the registered state ({', '.join(values)}) differs between workers; register "
+                "what is the same on all of them"
+            )
+
+    def _is_everywhere(self, text: str) -> bool:
+        """Return whether all workers have the same text; every worker calls it."""
+        key = hashlib.sha256(text.encode()).digest()
+        number = int.from_bytes(key[:8], "little") >> 2
+        ends = torch.tensor([number, -number], device=self.device)
+        dist.all_reduce(ends, op=dist.ReduceOp.MIN)
+        least, negative = on_host(ends)
+        return bool(least == -negative)
 
 
 def _set_optimizer(

@@ -37,14 +37,18 @@ The contract:
 - A step takes the same samples for any number of workers. Give each loss its number of ``tokens``
   (or samples): the mean over the global batch is then exact.
 - The settings decide the learning rate (warm-up and decay), not the optimizer's argument. An
-  optimizer group may set ``lr_scale``, a factor on the learning rate.
+  optimizer group may set ``lr_scale``, a factor on the learning rate. A scheduler of torch's takes
+  over once it is registered: ``scheduler = session.register("lr", StepLR(optimizer, 100))``. Call
+  ``scheduler.step()`` after ``step.apply()``, as usual.
+- ``session.register(name, stateful)`` saves and loads anything small with ``state_dict`` and
+  ``load_state_dict``. A step is then saved when the body of the loop has ended.
 - Every worker updates a part of each parameter, so an optimizer must treat every element alike. An
   optimizer class of your own must say so: ``session.optimizer(make, elementwise=True)``.
 - Within a micro-batch, random numbers of torch, NumPy and Python are the same for any number of
   workers. NumPy's and Python's are your own between the steps.
-- Checkpoints hold parameters and optimizer state, but no buffers. A model that changes a buffer in
-  ``forward`` (running statistics, ``spectral_norm``) is refused, unless the buffer is registered
-  with ``persistent=False``.
+- Checkpoints hold parameters, optimizer state and what is registered, but no buffers. A model that
+  changes a buffer in ``forward`` (running statistics, ``spectral_norm``) is refused, unless the
+  buffer is registered with ``persistent=False``.
 - Only ``step.apply`` may change weights. A script that changes them elsewhere is refused at the
   next step, because no snapshot of the last step has the change. To change weights after every
   update (to clamp them, for example), use ``optimizer.register_step_post_hook``. Writes through

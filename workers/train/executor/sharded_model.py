@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 from workers.parallel import LocalShard, Mesh
-from workers.state import TrainingState
+from workers.state import Registered, TrainingState
 from workers.train.executor.reduction import Reduction
 
 __all__ = ["ShardedModel"]
@@ -29,6 +29,7 @@ class ShardedModel:
         device: The device that it is on.
         keeps_gathered: Whether parameters stay gathered until the last pass of a step.
         state: The tensors of the training state.
+        registered: State of the script, beside them.
     """
 
     model: nn.Module
@@ -40,6 +41,7 @@ class ShardedModel:
     device: torch.device
     keeps_gathered: bool
     state: TrainingState
+    registered: Registered
 
     def prime(self) -> None:
         """Make the optimizer allocate its state, all zero, as memory to load into.

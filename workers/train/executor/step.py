@@ -76,7 +76,10 @@ class Step:
     ) -> None:
         self.number = number
         self.order_range = order.positions(number)
-        self.lr = learning_rate(train, number)
+        if sharded.registered.schedules:
+            self.lr = float(sharded.optimizer.param_groups[0]["lr"])
+        else:
+            self.lr = learning_rate(train, number)
         self.loss = self.grad_norm = math.nan
         self.tokens = 0
         self.is_applied = False
@@ -226,7 +229,8 @@ class Step:
         sharded = self._sharded
         for shard in sharded.shards:
             sharded.parameters[shard.fqn].grad = shard.gradient
-        for group in sharded.optimizer.param_groups:
+        schedules = sharded.registered.schedules
+        for group in () if schedules else sharded.optimizer.param_groups:
             group["lr"] = self.lr * group.get("lr_scale", 1.0)
         sharded.optimizer.step()
         sharded.optimizer.zero_grad(set_to_none=True)

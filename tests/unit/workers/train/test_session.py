@@ -33,11 +33,11 @@ class Attempts:
         costs: What each returns that says what its steps and saves cost.
     """
 
-    def __init__(self, directory: Path) -> None:
+    def __init__(self, directory: Path, numbered_after: int) -> None:
         self._directory = directory
         self._rendezvous = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
         self._page = ProgressRecord.create(directory / "page", worker="w0001")
-        self._number = 0
+        self._number = numbered_after
         self.costs: list[Callable[[], SaveCosts]] = []
 
     def train(
@@ -94,9 +94,9 @@ def make_attempts(tmp_path: Path) -> Iterator[Callable[[str], Attempts]]:
     """Return attempts on a run directory of their own."""
     made: list[Attempts] = []
 
-    def make(name: str) -> Attempts:
+    def make(name: str, *, numbered_after: int = 0) -> Attempts:
         (tmp_path / name).mkdir()
-        made.append(Attempts(tmp_path / name))
+        made.append(Attempts(tmp_path / name, numbered_after))
         return made[-1]
 
     yield make
@@ -311,10 +311,12 @@ def test_without_memory_it_is_measured_how_long_a_checkpoint_takes(
 
 
 def test_who_is_fenced_in_a_step_begins_no_further_micro_batch_of_it(
-    make_attempts: Callable[[str], Attempts],
+    make_attempts: Callable[..., Attempts],
 ) -> None:
     """Others wait for it meanwhile. Without a collective in the next pass it would not hear."""
     begun: list[int] = []
+    # The process remembers the number, and the attempts of other tests begin with 1.
+    numbered_after = 1000
 
     def train(session: Session) -> None:
         model = session.model(Model)
@@ -323,9 +325,9 @@ def test_who_is_fenced_in_a_step_begins_no_further_micro_batch_of_it(
             for samples in step.micro_batches():
                 begun.append(len(begun))
                 step.backward(model(INPUTS[samples]).sum(), tokens=len(samples))
-                collectives.abort(1)
+                collectives.abort(numbered_after + 1)
             step.apply()
 
-    outcome = make_attempts("fenced").train(train, steps=4)
+    outcome = make_attempts("fenced", numbered_after=numbered_after).train(train, steps=4)
     assert isinstance(outcome, PeerLost), "the orchestrator would have said that it is fenced"
     assert begun == [0]

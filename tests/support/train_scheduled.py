@@ -1,0 +1,40 @@
+"""A training script with a learning-rate scheduler of torch's and an average of its own."""
+
+import torch
+from torch.nn import functional
+from torch.optim.lr_scheduler import CosineAnnealingLR
+
+from everstep import Session, run
+
+INPUTS = torch.linspace(-1, 1, 64).reshape(32, 2)
+
+
+class Average:
+    def __init__(self) -> None:
+        self.loss = 1.0
+
+    def state_dict(self) -> dict[str, float]:
+        return {"loss": self.loss}
+
+    def load_state_dict(self, state: dict[str, float]) -> None:
+        self.loss = state["loss"]
+
+
+def train(session: Session) -> None:
+    model = session.model(lambda: torch.nn.Linear(2, 2))
+    optimizer = session.optimizer(lambda named: torch.optim.SGD(named.values(), lr=0.1))
+    scheduler = session.register("scheduler", CosineAnnealingLR(optimizer, 40))
+    average = session.register("average", Average())
+    for step in session.steps(num_samples=len(INPUTS)):
+        for samples in step.micro_batches():
+            loss = functional.mse_loss(model(INPUTS[samples]), INPUTS[samples].flip(1))
+            step.backward(loss, tokens=len(samples))
+        step.apply()
+        scheduler.step()
+        average.loss = 0.9 * average.loss + 0.1 * step.loss
+        if session.rank == 0:
+            print(f"average {step.number} {average.loss:.12f}")
+
+
+if __name__ == "__main__":
+    run(train, steps=40, global_batch=8, micro_batch=2)

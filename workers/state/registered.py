@@ -1,0 +1,218 @@
+"""State of a script beside the model: schedulers, averages of the loss, a curriculum.
+
+Anything with ``state_dict`` and ``load_state_dict`` can be registered. Its state is saved with
+every version as small JSON values, the same on every worker.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+from base64 import b64decode, b64encode
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any, Final, Protocol, runtime_checkable
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+from torch.distributed.tensor import DTensor
+from torch.optim.lr_scheduler import LRScheduler
+
+from workers.errors import TaskError
+
+__all__ = ["Registered", "Stateful"]
+
+#: Of all registered objects together: it is written after every step, as text.
+_BYTES_MAX: Final = 256 << 10
+#: Keys of the dictionaries that stand for what JSON lacks.
+_TAGS: Final = ({"tensor", "shape", "base64"}, {"array", "shape", "base64"}, {"base64"},
+                {"items"}, {"tuple"}, {"float"})  # fmt: skip
+
+
+@runtime_checkable
+class Stateful(Protocol):
+    """What can be registered."""
+
+    def state_dict(self) -> Mapping[str, Any]:
+        """Return the state: numbers, texts, small tensors, in dictionaries and lists."""
+
+    def load_state_dict(self, state_dict: Any, /) -> object:
+        """Set the state to one that ``state_dict`` returned."""
+
+
+@dataclass(slots=True)
+class Registered:
+    """The registered objects of an attempt.
+
+    Attributes:
+        optimizer: The optimizer, whose groups a scheduler changes.
+    """
+
+    optimizer: torch.optim.Optimizer
+    _objects: dict[str, Stateful] = field(default_factory=dict)
+
+    def __bool__(self) -> bool:
+        return bool(self._objects)
+
+    @property
+    def schedules(self) -> bool:
+        """Return whether one of them decides the learning rate."""
+        return any(isinstance(one, LRScheduler) for one in self._objects.values())
+
+    def add(self, name: str, stateful: Stateful, saved: Mapping[str, Any] | None) -> None:
+        """Register an object, and load its state if there is one.
+
+        Args:
+            name: Its name in checkpoints.
+            stateful: The object.
+            saved: What ``values`` had of it; None at the start of a run.
+
+        Raises:
+            TaskError: The name is taken, or the object has no state that can be saved or loaded.
+        """
+        if name in self._objects:
+            raise TaskError(f"session.register: {name!r} is registered already; choose another")
+        if not isinstance(stateful, Stateful):
+            raise TaskError(
+                f"session.register: {name} ({type(stateful).__name__}) needs state_dict() and "
+                "load_state_dict()",
+                name=name,
+            )
+        if isinstance(stateful, LRScheduler) and stateful.optimizer is not self.optimizer:
+            raise TaskError(
+                f"session.register: {name} changes another optimizer than the one that "
+                "session.optimizer returned; make the scheduler with that one",
+                name=name,
+            )
+        _encode(stateful.state_dict(), name)
+        if saved is not None:
+            try:
+                stateful.load_state_dict(_decode(saved["state"]))
+            except Exception as error:
+                raise TaskError(
+                    f"session.register: {name} ({type(stateful).__name__}) does not take its saved "
+                    f"state: {type(error).__name__}: {error}",
+                    name=name,
+                ) from error
+            for group, values in zip(self.optimizer.param_groups, saved["groups"], strict=False):
+                # A scheduler continues from what it had set: most do not set it again.
+                group.update(_decode(values))
+        self._objects[name] = stateful
+
+    def values(self) -> dict[str, Any]:
+        """Return the state of all objects, as JSON values.
+
+        Raises:
+            TaskError: It cannot be saved, or is too large.
+        """
+        found = {name: self._value(name, one) for name, one in self._objects.items()}
+        size_bytes = len(json.dumps(found))
+        if size_bytes > _BYTES_MAX:
+            largest = max(found, key=lambda name: len(json.dumps(found[name])))
+            raise TaskError(
+                f"session.register: the registered state has {size_bytes >> 10} KiB, at most "
+                f"{_BYTES_MAX >> 10} can be saved after every step; the largest is {largest}. "
+                "Keep large tensors in the model",
+                name=largest,
+            )
+        return found
+
+    def _value(self, name: str, one: Stateful) -> dict[str, Any]:
+        groups: list[Any] = []
+        if isinstance(one, LRScheduler):
+            groups = [
+                _encode({key: value for key, value in group.items() if _is_plain(key, value)}, name)
+                for group in self.optimizer.param_groups
+            ]
+        return {"state": _encode(one.state_dict(), name), "groups": groups}
+
+
+def _is_plain(key: str, value: Any) -> bool:
+    """Return whether a value of an optimizer's group is a number or a pair of numbers."""
+    if key == "params" or value is None or isinstance(value, str | bool):
+        return False
+    parts = value if isinstance(value, list | tuple) else [value]
+    return all(isinstance(part, int | float) or _is_number(part) for part in parts)
+
+
+def _is_number(value: Any) -> bool:
+    return isinstance(value, Tensor) and value.dim() == 0
+
+
+def _encode(value: Any, path: str) -> Any:
+    """Return a value as JSON that ``_decode`` turns back.
+
+    Raises:
+        TaskError: There is something else than numbers, texts, tensors and collections of them.
+    """
+    if value is None or isinstance(value, bool | int | str):
+        return value
+    if isinstance(value, float):
+        return value if math.isfinite(value) else {"float": repr(value)}
+    if isinstance(value, np.generic):
+        return _encode(value.item(), path)
+    if isinstance(value, bytes):
+        return {"base64": b64encode(value).decode()}
+    if isinstance(value, Tensor | np.ndarray):
+        return _encode_array(value, path)
+    if isinstance(value, Mapping):
+        items = [(key, _encode(one, f"{path}.{key}")) for key, one in value.items()]
+        if all(isinstance(key, str) for key, _ in items) and value.keys() not in _TAGS:
+            return dict(items)
+        return {"items": [[_encode(key, path), one] for key, one in items]}
+    if isinstance(value, list | tuple):
+        encoded = [_encode(one, f"{path}[{index}]") for index, one in enumerate(value)]
+        return encoded if isinstance(value, list) else {"tuple": encoded}
+    raise _refusal(path, f"is a {type(value).__name__}")
+
+
+def _encode_array(value: Tensor | NDArray[Any], path: str) -> dict[str, Any]:
+    if isinstance(value, DTensor):
+        raise TaskError(
+            f"session.register: {path} is a sharded tensor, which depends on the number of "
+            "workers; keep it in the model",
+            path=path,
+        )
+    if isinstance(value, Tensor):
+        tag, kind = "tensor", str(value.dtype).removeprefix("torch.")
+        data = value.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy().tobytes()
+    elif value.dtype.hasobject:
+        raise _refusal(path, "is an array of objects")
+    else:
+        tag, kind = "array", value.dtype.str
+        data = np.ascontiguousarray(value).tobytes()
+    return {tag: kind, "shape": list(value.shape), "base64": b64encode(data).decode()}
+
+
+def _refusal(path: str, what: str) -> TaskError:
+    return TaskError(
+        f"session.register: {path} {what}; state_dict() may hold numbers, texts, tensors, arrays, "
+        "and lists and dictionaries of them",
+        path=path,
+    )
+
+
+def _decode(value: Any) -> Any:
+    if isinstance(value, list):
+        return [_decode(one) for one in value]
+    if not isinstance(value, dict):
+        return value
+    match value:
+        case {"float": text, **rest} if not rest:
+            return float(text)
+        case {"tuple": items, **rest} if not rest:
+            return tuple(_decode(one) for one in items)
+        case {"items": items, **rest} if not rest:
+            return {_decode(key): _decode(one) for key, one in items}
+        case {"base64": data, **rest} if not rest:
+            return b64decode(data)
+        case {"array": kind, "shape": shape, "base64": data}:
+            return np.frombuffer(b64decode(data), dtype=np.dtype(kind)).reshape(shape).copy()
+        case {"tensor": kind, "shape": shape, "base64": data}:
+            held = torch.empty(shape, dtype=getattr(torch, kind))
+            raw = np.frombuffer(b64decode(data), dtype=np.uint8)
+            held.reshape(-1).view(torch.uint8).numpy()[:] = raw
+            return held
+    return {key: _decode(one) for key, one in value.items()}
