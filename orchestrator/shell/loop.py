@@ -116,7 +116,7 @@ class Run:
             self._store, self._path, rules=self._rules, compacted_bytes=begun.compacted_bytes
         )
         self._inbox: asyncio.Queue[Event] = asyncio.Queue()
-        self._rendezvous = Rendezvous()
+        self._rendezvous = Rendezvous(ray.util.get_node_ip_address())
         self._watch = LoopWatch()
         self._over = asyncio.Event()
         self._outcome = ""
@@ -537,8 +537,7 @@ class Run:
         for task in list(self._background):
             task.remove_done_callback(self._finished)
             task.cancel()
-        self._workers.close()
-        self._workers.kill_all()
+        await self._workers.close()
         if self._incarnation > 1:
             await in_thread(RAY, self._workers.end_strays)
         # What the directory says is for its owner to write.

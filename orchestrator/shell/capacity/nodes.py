@@ -82,12 +82,13 @@ class NodeView:
         lost_s: When it was declared lost, on the run's clock.
         is_dead: Whether it is lost, and no process of it can be alive.
         is_returning: Whether its keeper died alone and is being started again.
+        starting: Set while the keeper is being started, and after that; its result is the handle.
         keeper: Ray handle of the keeper.
         host: Where the keeper serves snapshots; "" if it keeps none.
         port: Its port.
         secret: What it asks for before it serves; b"" before it said so.
         tasks: Run until the node is lost.
-        care: Those of them that run until the keeper is ended.
+        care: That of them that runs until the keeper is ended.
         ending: Set while the keeper is being ended.
         greeted: Set once the keeper has said who it is.
         lost: Set when it is.
@@ -103,12 +104,13 @@ class NodeView:
     lost_s: float = 0.0
     is_dead: bool = False
     is_returning: bool = False
+    starting: asyncio.Future[Any] | None = None
     keeper: Any = None
     host: str = ""
     port: int = 0
     secret: bytes = field(default=b"", repr=False)
     tasks: list[asyncio.Task[None]] = field(default_factory=list)
-    care: list[asyncio.Task[None]] = field(default_factory=list)
+    care: asyncio.Task[None] | None = None
     ending: asyncio.Task[None] | None = None
     greeted: asyncio.Event = field(default_factory=asyncio.Event)
     lost: asyncio.Event = field(default_factory=asyncio.Event)
@@ -290,14 +292,16 @@ class Nodes:
                 task.cancel()
             if view.ending is not None:
                 await asyncio.wait([view.ending])
+            if view.starting is not None:
+                view.keeper = await view.starting
         for node in await in_thread(RAY, self._kept):
             view = self.views[node]
-            view.keeper = view.keeper or self._find_keeper(node)
+            view.keeper = view.keeper or await in_thread(RAY, self._find_keeper, node)
         there = [view for view in self.views.values() if not view.lost.is_set()]
         await asyncio.gather(*(_clear(view.keeper) for view in there if view.keeper is not None))
         for view in self.views.values():
             if view.keeper is not None:
-                ray.kill(view.keeper, no_restart=True)
+                await in_thread(RAY, ray.kill, view.keeper, no_restart=True)
 
     def _kept(self) -> list[str]:
         """Return the nodes on which a keeper of the run lives, as Ray says; this asks for each."""
@@ -332,45 +336,47 @@ class Nodes:
     def start_keeper(self, node: str) -> None:
         """Start a keeper on ``node``, or meet the running one."""
         view = self.views.get(node)
-        if view is None or view.lost.is_set() or view.keeper is not None:
+        if view is None or view.lost.is_set() or view.starting is not None:
             return
         if view.ending is not None:
             # Ray would give us the one that ends.
             view.ending.add_done_callback(lambda _: self.start_keeper(node))
             return
-        view.keeper = (
-            ray.remote(Keeper)
-            .options(
-                **OPTIONS,
-                name=self._names.keeper(node),
-                namespace=self._names.namespace,
-                lifetime="detached",
-                get_if_exists=True,
-                scheduling_strategy=NodeAffinitySchedulingStrategy(node, soft=False),
-            )
-            .remote(directory=self._names.shared_directory(node), **self._boot)
-        )
-        loop = asyncio.get_running_loop()
-        view.care = [
-            loop.create_task(care) for care in (self._accompany(view), self._ask_often(view))
-        ]
-        view.tasks += view.care
+        view.starting = asyncio.ensure_future(in_thread(RAY, self._create_keeper, node))
+        view.care = asyncio.get_running_loop().create_task(self._care(view, view.starting))
+        view.tasks.append(view.care)
+
+    def _create_keeper(self, node: str) -> Any:
+        options = {
+            **OPTIONS,
+            "name": self._names.keeper(node),
+            "namespace": self._names.namespace,
+            "lifetime": "detached",
+            "get_if_exists": True,
+            "scheduling_strategy": NodeAffinitySchedulingStrategy(node, soft=False),
+        }
+        directory = self._names.shared_directory(node)
+        return ray.remote(Keeper).options(**options).remote(directory=directory, **self._boot)
+
+    async def _care(self, view: NodeView, starting: asyncio.Future[Any]) -> None:
+        view.keeper = await asyncio.shield(starting)
+        await asyncio.gather(self._accompany(view), self._ask_often(view))
 
     def end_keeper(self, node: str) -> None:
         """End the keeper on ``node`` for good; a later ``start_keeper`` waits for that."""
         view = self.views.get(node)
-        if view is None or view.lost.is_set() or view.keeper is None:
+        if view is None or view.lost.is_set() or view.starting is None or view.care is None:
             return
-        for task in view.care:
-            task.cancel()
-        keeper, view.keeper = view.keeper, None
+        view.care.cancel()
+        starting, view.starting, view.keeper = view.starting, None, None
         view.host, view.port, view.secret, view.keeper_pid = "", 0, b"", 0
         view.is_returning, view.greeted = False, asyncio.Event()
-        view.ending = asyncio.get_running_loop().create_task(self._end_keeper(view, keeper))
+        view.ending = asyncio.get_running_loop().create_task(self._end_keeper(view, starting))
 
-    async def _end_keeper(self, view: NodeView, keeper: Any) -> None:
+    async def _end_keeper(self, view: NodeView, starting: asyncio.Future[Any]) -> None:
+        keeper = await starting
         await _clear(keeper)
-        ray.kill(keeper, no_restart=True)
+        await in_thread(RAY, ray.kill, keeper, no_restart=True)
         while await in_thread(RAY, self._find_keeper, view.node) is not None:  # noqa: ASYNC110  Ray tells nobody
             await asyncio.sleep(KEEPER_RETRY_S)
         view.ending = None
@@ -379,7 +385,7 @@ class Nodes:
         """End the keeper's process: Ray asks it to end, or has its raylet kill it."""
         view = self.views.get(node)
         if view is not None and view.keeper is not None and not view.lost.is_set():
-            ray.kill(view.keeper, no_restart=False)
+            self._spawn_look(in_thread(RAY, ray.kill, view.keeper, no_restart=False))
 
     def _fits(self, total: dict[str, float]) -> bool:
         return all(total.get(name, 0.0) >= need for name, need in self._resources.items())

@@ -1,21 +1,26 @@
 """The store in which the members of an attempt find each other.
 
-It lives in the controller's process, outside every member: the death of any rank, rank 0
+It lives beside the controller, outside every member: the death of any rank, rank 0
 included, leaves it standing. Each attempt gets a server of its own, so that nothing of an
 old attempt can reach a new one.
 
-The next one is made ahead, in a thread: the first import of torch takes seconds, and where no
-name server answers, torch looks for the name of the first connection for as long.
+The servers are in a process of their own, as they are torch's: its import takes seconds, and for a
+second of that nothing else in its process goes on. The next one is made ahead: where no name
+server answers, torch looks for the name of the first connection for as long.
+
+This file is that process, too. It ends with the controller.
 """
 
 from __future__ import annotations
 
 import asyncio
+import contextlib
+import subprocess
+import sys
+from collections import deque
 from concurrent.futures import ThreadPoolExecutor
 from datetime import timedelta
 from typing import Any, Final
-
-import ray
 
 #: How long a client waits for a key before it gives up; the fence ends the wait far earlier.
 CLIENT_TIMEOUT = timedelta(seconds=120)
@@ -24,29 +29,63 @@ _THREAD: Final = ThreadPoolExecutor(1, thread_name_prefix="rendezvous")
 
 
 class Rendezvous:
-    """Serves one store at a time; the last one stays up until the next is asked for."""
+    """Serves one store at a time; the last one stays up until the next is asked for.
 
-    def __init__(self) -> None:
-        self._server: Any = None
-        self._next: asyncio.Future[Any] | None = None
+    Args:
+        host: The address of this machine.
+    """
+
+    def __init__(self, host: str) -> None:
+        self._host = host
+        self._process: subprocess.Popen[str] | None = None
+        self._next: asyncio.Future[int] | None = None
 
     def prepare(self) -> None:
         """Begin to make the store that ``open`` returns next; does not wait. On the loop."""
         if self._next is None:
-            host = ray.util.get_node_ip_address()
-            self._next = asyncio.get_running_loop().run_in_executor(_THREAD, _serve, host)
+            self._next = asyncio.get_running_loop().run_in_executor(_THREAD, self._make)
 
     async def open(self) -> tuple[str, int]:
         """Return the host and port of a fresh store, which members connect to."""
+        if self._process is not None and self._process.poll() is not None:
+            self._next = None  # it ended with its process
         self.prepare()
         coming, self._next = self._next, None
         self.prepare()
         assert coming is not None
-        self._server = server = await coming
-        return server.host, server.port
+        return self._host, await coming
+
+    def _make(self) -> int:
+        """Have the process make one more store; return its port."""
+        process = self._process
+        if process is None or process.poll() is not None:
+            # Closed by the kernel when this process ends, its input ends that one.
+            process = self._process = subprocess.Popen(  # noqa: S603  our own file
+                [sys.executable, "-P", __file__, self._host],
+                stdin=subprocess.PIPE,
+                stdout=subprocess.PIPE,
+                text=True,
+                start_new_session=True,
+            )
+        assert process.stdin is not None
+        assert process.stdout is not None
+        process.stdin.write("\n")
+        process.stdin.flush()
+        return int(process.stdout.readline())
 
 
-def _serve(host: str) -> Any:
+def _serve(host: str) -> None:
+    """Make a store for each line that is read; write its port. The last two stay up."""
     from torch.distributed import TCPStore
 
-    return TCPStore(host, 0, None, is_master=True, wait_for_workers=False, timeout=CLIENT_TIMEOUT)
+    stores: deque[Any] = deque(maxlen=2)
+    for _ in sys.stdin:
+        stores.append(
+            TCPStore(host, 0, None, is_master=True, wait_for_workers=False, timeout=CLIENT_TIMEOUT)
+        )
+        print(stores[-1].port, flush=True)  # noqa: T201  to the controller
+
+
+if __name__ == "__main__":
+    with contextlib.suppress(BrokenPipeError):  # the controller has ended meanwhile
+        _serve(sys.argv[1])

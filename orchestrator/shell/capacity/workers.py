@@ -110,6 +110,8 @@ class Workers:
         self._boot = boot
         self._members: dict[str, _Member] = {}
         self._tasks: set[asyncio.Task[None]] = set()
+        #: Processes that are being started: who asked may be gone by the time that they are there.
+        self._creations: set[asyncio.Future[Any]] = set()
         #: What kills a worker of a node that may still live, until that is known to have worked.
         self._killing: dict[asyncio.Task[None], str] = {}
 
@@ -189,12 +191,14 @@ class Workers:
         except (RayError, TimeoutError):
             return None
 
-    def kill_all(self) -> None:
-        """SIGKILL every worker, without waiting."""
-        for member in self._members.values():
-            member.killed = True
-            with contextlib.suppress(RayError, ValueError):
-                ray.kill(member.handle, no_restart=True)
+    async def close(self) -> None:
+        """Stop listening; SIGKILL every worker, also one that is only being started."""
+        for task in self._tasks:
+            task.cancel()
+        made = await asyncio.gather(*self._creations, return_exceptions=True)
+        handles = [member.handle for member in self._members.values()]
+        handles += [handle for handle in made if not isinstance(handle, BaseException)]
+        await asyncio.gather(*(_end_actor(handle) for handle in handles if handle is not None))
 
     def end_strays(self) -> None:
         """SIGKILL every worker that an earlier incarnation of the controller left behind."""
@@ -203,11 +207,6 @@ class Workers:
             if is_worker and found["namespace"] == self._names.namespace:
                 with contextlib.suppress(RayError, ValueError):
                     ray.kill(ray.get_actor(**found), no_restart=True)
-
-    def close(self) -> None:
-        """Stop listening."""
-        for task in self._tasks:
-            task.cancel()
 
     def _known(self, workers: Iterable[str]) -> list[_Member]:
         return [self._members[worker] for worker in workers if worker in self._members]
@@ -224,21 +223,31 @@ class Workers:
             await asyncio.wait(killing)
         if member.gone:
             return
-        member.handle = (
-            ray.remote(Worker)
-            .options(
-                **OPTIONS,
-                name=self._names.worker(worker),
-                namespace=self._names.namespace,
-                lifetime="detached",
-                get_if_exists=True,
-                scheduling_strategy=NodeAffinitySchedulingStrategy(member.node, soft=False),
-            )
-            .remote(
-                worker=worker, directory=self._names.shared_directory(member.node), **self._boot
-            )
-        )
+        creation = asyncio.ensure_future(in_thread(RAY, self._create, worker, member.node))
+        self._creations.add(creation)
+        handle = await asyncio.shield(creation)
+        self._creations.discard(creation)
+        if self._members.get(worker) is not member:  # it was killed meanwhile
+            await _end_actor(handle)
+            return
+        member.handle = handle
         await self._accompany(worker, member)
+
+    def _create(self, worker: str, node: str) -> Any:
+        options = {
+            **OPTIONS,
+            "name": self._names.worker(worker),
+            "namespace": self._names.namespace,
+            "lifetime": "detached",
+            "get_if_exists": True,
+            "scheduling_strategy": NodeAffinitySchedulingStrategy(node, soft=False),
+        }
+        directory = self._names.shared_directory(node)
+        return (
+            ray.remote(Worker)
+            .options(**options)
+            .remote(worker=worker, directory=directory, **self._boot)
+        )
 
     async def _accompany(self, worker: str, member: _Member) -> None:
         try:
@@ -309,13 +318,13 @@ class Workers:
     async def _kill_once(self, worker: str, member: _Member) -> bool:
         # First, because Ray calls an actor dead when it has asked it to go.
         is_gone = await self._kill_on_node(member.node, worker)
-        with contextlib.suppress(RayError, ValueError):
-            await in_thread(RAY, ray.kill, member.handle, no_restart=True)
+        await _end_actor(member.handle)
         return is_gone
 
     async def _ask(self, worker: str, node: str, timeout_s: float) -> tuple[str, str, int] | None:
+        name, space = self._names.worker(worker), self._names.namespace
         try:
-            handle: Any = ray.get_actor(self._names.worker(worker), namespace=self._names.namespace)
+            handle: Any = await in_thread(RAY, ray.get_actor, name, namespace=space)
         except ValueError:
             return None
         member = self._members[worker] = _Member(handle=handle, node=node)
@@ -381,6 +390,11 @@ class Workers:
 async def _paced(handle: Any, attempt: int, pace: Pace) -> SaveCosts | None:
     costs: SaveCosts | None = await handle.keep_pace.remote(attempt, pace)
     return costs
+
+
+async def _end_actor(handle: Any) -> None:
+    with contextlib.suppress(RayError, ValueError):
+        await in_thread(RAY, ray.kill, handle, no_restart=True)
 
 
 async def _asked(handle: Any) -> Any:

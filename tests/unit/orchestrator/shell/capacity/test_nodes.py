@@ -3,6 +3,7 @@ from __future__ import annotations
 import asyncio
 import math
 import socket
+import threading
 import time
 from collections.abc import Callable
 from dataclasses import replace
@@ -197,6 +198,50 @@ def test_a_machine_that_answers_nothing_is_lost_while_another_answers(
         assert asyncio.run(play(server.getsockname())) == [False, False]
     lost = {event.node: event.cause for event in posted if isinstance(event, NodeLost)}
     assert lost == dict.fromkeys((nowhere, nobody), "its machine answers nothing")
+
+
+def test_a_keeper_that_ray_is_slow_to_start_is_ended_with_the_run(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """The loop stood still until Ray's head had taken it in."""
+    killed: list[object] = []
+    loop_goes_on = threading.Event()
+
+    async def clear() -> None:
+        pass
+
+    handle = SimpleNamespace(clear=SimpleNamespace(remote=clear))
+
+    class SlowRay:
+        util = _Ray.util
+
+        def remote(self, _: type) -> SimpleNamespace:
+            return SimpleNamespace(options=lambda **_: SimpleNamespace(remote=self.boot))
+
+        def boot(self, **_: object) -> SimpleNamespace:
+            # Only the loop ends this wait.
+            assert loop_goes_on.wait(120.0)
+            return handle
+
+        def kill(self, keeper: object, *, no_restart: bool) -> None:
+            assert no_restart
+            assert threading.current_thread() is not threading.main_thread()
+            killed.append(keeper)
+
+    async def play() -> None:
+        nodes, node = _nodes(lambda _: None), "a1b2" * 14
+        nodes._compare({**ROW, "NodeID": node, "Alive": True, "Resources": {}})
+        for _ in range(2):
+            nodes.start_keeper(node)
+        ending = asyncio.ensure_future(nodes.end_keepers())
+        await asyncio.sleep(0)
+        loop_goes_on.set()
+        await ending
+
+    monkeypatch.setattr("orchestrator.shell.capacity.nodes.ray", SlowRay())
+    asyncio.run(play())
+
+    assert killed == [handle]
 
 
 async def _forget(nodes: Nodes, node: str) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import threading
 from collections import defaultdict
 from types import SimpleNamespace
 from typing import Any
@@ -120,7 +121,7 @@ def test_nobody_is_put_beside_a_worker_that_may_still_live(
         workers.kill("w0002")
         workers.start("w0003", NODE)
         await asyncio.wait_for(seen["w0003", WorkerReady].wait(), 120.0)
-        workers.close()
+        await workers.close()
 
     actor = SimpleNamespace(options=lambda **_: SimpleNamespace(remote=boot))
     monkeypatch.setattr("ray.remote", lambda _: actor)
@@ -134,3 +135,53 @@ def test_nobody_is_put_beside_a_worker_that_may_still_live(
         ("w0001", "killed"),
         ("w0002", "killed"),
     ]
+
+
+@pytest.mark.parametrize("why", ["killed", "over"])
+def test_ray_that_does_not_answer_holds_up_nobody_and_what_it_starts_late_is_ended(
+    monkeypatch: pytest.MonkeyPatch, why: str
+) -> None:
+    """The loop stood still until Ray's head had taken in each process."""
+    posted: list[Event] = []
+    killed: list[Any] = []
+    loop_goes_on = threading.Event()
+    handle = SimpleNamespace()
+
+    def boot(**_: object) -> Any:
+        # Only the loop ends this wait.
+        assert loop_goes_on.wait(120.0)
+        return handle
+
+    def end(found: Any, *, no_restart: bool) -> None:
+        assert no_restart
+        assert threading.current_thread() is not threading.main_thread()
+        killed.append(found)
+
+    workers = Workers(
+        names=RunNames("test"),
+        at_s=lambda: 0.0,
+        post=posted.append,
+        is_draining=lambda _: False,
+        is_gone=_false,
+        kill_on_node=_done,
+        look_around=lambda _: "",
+        boot={},
+    )
+
+    async def play() -> None:
+        workers.start("w0001", NODE)
+        await asyncio.sleep(0)
+        if why == "killed":
+            workers.kill("w0001")
+        loop_goes_on.set()
+        if why == "killed":
+            await asyncio.wait(workers._tasks)
+        await workers.close()
+
+    actor = SimpleNamespace(options=lambda **_: SimpleNamespace(remote=boot))
+    monkeypatch.setattr("ray.remote", lambda _: actor)
+    monkeypatch.setattr("ray.kill", end)
+    asyncio.run(play())
+
+    assert killed == [handle]
+    assert [type(event) for event in posted] == ([WorkerExited] if why == "killed" else [])
