@@ -153,7 +153,8 @@ class RecoverySection(_Section):
         patience: The one knob of all waits. A step may take this many times the observed p99
             before it is examined, and every other bound scales with it. A larger value reacts
             later and raises fewer false alarms.
-        capacity_wait_s: With fewer than ``workers.min`` for this long the run fails.
+        capacity_wait_s: With fewer than ``workers.min`` for this long the run fails, and so it does
+            if storage says nothing for as long when it is needed to resume.
         infrastructure_failures_max: Crashes, hangs and lost nodes within an hour.
         preemptions_max: Nodes taken with notice within an hour.
         user_errors_max: Exceptions of single ranks within an hour. A bug in the script is

@@ -25,7 +25,8 @@ class Bounds:
 
     Attributes:
         grace_s: First attempt: wait this long for all ``max_workers``, then start with fewer.
-        capacity_s: Fewer than ``min_workers`` for this long: the run fails.
+        capacity_s: Fewer than ``min_workers`` for this long, or storage that says nothing while it
+            is needed to resume: the run fails.
         start_s: A worker process must be ready by then, or it is killed. The bound grows by as
             much after each one that was not: a slow cluster must not restart them for ever.
         form_s: All members must have formed, or the attempt is fenced and nobody is blamed. The

@@ -302,6 +302,8 @@ def _details(status: Mapping[str, Any]) -> Iterator[str]:
         yield f"problem: {problem}"
     if cause is not None:
         yield f"last change: {_cause_line(cause)}"
+    if status["waits_for"]:
+        yield f"waits for: {status['waits_for']}"
     if status["reason"]:
         yield f"ended: {status['reason']}"
 

@@ -166,7 +166,7 @@ def read_status(url: str) -> dict[str, Any]:
     def known(what: str, **unknown: None) -> list[dict[str, Any]]:
         return [] if over else [{**unknown, **row} for row in described[what]]
 
-    copied = ("phase", "attempt", "step", "layout", "cause", "reason")
+    copied = ("phase", "attempt", "step", "layout", "cause", "waits_for", "reason")
     return {
         **{name: described[name] for name in copied},
         "directory": config.run.directory,

@@ -48,9 +48,7 @@ _CLASS = {
     "preemption": FaultClass.PREEMPTION,
     "undecided": FaultClass.UNDECIDED,
 }
-#: Storage that did not answer this often in a row counts as gone.
-_READS_MAX = 20
-#: Share of ``read_s`` after which keepers are asked again while one of them restarts.
+#: Share of ``read_s`` after which keepers are asked again while one of them restarts, at first.
 _READ_AGAIN = 0.1
 
 
@@ -263,7 +261,9 @@ def committed_read(transition: Transition, event: CommittedRead) -> None:
     if _may_come_back(transition, event) or _is_behind_storage(transition, event):
         run.reads.seen = False
         if run.phase is Phase.READING and not run.reads.pending:
-            run.deadline_s = transition.now_s + _READ_AGAIN * transition.rules.bounds.read_s
+            read_s = transition.rules.bounds.read_s
+            is_early = transition.now_s < run.attempt.fenced_s + read_s
+            run.deadline_s = transition.now_s + (_READ_AGAIN if is_early else 1.0) * read_s
             return
     proceed(transition)
 
@@ -286,7 +286,7 @@ def _may_come_back(transition: Transition, event: CommittedRead) -> bool:
 def _is_behind_storage(transition: Transition, event: CommittedRead) -> bool:
     """Return whether memory alone answered, with less than storage has: then storage is awaited."""
     run = transition.run
-    patience_end_s = run.attempt.fenced_s + _READS_MAX * transition.rules.bounds.read_s
+    patience_end_s = run.attempt.fenced_s + transition.rules.bounds.capacity_s
     is_early = run.phase is Phase.FENCING or transition.now_s < patience_end_s
     return event.stored < 0 and event.step < run.stored and is_early
 
@@ -343,8 +343,8 @@ def read_bound(transition: Transition) -> None:
         if _known_is_final(transition):
             decide(transition)
             return
-    if run.reads.pending >= _READS_MAX:
-        waited_s = _READS_MAX * transition.rules.bounds.read_s
+    waited_s = run.reads.pending * transition.rules.bounds.read_s
+    if waited_s >= transition.rules.bounds.capacity_s:
         transition.finish(
             "failed",
             f"storage has not answered for {waited_s:.0f} s: check checkpoints/",

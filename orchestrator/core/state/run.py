@@ -194,7 +194,8 @@ def describe(state: RunState) -> dict[str, Any]:
 
     Keys: ``phase, attempt, step, committed_step, layout, members[{rank, worker, node, pid,
     state}], standbys[{worker, node, pid, state}], nodes[{node, state, slots}], pending_slots,
-    cause{kind, guilty, evidence, at_s} | null, reason``. A ``pid`` is null before it is known.
+    cause{kind, guilty, evidence, at_s} | null, waits_for, reason``. A ``pid`` is null before it is
+    known.
     """
     ranks = {number: rank for rank, number in enumerate(state.attempt.members)}
     members: list[dict[str, Any]] = []
@@ -229,8 +230,18 @@ def describe(state: RunState) -> dict[str, Any]:
             "evidence": cause.evidence,
             "at_s": cause.at_s,
         },
+        "waits_for": _waits_for(state),
         "reason": state.reason,
     }
+
+
+def _waits_for(state: RunState) -> str:
+    """Return what a recovery cannot go on without; "" where nothing takes longer than usual."""
+    is_behind = state.committed[0] < state.stored
+    if state.phase is not Phase.READING or not (is_behind or state.reads.pending > 1):
+        return ""
+    what = f"step {state.stored} in checkpoints/" if is_behind else "checkpoints/"
+    return f"{what}: storage does not answer"
 
 
 def _last_step(state: RunState) -> int:

@@ -61,6 +61,7 @@ def status_document(
         ],
         "pending_capacity": len(described["pending_slots"]),
         "cause": described["cause"],
+        "waits_for": described["waits_for"],
         "reason": described["reason"],
         "at_s": round(at_s, 3),
         **documents,

@@ -543,6 +543,27 @@ def test_attempts_that_cannot_load_and_find_nothing_end_the_run() -> None:
     assert "without a new committed step" in state.reason
 
 
+def test_a_recovery_waits_for_storage_as_long_as_for_workers() -> None:
+    """After 200 s of silence the run was over, with all its nodes in good health."""
+    state = _fold(_running(), ev.WorkerExited(at_s=3.0, worker="w0001", cause="crash", detail=""))
+    left = ev.WorkerLeft(at_s=3.1, attempt=1, worker="w0002", how="fenced", step=1, detail="")
+    state = _fold(state, left)
+    while next_deadline_s(state) < RULES.bounds.capacity_s / 2:
+        state = _fold(state, ev.Ticked(at_s=next_deadline_s(state)))
+    assert state.phase is Phase.READING
+    assert "storage does not answer" in describe(state)["waits_for"]
+
+    answered = _fold(state, _read(RULES.bounds.capacity_s / 2, state))
+    assert answered.phase is not Phase.READING
+    assert not describe(answered)["waits_for"]
+
+    over = state
+    while over.phase is Phase.READING:
+        over = _fold(over, ev.Ticked(at_s=next_deadline_s(over)))
+    assert over.phase is Phase.FAILED
+    assert "storage has not answered" in over.reason
+
+
 def _in_other_order() -> RunState:
     """Return ``_running`` with rank 0 in the younger worker, as after a replacement."""
     run = thaw(_running())

@@ -55,6 +55,7 @@ def _status(**changes: Any) -> dict[str, Any]:
         "loaded": {"local memory": 5_000_000},
         "passed_over": ["step-00000004: manifest.json is cut short"],
         "cause": {"kind": "crash", "guilty": ["w0001"], "evidence": "its process died"},
+        "waits_for": "",
         "reason": "",
         "bounds_s": {"beat": 0.1, "hang": 5.221},
         "controller": "alive",
@@ -94,6 +95,12 @@ def test_what_is_safe_and_what_is_wrong_has_a_line_each() -> None:
         "problem: storage has been silent for 12 s",
         "last change: crash (w0001): its process died",
     ]
+
+
+def test_what_a_recovery_waits_for_is_told() -> None:
+    """It may be for hours, with all nodes in good health."""
+    status = _status(phase="reading", waits_for="checkpoints/: storage does not answer")
+    assert _lines(status)[-1] == "waits for: checkpoints/: storage does not answer"
 
 
 def test_the_bounds_of_waits_are_shown_on_request() -> None:

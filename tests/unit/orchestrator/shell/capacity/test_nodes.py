@@ -223,6 +223,10 @@ def test_a_keeper_that_ray_is_slow_to_start_is_ended_with_the_run(
             assert loop_goes_on.wait(120.0)
             return handle
 
+        def get_actor(self, _name: str, *, namespace: str) -> SimpleNamespace:
+            assert namespace
+            return handle
+
         def kill(self, keeper: object, *, no_restart: bool) -> None:
             assert no_restart
             assert threading.current_thread() is not threading.main_thread()
