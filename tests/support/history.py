@@ -45,7 +45,7 @@ class History:
         ``num_steps`` is where the run was stopped, if it was.
         """
         attempts = [line["attempt"] for line in self.lines]
-        assert attempts == sorted(attempts), "an older attempt wrote after a newer one"
+        assert attempts == sorted(attempts), f"an older attempt wrote after a newer one: {attempts}"
         committed = self.committed()
         assert [line["step"] for line in committed] == list(
             range(1, (num_steps or config.train.steps) + 1)
@@ -83,7 +83,8 @@ def read_history(directory: str) -> History:
     store, path = open_store(directory)
     text = read_appended(store, join(path, METRICS)).decode()
     # A worker that is killed while it writes leaves half a line.
-    whole = (line for line in text.splitlines() if line.endswith("}"))
+    # In an object store, who resumes writes lines again that may be there.
+    whole = dict.fromkeys(line for line in text.splitlines() if line.endswith("}"))
     return History(tuple(json.loads(line) for line in whole))
 
 
