@@ -108,6 +108,18 @@ class NodeDraining:
 
 
 @value
+class ControllerDraining:
+    """The machine of the controller goes at ``deadline_s``, perhaps with the head of the cluster.
+
+    A later one replaces it; infinity if the machine stays. ``notice`` is who said so, for people.
+    """
+
+    at_s: float
+    deadline_s: float
+    notice: str = ""
+
+
+@value
 class KeeperReady:
     """The keeper of a node answers, at first or again."""
 
@@ -393,6 +405,7 @@ Event: TypeAlias = (
     | NodeJoined
     | NodeLost
     | NodeDraining
+    | ControllerDraining
     | KeeperReady
     | KeeperDied
     | KeeperSilent

@@ -36,6 +36,7 @@ _HANDLERS: dict[type, Callable[[Transition, Any], None]] = {
     ev.NodeJoined: on_fleet.node_joined,
     ev.NodeLost: on_fleet.node_lost,
     ev.NodeDraining: on_fleet.node_draining,
+    ev.ControllerDraining: on_fleet.controller_draining,
     ev.KeeperReady: on_fleet.keeper_ready,
     ev.KeeperDied: on_fleet.keeper_died,
     ev.KeeperSilent: on_fleet.keeper_silent,

@@ -63,6 +63,7 @@ from orchestrator.shell.storage import (
 from orchestrator.shell.threads import JOURNAL, RAY, STORAGE, LoopWatch, in_thread
 from ucp_core.errors import StorageError, SupersededError
 from ucp_core.storage import RECENT_S, Owner, join, open_store
+from workers.keeper import NoticeWatch, sources_of
 from workers.protocol import Assignment, MemoryPart, NodeReport
 
 log = logging.getLogger(__name__)
@@ -224,7 +225,9 @@ class Run:
         self._spawn(self._watch.watch_forever())
         self._spawn(self._furnish(page))
         self._spawn(self._watch_owner())
-        self._spawn(self._nodes.watch_forever())
+        here = ray.get_runtime_context().get_node_id()
+        own = NoticeWatch(sources_of(**self._config.watched()))
+        self._spawn(self._nodes.watch_forever(here, own))
         self._spawn(self._capacity.poll_forever())
         self._spawn(self._cadence.ask_forever(lambda: self._state))
         while not self._over.is_set():
@@ -528,6 +531,7 @@ class Run:
             loaded=self._record.stats.loaded,
             passed_over=list(self._record.stats.passed_over),
             bounds_s=bounds_document(self._config, self._observer.limits),
+            controller_notice=self._nodes.own_notice,
             longest_pause_s=round(self._watch.longest_pause_s, 3),
         )
 

@@ -81,10 +81,11 @@ class Scene:
         self._run = None
 
     @contextmanager
-    def own(self, num_nodes: int = WORKERS) -> Iterator[NetworkRun]:
+    def own(self, num_nodes: int = WORKERS, *, has_metadata: bool = False) -> Iterator[NetworkRun]:
         """Bring up a cluster and an endless run for one row alone."""
         with NetworkCluster(num_nodes) as cluster:
-            yield NetworkRun(cluster, self.directory(), pace_s=self.pace_s)
+            directory = self.directory()
+            yield NetworkRun(cluster, directory, pace_s=self.pace_s, has_metadata=has_metadata)
 
     def settle(self, run: NetworkRun, workers: int = WORKERS) -> dict[str, Any]:
         """Wait until ``workers`` train together; return their last line."""
@@ -152,9 +153,14 @@ def drain(scene: Scene) -> dict[str, Any]:
         "ray", "drain-node", "--node-id", node, "--reason", "DRAIN_NODE_REASON_PREEMPTION",
         "--reason-message", "spot", "--deadline-remaining-seconds", f"{NOTICE_S:.0f}",
     ])  # fmt: skip
-    outcome = run.outcome(fault_s, line["attempt"])
-    pause_s = _longest_gap(run, fault_s) - run.lines()[-1]["step_s"]
-    time.sleep(max(0.0, fault_s + NOTICE_S - time.time()))
+    return _taken(run, victim, fault_s, line["attempt"])
+
+
+def _taken(run: NetworkRun, victim: int, told_s: float, attempt: int) -> dict[str, Any]:
+    """End a machine at the end of its notice, and boot it again; return what came of it."""
+    outcome = run.outcome(told_s, attempt)
+    pause_s = _longest_gap(run, told_s) - run.lines()[-1]["step_s"]
+    time.sleep(max(0.0, told_s + NOTICE_S - time.time()))
     run.cluster.kill(victim)
     after = run.lines()[-1]
     run.wait("ten more steps", lambda: run.lines()[-1]["step"] >= after["step"] + 10 or None)
@@ -165,6 +171,21 @@ def drain(scene: Scene) -> dict[str, Any]:
         **asdict(outcome), "pause_s": round(pause_s, 2), "right": unmoved,
         "whole": run.whole_again(back_s),
     }  # fmt: skip
+
+
+def notice(scene: Scene) -> dict[str, Any]:
+    """Let a machine's metadata service say when it is taken, and end it then; again and again."""
+    found = []
+    with scene.own(has_metadata=True) as run:
+        for _ in range(scene.repeat):
+            line = scene.settle(run)
+            victim = run.ranks()[-1]
+            told_s = time.time()
+            run.announce(victim, told_s + NOTICE_S)
+            found.append(_taken(run, victim, told_s, line["attempt"]))
+            run.announce(victim, None)
+            _say(json.dumps(found[-1]))
+    return _together(found)
 
 
 def join(scene: Scene) -> dict[str, Any]:
@@ -315,6 +336,7 @@ ROWS: Final[dict[str, tuple[str, Row]]] = {
     "deaf-10s": ("cannot hear, steps of 10 s", _fault("deafen")),
     "mute-10s": ("cannot speak, steps of 10 s", _fault("silence")),
     "drain": (f"drained with {NOTICE_S:.0f} s of notice", drain),
+    "notice": (f"taken {NOTICE_S:.0f} s after the metadata service said so", notice),
     "join": ("node joins", join),
     "head-killed": ("head killed for good", head_killed),
     "head-rebooted": ("head booted again, run again", head_rebooted),
@@ -329,7 +351,7 @@ def _together(found: list[dict[str, Any]]) -> dict[str, Any]:
     if len(found) == 1:
         return found[0]
     result: dict[str, Any] = {"right": all(each["right"] for each in found), "faults": found}
-    for name in ("detected_s", "step_s", "resumed_s", "whole"):
+    for name in ("detected_s", "step_s", "resumed_s", "pause_s", "whole"):
         values = [each[name] for each in found if each.get(name) is not None]
         if values:
             result[name] = spread(values)["p50"]

@@ -38,7 +38,7 @@ FIELDS: dict[str, st.SearchStrategy[Any]] = {
     "number": st.integers(0, 4),
     "source": st.sampled_from(["memory", "storage", ""]),
 }
-TEXTS = ("detail", "traceback", "evidence", "reason", "fault", "target")
+TEXTS = ("detail", "notice", "traceback", "evidence", "reason", "fault", "target")
 KINDS = (
     ev.ControllerStarted,
     ev.RunResumed,
@@ -46,6 +46,7 @@ KINDS = (
     ev.NodeJoined,
     ev.NodeLost,
     ev.NodeDraining,
+    ev.ControllerDraining,
     ev.SlotGranted,
     ev.WorkerReady,
     ev.WorkerExited,

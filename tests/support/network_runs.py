@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import json
+import sys
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any, TypeVar
 
-from tests.support import train_paced
+from tests.support import metadata_server, train_paced
+from tests.support.metadata_server import AWS_ACTION, say
 from tests.support.network_cluster import HEAD, NetworkCluster
 
 __all__ = ["NetworkRun", "Outcome"]
@@ -17,6 +20,7 @@ __all__ = ["NetworkRun", "Outcome"]
 T = TypeVar("T")
 
 _LOOK_S = 0.1
+_METADATA_PORT = "8169"
 #: A run starts, or is whole again, within this: Ray notices some losses after a minute.
 _ACT_S_MAX = 240.0
 
@@ -71,11 +75,17 @@ class NetworkRun:
         cluster: Where it is begun.
         directory: Of the run, which may be there already.
         pace_s: How long a step takes with four workers.
+        has_metadata: Whether the machines have a metadata service; ``announce`` speaks for it.
         settings: Further ones, as on the command line.
     """
 
     def __init__(
-        self, cluster: NetworkCluster, directory: Path, *settings: str, pace_s: float = 0.2
+        self,
+        cluster: NetworkCluster,
+        directory: Path,
+        *settings: str,
+        pace_s: float = 0.2,
+        has_metadata: bool = False,
     ) -> None:
         self.cluster = cluster
         self.directory = directory
@@ -86,10 +96,24 @@ class NetworkRun:
             f"run.directory={directory}", f"run.script={train_paced.__file__}",
             f"run.arguments=['{pace_s}']", "workers.min=2", "workers.max=4",
             "workers.standby_per_node=0", "train.steps=1000000", "train.schedule=constant",
+            f"notices.cloud={'aws' if has_metadata else 'none'}",
+            f"notices.endpoint=http://{cluster.host(HEAD)}:{_METADATA_PORT}",
             *settings,
         ]  # fmt: skip
         command = ["everstep", "run", "local/small", "--address", cluster.address, *words]
+        self._said = directory.with_suffix(".metadata")
+        if has_metadata:
+            place = [str(self._said), cluster.host(HEAD), _METADATA_PORT]
+            cluster.start(HEAD, [sys.executable, metadata_server.__file__, *place], self._log)
         self.driver = cluster.start(HEAD, command, self._log)
+
+    def announce(self, machine: int, taken_s: float | None) -> None:
+        """Have a machine's metadata service say when it is taken; None takes that back."""
+        said = None
+        if taken_s is not None:
+            when = datetime.fromtimestamp(taken_s, UTC).strftime("%Y-%m-%dT%H:%M:%SZ")
+            said = json.dumps({"action": "terminate", "time": when})
+        say(self._said, AWS_ACTION, said, self.cluster.host(machine))
 
     def lines(self) -> list[dict[str, Any]]:
         """Return the lines of metrics so far, in the order in which they were written."""

@@ -12,6 +12,7 @@ from orchestrator.core.actions import (
     StartKeeper,
 )
 from orchestrator.core.events import (
+    ControllerDraining,
     KeeperDied,
     KeeperReady,
     KeeperSilent,
@@ -133,6 +134,11 @@ def node_draining(transition: Transition, event: NodeDraining) -> None:
         demand.renew_pending(transition)
         if transition.run.phase is Phase.WAITING:
             formation.try_start(transition)
+
+
+def controller_draining(transition: Transition, event: ControllerDraining) -> None:
+    """Note when the controller's machine goes; ``planned`` has the state in storage before."""
+    transition.run.store_by_s = event.deadline_s
 
 
 def slot_granted(transition: Transition, event: SlotGranted) -> None:

@@ -29,11 +29,28 @@ def consider(transition: Transition) -> None:
         return
     if not run.attempt.stepped:
         return
+    if run.store_by_s != inf and _stores_for_controller(transition):
+        return
     num_after = reach.num_together(transition)
     if run.fleet.num_leaving and _leaves_draining_nodes(transition, num_after):
         return
     if num_after > len(run.attempt.members):
         _consider_growth(transition, num_after)
+
+
+def _stores_for_controller(transition: Transition) -> bool:
+    """Have the state in storage before the controller's machine goes; the run trains on then.
+
+    The head may go with it, and all of the cluster a minute later. Returns whether the members
+    were asked to leave.
+    """
+    run = transition.run
+    store_at_s = run.store_by_s - transition.rules.bounds.drain_lead_s
+    if transition.now_s >= store_at_s:
+        yield_attempt(transition, "drain", "the controller's machine is taken: storing the state")
+        return True
+    run.deadline_s = min(run.deadline_s, store_at_s)
+    return False
 
 
 def _leaves_draining_nodes(transition: Transition, num_after: int) -> bool:
@@ -98,12 +115,14 @@ def yield_order(transition: Transition) -> YieldAttempt:
     """Return the order to leave, as the cause asks for it."""
     run = transition.run
     assert run.cause is not None, "a planned change has a cause"
+    # What memory would lose: nodes that the run needs, or the cluster with its head.
     few = reach.num_together(transition) < transition.rules.min_workers
+    is_needed = few or run.store_by_s != inf
     return YieldAttempt(
         attempt=run.attempt.number,
         workers=recovery.members_inside(transition),
         reason=run.cause.evidence,
-        durable=run.cause.kind == "stop" or few,
+        durable=run.cause.kind == "stop" or is_needed,
     )
 
 
@@ -152,6 +171,7 @@ def all_left(transition: Transition) -> None:
         recovery.proceed(transition)
         return
     run.committed = (run.attempt.yielded_step, run.attempt.number)
+    run.store_by_s = inf
     # Members hold it, and they reach each other: it need not be read.
     run.network = run.network._replace(unread=reach.unreached(transition))
     transition.report_incident()

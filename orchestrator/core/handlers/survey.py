@@ -28,6 +28,8 @@ def controller_started(transition: Transition, event: ControllerStarted) -> None
     """Start the run, or survey the workers if an earlier controller started it."""
     run = transition.run
     run.incarnation = max(run.incarnation, event.incarnation)
+    # This one may be on another machine, and is told if that goes too.
+    run.store_by_s = inf
     if run.phase in TERMINAL:
         transition.actions.append(FinishRun(outcome=run.outcome, reason=run.reason))
     elif event.incarnation > 1:

@@ -93,6 +93,8 @@ class MutableRunState(Part):
         cause: Why the last attempt ended or is ending; None before.
         also: Faults that were found while it ended and that the cause does not explain.
         stop_reason: Why the user wants the run to stop; "" if not.
+        store_by_s: When the controller's machine goes: the state is to be in storage by then, once;
+            infinity if it stays.
         deadline_s: Bound of the phase; infinity if it has none.
         enough_since_s: When ``min_workers`` could first be had; infinity before (first attempt).
         waiting_since_s: When the phase WAITING was entered.
@@ -131,6 +133,7 @@ class MutableRunState(Part):
     cause: Cause | None = None
     also: tuple[Cause, ...] = ()
     stop_reason: str = ""
+    store_by_s: float = inf
     deadline_s: float = inf
     enough_since_s: float = inf
     waiting_since_s: float = 0.0

@@ -11,6 +11,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import itertools
+import logging
 import math
 import time
 from collections.abc import Callable, Coroutine, Hashable, Iterable, Mapping
@@ -23,6 +24,7 @@ from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 from orchestrator.core import (
     Bounds,
+    ControllerDraining,
     Event,
     KeeperDied,
     KeeperReady,
@@ -35,8 +37,10 @@ from orchestrator.core import (
 )
 from orchestrator.shell.names import RunNames
 from orchestrator.shell.threads import RAY, in_thread
-from workers.keeper import OPTIONS, Keeper, hung_up, silent
+from workers.keeper import OPTIONS, Keeper, NoticeWatch, hung_up, silent
 from workers.protocol import Notice
+
+log = logging.getLogger(__name__)
 
 #: The node table and drain notices are read this often, 2.6 ms of processor time a read. Lost
 #: nodes are found by their connections; a new one and a notice of 30 s can wait this long.
@@ -61,8 +65,8 @@ PROBE_S = 0.5
 RECALL_S = 0.05
 #: A notice that names no time is followed when a replacement is there, and in a year at last.
 FAR_S = 365 * 86400.0
-#: Who says that a node goes: Ray, or what the node's own keeper asks.
-_RAY, _OWN = "ray", "own"
+#: Who says that a node goes: Ray, what its keeper asks, or what the controller asks on its own.
+_RAY, _KEEPER, _CONTROLLER = "ray", "keeper", "controller"
 #: So many other machines are asked whether it is this one that is cut off.
 NUM_ASKED = 32
 
@@ -171,6 +175,8 @@ class Nodes:
         self._at_s = at_s
         self._post = post
         self._on_keeper = on_keeper
+        #: The controller's node, once it is watched.
+        self._here = ""
         self._buried: set[str] = set()
         self._bounds = bounds
         #: Of nodes under notice, by who said it.
@@ -186,17 +192,29 @@ class Nodes:
         """
         await self._met.wait()
 
+    @property
+    def own_notice(self) -> str:
+        """Return what is known of the end of the controller's machine; "" if it stays."""
+        return _first(self._notices.get(self._here, {})).what
+
     def is_draining(self, node: str) -> bool:
         """Return whether ``node`` was given notice. Ray forgets when the node dies; we do not."""
         return bool(self._notices.get(node))
 
-    async def watch_forever(self) -> None:
-        """Report joins, losses and notices until cancelled."""
+    async def watch_forever(self, here: str, own: NoticeWatch) -> None:
+        """Report joins, losses and notices until cancelled.
+
+        Args:
+            here: The node of the controller, which may have no keeper.
+            own: What is known there of its end.
+        """
+        self._here = here
         while True:
             table, notices = await in_thread(RAY, _read_cluster)
             for row in table:
                 self._compare(row)
             self._heed(notices)
+            self._note_own(here, _CONTROLLER, own.notice())
             if not self._met.is_set():
                 await self._meet()
             await asyncio.sleep(POLL_S)
@@ -399,8 +417,11 @@ class Nodes:
 
     def on_notice(self, node: str, notice: Notice | None) -> None:
         """Take in what a node itself knows of its end; None if it stays."""
+        self._note_own(node, _KEEPER, notice)
+
+    def _note_own(self, node: str, source: str, notice: Notice | None) -> None:
         left_s, what = (notice.left_s, notice.what) if notice else (math.inf, "")
-        self._note(node, _OWN, notice, left_s, what)
+        self._note(node, source, notice, left_s, what)
 
     def _note(self, node: str, source: str, said: Hashable, left_s: float, what: str) -> None:
         """Report the first end of a node if what a source says is new, changed or withdrawn.
@@ -408,7 +429,7 @@ class Nodes:
         Of a node that has died nothing is told any more, and nothing is taken back.
         """
         view = self.views.get(node)
-        if view is None or view.lost.is_set():
+        if (view is None and node != self._here) or (view is not None and view.lost.is_set()):
             return
         known = self._notices.setdefault(node, {})
         if (known[source].said if source in known else None) == said:
@@ -420,9 +441,15 @@ class Nodes:
         else:
             known[source] = _Said(said, at_s + min(max(0.0, left_s), FAR_S), what)
         now = _first(known)
-        view.state, view.notice = "draining" if known else "alive", now.what
-        if now.by_s != was.by_s:
-            self._post(NodeDraining(at_s=at_s, node=node, deadline_s=now.by_s, notice=now.what))
+        is_news = now.by_s != was.by_s
+        if view is not None:
+            view.state, view.notice = "draining" if known else "alive", now.what
+            if is_news:
+                said = NodeDraining(at_s=at_s, node=node, deadline_s=now.by_s, notice=now.what)
+                self._post(said)
+        if node == self._here and is_news:
+            log.critical("controller_draining", extra={"notice": now.what, "by_s": now.by_s})
+            self._post(ControllerDraining(at_s=at_s, deadline_s=now.by_s, notice=now.what))
 
     async def is_gone(self, node: str) -> bool:
         """Return whether ``node`` is lost; ask its raylet's port if that is not known.

@@ -246,6 +246,18 @@ def _take(cluster: SimCluster, node: SimNode, deadline_s: float) -> None:
         lose_node(cluster, node)
 
 
+def drain_controller(cluster: SimCluster) -> None:
+    """The provider gives notice of the controller's machine, and may take it."""
+    notice_s = 1.0 + 3 * cluster.rng.random()
+    cluster.find(ev.ControllerDraining, deadline_s=cluster.now_s + notice_s)
+    cluster.at(notice_s, _take_controller, cluster)
+
+
+def _take_controller(cluster: SimCluster) -> None:
+    if cluster.chance(0.8):
+        kill_controller(cluster)
+
+
 def new_node(cluster: SimCluster) -> None:
     """The autoscaler adds a node."""
     return_node(cluster, cluster.rng.randint(1, 2))
@@ -407,6 +419,7 @@ FAULTS: tuple[Fault, ...] = (
     cut_all_links,
     flap,
     drain,
+    drain_controller,
     new_node,
     raise_once,
     damage,

@@ -354,6 +354,41 @@ def test_a_notice_that_is_withdrawn_ends_the_wait() -> None:
     assert (state.phase, state.attempt.number) == (Phase.FORMING, 2)
 
 
+def test_before_the_controllers_machine_goes_the_state_is_in_storage_once() -> None:
+    """The head may go with it, and the whole cluster with all its memory a minute later."""
+    draining = ev.ControllerDraining(at_s=3.0, deadline_s=40.0)
+    state = _fold(_running(), draining)
+    assert state.phase is Phase.RUNNING
+    state, (order,) = step(state, ev.Ticked(at_s=30.0), rules=RULES)
+    assert isinstance(order, YieldAttempt)
+    assert order.durable
+    left = [
+        ev.WorkerLeft(at_s=31.0, attempt=1, worker=worker, how="yielded", step=9, detail="")
+        for worker in ("w0001", "w0002")
+    ]
+    state = _fold(state, *left)
+    assert (state.phase, state.attempt.number, state.attempt.step) == (Phase.FORMING, 2, 9)
+    state = _fold(
+        state,
+        ev.WorkerFormed(at_s=31.5, attempt=2, worker="w0001"),
+        ev.WorkerFormed(at_s=31.5, attempt=2, worker="w0002"),
+        ev.StepCompleted(at_s=32.0, attempt=2, step=10, step_s=0.1),
+    )
+    assert state.phase is Phase.RUNNING
+
+
+def test_nothing_is_stored_for_a_controller_that_stays() -> None:
+    """Its notice was withdrawn, or another machine has it by now."""
+    draining = ev.ControllerDraining(at_s=3.0, deadline_s=40.0)
+    for stays in (
+        ev.ControllerDraining(at_s=4.0, deadline_s=math.inf),
+        ev.ControllerStarted(at_s=4.0, incarnation=2),
+    ):
+        state, actions = step(_fold(_running(), draining, stays), ev.Ticked(at_s=35.0), rules=RULES)
+        assert state.phase is Phase.RUNNING
+        assert YieldAttempt not in _kinds(actions)
+
+
 def test_a_start_that_took_too_long_gets_more_time_the_next_time() -> None:
     """On a slow file system torch takes minutes to import: killed each time it never would."""
     state = _fold(

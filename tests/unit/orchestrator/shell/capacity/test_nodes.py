@@ -11,7 +11,14 @@ from types import SimpleNamespace
 
 import pytest
 
-from orchestrator.core import Bounds, Event, NodeDraining, NodeJoined, NodeLost
+from orchestrator.core import (
+    Bounds,
+    ControllerDraining,
+    Event,
+    NodeDraining,
+    NodeJoined,
+    NodeLost,
+)
 from orchestrator.shell import RunNames
 from orchestrator.shell.capacity.nodes import FAR_S, Nodes, view_of
 from workers.protocol import Notice
@@ -164,6 +171,24 @@ def test_the_first_end_counts_of_what_a_node_knows_and_what_ray_was_told(
         ("drained by Ray", pytest.approx(61.0, abs=50.0)),
         ("", math.inf),
     ]
+
+
+def test_the_end_of_the_controllers_machine_is_told_though_no_worker_is_there(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    """A head has no room for workers, and the cluster may go with it."""
+    posted: list[Event] = []
+    nodes = _nodes(posted.append)
+    nodes._here = "c0c0"
+    nodes._heed({"c0c0": 0})
+    assert nodes.own_notice == "drained by Ray"
+    nodes._heed({})
+    assert nodes.own_notice == ""
+    assert posted == [
+        ControllerDraining(at_s=1.0, deadline_s=1.0, notice="drained by Ray"),
+        ControllerDraining(at_s=1.0, deadline_s=math.inf),
+    ]
+    assert [record.message for record in caplog.records] == ["controller_draining"] * 2
 
 
 def test_a_machine_that_answers_nothing_is_lost_while_another_answers(
