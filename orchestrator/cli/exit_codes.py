@@ -7,7 +7,14 @@ from enum import IntEnum
 
 from orchestrator.errors import CapacityError, ConfigError, RunNotFoundError
 
-__all__ = ["TABLE", "ExitCode", "code_of_error", "code_of_outcome", "code_of_signal"]
+__all__ = [
+    "TABLE",
+    "ExitCode",
+    "code_of_error",
+    "code_of_outcome",
+    "code_of_signal",
+    "is_final",
+]
 
 
 class ExitCode(IntEnum):
@@ -57,3 +64,12 @@ def code_of_outcome(outcome: str) -> ExitCode:
 def code_of_signal(number: signal.Signals) -> int:
     """Return the code for a command that a signal ended."""
     return 128 + number
+
+
+def is_final(code: int) -> bool:
+    """Return whether ``everstep run`` that ended with ``code`` would end so again.
+
+    Code 1 is also that of a process that Ray ended, and codes below 0 say which signal killed it:
+    whether the run has failed, its summary says.
+    """
+    return code not in (ExitCode.FAILED, ExitCode.NO_CAPACITY) and code >= 0

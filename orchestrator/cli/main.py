@@ -20,6 +20,7 @@ from orchestrator.cli.exit_codes import (
     code_of_error,
     code_of_outcome,
     code_of_signal,
+    is_final,
 )
 from orchestrator.driver import Interrupt, interrupts, raise_interrupt
 from orchestrator.errors import OrchestratorError
@@ -42,12 +43,25 @@ Json = Annotated[bool, typer.Option("--json", help="Print one JSON document for 
 JsonLines = Annotated[bool, typer.Option("--json", help="Print a JSON document per line.")]
 Verbose = Annotated[bool, typer.Option("--verbose", help="Show the bound of every wait too.")]
 RunDirectory = Annotated[str, typer.Argument(metavar="RUN_DIR", help="Path or fsspec URL.")]
+Config = Annotated[
+    str,
+    typer.Argument(
+        metavar="CONFIG.yaml", help="Path or URL, or the name of an example: local/small."
+    ),
+]
 Overrides = Annotated[
     list[str] | None, typer.Argument(metavar="[section.key=value ...]", help="Override settings.")
 ]
 
 #: How often ``status --watch`` looks.
 _WATCH_S = 1.0
+#: ``everstep`` as a process that ends with the one that started it, however that ends.
+_TRY = """
+from workers.parent_death import end_with_parent
+end_with_parent()
+from orchestrator.cli.main import main
+main()
+"""
 
 
 def main() -> NoReturn:
@@ -103,12 +117,7 @@ def options(
 @app.command(epilog="Example: everstep run local/small train.steps=500 workers.max=3")
 @_edge
 def run(
-    config: Annotated[
-        str,
-        typer.Argument(
-            metavar="CONFIG.yaml", help="Path or URL, or the name of an example: local/small."
-        ),
-    ],
+    config: Config,
     overrides: Overrides = None,
     *,
     address: Annotated[str | None, typer.Option(help="Ray cluster to train on.")] = None,
@@ -172,6 +181,45 @@ def run(
     if followed.number is not None:
         raise typer.Exit(code_of_signal(followed.number))
     raise typer.Exit(code_of_outcome(followed.summary["outcome"]))
+
+
+@app.command(epilog="Example: everstep watch run.yaml --address auto")
+@_edge
+def watch(
+    config: Config,
+    overrides: Overrides = None,
+    *,
+    address: Annotated[
+        list[str] | None, typer.Option(help="Ray cluster; of several the next one is tried.")
+    ] = None,
+    local_nodes: Annotated[int | None, typer.Option(help="Simulated nodes to start here.")] = None,
+    as_json: Json = False,
+) -> None:
+    """Train unattended: as `everstep run`, again and again until the run ends for good.
+
+    Where the head or the whole cluster is lost, it waits for one, at the same address or at the
+    next --address, and resumes after the last committed step. The pauses between tries grow to a
+    minute. It ends when the run is over, has failed or was stopped, or when no cluster brought it
+    further for recovery.capacity_wait_s. Signals do what they do to `everstep run`.
+    """
+    from orchestrator.config import load
+    from orchestrator.driver import watch_run
+
+    options = [f"--local-nodes={local_nodes}"] if local_nodes is not None else []
+    options += ["--json"] if as_json else []
+    run = [sys.executable, "-c", _TRY, "run", config, *(overrides or []), *options]
+    commands = [[*run, f"--address={each}"] for each in address or ()] or [run]
+    watched = watch_run(
+        commands,
+        load(config, list(overrides or [])),
+        is_final=is_final,
+        say=lambda line: typer.echo(f"everstep: {line}", err=True),
+    )
+    if watched.code is not None:
+        raise typer.Exit(watched.code)
+    assert watched.summary is not None, "without a code it is over"
+    _finish(watched.summary, as_json=as_json)
+    raise typer.Exit(code_of_outcome(watched.summary["outcome"]))
 
 
 @app.command(epilog="Example: everstep demo --json")

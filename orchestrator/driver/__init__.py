@@ -25,6 +25,7 @@ if TYPE_CHECKING:
     from orchestrator.driver.signals import Interrupt, interrupts, raise_interrupt
     from orchestrator.driver.status import read_status, replay_run
     from orchestrator.driver.stop import await_end, kill_run, stop_run
+    from orchestrator.driver.watch import watch_run
 
 
 __all__ = [
@@ -54,6 +55,7 @@ __all__ = [
     "run_demo",
     "safe_text",
     "stop_run",
+    "watch_run",
 ]
 
 __getattr__ = lazy_door(__name__)

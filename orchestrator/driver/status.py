@@ -13,7 +13,7 @@ from orchestrator.core import RunState, describe, fold, starts, verify
 from orchestrator.errors import RunNotFoundError
 from orchestrator.policies import CadenceRules, StoredVersion, quarantine
 from orchestrator.run_directory import CHECKPOINTS, CONFIG, CONTACT, METRICS, SUMMARY
-from orchestrator.shell import config_of, read_segments
+from orchestrator.shell import config_of, read_segments, wall_time
 from ucp_core.errors import StorageError
 from ucp_core.lineage import Lineage
 from ucp_core.native import checkpoint_name, find_committed
@@ -72,6 +72,20 @@ class RunFiles:
     def summary(self) -> dict[str, Any] | None:
         """Return the run's summary, None before the run is over."""
         return self._document(SUMMARY)
+
+    def killed_at(self) -> float | None:
+        """Return when the run was ended by force, None unless that was the last thing done."""
+        return (self._document(CONTACT) or {}).get("killed_at")
+
+    def note_killed(self) -> None:
+        """Write down that the run is ended by force, so that nobody who waits resumes it."""
+        contact = {**self.contact(), "killed_at": wall_time()}
+        path = join(self._path, CONTACT)
+        self._store.write_atomic(path, json.dumps(contact).encode(), fsync=False)
+
+    def saves(self) -> tuple[str, ...]:
+        """Return the names of the checkpoints in storage."""
+        return tuple(sorted(self._store.list(join(self._path, CHECKPOINTS))))
 
     def config(self) -> RunConfig:
         """Return the settings that the run has now."""

@@ -102,6 +102,7 @@ def kill_run(url: str) -> None:
     """
     run = RunFiles(url)
     contact, directory = run.live_contact(), run.config().run.directory
+    run.note_killed()
     if kill_local_cluster(directory):
         return
     try:

@@ -27,12 +27,12 @@ class Command:
         self.path.write_text(config.to_yaml())
         self.process: subprocess.Popen[str] | None = None
 
-    def start(self, *options: str, **streams: Any) -> subprocess.Popen[str]:
+    def start(self, *options: str, command: str = "run", **streams: Any) -> subprocess.Popen[str]:
         """Start it; return when a few steps are done."""
         streams = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE} | streams
-        command = [*EVERSTEP, "run", str(self.path), *options]
+        words = [*EVERSTEP, command, str(self.path), *options]
         environment = {k: v for k, v in os.environ.items() if k != "RAY_ADDRESS"}
-        self.process = subprocess.Popen(command, text=True, env=environment, **streams)
+        self.process = subprocess.Popen(words, text=True, env=environment, **streams)
         wait(lambda: self.step() >= 2, "it trains", self.process)
         return self.process
 

@@ -1,4 +1,4 @@
-"""A run whose head is lost goes on at once on a second cluster, while the first one trains on."""
+"""A run whose head is lost goes on on a second cluster: begun at once by hand, or by a watch."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ import psutil
 import pytest
 
 from orchestrator.config import RunConfig
-from tests.support.run_command import Command, everstep, wait
+from tests.support.run_command import ACT_S_MAX, Command, everstep, wait
 
 pytestmark = pytest.mark.timeout(600)
 
@@ -35,6 +35,9 @@ def command(make_config: Callable[..., RunConfig], tmp_path: Path) -> Iterator[C
     )
     made = Command(config, tmp_path)
     yield made
+    if made.process is not None:
+        made.process.kill()
+        made.process.communicate()
     for entry in made.clusters():
         with suppress(ProcessLookupError):
             os.killpg(entry.host_pid, signal.SIGKILL)
@@ -90,3 +93,23 @@ def test_the_first_cluster_destroys_nothing_of_the_second(command: Command) -> N
     wait(lambda: not psutil.pid_exists(trainer["pid"]), "the first cluster's trainer ends")
     assert set(_committed(command.directory).values()) == {attempt}
     assert everstep("stop", command.directory, "--wait").returncode == 0
+
+
+@pytest.mark.chaos
+def test_a_watched_run_resumes_on_a_new_cluster_by_itself(command: Command) -> None:
+    """`everstep run` ends with the step that is safe, and somebody had to start it again."""
+    watch = command.start("--json", command="watch")
+    (first,) = command.clusters()
+    wait(lambda: len(_committed(command.directory)) >= 2, "it commits", watch)
+
+    at_loss = max(_committed(command.directory))
+    _kill_head(first.host_pid)
+    wait(lambda: len(_begun(command.directory)) > 1, "it trains on another cluster", watch)
+
+    assert _begun(command.directory)[-1][1] >= at_loss, "what was committed is lost"
+    assert [entry.host_pid for entry in command.clusters()] != [first.host_pid]
+    assert everstep("stop", command.directory, "--wait").returncode == 0
+    output, errors = watch.communicate(timeout=ACT_S_MAX)
+    assert watch.returncode == 0, errors
+    assert json.loads(output)["outcome"] == "stopped"
+    assert "trying again in 1 s" in errors

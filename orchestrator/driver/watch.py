@@ -1,0 +1,149 @@
+"""Run a configuration until it ends for good, whatever becomes of its clusters.
+
+Each try is an ``everstep run`` in a process of its own: Ray ends the process of a driver without a
+word a minute after its head is gone.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import subprocess
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from itertools import cycle
+from signal import Signals
+from typing import Any
+
+from orchestrator.config import RunConfig
+from orchestrator.driver.signals import Interrupt, interrupts
+from orchestrator.driver.status import RunFiles
+from orchestrator.errors import CapacityError
+from ucp_core.errors import UcpError
+
+__all__ = ["Watched", "pause_s", "watch_run"]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Watched:
+    """How a run ended.
+
+    Attributes:
+        code: Exit code of the command that saw it, and has said so; None if no command did.
+        summary: Of the run; None if it is not over.
+    """
+
+    code: int | None
+    summary: dict[str, Any] | None
+
+
+def watch_run(
+    commands: Sequence[Sequence[str]],
+    config: RunConfig,
+    *,
+    is_final: Callable[[int], bool],
+    say: Callable[[str], None],
+) -> Watched:
+    """Run until the run ends for good.
+
+    A signal (see ``interrupts``) goes to the command that runs then; nothing is tried after it.
+
+    Args:
+        commands: Each runs it on a cluster of its own. They take turns.
+        config: Of the run.
+        is_final: Whether a command that ended with this code would end so again.
+        say: Called with a line for people before each pause.
+
+    Raises:
+        CapacityError: Nothing was saved for as long as the run waits for workers, or it was ended
+            by force.
+        Interrupt: A signal ended a pause.
+    """
+    run, tries = RunFiles(config.run.directory), _Tries()
+    first = before = _seen(run, _Seen())
+    num_failed, saved_s = 0, time.monotonic()
+    with interrupts(tries.on_signal):
+        for command in cycle(commands):
+            code = tries.run(command)
+            now = _seen(run, before)
+            is_over = now.is_over_since(first)
+            if tries.is_ending or is_final(code) or (is_over and code >= 0):
+                return Watched(code=code if code >= 0 else 128 - code, summary=now.summary)
+            if now.saves != before.saves:
+                num_failed, saved_s = 0, time.monotonic()
+            wait_s = config.recovery.capacity_wait_s
+            if time.monotonic() - saved_s > wait_s:
+                raise CapacityError(f"no cluster brought the run further for {wait_s:g} s")
+            if not is_over:
+                say(f"trying again in {pause_s(num_failed):g} s; Ctrl-C ends that")
+                time.sleep(pause_s(num_failed))
+                num_failed += 1
+            before = _seen(run, now)
+            if before.is_over_since(first):  # nobody followed it then
+                return Watched(code=None, summary=before.summary)
+    raise AssertionError("unreachable: there is a command")
+
+
+def pause_s(num_failed: int) -> float:
+    """Return how long to wait after ``num_failed`` tries in a row that saved nothing.
+
+    A head is booted within a minute or so, and each try takes seconds of a core.
+    """
+    return min(2.0**num_failed, 60.0)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Seen:
+    """What the run directory says.
+
+    Attributes:
+        summary: Of the run; None before it is over.
+        killed_at: When it was ended by force, None if it was not.
+        saves: Names of what is in storage.
+    """
+
+    summary: dict[str, Any] | None = None
+    killed_at: float | None = None
+    saves: tuple[str, ...] = ()
+
+    def is_over_since(self, first: _Seen) -> bool:
+        """Return whether the run has ended since ``first``.
+
+        Raises ``CapacityError`` if somebody ended it by force: they do not want it back.
+        """
+        if self.killed_at not in (None, first.killed_at):
+            raise CapacityError("the run was ended by force; the same command resumes it")
+        return self.summary is not None and self.summary != first.summary
+
+
+def _seen(run: RunFiles, before: _Seen) -> _Seen:
+    """Return what is there now, or ``before`` where storage does not answer."""
+    with contextlib.suppress(UcpError):
+        return _Seen(summary=run.summary(), killed_at=run.killed_at(), saves=run.saves())
+    return before
+
+
+@dataclass(slots=True)
+class _Tries:
+    """Runs one command at a time and passes signals on to it.
+
+    Attributes:
+        is_ending: Whether there was one.
+    """
+
+    is_ending: bool = False
+    _process: subprocess.Popen[bytes] | None = field(default=None, repr=False)
+
+    def run(self, command: Sequence[str]) -> int:
+        # In a session of its own, or Ctrl-C in a terminal would reach it twice.
+        self._process = subprocess.Popen(command, start_new_session=True)  # noqa: S603  our own
+        try:
+            return self._process.wait()
+        finally:
+            self._process = None
+
+    def on_signal(self, number: Signals) -> None:
+        self.is_ending = True
+        if self._process is None:
+            raise Interrupt(number)
+        self._process.send_signal(number)
