@@ -6,13 +6,14 @@ from ucp_core.lazy import lazy_door
 
 if TYPE_CHECKING:
     from workers.keeper.actor import OPTIONS, Keeper
-    from workers.keeper.notices import CLOUDS, NoticeWatch, recognised, sources_of
+    from workers.keeper.notices import CLOUDS, FAILURES, NoticeWatch, sources_of
     from workers.keeper.reach import SILENT_S, hung_up, silent
     from workers.keeper.sources import LOCAL_MEMORY, PEER_MEMORY, MemorySources
     from workers.keeper.watch import progress_path, ring_path
 
 __all__ = [
     "CLOUDS",
+    "FAILURES",
     "LOCAL_MEMORY",
     "OPTIONS",
     "PEER_MEMORY",
@@ -22,7 +23,6 @@ __all__ = [
     "NoticeWatch",
     "hung_up",
     "progress_path",
-    "recognised",
     "ring_path",
     "silent",
     "sources_of",

@@ -12,6 +12,7 @@ import resource
 import shutil
 import socket
 import uuid
+from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
 
@@ -26,6 +27,7 @@ from orchestrator.errors import CapacityError
 from orchestrator.shell import connect_ray, wall_time
 from ucp_core.errors import UcpError
 from ucp_core.storage import join, open_store
+from workers.keeper import FAILURES, sources_of
 from workers.process import copies_past_caches
 
 __all__ = ["examine"]
@@ -53,7 +55,8 @@ def examine(
     if address is None and config is not None:
         address = config.cluster.address
     address = address or os.environ.get("RAY_ADDRESS")
-    here = replace(facts_of("this machine"), resources=_own_resources(config))
+    watched = _watched(config, address)
+    here = replace(facts_of("this machine", watched), resources=_own_resources(config))
     findings = _settings(config) if config is not None else []
     nodes: list[NodeFacts] = [here]
     silent: list[str] = []
@@ -66,7 +69,8 @@ def examine(
                 address=address,
             ) from error
         try:
-            nodes, silent = _ask_nodes(config.run.directory if config is not None else "")
+            run_url = config.run.directory if config is not None else ""
+            nodes, silent = _ask_nodes(run_url, watched)
         finally:
             ray.shutdown()
     if silent:
@@ -92,8 +96,28 @@ def _settings(config: RunConfig) -> list[Finding]:
     ]
 
 
-def facts_of(node: str) -> NodeFacts:
-    """Return the facts about this machine, as if its clock were right."""
+def _watched(config: RunConfig | None, address: str | None) -> dict[str, str]:
+    """Return who may tell a node that it is taken, as the run would ask."""
+    if config is None:
+        return {"cloud": "auto" if address else "none"}
+    cluster = config.cluster.model_copy(update={"address": address})
+    return config.model_copy(update={"cluster": cluster}).watched()
+
+
+def facts_of(node: str, watched: Mapping[str, str]) -> NodeFacts:
+    """Return the facts about this machine, as if its clock were right.
+
+    Args:
+        node: Its name.
+        watched: As for ``workers.keeper.sources_of``.
+    """
+    unheard = []
+    sources = sources_of(**watched)
+    for source in sources:
+        try:
+            source.look()
+        except FAILURES as error:
+            unheard.append(f"{source.name} does not answer: {error}")
     versions = {"python": ".".join(platform.python_version_tuple()[:2])}
     for name in _PACKAGES:
         try:
@@ -108,6 +132,8 @@ def facts_of(node: str) -> NodeFacts:
         open_files=resource.getrlimit(resource.RLIMIT_NOFILE)[0],
         resources={},
         copies_past_caches=copies_past_caches(os.environ),
+        watched=tuple(source.name for source in sources),
+        unheard=tuple(unheard),
     )
 
 
@@ -122,8 +148,8 @@ def _own_resources(config: RunConfig | None) -> dict[str, float]:
 class Examiner:
     """A process on one node, for ``_ask_nodes``."""
 
-    def __init__(self, node: str) -> None:
-        self._node = node
+    def __init__(self, node: str, watched: dict[str, str]) -> None:
+        self._node, self._watched = node, watched
         self._socket = socket.create_server(("0.0.0.0", 0))  # noqa: S104 - for the other nodes
 
     def address(self) -> tuple[str, int]:
@@ -132,7 +158,7 @@ class Examiner:
 
     def facts(self) -> tuple[NodeFacts, float]:
         """Return the facts about the machine, and its clock."""
-        return facts_of(self._node), wall_time()
+        return facts_of(self._node, self._watched), wall_time()
 
     def unreachable(self, others: dict[str, tuple[str, int]]) -> tuple[str, ...]:
         """Return those of ``others`` to which no connection could be opened."""
@@ -158,7 +184,7 @@ def _reaches(place: tuple[str, int]) -> bool:
     return True
 
 
-def _ask_nodes(run_url: str) -> tuple[list[NodeFacts], list[str]]:
+def _ask_nodes(run_url: str, watched: dict[str, str]) -> tuple[list[NodeFacts], list[str]]:
     """Return the facts of all nodes that may hold workers, and the names of the silent ones."""
     available = available_resources_per_node()
     rows = [row for row in ray.nodes() if row["Alive"] and row["Resources"].get("CPU", 0)]
@@ -168,7 +194,7 @@ def _ask_nodes(run_url: str) -> tuple[list[NodeFacts], list[str]]:
         .options(
             num_cpus=0, scheduling_strategy=NodeAffinitySchedulingStrategy(node_id=node, soft=False)
         )
-        .remote(name)
+        .remote(name, watched)
         for node, name in names.items()
     }
     places = _answers({node: each.address.remote() for node, each in examiners.items()})

@@ -68,6 +68,8 @@ class NodeFacts:
         copies_past_caches: Whether large copies in Ray's processes bypass the processor's caches.
         storage_problem: Why it cannot use the run directory; "" if it can, or none was named.
         unreachable: Nodes to which it could open no connection.
+        watched: Who would tell it that it is taken, beside Ray.
+        unheard: A line for each of them that does not answer.
     """
 
     node: str
@@ -79,6 +81,8 @@ class NodeFacts:
     copies_past_caches: bool = True
     storage_problem: str = ""
     unreachable: tuple[str, ...] = ()
+    watched: tuple[str, ...] = ()
+    unheard: tuple[str, ...] = ()
 
 
 def diagnose(
@@ -107,6 +111,7 @@ def diagnose(
             good=f"at least {OPEN_FILES_MIN} a process are allowed",
             advice="start Ray under `ulimit -n 65536`",
         ),
+        _notices(nodes),
     ]
     if list(nodes) != [here]:
         findings += _between(nodes)
@@ -191,6 +196,19 @@ def _little_shared_memory(facts: NodeFacts) -> str:
     if facts.shared_memory_bytes >= SHARED_MEMORY_BYTES_MIN:
         return ""
     return f"{facts.shared_memory_bytes / (1 << 20):.0f} MiB are free in /dev/shm"
+
+
+def _notices(nodes: Sequence[NodeFacts]) -> Finding:
+    """Return who tells the nodes that they are taken."""
+    watched = sorted({name for facts in nodes for name in facts.watched})
+    nobody = "no cloud is recognised; what Ray is told is heeded (a drain, SIGTERM of a pod)"
+    return _each(
+        nodes,
+        "notices",
+        lambda facts: ", ".join(facts.unheard),
+        good=f"{' and '.join(watched)}: asked, and it answers" if watched else nobody,
+        advice="on AWS containers need a hop limit of 2; notices.cloud: none asks nobody",
+    )
 
 
 def _capacity(nodes: Sequence[NodeFacts], config: RunConfig) -> list[Finding]:

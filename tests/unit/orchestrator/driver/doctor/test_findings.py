@@ -13,6 +13,7 @@ from typer.testing import CliRunner
 from orchestrator.cli.main import app
 from orchestrator.config import RunConfig, load
 from orchestrator.driver.doctor import Finding, Level, NodeFacts, diagnose
+from tests.support.metadata_server import AWS_ACTION, serve
 
 HERE = NodeFacts(
     node="here",
@@ -49,6 +50,7 @@ def test_nothing_is_wrong_with_a_good_cluster() -> None:
         ("shared memory", Level.WARN, {"shared_memory_bytes": 5 << 20}, "b: 5 MiB are free"),
         ("open files", Level.WARN, {"open_files": 1024}, "b: 1024 a process"),
         ("clocks", Level.WARN, {"clock_ahead_s": -3.0}, "b: -3.0 s"),
+        ("notices", Level.WARN, {"unheard": ("aws does not answer",)}, "b: aws does not answer"),
         (
             "copies",
             Level.WARN,
@@ -103,3 +105,18 @@ def test_the_command_finds_what_is_wrong_with_a_configuration(tmp_path: Path) ->
     assert not list(directory.iterdir())
     assert ill.exit_code == 1
     assert "fail  data.source: " in ill.stdout
+
+
+def test_the_command_asks_the_metadata_service_that_the_run_would_ask(tmp_path: Path) -> None:
+    """A container that cannot reach it looks like one that is never taken, until it is."""
+    path = tmp_path / "run.yaml"
+    path.write_text("run: {directory: runs/x}\nworkers: {max: 1}\nnotices: {cloud: aws}\n")
+    with serve(tmp_path / "said") as server:
+        asked = [str(path), f"run.directory={tmp_path}", f"notices.endpoint={server.endpoint}"]
+        there = CliRunner().invoke(app, ["doctor", *asked])
+        server.say(AWS_ACTION, "<html>busy</html>")
+        strange = CliRunner().invoke(app, ["doctor", *asked])
+
+    assert "notices: the metadata service of aws: asked, and it answers" in there.stdout
+    said = "notices: this machine: the metadata service of aws does not answer: "
+    assert f"warn  {said}" in strange.stdout
