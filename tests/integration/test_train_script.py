@@ -89,7 +89,10 @@ def test_a_script_that_never_calls_run_is_told_so(tmp_path: Path) -> None:
 def test_registered_state_goes_with_the_run_to_other_workers(
     tmp_path: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
-    """A scheduler and an average, through a change of three workers to two and a death."""
+    """A scheduler and an average, through a change of three workers to two and a death.
+
+    The data is read ahead by processes of the workers.
+    """
     train = TrainSettings(steps=40, global_batch=8, micro_batch=2, deterministic=True)
     settings = Settings(
         script=str(SUPPORT / "train_scheduled.py"),

@@ -31,7 +31,7 @@ def test_a_run_goes_on_with_the_losses_that_its_framework_had(
     def train(session: everstep.Session) -> None:
         model = session.model(lambda: transformers.LlamaForCausalLM(config))
         session.optimizer(lambda held: AdamW(held.values(), weight_decay=0.1, betas=(0.9, 0.95)))
-        for step in session.steps(num_samples=report["args"]["bs"]):
+        for step in session.steps(report["args"]["bs"]):
             for _ in step.micro_batches():
                 ids = batch(report, done + step.number - 1, config.vocab_size)
                 logits = model(input_ids=ids[:, :-1]).logits

@@ -1,12 +1,12 @@
-"""A training script with a learning-rate scheduler of torch's and an average of its own."""
+"""A training script with a scheduler of torch's, an average of its own, and a data loader."""
 
 import torch
 from torch.nn import functional
 from torch.optim.lr_scheduler import CosineAnnealingLR
 
-from everstep import Session, run
+from everstep import DataLoader, Session, run
 
-INPUTS = torch.linspace(-1, 1, 64).reshape(32, 2)
+LOADER = DataLoader(torch.linspace(-1, 1, 64).reshape(32, 2), num_workers=1)
 
 
 class Average:
@@ -25,10 +25,10 @@ def train(session: Session) -> None:
     optimizer = session.optimizer(lambda named: torch.optim.SGD(named.values(), lr=0.1))
     scheduler = session.register("scheduler", CosineAnnealingLR(optimizer, 40))
     average = session.register("average", Average())
-    for step in session.steps(num_samples=len(INPUTS)):
-        for samples in step.micro_batches():
-            loss = functional.mse_loss(model(INPUTS[samples]), INPUTS[samples].flip(1))
-            step.backward(loss, tokens=len(samples))
+    for step in session.steps(LOADER):
+        for batch in step.micro_batches():
+            loss = functional.mse_loss(model(batch), batch.flip(1))
+            step.backward(loss, tokens=len(batch))
         step.apply()
         scheduler.step()
         average.loss = 0.9 * average.loss + 0.1 * step.loss

@@ -63,8 +63,9 @@ class Trainer:
         context = forking()
         self._pipe, theirs = context.Pipe()
         self._heard = context.Semaphore(0)
+        # No daemon: a script's data loader may have processes.
         self.process = context.Process(
-            target=_serve, args=(theirs, self._heard, worker, str(directory), begin), daemon=True
+            target=_serve, args=(theirs, self._heard, worker, str(directory), begin), daemon=False
         )
         self.process.start()
         theirs.close()

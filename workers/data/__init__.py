@@ -1,4 +1,4 @@
-"""From text to samples, and the order of samples. ``order`` imports no torch."""
+"""From data to samples, their order, and random numbers. ``order`` imports no torch."""
 
 from typing import TYPE_CHECKING
 
@@ -6,14 +6,22 @@ from ucp_core.lazy import lazy_door
 
 if TYPE_CHECKING:
     from workers.data.dataset import Split, open_texts
+    from workers.data.loader import DataLoader, micro_batches_of
     from workers.data.order import DataOrder
+    from workers.data.randomness import keeping_host_numbers, random_seed, seed_all, seeded
     from workers.data.text import find_source
 
 __all__ = [
+    "DataLoader",
     "DataOrder",
     "Split",
     "find_source",
+    "keeping_host_numbers",
+    "micro_batches_of",
     "open_texts",
+    "random_seed",
+    "seed_all",
+    "seeded",
 ]
 
 __getattr__ = lazy_door(__name__)

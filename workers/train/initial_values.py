@@ -11,8 +11,8 @@ import torch
 from torch import Tensor, nn
 from torch.nn.modules.module import register_module_parameter_registration_hook
 
+from workers.data import seeded
 from workers.parallel import own_names
-from workers.train.executor import seeded
 
 __all__ = ["initial_values"]
 

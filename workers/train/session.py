@@ -11,7 +11,7 @@ import json
 import logging
 import math
 import time
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Generator, Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import Any, Final
 
@@ -21,7 +21,7 @@ from numpy.typing import NDArray
 from torch import Tensor, nn
 
 from workers import collectives
-from workers.data import DataOrder
+from workers.data import DataLoader, DataOrder, micro_batches_of
 from workers.errors import DataError, TaskError
 from workers.parallel import (
     LocalShard,
@@ -120,6 +120,7 @@ class Session:
         self._reduction = Reduction()
         self._restored: dict[str, Any] = {}
         self._has_begun = False
+        self._batches: Generator[Any] | None = None
         self._loss = self._validation_loss = math.nan
         self._timeout_s = self.settings.parallel.collective_timeout_s
         self._storage = StorageWriter(
@@ -249,13 +250,14 @@ class Session:
         self._sharded.registered.add(name, stateful, saved)
         return stateful
 
-    def steps(self, num_samples: int, *, data_digest: str = "") -> Iterator[Step]:
+    def steps(self, data: int | DataLoader, *, data_digest: str = "") -> Iterator[Step]:
         """Yield the remaining steps, one at a time; call ``apply`` on each.
 
         Between two steps the session saves, reports, and leaves if it was asked to.
 
         Args:
-            num_samples: Samples of the training data; every sample is an index below this.
+            data: The number of samples of the training data, each of which is an index below this;
+                or a ``DataLoader``, whose batches the steps then give.
             data_digest: Identifies the data; workers with different digests refuse to start.
 
         Raises:
@@ -266,11 +268,14 @@ class Session:
         sharded = self._ready()
         self._agree_on_registered()
         train = self.settings.train
+        num_samples = data if isinstance(data, int) else len(data)
         order = DataOrder(
             seed=self.settings.data.seed, num_samples=num_samples, global_batch=train.global_batch
         )
-        cursor = self._agree_on_data(order, data_digest)
+        digest = data_digest or (data.digest if isinstance(data, DataLoader) else "")
+        cursor = self._agree_on_data(order, digest)
         plan = self._quota(train.num_micro_batches)
+        samples = self._samples_of(data, order, plan)
         begun_s = time.perf_counter()
         first_step = self.step + 1
         took_steps = self.step < train.steps
@@ -299,7 +304,7 @@ class Session:
         while self.step < train.steps:
             step = Step(
                 self.step + 1,
-                order=order,
+                samples=samples,
                 quota=plan,
                 train=train,
                 sharded=sharded,
@@ -377,6 +382,8 @@ class Session:
     def close(self) -> bool:
         """Release the model and end writing; return whether all memory is free again."""
         self._model = self._build = self._initialise = self._sharded = None
+        if self._batches is not None:
+            self._batches.close()
         self._shards = ()
         is_closed, is_written = self._boundary.close(), self._storage.close()
         if is_closed and not is_written:
@@ -515,6 +522,16 @@ class Session:
                 "same files, and with data.source=stdlib the same Python"
             )
         return cursor
+
+    def _samples_of(self, data: int | DataLoader, order: DataOrder, plan: Quota) -> Iterator[Any]:
+        """Return the batches, or indices, of this rank's micro-batches from the next step on."""
+        train = self.settings.train
+        numbers = [one.micro_batch for one in plan.passes]
+        first = {"micro_batch": train.micro_batch, "first_step": self.step + 1}
+        if isinstance(data, DataLoader):
+            self._batches = data.batches(order, seed=train.seed, numbers=numbers, **first)
+            return self._batches
+        return (samples for _, _, samples in micro_batches_of(order, numbers=numbers, **first))
 
     def _end(self, step: Step, complete: Callable[[Step], None]) -> None:
         """Do what is due once the body of the loop has ended."""

@@ -13,7 +13,7 @@ under everstep with ``run.script: train.py`` in the configuration::
         inputs, targets = load_data()
         model = session.model(build_model)
         session.optimizer(lambda parameters: torch.optim.AdamW(parameters.values()))
-        for step in session.steps(num_samples=len(inputs)):
+        for step in session.steps(len(inputs)):
             for samples in step.micro_batches():
                 loss = functional.cross_entropy(model(inputs[samples]), targets[samples])
                 step.backward(loss, tokens=len(samples))
@@ -53,6 +53,9 @@ The contract:
   next step, because no snapshot of the last step has the change. To change weights after every
   update (to clamp them, for example), use ``optimizer.register_step_post_hook``. Writes through
   ``.data`` are not noticed.
+- ``DataLoader(dataset, num_workers=2)`` reads ahead: ``session.steps(loader)`` then gives batches
+  instead of indices, in an order that does not depend on the number of workers. Make it outside of
+  ``train``, and its processes live from attempt to attempt.
 - A new run may start from a checkpoint that exists, in any format that ``ucp`` opens:
   ``run(train, init_from=PATH)``, or ``run.init_from`` in the configuration.
 - Code after the loop runs once, when the last step is committed.
@@ -69,6 +72,7 @@ from typing import TYPE_CHECKING, Any
 from ucp_core.lazy import lazy_door
 
 if TYPE_CHECKING:
+    from workers.data import DataLoader
     from workers.errors import DataError, SettingsError, StateError, TaskError, WorkerError
     from workers.settings import (
         CheckpointSettings,
@@ -85,6 +89,7 @@ if TYPE_CHECKING:
 __all__ = [
     "CheckpointSettings",
     "DataError",
+    "DataLoader",
     "DataSettings",
     "InitSettings",
     "ModelSettings",

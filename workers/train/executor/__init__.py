@@ -6,7 +6,6 @@ from ucp_core.lazy import lazy_door
 
 if TYPE_CHECKING:
     from workers.train.executor.quotas import Quota, quota
-    from workers.train.executor.randomness import seeded
     from workers.train.executor.reduction import (
         Reduction,
         use_all_to_all,
@@ -26,7 +25,6 @@ __all__ = [
     "all_agree",
     "on_host",
     "quota",
-    "seeded",
     "use_all_to_all",
     "use_deterministic_kernels",
     "use_tree",

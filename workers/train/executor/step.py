@@ -8,19 +8,16 @@ count, the ranks' signals, and the squares for the gradient norm.
 
 from __future__ import annotations
 
-import hashlib
 import math
 from collections.abc import Callable, Iterator
-from typing import Protocol
+from typing import Any, Protocol
 
-import numpy as np
 import torch
 import torch.distributed as dist
-from numpy.typing import NDArray
 from torch import Tensor
 
 from workers import collectives
-from workers.data import DataOrder
+from workers.data import keeping_host_numbers, random_seed, seed_all
 from workers.errors import TaskError
 from workers.parallel import drop_gathered, fsdp_modules
 from workers.protocol import WorkerPhase
@@ -29,7 +26,6 @@ from workers.settings import TrainSettings
 from workers.train.executor.learning_rate import learning_rate
 from workers.train.executor.norm import row_squares, scale_gradients, sum_of_squares
 from workers.train.executor.quotas import Pass, Quota
-from workers.train.executor.randomness import keeping_host_numbers, seed_all
 from workers.train.executor.sharded_model import ShardedModel
 from workers.train.executor.signals import Signals, reading
 
@@ -66,7 +62,7 @@ class Step:
         self,
         number: int,
         *,
-        order: DataOrder,
+        samples: Iterator[Any],
         quota: Quota,
         train: TrainSettings,
         sharded: ShardedModel,
@@ -75,7 +71,7 @@ class Step:
         on_applied: Callable[[Step], None],
     ) -> None:
         self.number = number
-        self.order_range = order.positions(number)
+        self.order_range = (number - 1) * train.global_batch, number * train.global_batch
         if sharded.registered.schedules:
             self.lr = float(sharded.optimizer.param_groups[0]["lr"])
         else:
@@ -84,7 +80,8 @@ class Step:
         self.tokens = 0
         self.is_applied = False
         self.agreed = Signals()
-        self._order = order
+        self._samples = samples
+        self._has_begun = False
         self._quota = quota
         self._train = train
         self._sharded = sharded
@@ -99,21 +96,25 @@ class Step:
         """Return whether any worker was asked to leave; equal on all workers after ``apply``."""
         return self.agreed.leaves
 
-    def micro_batches(self) -> Iterator[NDArray[np.int64]]:
+    def micro_batches(self) -> Iterator[Any]:
         """Yield the samples of each micro-batch of this worker, ``(micro_batch,)`` each.
+
+        With a ``DataLoader`` these are its batches, else indices.
 
         Random numbers of torch, NumPy and Python are keyed by seed, step and micro-batch, not by
         worker. NumPy's and Python's go on afterwards as they were before. With uneven quotas a
         worker may get a micro-batch again, whose gradient and loss do not count.
 
         Raises:
-            TaskError: A micro-batch was left without ``backward``.
+            TaskError: A micro-batch was left without ``backward``, or it was called before.
         """
+        if self._has_begun:
+            raise TaskError(f"step.micro_batches of step {self.number} was called twice")
+        self._has_begun = True
         with keeping_host_numbers():
             yield from self._micro_batches()
 
-    def _micro_batches(self) -> Iterator[NDArray[np.int64]]:
-        samples = self._order.step(self.number).reshape(-1, self._train.micro_batch)
+    def _micro_batches(self) -> Iterator[Any]:
         num_reductions = 0
         modules = list(fsdp_modules(self._sharded.model))
         syncing: bool | None = None
@@ -135,9 +136,11 @@ class Step:
             self._pass = one
             # A fence ends a step here at the latest: not every pass has a collective.
             collectives.check()
-            seed_all(_random_seed(self._train.seed, self.number, one.micro_batch))
+            # They may be read by now, by random numbers of their own.
+            mine = next(self._samples)
+            seed_all(random_seed(self._train.seed, self.number, one.micro_batch))
             self._progress.enter(WorkerPhase.FORWARD)
-            yield samples[one.micro_batch]
+            yield mine
             if self._is_open():
                 raise TaskError(
                     f"a micro-batch of step {self.number} was left without step.backward(loss, "
@@ -237,8 +240,3 @@ class Step:
         for shard in sharded.shards:
             shard.parameter.grad = None
         drop_gathered(sharded.model)
-
-
-def _random_seed(seed: int, step: int, micro_batch: int) -> int:
-    digest = hashlib.blake2b(f"{seed}/{step}/{micro_batch}".encode(), digest_size=8).digest()
-    return int.from_bytes(digest, "little") >> 1

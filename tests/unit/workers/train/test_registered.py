@@ -61,7 +61,7 @@ def train(
         scheduler = session.register("lr", make(optimizer))
         average = session.register("average", Average())
         held.append(average)
-        for step in session.steps(num_samples=len(INPUTS)):
+        for step in session.steps(len(INPUTS)):
             for samples in step.micro_batches():
                 if stop_after and step.number > stop_after:
                     raise StopError
@@ -134,7 +134,7 @@ def test_whatever_small_scripts_keep_comes_back(tmp_path: Path) -> None:
         model = session.model(lambda: nn.Linear(2, 2))
         session.optimizer(lambda named: SGD(named.values()))
         found = session.register("held", held if session.step == 0 else Average())
-        for step in session.steps(num_samples=len(INPUTS)):
+        for step in session.steps(len(INPUTS)):
             for samples in step.micro_batches():
                 step.backward(model(INPUTS[samples]).square().mean(), tokens=1)
             step.apply()
@@ -169,7 +169,7 @@ def test_what_cannot_be_kept_is_refused_before_the_first_step(
     def task(session: Session) -> None:
         session.model(lambda: nn.Linear(2, 2))
         register(session, session.optimizer(lambda named: SGD(named.values())))
-        next(session.steps(num_samples=4))
+        next(session.steps(4))
 
     with pytest.raises(TaskError, match=told):
         run(task, directory=str(tmp_path), steps=1, global_batch=4, micro_batch=2)

@@ -139,7 +139,7 @@ def fit(
         )
     )
     optimizer.register_step_post_hook(hook)
-    for step in session.steps(num_samples=len(INPUTS)):
+    for step in session.steps(len(INPUTS)):
         for samples in step.micro_batches():
             inputs = INPUTS[samples]
             step.backward(functional.mse_loss(model(inputs), inputs), tokens=len(samples))
@@ -280,7 +280,7 @@ def test_numbers_of_numpy_and_python_do_not_depend_on_where_a_run_began(
         model = session.model(Model)
         session.optimizer(lambda parameters: torch.optim.SGD(parameters.values()))
         random.seed(session.step)
-        for step in session.steps(num_samples=len(INPUTS)):
+        for step in session.steps(len(INPUTS)):
             for samples in step.micro_batches():
                 drawn.append((step.number, random.random(), np.random.rand()))  # noqa: NPY002
                 step.backward(model(INPUTS[samples]).square().mean(), tokens=len(samples))
@@ -321,7 +321,7 @@ def test_who_is_fenced_in_a_step_begins_no_further_micro_batch_of_it(
     def train(session: Session) -> None:
         model = session.model(Model)
         session.optimizer(lambda parameters: torch.optim.SGD(parameters.values()))
-        for step in session.steps(num_samples=len(INPUTS)):
+        for step in session.steps(len(INPUTS)):
             for samples in step.micro_batches():
                 begun.append(len(begun))
                 step.backward(model(INPUTS[samples]).sum(), tokens=len(samples))

@@ -38,7 +38,7 @@ class Fit:
             lambda parameters: torch.optim.SGD(parameters.values(), momentum=self._momentum)
         )
         self.resumed.append(session.step)
-        for step in session.steps(num_samples=8):
+        for step in session.steps(8):
             for samples in step.micro_batches():
                 inputs = torch.ones(len(samples), self._width)
                 step.backward(model(inputs).square().mean(), tokens=len(samples))

@@ -50,7 +50,7 @@ def train(
         optimizer = session.optimizer(lambda held: torch.optim.AdamW(held.values()))
         if session.step == 0:
             seen(model, optimizer)
-        for step in session.steps(num_samples=len(INPUTS)):
+        for step in session.steps(len(INPUTS)):
             for samples in step.micro_batches():
                 loss = functional.mse_loss(model(INPUTS[samples]), INPUTS[samples])
                 step.backward(loss, tokens=len(samples))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import random
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -9,7 +10,14 @@ from contextlib import contextmanager
 import numpy as np
 import torch
 
-__all__ = ["keeping_host_numbers", "seed_all", "seeded"]
+__all__ = ["keeping_host_numbers", "random_seed", "seed_all", "seeded"]
+
+
+def random_seed(*parts: object) -> int:
+    """Return a seed below 2 ** 63 that depends on all parts: the run's seed, step, micro-batch."""
+    text = "/".join(map(str, parts))
+    digest = hashlib.blake2b(text.encode(), digest_size=8).digest()
+    return int.from_bytes(digest, "little") >> 1
 
 
 def seed_all(seed: int) -> None:

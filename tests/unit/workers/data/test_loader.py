@@ -1,0 +1,161 @@
+"""Batches in the run's order, the same for any number of workers and readers."""
+
+from __future__ import annotations
+
+import os
+import random
+import signal
+import socket
+import time
+from contextlib import closing
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from everstep import DataLoader, Session, TaskError, run
+from workers.data import DataOrder
+from workers.errors import DataError
+
+ORDER = DataOrder(seed=3, num_samples=37, global_batch=8)
+
+
+class Noisy:
+    """Samples with random numbers of all three kinds, as augmentation has them."""
+
+    def __len__(self) -> int:
+        return 37
+
+    def __getitem__(self, index: int) -> dict[str, Any]:
+        noise = [random.random(), float(np.random.rand()), float(torch.rand(()))]  # noqa: NPY002
+        return {"index": index, "noise": torch.tensor(noise)}
+
+
+class Fetched(Noisy):
+    """Hugging Face's datasets return many samples in one call."""
+
+    def __getitems__(self, indices: list[int]) -> list[dict[str, Any]]:
+        return [self[index] for index in indices]
+
+
+def take(loader: DataLoader, num: int, *, ranks: list[list[int]], first_step: int = 1) -> list[Any]:
+    """Return ``num`` steps, each the batches of all ranks in order."""
+    streams = [
+        loader.batches(ORDER, seed=5, micro_batch=2, numbers=mine, first_step=first_step)
+        for mine in ranks
+    ]
+    steps = []
+    for _ in range(num):
+        batches = [next(stream) for stream, mine in zip(streams, ranks, strict=True) for _ in mine]
+        steps.append([(batch["index"].tolist(), batch["noise"].tolist()) for batch in batches])
+    for stream in streams:
+        stream.close()
+    return steps
+
+
+@pytest.mark.parametrize("num_workers", [0, 2])
+@pytest.mark.parametrize("dataset", [Noisy(), Fetched()], ids=["one by one", "at once"])
+def test_ranks_and_readers_change_nothing(dataset: Noisy, num_workers: int) -> None:
+    """Neither samples nor their noise; and a resumed run begins in the middle."""
+    expected = take(DataLoader(Noisy()), 12, ranks=[[0, 1, 2, 3]])
+    loader = DataLoader(dataset, num_workers=num_workers)
+
+    assert take(loader, 12, ranks=[[0, 1], [2], [3]]) == expected
+    assert take(loader, 5, ranks=[[0], [1, 2, 3]], first_step=8) == expected[7:]
+    order = [index for step in expected for batch in step for index in batch[0]]
+    assert order == ORDER.samples(0, 96).tolist()
+
+
+def test_reading_changes_no_random_number_of_the_script() -> None:
+    torch.manual_seed(1)
+    random.seed(1)
+    take(DataLoader(Noisy()), 2, ranks=[[0, 1, 2, 3]])
+    after = random.random(), float(torch.rand(()))
+    torch.manual_seed(1)
+    random.seed(1)
+
+    assert after == (random.random(), float(torch.rand(())))
+
+
+class Deadly(Noisy):
+    """Its reader is killed, as when memory is short."""
+
+    def __getitem__(self, index: int) -> dict[str, Any]:
+        os.kill(os.getpid(), signal.SIGKILL)
+        raise AssertionError(index)
+
+
+class Faulty(Noisy):
+    """A sample cannot be decoded."""
+
+    def __getitem__(self, index: int) -> dict[str, Any]:
+        raise ValueError(f"sample {index} is no image")
+
+
+@pytest.mark.parametrize("num_workers", [0, 2])
+def test_an_error_of_the_dataset_reaches_the_script(num_workers: int) -> None:
+    with pytest.raises(ValueError, match=r"sample \d+ is no image"):
+        take(DataLoader(Faulty(), num_workers=num_workers), 1, ranks=[[0]])
+
+
+def test_a_reader_that_dies_is_told_and_not_waited_for() -> None:
+    with pytest.raises(DataError, match=r"has died \(out of memory\?\)"):
+        take(DataLoader(Deadly(), num_workers=1), 1, ranks=[[0]])
+
+
+class Teller(Noisy):
+    """Tells which process reads it, and how many connections that has."""
+
+    def __getitem__(self, index: int) -> Any:
+        open_files = [path for path in Path("/proc/self/fd").iterdir() if path.exists()]
+        return os.getpid(), sum(path.is_socket() for path in open_files)
+
+
+def test_readers_hold_no_connection_of_the_trainer_and_end_with_the_loader() -> None:
+    """A peer would not see that the trainer has left; and they would pile up."""
+    with closing(socket.socket()) as one, closing(socket.socket()):
+        assert one.fileno() > 0
+        loader = DataLoader(Teller(), num_workers=1)
+        stream = loader.batches(ORDER, seed=5, micro_batch=1, numbers=[0])
+        [pid], [num_sockets] = next(stream)
+    assert num_sockets == 0
+    stream.close()
+    del loader, stream
+    status = Path(f"/proc/{pid}/stat")
+    deadline_s = time.monotonic() + 60
+    while status.exists() and status.read_text().rpartition(")")[2].split()[0] != "Z":
+        assert time.monotonic() < deadline_s, "the reader did not end"
+        time.sleep(0.01)
+
+
+@pytest.mark.parametrize("num_workers", [0, 1])
+def test_a_session_gives_batches_in_place_of_indices(tmp_path: Path, num_workers: int) -> None:
+    """Alone and after a failure; the data is checked as that of indices is."""
+    loader = DataLoader(Noisy(), num_workers=num_workers, digest="noisy")
+    seen: list[list[int]] = []
+
+    def train(session: Session) -> None:
+        model = session.model(lambda: torch.nn.Linear(3, 1))
+        session.optimizer(lambda named: torch.optim.SGD(named.values()))
+        for step in session.steps(loader):
+            for batch in step.micro_batches():
+                if step.number == 4 and len(seen) < 8:
+                    raise ValueError
+                step.backward(model(batch["noise"]).square().mean(), tokens=len(batch["index"]))
+                seen.append(batch["index"].tolist())
+            step.apply()
+
+    def go(loader_steps: int) -> None:
+        run(train, directory=str(tmp_path), steps=loader_steps, global_batch=4, micro_batch=2)
+
+    with pytest.raises(TaskError, match="ValueError"):
+        go(6)
+    seen += [[], []]
+    go(6)
+
+    order = DataOrder(seed=0, num_samples=37, global_batch=4)
+    assert seen[:6] == order.samples(0, 12).reshape(-1, 2).tolist()
+    # It was at most one checkpoint behind: none was written before step 10.
+    assert seen[8:] == order.samples(0, 24).reshape(-1, 2).tolist()
