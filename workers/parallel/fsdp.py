@@ -134,8 +134,8 @@ def local_shards(model: nn.Module) -> list[LocalShard]:
     for fqn, parameter in sorted(own_names(model.named_parameters()).items()):
         if parameter.dtype != torch.float32:
             raise TaskError(
-                f"parameter {fqn} is {parameter.dtype}; masters are float32, use "
-                "train.precision=bf16 to compute in bfloat16",
+                f"parameter {fqn} is {parameter.dtype}; masters are float32: build the model in "
+                "float32, and set train.precision=bf16 to compute in bfloat16",
                 fqn=fqn,
             )
         sharded: Any = parameter

@@ -1,0 +1,57 @@
+"""Every block of the guide is run, as a reader would paste it."""
+
+from __future__ import annotations
+
+import json
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from tests.arch.tree import ROOT
+
+BLOCKS = re.findall(
+    r"```python\n(.*?)```", (ROOT / "workers/GUIDE.md").read_text(encoding="utf-8"), re.DOTALL
+)
+[*NAMES] = [re.search(r'directory="runs/(\w+)"', block).group(1) for block in BLOCKS]  # type: ignore[union-attr]
+
+
+def _make_base_model(directory: Path) -> None:
+    """Save a tiny model as from the hub, in bfloat16."""
+    import torch
+    import transformers
+
+    config = transformers.LlamaConfig(
+        vocab_size=64, hidden_size=32, intermediate_size=48, num_hidden_layers=2,
+        num_attention_heads=4, num_key_value_heads=2, max_position_embeddings=32,
+    )  # fmt: skip
+    torch.manual_seed(0)
+    model = transformers.LlamaForCausalLM(config).to(torch.bfloat16)
+    model.save_pretrained(directory / "base-model")
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_a_block_runs(tmp_path: Path, name: str) -> None:
+    """To its last step, and it learns."""
+    script = tmp_path / "train.py"
+    script.write_text(BLOCKS[NAMES.index(name)])
+    if "transformers" in script.read_text():
+        pytest.importorskip("transformers", reason="the extra hf is not installed")
+        _make_base_model(tmp_path)
+
+    finished = subprocess.run(
+        [sys.executable, str(script)],
+        cwd=tmp_path,
+        capture_output=True,
+        text=True,
+        check=False,
+        timeout=400,
+    )
+
+    assert finished.returncode == 0, finished.stderr
+    lines = (tmp_path / f"runs/{name}/metrics/rank0.jsonl").read_text().splitlines()
+    losses = [json.loads(line)["loss"] for line in lines]
+    assert losses[-1] < losses[0]
+    assert (tmp_path / f"runs/{name}/result.json").exists()
