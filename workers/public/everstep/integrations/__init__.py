@@ -1,0 +1,1 @@
+"""Trainers of other libraries on everstep's loop; each module needs its library."""

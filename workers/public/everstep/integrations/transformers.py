@@ -1,0 +1,353 @@
+"""Hugging Face's ``Trainer`` on everstep's loop: a fine-tuning script changes one import.
+
+    from everstep.integrations.transformers import ElasticTrainer as Trainer
+
+The script runs alone as before. Under everstep the configuration decides on steps and batches, and
+the script is run up to ``trainer.train()``.
+
+Kept: the data collator, ``compute_loss`` and ``compute_loss_func``, the optimizer and scheduler of
+the arguments, callbacks, logging, evaluation of the loss, ``state``. The rest is refused by name
+when ``train`` is called (see ``_refusals``). Weights are sharded in float32; ``bf16=True`` computes
+in bfloat16.
+"""
+
+from __future__ import annotations
+
+import copy
+import json
+import math
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict, dataclass
+from typing import Any, Final
+
+import torch
+from numpy.typing import NDArray
+from torch import Tensor, nn
+from transformers import EarlyStoppingCallback, Trainer, TrainerState
+from transformers.trainer_utils import TrainOutput
+
+from everstep import (
+    CheckpointSettings,
+    DataLoader,
+    DataSettings,
+    Session,
+    Settings,
+    Step,
+    TaskError,
+    TrainSettings,
+    run,
+)
+from workers.parallel import drop_gathered
+
+__all__ = ["ElasticTrainer"]
+
+#: Lines of ``state.log_history`` that are saved; older ones are in the logs of the callbacks.
+_HISTORY: Final = 500
+#: Labels that count for no loss.
+_IGNORED: Final = -100
+
+
+class ElasticTrainer(Trainer):
+    """A ``Trainer`` whose ``train`` is elastic; see the module for what is kept."""
+
+    _session: Session | None = None
+
+    def train(
+        self,
+        resume_from_checkpoint: str | bool | None = None,  # noqa: FBT001  as in Trainer
+        trial: Any = None,
+        ignore_keys_for_eval: list[str] | None = None,
+    ) -> TrainOutput:
+        """Train to the last step, from the newest step of ``args.output_dir`` on.
+
+        Alone it returns as ``Trainer.train`` does, with the trained weights in ``model``. Under
+        everstep nothing after the call is run.
+
+        Raises:
+            TaskError: Something is asked for that cannot be kept; names everything.
+        """
+        refused = self._refusals(resume_from_checkpoint, trial, ignore_keys_for_eval)
+        if refused:
+            raise TaskError(f"ElasticTrainer: not supported: {'; '.join(refused)}", refused=refused)
+        self._source = self.model
+        run(self._train_elastically, directory=self.args.output_dir, settings=self._settings())
+        loss = self._sums.total / max(1, self.state.global_step)
+        return TrainOutput(self.state.global_step, loss, {"train_loss": loss})
+
+    def evaluate(
+        self,
+        eval_dataset: Any = None,
+        ignore_keys: list[str] | None = None,
+        metric_key_prefix: str = "eval",
+    ) -> dict[str, float]:
+        """Return the loss over the evaluation data; while it trains all workers share the work."""
+        session = self._session
+        if session is None:
+            found: dict[str, float] = super().evaluate(eval_dataset, ignore_keys, metric_key_prefix)
+            return found
+        dataset = self.eval_dataset if eval_dataset is None else eval_dataset
+        if isinstance(dataset, Mapping):
+            metrics: dict[str, float] = {}
+            for name, one in dataset.items():
+                metrics |= self.evaluate(one, ignore_keys, f"{metric_key_prefix}_{name}")
+            return metrics
+        collate, read = self._reader(dataset, "evaluation")
+
+        def loss_of(indices: NDArray[Any]) -> tuple[Tensor, int]:
+            return self._loss(self.model, collate(read(indices.tolist())))
+
+        begun_s = time.monotonic()
+        loss = session.evaluate(loss_of, len(dataset))
+        taken_s = time.monotonic() - begun_s
+        metrics = {
+            f"{metric_key_prefix}_loss": loss,
+            f"{metric_key_prefix}_runtime": taken_s,
+            f"{metric_key_prefix}_samples_per_second": len(dataset) / taken_s,
+        }
+        self.log(metrics)
+        self.control = self.callback_handler.on_evaluate(
+            self.args, self.state, self.control, metrics
+        )
+        return metrics
+
+    def is_world_process_zero(self) -> bool:
+        """Return whether this is the worker that speaks for all."""
+        return self._session.rank == 0 if self._session is not None else True
+
+    is_local_process_zero = is_world_process_zero
+
+    def _refusals(self, resume: Any, trial: Any, ignored: list[str] | None) -> list[str]:
+        """Return what the script asks for and would not get."""
+        args: Any = self.args
+        given: dict[str, bool] = {
+            "train(resume_from_checkpoint=PATH); set run.init_from": isinstance(resume, str),
+            "train(trial=...)": trial is not None,
+            "train(ignore_keys_for_eval=...)": ignored is not None,
+            "an optimizer; use args.optim": self.optimizer is not None,
+            "optimizers=(..., scheduler); use args.lr_scheduler_type": self.lr_scheduler
+            is not None,
+            "compute_metrics": self.compute_metrics is not None,
+            "a train_dataset without a length": not hasattr(self.train_dataset, "__len__"),
+            "args.fp16; use bf16": args.fp16,
+            "args.load_best_model_at_end": args.load_best_model_at_end,
+            "args.push_to_hub": args.push_to_hub,
+            "args.group_by_length": bool(getattr(args, "group_by_length", False)),
+            "args.deepspeed": bool(args.deepspeed),
+            "args.fsdp; everstep shards": bool(args.fsdp),
+            "EarlyStoppingCallback": any(
+                isinstance(one, EarlyStoppingCallback) for one in self.callback_handler.callbacks
+            ),
+        }
+        return [what for what, is_given in given.items() if is_given]
+
+    def _settings(self) -> Settings:
+        """Return the settings of a script that runs alone, from its arguments."""
+        args: Any = self.args
+        batch = args.per_device_train_batch_size
+        global_batch = batch * args.gradient_accumulation_steps
+        steps = args.max_steps
+        if steps <= 0:
+            per_epoch = math.ceil(len(self.train_dataset) / global_batch)
+            steps = math.ceil(args.num_train_epochs * per_epoch)
+        saves = args.save_strategy == "steps" and args.save_steps >= 1
+        return Settings(
+            data=DataSettings(seed=args.seed if args.data_seed is None else args.data_seed),
+            train=TrainSettings(
+                steps=steps,
+                global_batch=global_batch,
+                micro_batch=batch,
+                clip_norm=args.max_grad_norm,
+                precision="bf16" if args.bf16 else "fp32",
+                seed=args.seed,
+                # The scheduler of the arguments sets the learning rate.
+                warmup_steps=0,
+                schedule="constant",
+            ),
+            checkpoint=CheckpointSettings(
+                every_steps=int(args.save_steps) if saves else "auto",
+                keep=max(2, args.save_total_limit or 3),
+            ),
+        )
+
+    def _train_elastically(self, session: Session) -> None:
+        source, args, train = self._source, self.args, session.settings.train
+        self._session, self.lr_scheduler = session, None
+        # Deep copies take this for the parameter with its values, so a tied one stays tied.
+        empty = {
+            id(one): nn.Parameter(torch.empty_like(one, dtype=torch.float32, device="meta"))
+            for one in source.parameters()
+        }
+        for one in source.parameters():
+            empty[id(one)].requires_grad_(one.requires_grad)
+        named = dict(source.named_parameters())
+
+        def initialise(fqn: str, _shape: tuple[int, ...]) -> Tensor:
+            return named[fqn].detach().float()
+
+        try:
+            model = session.model(lambda: copy.deepcopy(source, dict(empty)), initialise)
+            optimizer = session.optimizer(self._make_optimizer)
+            self.model = self.model_wrapped = model
+            self.optimizer = optimizer
+            scheduler = self.create_scheduler(train.steps, optimizer)
+            session.register("lr_scheduler", scheduler)
+            self._begin_state(session)
+            self.control = self.callback_handler.on_train_begin(args, self.state, self.control)
+            for step in session.steps(self._loader()):
+                self._step(step, model, scheduler)
+            self.control = self.callback_handler.on_train_end(args, self.state, self.control)
+            if session.world_size == 1:
+                _copy_values(model, source)
+        finally:
+            self._session = self.optimizer = self.lr_scheduler = None
+            self.model = self.model_wrapped = source
+
+    def _begin_state(self, session: Session) -> None:
+        """Begin, or go on with, the trainer's own state."""
+        args, steps = self.args, session.settings.train.steps
+        self.state = TrainerState()
+        self.state.compute_steps(args, steps)
+        self.state.max_steps = steps
+        self.state.num_train_epochs = math.ceil(
+            steps * session.settings.train.global_batch / len(self.train_dataset)
+        )
+        self.state.is_world_process_zero = self.state.is_local_process_zero = session.rank == 0
+        self.state.global_step = session.step
+        self._sums = _Sums()
+        session.register("trainer", _Saved(self.state, self._sums))
+
+    def _step(self, step: Step, model: nn.Module, scheduler: Any) -> None:
+        args, state = self.args, self.state
+        assert self._session is not None
+        train = self._session.settings.train
+        self.control = self.callback_handler.on_step_begin(args, state, self.control)
+        for number, inputs in enumerate(step.micro_batches()):
+            if number:
+                self.control = self.callback_handler.on_substep_end(args, state, self.control)
+            step.backward(*self._loss(model, inputs))
+        step.apply()
+        if not isinstance(scheduler, torch.optim.lr_scheduler.ReduceLROnPlateau):
+            scheduler.step()
+        state.global_step = step.number
+        state.epoch = step.number * train.global_batch / len(self.train_dataset)
+        self._sums.add(step.loss)
+        self.control = self.callback_handler.on_step_end(args, state, self.control)
+        if self.control.should_log and self._sums.steps:
+            loss = self._sums.take_mean()
+            self.log({"loss": loss, "grad_norm": step.grad_norm, "learning_rate": step.lr})
+        if self.control.should_evaluate:
+            metrics = self.evaluate()
+            if isinstance(scheduler, torch.optim.lr_scheduler.ReduceLROnPlateau):
+                scheduler.step(metrics["eval_loss"])
+        if self.control.should_save:
+            self.control = self.callback_handler.on_save(args, state, self.control)
+        if self.control.should_training_stop and step.number < train.steps:
+            raise TaskError(
+                "ElasticTrainer: a callback asked to stop before the last step; stop the run with "
+                "`everstep stop`, or train for fewer steps"
+            )
+
+    def _loss(self, model: nn.Module, inputs: Any) -> tuple[Tensor, int]:
+        """Return the mean loss of a batch, and how many labels or samples it is over."""
+        inputs = self._prepare_inputs(inputs)
+        labels = inputs.get("shift_labels", inputs.get("labels"))
+        tokens = len(next(iter(inputs.values())))
+        if isinstance(labels, Tensor) and self.model_accepts_loss_kwargs:
+            shifts = self._loss_shifts_labels and "shift_labels" not in inputs
+            tokens = int((labels[..., 1:] if shifts else labels).ne(_IGNORED).sum())
+        return self.compute_loss(model, inputs), tokens
+
+    def _loader(self) -> DataLoader:
+        collate, read = self._reader(self.train_dataset, "training")
+        return DataLoader(
+            _Many(self.train_dataset, read),
+            collate_fn=collate,
+            num_workers=self.args.dataloader_num_workers,
+        )
+
+    def _reader(
+        self, dataset: Any, what: str
+    ) -> tuple[Callable[[list[Any]], Any], Callable[[Sequence[int]], list[Any]]]:
+        """Return how samples become a batch, and how they are read."""
+        collate = self._get_collator_with_removed_columns(self.data_collator, description=what)
+        many = getattr(dataset, "__getitems__", None)
+        return collate, many or (lambda indices: [dataset[index] for index in indices])
+
+    def _make_optimizer(self, named: Mapping[str, nn.Parameter]) -> torch.optim.Optimizer:
+        """Return the optimizer of the arguments; biases and norms do not decay."""
+        kind, given = self.optimizer_cls_and_kwargs or self.get_optimizer_cls_and_kwargs(
+            self.args, self._source
+        )
+        whole = sorted({"params", "model", "optimizer_dict"} & given.keys())
+        if whole or not isinstance(kind, type):
+            raise TaskError(f"ElasticTrainer: args.optim={self.args.optim} needs whole matrices")
+        decaying = set(self.get_decay_parameter_names(self._source))
+        trained = {name: one for name, one in named.items() if one.requires_grad}
+        groups = [
+            {
+                "params": [one for name, one in trained.items() if (name in decaying) == decays],
+                "weight_decay": self.args.weight_decay if decays else 0.0,
+            }
+            for decays in (True, False)
+        ]
+        made: torch.optim.Optimizer = kind([group for group in groups if group["params"]], **given)
+        return made
+
+
+@dataclass(slots=True)
+class _Sums:
+    """Losses of steps: of all, and since the last line of the log."""
+
+    total: float = 0.0
+    loss: float = 0.0
+    steps: int = 0
+
+    def add(self, loss: float) -> None:
+        self.total, self.loss, self.steps = self.total + loss, self.loss + loss, self.steps + 1
+
+    def take_mean(self) -> float:
+        mean = self.loss / self.steps
+        self.loss, self.steps = 0.0, 0
+        return mean
+
+
+class _Saved:
+    """What is saved of a trainer beside model, optimizer and scheduler."""
+
+    def __init__(self, state: TrainerState, sums: _Sums) -> None:
+        self._state, self._sums = state, sums
+
+    def state_dict(self) -> dict[str, Any]:
+        state = json.loads(json.dumps(vars(self._state), default=str))
+        state["log_history"] = state["log_history"][-_HISTORY:]
+        # Each worker has its own.
+        del state["is_world_process_zero"], state["is_local_process_zero"]
+        return {"state": state, "sums": asdict(self._sums)}
+
+    def load_state_dict(self, saved: dict[str, Any]) -> None:
+        vars(self._state).update(saved["state"])
+        for name, value in saved["sums"].items():
+            setattr(self._sums, name, value)
+
+
+class _Many:
+    """A dataset that is read by many indices at once."""
+
+    def __init__(self, dataset: Any, read: Callable[[Sequence[int]], list[Any]]) -> None:
+        self._dataset, self.__getitems__ = dataset, read
+
+    def __len__(self) -> int:
+        return len(self._dataset)
+
+    def __getitem__(self, index: int) -> Any:
+        return self._dataset[index]
+
+
+def _copy_values(model: nn.Module, source: nn.Module) -> None:
+    """Put the trained weights into the script's own model."""
+    drop_gathered(model)
+    trained: dict[str, Any] = dict(model.named_parameters())
+    with torch.no_grad():
+        for name, one in source.named_parameters():
+            one.copy_(trained[name].full_tensor())
