@@ -5,6 +5,7 @@ Judged from what the run wrote (metrics and the data order), not from internals.
 
 from __future__ import annotations
 
+import json
 import os
 import random
 import signal
@@ -23,6 +24,7 @@ from tests.support.history import read_history
 
 pytestmark = pytest.mark.timeout(1500)
 
+SUPPORT = Path(__file__).parents[1] / "support"
 ACT_S_MAX = 120.0
 FAULTS = ("kill", "kill", "kill", "stop", "node", "controller", "keeper")
 
@@ -120,3 +122,40 @@ def test_fifty_random_faults_lose_no_sample_and_double_none(
     _finish(run)
 
     read_history(config.run.directory).check_exactly_once(config)
+
+
+@pytest.mark.parametrize(
+    ("script", "steps"), [("train_scheduled.py", 1500), ("train_huggingface.py", 300)]
+)
+def test_a_script_keeps_its_own_state_through_ten_faults(
+    cluster: HostedCluster, tmp_path: Path, script: str, steps: int
+) -> None:
+    """A scheduler, an average, a loader, Hugging Face's Trainer: the curve of a calm run."""
+    pytest.importorskip("transformers", reason="the extra hf is not installed")
+    ends = []
+    for name in ("calm", "rough"):
+        config = demo_config(
+            str(tmp_path / name),
+            [
+                f"run.script={SUPPORT / script}",
+                f"run.arguments=[{tmp_path / 'output'}]",
+                f"train.steps={steps}",
+                "train.global_batch=8",
+                "train.micro_batch=2",
+                "train.deterministic=true",
+                "workers.min=1",
+            ],
+        )
+        run = Launched(config, cluster)
+        faults = _torment(run, cluster, seed=7, count=10) if name == "rough" else []
+        digest = _finish(run)["weights_digest"]
+        ends.append((digest, _curve(Path(config.run.directory))))
+
+    assert ends[0] == ends[1], faults
+
+
+def _curve(directory: Path) -> dict[int, tuple[float, float]]:
+    """Return loss and learning rate of every step, as it counted in the end."""
+    text = (directory / "metrics/rank0.jsonl").read_text()
+    lines = [json.loads(line) for line in text.splitlines()]
+    return {line["step"]: (line["loss"], line["lr"]) for line in lines}
