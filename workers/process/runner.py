@@ -20,7 +20,7 @@ from workers import collectives
 from workers.keeper import progress_path, ring_path
 from workers.process import device
 from workers.process.output import OutputLog, log_of
-from workers.process.warm_up import warm_up
+from workers.process.warm_up import import_for, warm_up
 from workers.protocol import (
     Assignment,
     Completed,
@@ -91,8 +91,11 @@ class AttemptRunner:
 
         No warm-up on GPUs: only the first slot says which GPU it is.
         """
+        settings = self._context.settings
+        if settings.script:
+            import_for(settings.script)
         if on_cpu:
-            warm_up(self._context.settings)
+            warm_up(settings)
         # Imports stay: garbage collection after an attempt need not look at them.
         gc.collect()
         gc.freeze()

@@ -1,4 +1,4 @@
-"""Warm-up: one tiny attempt alone, before a worker reports that it is ready.
+"""Warm-up: imports and one tiny attempt alone, before a worker reports that it is ready.
 
 The first attempt of a process is slower than later ones: torch imports modules on first use,
 tokens are loaded, caches of kernels and sharding are filled. After the warm-up a standby joins as
@@ -7,7 +7,13 @@ fast as a survivor (0.4 s of CPU less, small preset).
 
 from __future__ import annotations
 
+import ast
+import contextlib
+import importlib
+import importlib.util
 from dataclasses import replace
+from pathlib import Path
+from typing import Final
 
 from ucp_core.storage import MemoryStore
 from workers.errors import WorkerError
@@ -17,6 +23,8 @@ from workers.train import attempt_alone
 
 #: The number of no attempt of a run.
 WARM_UP_ATTEMPT = 0
+#: Folders of packages that no user's project is.
+_INSTALLED: Final = frozenset({"site-packages", "dist-packages"})
 
 
 def warm_up(settings: Settings) -> None:
@@ -33,3 +41,35 @@ def warm_up(settings: Settings) -> None:
     if not isinstance(outcome, Completed):
         detail = outcome.traceback if isinstance(outcome, Raised) else repr(outcome)
         raise WorkerError(f"the warm-up failed, so this worker cannot train: {detail}")
+
+
+def import_for(script: str) -> None:
+    """Import the installed packages that a script imports at its top level. Never fails.
+
+    The others of an attempt wait while a new member runs the script, and Hugging Face's libraries
+    take ten seconds of a core to import. The script's own modules are left to the script: they may
+    look at its arguments, or at the GPU, which are not known yet.
+    """
+    try:
+        tree = ast.parse(Path(script).read_bytes())
+    except (OSError, SyntaxError, ValueError):
+        # The attempt tells of it.
+        return
+    for node in tree.body:
+        names = [alias.name for alias in getattr(node, "names", ())]
+        modules = names if isinstance(node, ast.Import) else []
+        if isinstance(node, ast.ImportFrom) and node.module and not node.level:
+            modules = [node.module]
+        for module in modules:
+            with contextlib.suppress(Exception):
+                if _is_installed(module.partition(".")[0]):
+                    found = importlib.import_module(module)
+                    for name in names if isinstance(node, ast.ImportFrom) else ():
+                        # Some packages import a name only when it is asked for.
+                        getattr(found, name, None)
+
+
+def _is_installed(package: str) -> bool:
+    found = importlib.util.find_spec(package)
+    parts = Path(found.origin).parts if found is not None and found.origin else ()
+    return package == "everstep" or not _INSTALLED.isdisjoint(parts)
