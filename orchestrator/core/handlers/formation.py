@@ -104,6 +104,7 @@ def _start(transition: Transition) -> None:
     members = candidates[: layout.world_size]
     resume_step, resume_attempt = run.committed
     number = run.attempt.number + 1
+    unreached = reach.unreached(transition)
     placed = _bind(transition, members)
     nodes = tuple(run.fleet.workers[member].node for member in members)
     run.lineage = (*run.lineage, (number, resume_step))
@@ -137,7 +138,7 @@ def _start(transition: Transition) -> None:
             lineage=run.lineage,
             bad=run.bad,
             plan=run.attempt.plan,
-            unreached=reach.unreached(transition),
+            unreached=unreached,
         )
     )
 

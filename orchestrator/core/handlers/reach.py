@@ -79,8 +79,14 @@ def unreached(transition: Transition) -> tuple[str, ...]:
     pairs = links.apart(run.network.links, transition.now_s, paused=False)
     if not pairs:
         return ()
-    out = left_out(transition)
-    stay = {n.name for number, n in run.fleet.nodes.items() if n.usable and number not in out}
+    # As ``formation`` chooses them: who is about to leave trains only where it has to.
+    leaving = num_together(transition) < transition.rules.min_workers
+    out = left_out(transition, leaving=leaving)
+    stay = {
+        node.name
+        for number, node in run.fleet.nodes.items()
+        if node.usable and number not in out and (leaving or not node.draining)
+    }
     ends = {end for pair in pairs if stay & set(pair) for end in pair}
     return tuple(sorted(ends - stay - {links.CONTROLLER}))
 
