@@ -129,12 +129,15 @@ def _is_there(transition: Transition, name: str) -> bool:
 def is_program(transition: Transition) -> bool:
     """Return whether a fault that names nobody can only come from the program.
 
-    All nodes reach each other, as their keepers say, and every member left when it was asked to.
-    What is not so may end by itself: it is waited for, longer each time.
+    All nodes reach each other, as their keepers say, and did so of late, and every member left when
+    it was asked to. What is not so may end by itself: it is waited for, longer each time.
     """
     attempt, network = transition.run.attempt, transition.run.network
-    is_sound = network.is_sound or len(set(attempt.nodes)) == 1
-    return is_sound and not attempt.was_stuck
+    names = {transition.run.fleet.nodes[number].name for number in attempt.nodes}
+    is_sound = network.is_sound or len(names) == 1
+    # A link that fails again and again is whole when it is looked at.
+    flaps = any(names >= set(link.ends) for link in network.links)
+    return is_sound and not flaps and not attempt.was_stuck
 
 
 def explain(transition: Transition) -> None:
