@@ -195,7 +195,9 @@ class History:
         return "completed"
 
     def _stop(self) -> None:
-        self.cluster.post(ev.StopRequested, reason="stopped")
+        # A run that was resumed meanwhile is to complete.
+        if self.expected == "stopped":
+            self.cluster.post(ev.StopRequested, reason="stopped")
 
     def run(self) -> HistoryResult:
         """Run to the end; raise ``Violation`` if a promise was broken."""
@@ -241,7 +243,7 @@ class History:
             for commit in cluster.storage.commits.values():
                 commit.damaged = False
             cluster.damaged.clear()
-            self.monitor.repaired()
+            self.monitor.repaired(cluster.now_s)
             self.is_lost = False
         self.monitor.outcome = None
         self.expected = "completed"
@@ -317,6 +319,8 @@ class History:
             self._count_fault()
             # What else was to be done is covered by the end of the run, which releases all.
             self.died_at_the_end = self.state.phase in TERMINAL
+            lost = (action for action in actions[done:] if isinstance(action, KillWorker))
+            self.monitor.kill_lost.update(action.worker for action in lost)
             faults.kill_controller(cluster)
 
     def _restart(self) -> None:

@@ -1,12 +1,20 @@
 import json
 import subprocess
 import sys
+from collections.abc import Sequence
 
 import pytest
 
+from orchestrator.core import RunState
+from orchestrator.core import actions as act
+from orchestrator.core import events as ev
+from orchestrator.simulation import history as history_module
 from orchestrator.simulation import run_campaign
 from orchestrator.simulation.__main__ import main
+from orchestrator.simulation.faults import faults
 from orchestrator.simulation.history import History, run_history
+from orchestrator.simulation.world import SimCluster, Tiers
+from workers.placement import Preference
 
 NUM_HISTORIES = 2000
 CHUNK = 250
@@ -35,6 +43,61 @@ def test_every_promise_holds_in_every_history(first: int) -> None:
 def test_a_history_that_failed_once_holds(seed: int) -> None:
     """They are too rare to be among those above."""
     run_history(seed)
+
+
+def test_a_kill_that_is_lost_with_the_controller_is_made_up_for(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """A node was given up; its workers live, train on, and are not known to the next controller."""
+    num_lost = 0
+
+    def die_then(_event: ev.Event, _state: RunState, actions: Sequence[act.Action]) -> None:
+        nonlocal num_lost
+        gives_up = any(isinstance(action, act.GiveUpNode) for action in actions)
+        monkeypatch.setattr(history_module, "_DEATH", float(gives_up))
+        num_lost += gives_up
+
+    def lose_keeper(cluster: SimCluster) -> None:
+        alive = [node for node in cluster.nodes.values() if node.alive]
+        cluster.keeper_dies(cluster.rng.choice(alive), returns=False)
+
+    for seed in range(100):
+        run_history(seed, kinds=[lose_keeper], observe=die_then)
+
+    assert num_lost
+
+
+def test_what_one_node_alone_held_is_lost_with_it_right_after_a_growth() -> None:
+    """No other node has it before the next snapshot is protected: this is known, and is bounded."""
+    tiers = Tiers(snapshot_every=1, store_every=10, tolerance=1, preference=Preference.COPY)
+    before = list[int]()
+
+    def lose(_event: ev.Event, _state: RunState, actions: Sequence[act.Action]) -> None:
+        for action in actions:
+            if isinstance(action, act.StartAttempt) and action.resume_step > 1 and not before:
+                cluster = history.cluster
+                alone = cluster.attempts[action.resume_attempt].nodes
+                if len(alone) == 1 and alone < {node for _, node, _ in action.members}:
+                    before.append(action.resume_step)
+                    history._count_fault()
+                    cluster.at(0.3, faults.lose_node, cluster, cluster.nodes[alone.pop()])
+
+    for seed in range(1000):
+        history = History(seed, fault_limit=0, tiers=tiers, observe=lose)
+        result = history.run()
+        if before:
+            break
+
+    assert result.num_lost_steps == before[0]
+
+
+def test_nothing_is_held_in_memory_without_a_keeper(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Workers get the memory for their snapshots from the keeper of their node."""
+    monkeypatch.setattr(SimCluster, "_start_keeper", lambda *_: None)
+    history = History(7, fault_limit=0, tiers=Tiers(snapshot_every=1, store_every=2, tolerance=0))
+    history.run()
+
+    assert not history.cluster.memory.landed_s
 
 
 def test_a_seed_is_one_history_in_every_process() -> None:

@@ -47,7 +47,9 @@ class Monitor:
         self.at_work: tuple[int, tuple[str, ...]] = (0, ())
         self.timed = 0
         self.yielded: tuple[int, int] | None = None
-        self.kill_ordered: set[str] = set()
+        # When each was killed first, and whose kill was decided on and then lost.
+        self.kill_ordered: dict[str, float] = {}
+        self.kill_lost: set[str] = set()
         self.started_names: set[str] = set()
         self.outcome: FinishRun | None = None
         self.num_lost_steps = 0
@@ -59,9 +61,10 @@ class Monitor:
         # When providers take nodes, by what the machine was told.
         self.taken_by_s: dict[str, float] = {}
         self.last_left_s = 0.0
-        # Whether a member could not leave its state in memory, or that could not be asked once.
+        # Whether a member could not leave its state in memory, or that could not be asked once; and
+        # whether nothing kept what was on a node.
         self.is_state_gone = False
-        self.has_given_up = False
+        self.is_unkept = False
         self.found_damaged: set[tuple[int, int]] = set()
         self.cut_off: dict[int, bool] = {}
         # What the machine was told of: damaged sources, and who could not read which.
@@ -138,13 +141,16 @@ class Monitor:
             if not world.storage.commits[v].damaged
             and stored_source(*v) not in world.damaged
             and stored_source(*v) not in left_out
+            # The last request of a life that is superseded may land when all was read.
+            and world.storage.commits[v].landed_s <= self.heard_s
         ]
         require(bool(world.storage.commits), "L1", "nothing was committed, and the run failed")
         require(not sound, "S2", f"{sound} can be loaded, and the run failed")
         return bool(known)
 
-    def repaired(self) -> None:
-        """Note that sound copies of everything were put back."""
+    def repaired(self, now_s: float) -> None:
+        """Note that sound copies of everything were put back, and are to be found."""
+        self.heard_s = now_s
         for books in (self.found_damaged, self.told_damaged, self.heard_damaged):
             books.clear()
         self.told_unread.clear()
@@ -276,8 +282,19 @@ class Monitor:
             is_open = world.tiers.preference is Preference.AUTO and (
                 attempt.first_kept_step is None or self.last_step <= attempt.first_kept_step + 1
             )
-            # Nothing on a node is protected while its keeper stays away.
-            is_exempt = len(attempt.copiers) == 1 or is_open or self.has_given_up
+            # What was taken on one node is on that node alone until the next one is protected.
+            source = world.attempts.get(self.named[1])
+            was_alone = source is not None and len(source.copiers) == 1
+            is_alone = was_alone and (
+                attempt.first_kept_step is None or self.last_step <= attempt.first_kept_step
+            )
+            # Nothing on a node is protected while its keeper is away and was waited for in vain.
+            waited_s = world.now_s - self.last_left_s
+            is_unkept = self.is_unkept or (
+                waited_s >= world.rules.bounds.read_s
+                and any(world.now_s < node.keeper_back_s for node in world.nodes.values())
+            )
+            is_exempt = len(attempt.copiers) == 1 or is_alone or is_open or is_unkept
             # What is held behind a lost link cannot be loaded, nor copied there.
             is_exempt = is_exempt or bool(self.unlinked)
             require(is_exempt, "L3", f"one fault, {num_lost} steps lost")
@@ -307,8 +324,8 @@ class Monitor:
 
     def killing(self, world: World, action: KillWorker) -> None:
         """Check that nobody is killed without proof."""
-        killed_before = action.worker in self.kill_ordered
-        self.kill_ordered.add(action.worker)
+        killed_before = action.worker in self.kill_ordered.keys() | self.kill_lost
+        self.kill_ordered.setdefault(action.worker, world.now_s)
         worker = world.workers.get(action.worker)
         if worker is None or worker.hung or not worker.ready or killed_before:
             return
@@ -349,7 +366,7 @@ class Monitor:
         is_away = node.keeper_back_s > now_s or not node.alive or node.cut_off
         require(is_away, "S5", f"healthy node {node.name} is given up")
         self.faulty.update(node.workers)
-        self.has_given_up = True
+        self.is_unkept = True
 
     def requesting(self, world: World, action: RequestSlot) -> None:
         """Check that no healthy node is avoided."""
@@ -375,10 +392,12 @@ class Monitor:
         is_cheap = share <= rules.cost_share_max or checkpoint_s >= rules.persist_s_max
         require(is_cheap, "cost", f"{action} stalls {share:.1%} of step time")
 
-    def left(self, attempt: int, now_s: float) -> None:
+    def left(self, world: World, attempt: int, worker: str = "") -> None:
         """Note that a member is out of the newest attempt, in truth."""
-        if attempt == self.attempt:
-            self.last_left_s = now_s
+        # One on which a kill has no effect for so long is not waited for.
+        until_s = self.kill_ordered.get(worker, inf) + world.rules.bounds.kill_s
+        if attempt == self.attempt and world.now_s <= until_s:
+            self.last_left_s = world.now_s
 
     def incident(self, action: ReportIncident) -> None:
         """Check that only who did fail is called guilty."""

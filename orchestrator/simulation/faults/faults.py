@@ -379,7 +379,7 @@ def lose_head(cluster: SimCluster, rng: Random) -> None:
 def _begin_life(cluster: SimCluster) -> None:
     cluster.storage.claim()
     # What was committed by now is not to be lost.
-    cluster.monitor.left(cluster.monitor.attempt, cluster.now_s)
+    cluster.monitor.left(cluster, cluster.monitor.attempt)
     cluster.monitor.yielded = None
     cluster.is_headless = False
     cluster.begin_life()

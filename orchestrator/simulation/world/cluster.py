@@ -88,6 +88,8 @@ class SimCluster(World):
         # A dead incarnation asked for it so late that the next one did not find it.
         if slot not in self.known_slots:
             self.released(slot)
+            # It may be asked for again.
+            del self.granted[slot]
 
     def _release_slot(self, action: act.ReleaseSlot) -> None:
         self.at(self.wire_s(), self.released, action.slot)
@@ -162,7 +164,7 @@ class SimCluster(World):
         worker.alive = False
         self.monitor.is_state_gone = True
         if not worker.node.cut_off:
-            self.monitor.left(worker.attempt, self.now_s)
+            self.monitor.left(self, worker.attempt, worker.name)
         self.monitor.faulty.add(worker.name)
         worker.node.workers.pop(worker.name, None)
         del self.workers[worker.name]
@@ -194,7 +196,7 @@ class SimCluster(World):
         worker.refuses = max(worker.refuses, number)
         if worker.node.cut_off:
             return
-        self.monitor.left(number, self.now_s)
+        self.monitor.left(self, number, worker.name)
         found: dict[str, Any] = {}
         given = self.attempts[number].loading
         if given.is_done and not given.is_loaded:
@@ -257,6 +259,8 @@ class SimCluster(World):
             self.at(away_s, self._keeper_is_back, node)
 
     def _keeper_is_back(self, node: SimNode) -> None:
+        if self.now_s < node.keeper_back_s:
+            return  # it died once more
         self.memory.grew_s = self.now_s
         if node.alive and not node.cut_off:
             self.find(ev.KeeperReady, node=node.name)
@@ -503,7 +507,7 @@ class SimCluster(World):
         worker.attempt, worker.refuses = 0, max(worker.refuses, attempt.number)
         if worker.node.cut_off:
             return
-        self.monitor.left(attempt.number, self.now_s)
+        self.monitor.left(self, attempt.number, worker.name)
         self.post(
             ev.WorkerRaised,
             attempt=attempt.number,
@@ -545,8 +549,10 @@ class SimCluster(World):
     def _survey(self, incarnation: int) -> None:
         if incarnation != self.incarnation:
             return
+        # Who waits in a collective answers questions.
+        silent = {w.name for w in self.workers.values() if w.hung and w.hung_as != "waits"}
         alive = [
-            (w.name, w.node.name, ev.UNKNOWN_ATTEMPT if w.hung else w.attempt)
+            (w.name, w.node.name, ev.UNKNOWN_ATTEMPT if w.name in silent else w.attempt)
             for w in self.workers.values()
             if not w.node.cut_off and w.node.alive
         ]

@@ -52,8 +52,15 @@ def final_snapshot(world: World, attempt: SimAttempt, worker: SimWorker) -> None
         return
     if world.chance(_UPDATING):
         world.monitor.is_state_gone = True
-        return
-    _keep(world, attempt, worker, part)
+    elif _has_memory(world, worker):
+        _keep(world, attempt, worker, part)
+
+
+def _has_memory(world: World, worker: SimWorker) -> bool:
+    """Return whether there was a keeper, from which a worker gets the memory for its snapshots."""
+    if not worker.node.has_keeper:
+        world.monitor.is_state_gone = world.monitor.is_unkept = True
+    return worker.node.has_keeper
 
 
 def _write(world: World, attempt: SimAttempt, worker: SimWorker, rank: int, step: int) -> None:
@@ -90,6 +97,8 @@ def _finish(
 ) -> None:
     """Complete one rank's snapshot; its node's keeper and those that copy it go on from there."""
     if not worker.alive or worker.attempt != attempt.number or worker.hung:
+        return
+    if not _has_memory(world, worker):
         return
     node = worker.node
     if _keep(world, attempt, worker, part):

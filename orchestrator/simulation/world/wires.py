@@ -23,6 +23,7 @@ class Observer(Protocol):
 
     Attributes:
         is_state_gone: Whether a member could not leave its state in memory.
+        is_unkept: Whether nothing kept what was on a node.
         troubled: Nodes on which something failed.
         faulty: Workers that failed.
         unlinked: Nodes that lost a link.
@@ -32,6 +33,7 @@ class Observer(Protocol):
     """
 
     is_state_gone: bool
+    is_unkept: bool
     troubled: set[str]
     faulty: set[str]
     unlinked: set[str]
@@ -55,7 +57,7 @@ class Observer(Protocol):
     def stepped(self, attempt: int, step: int) -> None:
         """Note a step that all members completed."""
 
-    def left(self, attempt: int, now_s: float) -> None:
+    def left(self, world: World, attempt: int, worker: str = "") -> None:
         """Note that a member left."""
 
     def all_yielded(self, attempt: int, step: int) -> None:
