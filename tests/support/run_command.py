@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import json
 import os
+import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
@@ -57,6 +59,21 @@ class Command:
         """Return the run's summary."""
         document: dict[str, Any] = json.loads(Path(self.directory, "summary.json").read_text())
         return document
+
+
+@contextmanager
+def command_for(config: RunConfig, tmp_path: Path) -> Iterator[Command]:
+    """Yield a command that can be started; end it afterwards, with all that it left."""
+    made = Command(config, tmp_path)
+    try:
+        yield made
+    finally:
+        if made.process is not None:
+            made.process.kill()
+            made.process.communicate()
+        for entry in made.clusters():
+            with suppress(ProcessLookupError):
+                os.killpg(entry.host_pid, signal.SIGKILL)
 
 
 def wait(

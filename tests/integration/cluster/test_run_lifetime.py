@@ -6,7 +6,6 @@ import json
 import os
 import signal
 from collections.abc import Callable, Iterator
-from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +14,7 @@ import ray
 
 from orchestrator.config import RunConfig
 from orchestrator.shell import RunNames, run_id
-from tests.support.run_command import ACT_S_MAX, Command, everstep, wait
+from tests.support.run_command import ACT_S_MAX, Command, command_for, everstep, wait
 
 pytestmark = pytest.mark.timeout(600)
 
@@ -31,14 +30,8 @@ def command(make_config: Callable[..., RunConfig], tmp_path: Path) -> Iterator[C
         cluster__local_nodes=1,
         snapshot__every_steps=0,
     )
-    made = Command(config, tmp_path)
-    yield made
-    if made.process is not None:
-        made.process.kill()
-        made.process.communicate()
-    for entry in made.clusters():
-        with suppress(ProcessLookupError):
-            os.killpg(entry.host_pid, signal.SIGKILL)
+    with command_for(config, tmp_path) as made:
+        yield made
 
 
 @pytest.mark.parametrize(

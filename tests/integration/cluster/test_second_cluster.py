@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import json
-import os
 import re
-import signal
 from collections.abc import Callable, Iterator
 from contextlib import suppress
 from pathlib import Path
@@ -14,7 +12,8 @@ import psutil
 import pytest
 
 from orchestrator.config import RunConfig
-from tests.support.run_command import ACT_S_MAX, Command, everstep, wait
+from tests.support.run_command import ACT_S_MAX, Command, command_for, everstep, wait
+from ucp_core.storage import claim, open_store
 
 pytestmark = pytest.mark.timeout(600)
 
@@ -33,14 +32,8 @@ def command(make_config: Callable[..., RunConfig], tmp_path: Path) -> Iterator[C
         checkpoint__every_steps=2,
         checkpoint__keep=2,
     )
-    made = Command(config, tmp_path)
-    yield made
-    if made.process is not None:
-        made.process.kill()
-        made.process.communicate()
-    for entry in made.clusters():
-        with suppress(ProcessLookupError):
-            os.killpg(entry.host_pid, signal.SIGKILL)
+    with command_for(config, tmp_path) as made:
+        yield made
 
 
 def _committed(directory: str) -> dict[int, int]:
@@ -84,7 +77,7 @@ def test_the_first_cluster_destroys_nothing_of_the_second(command: Command) -> N
     at_loss = max(_committed(command.directory))
     wait(lambda: max(_committed(command.directory)) >= at_loss + COMMITS, "its trainers train on")
     at_resume = max(_committed(command.directory))
-    command.start("--detach").communicate(timeout=240)
+    second = command.start()
     wait(lambda: len(_begun(command.directory)) > 1, "the second cluster trains")
 
     attempt, resumed = _begun(command.directory)[-1]
@@ -92,7 +85,15 @@ def test_the_first_cluster_destroys_nothing_of_the_second(command: Command) -> N
     wait(lambda: max(_committed(command.directory)) >= resumed + 2 * COMMITS, "the second commits")
     wait(lambda: not psutil.pid_exists(trainer["pid"]), "the first cluster's trainer ends")
     assert set(_committed(command.directory).values()) == {attempt}
-    assert everstep("stop", command.directory, "--wait").returncode == 0
+
+    # The second one's controller lives, and is told by storage that a third one took over.
+    claim(*open_store(command.directory), 3, {"token": "of the third", "host": "third-head"})
+    _, errors = second.communicate(timeout=240)
+    assert second.returncode == 4, errors
+    assert "its life 3 began at" in errors
+    assert "third-head" in errors
+    assert not Path(command.directory, "summary.json").exists()
+    wait(lambda: len(command.clusters()) <= 1, "the second cluster ends with its command")
 
 
 @pytest.mark.chaos
