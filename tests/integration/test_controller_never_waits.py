@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 import os
 import shutil
+import socket
 import subprocess
 import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
+
+from orchestrator.shell.capacity import Rendezvous
 
 #: Longer than a loaded machine keeps a thread from a processor, shorter than any of the stalls.
 PAUSE_S_MAX = 1.5
@@ -103,3 +107,22 @@ def test_the_loop_goes_on_while_names_disk_and_store_stand_still(directory: Path
     assert told["is_hung"]
     assert polling_s < STALL_S
     assert told["paused_s"] < PAUSE_S_MAX
+
+
+def test_members_meet_again_after_what_served_their_store_was_killed() -> None:
+    """It is a process beside the controller, and ends with it."""
+
+    async def play() -> subprocess.Popen[str]:
+        rendezvous = Rendezvous("127.0.0.1")
+        first = await rendezvous.open()
+        served = rendezvous._process
+        assert served is not None
+        served.kill()
+        served.wait()
+        second = await rendezvous.open()
+        assert first != second
+        socket.create_connection(second, timeout=60.0).close()
+        assert rendezvous._process is not None
+        return rendezvous._process
+
+    asyncio.run(play()).communicate(timeout=120.0)

@@ -59,6 +59,8 @@ class Rendezvous:
         """Have the process make one more store; return its port."""
         process = self._process
         if process is None or process.poll() is not None:
+            if process is not None:
+                process.communicate()  # closes what led to it
             # Closed by the kernel when this process ends, its input ends that one.
             process = self._process = subprocess.Popen(  # noqa: S603  our own file
                 [sys.executable, "-P", __file__, self._host],
