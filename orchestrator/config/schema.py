@@ -13,11 +13,11 @@ from collections.abc import Callable, Collection, Sequence
 from dataclasses import fields, is_dataclass, replace
 from importlib.resources import files
 from pathlib import Path
-from typing import Any, TypeAlias
+from typing import Any, TypeAlias, get_args
 from urllib.parse import urlsplit
 
 import yaml
-from pydantic import BaseModel, ConfigDict, Field, ValidationError
+from pydantic import BaseModel, ConfigDict, Field, PositiveFloat, ValidationError
 
 from orchestrator.config.sources import (
     KeyPath,
@@ -31,7 +31,14 @@ from orchestrator.config.sources import (
 from orchestrator.core import Bounds, RunRules
 from orchestrator.detection import PATIENCE
 from orchestrator.errors import ConfigError
-from orchestrator.policies import BudgetRules, CadenceRules, LayoutRules, RedundancyRules, usable
+from orchestrator.policies import (
+    BudgetRules,
+    CadenceRules,
+    CapacityRules,
+    LayoutRules,
+    RedundancyRules,
+    usable,
+)
 from ucp_core.errors import UcpError
 from ucp_core.storage import open_store
 from workers.keeper import CLOUDS
@@ -118,6 +125,33 @@ class ClusterSection(_Section):
     rack_label: str = ""
 
 
+class Alternative(_Section):
+    """Room for one worker, as the run may ask for it. The first in ``capacity`` is asked for first.
+
+    The next is asked for as well when the provider has no machine for it, or none came in three
+    times as long as one took before. When the better one returns, the workers move back.
+
+    Attributes:
+        resources: What it needs, in Ray's terms, beside or instead of that in ``cluster``.
+        labels: That its node must have, such as ``{ray.io/accelerator-type: L4}``.
+        zone: Of its node, as Ray's label ``ray.io/availability-zone`` says it.
+        spot: Whether its node is on the spot market, by ``ray.io/market-type``. Default: either.
+        usd_per_hour: Price of the room for one worker, from which the cost of the run follows.
+    """
+
+    resources: dict[str, PositiveFloat] = Field(default_factory=dict)
+    labels: dict[str, str] = Field(default_factory=dict)
+    zone: str = ""
+    spot: bool | None = None
+    usd_per_hour: float = Field(default=0.0, ge=0)
+
+    def selector(self) -> dict[str, str]:
+        """Return the labels that its node must have."""
+        market = "" if self.spot is None else "spot" if self.spot else "on-demand"
+        own = {"ray.io/availability-zone": self.zone, "ray.io/market-type": market}
+        return {**self.labels, **{label: value for label, value in own.items() if value}}
+
+
 class WorkersSection(_Section):
     """How many workers train.
 
@@ -198,6 +232,7 @@ class RunConfig(_Section):
     run: RunSection
     workers: WorkersSection
     cluster: ClusterSection = ClusterSection()
+    capacity: tuple[Alternative, ...] = ()
     model: ModelSettings = ModelSettings()
     data: DataSettings = DataSettings()
     train: TrainSettings = TrainSettings()
@@ -223,6 +258,26 @@ class RunConfig(_Section):
         if self.cluster.gpus_per_worker:
             resources["GPU"] = float(self.cluster.gpus_per_worker)
         return resources
+
+    def alternative_names(self) -> list[str]:
+        """Return a short name of each of ``alternatives``, for people and metrics."""
+        return [
+            " ".join((str(number), *each.selector().values()))
+            for number, each in enumerate(self.capacity)
+        ] or ["any"]
+
+    @property
+    def tokens_per_step(self) -> int:
+        """Return how many tokens the built-in model sees in a step; 0 for a script of the user."""
+        return 0 if self.run.script else self.train.global_batch * self.data.sequence_length
+
+    def alternatives(self) -> tuple[Alternative, ...]:
+        """Return what may be asked for, the first first; each has all of its resources."""
+        needed = self.worker_resources()
+        return tuple(
+            each.model_copy(update={"resources": {**needed, **each.resources}})
+            for each in self.capacity or (Alternative(),)
+        )
 
     def cpus_per_local_node(self) -> int:
         """Return the CPUs of each simulated node, just enough for all workers."""
@@ -288,6 +343,9 @@ class RunConfig(_Section):
                 has_snapshots=bool(self.snapshot.every_steps),
                 chooses_snapshots=self.snapshot.every_steps == AUTO,
                 chooses_checkpoints=self.checkpoint.every_steps == AUTO,
+            ),
+            capacity=CapacityRules(
+                usd_per_hour=tuple(each.usd_per_hour for each in self.alternatives())
             ),
             bounds=_bounds(recovery),
         )
@@ -418,6 +476,8 @@ def _field_problem(source: Source, detail: Any) -> Problem:
         return source.problem(path, f"is no {what}; {did_you_mean(str(path[-1]), known)}")
     if kind == "missing":
         return source.problem(path, f"is missing; write for example {_EXAMPLES[dotted(path)]}")
+    if kind == "tuple_type":
+        return source.problem(path, f"must be a list, such as [{{spot: true}}], not {value!r}")
     if kind in {"model_type", "dataclass_type"}:
         return source.problem(path, f"must be a section with keys, not {value!r}")
     if path[-1] == "int":
@@ -440,6 +500,7 @@ def _known_keys(path: KeyPath) -> list[str]:
     if not path:
         return list(RunConfig.model_fields)
     kind: Any = RunConfig.model_fields[str(path[0])].annotation
+    kind = next(iter(get_args(kind)), kind)  # that of one in a list
     if is_dataclass(kind):
         return [field.name for field in fields(kind)]
     return list(kind.model_fields)
@@ -456,7 +517,8 @@ def _cross_problems(source: Source, config: RunConfig, broken: Collection[str]) 
             line.partition(": ") for line in settings_problems(config.settings())
         )
     ]
-    found += [*_worker_problems(config), *_notice_problems(config.notices)]
+    found += _worker_problems(config)
+    found += [*_capacity_problems(config), *_notice_problems(config.notices)]
     if config.run.arguments and not config.run.script:
         found.append(("run.arguments", "are for a run.script, and there is none; name one"))
     return [
@@ -481,6 +543,8 @@ def _well_formed_part(source: Source) -> tuple[RunConfig, set[str]]:
             broken |= {f"{name}.{key}" for key in bad}
             # Without a valid workers.max nothing bounds workers.min.
             broken |= {"workers.min"} if "workers.max" in broken else set()
+            if name == "capacity":
+                continue
             kept = section if isinstance(section, dict) else {}
             section = {
                 **document.get(name, {}),
@@ -538,6 +602,23 @@ def _worker_problems(config: RunConfig) -> list[tuple[str, str]]:
         f"{enough}" + (f" or lower workers.min to {used}" if used else "")
     )
     return [("workers.min", message)]
+
+
+def _capacity_problems(config: RunConfig) -> list[tuple[str, str]]:
+    """Return what is wrong with alternatives: each names the place of the one that has it."""
+    found: list[tuple[str, str]] = []
+    for number, each in enumerate(config.capacity):
+        where, num_gpus = f"capacity.{number}", config.cluster.gpus_per_worker
+        if each.resources.get("GPU", num_gpus) != num_gpus:
+            message = f"must be cluster.gpus_per_worker={num_gpus}, or left out"
+            found.append((f"{where}.resources.GPU", message))
+        if config.cluster.address is None and (each.selector() or each.resources):
+            message = (
+                "simulated nodes are all alike: name a cluster by cluster.address or --address, "
+                "or leave out resources, labels, zone and spot"
+            )
+            found.append((where, message))
+    return found
 
 
 def _common_multiple(checkpoint: CheckpointSettings, snapshot: SnapshotSettings) -> int:

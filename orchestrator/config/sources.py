@@ -100,7 +100,9 @@ def override(source: Source, assignments: Sequence[str]) -> None:
     for assignment in assignments:
         path_text, equals, value_text = assignment.partition("=")
         path = tuple(part.strip() for part in path_text.split("."))
-        if not equals or len(path) < 2 or not all(path):  # noqa: PLR2004 - section and key
+        value = _parsed(value_text)
+        is_list = len(path) == 1 and isinstance(value, list)
+        if not equals or not all(path) or (len(path) == 1 and not is_list):
             source.problems.append(
                 Problem(
                     path=assignment,
@@ -109,7 +111,7 @@ def override(source: Source, assignments: Sequence[str]) -> None:
                 )
             )
             continue
-        _assign(source, path, _parsed(value_text))
+        _assign(source, path, value)
 
 
 def _parsed(text: str) -> Any:

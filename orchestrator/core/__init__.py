@@ -19,6 +19,7 @@ from orchestrator.core.checks import check
 from orchestrator.core.events import (
     UNKNOWN_ATTEMPT,
     AttemptStalled,
+    CapacityRefused,
     CommittedRead,
     ControllerDraining,
     ControllerStarted,
@@ -89,6 +90,7 @@ __all__ = [
     "AvoidRules",
     "Basis",
     "Bounds",
+    "CapacityRefused",
     "CommittedRead",
     "Compaction",
     "ControllerDraining",

@@ -15,10 +15,13 @@ class RequestSlot:
     """Reserve room for one worker (a placement group); pending ones are the autoscaler's demand.
 
     Answered by ``SlotGranted``, perhaps much later. ``avoid`` lists nodes that must not be used.
+    ``alternative`` says which capacity, in the user's order, and ``usd_per_hour`` its price.
     """
 
     slot: int
     avoid: tuple[str, ...]
+    alternative: int = 0
+    usd_per_hour: float = 0.0
 
 
 @value
@@ -26,6 +29,19 @@ class ReleaseSlot:
     """Give the reservation back, granted or pending."""
 
     slot: int
+
+
+@value
+class NoteRefused:
+    """Put on record that ``num_slots`` requests for an alternative of capacity were not granted.
+
+    Its line in the journal is the whole effect. They stay asked for; the next alternative is asked
+    for as well. ``why`` is a line for people.
+    """
+
+    alternative: int
+    num_slots: int
+    why: str
 
 
 @value
@@ -223,6 +239,7 @@ class FinishRun:
 Action: TypeAlias = (
     RequestSlot
     | ReleaseSlot
+    | NoteRefused
     | StartWorker
     | KillWorker
     | StartKeeper

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from math import isinf
+from math import inf, isinf
 from operator import attrgetter, is_
 
 from orchestrator.core.state import ACTIVE, Phase, RunState, WorkerStatus, worker_name
@@ -17,6 +17,7 @@ _FLEET = attrgetter(
     "fleet.slots",
     "fleet.nodes",
     "fleet.node_ids",
+    "fleet.offers",
     "fleet.num_slots",
     "fleet.num_usable",
     "fleet.num_leaving",
@@ -109,6 +110,11 @@ def _check_nodes(state: RunState) -> None:
             usable += expected
             num_slots += len(node.slots)
     assert placed == len(state.fleet.slots) - num_pending, "a slot is on no node"
+    for alternative, offer in enumerate(state.fleet.offers):
+        slots = [s for s in state.fleet.slots.values() if s.alternative == alternative]
+        asked = sum([slot.node < 0 for slot in slots])
+        assert (offer.num_pending, offer.num_granted) == (asked, len(slots) - asked), f"{offer}"
+        assert asked or offer.since_s == offer.refused_s == inf, f"{offer} asks for nothing"
     assert (usable, leaving, num_slots) == (
         state.fleet.num_usable,
         state.fleet.num_leaving,

@@ -155,6 +155,15 @@ class SlotGranted:
 
 
 @value
+class CapacityRefused:
+    """The provider has no machine for an alternative of capacity; ``why`` is a line of its own."""
+
+    at_s: float
+    alternative: int
+    why: str
+
+
+@value
 class WorkerReady:
     """A worker process is up, has imported torch and can be assigned; a standby until then."""
 
@@ -410,6 +419,7 @@ Event: TypeAlias = (
     | KeeperDied
     | KeeperSilent
     | SlotGranted
+    | CapacityRefused
     | WorkerReady
     | WorkerExited
     | WorkerFormed

@@ -41,6 +41,7 @@ _HANDLERS: dict[type, Callable[[Transition, Any], None]] = {
     ev.KeeperDied: on_fleet.keeper_died,
     ev.KeeperSilent: on_fleet.keeper_silent,
     ev.SlotGranted: on_fleet.slot_granted,
+    ev.CapacityRefused: demand.capacity_refused,
     ev.WorkerReady: on_fleet.worker_ready,
     ev.WorkerExited: on_fleet.worker_exited,
     ev.WorkerFormed: on_members.worker_formed,

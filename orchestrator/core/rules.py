@@ -8,6 +8,7 @@ from typing import Final
 from orchestrator.policies import (
     BudgetRules,
     CadenceRules,
+    CapacityRules,
     GrowthRules,
     LayoutRules,
     RedundancyRules,
@@ -123,6 +124,7 @@ class RunRules:
     redundancy: RedundancyRules = field(default_factory=RedundancyRules)
     avoid: AvoidRules = field(default_factory=AvoidRules)
     cadence: CadenceRules = field(default_factory=CadenceRules)
+    capacity: CapacityRules = field(default_factory=CapacityRules)
     bounds: Bounds = field(default_factory=Bounds)
 
     def __post_init__(self) -> None:

@@ -284,8 +284,9 @@ def _node_rows(status: Mapping[str, Any]) -> list[tuple[str, ...]]:
 def _details(status: Mapping[str, Any]) -> Iterator[str]:
     """Yield a line for each fact beside the tables."""
     redundancy, cadence, cause = status["redundancy"], status["cadence"], status["cause"]
-    if status["pending_capacity"]:
-        yield f"asked for: room for {status['pending_capacity']} more workers"
+    yield from map(_capacity, status["capacity"])
+    if status["cost"]["usd"] is not None:
+        yield f"cost: {_cost(status['cost'])}"
     if redundancy["step"]:
         losses = redundancy["node_losses_survived"]
         yield f"in memory: step {redundancy['step']}, survives the loss of {_nodes(losses)}"
@@ -306,6 +307,21 @@ def _details(status: Mapping[str, Any]) -> Iterator[str]:
         yield f"waits for: {status['waits_for']}"
     if status["reason"]:
         yield f"ended: {status['reason']}"
+
+
+def _capacity(row: Mapping[str, Any]) -> str:
+    refused = f", refused {row['refused']}: {row['why']}" if row["refused"] else ""
+    since_s = row["refused_for_s"] or row["waits_s"]
+    since = f", for {since_s:.0f} s" if since_s else ""
+    numbers = f"asked {row['asked']}, granted {row['granted']}"
+    return f"capacity {row['alternative']}: {numbers}{refused}{since}"
+
+
+def _cost(cost: Mapping[str, Any]) -> str:
+    tokens = cost["usd_per_million_tokens"]
+    rate = f", {cost['usd_per_hour']:.2f} an hour" if cost["usd_per_hour"] else ""
+    per_token = "" if tokens is None else f", {tokens:.4g} per million tokens"
+    return f"{cost['usd']:.2f} dollars{rate}{per_token}"
 
 
 def _stored(redundancy: Mapping[str, Any]) -> str:

@@ -83,11 +83,11 @@ def _changes(then: RunConfig, now: RunConfig) -> list[tuple[str, str]]:
 
 
 def _flat(document: dict[str, Any]) -> dict[str, Any]:
-    return {
-        f"{section}.{key}": value
-        for section, values in document.items()
-        for key, value in values.items()
-    }
+    flat: dict[str, Any] = {}
+    for section, values in document.items():
+        keys = values.items() if isinstance(values, dict) else [("", values)]
+        flat |= {f"{section}.{key}".rstrip("."): value for key, value in keys}
+    return flat
 
 
 def _refuse(what: str, lines: list[str]) -> None:

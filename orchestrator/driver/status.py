@@ -9,11 +9,17 @@ from collections.abc import Sequence
 from typing import Any
 
 from orchestrator.config import RunConfig, load
-from orchestrator.core import RunState, describe, fold, starts, verify
+from orchestrator.core import Folded, RunState, describe, fold_on, starts, verify
 from orchestrator.errors import RunNotFoundError
 from orchestrator.policies import CadenceRules, StoredVersion, quarantine
 from orchestrator.run_directory import CHECKPOINTS, CONFIG, CONTACT, METRICS, SUMMARY
-from orchestrator.shell import config_of, read_segments, wall_time
+from orchestrator.shell import (
+    capacity_rows,
+    config_of,
+    cost_document,
+    read_segments,
+    wall_time,
+)
 from ucp_core.errors import StorageError
 from ucp_core.lineage import Lineage
 from ucp_core.native import checkpoint_name, find_committed
@@ -93,8 +99,12 @@ class RunFiles:
 
     def state(self) -> RunState:
         """Return the state that the journal leads to."""
-        state, _ = fold(read_segments(self._store, self._path), self.config().rules())
-        return state
+        return self.folded().state
+
+    def folded(self) -> Folded:
+        """Return what the whole journal amounts to."""
+        segments = read_segments(self._store, self._path)
+        return fold_on(Folded(), segments, self.config().rules())
 
     def ask(self, page: str) -> dict[str, Any] | None:
         """Return a document of the controller's page; None if it does not answer."""
@@ -174,7 +184,9 @@ def read_status(url: str) -> dict[str, Any]:
     answer = None if over else run.ask("status")
     if answer is not None:
         return {**answer, "controller": "alive"}
-    config, state = run.config(), run.state()
+    config = run.config()
+    folded = run.folded()
+    state = folded.state
     described = describe(state)
 
     def known(what: str, **unknown: None) -> list[dict[str, Any]]:
@@ -189,6 +201,8 @@ def read_status(url: str) -> dict[str, Any]:
         "standbys": known("standbys", phase=None, step=None, last_heartbeat_s=None),
         "nodes": known("nodes", raylet_pid=None, keeper_pid=None),
         "pending_capacity": 0 if over else len(described["pending_slots"]),
+        "capacity": [] if over else capacity_rows(described, config.alternative_names(), at_s=None),
+        "cost": cost_document(folded.stats, config),
         "redundancy": _stored_redundancy(run, state),
         "cadence": _first_cadence(config),
         "bounds_s": {},

@@ -1,8 +1,9 @@
 """."""
 
 from orchestrator import policies
-from orchestrator.policies import budgets, growth, layout, links, quarantine, versions
+from orchestrator.policies import budgets, capacity, growth, layout, links, quarantine, versions
 from orchestrator.policies.budgets import BudgetRules, Fault, FaultClass, UserError
+from orchestrator.policies.capacity import CapacityRules
 from orchestrator.policies.growth import GrowthRules
 from orchestrator.policies.layout import LayoutRules, choose, usable
 from orchestrator.policies.links import Link, Pair
@@ -53,6 +54,7 @@ __all__ = [
     "Cadence",
     "CadenceFacts",
     "CadenceRules",
+    "CapacityRules",
     "Fault",
     "FaultClass",
     "FaultsSeen",
@@ -77,6 +79,7 @@ __all__ = [
     "WorkerPlace",
     "alert",
     "budgets",
+    "capacity",
     "choose",
     "complete",
     "cost_share",

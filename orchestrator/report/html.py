@@ -60,6 +60,7 @@ class KindRow:
     kind: str
     count: int
     lost_steps: int
+    cost_usd: float
     median_s: float | None
     longest_s: float | None
 
@@ -103,6 +104,7 @@ def render(run: RunRecord, other: RunRecord | None = None) -> str:
         incidents=run.incidents,
         kinds=_kinds(run.incidents),
         start_s=_start_s(run),
+        knows_prices=bool(run.summary.get("cost_usd")),
         knows_faults=any(i.detect_s is not None for i in run.incidents),
         longest_s=longest_s,
         phases=[(name, _css(name)) for name in _phases_seen(run.incidents)],
@@ -200,12 +202,27 @@ def _tiles(run: RunRecord, other: RunRecord | None) -> list[Tile]:
         ),
         Tile(value=seconds(_number(summary, "wall_s")), name="wall time", note=_wall_note(other)),
     ]
+    tiles += _costs(run)
     loss = _number(summary, "validation_loss")
     if loss is not None:
         than = _number(other.summary, "validation_loss") if other is not None else None
         note = "on held-out text" if than is None else f"undisturbed: {than:.6f}"
         tiles.append(Tile(value=f"{loss:.6f}", name="validation loss", note=note))
     return tiles
+
+
+def _costs(run: RunRecord) -> list[Tile]:
+    """Return what the run cost, and its incidents; nothing where no price is known."""
+    usd = _number(run.summary, "cost_usd")
+    if not usd:
+        return []
+    tokens = sum(record.tokens for record in run.steps)
+    per_token = f"{1e6 * usd / tokens:.4g} per million tokens" if tokens else ""
+    waste = sum(incident.cost_usd for incident in run.incidents)
+    return [
+        Tile(value=f"{usd:.2f} $", name="cost", note=per_token),
+        Tile(value=f"{waste:.2f} $", name="cost of incidents", note="waiting, and steps redone"),
+    ]
 
 
 def _wall_note(other: RunRecord | None) -> str:
@@ -247,6 +264,7 @@ def _kinds(incidents: Sequence[Incident]) -> list[KindRow]:
                 kind=kind,
                 count=count,
                 lost_steps=sum(incident.lost_steps for incident in mine),
+                cost_usd=sum(incident.cost_usd for incident in mine),
                 median_s=median(durations_s) if durations_s else None,
                 longest_s=max(durations_s, default=None),
             )

@@ -15,7 +15,7 @@ if TYPE_CHECKING:
         local_clusters,
     )
     from orchestrator.shell.names import NAMESPACE_PREFIX, RunNames, run_id
-    from orchestrator.shell.serve import bounds_document
+    from orchestrator.shell.serve import bounds_document, capacity_rows, cost_document
     from orchestrator.shell.storage import config_of, read_segments
 
 __all__ = [
@@ -26,8 +26,10 @@ __all__ = [
     "LocalEntry",
     "RunNames",
     "bounds_document",
+    "capacity_rows",
     "config_of",
     "connect_ray",
+    "cost_document",
     "kill_local_cluster",
     "local_clusters",
     "monotonic_s",

@@ -7,6 +7,7 @@ an event within 30 ms; from there to the next attempt there is no wait but for t
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import logging
 import math
 import os
@@ -14,10 +15,12 @@ from collections.abc import Callable, Coroutine
 from typing import Any
 
 import ray
+from ray.exceptions import RayError
 
 from orchestrator.config import RunConfig
 from orchestrator.core import (
     ACTIVE,
+    CapacityRefused,
     CommittedRead,
     Event,
     FaultInjected,
@@ -38,7 +41,7 @@ from orchestrator.core import (
 from orchestrator.core import actions as act
 from orchestrator.policies import quarantine
 from orchestrator.run_directory import CHECKPOINTS
-from orchestrator.shell.capacity import Capacity, Nodes, Rendezvous, Workers
+from orchestrator.shell.capacity import AutoscalerWatch, Capacity, Nodes, Rendezvous, Workers
 from orchestrator.shell.clock import wall_time
 from orchestrator.shell.guard import begin_guard
 from orchestrator.shell.memory import CadenceWatch, ProtectionWatch, Snapshots, loss_document
@@ -49,6 +52,7 @@ from orchestrator.shell.serve import (
     StatusPage,
     announce,
     bounds_document,
+    cost_document,
     status_document,
     withdraw,
 )
@@ -71,6 +75,8 @@ log = logging.getLogger(__name__)
 #: Deadlines in the state are met this exactly, and looked at no less often than the second.
 TICK_S = 0.1
 TICK_S_MAX = 1.0
+#: The autoscaler says every few seconds what it cannot have.
+REFUSALS_POLL_S = 2.0
 #: Keepers that come back together are asked, and told what to do, together.
 MEASURE_S = 0.05
 #: A survey of living workers waits this long for an answer; a living one took 1 to 50 ms, and
@@ -140,7 +146,7 @@ class Run:
         at_s, post = self._clock.at_s, self._post
         self._capacity = Capacity(
             names=self._names,
-            resources=self._config.worker_resources(),
+            alternatives=self._config.alternatives(),
             on_granted=self._granted,
         )
         boot = {
@@ -150,7 +156,7 @@ class Run:
         life = self._owner.life
         self._nodes = Nodes(
             names=self._names,
-            resources=self._config.worker_resources(),
+            needs=[each.resources for each in self._config.alternatives()],
             rack_label=self._config.cluster.rack_label,
             boot={
                 **boot,
@@ -214,6 +220,7 @@ class Run:
                 status=self._status,
                 stats=self._record.stats,
                 samples_per_step=self._config.train.global_batch,
+                tokens_per_step=self._config.tokens_per_step,
             ),
         )
         if self._incarnation > 1:
@@ -229,10 +236,29 @@ class Run:
         own = NoticeWatch(sources_of(**self._config.watched()))
         self._spawn(self._nodes.watch_forever(here, own))
         self._spawn(self._capacity.poll_forever())
+        self._spawn(self._hear_refusals())
         self._spawn(self._cadence.ask_forever(lambda: self._state))
         while not self._over.is_set():
             await self._fold_next()
         await self._close(page)
+
+    async def _hear_refusals(self) -> None:
+        """Report alternatives of capacity for which the autoscaler has no machine."""
+        watch = AutoscalerWatch()
+        while True:
+            await asyncio.sleep(REFUSALS_POLL_S)
+            slots, offers = self._state.fleet.slots, self._state.fleet.offers
+            asked = {
+                group: slots[number].alternative
+                for group, number in self._capacity.pending_groups().items()
+                if number in slots and offers[slots[number].alternative].refused_s == math.inf
+            }
+            if not asked:
+                continue
+            with contextlib.suppress(RayError):  # nobody knows while the head is away
+                for alternative, why in (await in_thread(RAY, watch.refused, asked)).items():
+                    at_s = self._clock.at_s()
+                    self._post(CapacityRefused(at_s=at_s, alternative=alternative, why=why))
 
     async def _watch_owner(self) -> None:
         """End this life of the run when a later one owns its directory.
@@ -348,7 +374,9 @@ class Run:
     def _all_performers(self) -> dict[type, Callable[[Any], None]]:
         workers, capacity = self._workers, self._capacity
         return {
-            act.RequestSlot: lambda a: self._spawn(capacity.request(a.slot, a.avoid)),
+            act.RequestSlot: lambda a: self._spawn(
+                capacity.request(a.slot, a.avoid, a.alternative)
+            ),
             act.ReleaseSlot: lambda a: self._spawn(capacity.release(a.slot)),
             act.StartWorker: lambda a: workers.start(a.worker, a.node),
             act.KillWorker: lambda a: workers.kill(a.worker),
@@ -367,6 +395,7 @@ class Run:
             act.SetCadence: lambda a: self._spawn(self._cadence.tell(a)),
             act.SurveyWorkers: lambda _: self._spawn(self._survey()),
             act.ReportIncident: lambda _: None,  # its line in the journal is what it is for
+            act.NoteRefused: lambda _: None,  # likewise
             act.FinishRun: self._finish,
         }
 
@@ -525,6 +554,8 @@ class Run:
             seen_at_s=self._observer.seen_at_s,
             nodes=self._nodes.views,
             at_s=self._clock.at_s(),
+            alternatives=self._config.alternative_names(),
+            cost=cost_document(self._record.stats, self._config),
             directory=self._config.run.directory,
             redundancy=self._protection.redundancy(self._state),
             cadence=self._cadence.document(self._state),

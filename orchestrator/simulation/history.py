@@ -30,6 +30,7 @@ from orchestrator.core import events as ev
 from orchestrator.policies import (
     BudgetRules,
     CadenceRules,
+    CapacityRules,
     GrowthRules,
     LayoutRules,
     RedundancyRules,
@@ -78,6 +79,9 @@ _BOUNDS = Bounds(
     keeper_return_s=2.0,
 )
 _GROWTH = GrowthRules(interval_s_min=0.3, gather_s=0.15, pause_guess_s=0.1)
+_CAPACITY = CapacityRules(guess_s=1.0, wait_s_min=0.3, seen_s=0.1)
+#: In a quarter of the histories there are alternatives.
+_PRICES = (*[(0.0,)] * 6, (1.0, 3.0), (1.0, 2.0, 3.0))
 #: Those of production, but for the training code: a history may inject more errors in its few
 #: seconds than a run survives in an hour.
 _BUDGETS = BudgetRules(user_max=100)
@@ -136,7 +140,8 @@ class History:
         apart = Random(f"memory {seed}")  # noqa: S311  no secrets here
         drawn = _draw_tiers(rng, apart)
         tiers = tiers or drawn
-        self.rules, rooms = _draw_rules(rng, tiers)
+        market = Random(f"market {seed}")  # noqa: S311  no secrets here
+        self.rules, rooms = _draw_rules(rng, tiers, market)
         self.cluster = SimCluster(rng, self.rules, tiers, self.monitor)
         self.state = RunState()
         # Of the state; what is in the inbox comes first, so it need not be known before a fold.
@@ -164,10 +169,9 @@ class History:
         self.is_lost = False
         cluster = self.cluster
         cluster.start_failure = rng.choice((0.0, 0.0, 0.1))
-        for index, room in enumerate(rooms):
-            node = SimNode(f"n{index}", room, apart.choice(("", "", "r0", "r1")))
-            cluster.nodes[node.name] = node
-            cluster.post(ev.NodeJoined, node=node.name, rack=node.rack)
+        cluster.market = market
+        for room in rooms:
+            faults.return_node(cluster, room, apart.choice(("", "", "r0", "r1")))
         safety_s = 2.0 + self.rules.total_steps * STEP_S
         self.expected = self._draw_ending()
         for _ in range(rng.choice((0, 1, 2, 3, 4, 6, 12))):
@@ -491,7 +495,7 @@ def _draw_tiers(rng: Random, apart: Random) -> Tiers:
     )
 
 
-def _draw_rules(rng: Random, tiers: Tiers) -> tuple[RunRules, list[int]]:
+def _draw_rules(rng: Random, tiers: Tiers, market: Random) -> tuple[RunRules, list[int]]:
     rooms = [rng.randint(1, 3) for _ in range(rng.randint(1, 5))]
     dp_replicate = rng.choice((1, 1, 1, 2))
     total_room = max(sum(rooms), dp_replicate)
@@ -514,6 +518,7 @@ def _draw_rules(rng: Random, tiers: Tiers) -> tuple[RunRules, list[int]]:
         cadence=CadenceRules(chooses_checkpoints=tiers.costs is not None),
         redundancy=RedundancyRules(tolerance=tiers.tolerance, preference=tiers.preference),
         avoid=AvoidRules(strikes_max=rng.choice((2, 3)), window_s=20.0, avoid_s=5.0),
+        capacity=replace(_CAPACITY, usd_per_hour=market.choice(_PRICES)),
         bounds=_BOUNDS,
     )
     return rules, rooms

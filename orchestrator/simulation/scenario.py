@@ -13,7 +13,7 @@ from typing import Any, get_args
 
 from orchestrator.core import Action, RunRules, RunState, check, step
 from orchestrator.core import events as ev
-from orchestrator.policies import LayoutRules, RedundancyPlan, RedundancyRules
+from orchestrator.policies import CapacityRules, LayoutRules, RedundancyPlan, RedundancyRules
 
 _EVENTS: dict[str, Any] = {kind.__name__: kind for kind in get_args(ev.Event)}
 
@@ -87,7 +87,10 @@ def _rules(line: str) -> RunRules:
     _, values = _arguments(line)
     layout = LayoutRules(dp_replicate=values.pop("dp_replicate", 1))
     redundancy = RedundancyRules(tolerance=values.pop("tolerance", 0))
-    return RunRules(run="scenario", layout=layout, redundancy=redundancy, **values)
+    capacity = CapacityRules(usd_per_hour=values.pop("usd_per_hour", (0.0,)))
+    return RunRules(
+        run="scenario", layout=layout, redundancy=redundancy, capacity=capacity, **values
+    )
 
 
 def _event(line: str) -> ev.Event:

@@ -83,7 +83,7 @@ def with_keepers(
         nodes = Nodes(
             rack_label="",
             names=RunNames("test"),
-            resources={},
+            needs=[{"CPU": 1.0}],
             boot={},
             at_s=lambda: 0.0,
             post=lambda _: None,

@@ -5,12 +5,15 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from math import inf
 
-from orchestrator.core.actions import ReleaseSlot, RequestSlot, StartWorker
+from orchestrator.core.actions import NoteRefused, ReleaseSlot, RequestSlot, StartWorker
+from orchestrator.core.events import CapacityRefused
 from orchestrator.core.handlers import fleet, reach
 from orchestrator.core.state import Phase, WorkerStatus
 from orchestrator.core.transition import Transition
+from orchestrator.policies import capacity
 
 _TRAINING = frozenset({Phase.RUNNING, Phase.YIELDING})
 
@@ -20,7 +23,10 @@ def settle(transition: Transition) -> None:
     run = transition.run
     if run.surveying_until_s != inf:
         return
-    if run.fleet.num_slots < transition.rules.max_workers:
+    _look_at_offers(transition)
+    if transition.rules.capacity.has_choice:
+        _settle_alternatives(transition)
+    elif run.fleet.num_slots < transition.rules.max_workers:
         _request(transition)
     if run.fleet.short and may_start_workers(transition):
         short, run.fleet.short = run.fleet.short, ()
@@ -45,14 +51,25 @@ def _trains(transition: Transition) -> bool:
 
 def renew_pending(transition: Transition) -> None:
     """Request every pending slot again if the nodes to avoid have changed."""
+    run = transition.run
     avoid = avoided_nodes(transition)
-    pending = [
-        n for n, slot in transition.run.fleet.slots.items() if slot.node < 0 and slot.avoid != avoid
-    ]
+    pending = [n for n, slot in run.fleet.slots.items() if slot.node < 0 and slot.avoid != avoid]
+    offers = run.fleet.offers
+    alternatives = [run.fleet.slots[number].alternative for number in sorted(pending)]
     for number in sorted(pending):
-        fleet.drop_slot(transition, number)
-        transition.actions.append(ReleaseSlot(slot=number))
-    _request(transition)
+        release_slot(transition, number)
+    if transition.rules.capacity.has_choice:
+        for alternative in alternatives:
+            _request_one(transition, avoid, alternative)
+    else:
+        _request(transition)
+    for alternative, before in enumerate(offers):
+        after = run.fleet.offers[alternative]
+        if before.num_pending and after.num_pending:
+            # It is asked for since then all the same.
+            since_s, refused_s = before.since_s, before.refused_s
+            asked = after._replace(since_s=since_s, refused_s=refused_s)
+            fleet.put_offer(transition, alternative, asked)
 
 
 def forgive_nodes(transition: Transition) -> None:
@@ -100,11 +117,106 @@ def release_failing_slots(transition: Transition, number: int) -> None:
         release_slot(transition, slot)
 
 
+def capacity_refused(transition: Transition, event: CapacityRefused) -> None:
+    """Ask for the next alternative at once: the provider has no machine for this one."""
+    if fleet.offer(transition, event.alternative).refused_s == inf:
+        _refuse(transition, event.alternative, event.why)
+
+
+def _refuse(transition: Transition, alternative: int, why: str) -> None:
+    offer = fleet.offer(transition, alternative)
+    if offer.num_pending:
+        fleet.put_offer(
+            transition, alternative, offer._replace(refused_s=transition.now_s, why=why)
+        )
+        transition.actions.append(
+            NoteRefused(alternative=alternative, num_slots=offer.num_pending, why=why)
+        )
+
+
+def _look_at_offers(transition: Transition) -> None:
+    """Take requests for refused that are not granted in time."""
+    for alternative, offer in enumerate(transition.run.fleet.offers):
+        by_s = _refused_by_s(transition, alternative)
+        if by_s <= transition.now_s:
+            waited_s = transition.now_s - offer.since_s
+            _refuse(transition, alternative, f"nothing was granted for {waited_s:.0f} s")
+        elif by_s != inf:
+            transition.wake_by(by_s)
+
+
+def _settle_alternatives(transition: Transition) -> None:
+    """Ask for each alternative whose betters are refused, as much as they do not grant.
+
+    What is refused stays asked for: a grant shows that it is back. Slots of worse ones are given
+    back when nobody uses them any more (``planned`` moves the members).
+    """
+    run, max_workers = transition.run, transition.rules.max_workers
+    staying, pending = Counter[int](), dict[int, list[int]]()
+    for number, slot in run.fleet.slots.items():
+        if slot.node < 0:
+            pending.setdefault(slot.alternative, []).append(number)
+        elif not run.fleet.nodes[slot.node].draining:
+            staying[slot.alternative] += 1
+    num_had, avoid = 0, None
+    is_refused = True
+    for alternative in range(len(transition.rules.capacity.usd_per_hour)):
+        num_had += staying[alternative]
+        num_missing = max(max_workers - num_had, 0) if is_refused else 0
+        asked = sorted(pending.get(alternative, ()))
+        for number in asked[num_missing:]:
+            release_slot(transition, number)
+        for _ in range(num_missing - len(asked)):
+            avoid = avoided_nodes(transition) if avoid is None else avoid
+            _request_one(transition, avoid, alternative)
+        is_refused = is_refused and fleet.offer(transition, alternative).refused_s != inf
+    if num_had > max_workers and _trains(transition):
+        _release_worst(transition, num_had - max_workers)
+
+
+def _release_worst(transition: Transition, num_surplus: int) -> None:
+    run = transition.run
+    used = {worker.slot for worker in run.fleet.workers.values()}
+    placed = [
+        number
+        for number, slot in run.fleet.slots.items()
+        if slot.node >= 0 and not run.fleet.nodes[slot.node].draining
+    ]
+    worst = sorted(placed, key=lambda n: (run.fleet.slots[n].alternative, n))[-num_surplus:]
+    for number in worst:
+        if number not in used:
+            release_slot(transition, number)
+
+
 def _request(transition: Transition) -> None:
     avoid = avoided_nodes(transition)
     while transition.run.fleet.num_slots < transition.rules.max_workers:
-        slot = fleet.add_slot(transition, avoid)
-        transition.actions.append(RequestSlot(slot=slot, avoid=avoid))
+        _request_one(transition, avoid, 0)
+
+
+def _request_one(transition: Transition, avoid: tuple[str, ...], alternative: int) -> None:
+    slot = fleet.add_slot(transition, avoid, alternative)
+    transition.actions.append(request(transition, slot))
+    transition.wake_by(_refused_by_s(transition, alternative))
+
+
+def _refused_by_s(transition: Transition, alternative: int) -> float:
+    """Return when requests for an alternative count as refused, if none is granted before."""
+    offer = fleet.offer(transition, alternative)
+    if offer.refused_s != inf:
+        return inf
+    return offer.since_s + capacity.grant_bound_s(offer.took_s, transition.rules.capacity)
+
+
+def request(transition: Transition, number: int) -> RequestSlot:
+    """Return the order for a slot."""
+    slot = transition.run.fleet.slots[number]
+    return RequestSlot(
+        slot=number,
+        avoid=slot.avoid,
+        alternative=slot.alternative,
+        usd_per_hour=transition.rules.capacity.usd_per_hour[slot.alternative],
+    )
 
 
 def _staff(transition: Transition, number: int) -> None:
@@ -148,6 +260,8 @@ def replace_unreached(transition: Transition) -> None:
 
 def release_surplus(transition: Transition) -> None:
     """Release surplus pending slots, for example after a drain was called off."""
+    if transition.rules.capacity.has_choice:
+        return  # what is refused stays asked for; ``settle`` looks at each alternative
     pending = [number for number, slot in transition.run.fleet.slots.items() if slot.node < 0]
     num_surplus = max(transition.run.fleet.num_slots - transition.rules.max_workers, 0)
     for number in sorted(pending, reverse=True)[:num_surplus]:

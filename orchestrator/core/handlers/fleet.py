@@ -10,9 +10,17 @@ from math import inf
 
 from orchestrator.core.actions import EndKeeper, KillWorker, StartKeeper
 from orchestrator.core.handlers import searching
-from orchestrator.core.state import Node, Slot, Worker, WorkerStatus, worker_name, worker_number
+from orchestrator.core.state import (
+    Node,
+    Offer,
+    Slot,
+    Worker,
+    WorkerStatus,
+    worker_name,
+    worker_number,
+)
 from orchestrator.core.transition import Transition
-from orchestrator.policies import links
+from orchestrator.policies import capacity, links
 
 
 def find_worker(transition: Transition, name: str) -> tuple[int, Worker] | None:
@@ -29,7 +37,7 @@ def find_node(transition: Transition, name: str) -> int:
     if number is None:
         number = len(run.fleet.node_ids)
         run.fleet.node_ids = {**run.fleet.node_ids, name: number}
-        run.fleet.nodes = run.fleet.nodes.set(number, Node(name=name))
+        run.fleet.nodes = run.fleet.nodes.set(number, Node(name=name, joined_s=transition.now_s))
     return number
 
 
@@ -126,13 +134,35 @@ def kill_worker(transition: Transition, number: int, reason: str) -> None:
     transition.actions.append(KillWorker(worker=worker.name, reason=reason))
 
 
-def add_slot(transition: Transition, avoid: tuple[str, ...]) -> int:
+def offer(transition: Transition, alternative: int) -> Offer:
+    """Return what became of the requests for an alternative of capacity."""
+    offers = transition.run.fleet.offers
+    return offers[alternative] if alternative < len(offers) else Offer()
+
+
+def put_offer(transition: Transition, alternative: int, changed: Offer) -> None:
+    """Store that. Nothing is asked for, or refused, where nothing is pending."""
+    if not changed.num_pending:
+        changed = changed._replace(since_s=inf, refused_s=inf)
+    offers = transition.run.fleet.offers
+    offers += (Offer(),) * (alternative + 1 - len(offers))
+    transition.run.fleet.offers = (*offers[:alternative], changed, *offers[alternative + 1 :])
+
+
+def add_slot(transition: Transition, avoid: tuple[str, ...], alternative: int) -> int:
     """Add a pending slot; return its number."""
     run = transition.run
     number = run.fleet.next_slot
     run.fleet.next_slot += 1
-    run.fleet.slots = run.fleet.slots.set(number, Slot(node=-1, avoid=avoid))
+    run.fleet.slots = run.fleet.slots.set(number, Slot(-1, avoid, alternative))
     run.fleet.num_slots += 1
+    asked = offer(transition, alternative)
+    since_s = min(asked.since_s, transition.now_s)
+    put_offer(
+        transition,
+        alternative,
+        asked._replace(num_pending=asked.num_pending + 1, since_s=since_s),
+    )
     return number
 
 
@@ -141,9 +171,28 @@ def place_slot(transition: Transition, number: int, node_number: int) -> None:
     run = transition.run
     slot = run.fleet.slots[number]
     assert slot.node < 0, f"slot {number} is already on node {slot.node}"
-    run.fleet.slots = run.fleet.slots.set(number, Slot(node=node_number, avoid=slot.avoid))
+    run.fleet.slots = run.fleet.slots.set(number, slot._replace(node=node_number))
     run.fleet.num_slots -= 1
     node = run.fleet.nodes[node_number]
+    asked = offer(transition, slot.alternative)
+    put_offer(
+        transition,
+        slot.alternative,
+        asked._replace(
+            num_pending=asked.num_pending - 1,
+            num_granted=asked.num_granted + 1,
+            # Who gives one gives more: the others are waited for anew.
+            since_s=transition.now_s,
+            refused_s=inf,
+            took_s=capacity.took_s(
+                asked.took_s,
+                transition.rules.capacity,
+                since_s=asked.since_s,
+                joined_s=node.joined_s,
+                now_s=transition.now_s,
+            ),
+        ),
+    )
     if not (node.is_kept and node.slots):
         # Also where one is known of: it may have been ended as it was heard.
         transition.actions.append(StartKeeper(node=node.name))
@@ -177,9 +226,12 @@ def drop_slot(transition: Transition, number: int) -> None:
     run = transition.run
     slot = run.fleet.slots[number]
     run.fleet.slots = run.fleet.slots.without(number)
+    asked = offer(transition, slot.alternative)
     if slot.node < 0:
         run.fleet.num_slots -= 1
+        put_offer(transition, slot.alternative, asked._replace(num_pending=asked.num_pending - 1))
         return
+    put_offer(transition, slot.alternative, asked._replace(num_granted=asked.num_granted - 1))
     node = run.fleet.nodes[slot.node]
     for worker_id in node.workers:
         worker = run.fleet.workers[worker_id]
@@ -188,6 +240,15 @@ def drop_slot(transition: Transition, number: int) -> None:
     put_node(
         transition, slot.node, node._replace(slots=tuple(s for s in node.slots if s != number))
     )
+
+
+def alternative_of(transition: Transition, worker: int) -> int:
+    """Return which capacity a worker's node is; the worst where it is several."""
+    fleet = transition.run.fleet
+    if len(fleet.offers) <= 1:
+        return 0
+    slots = fleet.nodes[fleet.workers[worker].node].slots
+    return max((fleet.slots[slot].alternative for slot in slots), default=0)
 
 
 def free_slots(transition: Transition, node: Node) -> list[int]:
@@ -221,7 +282,8 @@ def strike(transition: Transition, number: int) -> None:
 def revive_node(transition: Transition, number: int) -> None:
     """Note that a node is in the cluster and not draining."""
     node = transition.run.fleet.nodes[number]
-    put_node(transition, number, node._replace(alive=True, leave_by_s=inf))
+    joined_s = node.joined_s if node.alive else transition.now_s
+    put_node(transition, number, node._replace(alive=True, leave_by_s=inf, joined_s=joined_s))
     # One that is lost and comes back again and again is used the later each time.
     ends = (links.CONTROLLER, node.name)
     searching.note(transition, (), heard=ends, asked=(ends,))

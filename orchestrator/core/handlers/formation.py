@@ -96,12 +96,12 @@ def waited_too_long(transition: Transition) -> None:
 def _start(transition: Transition) -> None:
     """Start the next attempt on the best of the available workers."""
     run = transition.run
-    candidates = _candidates(transition)
+    candidates = best_workers(transition)
     layout = layout_policy.choose(len(candidates), transition.rules.layout)
     assert layout is not None, (
         f"{len(candidates)} workers, {run.fleet.num_usable} were counted usable"
     )
-    members = candidates[: layout.world_size]
+    members = candidates
     resume_step, resume_attempt = run.committed
     number = run.attempt.number + 1
     unreached = reach.unreached(transition)
@@ -143,8 +143,8 @@ def _start(transition: Transition) -> None:
     )
 
 
-def _candidates(transition: Transition) -> list[int]:
-    """Return all workers that may train, at most ``max_workers``, in rank order.
+def best_workers(transition: Transition) -> list[int]:
+    """Return the workers that would train, as many as a layout uses, in rank order.
 
     Survivors keep their order, so that their state stays near. Workers of a node are neighbours;
     new workers follow the survivors of their node, and new nodes come last.
@@ -171,8 +171,17 @@ def _candidates(transition: Transition) -> list[int]:
             node = run.fleet.nodes[number]
             if node.usable and number not in out and node not in too_late:
                 (leaving if node.draining else staying).extend(_ready_on(transition, node, ranks))
-        chosen = (staying + leaving if with_leaving else staying)[: rules.max_workers]
-        if layout_policy.usable(len(chosen), rules.layout) >= rules.min_workers:
+        ready = staying + leaving if with_leaving else staying
+        num_used = layout_policy.usable(min(len(ready), rules.max_workers), rules.layout)
+        # Of too many those that stay, on what the user likes best; equals keep their order.
+        preferred = [
+            worker
+            for those in (staying, leaving if with_leaving else [])
+            for worker in sorted(those, key=lambda w: fleet.alternative_of(transition, w))
+        ]
+        best = set(preferred[:num_used])
+        chosen = [worker for worker in ready if worker in best]
+        if num_used >= rules.min_workers:
             break
     return chosen
 

@@ -10,7 +10,7 @@ from __future__ import annotations
 from math import inf
 
 from orchestrator.core.actions import YieldAttempt
-from orchestrator.core.handlers import formation, reach, recovery
+from orchestrator.core.handlers import fleet, formation, reach, recovery
 from orchestrator.core.state import Cause, Phase
 from orchestrator.core.transition import Transition
 from orchestrator.policies import growth
@@ -36,6 +36,8 @@ def consider(transition: Transition) -> None:
         return
     if num_after > len(run.attempt.members):
         _consider_growth(transition, num_after)
+    elif len(run.fleet.offers) > 1 and run.fleet.num_usable > len(run.attempt.members):
+        _consider_move(transition)
 
 
 def _stores_for_controller(transition: Transition) -> bool:
@@ -79,14 +81,22 @@ def _leaves_draining_nodes(transition: Transition, num_after: int) -> bool:
 
 
 def _consider_growth(transition: Transition, num_after: int) -> None:
+    num_members = len(transition.run.attempt.members)
+    _change_if_it_pays(transition, "growth", num_members, num_after)
+
+
+def _change_if_it_pays(
+    transition: Transition, kind: str, num_before: int, num_after: int, reason: str = ""
+) -> None:
     run = transition.run
+    num_alike = num_after if kind == "growth" else num_before
     run.attempt.newcomer_since_s = min(run.attempt.newcomer_since_s, transition.now_s)
     decision = growth.decide(
         growth.GrowthFacts(
             now_s=transition.now_s,
-            num_members=len(run.attempt.members),
+            num_members=num_before,
             num_after=num_after,
-            num_coming=min(run.fleet.num_starting, transition.rules.max_workers - num_after),
+            num_coming=min(run.fleet.num_starting, transition.rules.max_workers - num_alike),
             waiting_since_s=run.attempt.newcomer_since_s,
             last_change_s=run.attempt.trained_since_s,
             step_s=run.step_s,
@@ -96,9 +106,30 @@ def _consider_growth(transition: Transition, num_after: int) -> None:
         transition.rules.growth,
     )
     if decision.grow:
-        yield_attempt(transition, "growth", decision.reason)
+        yield_attempt(transition, kind, reason or decision.reason)
     else:
         run.deadline_s = min(run.deadline_s, decision.retry_at_s)
+
+
+def _consider_move(transition: Transition) -> None:
+    """Move members to capacity that the user likes better, once it pays."""
+    run = transition.run
+    members = run.attempt.members
+    best = formation.best_workers(transition)
+    newcomers = [worker for worker in best if worker not in members]
+    leaving = [worker for worker in members if worker not in best]
+    if not newcomers or len(best) < len(members):
+        return
+    before, after = (
+        max(fleet.alternative_of(transition, worker) for worker in workers)
+        for workers in (leaving, newcomers)
+    )
+    if after < before:
+        # As if nobody trained on what is to be left.
+        num_staying = len(members) - len(leaving)
+        names = ", ".join(run.fleet.workers[worker].name for worker in leaving)
+        reason = f"what is preferred to the capacity of {names} is back"
+        _change_if_it_pays(transition, "move", num_staying, len(members), reason)
 
 
 def yield_attempt(transition: Transition, kind: str, reason: str) -> None:

@@ -15,7 +15,6 @@ from orchestrator.core.actions import (
     FinishRun,
     KillWorker,
     ReleaseSlot,
-    RequestSlot,
     SurveyWorkers,
 )
 from orchestrator.core.events import UNKNOWN_ATTEMPT, ControllerStarted, WorkersSurveyed
@@ -151,7 +150,7 @@ def _reconcile_slots(transition: Transition, event: WorkersSurveyed) -> None:
                 fleet.revive_node(transition, node)
             fleet.place_slot(transition, number, node)
         elif number not in pending:
-            transition.actions.append(RequestSlot(slot=number, avoid=slot.avoid))
+            transition.actions.append(demand.request(transition, number))
     for number in sorted((*granted, *pending)):
         if number not in run.fleet.slots:
             transition.actions.append(ReleaseSlot(slot=number))

@@ -17,7 +17,7 @@ PHASES = (
     ("first step", "t_first_step_s"),
 )
 #: Kinds of incident that are planned (``orchestrator.core.actions.ReportIncident``).
-PLANNED = frozenset({"growth", "drain", "stop", "controller_restart", "resume"})
+PLANNED = frozenset({"growth", "move", "drain", "stop", "controller_restart", "resume"})
 
 
 @dataclass(slots=True, kw_only=True)
@@ -43,6 +43,8 @@ class Incident:
         t_reform_s: When its mesh and model stood.
         t_load_s: When its state was loaded.
         t_first_step_s: When its first step was complete.
+        cost_usd: What the run's slots cost while it waited, and for the steps that it redid;
+            0.0 if no price is known.
         sources: Bytes loaded, by kind of source.
         skipped: A line for each source that could not be loaded from.
     """
@@ -53,6 +55,7 @@ class Incident:
     evidence: str = ""
     attempt: int = 0
     lost_steps: int = 0
+    cost_usd: float = 0.0
     layout_before: str = ""
     layout_after: str = ""
     t_fault_s: float | None = None
@@ -145,6 +148,7 @@ class Incident:
             evidence=evidence if isinstance(evidence, str) else json.dumps(evidence),
             attempt=int(document.get("attempt") or 0),
             lost_steps=int(document.get("lost_steps") or 0),
+            cost_usd=float(document.get("cost_usd") or 0.0),
             layout_before=layout_text(document.get("layout_before")),
             layout_after=layout_text(document.get("layout_after")),
             sources={str(k): int(v) for k, v in (document.get("sources") or {}).items()},

@@ -10,7 +10,7 @@ died, the step of the survivor that got furthest counts; it may be one ahead or 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any, ClassVar
 
@@ -20,6 +20,7 @@ from ucp_core.layout import ParallelLayout
 #: Durations of steps that are kept in case the steps are redone: three hours or more, and no
 #: resume reaches further back.
 _DURATIONS_KEPT = 10_000
+_HOUR_S = 3600.0
 
 
 @dataclass(slots=True, kw_only=True)
@@ -38,6 +39,10 @@ class RunStats:
         lost_steps: Completed steps that had to be redone.
         phase: waiting, forming, training, yielding, recovering or over.
         spans: ``(phase, from_s, to_s)`` of every phase that has ended.
+        asked: Requests for slots so far, by alternative of capacity.
+        granted: Those that were granted.
+        refused: Those that were taken for refused; they stay asked for.
+        cost_usd: What the slots of the run have cost so far, 0.0 if no price is known.
         outcome: Of ``FinishRun``, "" before.
         reason: Likewise.
     """
@@ -52,8 +57,15 @@ class RunStats:
     lost_steps: int = 0
     phase: str = "waiting"
     spans: list[tuple[str, float, float]] = field(default_factory=list)
+    asked: dict[str, int] = field(default_factory=dict)
+    granted: dict[str, int] = field(default_factory=dict)
+    refused: dict[str, int] = field(default_factory=dict)
+    cost_usd: float = 0.0
     outcome: str = ""
     reason: str = ""
+    #: ``(slot, alternative, dollars an hour)`` of slots that are asked for, and that the run has.
+    _pending: list[tuple[int, str, float]] = field(default_factory=list)
+    _held: list[tuple[int, str, float]] = field(default_factory=list)
     _began_s: float | None = None
     _now_s: float = 0.0
     _phase_since_s: float = 0.0
@@ -76,6 +88,9 @@ class RunStats:
         at_s = float(record["at_s"])
         if self._began_s is None:
             self._began_s = self._phase_since_s = at_s
+        # Between two lives of a run nobody knows what it had.
+        if self._held and at_s > self._now_s and record["kind"] != "RunResumed":
+            self.cost_usd += (at_s - self._now_s) * self.usd_per_hour / _HOUR_S
         self._now_s = max(self._now_s, at_s)
         take = self._TAKES.get(record["kind"])
         if take is not None:
@@ -101,6 +116,11 @@ class RunStats:
                 totals[phase] = totals.get(phase, 0.0) + to_s - from_s
         return totals
 
+    @property
+    def usd_per_hour(self) -> float:
+        """Return what the slots that the run has cost."""
+        return sum(price for _, _, price in self._held)
+
     def summary(self) -> dict[str, Any]:
         """Return what the journal contributes to ``summary.json``."""
         return {
@@ -112,6 +132,7 @@ class RunStats:
             "goodput": self.goodput,
             "wall_s": self.wall_s,
             "phases_s": self.phases_s,
+            "cost_usd": self.cost_usd,
             "incidents": [incident.to_json() for incident in self.incidents],
         }
 
@@ -158,6 +179,8 @@ class RunStats:
         """Continue counting; open incidents never ended with a step and are final now."""
         self.outcome = self.reason = ""
         self._open.clear()
+        self._pending.clear()
+        self._held.clear()
         self._injected_s.clear()
         self._enter("recovering", at_s)
         self._begin_incident(
@@ -269,6 +292,10 @@ class RunStats:
         self._settle()
         for incident in self._open_incidents():
             incident.t_first_step_s = at_s
+            lost_s = incident.lost_steps * self._last_duration_s
+            # Whoever is held is paid while all wait, and for what is done twice.
+            waited_s = sum(s for phase, s in incident.phases_s.items() if phase != "yield")
+            incident.cost_usd = (waited_s + lost_s) * self.usd_per_hour / _HOUR_S
         # Where steps are short, members say that they have formed after the first one is seen.
         if self._num_unformed == 0:
             self._settle()
@@ -329,10 +356,36 @@ class RunStats:
         # What is in memory is newer than what did not count in storage.
         self._unusable = () if record.get("source") == "memory" else tuple(record["skipped"])
 
+    def _slot_requested(self, record: Mapping[str, Any], _at_s: float) -> None:
+        alternative = str(record.get("alternative", 0))
+        _add(self.asked, [(alternative, 1)])
+        slot = record["slot"], alternative, float(record.get("usd_per_hour", 0.0))
+        self._pending.append(slot)
+
+    def _slot_granted(self, record: Mapping[str, Any], _at_s: float) -> None:
+        self._hold({record["slot"]})
+
+    def _surveyed(self, record: Mapping[str, Any], _at_s: float) -> None:
+        self._hold({slot for slot, _ in record["slots"]})
+
+    def _hold(self, numbers: Collection[int]) -> None:
+        new = [slot for slot in self._pending if slot[0] in numbers]
+        self._pending = [slot for slot in self._pending if slot[0] not in numbers]
+        self._held += new
+        _add(self.granted, [(alternative, 1) for _, alternative, _ in new])
+
+    def _slot_released(self, record: Mapping[str, Any], _at_s: float) -> None:
+        self._pending = [slot for slot in self._pending if slot[0] != record["slot"]]
+        self._held = [slot for slot in self._held if slot[0] != record["slot"]]
+
+    def _slots_refused(self, record: Mapping[str, Any], _at_s: float) -> None:
+        _add(self.refused, [(str(record["alternative"]), record["num_slots"])])
+
     def _finished(self, record: Mapping[str, Any], at_s: float) -> None:
         # Of an attempt that failed early more steps may be known than were reported.
         self._count(self._reached_step, self._last_duration_s)
         self._enter("over", at_s)
+        self._held.clear()
         self.outcome, self.reason = record["outcome"], record["reason"]
 
     _TAKES: ClassVar[dict[str, Callable[[RunStats, Mapping[str, Any], float], None]]] = {
@@ -340,6 +393,11 @@ class RunStats:
         "ControllerStarted": _controller_started,
         "RunResumed": _resumed,
         "ReportIncident": _incident_reported,
+        "RequestSlot": _slot_requested,
+        "ReleaseSlot": _slot_released,
+        "SlotGranted": _slot_granted,
+        "WorkersSurveyed": _surveyed,
+        "NoteRefused": _slots_refused,
         "FenceAttempt": _recovering,
         "ReadCommitted": _recovering,
         "YieldAttempt": _yielding,

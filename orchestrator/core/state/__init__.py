@@ -4,6 +4,7 @@ from orchestrator.core.state.attempt import Attempt
 from orchestrator.core.state.fleet import (
     Fleet,
     Node,
+    Offer,
     Slot,
     Worker,
     WorkerStatus,
@@ -35,6 +36,7 @@ __all__ = [
     "MutableRunState",
     "Network",
     "Node",
+    "Offer",
     "Phase",
     "Reads",
     "RunState",

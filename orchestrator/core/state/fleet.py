@@ -45,10 +45,37 @@ class Worker(NamedTuple):
 
 
 class Slot(NamedTuple):
-    """One reservation. ``node`` is -1 while it is pending; ``avoid`` is what was asked for."""
+    """One reservation.
+
+    Attributes:
+        node: Number of its node, -1 while it is pending.
+        avoid: Nodes that it was not to be on.
+        alternative: Which capacity was asked for; 0 is what the user likes best.
+    """
 
     node: int
     avoid: tuple[str, ...]
+    alternative: int = 0
+
+
+class Offer(NamedTuple):
+    """What became of the requests for one alternative of capacity.
+
+    Attributes:
+        num_pending: Requests that are not granted.
+        num_granted: Slots of it that the run has.
+        since_s: Since when some are pending and none is granted; infinity if none is pending.
+        refused_s: When they were taken for refused; infinity if they are not.
+        took_s: How long a machine took to come, the longest of late; 0.0 if none came yet.
+        why: Why they were refused, for people; of the last time.
+    """
+
+    num_pending: int = 0
+    num_granted: int = 0
+    since_s: float = inf
+    refused_s: float = inf
+    took_s: float = 0.0
+    why: str = ""
 
 
 class Node(NamedTuple):
@@ -69,6 +96,7 @@ class Node(NamedTuple):
         keeper_by_s: Its keeper died and must be back by then; infinity if it did not die.
         budget_bytes: What snapshots may take of its memory; 0 if its keeper has not said it.
         is_kept: Whether there is a keeper, or one was started, that was not ended.
+        joined_s: When it was first, or again, in the cluster.
     """
 
     name: str
@@ -85,6 +113,7 @@ class Node(NamedTuple):
     keeper_by_s: float = inf
     budget_bytes: int = 0
     is_kept: bool = False
+    joined_s: float = 0.0
 
     @property
     def draining(self) -> bool:
@@ -110,6 +139,7 @@ class Fleet(Part):
         node_ids: Number of a node by its name.
         short: Nodes that lack worker processes, or have too many.
         emptied: Nodes with a keeper that lost their last slot or worker.
+        offers: By alternative of capacity, up to the last one that was asked for.
         num_slots: Pending ones, and granted ones on nodes that stay.
         num_usable: Workers that could train, on nodes that stay.
         num_leaving: Workers that could train, on draining nodes.
@@ -127,6 +157,7 @@ class Fleet(Part):
     node_ids: dict[str, int] = field(default_factory=dict)
     short: tuple[int, ...] = ()
     emptied: tuple[int, ...] = ()
+    offers: tuple[Offer, ...] = ()
     num_slots: int = 0
     num_usable: int = 0
     num_leaving: int = 0

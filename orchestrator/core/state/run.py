@@ -15,7 +15,7 @@ from math import inf
 from typing import Any
 
 from orchestrator.core.state.attempt import Attempt, FrozenAttempt
-from orchestrator.core.state.fleet import Fleet, FrozenFleet, Node, Worker, WorkerStatus
+from orchestrator.core.state.fleet import Fleet, FrozenFleet, Node, Offer, Worker, WorkerStatus
 from orchestrator.core.state.frozen import Frozen, Part
 from orchestrator.core.state.network import Network
 from orchestrator.core.state.reads import FrozenReads, Reads
@@ -52,7 +52,7 @@ class Cause:
 
     Attributes:
         kind: crash, node_loss, preemption, hang, link, undecided, exception, peer_lost, unloadable,
-            growth, drain, stop, controller_restart, resume or completed.
+            growth, move, drain, stop, controller_restart, resume or completed.
         guilty: Workers proven to have caused it.
         evidence: One line for people.
         at_s: When it was found.
@@ -197,8 +197,9 @@ def describe(state: RunState) -> dict[str, Any]:
 
     Keys: ``phase, attempt, step, committed_step, layout, members[{rank, worker, node, pid,
     state}], standbys[{worker, node, pid, state}], nodes[{node, state, slots}], pending_slots,
+    capacity[{alternative, asked, granted, refused, since_s, refused_s, grant_s, why}],
     cause{kind, guilty, evidence, at_s} | null, waits_for, reason``. A ``pid`` is null before it is
-    known.
+    known, and a time (``at_s``) before there is one.
     """
     ranks = {number: rank for rank, number in enumerate(state.attempt.members)}
     members: list[dict[str, Any]] = []
@@ -224,7 +225,8 @@ def describe(state: RunState) -> dict[str, Any]:
         "members": sorted(members, key=lambda member: member["rank"]),
         "standbys": standbys,
         "nodes": [_describe_node(node) for node in state.fleet.nodes.values()],
-        "pending_slots": [number for number, slot in state.fleet.slots.items() if slot.node < 0],
+        "pending_slots": _missing_slots(state),
+        "capacity": [_describe_offer(n, offer) for n, offer in enumerate(state.fleet.offers)],
         "cause": None
         if cause is None
         else {
@@ -245,6 +247,31 @@ def _waits_for(state: RunState) -> str:
         return ""
     what = f"step {state.stored} in checkpoints/" if is_behind else "checkpoints/"
     return f"{what}: storage does not answer"
+
+
+def _missing_slots(state: RunState) -> list[int]:
+    """Return the requests for what the run lacks: not those that only wait for better capacity."""
+    offers = enumerate(state.fleet.offers)
+    last = max((n for n, offer in offers if offer.num_pending + offer.num_granted), default=0)
+    return [
+        number
+        for number, slot in state.fleet.slots.items()
+        if slot.node < 0 and slot.alternative == last
+    ]
+
+
+def _describe_offer(number: int, offer: Offer) -> dict[str, Any]:
+    is_refused = offer.refused_s != inf
+    return {
+        "alternative": number,
+        "asked": offer.num_pending + offer.num_granted,
+        "granted": offer.num_granted,
+        "refused": offer.num_pending if is_refused else 0,
+        "since_s": None if offer.since_s == inf else offer.since_s,
+        "refused_s": offer.refused_s if is_refused else None,
+        "grant_s": offer.took_s or None,
+        "why": offer.why,
+    }
 
 
 def _last_step(state: RunState) -> int:

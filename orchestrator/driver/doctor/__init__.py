@@ -10,19 +10,23 @@ if TYPE_CHECKING:
         Finding,
         Level,
         NodeFacts,
+        NodeKind,
         advice_lines,
         diagnose,
         report,
+        unserved,
     )
 
 __all__ = [
     "Finding",
     "Level",
     "NodeFacts",
+    "NodeKind",
     "advice_lines",
     "diagnose",
     "examine",
     "report",
+    "unserved",
 ]
 
 __getattr__ = lazy_door(__name__)

@@ -14,6 +14,7 @@ import socket
 import uuid
 from collections.abc import Mapping
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import ray
@@ -22,7 +23,14 @@ from ray.exceptions import GetTimeoutError, RayError
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 from orchestrator.config import RunConfig, run_preflight
-from orchestrator.driver.doctor.findings import Finding, Level, NodeFacts, diagnose
+from orchestrator.driver.doctor.findings import (
+    Finding,
+    Level,
+    NodeFacts,
+    NodeKind,
+    diagnose,
+    unserved,
+)
 from orchestrator.errors import CapacityError
 from orchestrator.shell import connect_ray, wall_time
 from ucp_core.errors import UcpError
@@ -71,6 +79,8 @@ def examine(
         try:
             run_url = config.run.directory if config is not None else ""
             nodes, silent = _ask_nodes(run_url, watched)
+            if config is not None and config.capacity:
+                findings += unserved(config, there=_nodes_there(), types=_types_of_autoscaler())
         finally:
             ray.shutdown()
     if silent:
@@ -216,6 +226,48 @@ def _ask_nodes(run_url: str, watched: dict[str, str]) -> tuple[list[NodeFacts], 
         for node, (facts, clock_s) in told.items()
     ]
     return nodes, [name for node, name in names.items() if node not in told]
+
+
+def _nodes_there() -> list[NodeKind]:
+    return [
+        NodeKind(
+            name=row["NodeManagerHostname"],
+            resources=_amounts(row["Resources"]),
+            labels=dict(row["Labels"]),
+        )
+        for row in ray.nodes()
+        if row["Alive"]
+    ]
+
+
+def _types_of_autoscaler() -> list[NodeKind] | None:
+    """Return the types of node that the autoscaler on the head may bring; None if not known."""
+    on_head = ray.remote(_types_here).options(
+        num_cpus=0, resources={"node:__internal_head__": 0.001}
+    )
+    answer: list[NodeKind] | None = _answers({"head": on_head.remote()}).get("head")
+    return answer
+
+
+def _types_here() -> list[NodeKind] | None:
+    """Return what the autoscaler that runs on this machine was told, None if none does."""
+    from ray.autoscaler.v2.instance_manager.config import FileConfigReader
+
+    option = b"--autoscaling-config="
+    for path in Path("/proc").glob("[0-9]*/cmdline"):
+        try:
+            words = path.read_bytes().split(b"\0")
+        except OSError:
+            continue  # it has just ended
+        told = [word.removeprefix(option).decode() for word in words if word.startswith(option)]
+        if told and told[0] and any(word.endswith(b"monitor.py") for word in words):
+            config = FileConfigReader(told[0]).get_cached_autoscaling_config()
+            return [
+                NodeKind(name=kind.name, resources=dict(kind.resources), labels=dict(kind.labels))
+                for kind in config.get_node_type_configs().values()
+                if kind.max_worker_nodes
+            ]
+    return None
 
 
 def _storage_problems(examiners: dict[str, Any], run_url: str) -> dict[str, str]:

@@ -11,10 +11,19 @@ from dataclasses import asdict, dataclass
 from enum import StrEnum
 from typing import Any
 
-from orchestrator.config import RunConfig
+from orchestrator.config import Alternative, RunConfig
 from workers.process import TUNABLE, VARIABLE
 
-__all__ = ["Finding", "Level", "NodeFacts", "advice_lines", "diagnose", "report"]
+__all__ = [
+    "Finding",
+    "Level",
+    "NodeFacts",
+    "NodeKind",
+    "advice_lines",
+    "diagnose",
+    "report",
+    "unserved",
+]
 
 #: Progress records and record rings of a worker take less than a MiB; with less than this free,
 #: something else fills it up.
@@ -83,6 +92,65 @@ class NodeFacts:
     unreachable: tuple[str, ...] = ()
     watched: tuple[str, ...] = ()
     unheard: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class NodeKind:
+    """What a node has that is there, or that an autoscaler may bring.
+
+    Attributes:
+        name: For people.
+        resources: In all, by Ray's names; empty if the autoscaler finds out when it is there.
+        labels: Of Ray.
+    """
+
+    name: str
+    resources: dict[str, float]
+    labels: dict[str, str]
+
+    def serves(self, wanted: Alternative) -> bool:
+        """Return whether a worker of that alternative can run there."""
+        fits = all(
+            self.resources.get(name, 0.0) >= amount for name, amount in wanted.resources.items()
+        )
+        has = all(self.labels.get(label) == value for label, value in wanted.selector().items())
+        return has and (fits or not self.resources)
+
+    def __str__(self) -> str:
+        facts = {**{name: f"{amount:g}" for name, amount in self.resources.items()}, **self.labels}
+        return f"{self.name} ({', '.join(f'{name} {value}' for name, value in facts.items())})"
+
+
+def unserved(
+    config: RunConfig, *, there: Sequence[NodeKind], types: Sequence[NodeKind] | None
+) -> list[Finding]:
+    """Return which alternatives of capacity no node can serve.
+
+    Args:
+        config: Of the run.
+        there: The nodes of the cluster.
+        types: What its autoscaler may bring; None if that is not known.
+    """
+    findings: list[Finding] = []
+    for number, wanted in enumerate(config.alternatives() if config.capacity else ()):
+        if any(kind.serves(wanted) for kind in (*there, *(types or ()))):
+            continue
+        needs = {**{n: f"{a:g}" for n, a in wanted.resources.items()}, **wanted.selector()}
+        what = ", ".join(f"{name} {value}" for name, value in needs.items())
+        if types is None:
+            message = f"no node has {what}; which nodes an autoscaler may bring is not known"
+            advice = "see that it has a type of node for it"
+        else:
+            message = f"no node has {what}, and no type of node that the autoscaler may bring"
+            advice = (
+                f"change capacity.{number}, or add such a type; it has "
+                f"{'; '.join(map(str, types)) or 'none'}"
+            )
+        level = Level.WARN if types is None else Level.FAIL
+        findings.append(
+            Finding(level=level, about=f"capacity.{number}", message=message, advice=advice)
+        )
+    return findings
 
 
 def diagnose(

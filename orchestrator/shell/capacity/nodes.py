@@ -14,7 +14,7 @@ import itertools
 import logging
 import math
 import time
-from collections.abc import Callable, Coroutine, Hashable, Iterable, Mapping
+from collections.abc import Callable, Coroutine, Hashable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
@@ -147,7 +147,7 @@ class Nodes:
 
     Args:
         names: The run's names.
-        resources: What one worker needs; nodes with less in total are not looked at.
+        needs: What one worker may need; nodes with less in total than any are not looked at.
         rack_label: Ray's label of a node that says what it fails together with; "" if none does.
         boot: Keyword arguments of ``workers.keeper.actor.Keeper`` that are equal for all keepers.
         at_s: The run's clock.
@@ -160,7 +160,7 @@ class Nodes:
         self,
         *,
         names: RunNames,
-        resources: dict[str, float],
+        needs: Sequence[Mapping[str, float]],
         rack_label: str,
         boot: dict[str, Any],
         at_s: Callable[[], float],
@@ -169,7 +169,7 @@ class Nodes:
         bounds: Bounds,
     ) -> None:
         self._names = names
-        self._resources = resources
+        self._needs = needs
         self.rack_label = rack_label
         self._boot = boot
         self._at_s = at_s
@@ -406,7 +406,10 @@ class Nodes:
             self._spawn_look(in_thread(RAY, ray.kill, view.keeper, no_restart=False))
 
     def _fits(self, total: dict[str, float]) -> bool:
-        return all(total.get(name, 0.0) >= need for name, need in self._resources.items())
+        return any(
+            all(total.get(name, 0.0) >= amount for name, amount in need.items())
+            for need in self._needs
+        )
 
     def _heed(self, deadlines_ms: Mapping[str, int]) -> None:
         """Take in Ray's notices: a deadline in ms since the epoch by node, 0 if there is none."""

@@ -27,6 +27,7 @@ from ray.util.placement_group import (
 )
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
+from orchestrator.config import Alternative
 from orchestrator.shell.names import RunNames
 from orchestrator.shell.threads import RAY, in_thread
 
@@ -61,7 +62,7 @@ class Capacity:
 
     Args:
         names: The run's names.
-        resources: What one worker needs, in Ray's terms: ``{"CPU": 1}`` or ``{"GPU": 1}``.
+        alternatives: What may be asked for.
         on_granted: Called on the event loop.
     """
 
@@ -69,11 +70,11 @@ class Capacity:
         self,
         *,
         names: RunNames,
-        resources: dict[str, float],
+        alternatives: Sequence[Alternative],
         on_granted: Callable[[int, str], None],
     ) -> None:
         self._names = names
-        self._resources = resources
+        self._alternatives = alternatives
         self._on_granted = on_granted
         self._slots: dict[int, _Slot] = {}
         self._asked = asyncio.Event()
@@ -86,6 +87,14 @@ class Capacity:
         """Return the slots that are asked for and not placed."""
         return sorted(number for number, slot in self._slots.items() if slot.node is None)
 
+    def pending_groups(self) -> dict[str, int]:
+        """Return the slots that are asked for and not placed, by Ray's id of their groups."""
+        return {
+            slot.group.id.hex(): number
+            for number, slot in self._slots.items()
+            if slot.node is None and slot.group is not None
+        }
+
     def granted(self) -> list[tuple[int, str]]:
         """Return (slot, node) of every placed slot."""
         return sorted((n, slot.node) for n, slot in self._slots.items() if slot.node is not None)
@@ -95,13 +104,15 @@ class Capacity:
         entry = self._slots.get(slot)
         return entry.gpu_ids if entry is not None else ()
 
-    async def request(self, slot: int, avoid: Sequence[str]) -> None:
+    async def request(self, slot: int, avoid: Sequence[str], alternative: int = 0) -> None:
         """Ask for ``slot`` on any node but ``avoid``; does not wait. Twice is once."""
         if slot in self._slots:
             return
         self._slots[slot] = _Slot(group=None)
         self._asked.set()
-        creation = asyncio.ensure_future(in_thread(RAY, self._create, slot, tuple(avoid)))
+        creation = asyncio.ensure_future(
+            in_thread(RAY, self._create, slot, tuple(avoid), alternative)
+        )
         self._creations.add(creation)
         group = await asyncio.shield(creation)
         self._creations.discard(creation)
@@ -181,7 +192,8 @@ class Capacity:
 
         None if it does not answer: it was given back meanwhile, or its node is lost.
         """
-        num_gpus = self._resources.get("GPU", 0)
+        # That of every alternative is the same.
+        num_gpus = self._alternatives[0].resources.get("GPU", 0)
         if not num_gpus:
             return ()
         inside = PlacementGroupSchedulingStrategy(group, placement_group_bundle_index=0)
@@ -195,13 +207,15 @@ class Capacity:
                 ray.cancel(asked)
             return None
 
-    def _create(self, slot: int, avoid: tuple[str, ...]) -> PlacementGroup:
-        selector = [{"ray.io/node-id": f"!in({','.join(avoid)})"}] if avoid else None
+    def _create(self, slot: int, avoid: tuple[str, ...], alternative: int) -> PlacementGroup:
+        asked = self._alternatives[alternative]
+        elsewhere = {"ray.io/node-id": f"!in({','.join(avoid)})"} if avoid else {}
+        selector = {**asked.selector(), **elsewhere}
         group: PlacementGroup = placement_group(
-            [self._resources],
+            [asked.resources],
             name=self._names.slot(slot),
             lifetime="detached",
-            bundle_label_selector=selector,
+            bundle_label_selector=[selector] if selector else None,
         )
         return group
 

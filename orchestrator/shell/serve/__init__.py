@@ -8,13 +8,20 @@ if TYPE_CHECKING:
     from orchestrator.shell.serve.discovery import announce, targets_path, withdraw
     from orchestrator.shell.serve.metrics import RunCollector
     from orchestrator.shell.serve.page import StatusPage
-    from orchestrator.shell.serve.status import bounds_document, status_document
+    from orchestrator.shell.serve.status import (
+        bounds_document,
+        capacity_rows,
+        cost_document,
+        status_document,
+    )
 
 __all__ = [
     "RunCollector",
     "StatusPage",
     "announce",
     "bounds_document",
+    "capacity_rows",
+    "cost_document",
     "status_document",
     "targets_path",
     "withdraw",

@@ -30,6 +30,7 @@ class RunCollector(Collector):
         status: Returns the document of ``/status``.
         stats: The numbers of the journal.
         samples_per_step: The global batch.
+        tokens_per_step: Tokens of it; 0 if they are not known.
     """
 
     def __init__(
@@ -39,11 +40,13 @@ class RunCollector(Collector):
         status: Callable[[], Mapping[str, Any]],
         stats: RunStats,
         samples_per_step: int,
+        tokens_per_step: int,
     ) -> None:
         self._run = run
         self._status = status
         self._stats = stats
         self._samples_per_step = samples_per_step
+        self._tokens_per_step = tokens_per_step
 
     def describe(self) -> list[Metric]:
         """Return nothing: names are checked when they are scraped, not before the run is up."""
@@ -55,6 +58,7 @@ class RunCollector(Collector):
         yield from self._progress(status)
         yield from self._incidents()
         yield from self._fleet(status)
+        yield from self._capacity(status)
         yield from self._saves(status)
 
     def _gauge(self, name: str, text: str, samples: _Samples, *labels: str) -> Metric:
@@ -94,6 +98,8 @@ class RunCollector(Collector):
             _one(stats.step + stats.lost_steps),
         )
         yield self._gauge("step_samples", "Samples of one step.", _one(self._samples_per_step))
+        tokens = self._tokens_per_step or None
+        yield self._gauge("step_tokens", "Tokens of one step, where known.", _one(tokens))
         yield self._gauge("loss", "Loss of the last completed step.", _one(status["loss"]))
         yield self._counter(
             "lost_steps", "Completed steps that were redone.", _one(stats.lost_steps)
@@ -158,13 +164,47 @@ class RunCollector(Collector):
             "state",
         )
         yield self._gauge(
-            "slots_granted", "Places for workers that the run has.", _one(len(members))
-        )
-        yield self._gauge(
             "slots_pending",
             "Places for workers that were asked for and not granted yet.",
             _one(status["pending_capacity"]),
         )
+
+    def _capacity(self, status: Mapping[str, Any]) -> Iterator[Metric]:
+        rows = status["capacity"]
+        for name, text, key in (
+            ("slots_asked", "Places for workers that the run has or asks for.", "asked"),
+            ("slots_granted", "Those that it has.", "granted"),
+            ("slots_refused", "Those that were not granted in time; still asked for.", "refused"),
+            ("slots_wait_seconds", "How long the open requests wait for a grant.", "waits_s"),
+            ("slots_refused_for_seconds", "How long they are refused.", "refused_for_s"),
+            ("slots_grant_seconds", "How long a machine took to come.", "grant_s"),
+        ):
+            samples = [((row["alternative"],), row[key]) for row in rows]
+            yield self._gauge(name, text, samples, "alternative")
+        for name, text, totals in (
+            ("slot_requests", "Requests for places for workers.", self._stats.asked),
+            ("slot_grants", "Requests that were granted.", self._stats.granted),
+            ("slot_refusals", "Requests that were not granted in time.", self._stats.refused),
+        ):
+            # Those that were never asked for have no row.
+            named = {str(number): row["alternative"] for number, row in enumerate(rows)}
+            samples = [((named.get(number, number),), n) for number, n in totals.items()]
+            yield self._counter(name, text, samples, "alternative")
+        cost = status["cost"]
+        yield self._counter("cost_usd", "What the places for workers cost.", _one(cost["usd"]))
+        yield self._gauge(
+            "cost_usd_per_hour", "What they cost in an hour.", _one(cost["usd_per_hour"])
+        )
+        if cost["usd"] is not None:
+            by_kind: Counter[str] = Counter()
+            for incident in self._stats.incidents:
+                by_kind[incident.kind] += incident.cost_usd  # type: ignore[assignment]
+            yield self._counter(
+                "incident_cost_usd",
+                "What waiting for recoveries, and steps done twice, cost.",
+                _by_key(by_kind),
+                "kind",
+            )
 
     def _saves(self, status: Mapping[str, Any]) -> Iterator[Metric]:
         redundancy, cadence = status["redundancy"], status["cadence"]

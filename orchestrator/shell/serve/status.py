@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from orchestrator.config import RunConfig
+from orchestrator.core import RunStats
 from orchestrator.detection import Limits, as_seconds
 from orchestrator.shell.capacity import NodeView
 from workers.keeper import SILENT_S
@@ -19,6 +21,7 @@ def status_document(
     seen_at_s: dict[str, float],
     nodes: dict[str, NodeView],
     at_s: float,
+    alternatives: Sequence[str],
     **documents: Any,
 ) -> dict[str, Any]:
     """Return the status of a run.
@@ -29,6 +32,7 @@ def status_document(
         seen_at_s: When each of those came, on the run's clock.
         nodes: What the node watcher knows.
         at_s: Now, on the run's clock.
+        alternatives: The names of those of capacity.
         documents: Further keys of the document.
     """
     members = [reports[row["worker"]] for row in described["members"] if row["worker"] in reports]
@@ -60,11 +64,50 @@ def status_document(
             for view in nodes.values()
         ],
         "pending_capacity": len(described["pending_slots"]),
+        "capacity": capacity_rows(described, alternatives, at_s),
         "cause": described["cause"],
         "waits_for": described["waits_for"],
         "reason": described["reason"],
         "at_s": round(at_s, 3),
         **documents,
+    }
+
+
+def capacity_rows(
+    described: Mapping[str, Any], alternatives: Sequence[str], at_s: float | None
+) -> list[dict[str, Any]]:
+    """Return what became of the requests for each alternative that was asked for.
+
+    Keys: ``alternative`` (its name), ``asked``, ``granted``, ``refused``, ``waits_s`` (since the
+    first request that is open, or the last grant), ``refused_for_s``, ``grant_s`` (how long a
+    machine takes to come) and ``why`` it was refused last. What is not known is null, and times
+    are 0 where nothing is asked for in vain.
+    """
+
+    def ago(since_s: float | None) -> float | None:
+        if at_s is None:
+            return None
+        return 0.0 if since_s is None else round(at_s - since_s, 3)
+
+    return [
+        {
+            **{key: row[key] for key in ("asked", "granted", "refused", "grant_s", "why")},
+            "alternative": alternatives[row["alternative"]],
+            "waits_s": ago(row["since_s"]),
+            "refused_for_s": ago(row["refused_s"]),
+        }
+        for row in described["capacity"]
+    ]
+
+
+def cost_document(stats: RunStats, config: RunConfig) -> dict[str, float | None]:
+    """Return what a run has cost; null where no price is known, or no tokens are."""
+    is_known = any(each.usd_per_hour for each in config.alternatives())
+    tokens = stats.step * config.tokens_per_step
+    return {
+        "usd": round(stats.cost_usd, 6) if is_known else None,
+        "usd_per_hour": stats.usd_per_hour if is_known else None,
+        "usd_per_million_tokens": 1e6 * stats.cost_usd / tokens if is_known and tokens else None,
     }
 
 

@@ -196,11 +196,12 @@ def _ways(cluster: SimCluster, one: str, other: str) -> list[tuple[str, str]]:
     return [(one, other)] if cluster.chance(0.3) else [(one, other), (other, one)]
 
 
-def return_node(cluster: SimCluster, room: int) -> None:
-    """A machine that was lost is back, empty; to Ray it is another node."""
+def return_node(cluster: SimCluster, room: int, rack: str = "") -> None:
+    """A machine comes, or one that was lost is back, empty; to Ray it is another node."""
     name = f"n{len(cluster.nodes)}"
-    cluster.nodes[name] = SimNode(name, room)
-    cluster.post(ev.NodeJoined, node=name)
+    kind = cluster.market.randrange(len(cluster.rules.capacity.usd_per_hour))
+    cluster.nodes[name] = SimNode(name, room, rack, kind)
+    cluster.post(ev.NodeJoined, node=name, rack=rack)
     cluster.place()
 
 

@@ -31,6 +31,8 @@ PROBE_S = 0.1
 _RETURN_S = 0.5
 #: Longer than trainers take to write: what they leave behind is committed by then.
 _COMMIT_S = 0.6 * STEP_S
+#: Share of requests without room of which the provider says so.
+_REFUSED = 0.3
 #: A controller that was restarted looks that often for reservations that nobody knows.
 _STRAY_S = 0.2
 
@@ -43,6 +45,7 @@ class SimCluster(World):
         self._perform: dict[type, Callable[[Any], None]] = {
             act.RequestSlot: self._request_slot,
             act.ReleaseSlot: self._release_slot,
+            act.NoteRefused: lambda _: None,
             act.StartWorker: self._start_worker,
             act.KillWorker: self._kill_worker,
             act.StartKeeper: self._start_keeper,
@@ -75,12 +78,15 @@ class SimCluster(World):
 
     def _request_slot(self, action: act.RequestSlot) -> None:
         self.known_slots.add(action.slot)
-        self.at(self.wire_s(), self._requested, action.slot, action.avoid, self.incarnation)
+        self.at(self.wire_s(), self._requested, action, self.incarnation)
 
-    def _requested(self, slot: int, avoid: tuple[str, ...], incarnation: int) -> None:
+    def _requested(self, action: act.RequestSlot, incarnation: int) -> None:
+        slot = action.slot
         if slot not in self.granted:
-            self.pending[slot] = avoid
+            self.pending[slot] = action
             self.place()
+            if slot in self.pending and self.market.random() < _REFUSED:
+                self.post(ev.CapacityRefused, alternative=action.alternative, why="sold out")
         if incarnation != self.incarnation:
             self.at(_STRAY_S, self._stray, slot)
 
@@ -112,10 +118,11 @@ class SimCluster(World):
 
     def place(self) -> None:
         """Grant pending reservations where there is room."""
-        for slot, avoid in list(self.pending.items()):
+        for slot, asked in list(self.pending.items()):
             for node in self.nodes.values():
                 free = node.alive and not node.cut_off and node.draining_until_s is None
-                if free and len(node.slots) < node.room and node.name not in avoid:
+                fits = node.kind == asked.alternative and node.name not in asked.avoid
+                if free and fits and len(node.slots) < node.room:
                     del self.pending[slot]
                     node.slots.add(slot)
                     self.granted[slot] = node.name

@@ -20,7 +20,7 @@ COPY_S = 0.4 * STEP_S
 
 
 class SimNode:
-    """A machine with room for ``room`` workers."""
+    """A machine with room for ``room`` workers; ``kind`` is the alternative that it serves."""
 
     __slots__ = (
         "alive",
@@ -28,6 +28,7 @@ class SimNode:
         "draining_until_s",
         "has_keeper",
         "keeper_back_s",
+        "kind",
         "name",
         "rack",
         "room",
@@ -35,8 +36,9 @@ class SimNode:
         "workers",
     )
 
-    def __init__(self, name: str, room: int, rack: str = "") -> None:
+    def __init__(self, name: str, room: int, rack: str = "", kind: int = 0) -> None:
         self.name = name
+        self.kind = kind
         self.rack = rack
         self.room = room
         self.alive = True

@@ -109,7 +109,7 @@ class World:
         self.inbox: list[ev.Event] = []
         self.nodes: dict[str, SimNode] = {}
         self.workers: dict[str, SimWorker] = {}
-        self.pending: dict[int, tuple[str, ...]] = {}
+        self.pending: dict[int, act.RequestSlot] = {}
         self.granted: dict[int, str] = {}
         # Asked for or found by the controller's present incarnation.
         self.known_slots: set[int] = set()
@@ -123,6 +123,8 @@ class World:
         self.delay_s = rng.choice((0.001, 0.01, 0.1))
         self.loss = rng.choice((0.0, 0.0, 0.02, 0.1))
         self.doubling = rng.choice((0.0, 0.0, 0.05))
+        # Decides which alternative of capacity machines are, and when the provider says no.
+        self.market = Random(0)  # noqa: S311  no secrets here
         self.start_failure = 0.0
         self.raises_at: dict[int, tuple[int, ...]] = {}
         self.raises_once: set[int] = set()

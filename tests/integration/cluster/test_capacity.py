@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 
+from orchestrator.config import Alternative
 from orchestrator.shell import RunNames
 from orchestrator.shell.capacity.slots import Capacity
 from tests.support.snapshots import eventually
@@ -17,7 +18,11 @@ NAMES = RunNames("run-capacity")
 
 
 def _capacity() -> Capacity:
-    return Capacity(names=NAMES, resources={"CPU": 1.0}, on_granted=lambda _slot, _node: None)
+    return Capacity(
+        names=NAMES,
+        alternatives=[Alternative(resources={"CPU": 1.0})],
+        on_granted=lambda _slot, _node: None,
+    )
 
 
 def _left() -> list[str]:

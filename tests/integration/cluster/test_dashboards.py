@@ -81,6 +81,12 @@ class Prometheus:
 
 
 @pytest.fixture
+def endless_run(begin_endless: Callable[..., Launched]) -> Launched:
+    """Return a run with a price: without one nothing is known of what it costs."""
+    return begin_endless(capacity="[{usd_per_hour: 0.5}]")
+
+
+@pytest.fixture
 def prometheus(endless_run: Launched, tmp_path: Path) -> Iterator[Prometheus]:
     server = Prometheus(tmp_path, endless_run.names.run_id)
     yield server

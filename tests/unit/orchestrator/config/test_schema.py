@@ -282,3 +282,56 @@ def test_simulated_nodes_hold_all_workers_but_not_twice(
     config = load(LEAST, [f"workers.max={workers}", f"cluster.local_nodes={nodes}"])
 
     assert config.cpus_per_local_node() == cpus
+
+
+CLUSTER = LEAST + "cluster: {address: auto}\n"
+
+
+def test_capacity_may_name_alternatives_in_order() -> None:
+    """Without it everything is as before: any node with room for a worker."""
+    assert [each.selector() for each in load(LEAST).alternatives()] == [{}]
+    config = load(
+        CLUSTER
+        + """\
+capacity:
+  - {spot: true, zone: us-west-2a, usd_per_hour: 0.4}
+  - {spot: false, resources: {CPU: 2, memory: 1000000}, labels: {team: red}}
+"""
+    )
+
+    first, second = config.alternatives()
+    assert first.resources == {"CPU": 1.0}
+    assert first.selector() == {
+        "ray.io/availability-zone": "us-west-2a",
+        "ray.io/market-type": "spot",
+    }
+    assert second.resources == {"CPU": 2.0, "memory": 1e6}
+    assert second.selector() == {"team": "red", "ray.io/market-type": "on-demand"}
+    assert config.rules().capacity.usd_per_hour == (0.4, 0.0)
+    assert config.alternative_names() == ["0 us-west-2a spot", "1 red on-demand"]
+    assert load(config.to_yaml()) == config
+
+
+@pytest.mark.parametrize(
+    ("line", "path", "said"),
+    [
+        ("[{usd_per_hour: -1}]", "capacity.0.usd_per_hour", "greater than or equal to 0"),
+        ("[{spot: true}, {zones: a}]", "capacity.1.zones", "did you mean zone?"),
+        ("[{resources: {CPU: 0}}]", "capacity.0.resources.CPU", "greater than 0"),
+        ("[{resources: {GPU: 2}}]", "capacity.0.resources.GPU", "cluster.gpus_per_worker=0"),
+        ("{spot: true}", "capacity", "must be a list"),
+    ],
+)
+def test_what_is_wrong_with_an_alternative_is_named(line: str, path: str, said: str) -> None:
+    """A price below zero would make a run cheaper the longer it takes."""
+    (problem,) = _problems(CLUSTER + f"capacity: {line}\n")
+
+    assert f"{path}: " in problem
+    assert said in problem
+
+
+def test_simulated_nodes_have_prices_and_no_markets() -> None:
+    """They would wait for a spot node for ever."""
+    assert load(LEAST + "capacity: [{usd_per_hour: 2}]").capacity[0].usd_per_hour == 2.0
+    (problem,) = _problems(LEAST, "capacity=[{spot: true}]")
+    assert "name a cluster by cluster.address" in problem

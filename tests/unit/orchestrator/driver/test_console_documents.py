@@ -36,6 +36,29 @@ def _status(**changes: Any) -> dict[str, Any]:
             }
         ],
         "pending_capacity": 2,
+        "capacity": [
+            {
+                "alternative": "0 spot",
+                "asked": 4,
+                "granted": 2,
+                "refused": 2,
+                "waits_s": 70.0,
+                "refused_for_s": 12.0,
+                "grant_s": None,
+                "why": "no machine left",
+            },
+            {
+                "alternative": "1 on-demand",
+                "asked": 2,
+                "granted": 0,
+                "refused": 0,
+                "waits_s": 11.0,
+                "refused_for_s": 0.0,
+                "grant_s": None,
+                "why": "",
+            },
+        ],
+        "cost": {"usd": 1.5, "usd_per_hour": 0.8, "usd_per_million_tokens": 0.25},
         "redundancy": {
             "step": 95,
             "stored_step": 90,
@@ -83,8 +106,11 @@ def test_what_is_safe_and_what_is_wrong_has_a_line_each() -> None:
     """Somebody looks because something may be lost."""
     lines = _lines(_status())
 
-    assert lines[lines.index("asked for: room for 2 more workers") :] == [
-        "asked for: room for 2 more workers",
+    first = "capacity 0 spot: asked 4, granted 2, refused 2: no machine left, for 12 s"
+    assert lines[lines.index(first) :] == [
+        first,
+        "capacity 1 on-demand: asked 2, granted 0, for 11 s",
+        "cost: 1.50 dollars, 0.80 an hour, 0.25 per million tokens",
         "in memory: step 95, survives the loss of 1 node",
         "in storage: step 90",
         "redundancy: partner copy [of all]",
@@ -138,6 +164,8 @@ def test_a_run_without_controller_says_so_and_what_is_not_there_has_no_line() ->
             standbys=[],
             nodes=[],
             pending_capacity=0,
+            capacity=[],
+            cost={"usd": None, "usd_per_hour": None, "usd_per_million_tokens": None},
             redundancy=nothing,
             loaded={},
             passed_over=[],

@@ -73,6 +73,7 @@ def test_a_node_whose_keeper_has_not_said_who_it_is_has_no_process_yet() -> None
         seen_at_s={},
         nodes={"a": NodeView(node="a", raylet_address=("127.0.0.1", 1))},
         at_s=0.0,
+        alternatives=["any"],
     )
 
     assert [(row["raylet_pid"], row["keeper_pid"]) for row in document["nodes"]] == [(None, None)]
@@ -126,6 +127,7 @@ def test_a_living_controller_tells_no_loss_that_json_cannot_hold(loss: float) ->
         seen_at_s={"w0001": 0.0},
         nodes={},
         at_s=0.0,
+        alternatives=["any"],
     )
 
     assert json.dumps(document, allow_nan=False)

@@ -49,6 +49,25 @@ def test_a_run_with_equal_digests_is_said_to_have_the_same_weights(tmp_path: Pat
     assert "Same weights, bit for bit" in Path(path).read_text(encoding="utf-8")
 
 
+def test_what_the_run_and_each_incident_cost_is_told_where_prices_are_known(tmp_path: Path) -> None:
+    """Whoever pays asks what a million tokens cost, and what the faults did."""
+    path = write_run(tmp_path / "run", faults=(CRASH, NODE))
+    assert "cost" not in Path(write_report(str(path))).read_text(encoding="utf-8")
+    _change(path / "summary.json", cost_usd=12.5)
+    _change(path / "incidents/0001/incident.json", cost_usd=0.25)
+
+    page = Path(write_report(str(path))).read_text(encoding="utf-8")
+
+    tokens = sum(record.tokens for record in read_run(str(path)).steps)
+    assert "12.50 $" in page
+    assert f"{1e6 * 12.5 / tokens:.4g} per million tokens" in page
+    assert page.count("0.2500") == 2
+
+
+def _change(path: Path, **values: float) -> None:
+    path.write_text(json.dumps({**json.loads(path.read_text()), **values}))
+
+
 def test_equal_losses_do_not_hide_different_weights(tmp_path: Path) -> None:
     """Losses that print alike are no proof: the digest decides."""
     same = read_run(str(write_run(tmp_path / "a")))

@@ -6,6 +6,7 @@ import pytest
 
 from orchestrator.core import RunRules, RunState, RunStats, step, transition_records
 from orchestrator.core import events as ev
+from orchestrator.policies import CapacityRules
 
 RULES = RunRules(run="test", min_workers=1, max_workers=2, total_steps=12)
 START: tuple[ev.Event, ...] = (
@@ -57,6 +58,7 @@ def test_an_incident_has_every_phase_on_the_clock() -> None:
         "evidence": "SIGKILL",
         "attempt": 1,
         "lost_steps": 2,
+        "cost_usd": 0.0,
         "layout_before": "dp_shard=2",
         "layout_after": "1 worker",
         "t_fault_s": 8.4,
@@ -300,3 +302,46 @@ def test_steps_that_memory_has_are_in_the_history_though_no_report_told_of_them(
 
     assert (stats.lost_steps, stats.step) == (1, 8)
     assert stats.goodput == pytest.approx(8.0 / stats.wall_s)
+
+
+def test_what_a_run_holds_is_paid_for_and_what_it_waits_for_is_not() -> None:
+    """Two workers at 2 and 4 dollars an hour, of which one comes later; then none is left."""
+    rules = replace(RULES, capacity=CapacityRules(usd_per_hour=(2.0, 4.0)))
+    state, stats = RunState(), RunStats()
+    granted = (
+        ev.ControllerStarted(at_s=0.0, incarnation=1),
+        ev.SlotGranted(at_s=100.0, slot=1, node="a"),
+        ev.CapacityRefused(at_s=400.0, alternative=0, why="sold out"),
+        ev.SlotGranted(at_s=1000.0, slot=3, node="b"),
+        ev.StopRequested(at_s=1900.0, reason="enough"),
+    )
+    for event in granted:
+        state, actions = step(state, event, rules=rules)
+        for record in transition_records(event, actions, attempt=state.attempt.number):
+            stats.add(json.loads(json.dumps(record)))
+
+    assert stats.cost_usd == pytest.approx((1800 * 2.0 + 900 * 4.0) / 3600)
+    assert (stats.asked, stats.granted, stats.refused) == (
+        {"0": 2, "1": 1},
+        {"0": 1, "1": 1},
+        {"0": 1},
+    )
+    assert stats.usd_per_hour == 0.0
+    assert stats.summary()["cost_usd"] == stats.cost_usd
+
+
+def test_an_incident_costs_what_waits_for_it_and_what_is_done_twice() -> None:
+    """The price of a fault is what the machines cost meanwhile."""
+    rules = replace(RULES, capacity=CapacityRules(usd_per_hour=(3600.0,)))
+    state, stats = RunState(), RunStats()
+    for event in (*START, *CRASH):
+        state, actions = step(state, event, rules=rules)
+        for record in transition_records(event, actions, attempt=state.attempt.number):
+            stats.add(json.loads(json.dumps(record)))
+
+    (incident,) = stats.incidents
+    num_slots = stats.usd_per_hour / 3600.0
+    # Each of the steps that were lost had taken a second.
+    waited_s = (incident.recovery_s or 0.0) + incident.lost_steps * 1.0
+    assert (num_slots, incident.lost_steps) == (2, 2)
+    assert incident.cost_usd == pytest.approx(num_slots * waited_s)

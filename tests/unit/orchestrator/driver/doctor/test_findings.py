@@ -12,7 +12,7 @@ from typer.testing import CliRunner
 
 from orchestrator.cli.main import app
 from orchestrator.config import RunConfig, load
-from orchestrator.driver.doctor import Finding, Level, NodeFacts, diagnose
+from orchestrator.driver.doctor import Finding, Level, NodeFacts, NodeKind, diagnose, unserved
 from tests.support.metadata_server import AWS_ACTION, serve
 
 HERE = NodeFacts(
@@ -120,3 +120,34 @@ def test_the_command_asks_the_metadata_service_that_the_run_would_ask(tmp_path: 
     assert "notices: the metadata service of aws: asked, and it answers" in there.stdout
     said = "notices: this machine: the metadata service of aws does not answer: "
     assert f"warn  {said}" in strange.stdout
+
+
+def test_an_alternative_that_no_type_of_node_can_serve_is_named_with_what_to_do() -> None:
+    """It would be asked for, and waited for, in vain."""
+    config = load(
+        """\
+run: {directory: runs/x}
+workers: {min: 2, max: 4}
+cluster: {address: "10.0.0.1:6379", gpus_per_worker: 1}
+capacity:
+  - {spot: true}
+  - {zone: us-west-2b, resources: {CPU: 4}}
+  - {labels: {ray.io/accelerator-type: H100}}
+"""
+    )
+    spot = NodeKind(name="spot", resources={}, labels={"ray.io/market-type": "spot"})
+    zone = {"ray.io/availability-zone": "us-west-2b"}
+    small = NodeKind(name="small", resources={"CPU": 2.0, "GPU": 1.0}, labels=zone)
+
+    second, third = unserved(config, there=[small], types=[spot])
+    assert (second.level, second.about) == (Level.FAIL, "capacity.1")
+    assert "CPU 4, GPU 1, ray.io/availability-zone us-west-2b" in second.message
+    assert "change capacity.1, or add such a type; it has spot" in second.advice
+    assert third.about == "capacity.2"
+
+    # A node that there is serves it whatever the autoscaler may bring.
+    large = NodeKind(name="large", resources={"CPU": 8.0, "GPU": 1.0}, labels=zone)
+    assert [each.about for each in unserved(config, there=[large], types=[spot])] == ["capacity.2"]
+    unknown = unserved(config, there=[], types=None)
+    assert {finding.level for finding in unknown} == {Level.WARN}
+    assert unserved(CONFIG, there=[], types=[]) == []

@@ -42,7 +42,7 @@ def test_a_label_says_what_a_node_fails_together_with(label: str, rack: str) -> 
 def _nodes(post: Callable[[Event], None]) -> Nodes:
     return Nodes(
         names=RunNames("test"),
-        resources={},
+        needs=[{}],
         rack_label="",
         boot={},
         at_s=lambda: 1.0,

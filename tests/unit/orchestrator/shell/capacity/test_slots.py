@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 
+from orchestrator.config import Alternative
 from orchestrator.shell import RunNames
 from orchestrator.shell.capacity import slots as module
 from orchestrator.shell.capacity.slots import Capacity
@@ -36,7 +37,9 @@ def test_nothing_wakes_while_all_slots_are_placed() -> None:
 
     async def idle() -> None:
         capacity = Capacity(
-            names=RunNames("r"), resources={"CPU": 1.0}, on_granted=lambda _slot, _node: None
+            names=RunNames("r"),
+            alternatives=[Alternative(resources={"CPU": 1.0})],
+            on_granted=lambda _slot, _node: None,
         )
         polling = asyncio.create_task(capacity.poll_forever())
         for _ in range(10):
@@ -85,7 +88,11 @@ def test_slots_are_given_back_while_ray_does_not_place_them_those_that_wait_firs
     monkeypatch.setattr(
         module, "remove_placement_group", lambda name: removed.append((looks[-1], name))
     )
-    given = Capacity(names=names, resources={"CPU": 1.0}, on_granted=lambda _slot, _node: None)
+    given = Capacity(
+        names=names,
+        alternatives=[Alternative(resources={"CPU": 1.0})],
+        on_granted=lambda _slot, _node: None,
+    )
 
     asyncio.run(given.release_all())
 
@@ -105,7 +112,9 @@ def test_a_slot_that_is_given_back_as_it_is_placed_is_granted_to_nobody(
     }
     granted: list[int] = []
     capacity = Capacity(
-        names=names, resources={"CPU": 1.0}, on_granted=lambda slot, _: granted.append(slot)
+        names=names,
+        alternatives=[Alternative(resources={"CPU": 1.0})],
+        on_granted=lambda slot, _: granted.append(slot),
     )
 
     async def play() -> None:

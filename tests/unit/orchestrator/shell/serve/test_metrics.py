@@ -39,6 +39,18 @@ STATUS: dict[str, Any] = {
     "standbys": [{"state": "starting"}],
     "nodes": [{"state": "alive"}, {"state": "alive"}, {"state": "lost"}],
     "pending_capacity": 1,
+    "capacity": [
+        {
+            "alternative": "0 spot",
+            "asked": 4,
+            "granted": 1,
+            "refused": 3,
+            "waits_s": 40.0,
+            "refused_for_s": 10.0,
+            "grant_s": None,
+        }
+    ],
+    "cost": {"usd": 1.5, "usd_per_hour": 0.4, "usd_per_million_tokens": None},
     "redundancy": {
         "step": 16,
         "stored_step": 10,
@@ -68,13 +80,20 @@ def _registry() -> CollectorRegistry:
         t_decide_s=1.75,
         sources={"local memory": 100, "parity": 10},
     )
-    hang = Incident(kind="hang", t_detect_s=5.0, t_fence_s=5.25)
+    hang = Incident(kind="hang", cost_usd=0.25, t_detect_s=5.0, t_fence_s=5.25)
     growth = Incident(kind="growth", t_detect_s=9.0)
     stats = RunStats(attempt=2, step=17, num_workers=2, phase="training", lost_steps=1)
     stats.incidents += [crash, hang, growth]
+    stats.asked, stats.refused = {"0": 9}, {"0": 3}
     registry = CollectorRegistry()
     registry.register(
-        RunCollector(run="small", status=lambda: STATUS, stats=stats, samples_per_step=16)
+        RunCollector(
+            run="small",
+            status=lambda: STATUS,
+            stats=stats,
+            samples_per_step=16,
+            tokens_per_step=0,
+        )
     )
     return registry
 
@@ -99,6 +118,15 @@ def _registry() -> CollectorRegistry:
         ("step_seconds", {}, None),
         ("save_every_steps", {"what": "checkpoint"}, 10),
         ("redundancy_reduced_seconds_total", {}, 30),
+        ("step_tokens", {}, None),
+        ("slots_granted", {"alternative": "0 spot"}, 1),
+        ("slots_refused", {"alternative": "0 spot"}, 3),
+        ("slots_refused_for_seconds", {"alternative": "0 spot"}, 10),
+        ("slots_grant_seconds", {"alternative": "0 spot"}, None),
+        ("slot_requests_total", {"alternative": "0 spot"}, 9),
+        ("slot_refusals_total", {"alternative": "0 spot"}, 3),
+        ("cost_usd_total", {}, 1.5),
+        ("incident_cost_usd_total", {"kind": "hang"}, 0.25),
     ],
 )
 def test_a_value_is_told_with_its_labels(

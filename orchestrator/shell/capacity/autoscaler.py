@@ -1,0 +1,65 @@
+"""What Ray's autoscaler says of requests that it cannot serve.
+
+Ray tells a placement group nothing: it is pending, whether its machine is on the way, sold out, or
+of no type that the cluster has. The autoscaler reports both to Ray's head.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+import ray
+from ray import _raylet
+from ray.core.generated import autoscaler_pb2
+
+__all__ = ["AutoscalerWatch"]
+
+#: As long as the head of a cluster may be away.
+_ANSWER_S = 5
+
+
+@dataclass(slots=True)
+class AutoscalerWatch:
+    """Finds which alternatives of capacity are refused."""
+
+    #: Which alternative was asked for when a type of node was first refused.
+    _meant: dict[str, int] = field(default_factory=dict)
+    _last_failed_s: int = -1
+
+    def refused(self, asked: Mapping[str, int]) -> dict[int, str]:
+        """Return a line for people for each alternative that was refused since the last call.
+
+        Args:
+            asked: The alternative of every pending group, by the group's id; what was refused
+                before is left out.
+        """
+        state = _autoscaling_state()
+        found: dict[int, str] = {}
+        for request in state.infeasible_gang_resource_requests:
+            group = request.details.partition(":")[0]
+            if group in asked:
+                found[asked[group]] = "the cluster has no type of node for it"
+        failed = list(state.failed_instance_requests)
+        new = [each for each in failed if each.failed_ts > self._last_failed_s]
+        for each in sorted(new, key=lambda each: each.failed_ts):
+            # The report names a type of node and no group: the best that is not refused yet.
+            best = min(asked.values(), default=-1)
+            alternative = self._meant.setdefault(each.ray_node_type_name, best)
+            if alternative in asked.values():
+                said = each.reason.strip().partition("\n")[0][:200]
+                what = f"the autoscaler got no node of type {each.ray_node_type_name}"
+                found[alternative] = f"{what}: {said}" if said else what
+        self._last_failed_s = max((each.failed_ts for each in failed), default=self._last_failed_s)
+        return found
+
+
+def _autoscaling_state() -> Any:
+    # Both modules are compiled, and have no types.
+    raylet: Any = _raylet
+    messages: Any = autoscaler_pb2
+    client = raylet.GcsClient(ray.get_runtime_context().gcs_address)
+    reply = messages.GetClusterStatusReply()
+    reply.ParseFromString(client.get_cluster_status(timeout_s=_ANSWER_S))
+    return reply.autoscaling_state

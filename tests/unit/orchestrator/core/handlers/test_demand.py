@@ -1,0 +1,147 @@
+"""What capacity is asked for: alternatives in order, and what becomes of the requests."""
+
+from __future__ import annotations
+
+from orchestrator.core import RunRules, RunState, describe, step
+from orchestrator.core import actions as act
+from orchestrator.core import events as ev
+from orchestrator.core.actions import Action
+from orchestrator.policies import CapacityRules, LayoutRules
+
+RULES = RunRules(
+    run="r",
+    min_workers=2,
+    max_workers=4,
+    total_steps=1000,
+    layout=LayoutRules(dp_replicate=2),
+    capacity=CapacityRules(usd_per_hour=(1.0, 3.0)),
+)
+
+
+def _fold(state: RunState, *events: ev.Event) -> tuple[RunState, list[Action]]:
+    ordered: list[Action] = []
+    for event in events:
+        state, actions = step(state, event, rules=RULES)
+        ordered += actions
+    return state, ordered
+
+
+def _requests(actions: list[Action], alternative: int) -> list[int]:
+    return [
+        action.slot
+        for action in actions
+        if isinstance(action, act.RequestSlot) and action.alternative == alternative
+    ]
+
+
+def _train(state: RunState, at_s: float, workers: dict[str, str]) -> RunState:
+    """Have the workers be ready, form, and make a step."""
+    ready = [
+        ev.WorkerReady(at_s=at_s, worker=worker, node=node, pid=1)
+        for worker, node in workers.items()
+    ]
+    state, _ = _fold(state, *ready, ev.Ticked(at_s=at_s + 60.0))
+    number = state.attempt.number
+    formed = [
+        ev.WorkerFormed(at_s=at_s + 60.0, attempt=number, worker=worker) for worker in workers
+    ]
+    done = ev.StepCompleted(at_s=at_s + 61.0, attempt=number, step=1, step_s=1.0)
+    return _fold(state, *formed, done)[0]
+
+
+def _on_second_choice() -> RunState:
+    """Two workers train on what comes second; what comes first is refused."""
+    state, _ = _fold(
+        RunState(),
+        ev.ControllerStarted(at_s=0.0, incarnation=1),
+        ev.CapacityRefused(at_s=1.0, alternative=0, why="sold out"),
+        ev.SlotGranted(at_s=2.0, slot=5, node="dear"),
+        ev.SlotGranted(at_s=2.0, slot=6, node="dear"),
+    )
+    return _train(state, 3.0, {"w0001": "dear", "w0002": "dear"})
+
+
+def test_what_is_not_granted_in_time_is_asked_for_elsewhere_as_well() -> None:
+    """The first choice stays asked for: nothing else shows that it is back."""
+    state, actions = _fold(RunState(), ev.ControllerStarted(at_s=0.0, incarnation=1))
+    assert _requests(actions, 0) == [1, 2, 3, 4]
+
+    state, actions = _fold(state, ev.Ticked(at_s=179.0))
+    assert actions == []
+    state, actions = _fold(state, ev.Ticked(at_s=180.0))
+    assert actions[0] == act.NoteRefused(
+        alternative=0, num_slots=4, why="nothing was granted for 180 s"
+    )
+    assert len(_requests(actions, 1)) == 4
+    (first, second) = describe(state)["capacity"]
+    assert (first["refused"], first["refused_s"], second["refused"]) == (4, 180.0, 0)
+
+
+def test_a_refusal_is_believed_at_once_and_a_grant_takes_it_back() -> None:
+    """Whoever gives one machine may give more: what comes second is given up again."""
+    state, _ = _fold(RunState(), ev.ControllerStarted(at_s=0.0, incarnation=1))
+    refused = ev.CapacityRefused(at_s=1.0, alternative=0, why="sold out")
+    state, actions = _fold(state, refused)
+    assert len(_requests(actions, 1)) == 4
+    assert _fold(state, refused)[1] == []
+
+    state, actions = _fold(state, ev.SlotGranted(at_s=2.0, slot=1, node="cheap"))
+    given_up = [action.slot for action in actions if isinstance(action, act.ReleaseSlot)]
+    assert len(given_up) == 4
+    assert [row["asked"] for row in describe(state)["capacity"]] == [4, 0]
+
+
+def test_workers_move_back_in_numbers_that_a_layout_can_use() -> None:
+    """One worker of the first choice replaces one of the second; nobody is left without a copy."""
+    state = _on_second_choice()
+    assert state.attempt.layout is not None
+    assert state.attempt.layout.world_size == 2
+
+    state, actions = _fold(
+        state,
+        ev.SlotGranted(at_s=100.0, slot=1, node="cheap"),
+        ev.WorkerReady(at_s=110.0, worker="w0003", node="cheap", pid=3),
+        ev.Ticked(at_s=120.0),
+    )
+    assert any(isinstance(action, act.YieldAttempt) for action in actions)
+    left = [
+        ev.WorkerLeft(at_s=121.0, attempt=1, worker=w, how="yielded", step=9, detail="")
+        for w in ("w0001", "w0002")
+    ]
+    state, actions = _fold(state, *left)
+    (incident,) = [each for each in actions if isinstance(each, act.ReportIncident)]
+    (started,) = [each for each in actions if isinstance(each, act.StartAttempt)]
+    assert incident.incident == "move"
+    assert {worker for worker, _, _ in started.members} == {"w0001", "w0003"}
+    assert started.resume_step == 9
+
+    formed = [ev.WorkerFormed(at_s=122.0, attempt=2, worker=w) for w in ("w0001", "w0003")]
+    done = ev.StepCompleted(at_s=123.0, attempt=2, step=10, step_s=1.0)
+    state, actions = _fold(state, *formed, done)
+    # Four are wanted, so what comes second is kept beside it.
+    assert not [each for each in actions if isinstance(each, act.ReleaseSlot)]
+
+
+def test_nobody_moves_for_what_is_not_better() -> None:
+    """A pause for nothing, again and again, would be all that comes of it."""
+    state = _on_second_choice()
+    state, actions = _fold(
+        state,
+        ev.SlotGranted(at_s=100.0, slot=7, node="dear2"),
+        ev.WorkerReady(at_s=110.0, worker="w0003", node="dear2", pid=3),
+        ev.Ticked(at_s=200.0),
+    )
+    assert not [each for each in actions if isinstance(each, act.YieldAttempt)]
+
+
+def test_requests_that_are_renewed_wait_since_they_were_first_made() -> None:
+    """A node that is to be avoided must not put off the second choice for ever."""
+    state, _ = _fold(
+        RunState(),
+        ev.ControllerStarted(at_s=0.0, incarnation=1),
+        ev.NodeJoined(at_s=100.0, node="a"),
+        ev.NodeDraining(at_s=100.0, node="a", deadline_s=900.0),
+    )
+    (first,) = describe(state)["capacity"]
+    assert (first["asked"], first["since_s"]) == (4, 0.0)
+    assert _requests(_fold(state, ev.Ticked(at_s=180.0))[1], 1)
