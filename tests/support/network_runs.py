@@ -157,11 +157,15 @@ class NetworkRun:
 
         return self.wait(f"{steps} steps of {workers} workers", last)
 
+    def nodes(self) -> list[str]:
+        """Return Ray's id of the node of each rank of the newest attempt."""
+        started = [record for record in self.journal() if record["kind"] == "StartAttempt"]
+        return [node for _, node, _ in started[-1]["members"]]
+
     def ranks(self) -> list[int]:
         """Return the machine of each rank of the newest attempt."""
         nodes = self.cluster.nodes()
-        started = [record for record in self.journal() if record["kind"] == "StartAttempt"]
-        return [nodes[node] for _, node, _ in started[-1]["members"]]
+        return [nodes[node] for node in self.nodes()]
 
     def outcome(self, fault_s: float, attempt: int, timeout_s: float = _ACT_S_MAX) -> Outcome:
         """Wait for the first step of an attempt after ``attempt``; return what came of a fault.
