@@ -57,6 +57,8 @@ def step_completed(transition: Transition, event: StepCompleted) -> None:
     if event.stored > run.stored:
         # It says which version the run may not fall behind, and is read before one is loaded.
         run.stored, run.reads.stored_from = event.stored, run.reads.num + 1
+        if run.phase in ACTIVE:
+            fleet.end_needless_keepers(transition)
     if run.phase is Phase.FORMING:
         _run(transition)
     if not run.attempt.stepped:

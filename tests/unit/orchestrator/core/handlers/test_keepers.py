@@ -64,7 +64,7 @@ def test_a_keeper_of_an_earlier_controller_is_ended_if_the_node_is_not_used() ->
         ev.NodeJoined(at_s=61.0, node="c"),
         ev.KeeperReady(at_s=61.5, node="c"),
     )
-    commit = ev.CheckpointCommitted(at_s=62.0, attempt=state.attempt.number, step=1)
+    commit = ev.StepCompleted(at_s=62.0, attempt=state.attempt.number, step=2, step_s=1.0, stored=1)
     state, actions = _fold(state, commit)
     assert actions == [act.EndKeeper(node="c")]
 
