@@ -108,7 +108,8 @@ class Monitor:
         lead_s = rules.bounds.drain_lead_s
         for _, node, _ in action.members:
             late_s = world.now_s - self.taken_by_s.get(node, inf)
-            require(not -lead_s <= late_s < lead_s, "L3", f"{node} is taken as {number} begins")
+            is_taken = -lead_s <= late_s < lead_s - 1e-9
+            require(not is_taken, "L3", f"{node} is taken as {number} begins")
         if self.starts:
             old = world.attempts[self.attempt].members
             self.cut_off[self.attempt] = all(name in self.kill_ordered for name in old)
@@ -218,7 +219,8 @@ class Monitor:
 
     def _check_unreached(self, names: tuple[str, ...]) -> None:
         for name in names:
-            known = name in self.unlinked | self.lost_nodes
+            # Who does not reach a lost node has a lost link, until the node is known to be lost.
+            known = name in self.unlinked or bool(self.lost_nodes)
             require(known, "S5", f"memory of {name} is left out")
 
     def _check_resume(self, world: World, action: StartAttempt) -> None:

@@ -372,7 +372,8 @@ def lose_head(cluster: SimCluster, rng: Random) -> None:
     attempt = cluster.attempts.get(cluster.monitor.attempt)
     for worker in cluster.workers.values():
         worker.alive = False
-    if attempt is not None and attempt.formed:
+    # Who was fenced waits for an attempt that nobody will start.
+    if attempt is not None and cluster.present(attempt) is not None and attempt.formed:
         Orphans(cluster, attempt, rng).train_on()
     cluster.at(0.1 + 4 * rng.random(), _begin_life, cluster)
 
