@@ -65,8 +65,9 @@ def pause(cluster: SimCluster) -> None:
 def misjudge(cluster: SimCluster) -> None:
     """Detection is wrong: it calls an attempt hung that is well, and may name a member."""
     newest = cluster.attempts.get(cluster.monitor.attempt)
-    if newest is None or newest.step == newest.begun_step:
-        # Three in a row without a step between end a run, and would have a cause.
+    landed = (*cluster.storage.commits, *cluster.memory.landed_s)
+    if newest is None or not any(attempt == newest.number for _, attempt in landed):
+        # Three in a row without a commit between end a run, and would have a cause.
         return
     worker = cluster.workers.get(cluster.rng.choice(newest.members))
     guilty: tuple[str, ...] = ()

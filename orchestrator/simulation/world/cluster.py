@@ -578,6 +578,9 @@ class SimCluster(World):
                     self.find(ev.KeeperReady, node=node.name)
                 if node.draining_until_s is not None:
                     self.at(0.01 + self.wire_s(), self.read_notice, node)
+            elif not node.alive:
+                # It may have gone while no controller looked.
+                self.post(ev.NodeLost, node=node.name, cause="died")
 
     def read_notice(self, node: SimNode) -> None:
         """Let the controller read the notice of a node, as it is then."""
