@@ -250,7 +250,7 @@ BUGS = {
         compaction, "behind", _take_it_for_the_end, ("L1",)
     ),
     "does not protect snapshots": Bug(
-        protection, "plan", _protect_nothing, ("L3",), first_seed=500
+        protection, "plan", _protect_nothing, ("L3",), single=faults.lose_node
     ),
     "leaves open how to protect snapshots": Bug(
         machine._HANDLERS, ev.MemoryMeasured, _never_look, ("L3",), single=faults.lose_node
@@ -258,7 +258,6 @@ BUGS = {
     "lets a keeper be silent": Bug(
         machine._HANDLERS, ev.KeeperSilent, _never_look, ("L2",), single=faults.stop_keeper
     ),
-    "does not ask for another alternative": Bug(demand, "_refuse", _never_look, ("L1",)),
     "takes lost links for whole": Bug(links, "apart", _no_pairs, ("L1",)),
     "does not look for lost links": Bug(searching, "begin", _never_look, ("L1",)),
     "never probes a lost link again": Bug(link_events, "ask", _never_look, ("L1",)),
