@@ -82,6 +82,8 @@ class RunView:
         self._is_known = True
         if self._said.pop("controller", None):
             self.say("the controller is back in charge")
+        for (machine, notice), line in _notices(status).items():
+            self._say(machine, line, key=notice)
         self._progress.update(self._task, completed=status["step"], facts=_facts(status))
         cause = status["cause"]
         if cause is not None:
@@ -290,6 +292,7 @@ def _details(status: Mapping[str, Any]) -> Iterator[str]:
     if redundancy["step"]:
         losses = redundancy["node_losses_survived"]
         yield f"in memory: step {redundancy['step']}, survives the loss of {_nodes(losses)}"
+    yield from map("notice: {}".format, _notices(status).values())
     yield f"in storage: {_stored(redundancy)}"
     if redundancy["reason"]:
         yield f"redundancy: {redundancy['reason']}"
@@ -322,6 +325,24 @@ def _cost(cost: Mapping[str, Any]) -> str:
     rate = f", {cost['usd_per_hour']:.2f} an hour" if cost["usd_per_hour"] else ""
     per_token = "" if tokens is None else f", {tokens:.4g} per million tokens"
     return f"{cost['usd']:.2f} dollars{rate}{per_token}"
+
+
+def _notices(status: Mapping[str, Any]) -> dict[tuple[str, str], str]:
+    """Return a line about each machine that its provider takes, by the machine and who says so."""
+    taken: list[tuple[str, str, int | None]] = [
+        (f"node {node['node'][:_NODE_CHARS]}", node["notice"], node["taken_in_s"])
+        for node in status["nodes"]
+        # The journal of a controller that is down does not say who said it.
+        if node["state"] == "draining" and "notice" in node
+    ]
+    if status.get("controller_notice"):
+        taken.append(("the controller's machine", status["controller_notice"], None))
+    return {
+        (machine, notice): (
+            f"{machine} goes{'' if left_s is None else f' in {max(0, left_s)} s'} ({notice})"
+        )
+        for machine, notice, left_s in taken
+    }
 
 
 def _stored(redundancy: Mapping[str, Any]) -> str:

@@ -165,6 +165,8 @@ def _taken(run: NetworkRun, victim: int, told_s: float, attempt: int) -> dict[st
     after = run.lines()[-1]
     run.wait("ten more steps", lambda: run.lines()[-1]["step"] >= after["step"] + 10 or None)
     unmoved = run.lines()[-1]["attempt"] == after["attempt"]
+    # The next machine at its address is another one.
+    run.announce(victim, None)
     back_s = time.time()
     run.cluster.boot(victim)
     return {
@@ -183,7 +185,6 @@ def notice(scene: Scene) -> dict[str, Any]:
             told_s = time.time()
             run.announce(victim, told_s + NOTICE_S)
             found.append(_taken(run, victim, told_s, line["attempt"]))
-            run.announce(victim, None)
             _say(json.dumps(found[-1]))
     return _together(found)
 

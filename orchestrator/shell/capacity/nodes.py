@@ -80,7 +80,8 @@ class NodeView:
         raylet_address: Where its raylet listens.
         rack: What it fails together with; "" if nothing is known.
         state: alive, draining or lost.
-        notice: What was said last of its end; "" if nothing was.
+        notice: Who says that it goes; "" if nobody does.
+        taken_s: When it goes, on the run's clock; infinity if nobody says when.
         raylet_pid: Process id of the raylet; 0 before the keeper said it.
         keeper_pid: Likewise of the keeper, and while it is being started again.
         lost_s: When it was declared lost, on the run's clock.
@@ -103,6 +104,7 @@ class NodeView:
     rack: str = ""
     state: str = "alive"
     notice: str = ""
+    taken_s: float = math.inf
     raylet_pid: int = 0
     keeper_pid: int = 0
     lost_s: float = 0.0
@@ -447,6 +449,7 @@ class Nodes:
         is_news = now.by_s != was.by_s
         if view is not None:
             view.state, view.notice = "draining" if known else "alive", now.what
+            view.taken_s = now.by_s if now.by_s - at_s < FAR_S else math.inf
             if is_news:
                 said = NodeDraining(at_s=at_s, node=node, deadline_s=now.by_s, notice=now.what)
                 self._post(said)

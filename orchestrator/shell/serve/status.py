@@ -59,6 +59,7 @@ def status_document(
                 "keeper_pid": view.keeper_pid or None,
                 "state": view.state,
                 "notice": view.notice,
+                "taken_in_s": round(view.taken_s - at_s) if math.isfinite(view.taken_s) else None,
                 "slots": known.get(view.node, {}).get("slots", []),
             }
             for view in nodes.values()

@@ -74,6 +74,7 @@ def test_what_a_library_says_in_brackets_is_printed_as_it_is() -> None:
         "loss": None,
         "workers": [],
         "phase": "fencing",
+        "nodes": [],
         "cause": {"kind": "peer_lost", "guilty": [], "evidence": evidence, "at_s": 1.0},
     }
     with RunView(Console(file=output, width=200), title="a run", total_steps=5) as view:
@@ -95,6 +96,7 @@ def test_a_version_that_was_passed_over_is_named_once() -> None:
         "attempt": 2,
         "layout": "1 worker",
         "loaded": {},
+        "nodes": [],
         "passed_over": ["step-00000004: manifest.json is cut short"],
     }
     with RunView(Console(file=output, width=200), title="a run", total_steps=5) as view:
@@ -112,6 +114,7 @@ def test_a_controller_that_was_never_heard_is_not_said_to_have_gone() -> None:
         "loss": None,
         "workers": [],
         "phase": "waiting",
+        "nodes": [],
         "cause": None,
     }
     with RunView(Console(file=output, width=200), title="a run", total_steps=5) as view:

@@ -123,6 +123,21 @@ def test_what_is_safe_and_what_is_wrong_has_a_line_each() -> None:
     ]
 
 
+def test_a_machine_that_is_taken_has_a_line() -> None:
+    """Whoever looks wants to know why there will soon be fewer workers, and how soon."""
+    (node,) = _status()["nodes"]
+    said = {"state": "draining", "notice": "aws: spot instance, stop"}
+    other = {**node, "node": "0" * 56}
+    when = [{**node, **said, "taken_in_s": 95}, {**other, **said, "taken_in_s": None}]
+    lines = _lines(_status(nodes=[node, *when], controller_notice="gcp: preempted"))
+
+    assert [line for line in lines if line.startswith("notice")] == [
+        "notice: node f6a90903 goes in 95 s (aws: spot instance, stop)",
+        "notice: node 00000000 goes (aws: spot instance, stop)",
+        "notice: the controller's machine goes (gcp: preempted)",
+    ]
+
+
 def test_what_a_recovery_waits_for_is_told() -> None:
     """It may be for hours, with all nodes in good health."""
     status = _status(phase="reading", waits_for="checkpoints/: storage does not answer")
