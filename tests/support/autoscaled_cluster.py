@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 import json
 import os
+import secrets
 import shutil
 import signal
 import socket
@@ -72,6 +73,10 @@ class NodeProvider(FakeMultiNodeProvider):
             note = folder / f".{node_id}"
             note.write_text(json.dumps({"type": kind, "pids": pids}))
             note.rename(folder / f"{node_id}.node")
+
+    def _next_hex_node_id(self) -> str:
+        """Return an id as Ray makes them: what we keep of a node is named by its beginning."""
+        return secrets.token_hex(len(_HEAD_ID) // 2)
 
     def _started(self, node_id: str) -> Any:
         return self._nodes[node_id]["node"]

@@ -93,6 +93,13 @@ def test_what_is_sold_out_is_replaced_until_it_returns(tmp_path: Path) -> None:
         "capacity=[{spot: true, usd_per_hour: 0.4}, {zone: mars}, {spot: false, usd_per_hour: 1.2}]"
     )
     with AutoscaledCluster(types) as cluster:
+        words = ["everstep", "doctor", "local/small", f"cluster.address={cluster.address}"]
+        found = tmp_path / "doctor.log"
+        doctor = cluster.start(HEAD, [*words, f"run.directory={tmp_path}/run", wanted], found)
+        assert doctor.wait() != 0
+        assert "fail  capacity.1: no node has CPU 1" in found.read_text()
+        assert found.read_text().count("capacity.") == 2  # and what to do
+
         cluster.sell_out("spot")
         run = _begin(cluster, tmp_path / "run", "workers.max=2", wanted)
         run.settle(workers=2)
