@@ -6,7 +6,7 @@ import random
 from dataclasses import replace
 from unittest.mock import patch
 
-from hypothesis import given
+from hypothesis import assume, given
 from hypothesis import strategies as st
 
 from tests.support.checkpoints import ROOT, State, random_sharding, random_state, save
@@ -58,6 +58,8 @@ def test_everything_survives_torch_dcp(seed: int, *, flat: bool, chunk_bytes: in
     store = MemoryStore()
     source = _saved(random_state(rng), rng, store)
     names = sorted({key.fqn for key in source.state_map.entries})
+    # A folder of torch's without a tensor is refused by name.
+    assume(names)
     half = len(names) // 2
     # Flattened, a group is known by the values that its parameters share.
     groups = [
