@@ -260,6 +260,8 @@ def test_a_damaged_parity_is_never_loaded(tmp_path: Path, where: str) -> None:
     with ExitStack() as stack:
         replicas = _taken(tmp_path, stack, steps=2)
         arena = replicas[0].arena(parity=True)
+        # The newest, and not the one before it, which must stay whole.
+        assert eventually(lambda: arena.versions()[-1].step == 2)
         held = arena.versions()[-1]
         record = read_record(LocalPart(arena, held))
         lost = replicas[0].group[0]
