@@ -118,7 +118,7 @@ def _consider_move(transition: Transition) -> None:
     best = formation.best_workers(transition)
     newcomers = [worker for worker in best if worker not in members]
     leaving = [worker for worker in members if worker not in best]
-    if not newcomers or len(best) < len(members):
+    if not newcomers or not leaving or len(best) < len(members):
         return
     before, after = (
         max(fleet.alternative_of(transition, worker) for worker in workers)
