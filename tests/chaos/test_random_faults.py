@@ -5,7 +5,6 @@ Judged from what the run wrote (metrics and the data order), not from internals.
 
 from __future__ import annotations
 
-import json
 import os
 import random
 import signal
@@ -20,6 +19,7 @@ from orchestrator.config import RunConfig, demo_config
 from orchestrator.driver.faults import kill_keeper_of, kill_node_of, signal_rank, wait_for
 from orchestrator.driver.launch import Launched
 from orchestrator.shell import HostedCluster, connect_ray
+from tests.support.attempts import curve
 from tests.support.history import read_history
 
 pytestmark = pytest.mark.timeout(1500)
@@ -149,13 +149,6 @@ def test_a_script_keeps_its_own_state_through_ten_faults(
         run = Launched(config, cluster)
         faults = _torment(run, cluster, seed=7, count=10) if name == "rough" else []
         digest = _finish(run)["weights_digest"]
-        ends.append((digest, _curve(Path(config.run.directory))))
+        ends.append((digest, curve(Path(config.run.directory))))
 
     assert ends[0] == ends[1], faults
-
-
-def _curve(directory: Path) -> dict[int, tuple[float, float]]:
-    """Return loss and learning rate of every step, as it counted in the end."""
-    text = (directory / "metrics/rank0.jsonl").read_text()
-    lines = [json.loads(line) for line in text.splitlines()]
-    return {line["step"]: (line["loss"], line["lr"]) for line in lines}

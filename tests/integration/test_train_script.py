@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.support.attempts import newest, wait_for_steps
+from tests.support.attempts import curve, newest, wait_for_steps
 from tests.support.trainers import Run
 from workers.protocol import Completed, Raised
 from workers.settings import CheckpointSettings, Settings, TrainSettings
@@ -100,11 +100,6 @@ def test_registered_state_goes_with_the_run_to_other_workers(
         checkpoint=CheckpointSettings(every_steps=1, keep=0),
     )
 
-    def rates(directory: Path) -> dict[int, float]:
-        text = (directory / "metrics/rank0.jsonl").read_text()
-        lines = [json.loads(line) for line in text.splitlines() if line.endswith("}")]
-        return {line["step"]: line["lr"] for line in lines}
-
     for name in ("undisturbed", "disturbed"):
         (tmp_path / name).mkdir()
     with Run(tmp_path / "undisturbed") as run:
@@ -125,7 +120,7 @@ def test_registered_state_goes_with_the_run_to_other_workers(
         members[0].left()
         run.train(settings, num_workers=1, members=(2,), resume=newest(run))
 
-    assert rates(tmp_path / "disturbed") == rates(tmp_path / "undisturbed")
+    assert curve(tmp_path / "disturbed") == curve(tmp_path / "undisturbed")
     assert sorted(set(_averages(capfd))) == expected
     results = [json.loads((tmp_path / name / "result.json").read_text())["weights_digest"]
                for name in ("undisturbed", "disturbed")]  # fmt: skip

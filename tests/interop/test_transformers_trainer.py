@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 
-from tests.support.attempts import newest, wait_for_steps
+from tests.support.attempts import curve, newest, wait_for_steps
 from tests.support.trainers import Run
 from workers.errors import TaskError
 from workers.settings import CheckpointSettings, Settings, TrainSettings
@@ -68,11 +67,6 @@ def test_workers_may_change_in_the_middle(tmp_path: Path) -> None:
         train=TrainSettings(steps=STEPS, global_batch=8, micro_batch=2, deterministic=True),
         checkpoint=CheckpointSettings(every_steps=1, keep=0),
     )
-
-    def curve(directory: Path) -> dict[int, tuple[float, float]]:
-        text = (directory / "metrics/rank0.jsonl").read_text()
-        lines = [json.loads(line) for line in text.splitlines() if line.endswith("}")]
-        return {line["step"]: (line["loss"], line["lr"]) for line in lines}
 
     for name in ("undisturbed", "disturbed"):
         (tmp_path / name).mkdir()

@@ -63,6 +63,13 @@ def lines(run: Run, name: str = "metrics/rank0.jsonl") -> list[dict[str, Any]]:
     return [json.loads(line) for line in text.splitlines() if line.endswith("}")]
 
 
+def curve(directory: Path) -> dict[int, tuple[float, float]]:
+    """Return loss and learning rate of every step of a run, as it counted in the end."""
+    text = (directory / "metrics/rank0.jsonl").read_text()
+    found = [json.loads(line) for line in text.splitlines() if line.endswith("}")]
+    return {line["step"]: (line["loss"], line["lr"]) for line in found}
+
+
 def result(run: Run) -> dict[str, Any]:
     document: dict[str, Any] = json.loads((run.directory / "result.json").read_text())
     return document
