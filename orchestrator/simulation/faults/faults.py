@@ -129,6 +129,8 @@ def heal_node(cluster: SimCluster, node: SimNode) -> None:
     cluster.memory.lose_node(node.name)
     node.cut_off = False
     node.keeper_back_s = min(node.keeper_back_s, cluster.now_s)
+    # A controller that was away meanwhile has not missed it: Ray says what went.
+    cluster.find(ev.NodeLost, node=node.name, cause="Ray declared it dead")
     cluster.post(ev.NodeJoined, node=node.name, rack=node.rack)
     cluster.place()
 
