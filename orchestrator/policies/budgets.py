@@ -42,7 +42,7 @@ class BudgetRules:
         infrastructure_max: Most infrastructure faults in a window.
         preemption_max: Most preemptions in a window.
         user_max: Most single-rank user errors in a window.
-        undecided_max: Most hangs in a row, without a step between, that nobody could explain.
+        undecided_max: Most hangs in a row after one and the same step that nobody could explain.
         stuck_max: Most failed attempts in a row without one new committed step.
     """
 
@@ -106,7 +106,7 @@ def overspent(
             )
     if num_undecided > rules.undecided_max:
         return (
-            f"{num_undecided} hangs in a row without progress, and it is undecided "
+            f"{num_undecided} hangs in a row after the same step, and it is undecided "
             "which worker causes them"
         )
     if num_stuck > rules.stuck_max:

@@ -431,7 +431,11 @@ def _charge(transition: Transition) -> str:
     if run.attempt.stepped and fault_class is not FaultClass.UNDECIDED:
         run.num_undecided = 0
     elif fault_class is FaultClass.UNDECIDED and searching.is_program(transition):
-        run.num_undecided = 1 if progressed else run.num_undecided + 1
+        # A program hangs where it hung before; a network that flaps does so anywhere.
+        step = max(run.attempt.step, run.attempt.left_step)
+        is_again = step == run.undecided_step and not progressed
+        run.num_undecided = run.num_undecided + 1 if is_again else 1
+        run.undecided_step = step
     problem = budgets.overspent(
         run.faults,
         num_stuck=run.num_stuck,

@@ -89,7 +89,8 @@ class MutableRunState(Part):
         raised_before: Errors of earlier attempts, the newest last.
         faults: Charged to the budgets, within the window.
         num_stuck: Failed attempts in a row without a new committed step.
-        num_undecided: Undecided hangs in a row without a step between.
+        num_undecided: Undecided hangs in a row after one and the same step.
+        undecided_step: The last step before them; -1 without one.
         cause: Why the last attempt ended or is ending; None before.
         also: Faults that were found while it ended and that the cause does not explain.
         stop_reason: Why the user wants the run to stop; "" if not.
@@ -130,6 +131,7 @@ class MutableRunState(Part):
     faults: tuple[Fault, ...] = ()
     num_stuck: int = 0
     num_undecided: int = 0
+    undecided_step: int = -1
     cause: Cause | None = None
     also: tuple[Cause, ...] = ()
     stop_reason: str = ""

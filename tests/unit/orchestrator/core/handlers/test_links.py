@@ -1,5 +1,7 @@
 from itertools import combinations
 
+import pytest
+
 from orchestrator.core import (
     Action,
     FenceAttempt,
@@ -187,6 +189,22 @@ def test_no_number_of_lost_links_ends_a_run() -> None:
 
     assert run.state.num_stuck == run.state.num_undecided == 0
     assert not run.state.faults
+
+
+@pytest.mark.parametrize("same", [True, False])
+def test_a_program_hangs_after_the_same_step_and_a_network_after_any(*, same: bool) -> None:
+    """A link may flap so fast that it is whole whenever it is looked at."""
+    run = _Run()
+    for number in range(6):
+        for _ in range(1 if same else 1 + number % 2):
+            run.train(commits=False)
+        run.hang()
+        if run.state.phase is Phase.FAILED:
+            break
+        while run.state.phase is not Phase.FORMING:
+            run.wait(next_deadline_s(run.state))
+
+    assert (run.state.outcome, number) == (("failed", 2) if same else ("", 5))
 
 
 def test_a_group_that_does_not_form_is_looked_at_and_left_alone_if_all_reach_each_other() -> None:
