@@ -51,9 +51,7 @@ def train_language_model(session: Session) -> None:
 
     train = settings.train
     for step in session.steps(texts.train.num_samples, data_digest=texts.digest):
-        for samples in step.micro_batches():
-            step.backward(*loss_on(texts.train, samples))
-        step.apply()
+        session.train_step(lambda samples: loss_on(texts.train, samples))
         due = train.validation_every and step.number % train.validation_every == 0
         if due and step.number < train.steps:
             validate()

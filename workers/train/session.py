@@ -120,6 +120,7 @@ class Session:
         self._reduction = Reduction()
         self._restored: dict[str, Any] = {}
         self._has_begun = False
+        self._current: Step | None = None
         self._batches: Generator[Any] | None = None
         self._loss = self._validation_loss = math.nan
         self._timeout_s = self.settings.parallel.collective_timeout_s
@@ -251,7 +252,7 @@ class Session:
         return stateful
 
     def steps(self, data: int | DataLoader, *, data_digest: str = "") -> Iterator[Step]:
-        """Yield the remaining steps, one at a time; call ``apply`` on each.
+        """Yield the remaining steps, one at a time; call ``train_step`` in each.
 
         Between two steps the session saves, reports, and leaves if it was asked to.
 
@@ -302,7 +303,7 @@ class Session:
             begun_s += self._boundary.completed(step, step_s, sharded, extra)
 
         while self.step < train.steps:
-            step = Step(
+            self._current = step = Step(
                 self.step + 1,
                 samples=samples,
                 quota=plan,
@@ -316,6 +317,26 @@ class Session:
             self._end(step, complete)
         if took_steps:
             self._boundary.commit(self.step)
+
+    def train_step(self, loss_of: Callable[[Any], Tensor | tuple[Tensor, int]]) -> Step:
+        """Do the current step of ``steps``, and return it: its ``loss`` is known now.
+
+        It computes the micro-batches of this worker, reduces gradients over workers, clips them
+        and updates the weights. The open loop over ``step.micro_batches()``, with
+        ``step.backward`` and ``step.apply``, does the same.
+
+        Args:
+            loss_of: Returns the mean loss of a micro-batch, a scalar with its graph; or that and
+                the number of tokens in the mean, its weight in the global batch, if micro-batches
+                have different ones.
+
+        Raises:
+            TaskError: There is no step, it has begun, or ``loss_of`` returned something else.
+        """
+        if self._current is None:
+            raise TaskError("session.train_step: call it in `for step in session.steps(...)`")
+        self._current.train(loss_of)
+        return self._current
 
     def evaluate(
         self, loss_of: Callable[[NDArray[Any]], tuple[Tensor, int]], num_samples: int
@@ -381,7 +402,7 @@ class Session:
 
     def close(self) -> bool:
         """Release the model and end writing; return whether all memory is free again."""
-        self._model = self._build = self._initialise = self._sharded = None
+        self._model = self._build = self._initialise = self._sharded = self._current = None
         if self._batches is not None:
             self._batches.close()
         self._shards = ()

@@ -14,10 +14,9 @@ under everstep with ``run.script: train.py`` in the configuration::
         model = session.model(build_model)
         session.optimizer(lambda parameters: torch.optim.AdamW(parameters.values()))
         for step in session.steps(len(inputs)):
-            for samples in step.micro_batches():
-                loss = functional.cross_entropy(model(inputs[samples]), targets[samples])
-                step.backward(loss, tokens=len(samples))
-            step.apply()
+            session.train_step(
+                lambda samples: functional.cross_entropy(model(inputs[samples]), targets[samples])
+            )
             if session.rank == 0 and step.number % 50 == 0:
                 print(step.number, step.loss)
 
@@ -34,12 +33,15 @@ The contract:
 - ``session.model`` builds the model on the meta device and shards it over all workers.
   ``session.optimizer`` loads the newest safe state, from the memory of the nodes or from storage.
   ``session.steps`` continues from there and saves the state after every step.
-- A step takes the same samples for any number of workers. Give each loss its number of ``tokens``
-  (or samples): the mean over the global batch is then exact.
+- A step takes the same samples for any number of workers. ``session.train_step`` takes the mean
+  loss of one micro-batch. If micro-batches have different numbers of tokens, return ``(loss,
+  tokens)``: the mean over the global batch is then exact.
+- The open loop is the same step: iterate ``step.micro_batches()``, call ``step.backward(loss,
+  tokens)`` in each, then ``step.apply()``.
 - The settings decide the learning rate (warm-up and decay), not the optimizer's argument. An
   optimizer group may set ``lr_scale``, a factor on the learning rate. A scheduler of torch's takes
   over once it is registered: ``scheduler = session.register("lr", StepLR(optimizer, 100))``. Call
-  ``scheduler.step()`` after ``step.apply()``, as usual.
+  ``scheduler.step()`` after the step, as usual.
 - ``session.register(name, stateful)`` saves and loads anything small with ``state_dict`` and
   ``load_state_dict``. A step is then saved when the body of the loop has ended.
 - Every worker updates a part of each parameter, so an optimizer must treat every element alike. An
@@ -49,7 +51,7 @@ The contract:
 - Checkpoints hold parameters, optimizer state and what is registered, but no buffers. A model that
   changes a buffer in ``forward`` (running statistics, ``spectral_norm``) is refused, unless the
   buffer is registered with ``persistent=False``.
-- Only ``step.apply`` may change weights. A script that changes them elsewhere is refused at the
+- Only the step may change weights. A script that changes them elsewhere is refused at the
   next step, because no snapshot of the last step has the change. To change weights after every
   update (to clamp them, for example), use ``optimizer.register_step_post_hook``. Writes through
   ``.data`` are not noticed.

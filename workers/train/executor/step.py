@@ -43,7 +43,7 @@ class StepBoundary(Protocol):
 
 
 class Step:
-    """One step: iterate ``micro_batches``, call ``backward`` in each, then ``apply``.
+    """One step: ``train``, or iterate ``micro_batches``, call ``backward`` in each, then ``apply``.
 
     ``on_applied`` does the work of the boundary after it (report, save).
 
@@ -109,7 +109,9 @@ class Step:
             TaskError: A micro-batch was left without ``backward``, or it was called before.
         """
         if self._has_begun:
-            raise TaskError(f"step.micro_batches of step {self.number} was called twice")
+            raise TaskError(
+                f"step {self.number} was computed already: step.micro_batches was called twice"
+            )
         self._has_begun = True
         with keeping_host_numbers():
             yield from self._micro_batches()
@@ -150,6 +152,20 @@ class Step:
 
     def _is_open(self) -> bool:
         return self._pass is not None
+
+    def train(self, loss_of: Callable[[Any], Tensor | tuple[Tensor, int]]) -> None:
+        """Do the whole step: every micro-batch of this worker, then ``apply``.
+
+        Args:
+            loss_of: See ``Session.train_step``.
+
+        Raises:
+            TaskError: The step has begun already, or ``loss_of`` returned something else.
+        """
+        for batch in self.micro_batches():
+            loss, tokens = _loss_and_tokens(loss_of(batch), self._train.micro_batch)
+            self.backward(loss, tokens)
+        self.apply()
 
     def backward(self, loss: Tensor, tokens: int) -> None:
         """Add the gradient of a micro-batch.
@@ -240,3 +256,16 @@ class Step:
         for shard in sharded.shards:
             shard.parameter.grad = None
         drop_gathered(sharded.model)
+
+
+def _loss_and_tokens(returned: Any, num_samples: int) -> tuple[Tensor, int]:
+    """Return what a script's function of the loss returned; without tokens, samples count."""
+    loss, tokens = returned if isinstance(returned, tuple) else (returned, num_samples)
+    if isinstance(loss, Tensor) and loss.numel() == 1 and isinstance(tokens, int):
+        return loss.reshape(()), tokens
+    kinds = ", ".join(type(one).__name__ for one in (loss, tokens))
+    shape = f" of shape {list(loss.shape)}" if isinstance(loss, Tensor) else ""
+    raise TaskError(
+        f"session.train_step: the function returned ({kinds}){shape}; return the mean loss of the "
+        "micro-batch, a scalar tensor, or (loss, number of tokens in the mean)"
+    )

@@ -6,6 +6,7 @@ import json
 import random
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -17,6 +18,7 @@ from torch.nn import functional
 from ucp_core.layout import ParallelLayout
 from ucp_core.storage import open_store
 from workers import collectives
+from workers.errors import TaskError
 from workers.protocol import Assignment, Completed, Outcome, PeerLost, Raised, SaveCosts
 from workers.records import ProgressRecord
 from workers.settings import CheckpointSettings, Settings, TrainSettings
@@ -331,3 +333,102 @@ def test_who_is_fenced_in_a_step_begins_no_further_micro_batch_of_it(
     outcome = make_attempts("fenced", numbered_after=numbered_after).train(train, steps=4)
     assert isinstance(outcome, PeerLost), "the orchestrator would have said that it is fenced"
     assert begun == [0]
+
+
+def uneven(inputs: Tensor) -> int:
+    """Return a number of tokens that differs between micro-batches."""
+    return 1 + int(inputs.abs().sum().item() * 3)
+
+
+def fit_open(session: Session, *, counts: bool) -> None:
+    """Train by the open loop, with a model whose dropout draws random numbers."""
+    model = session.model(lambda: nn.Sequential(nn.Linear(2, 2), nn.Dropout(0.5)))
+    session.optimizer(lambda parameters: torch.optim.SGD(parameters.values(), momentum=0.9))
+    for step in session.steps(len(INPUTS)):
+        for samples in step.micro_batches():
+            inputs = INPUTS[samples] + random.random() + np.random.rand()  # noqa: NPY002
+            loss = functional.mse_loss(model(inputs), inputs)
+            step.backward(loss, tokens=uneven(INPUTS[samples]) if counts else 2)
+        step.apply()
+
+
+def fit_closed(session: Session, *, counts: bool) -> None:
+    """Train in the same way by ``train_step``."""
+    model = session.model(lambda: nn.Sequential(nn.Linear(2, 2), nn.Dropout(0.5)))
+    session.optimizer(lambda parameters: torch.optim.SGD(parameters.values(), momentum=0.9))
+
+    def loss_of(samples: Any) -> Any:
+        inputs = INPUTS[samples] + random.random() + np.random.rand()  # noqa: NPY002
+        loss = functional.mse_loss(model(inputs), inputs)
+        return (loss, uneven(INPUTS[samples])) if counts else loss
+
+    for step in session.steps(len(INPUTS)):
+        done = session.train_step(loss_of)
+        assert done is step
+        assert done.is_applied
+
+
+@pytest.mark.parametrize("counts", [True, False], ids=["tokens", "samples"])
+def test_a_step_in_one_call_does_what_the_open_loop_does(
+    make_attempts: Callable[[str], Attempts], *, counts: bool
+) -> None:
+    """With other weights of micro-batches, or random numbers, it would be another training."""
+    opened, closed, other = (make_attempts(name) for name in ("open", "closed", "other"))
+    assert isinstance(
+        opened.train(lambda session: fit_open(session, counts=counts), steps=4), Completed
+    )
+    for steps, resume in ((2, (0, 0)), (4, (2, 1))):
+        outcome = closed.train(
+            lambda session: fit_closed(session, counts=counts), steps=steps, resume=resume
+        )
+        assert isinstance(outcome, Completed)
+    other.train(lambda session: fit_closed(session, counts=not counts), steps=4)
+
+    assert closed.weights_digest() == opened.weights_digest()
+    assert other.weights_digest() != opened.weights_digest()
+
+
+@pytest.mark.parametrize(
+    ("returned", "told"),
+    [
+        (lambda loss: loss.item(), "returned (float, int); return the mean loss"),
+        (lambda loss: loss.expand(2), "(Tensor, int) of shape [2]; return the mean loss"),
+        (lambda loss: (loss, loss), "returned (Tensor, Tensor)"),
+        (lambda _: None, "returned (NoneType, int)"),
+    ],
+)
+def test_what_is_no_loss_is_refused(
+    make_attempts: Callable[[str], Attempts], returned: Callable[[Tensor], Any], told: str
+) -> None:
+    """A sum over a vector would weigh samples in a way that nobody asked for."""
+
+    def train(session: Session) -> None:
+        model = session.model(Model)
+        session.optimizer(lambda parameters: torch.optim.SGD(parameters.values()))
+        for _ in session.steps(len(INPUTS)):
+            session.train_step(lambda samples: returned(model(INPUTS[samples]).sum()))
+
+    outcome = make_attempts("run").train(train, steps=1)
+    assert isinstance(outcome, Raised)
+    assert told in outcome.traceback
+
+
+def test_a_step_is_done_once_and_within_the_loop(make_attempts: Callable[[str], Attempts]) -> None:
+    told: list[str] = []
+
+    def train(session: Session) -> None:
+        model = session.model(Model)
+        session.optimizer(lambda parameters: torch.optim.SGD(parameters.values()))
+        for once in (True, False):
+            try:
+                if once:
+                    session.train_step(lambda samples: model(INPUTS[samples]).sum())
+                for _ in session.steps(len(INPUTS)):
+                    session.train_step(lambda samples: model(INPUTS[samples]).sum())
+                    session.train_step(lambda samples: model(INPUTS[samples]).sum())
+            except TaskError as error:
+                told.append(str(error))
+
+    make_attempts("run").train(train, steps=1)
+    assert "in `for step in session.steps(...)`" in told[0]
+    assert "step 1 was computed already" in told[1]
