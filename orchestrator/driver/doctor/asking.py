@@ -12,10 +12,10 @@ import resource
 import shutil
 import socket
 import uuid
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import ray
 from ray._private.state import available_resources_per_node
@@ -29,6 +29,7 @@ from orchestrator.driver.doctor.findings import (
     NodeFacts,
     NodeKind,
     diagnose,
+    port_taken,
     unserved,
 )
 from orchestrator.errors import CapacityError
@@ -39,6 +40,8 @@ from workers.keeper import FAILURES, sources_of
 from workers.process import copies_past_caches
 
 __all__ = ["examine"]
+
+T = TypeVar("T")
 
 #: Their versions must be equal on all machines. Of Python's, the first two numbers must.
 _PACKAGES = ("everstep", "ray", "torch")
@@ -80,9 +83,14 @@ def examine(
             run_url = config.run.directory if config is not None else ""
             nodes, silent = _ask_nodes(run_url, watched)
             if config is not None and config.capacity:
-                findings += unserved(config, there=_nodes_there(), types=_types_of_autoscaler())
+                types = _on_head(_types_here)
+                findings += unserved(config, there=_nodes_there(), types=types)
+            if config is not None and config.cluster.metrics_port:
+                findings += port_taken(config, _on_head(_why_no_port, config.cluster.metrics_port))
         finally:
             ray.shutdown()
+    elif config is not None:
+        findings += port_taken(config, _why_no_port(config.cluster.metrics_port))
     if silent:
         findings.append(
             Finding(
@@ -240,13 +248,20 @@ def _nodes_there() -> list[NodeKind]:
     ]
 
 
-def _types_of_autoscaler() -> list[NodeKind] | None:
-    """Return the types of node that the autoscaler on the head may bring; None if not known."""
-    on_head = ray.remote(_types_here).options(
-        num_cpus=0, resources={"node:__internal_head__": 0.001}
-    )
-    answer: list[NodeKind] | None = _answers({"head": on_head.remote()}).get("head")
+def _on_head(ask: Callable[..., T], *arguments: Any) -> T | None:
+    """Return the answer of a function that runs where the controller will; None without one."""
+    on_head = ray.remote(ask).options(num_cpus=0, resources={"node:__internal_head__": 0.001})
+    answer: T | None = _answers({"head": on_head.remote(*arguments)}).get("head")
     return answer
+
+
+def _why_no_port(port: int) -> str:
+    """Return why nothing can listen on a port of this machine, "" if it can; 0 is any port."""
+    try:
+        socket.create_server(("", port)).close()
+    except OSError as error:
+        return os.strerror(error.errno) if error.errno else str(error)
+    return ""
 
 
 def _types_here() -> list[NodeKind] | None:

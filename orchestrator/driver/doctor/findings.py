@@ -21,6 +21,7 @@ __all__ = [
     "NodeKind",
     "advice_lines",
     "diagnose",
+    "port_taken",
     "report",
     "unserved",
 ]
@@ -151,6 +152,27 @@ def unserved(
             Finding(level=level, about=f"capacity.{number}", message=message, advice=advice)
         )
     return findings
+
+
+def port_taken(config: RunConfig, why: str | None) -> list[Finding]:
+    """Return that the port for metrics is not to be had; nothing where it is, or nobody knows.
+
+    Args:
+        config: Of the run.
+        why: Nothing can listen there, on the controller's machine; "" if something can.
+    """
+    if not why:
+        return []
+    port = config.cluster.metrics_port
+    return [
+        Finding(
+            level=Level.WARN,
+            about="cluster.metrics_port",
+            message=f"port {port} of the controller's machine: {why}; the run would take a free "
+            "one, and who looks at this one would not see it",
+            advice=f"name another port; `ss -ltnp sport = :{port}` there says who has this one",
+        )
+    ]
 
 
 def diagnose(

@@ -7,6 +7,7 @@ import subprocess
 from pathlib import Path
 
 import pytest
+import yaml
 
 DASHBOARDS = Path(__file__).parents[3] / "dashboards"
 
@@ -31,3 +32,13 @@ def test_promtool_accepts(arguments: tuple[str, ...]) -> None:
     )
 
     assert done.returncode == 0, done.stdout + done.stderr
+
+
+def test_each_alert_is_made_to_fire() -> None:
+    """One that no test fires may be one that never does."""
+    rules = yaml.safe_load((DASHBOARDS / "rules.yml").read_text())["groups"][0]["rules"]
+    *_, last = yaml.safe_load((DASHBOARDS / "rules_test.yml").read_text())["tests"]
+    fired = [sample["labels"] for sample in last["promql_expr_test"][0]["exp_samples"]]
+
+    alerts = [rule["alert"] for rule in rules if "alert" in rule]
+    assert fired == [f'{{alertname="{alert}"}}' for alert in alerts]

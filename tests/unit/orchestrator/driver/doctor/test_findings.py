@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import socket
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -105,6 +106,24 @@ def test_the_command_finds_what_is_wrong_with_a_configuration(tmp_path: Path) ->
     assert not list(directory.iterdir())
     assert ill.exit_code == 1
     assert "fail  data.source: " in ill.stdout
+
+
+def test_the_command_finds_that_a_port_is_in_use(tmp_path: Path) -> None:
+    """The run takes another one without a word to whoever scrapes this one."""
+    path = tmp_path / "run.yaml"
+    path.write_text("run: {directory: runs/x}\nworkers: {max: 1}\n")
+    asked = ["doctor", str(path), f"run.directory={tmp_path}"]
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        port = taken.getsockname()[1]
+        found = CliRunner().invoke(app, [*asked, f"cluster.metrics_port={port}"])
+        free = CliRunner().invoke(app, asked)
+    again = CliRunner().invoke(app, [*asked, f"cluster.metrics_port={port}"])
+
+    assert f"warn  cluster.metrics_port: port {port} of" in found.stdout
+    assert "Address already in use" in found.stdout
+    assert f"sport = :{port}" in found.stdout
+    assert "metrics_port" not in free.stdout + again.stdout
+    assert found.exit_code == 0  # the run would work
 
 
 def test_the_command_asks_the_metadata_service_that_the_run_would_ask(tmp_path: Path) -> None:

@@ -2,16 +2,23 @@
 
 from __future__ import annotations
 
+import re
 import shutil
 import subprocess
+from pathlib import Path
 from typing import Any
 
 import pytest
+import yaml
 from prometheus_client import CollectorRegistry, generate_latest
 
 from orchestrator.core import RunStats
 from orchestrator.core.log.incident import Incident
 from orchestrator.shell.serve import RunCollector
+
+RULES = Path(__file__).parents[5] / "dashboards" / "rules.yml"
+#: A metric of ours, and of which phases.
+SELECTOR = re.compile(r'(everstep_\w+)(?:\{phase[=!~]+"([^"]*)"\})?')
 
 STATUS: dict[str, Any] = {
     "attempt": 2,
@@ -152,3 +159,18 @@ def test_names_and_types_are_as_prometheus_asks() -> None:
     )
 
     assert (checked.returncode, checked.stdout, checked.stderr) == (0, b"", b"")
+
+
+def test_no_rule_waits_for_what_nobody_tells() -> None:
+    """Prometheus finds nothing wrong with a rule on a metric that was renamed: it never fires."""
+    told: dict[str, set[str]] = {}
+    for metric in _registry().collect():
+        name = f"{metric.name}_total" if metric.type == "counter" else metric.name
+        told[name] = {sample.labels.get("phase", "") for sample in metric.samples}
+    rules = yaml.safe_load(RULES.read_text())["groups"][0]["rules"]
+    read = [found for rule in rules for found in SELECTOR.findall(rule["expr"])]
+
+    assert len(read) >= len(rules) - 1  # `up` is Prometheus's own
+    assert {name for name, _ in read} <= told.keys()
+    for name, phases in read:
+        assert set(filter(None, phases.split("|"))) <= told[name]
