@@ -31,7 +31,7 @@ QUICK: Final = {
     "bench_growth": "--recoveries 5",
     "bench_load": "--megabytes 64 --rounds 1",
     "bench_network": "--only join",
-    "bench_overhead": "--rounds 2 --seconds 2",
+    "bench_overhead": "--models tiny --rounds 2 --seconds 2",
     "bench_parity": "--mib 1 --repeat 1",
     "bench_planning": "--ranks 1",
     "bench_recomputation": "--megabytes 3 --rounds 1",

@@ -1,11 +1,19 @@
-"""What a failure-free run pays for being watched: recorder, heartbeats and control.
+"""What a failure-free run pays: for its session, and for being watched.
 
-    python -m tests.benchmarks overhead --rounds 120 --json
+    python -m tests.benchmarks overhead --only bare [--models tiny llama-10m 125m]
+    python -m tests.benchmarks overhead --only watched --rounds 120 --json
 
-Keepers and controller run and are stopped (SIGSTOP) for a second each, in turn, and the steps of
-both kinds of seconds are compared: workers wait for neither, so nothing else changes. The processor
-time of keepers and controller stands beside that of as many idle Ray actors, because a part of it
-is Ray's own.
+``bare`` trains the same model in turns by a session, by a plain loop of FSDP2 as a tutorial has it
+(a unit per layer, the optimizer over DTensors, the loss read after every step), and by a loop
+``alike``: plain too, but with the session's units and its reduction. All are in the same
+processes, which recorded groups and plain ones of gloo or NCCL connect. ``wall`` and
+``processor`` are ratios, pair by pair of blocks. Snapshots are off, and nobody watches.
+It takes a CUDA device per worker where there are any; ``--cuda`` skips where there is none.
+
+``watched``: keepers and controller run and are stopped (SIGSTOP) for a second each, in turn, and
+the steps of both kinds of seconds are compared: workers wait for neither, so nothing else changes.
+The processor time of keepers and controller stands beside that of as many idle Ray actors, because
+a part of it is Ray's own.
 What workers do to be watched (a record per collective, stores into the progress record) is counted
 per step and multiplied by its price, which is measured first. Snapshots are off; they have
 ``bench_snapshot_steps``.
@@ -21,21 +29,29 @@ import signal
 import statistics
 import tempfile
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, Final
 
 import ray
+import torch
 
 from orchestrator.shell import RunNames
+from tests.benchmarks.bare_loop import MICRO_BATCH, MODELS, WAYS, compare
 from tests.benchmarks.bench_recorder import measure_stores
 from tests.benchmarks.bench_recovery import Bench, running
 from tests.benchmarks.common import load_average, processor_s, spread
+from tests.benchmarks.steps import Job
 from workers.keeper import OPTIONS
 from workers.keeper.watch import NodeWatch
+from workers.models import PRESETS
 
 #: Shorter than any bound after which a silent node or controller would be missed.
 STRETCH_S = 1.0
+#: The goal: a step of a session, of a step of the bare loop.
+STEP_RATIO_MAX: Final = 1.03
+#: Rounds, and steps in a block, by the size of the model.
+BLOCKS: Final = {"tiny": (60, 15), "small": (40, 10), "10m": (15, 5), "125m": (5, 3)}
 
 
 class Idle:
@@ -144,24 +160,59 @@ def recording(bench: Bench) -> dict[str, Any]:
     }
 
 
+def bare(models: Sequence[str], workers: int, rounds: int) -> Iterator[dict[str, Any]]:
+    """Yield what a step of each model takes in a session, beside plain loops."""
+    for model in models:
+        num_rounds, block = BLOCKS[model.removeprefix("llama-")]
+        job = Job(
+            shape=PRESETS["tiny"],
+            workers=workers,
+            global_batch=2 * MICRO_BATCH * workers,
+            rounds=rounds or num_rounds,
+            block=block,
+            ways=WAYS,
+        )
+        with tempfile.TemporaryDirectory() as folder:
+            found = compare(job, model, Path(folder))
+        missed = found["session_of_bare"]["wall"]["median"] > STEP_RATIO_MAX
+        yield {"model": model, "workers": workers, **found, "missed": missed}
+
+
+def watched(rounds: int, seconds: float, nodes: int) -> dict[str, Any]:
+    """Return what it costs to be watched."""
+    settings = ["snapshot.every_steps=0", f"cluster.local_nodes={nodes}"]
+    with running(standby_per_node=0, more=settings) as bench:
+        watchers = watching(bench)
+        return {
+            "steps": compare_steps(bench, watchers, rounds),
+            "processor": processor_shares(bench, watchers, seconds),
+            "recorder": recording(bench),
+        }
+
+
 def main() -> None:
-    """Measure and print."""
+    """Measure and print, a JSON object a model and one for being watched."""
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--rounds", type=int, default=120)
+    parser.add_argument("--only", choices=("bare", "watched"))
+    parser.add_argument("--models", nargs="+", default=["tiny", "llama-small"], choices=MODELS)
+    parser.add_argument("--workers", type=int, default=2, help="of `bare`; one a CUDA device")
+    parser.add_argument("--cuda", action="store_true", help="skip `bare` without a CUDA device")
+    parser.add_argument("--rounds", type=int, default=0, help="default: by the model; 120")
     parser.add_argument("--seconds", type=float, default=30.0)
     parser.add_argument("--nodes", type=int, default=1, help="simulated nodes, a keeper on each")
     parser.add_argument("--json", action="store_true")
     arguments = parser.parse_args()
-    settings = ["snapshot.every_steps=0", f"cluster.local_nodes={arguments.nodes}"]
-    with running(standby_per_node=0, more=settings) as bench:
-        watchers = watching(bench)
-        result = {
-            "steps": compare_steps(bench, watchers, arguments.rounds),
-            "processor": processor_shares(bench, watchers, arguments.seconds),
-            "recorder": recording(bench),
-            "load": load_average(),
-        }
-    print(json.dumps(result, indent=None if arguments.json else 2))
+    indent = None if arguments.json else 2
+    if arguments.cuda and not torch.cuda.is_available():
+        print(json.dumps({"skipped": "no CUDA device: steps of a GPU cannot be measured"}))
+    elif arguments.only != "watched":
+        os.environ.setdefault("OMP_NUM_THREADS", "1")
+        workers = min(arguments.workers, torch.cuda.device_count() or arguments.workers)
+        for found in bare(arguments.models, workers, arguments.rounds):
+            print(json.dumps({**found, "load": load_average()}, indent=indent), flush=True)
+    if arguments.only != "bare":
+        result = watched(arguments.rounds or 120, arguments.seconds, arguments.nodes)
+        print(json.dumps({**result, "load": load_average()}, indent=indent))
 
 
 if __name__ == "__main__":

@@ -1,0 +1,245 @@
+"""The peer of a session's step: the same model in a plain loop of FSDP2, in the same processes."""
+
+from __future__ import annotations
+
+import functools
+import itertools
+import statistics
+import warnings
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Final, Protocol
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.fsdp import fully_shard
+
+from tests.benchmarks.common import paired
+from tests.benchmarks.steps import Job, Meter, batch
+from tests.support.ranks import Place, running
+from ucp_core.layout import ParallelLayout
+from ucp_core.storage import open_store
+from workers.models import PRESETS, Decoder, mean_loss
+from workers.parallel import Mesh, fsdp_modules, shard_model
+from workers.protocol import Assignment, Completed
+from workers.records import ProgressRecord
+from workers.settings import CheckpointSettings, Settings, SnapshotSettings, TrainSettings
+from workers.train import Session, WorkerContext, run_attempt
+from workers.train.executor import use_all_to_all
+from workers.train.lm import adamw
+
+WAYS: Final = ("bare", "alike", "session")
+MICRO_BATCH: Final = 2
+NUM_SAMPLES: Final = 1 << 20
+#: Llama as transformers builds it, in about the sizes of our presets.
+LLAMAS: Final = {"llama-small": "small", "llama-10m": "10m", "llama-125m": "125m"}
+MODELS: Final = (*(name for name in PRESETS if name in {"tiny", "small", "10m", "125m"}), *LLAMAS)
+RUN_S_MAX: Final = 3600.0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Kind:
+    """A model to train.
+
+    Attributes:
+        build: Makes it.
+        loss_of: Returns its loss on inputs and targets, ``(samples, sequence)`` each.
+        vocab_size: Its number of tokens.
+    """
+
+    build: Callable[[], nn.Module]
+    loss_of: Callable[[nn.Module, Tensor, Tensor], Tensor]
+    vocab_size: int
+
+
+def kind_of(model: str) -> Kind:
+    """Return the model of a name in ``MODELS``."""
+    shape = PRESETS[LLAMAS.get(model, model)]
+    if model not in LLAMAS:
+        return Kind(
+            build=lambda: Decoder(shape),
+            loss_of=lambda model, inputs, targets: mean_loss(model(inputs), targets),
+            vocab_size=shape.vocab_size,
+        )
+    import transformers
+
+    config = transformers.LlamaConfig(
+        vocab_size=shape.vocab_size, hidden_size=shape.dim, num_hidden_layers=shape.num_layers,
+        num_attention_heads=shape.num_heads, num_key_value_heads=shape.num_kv_heads,
+        intermediate_size=shape.ffn_dim, tie_word_embeddings=shape.tied, use_cache=False,
+    )  # fmt: skip
+    return Kind(
+        build=lambda: transformers.LlamaForCausalLM(config),
+        loss_of=lambda model, inputs, targets: mean_loss(model(input_ids=inputs).logits, targets),
+        vocab_size=shape.vocab_size,
+    )
+
+
+class Loop(Protocol):
+    """Trains one step when it is called, on the samples of this rank."""
+
+    def __call__(self) -> float:
+        """Return the loss of the step."""
+
+
+def plain_loop(kind: Kind, mesh: DeviceMesh, num_micro_batches: int, *, alike: bool) -> Loop:
+    """Return a plain loop of FSDP2 that reads the loss of all ranks after every step.
+
+    Args:
+        kind: The model.
+        mesh: The ranks to shard over.
+        num_micro_batches: Of a step, on this rank.
+        alike: Whether it has the units and the reduction of a session, instead of a unit a layer.
+    """
+    device = torch.device(mesh.device_type)
+    model: Any = kind.build().to(device)
+    keeps_gathered = False
+    if alike:
+        layout = ParallelLayout(dp_shard=mesh.size())
+        ours = Mesh(sharding=mesh, layout=layout, data_rank=mesh.get_rank(), replica=0)
+        keeps_gathered = shard_model(model, ours, precision="fp32", reshard_after_forward=True)
+        if device.type == "cpu":
+            use_all_to_all(model)
+    else:
+        for layer in _layers(model):
+            fully_shard(layer, mesh=mesh)
+        fully_shard(model, mesh=mesh)
+    if isinstance(model, Decoder):
+        model.tie()
+    scale = 1 / num_micro_batches / (mesh.size() if alike else 1)
+    optimizer = adamw(dict(model.named_parameters()), TrainSettings())
+    samples = itertools.count(mesh.get_rank() * (NUM_SAMPLES // mesh.size()))
+
+    def step() -> float:
+        total = torch.zeros((), device=device)
+        for number in range(num_micro_batches):
+            is_last = number == num_micro_batches - 1
+            model.set_requires_gradient_sync(is_last)
+            if keeps_gathered:
+                for module in fsdp_modules(model):
+                    module.set_reshard_after_backward(is_last, recurse=False)
+            drawn = [next(samples) for _ in range(MICRO_BATCH)]
+            inputs, targets = (each.to(device) for each in batch(drawn, kind.vocab_size))
+            loss = kind.loss_of(model, inputs, targets)
+            (loss * scale).backward()
+            total += loss.detach() / num_micro_batches
+        torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0, foreach=True)
+        optimizer.step()
+        optimizer.zero_grad(set_to_none=True)
+        dist.all_reduce(total, group=mesh.get_group())
+        return total.item() / mesh.size()
+
+    return step
+
+
+def session_loop(kind: Kind, session: Session) -> tuple[Loop, Iterator[Any]]:
+    """Return a loop that trains a step of ``session``, and the steps that it takes."""
+    model = session.model(kind.build)
+    session.optimizer(lambda parameters: adamw(parameters, session.settings.train))
+    steps = session.steps(NUM_SAMPLES)
+
+    def step() -> float:
+        one = next(steps)
+        for samples in one.micro_batches():
+            drawn = batch(samples.tolist(), kind.vocab_size)
+            inputs, targets = (each.to(session.device) for each in drawn)
+            one.backward(kind.loss_of(model, inputs, targets), targets.numel())
+        one.apply()
+        return one.loss
+
+    return step, steps
+
+
+def compare(job: Job, model: str, folder: Path) -> dict[str, Any]:
+    """Train in turns; return what a step takes each way, and the ratios to the plain ones."""
+    with running(functools.partial(_rank, job=job, model=model), job.workers, folder) as ranks:
+        seen = ranks.results(RUN_S_MAX)
+    wall_s: dict[str, list[float]] = {way: [] for way in job.ways}
+    used_s: dict[str, list[float]] = {way: [] for way in job.ways}
+    for way, first, last in job.blocks():
+        times_s = seen[0]["times_s"][first : last + 1]
+        wall_s[way].append(statistics.median(b - a for a, b in itertools.pairwise(times_s)))
+        total_s = sum(one["used_s"][last] - one["used_s"][first] for one in seen)
+        used_s[way].append(total_s / (last - first))
+    found: dict[str, Any] = {
+        "device": "cuda" if torch.cuda.is_available() else "cpu",
+        "step_ms": {way: round(1e3 * statistics.median(wall_s[way]), 2) for way in job.ways},
+    }
+    for plain in ("bare", "alike"):
+        found[f"session_of_{plain}"] = {
+            "wall": paired(wall_s["session"], wall_s[plain]),
+            "processor": paired(used_s["session"], used_s[plain]),
+        }
+    return found
+
+
+def _rank(place: Place, *, job: Job, model: str) -> dict[str, Any]:
+    """Be one worker; return what the meter saw."""
+    # FSDP2 warns of gradients that are not reduced with gloo.
+    warnings.simplefilter("ignore")
+    if torch.cuda.is_available():
+        torch.cuda.set_device(place.rank)
+    store, directory = open_store(str(place.directory / "run"))
+    meter = Meter(job, [])
+    ours = sum(job.way(step) == "session" for step in range(1, job.num_steps + 1))
+    context = WorkerContext(
+        worker=f"w{place.rank:04d}",
+        settings=Settings(
+            train=TrainSettings(
+                steps=ours,
+                global_batch=job.global_batch,
+                micro_batch=MICRO_BATCH,
+                warmup_steps=0,
+                schedule="constant",
+            ),
+            checkpoint=CheckpointSettings(every_steps=10**9),
+            snapshot=SnapshotSettings(every_steps=0),
+        ),
+        store=store,
+        directory=directory,
+        progress=ProgressRecord.create(place.progress_path, worker=f"w{place.rank:04d}"),
+        ring_path=str(place.ring_path),
+        yield_requested=lambda _: False,
+        fenced=lambda _: False,
+    )
+    assignment = Assignment(
+        attempt=1,
+        rank=place.rank,
+        layout=ParallelLayout(dp_shard=job.workers),
+        store_host="127.0.0.1",
+        store_port=place.port,
+        resume_step=0,
+        resume_attempt=0,
+        lineage=((1, 0),),
+    )
+    task = functools.partial(_take_turns, job=job, kind=kind_of(model), meter=meter)
+    outcome = run_attempt(assignment, context, task)
+    assert isinstance(outcome, Completed), outcome
+    return meter.seen()
+
+
+def _take_turns(session: Session, *, job: Job, kind: Kind, meter: Meter) -> None:
+    ours, steps = session_loop(kind, session)
+    is_cuda = session.device.type == "cuda"
+    group = dist.new_group(backend="nccl" if is_cuda else "gloo")
+    mesh = DeviceMesh.from_group(group, session.device.type)
+    each = job.global_batch // MICRO_BATCH // job.workers
+    loops = {
+        "session": ours,
+        "bare": plain_loop(kind, mesh, each, alike=False),
+        "alike": plain_loop(kind, mesh, each, alike=True),
+    }
+    for number in range(1, job.num_steps + 1):
+        meter.tick()
+        # Its return waits for the device, since the loss is read.
+        loops[job.way(number)]()
+    # The session's last step ends when the next one is asked for.
+    assert next(steps, None) is None
+
+
+def _layers(model: Any) -> list[nn.Module]:
+    layers = model.layers if isinstance(model, Decoder) else model.model.layers
+    return list(layers.values() if isinstance(layers, nn.ModuleDict) else layers)
