@@ -35,8 +35,9 @@ class Attempts:
         costs: What each returns that says what its steps and saves cost.
     """
 
-    def __init__(self, directory: Path, numbered_after: int) -> None:
+    def __init__(self, directory: Path, numbered_after: int, *, save_every: int = 1) -> None:
         self._directory = directory
+        self._save_every = save_every
         self._rendezvous = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
         self._page = ProgressRecord.create(directory / "page", worker="w0001")
         self._number = numbered_after
@@ -60,7 +61,7 @@ class Attempts:
                     warmup_steps=0,
                     schedule="constant",
                 ),
-                checkpoint=CheckpointSettings(every_steps=1, keep=0),
+                checkpoint=CheckpointSettings(every_steps=self._save_every, keep=0),
             ),
             store=store,
             directory=path,
