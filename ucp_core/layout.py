@@ -7,8 +7,12 @@ communicate most (tp) are neighbours.
 from __future__ import annotations
 
 from dataclasses import dataclass, fields
+from itertools import product
 from math import prod
-from typing import Any
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from collections.abc import Collection
 
 #: Mesh axes, outermost first. ``ep`` regroups the data-parallel ranks, so it does not add ranks.
 AXES = ("pp", "dp_replicate", "dp_shard", "cp", "tp")
@@ -72,6 +76,12 @@ class ParallelLayout:
         """Return which data-parallel rank, ``0 <= r < dp``, feeds ``rank``."""
         place = self.coordinates(rank)
         return place["dp_replicate"] * self.dp_shard + place["dp_shard"]
+
+    def ranks_along(self, rank: int, axes: Collection[str]) -> tuple[int, ...]:
+        """Return the ranks that differ from ``rank`` on ``axes`` at most, in order."""
+        place = self.coordinates(rank)
+        ranges = [range(getattr(self, axis)) if axis in axes else (place[axis],) for axis in AXES]
+        return tuple(self.rank(dict(zip(AXES, at, strict=True))) for at in product(*ranges))
 
     def to_json(self) -> dict[str, int]:
         """Return the degrees by axis name."""

@@ -43,7 +43,7 @@ def test_all_ranks_together_save_every_element_once(
         parts = [
             (_shard(shape, shard, layout.dp_shard), DTYPE_BYTES[dtype]) for shape, dtype in shapes
         ]
-        sharing = ReplicaShare.of(layout, rank)
+        sharing = ReplicaShare.of(replicas_of(layout, rank), rank)
         for number, box in cut(parts, sharing.num_shares)[sharing.share]:
             assert parts[number][0].contains(box)
             found[number].append(box)
@@ -83,5 +83,5 @@ def test_replicas_are_the_ranks_of_one_shard_in_one_order(layout: ParallelLayout
     assert sorted(rank for group in groups for rank in group) == list(range(layout.world_size))
     for group in groups:
         assert len({layout.coordinates(rank)["dp_shard"] for rank in group}) == 1
-        assert [ReplicaShare.of(layout, rank).share for rank in group] == list(range(len(group)))
+        assert [ReplicaShare.of(group, rank).share for rank in group] == list(range(len(group)))
         assert all(one < other for one, other in pairwise(group))

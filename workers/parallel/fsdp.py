@@ -6,6 +6,7 @@ shards. Nothing communicates before the first forward pass.
 
 from __future__ import annotations
 
+import itertools
 import logging
 import re
 from collections.abc import Iterable, Iterator
@@ -19,6 +20,7 @@ from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from ucp_core.geometry import Box
 from workers.errors import TaskError
 from workers.parallel.mesh import Mesh
+from workers.parallel.placements import boxes_of, replicas_over
 
 __all__ = [
     "LocalShard",
@@ -49,16 +51,38 @@ class LocalShard:
     Attributes:
         fqn: Name of the parameter in the model, see ``own_names``.
         shape: Its full shape.
-        box: The elements of this rank; may be empty.
+        boxes: The elements of this rank, in the order of ``local``; several if it has a slice of
+            each part of a fused weight. One that may be empty, otherwise.
+        replicas: The ranks that have the same elements, with this one, in order.
         parameter: The parameter in the model, which gets the gradient.
         local: The elements, in the memory that the model uses.
     """
 
     fqn: str
     shape: tuple[int, ...]
-    box: Box
+    boxes: tuple[Box, ...]
+    replicas: tuple[int, ...]
     parameter: nn.Parameter
     local: Tensor
+
+    def pieces(self, tensor: Tensor) -> list[tuple[Box, Tensor]]:
+        """Return every box with its elements of ``tensor``, which is like ``local``; in place."""
+        if len(self.boxes) == 1:
+            return [(self.boxes[0], tensor)]
+        found: list[tuple[Box, Tensor]] = []
+        starts = [self._starts(dim) for dim in range(len(self.shape))]
+        for box in self.boxes:
+            places = zip(starts, box.start, box.shape, strict=True)
+            lows = [(begins[start], extent) for begins, start, extent in places]
+            found.append((box, tensor[tuple(slice(low, low + size) for low, size in lows)]))
+        return found
+
+    def _starts(self, dim: int) -> dict[int, int]:
+        """Return where in ``local`` a box begins along a dim, by where it does in the tensor."""
+        runs = sorted({(box.start[dim], box.stop[dim]) for box in self.boxes})
+        lengths = [stop - start for start, stop in runs]
+        places = itertools.accumulate(lengths, initial=0)
+        return {start: place for (start, _), place in zip(runs, places, strict=False)}
 
     @property
     def gradient(self) -> Tensor | None:
@@ -124,8 +148,12 @@ def materialize(model: nn.Module, device: torch.device) -> None:
             setattr(module, name, first)
 
 
-def local_shards(model: nn.Module) -> list[LocalShard]:
+def local_shards(model: nn.Module, mesh: Mesh) -> list[LocalShard]:
     """Return this rank's shard of every parameter, sorted by name; a shared one occurs once.
+
+    Args:
+        model: The model, sharded over the mesh.
+        mesh: The mesh.
 
     Raises:
         TaskError: A parameter is not float32.
@@ -139,14 +167,18 @@ def local_shards(model: nn.Module) -> list[LocalShard]:
                 fqn=fqn,
             )
         sharded: Any = parameter
-        chunks = sharded.__create_chunk_list__()
-        assert len(chunks) <= 1, f"{fqn} has {len(chunks)} chunks on one rank under FSDP2"
-        local = sharded.to_local().detach()
+        cuts = mesh.cuts_of(sharded)
         shape = tuple(parameter.shape)
-        start = tuple(chunks[0].offsets) if chunks else (0,) * len(shape)
-        size = tuple(local.shape)
-        box = Box(start, tuple(a + n for a, n in zip(start, size, strict=True)))
-        found.append(LocalShard(fqn=fqn, shape=shape, box=box, parameter=parameter, local=local))
+        found.append(
+            LocalShard(
+                fqn=fqn,
+                shape=shape,
+                boxes=boxes_of(shape, cuts),
+                replicas=replicas_over(mesh.layout, mesh.rank, cuts),
+                parameter=parameter,
+                local=sharded.to_local().detach(),
+            )
+        )
     return found
 
 

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from torch.distributed import ProcessGroup
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.tensor import DTensor
 
 from ucp_core.layout import ParallelLayout
 from workers.errors import StateError
+from workers.parallel.placements import Cut, cuts_of
 
 __all__ = ["Mesh", "build_mesh"]
 
@@ -20,19 +22,23 @@ class Mesh:
     Attributes:
         sharding: The mesh for FSDP2: ``(dp_shard,)`` or ``(dp_replicate, dp_shard)``.
         layout: Degrees of all axes.
+        rank: This rank.
         data_rank: This data-parallel rank, ``0 <= data_rank < layout.dp``.
-        replica: This rank's coordinate on ``dp_replicate``.
     """
 
     sharding: DeviceMesh
     layout: ParallelLayout
+    rank: int
     data_rank: int
-    replica: int
 
     @property
     def replicas(self) -> ProcessGroup | None:
         """Return the group of ranks that hold the same state; None if only this rank holds it."""
         return self.sharding.get_group(0) if self.layout.dp_replicate > 1 else None
+
+    def cuts_of(self, tensor: DTensor) -> list[Cut]:
+        """Return how the axes cut ``tensor``, under the axes' names in the layout."""
+        return [replace(cut, axis=cut.axis.rpartition("_")[0]) for cut in cuts_of(tensor)]
 
 
 def build_mesh(layout: ParallelLayout, *, device_type: str, attempt: int, rank: int) -> Mesh:
@@ -51,7 +57,6 @@ def build_mesh(layout: ParallelLayout, *, device_type: str, attempt: int, rank: 
             "use dp_replicate and dp_shard",
             layout=str(layout),
         )
-    place = layout.coordinates(rank)
     degrees = {"dp_shard": layout.dp_shard}
     if layout.dp_replicate > 1:
         degrees = {"dp_replicate": layout.dp_replicate, **degrees}
@@ -63,6 +68,6 @@ def build_mesh(layout: ParallelLayout, *, device_type: str, attempt: int, rank: 
     return Mesh(
         sharding=mesh,
         layout=layout,
+        rank=rank,
         data_rank=layout.data_rank(rank),
-        replica=place["dp_replicate"],
     )

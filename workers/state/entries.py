@@ -37,7 +37,7 @@ _ALIGN_BYTES: Final = 64
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StateEntry:
-    """One tensor of the state as this rank holds it.
+    """A box of one tensor of the state, as this rank holds it.
 
     Attributes:
         fqn: Name of the parameter.
@@ -45,6 +45,7 @@ class StateEntry:
         shape: Shape of the whole tensor.
         box: The elements of this rank.
         tensor: These elements, on the training device.
+        replicas: The ranks that hold them, with this one, in order; empty if there are no others.
     """
 
     fqn: str
@@ -52,6 +53,7 @@ class StateEntry:
     shape: tuple[int, ...]
     box: Box
     tensor: Tensor
+    replicas: tuple[int, ...] = ()
 
     def rows(self, box: Box) -> StateEntry:
         """Return the rows of the entry within ``box``, in the same memory."""
@@ -117,8 +119,16 @@ def state_of(
                     slot=name,
                 )
         entries += [
-            StateEntry(fqn=shard.fqn, slot=slot, shape=shard.shape, box=shard.box, tensor=value)
+            StateEntry(
+                fqn=shard.fqn,
+                slot=slot,
+                shape=shard.shape,
+                box=box,
+                tensor=tensor,
+                replicas=shard.replicas,
+            )
             for slot, value in sorted(slots.items())
+            for box, tensor in shard.pieces(value)
         ]
     return entries
 
@@ -155,7 +165,8 @@ class TrainingState:
         shards: This rank's shard of every parameter.
         parameters: The parameters of the optimizer, by name.
         optimizer: The optimizer.
-        replica_share: This rank's share of the state among its replicas.
+        rank: This rank; of what others hold, too, it saves a share.
+        guards: Ranks that hold all that this one does, and whose shares it saves, too.
     """
 
     def __init__(
@@ -163,10 +174,12 @@ class TrainingState:
         shards: Sequence[LocalShard],
         parameters: Mapping[str, nn.Parameter],
         optimizer: torch.optim.Optimizer,
-        replica_share: ReplicaShare,
+        rank: int = 0,
+        guards: Sequence[int] = (),
     ) -> None:
         self._shards, self._parameters, self._optimizer = shards, parameters, optimizer
-        self._share = replica_share
+        self._rank, self._guards = rank, tuple(guards)
+        self._is_alone = all(len(shard.replicas) <= 1 for shard in shards)
         self._entries: list[StateEntry] | None = None
         self._saved: list[StateEntry] = []
         self._guarded: tuple[tuple[int, list[StateEntry]], ...] = ()
@@ -193,18 +206,21 @@ class TrainingState:
             StateError: The optimizer keeps a value that cannot be saved in shards.
         """
         entries = self.entries()
-        if self._share.num_shares == 1:
+        if self._is_alone:
             return entries
         # If a tensor moves, views of it still point to the old memory.
         addresses = [entry.tensor.data_ptr() for entry in entries]
         if addresses != self._addresses:
-            parts = [(entry.box, entry.tensor.element_size()) for entry in entries]
-            shares = [
-                [entries[number].rows(box) for number, box in share]
-                for share in cut(parts, self._share.num_shares)
-            ]
-            self._saved = shares[self._share.share]
-            self._guarded = tuple((rank, shares[share]) for rank, share in self._share.guarded)
+            self._saved = []
+            guarded: dict[int, list[StateEntry]] = {rank: [] for rank in self._guards}
+            for replicas in dict.fromkeys(entry.replicas for entry in entries):
+                sharing = ReplicaShare.of(replicas, self._rank, self._guards)
+                alike = [entry for entry in entries if entry.replicas == replicas]
+                shares = _shares(alike, sharing.num_shares)
+                self._saved += shares[sharing.share]
+                for rank, share in sharing.guarded:
+                    guarded[rank] += shares[share]
+            self._guarded = tuple(guarded.items())
             self._addresses = addresses
         return self._saved
 
@@ -292,6 +308,14 @@ class HostBuffer:
         if mine:
             torch._foreach_copy_(views, [entry.tensor.detach() for entry in mine])
         return [entry.local_tensor(view) for entry, view in zip(mine, views, strict=True)]
+
+
+def _shares(entries: Sequence[StateEntry], num_shares: int) -> list[list[StateEntry]]:
+    """Return the shares of entries that the same ranks hold."""
+    parts = [(entry.box, entry.tensor.element_size()) for entry in entries]
+    return [
+        [entries[number].rows(box) for number, box in share] for share in cut(parts, num_shares)
+    ]
 
 
 def _read_together(values: dict[str, Any]) -> None:

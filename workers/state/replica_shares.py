@@ -34,25 +34,22 @@ class ReplicaShare:
     guarded: tuple[tuple[int, int], ...] = ()
 
     @classmethod
-    def of(cls, layout: ParallelLayout, rank: int, guards: Sequence[int] = ()) -> ReplicaShare:
+    def of(cls, replicas: Sequence[int], rank: int, guards: Sequence[int] = ()) -> ReplicaShare:
         """Return the share of ``rank``.
 
         Args:
-            layout: Layout of the attempt.
+            replicas: The ranks that hold the same state, with itself; none if there are no others.
             rank: The rank.
             guards: Replicas whose shares this rank saves, too.
         """
-        ranks = replicas_of(layout, rank)
+        ranks = tuple(replicas) or (rank,)
         guarded = tuple((other, ranks.index(other)) for other in guards)
         return cls(num_shares=len(ranks), share=ranks.index(rank), guarded=guarded)
 
 
 def replicas_of(layout: ParallelLayout, rank: int) -> tuple[int, ...]:
-    """Return the ranks that hold the same state as ``rank``, with itself, in order of shares."""
-    place = layout.coordinates(rank)
-    first = layout.rank({**place, "dp_replicate": 0})
-    step = layout.rank({**place, "dp_replicate": 1}) - first if layout.dp_replicate > 1 else 1
-    return tuple(first + step * number for number in range(layout.dp_replicate))
+    """Return the ranks that hold all the state of ``rank``, with itself, in order of shares."""
+    return layout.ranks_along(rank, ["dp_replicate"])
 
 
 def cut(parts: Sequence[tuple[Box, int]], num_shares: int) -> list[list[tuple[int, Box]]]:

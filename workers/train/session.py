@@ -39,7 +39,6 @@ from workers.state import (
     HostBuffer,
     PersistentBuffers,
     Registered,
-    ReplicaShare,
     StateEntry,
     Stateful,
     TrainingState,
@@ -165,7 +164,7 @@ class Session:
             reshard_after_forward=self.settings.parallel.reshard_after_forward,
         )
         materialize(model, self.device)
-        self._shards = local_shards(model)
+        self._shards = local_shards(model, self._mesh)
         if self.settings.train.deterministic:
             use_tree(model, self._reduction)
         elif self.device.type == "cpu":
@@ -207,7 +206,9 @@ class Session:
             mesh=self._mesh,
             device=self.device,
             keeps_gathered=self._keeps_gathered,
-            state=TrainingState(self._shards, parameters, optimizer, self._replica_share()),
+            state=TrainingState(
+                self._shards, parameters, optimizer, self.rank, self._assignment.saved_too
+            ),
             registered=Registered(optimizer),
         )
         began_s = time.monotonic()
@@ -424,10 +425,6 @@ class Session:
             raise TaskError("call session.model and session.optimizer first")
         return self._sharded
 
-    def _replica_share(self) -> ReplicaShare:
-        assignment = self._assignment
-        return ReplicaShare.of(assignment.layout, assignment.rank, assignment.saved_too)
-
     def _quota(self, num_micro_batches: int) -> Quota:
         return quota(
             num_micro_batches,
@@ -514,8 +511,8 @@ class Session:
                     value = self._initialise(shard.fqn, shard.shape)
                 else:
                     value = values[shard.fqn]
-                bounds = zip(shard.box.start, shard.box.stop, strict=True)
-                shard.local.copy_(value[tuple(slice(start, stop) for start, stop in bounds)])
+                for box, local in shard.pieces(shard.local):
+                    local.copy_(value[tuple(map(slice, box.start, box.stop))])
         if initial is not None:
             initial.check_buffers(buffers)
 

@@ -294,7 +294,7 @@ class Target:
 
     Args:
         need: Its tensors.
-        buffer: Host memory for those on a device.
+        buffer: Host memory for those on a device, or not contiguous.
         threads: Threads that read.
         moved: Called with the size of each read.
 
@@ -309,9 +309,12 @@ class Target:
         threads: int,
         moved: Callable[[int], None],
     ) -> None:
-        self._on_device = [entry for entry in need if entry.tensor.is_cuda]
+        # Bytes are read into contiguous memory of the host.
+        self._elsewhere = [
+            entry for entry in need if entry.tensor.is_cuda or not entry.tensor.is_contiguous()
+        ]
         self._staged = dict(
-            zip(map(id, self._on_device), buffer.views(self._on_device), strict=True)
+            zip(map(id, self._elsewhere), buffer.views(self._elsewhere), strict=True)
         )
         self._tensors = [
             entry.local_tensor(self._staged.get(id(entry), entry.tensor)) for entry in need
@@ -335,7 +338,7 @@ class Target:
             )
         else:
             loaded = load_together(checkpoint, need, transport, threads=self._threads)
-        for entry in self._on_device:
+        for entry in self._elsewhere:
             entry.tensor.copy_(self._staged[id(entry)])
         return loaded.size_bytes
 

@@ -16,9 +16,15 @@ _NORM_EPS: Final = 1e-6
 __all__ = ["num_rows", "row_squares", "scale_gradients", "sum_of_squares"]
 
 
-def sum_of_squares(shards: Sequence[LocalShard]) -> Tensor:
-    """Return the sum of squares of this rank's gradients, a float64 scalar."""
-    norms: Any = torch._foreach_norm(gradients(shards))  # noqa: SLF001  as torch's own clipping
+def sum_of_squares(shards: Sequence[LocalShard], rank: int, device: torch.device) -> Tensor:
+    """Return the sum of squares of this rank's gradients, a float64 scalar.
+
+    Of replicas only the first counts.
+    """
+    counted = gradients([shard for shard in shards if shard.replicas[0] == rank])
+    if not counted:
+        return torch.zeros((), dtype=torch.float64, device=device)
+    norms: Any = torch._foreach_norm(counted)  # noqa: SLF001  as torch's own clipping
     return torch.stack(norms).double().square().sum()
 
 
@@ -27,22 +33,23 @@ def num_rows(shards: Sequence[LocalShard]) -> int:
     return sum(shard.shape[0] if shard.shape else 1 for shard in shards)
 
 
-def row_squares(shards: Sequence[LocalShard], device: torch.device) -> Tensor:
+def row_squares(shards: Sequence[LocalShard], rank: int, device: torch.device) -> Tensor:
     """Return the sum of squares of every row of the whole gradient, float64, ``(num_rows,)``.
 
-    Rows of other ranks are zero. So a sum over ranks changes no bit of a row, and a sum over all
-    rows has one order for any layout.
+    Rows of other ranks are zero, and so are those of a replica but the first. So a sum over ranks
+    changes no bit of a row that is whole on one, and a sum over all rows has one order for any
+    layout.
     """
     rows = torch.zeros(num_rows(shards), dtype=torch.float64, device=device)
     first = 0
     for shard in shards:
         gradient = shard.gradient
-        extent = shard.shape[0] if shard.shape else 1
-        if gradient is not None and gradient.numel():
-            start = first + (shard.box.start[0] if shard.shape else 0)
-            squares = gradient.double().square_().reshape(gradient.shape[0] or 1, -1).sum(dim=1)
-            rows[start : start + len(squares)] = squares
-        first += extent
+        if gradient is not None and gradient.numel() and shard.replicas[0] == rank:
+            for box, piece in shard.pieces(gradient):
+                start = first + (box.start[0] if box.start else 0)
+                squares = piece.double().square_().reshape(piece.shape[0] if box.start else 1, -1)
+                rows[start : start + len(squares)] += squares.sum(dim=1)
+        first += shard.shape[0] if shard.shape else 1
     return rows
 
 

@@ -226,12 +226,8 @@ class Step:
         for micro_batch, (loss, count) in sorted(self._sums.items()):
             losses[micro_batch if deterministic else 0] += loss
             tokens += count
-        if deterministic:
-            squares = row_squares(sharded.shards, sharded.device)
-        else:
-            squares = sum_of_squares(sharded.shards).reshape(1)
-        if sharded.mesh.replica > 0:
-            squares.zero_()
+        held = (sharded.shards, sharded.mesh.rank, sharded.device)
+        squares = row_squares(*held) if deterministic else sum_of_squares(*held).reshape(1)
         said = [tokens, *self._boundary.signals().numbers()]
         counts = torch.tensor(said, dtype=torch.float64, device=sharded.device)
         numbers = torch.cat((counts, losses, squares))

@@ -16,7 +16,7 @@ from workers.keeper.slots import NodeSlots
 from workers.memory import SnapshotMemory, descriptor_socket, guard_name, is_guard
 from workers.snapshot import guards
 from workers.snapshot.slot_layout import Captured
-from workers.state import ReplicaShare, StateEntry
+from workers.state import ReplicaShare, StateEntry, replicas_of
 from workers.state.replica_shares import cut
 
 LAYOUT = ParallelLayout(dp_replicate=3)
@@ -36,7 +36,7 @@ def _replica(rank: int) -> list[list[StateEntry]]:
     # Some parts have several blocks, most are less than one.
     entries = state(num_rows=60_000)
     parts = [(entry.box, entry.tensor.element_size()) for entry in entries]
-    sharing = ReplicaShare.of(LAYOUT, rank)
+    sharing = ReplicaShare.of(replicas_of(LAYOUT, rank), rank)
     return [
         [entries[number].rows(box) for number, box in share]
         for share in cut(parts, sharing.num_shares)

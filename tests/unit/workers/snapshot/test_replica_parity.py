@@ -48,7 +48,7 @@ def _shares(num_replicas: int, rank: int, seed: int, *, turned: bool) -> list[li
         # As a weight that was transposed: torch has to look at it, memory cannot be read along.
         entries = [replace(each, tensor=each.tensor.t().contiguous().t()) for each in entries]
     parts = [(entry.box, entry.tensor.element_size()) for entry in entries]
-    sharing = ReplicaShare.of(ParallelLayout(dp_replicate=num_replicas), rank)
+    sharing = ReplicaShare.of(range(num_replicas), rank)
     return [
         [entries[number].rows(box) for number, box in share]
         for share in cut(parts, sharing.num_shares)

@@ -11,7 +11,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from ucp_core.geometry import Box
 from workers.errors import StateError
 from workers.parallel import LocalShard
-from workers.state import HostBuffer, ReplicaShare, TrainingState, local_parameters, set_scalars
+from workers.state import HostBuffer, TrainingState, local_parameters, set_scalars
 from workers.state.entries import state_of
 from workers.train.executor.norm import row_squares, sum_of_squares
 
@@ -24,13 +24,22 @@ class Sharded(nn.Parameter):
         return self.data
 
 
-def shard(fqn: str, whole: torch.Tensor, start: int, stop: int) -> LocalShard:
+def shard(
+    fqn: str, whole: torch.Tensor, start: int, stop: int, num_replicas: int = 1
+) -> LocalShard:
     local = whole[start:stop].clone()
     parameter = nn.Parameter(local)
     gradient = Sharded(local * 2, requires_grad=False)
     parameter.grad = gradient
     box = Box((start, *(0 for _ in whole.shape[1:])), (stop, *whole.shape[1:]))
-    return LocalShard(fqn=fqn, shape=tuple(whole.shape), box=box, parameter=parameter, local=local)
+    return LocalShard(
+        fqn=fqn,
+        shape=tuple(whole.shape),
+        boxes=(box,),
+        replicas=tuple(range(num_replicas)),
+        parameter=parameter,
+        local=local,
+    )
 
 
 def trained(shards: list[LocalShard]) -> tuple[dict[str, nn.Parameter], torch.optim.Optimizer]:
@@ -45,7 +54,7 @@ def trained(shards: list[LocalShard]) -> tuple[dict[str, nn.Parameter], torch.op
 def scalars(
     held: list[LocalShard], parameters: dict[str, nn.Parameter], optimizer: torch.optim.Optimizer
 ) -> dict[str, Any]:
-    steady = TrainingState(held, parameters, optimizer, ReplicaShare())
+    steady = TrainingState(held, parameters, optimizer)
     steady.entries()
     return steady.scalars()
 
@@ -104,15 +113,14 @@ def test_a_capture_is_a_copy_of_weights_and_moments() -> None:
 @pytest.mark.parametrize("num_shares", [2, 3])
 def test_replicas_capture_shares_that_make_up_the_whole(num_shares: int) -> None:
     """A view of the wrong rows has a record that proves, and bytes of other elements."""
-    held = [shard(name, whole, 1, 5) for name, whole in WEIGHTS.items()]
+    held = [shard(name, whole, 1, 5, num_shares) for name, whole in WEIGHTS.items()]
     parameters, optimizer = trained(held)
     filled = {
         (entry.fqn, entry.slot): torch.full_like(entry.tensor, torch.nan)
         for entry in state_of(held, parameters, optimizer)
     }
     for share in range(num_shares):
-        sharing = ReplicaShare(num_shares=num_shares, share=share)
-        steady = TrainingState(held, parameters, optimizer, sharing)
+        steady = TrainingState(held, parameters, optimizer, rank=share)
         for one in HostBuffer().capture(steady.saved()):
             low, high = one.box.start[0] - 1, one.box.stop[0] - 1
             rows = filled[one.fqn, one.slot][low:high]
@@ -125,9 +133,9 @@ def test_replicas_capture_shares_that_make_up_the_whole(num_shares: int) -> None
 
 def test_a_share_is_taken_from_where_the_tensor_is_now() -> None:
     """``tensor.data = other`` keeps the tensor; a view of it shows the memory that it had."""
-    held = [shard(name, whole, 0, 5) for name, whole in WEIGHTS.items()]
+    held = [shard(name, whole, 0, 5, 2) for name, whole in WEIGHTS.items()]
     parameters, optimizer = trained(held)
-    steady = TrainingState(held, parameters, optimizer, ReplicaShare(num_shares=2, share=1))
+    steady = TrainingState(held, parameters, optimizer, rank=1)
     saved = steady.saved()
     optimizer.step()
     assert steady.saved() is saved
@@ -172,7 +180,7 @@ def test_a_tensor_that_the_optimizer_replaced_is_looked_up_again() -> None:
     """The state is looked up once; a copy of what was there before would pass every checksum."""
     held = [shard(name, whole, 0, 5) for name, whole in WEIGHTS.items()]
     parameters, optimizer = trained(held)
-    steady = TrainingState(held, parameters, optimizer, ReplicaShare())
+    steady = TrainingState(held, parameters, optimizer)
     entries = steady.entries()
     optimizer.step()
     assert steady.entries() is entries
@@ -190,7 +198,7 @@ def test_groups_name_their_parameters() -> None:
     held = [shard(name, whole, 0, 5) for name, whole in WEIGHTS.items()]
     parameters, optimizer = trained(held)
     optimizer.param_groups[0]["lr"] = 0.25
-    (group,) = TrainingState(held, parameters, optimizer, ReplicaShare()).param_groups()
+    (group,) = TrainingState(held, parameters, optimizer).param_groups()
 
     assert (group["lr"], group["params"]) == (0.25, ["a.weight", "b.weight"])
 
@@ -222,12 +230,12 @@ def test_row_squares_add_up_alike_however_rows_are_cut(cuts: tuple[int, int, int
     device = torch.device("cpu")
 
     parts = [
-        row_squares([shard("w", whole, start, stop)], device)
+        row_squares([shard("w", whole, start, stop)], 0, device)
         for start, stop in itertools.pairwise(cuts)
     ]
 
-    together = row_squares([shard("w", whole, 0, 6)], device)
+    together = row_squares([shard("w", whole, 0, 6)], 0, device)
     assert torch.equal(parts[0] + parts[1], together)
     assert together.sum().item() == pytest.approx(
-        sum_of_squares([shard("w", whole, 0, 6)]).item(), rel=1e-6
+        sum_of_squares([shard("w", whole, 0, 6)], 0, device).item(), rel=1e-6
     )

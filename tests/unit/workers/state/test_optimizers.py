@@ -44,7 +44,12 @@ def over(
     box = Box((0, 0), tuple(local.shape))
     parameter = nn.Parameter(local)
     shard = LocalShard(
-        fqn="w", shape=tuple(local.shape), box=box, parameter=parameter, local=parameter.data
+        fqn="w",
+        shape=tuple(local.shape),
+        boxes=(box,),
+        replicas=(0,),
+        parameter=parameter,
+        local=parameter.data,
     )
     own = local_parameters([shard])
     optimizer = kind(own.values(), lr=0.1)

@@ -22,7 +22,12 @@ def shard(gradient: torch.Tensor) -> LocalShard:
     parameter: Any = SimpleNamespace(grad=SimpleNamespace(_local_tensor=gradient))
     shape = tuple(gradient.shape)
     return LocalShard(
-        fqn="w", shape=shape, box=Box((0,), shape), parameter=parameter, local=gradient
+        fqn="w",
+        shape=shape,
+        boxes=(Box((0,), shape),),
+        replicas=(0,),
+        parameter=parameter,
+        local=gradient,
     )
 
 

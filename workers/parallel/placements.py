@@ -1,0 +1,121 @@
+"""Which elements of a tensor a rank has, and which ranks have the same, from DTensor placements.
+
+torch's ``__create_chunk_list__`` returns one chunk per rank, which is wrong for fused weights under
+tensor parallelism: a rank has a slice of each of the fused parts (torch 2.13). So the placements
+are followed here, axis by axis, as torch splits a tensor.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from torch.distributed.tensor import DTensor
+from torch.distributed.tensor.placement_types import Shard, _StridedShard
+
+from ucp_core.geometry import Box
+from ucp_core.layout import ParallelLayout
+
+__all__ = ["Cut", "boxes_of", "cuts_of", "replicas_over"]
+
+#: A half-open range of indices.
+Run = tuple[int, int]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Cut:
+    """How one axis of a mesh cuts a tensor.
+
+    Attributes:
+        axis: Name of the axis.
+        dim: The tensor's dim that is cut.
+        num_parts: Ranks along the axis.
+        part: This rank's place on it.
+        num_pieces: The dim is first cut into so many pieces, and a rank gets a part of each.
+    """
+
+    axis: str
+    dim: int
+    num_parts: int
+    part: int
+    num_pieces: int = 1
+
+
+def cuts_of(tensor: DTensor) -> list[Cut]:
+    """Return how the axes of its mesh cut ``tensor``, in the order in which they do."""
+    mesh: Any = tensor.device_mesh
+    place = mesh.get_coordinate()
+    cuts: list[Cut] = []
+    for number, placement in enumerate(tensor.placements):
+        if isinstance(placement, Shard | _StridedShard):
+            cut = Cut(
+                axis=mesh.mesh_dim_names[number],
+                dim=placement.dim,
+                num_parts=mesh.size(number),
+                part=place[number],
+                num_pieces=int(getattr(placement, "split_factor", 1)),
+            )
+            cuts.append(cut)
+        else:
+            assert placement.is_replicate(), f"a parameter has the placement {placement}"
+    return cuts
+
+
+def boxes_of(shape: Sequence[int], cuts: Iterable[Cut]) -> tuple[Box, ...]:
+    """Return the elements that are left of a tensor of ``shape``, in the order of its memory.
+
+    Without any there is one empty box.
+    """
+    runs: list[list[Run]] = [[(0, extent)] for extent in shape]
+    for cut in cuts:
+        runs[cut.dim] = _part_of(runs[cut.dim], cut)
+    if not all(runs):
+        ends = zip(shape, runs, strict=True)
+        runs = [found[:1] or [(extent, extent)] for extent, found in ends]
+    return tuple(
+        Box(tuple(start for start, _ in each), tuple(stop for _, stop in each))
+        for each in itertools.product(*runs)
+    )
+
+
+def replicas_over(layout: ParallelLayout, rank: int, cuts: Iterable[Cut]) -> tuple[int, ...]:
+    """Return the ranks that have the same elements as ``rank``, in order, with itself.
+
+    These differ from it only on axes that do not cut the tensor. Pipeline stages have different
+    tensors.
+    """
+    cutting = {"pp", *(cut.axis for cut in cuts)}
+    return layout.ranks_along(rank, [axis for axis in layout.to_json() if axis not in cutting])
+
+
+def _part_of(runs: Sequence[Run], cut: Cut) -> list[Run]:
+    """Return the part of a dim that a cut leaves; ``runs`` is what there was."""
+    length = sum(stop - start for start, stop in runs)
+    left: list[Run] = []
+    for piece in range(cut.num_pieces):
+        first, last = _chunk(length, cut.num_pieces, piece)
+        low, high = _chunk(last - first, cut.num_parts, cut.part)
+        for run in _within(runs, first + low, first + high):
+            if left and left[-1][1] == run[0]:
+                left[-1] = (left[-1][0], run[1])
+            else:
+                left.append(run)
+    return left
+
+
+def _chunk(length: int, num_parts: int, part: int) -> Run:
+    """Return one part of ``torch.chunk``, which makes the last ones shorter, or empty."""
+    size = -(-length // num_parts)
+    return min(part * size, length), min((part + 1) * size, length)
+
+
+def _within(runs: Iterable[Run], low: int, high: int) -> Iterable[Run]:
+    """Yield the indices at positions ``[low, high)`` of what ``runs`` has."""
+    position = 0
+    for start, stop in runs:
+        first, last = max(low - position, 0), min(high - position, stop - start)
+        if first < last:
+            yield start + first, start + last
+        position += stop - start
