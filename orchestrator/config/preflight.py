@@ -15,7 +15,7 @@ import psutil
 
 import ucp_core
 from orchestrator.config.schema import Problem, RunConfig
-from orchestrator.policies import LayoutRules, choose
+from orchestrator.policies import choose
 from ucp_core.errors import UcpError
 from ucp_core.storage import LocalStore, Store, join, open_store
 from workers.data import find_source
@@ -57,7 +57,7 @@ def worker_memory_bytes(config: RunConfig, num_workers: int) -> int:
     gathered at one time, the activations that the backward pass reads, and the logits. Leaves out
     the process itself, fragmentation, and the buffers of collectives.
     """
-    layout = choose(num_workers, LayoutRules(dp_replicate=config.parallel.dp_replicate))
+    layout = choose(num_workers, config.parallel.layout_rules())
     assert layout is not None, f"{num_workers} workers make no layout"
     shape = model_shape(config.model)
     compute_bytes = 2 if config.train.precision == "bf16" else 4
@@ -68,10 +68,10 @@ def worker_memory_bytes(config: RunConfig, num_workers: int) -> int:
         # The embeddings stay gathered; one block is computed and one is prefetched.
         gathered = parameters - block * max(shape.num_layers - 2, 0)
     tokens = config.train.micro_batch * config.data.sequence_length
-    shard_bytes = math.ceil(parameters * STATE_BYTES / layout.dp_shard)
+    shard_bytes = math.ceil(parameters * STATE_BYTES / (layout.dp_shard * layout.tp))
     return (
         shard_bytes
-        + (gathered * compute_bytes if layout.dp_shard > 1 else 0)
+        + (gathered * compute_bytes // layout.tp if layout.dp_shard > 1 else 0)
         + tokens * _activations_per_token(shape) * compute_bytes
     )
 
@@ -177,8 +177,8 @@ def _memory_problems(config: RunConfig) -> list[Problem]:
     """
     if config.run.script or _room_bytes(config, 1) is None:
         return []
-    replicas = config.parallel.dp_replicate
-    first = math.ceil(config.workers.min / replicas) * replicas
+    multiple = config.parallel.layout_rules().multiple
+    first = math.ceil(config.workers.min / multiple) * multiple
     need, room = worker_memory_bytes(config, first), _room_bytes(config, first)
     assert room is not None, "room is known for all numbers of workers or for none"
     if need <= room:
@@ -192,8 +192,8 @@ def _memory_problems(config: RunConfig) -> list[Problem]:
 
 
 def _way_out(config: RunConfig, first: int) -> str:
-    replicas = config.parallel.dp_replicate
-    for count in range(first, config.workers.max + 1, replicas):
+    multiple = config.parallel.layout_rules().multiple
+    for count in range(first, config.workers.max + 1, multiple):
         room = _room_bytes(config, count)
         if room is not None and worker_memory_bytes(config, count) <= room:
             return f"{count} would do"

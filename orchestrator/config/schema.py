@@ -42,6 +42,7 @@ from orchestrator.policies import (
 from ucp_core.errors import UcpError
 from ucp_core.storage import open_store
 from workers.keeper import CLOUDS
+from workers.models import PRESETS
 from workers.placement import Preference
 from workers.settings import (
     AUTO,
@@ -54,6 +55,7 @@ from workers.settings import (
     Settings,
     SnapshotSettings,
     TrainSettings,
+    model_shape,
 )
 from workers.settings import (
     problems as settings_problems,
@@ -169,15 +171,23 @@ class WorkersSection(_Section):
 class ParallelSection(_Section):
     """How the model is sharded over the workers. ``dp_shard`` follows from their number.
 
+    Workers come in multiples of the product of the degrees.
+
     Attributes:
-        dp_replicate: Full copies of the model; workers come in multiples of it.
+        dp_replicate: Full copies of the model.
+        tp: Tensor-parallel ways: workers that have a part of each matrix, and the same samples.
         reshard_after_forward: See ``workers.settings.ParallelSettings``.
         collective_timeout_s: See there.
     """
 
     dp_replicate: int = Field(default=1, ge=1)
+    tp: int = Field(default=1, ge=1)
     reshard_after_forward: bool = True
     collective_timeout_s: float = ParallelSettings().collective_timeout_s
+
+    def layout_rules(self) -> LayoutRules:
+        """Return the degrees that every layout has."""
+        return LayoutRules(dp_replicate=self.dp_replicate, tp=self.tp)
 
 
 class RecoverySection(_Section):
@@ -328,7 +338,7 @@ class RunConfig(_Section):
             standby_per_node=self.workers.standby_per_node,
             total_steps=self.train.steps,
             checkpoint_every=_common_multiple(self.checkpoint, self.snapshot),
-            layout=LayoutRules(dp_replicate=self.parallel.dp_replicate),
+            layout=self.parallel.layout_rules(),
             budgets=BudgetRules(
                 infrastructure_max=recovery.infrastructure_failures_max,
                 preemption_max=recovery.preemptions_max,
@@ -518,6 +528,7 @@ def _cross_problems(source: Source, config: RunConfig, broken: Collection[str]) 
         )
     ]
     found += _worker_problems(config)
+    found += _axis_problems(config)
     found += [*_capacity_problems(config), *_notice_problems(config.notices)]
     if config.run.arguments and not config.run.script:
         found.append(("run.arguments", "are for a run.script, and there is none; name one"))
@@ -582,7 +593,7 @@ def _notice_problems(asked: NoticesSection) -> list[tuple[str, str]]:
 
 def _worker_problems(config: RunConfig) -> list[tuple[str, str]]:
     least, most = config.workers.min, config.workers.max
-    copies = config.parallel.dp_replicate
+    rules, copies = config.parallel.layout_rules(), config.parallel.dp_replicate
     if copies > 1 and config.train.deterministic:
         # The fixed tree of sums covers shards, not copies.
         message = (
@@ -592,16 +603,27 @@ def _worker_problems(config: RunConfig) -> list[tuple[str, str]]:
         return [("parallel.dp_replicate", message)]
     if least > most:
         return [("workers.min", f"{least} is more than workers.max={most}")]
-    used = usable(most, LayoutRules(dp_replicate=copies))
+    used = usable(most, rules)
     if used >= least:
         return []
-    enough = math.ceil(least / copies) * copies
+    enough = math.ceil(least / rules.multiple) * rules.multiple
     message = (
-        f"{least} cannot be reached: parallel.dp_replicate={copies} takes workers in multiples "
-        f"of {copies}, so of workers.max={most} only {used} can train; raise workers.max to "
+        f"{least} cannot be reached: {rules} takes workers in multiples of {rules.multiple}, so of "
+        f"workers.max={most} only {used} can train; raise workers.max to "
         f"{enough}" + (f" or lower workers.min to {used}" if used else "")
     )
     return [("workers.min", message)]
+
+
+def _axis_problems(config: RunConfig) -> list[tuple[str, str]]:
+    """Return the sizes of the built-in model that an axis cannot cut; a script has its own."""
+    if config.run.script or config.model.preset not in PRESETS:
+        return []
+    shape = model_shape(config.model)
+    ways = config.parallel.tp
+    sizes = {name: getattr(shape, name) for name in ("num_kv_heads", "ffn_dim", "vocab_size")}
+    uneven = [f"model.{name}={size}" for name, size in sizes.items() if size % ways]
+    return [("parallel.tp", f"{ways} does not divide {', '.join(uneven)}")] if uneven else []
 
 
 def _capacity_problems(config: RunConfig) -> list[tuple[str, str]]:

@@ -132,7 +132,7 @@ class RunRules:
             f"min_workers={self.min_workers} and max_workers={self.max_workers} are not ordered"
         )
         assert usable(self.max_workers, self.layout) >= self.min_workers, (
-            f"dp_replicate={self.layout.dp_replicate} leaves no layout with at least "
+            f"{self.layout} leaves no layout with at least "
             f"min_workers={self.min_workers} of max_workers={self.max_workers}"
         )
         assert self.checkpoint_every >= 1, f"checkpoint_every={self.checkpoint_every}"

@@ -387,8 +387,8 @@ class History:
         cluster.lost_ways.clear()
         stay = [node for node in nodes if node.alive and node.draining_until_s is None]
         room = sum(node.room for node in stay)
-        replicate = self.rules.layout.dp_replicate
-        needed = -(-self.rules.min_workers // replicate) * replicate
+        multiple = self.rules.layout.multiple
+        needed = -(-self.rules.min_workers // multiple) * multiple
         if room < needed:
             faults.return_node(cluster, needed - room)
         elif self.network_ails:

@@ -99,7 +99,7 @@ def plain_loop(kind: Kind, mesh: DeviceMesh, num_micro_batches: int, *, alike: b
     keeps_gathered = False
     if alike:
         layout = ParallelLayout(dp_shard=mesh.size())
-        ours = Mesh(sharding=mesh, layout=layout, data_rank=mesh.get_rank(), replica=0)
+        ours = Mesh(sharding=mesh, layout=layout, rank=mesh.get_rank())
         keeps_gathered = shard_model(model, ours, precision="fp32", reshard_after_forward=True)
         if device.type == "cpu":
             use_all_to_all(model)

@@ -5,7 +5,7 @@ from typing import TYPE_CHECKING
 from ucp_core.lazy import lazy_door
 
 if TYPE_CHECKING:
-    from workers.models.decoder import Decoder, initial_value, mean_loss
+    from workers.models.decoder import Decoder, initial_value, mean_loss, tensor_plan
     from workers.models.shape import (
         BYTE_VOCAB_SIZE,
         PRESETS,
@@ -25,6 +25,7 @@ __all__ = [
     "num_parameters",
     "resolve",
     "shape_problems",
+    "tensor_plan",
 ]
 
 __getattr__ = lazy_door(__name__)

@@ -11,11 +11,13 @@ import math
 
 import torch
 from torch import Tensor, nn
+from torch.distributed.tensor import Replicate
+from torch.distributed.tensor.parallel import ColwiseParallel, ParallelStyle, RowwiseParallel
 from torch.nn import functional
 
 from workers.models.shape import ModelShape
 
-__all__ = ["Decoder", "initial_value", "mean_loss"]
+__all__ = ["Decoder", "initial_value", "mean_loss", "tensor_plan"]
 
 NORM_EPS = 1e-5
 
@@ -132,6 +134,24 @@ def _rotate(
     cosines, sines = rotary
     first, second = x_BHTE.chunk(2, dim=-1)
     return torch.cat((first * cosines - second * sines, first * sines + second * cosines), dim=-1)
+
+
+def tensor_plan() -> dict[str, ParallelStyle]:
+    """Return how tensor parallelism cuts a decoder: heads, hidden features, and the vocabulary.
+
+    Each rank has whole heads, and every rank gets all logits. Norms are whole on every rank.
+    """
+    return {
+        "embedding": RowwiseParallel(input_layouts=Replicate()),
+        "layers.*.attention.query": ColwiseParallel(),
+        "layers.*.attention.key": ColwiseParallel(),
+        "layers.*.attention.value": ColwiseParallel(),
+        "layers.*.attention.out": RowwiseParallel(),
+        "layers.*.ffn.gate": ColwiseParallel(),
+        "layers.*.ffn.up": ColwiseParallel(),
+        "layers.*.ffn.down": RowwiseParallel(),
+        "head": ColwiseParallel(output_layouts=Replicate()),
+    }
 
 
 def mean_loss(

@@ -15,10 +15,13 @@ if TYPE_CHECKING:
         shard_model,
     )
     from workers.parallel.mesh import Mesh, build_mesh
+    from workers.parallel.plan import ModelPlan, apply_tensor_plan
 
 __all__ = [
     "LocalShard",
     "Mesh",
+    "ModelPlan",
+    "apply_tensor_plan",
     "build_mesh",
     "drop_gathered",
     "fsdp_modules",

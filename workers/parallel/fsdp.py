@@ -10,6 +10,7 @@ import itertools
 import logging
 import re
 from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any, Final, TypeVar
 
@@ -26,10 +27,12 @@ __all__ = [
     "LocalShard",
     "drop_gathered",
     "fsdp_modules",
+    "keeping_shared",
     "local_shards",
     "materialize",
     "own_names",
     "shard_model",
+    "shared_parameters",
 ]
 
 log = logging.getLogger(__name__)
@@ -139,12 +142,21 @@ def materialize(model: nn.Module, device: torch.device) -> None:
 
     Parameters and buffers are uninitialised; ``workers.train.session`` fills both.
     """
-    shared = _shared(model)
-    model.to_empty(device=device)
+    with keeping_shared(model):
+        model.to_empty(device=device)
+
+
+@contextmanager
+def keeping_shared(model: nn.Module) -> Iterator[None]:
+    """Have modules that share a parameter share the new one, too.
+
+    ``to_empty`` and ``parallelize_module`` make one for every place (torch 2.13).
+    """
+    shared = shared_parameters(model)
+    yield
     for owners in shared:
         first = getattr(*owners[0])
         for module, name in owners[1:]:
-            # to_empty makes a separate parameter for every place (torch 2.13).
             setattr(module, name, first)
 
 
@@ -214,7 +226,7 @@ def _blocks(model: nn.Module) -> list[nn.Module]:
     Only if it has none itself, those of its modules count, as of a Hugging Face model in
     ``model.layers``. What shares a parameter with another module stays in the root's unit.
     """
-    shared = [{module for module, _ in places} for places in _shared(model)]
+    shared = [{module for module, _ in places} for places in shared_parameters(model)]
     found = list(_contents(model)) or list(_contents(model, goes_deeper=True))
     blocks = []
     for block in found:
@@ -246,7 +258,8 @@ def _contents(module: nn.Module, *, goes_deeper: bool = False) -> Iterator[nn.Mo
             yield from _contents(child, goes_deeper=True)
 
 
-def _shared(model: nn.Module) -> list[list[tuple[nn.Module, str]]]:
+def shared_parameters(model: nn.Module) -> list[list[tuple[nn.Module, str]]]:
+    """Return the places of every parameter that has several: module and name there."""
     owners: dict[int, list[tuple[nn.Module, str]]] = {}
     for module in model.modules():
         for name, parameter in module.named_parameters(recurse=False, remove_duplicate=False):

@@ -3,16 +3,21 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
+from typing import Final
 
 from torch.distributed import ProcessGroup
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import DTensor
 
-from ucp_core.layout import ParallelLayout
+from ucp_core.layout import AXES, ParallelLayout
 from workers.errors import StateError
 from workers.parallel.placements import Cut, cuts_of
 
 __all__ = ["Mesh", "build_mesh"]
+
+
+#: The axes along which FSDP2 shards and copies a model.
+_DATA_AXES: Final = ("dp_replicate", "dp_shard")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -21,20 +26,30 @@ class Mesh:
 
     Attributes:
         sharding: The mesh for FSDP2: ``(dp_shard,)`` or ``(dp_replicate, dp_shard)``.
+        tensor: The mesh for tensor parallelism; None if each weight is whole on a rank.
         layout: Degrees of all axes.
         rank: This rank.
-        data_rank: This data-parallel rank, ``0 <= data_rank < layout.dp``.
     """
 
     sharding: DeviceMesh
+    tensor: DeviceMesh | None = None
     layout: ParallelLayout
     rank: int
-    data_rank: int
+
+    @property
+    def data_rank(self) -> int:
+        """Return this data-parallel rank, ``0 <= data_rank < layout.dp``."""
+        return self.layout.data_rank(self.rank)
 
     @property
     def replicas(self) -> ProcessGroup | None:
         """Return the group of ranks that hold the same state; None if only this rank holds it."""
         return self.sharding.get_group(0) if self.layout.dp_replicate > 1 else None
+
+    @property
+    def counts(self) -> bool:
+        """Return whether the loss of this rank counts: others have the same samples."""
+        return self.layout.coordinates(self.rank)["tp"] == 0
 
     def cuts_of(self, tensor: DTensor) -> list[Cut]:
         """Return how the axes cut ``tensor``, under the axes' names in the layout."""
@@ -50,24 +65,24 @@ def build_mesh(layout: ParallelLayout, *, device_type: str, attempt: int, rank: 
     Raises:
         StateError: The layout uses an axis that this worker cannot build.
     """
-    unusable = [axis for axis in ("pp", "cp", "tp", "ep") if getattr(layout, axis) > 1]
+    unusable = [axis for axis in ("pp", "cp", "ep") if getattr(layout, axis) > 1]
     if unusable:
         raise StateError(
             f"layout {layout}: {', '.join(unusable)} above 1 cannot be built by this worker; "
-            "use dp_replicate and dp_shard",
+            "use dp_replicate, dp_shard and tp",
             layout=str(layout),
         )
-    degrees = {"dp_shard": layout.dp_shard}
-    if layout.dp_replicate > 1:
-        degrees = {"dp_replicate": layout.dp_replicate, **degrees}
+    used = [axis for axis in AXES if axis == "dp_shard" or getattr(layout, axis) > 1]
+    names = {axis: f"{axis}_{attempt}" for axis in used}
     mesh = init_device_mesh(
         device_type,
-        tuple(degrees.values()),
-        mesh_dim_names=tuple(f"{axis}_{attempt}" for axis in degrees),
+        tuple(getattr(layout, axis) for axis in used),
+        mesh_dim_names=tuple(names.values()),
     )
+    data = tuple(names[axis] for axis in used if axis in _DATA_AXES)
     return Mesh(
-        sharding=mesh,
+        sharding=mesh[data] if len(data) < len(used) else mesh,
+        tensor=mesh[names["tp"]] if layout.tp > 1 else None,
         layout=layout,
         rank=rank,
-        data_rank=layout.data_rank(rank),
     )

@@ -93,8 +93,8 @@ def refuse_unfit(
     name = type(optimizer).__name__
     reason = next((why for kind, why in _NEVER.items() if isinstance(optimizer, kind)), None)
     advice = "use one that treats every element alike, as AdamW or SGD"
-    if reason is None and layout.dp_shard > 1:
-        parts = f"and here every worker has a part of it (dp_shard={layout.dp_shard})"
+    if reason is None and layout.dp_shard * layout.tp > 1:
+        parts = f"and here every worker has a part of it ({layout})"
         whole = "have every worker hold the whole model: parallel.dp_replicate as large as "
         whole += "workers.max"
         if isinstance(optimizer, optim.Muon):

@@ -13,6 +13,7 @@ import torch.distributed as dist
 from numpy.typing import NDArray
 from torch import Tensor
 
+from workers.parallel import Mesh
 from workers.train.executor import Quota, ShardedModel, on_host
 
 __all__ = ["mean_over_samples", "weights_digest"]
@@ -24,19 +25,20 @@ def mean_over_samples(
     quota: Quota,
     num_micro_batches: int,
     samples_each: int,
-    device: torch.device,
+    mesh: Mesh,
 ) -> float:
     """Return the mean loss per token over ``num_micro_batches``, the same on every worker.
 
     Each micro-batch has its own element in the all-reduce, so the sum has one order for any number
     of workers.
     """
+    device = mesh.sharding.device_type
     sums = torch.zeros(2, num_micro_batches, dtype=torch.float64, device=device)
     with torch.no_grad():
         for one in quota.passes:
             start = one.micro_batch * samples_each
             loss, tokens = loss_of(np.arange(start, start + samples_each))
-            if one.counts:
+            if one.counts and mesh.counts:
                 sums[0, one.micro_batch] = loss.double() * tokens
                 sums[1, one.micro_batch] = tokens
     dist.all_reduce(sums)

@@ -11,7 +11,8 @@ from torch import Tensor, nn
 
 from workers.data import Split, open_texts
 from workers.errors import DataError
-from workers.models import Decoder, initial_value, mean_loss
+from workers.models import Decoder, initial_value, mean_loss, tensor_plan
+from workers.parallel import ModelPlan
 from workers.settings import TrainSettings, model_shape
 from workers.train.session import Session
 
@@ -36,7 +37,7 @@ def train_language_model(session: Session) -> None:
     def initialise(fqn: str, size: tuple[int, ...]) -> Tensor:
         return initial_value(fqn, size, seed=settings.train.seed, num_layers=shape.num_layers)
 
-    model = session.model(lambda: Decoder(shape), initialise)
+    model = session.model(lambda: Decoder(shape), initialise, plan=ModelPlan(tensor=tensor_plan()))
     session.optimizer(lambda parameters: adamw(parameters, settings.train))
 
     def loss_on(split: Split, samples: NDArray[Any]) -> tuple[Tensor, int]:

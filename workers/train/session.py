@@ -26,6 +26,8 @@ from workers.errors import DataError, TaskError
 from workers.parallel import (
     LocalShard,
     Mesh,
+    ModelPlan,
+    apply_tensor_plan,
     drop_gathered,
     local_shards,
     materialize,
@@ -140,7 +142,13 @@ class Session:
             storage=self._storage,
         )
 
-    def model(self, build: Callable[[], nn.Module], initialise: Initialise | None = None) -> Any:
+    def model(
+        self,
+        build: Callable[[], nn.Module],
+        initialise: Initialise | None = None,
+        *,
+        plan: ModelPlan | None = None,
+    ) -> Any:
         """Return the model that ``build`` makes, sharded over the workers, without values.
 
         Args:
@@ -148,6 +156,7 @@ class Session:
             initialise: Returns the whole initial value of a parameter from its name and shape,
                 the same on every worker. Without it ``build`` is called again on the CPU, with a
                 seed, and its values are used; then the whole model must fit into memory briefly.
+            plan: How tensor parallelism cuts it; not needed without.
 
         Raises:
             TaskError: The model cannot be sharded.
@@ -157,6 +166,7 @@ class Session:
         with torch.device("meta"):
             model = build()
         _check(model)
+        apply_tensor_plan(model, self._mesh, plan or ModelPlan())
         self._keeps_gathered = shard_model(
             model,
             self._mesh,
@@ -373,7 +383,7 @@ class Session:
             quota=self._quota(num_micro_batches),
             num_micro_batches=num_micro_batches,
             samples_each=samples_each,
-            device=self.device,
+            mesh=self._mesh,
         )
         sharded.model.train()
         self._validation_loss = loss

@@ -76,6 +76,7 @@ from ucp_core.lazy import lazy_door
 if TYPE_CHECKING:
     from workers.data import DataLoader
     from workers.errors import DataError, SettingsError, StateError, TaskError, WorkerError
+    from workers.parallel import ModelPlan
     from workers.settings import (
         CheckpointSettings,
         DataSettings,
@@ -94,6 +95,7 @@ __all__ = [
     "DataLoader",
     "DataSettings",
     "InitSettings",
+    "ModelPlan",
     "ModelSettings",
     "ParallelSettings",
     "Session",

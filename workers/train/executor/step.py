@@ -223,7 +223,8 @@ class Step:
         num_places = self._train.num_micro_batches if deterministic else 1
         losses = torch.zeros(num_places, dtype=torch.float64, device=sharded.device)
         tokens = 0
-        for micro_batch, (loss, count) in sorted(self._sums.items()):
+        sums = sorted(self._sums.items()) if sharded.mesh.counts else []
+        for micro_batch, (loss, count) in sums:
             losses[micro_batch if deterministic else 0] += loss
             tokens += count
         held = (sharded.shards, sharded.mesh.rank, sharded.device)

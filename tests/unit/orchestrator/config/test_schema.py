@@ -209,6 +209,16 @@ def test_min_workers_that_no_layout_reaches_are_refused() -> None:
     assert "raise workers.max to 6 or lower workers.min to 3" in found[0]
 
 
+def test_sizes_that_tensor_parallelism_cannot_cut_are_named() -> None:
+    """A rank has whole heads: the tiny model has two for keys, so three ranks cannot share them."""
+    text = "run: {directory: x}\nworkers: {max: 3}\nparallel: {tp: 3}\nmodel: {preset: tiny}\n"
+
+    (found,) = _problems(text)
+
+    assert found.startswith("text:3: parallel.tp: 3 does not divide model.num_kv_heads=2, ")
+    assert load(text.replace("3", "2")).rules().layout.tp == 2
+
+
 def test_patience_scales_every_bound_and_keeps_their_order() -> None:
     """One knob: a bound that it forgets would fire before the one it depends on."""
     usual, slow = load(LEAST).rules().bounds, load(LEAST, ["recovery.patience=9"]).rules().bounds
