@@ -16,10 +16,10 @@ from ucp_core.layout import ParallelLayout
 
 #: What has lost the controller computes no more after this: trainers leave at a step boundary, with
 #: that step in storage, and wait. A controller that died is back after 1 s. Ray ends the processes
-#: of a node that has lost the head 60 s later.
+#: of a node that has lost the head so much later, unless it is told otherwise (``lease_s``).
 LEASE_S: Final = 60.0
-#: They begin to leave so early: a long step and a commit take their time.
-LEAVE_S: Final = 0.75 * LEASE_S
+#: They begin to leave after this share of it: a long step and a commit take their time.
+LEAVE_SHARE: Final = 0.75
 
 #: A source of a state: ``(step, attempt, node, arena, slot, sequence)`` of a slot in the memory of
 #: a node; node and arena are "" for the version in storage.

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import time
 from collections.abc import Callable
 
@@ -13,11 +14,12 @@ from orchestrator.driver.status import RunFiles
 from orchestrator.errors import CapacityError, OrchestratorError
 from orchestrator.shell import HostedCluster, RunNames, connect_ray, run_id, why_silent
 from ucp_core.errors import UcpError
+from workers.protocol import LEAVE_SHARE
+from workers.records import lease_s
 
 __all__ = ["ClusterWatch", "has_controller", "open_cluster", "safe_text"]
 
-#: A cluster is gone if its head accepts no connection for so long. Ray itself ends the process of a
-#: driver without a word after 60 s.
+#: A cluster is gone if its head accepts no connection for so long, and will not come back.
 GONE_S = 15.0
 #: How often the head is looked for.
 _LOOK_S = 2.0
@@ -40,6 +42,36 @@ class ClusterWatch:
         self._is_alive = is_alive
         self._looked_s = self._heard_s = time.monotonic()
 
+    def await_head(self, say: Callable[[str], None]) -> None:
+        """Wait for a head that is away and will come back.
+
+        Args:
+            say: Called with a line for people before the wait.
+
+        Raises:
+            CapacityError: It did not, in the time that trainers wait for it.
+        """
+        if not self._returns() or not why_silent(self._address, timeout_s=_LOOK_S):
+            return
+        say(
+            f"the head at {self._address} does not answer; training continues without it. "
+            f"Waiting up to {self._patience_s():g} s for it to come back ..."
+        )
+        while why_silent(self._address, timeout_s=_LOOK_S):
+            self.require()
+            time.sleep(_LOOK_S)
+
+    def _returns(self) -> bool:
+        """Return whether what the head knows outlives it; False if that is not known."""
+        try:
+            return bool(RunFiles(self._url).contact().get("head_returns"))
+        except (UcpError, OrchestratorError):
+            return False
+
+    def _patience_s(self) -> float:
+        # Ray ends the process of a driver without a word after the whole of it.
+        return LEAVE_SHARE * lease_s(os.environ) if self._returns() else GONE_S
+
     def require(self) -> None:
         """Raise ``CapacityError`` with the step that is safe if the cluster is gone."""
         now_s, is_alive = time.monotonic(), self._is_alive()
@@ -49,7 +81,7 @@ class ClusterWatch:
         why = why_silent(self._address, timeout_s=_LOOK_S)
         if not why:
             self._heard_s = now_s
-        if is_alive and now_s - self._heard_s < GONE_S:
+        if is_alive and (why == "" or now_s - self._heard_s < self._patience_s()):
             return
         raise CapacityError(
             f"the Ray cluster at {self._address} is gone{f': {why}' if why else ''}. "

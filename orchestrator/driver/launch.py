@@ -207,7 +207,7 @@ def launch_run(
         CapacityError: No cluster answers.
     """
     with one_launch(config.run.directory, say=say) as require_alone:
-        if _is_under_way(config):
+        if _is_under_way(config, say):
             require_same(config)
             return Launched(config, None, attach=True)
         require_resumable(config)
@@ -227,9 +227,10 @@ def launch_run(
         return launched
 
 
-def _is_under_way(config: RunConfig) -> bool:
+def _is_under_way(config: RunConfig, say: Callable[[str], None]) -> bool:
     """Return whether a controller has the run in its care; connect to its cluster if so.
 
+    A head that is away and will come back is waited for: its trainers go on.
     That may be another cluster than ``config`` names. Two controllers in one directory would
     fence each other's workers.
     """
@@ -239,8 +240,9 @@ def _is_under_way(config: RunConfig) -> bool:
     address = json.loads(store.read(join(path, CONTACT)))["ray_address"]
     names = RunNames(run_id(config.run.directory))
     try:
+        ClusterWatch(address, config.run.directory).await_head(say)
         connect_ray(address, namespace=names.namespace)
-    except (ConnectionError, RayError, OSError):
+    except (CapacityError, ConnectionError, RayError, OSError):
         return False
     if has_controller(address, names.namespace):
         return True

@@ -45,6 +45,7 @@ def stop_run(url: str, reason: str, *, say: Callable[[str], None]) -> None:
     """
     run = RunFiles(url)
     contact = run.live_contact()
+    ClusterWatch(contact["ray_address"], url).await_head(say)
     try:
         connect_ray(contact["ray_address"])
         controller: Any = ray.get_actor(RunNames("").controller, namespace=contact["namespace"])

@@ -7,6 +7,7 @@ import os
 import signal
 import socket
 import threading
+from collections.abc import Mapping
 
 import ray
 from ray._private import worker as ray_worker
@@ -63,6 +64,16 @@ def why_silent(address: str, *, timeout_s: float = ANSWER_S) -> str:
         else:
             return ""
     return why
+
+
+def head_returns(environment: Mapping[str, str]) -> bool:
+    """Return whether a head comes back as the same cluster: what it knows is kept elsewhere.
+
+    Args:
+        environment: Of the head's processes.
+    """
+    kept = environment.get("RAY_gcs_storage", "memory")
+    return bool(environment.get("RAY_REDIS_ADDRESS")) or kept != "memory"
 
 
 def _drop(*_: object, **__: object) -> None:

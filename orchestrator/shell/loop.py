@@ -43,6 +43,7 @@ from orchestrator.policies import quarantine
 from orchestrator.run_directory import CHECKPOINTS
 from orchestrator.shell.capacity import AutoscalerWatch, Capacity, Nodes, Rendezvous, Workers
 from orchestrator.shell.clock import wall_time
+from orchestrator.shell.connect import head_returns
 from orchestrator.shell.guard import begin_guard
 from orchestrator.shell.memory import CadenceWatch, ProtectionWatch, Snapshots, loss_document
 from orchestrator.shell.names import RunNames
@@ -290,7 +291,7 @@ class Run:
         self._rendezvous.prepare()
         self._guard = await asyncio.to_thread(begin_guard, self._config.controller_stopped_s)
         url = await page.start()
-        self._record.announce(url)
+        self._record.announce(url, head_returns=head_returns(os.environ))
         await asyncio.to_thread(announce, self._names.run_id, run=self._config.run.name, url=url)
 
     def on_report(self, report: NodeReport) -> None:
@@ -561,7 +562,9 @@ class Run:
             cadence=self._cadence.document(self._state),
             loaded=self._record.stats.loaded,
             passed_over=list(self._record.stats.passed_over),
-            bounds_s=bounds_document(self._config, self._observer.limits),
+            bounds_s=bounds_document(
+                self._config, self._observer.limits, lease_s=self._nodes.longest_lease_s()
+            ),
             controller_notice=self._nodes.own_notice,
             longest_pause_s=round(self._watch.longest_pause_s, 3),
         )

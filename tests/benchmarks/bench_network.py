@@ -39,6 +39,8 @@ NOTICE_S = 30.0
 DOWN_S, FLAP_S = 5.0, 20.0
 #: So long two runs are watched side by side.
 SIDE_BY_SIDE_S = 40.0
+#: A head that comes back is away for so long.
+AWAY_S = 20.0
 #: Trainers without a head are watched for so long at most.
 ORPHANS_S_MAX = 180.0
 
@@ -242,6 +244,45 @@ def head_rebooted(scene: Scene) -> dict[str, Any]:
         return _resumed(again, fault_s, before)
 
 
+def head_back(scene: Scene) -> dict[str, Any]:
+    """End the head and boot it again while a Redis keeps what it knew; then stop the run."""
+    with NetworkCluster(WORKERS, has_redis=True) as cluster:
+        run = NetworkRun(cluster, scene.directory(), pace_s=scene.pace_s, on=1)
+        found = [_came_back(scene, run) for _ in range(scene.repeat)]
+        began_s = time.monotonic()
+        outcome = run.stop()["outcome"]
+        stop_s = round(time.monotonic() - began_s, 1)
+        result = _together(found)
+        return {**result, "stop_s": stop_s, "right": result["right"] and outcome == "stopped"}
+
+
+def _came_back(scene: Scene, run: NetworkRun) -> dict[str, Any]:
+    before = scene.settle(run)
+    fault_s = time.time()
+    run.cluster.kill(HEAD)
+    time.sleep(AWAY_S)
+    run.cluster.boot(HEAD)
+    run.cluster.await_ray(HEAD)
+    surveyed_s = run.wait("a controller in charge", lambda: _surveyed_s(run, fault_s))
+    last = run.lines()[-1]
+    run.wait("ten more steps", lambda: run.lines()[-1]["step"] >= last["step"] + 10 or None)
+    gap_s = _longest_gap(run, fault_s)
+    steps = [line["step"] for line in run.lines()]
+    found = {
+        "in_charge_s": round(surveyed_s - fault_s, 1), "gap_s": round(gap_s, 2),
+        "gap_steps": round(gap_s / before["step_s"], 1), "lost_steps": len(steps) - len(set(steps)),
+        "right": run.lines()[-1]["attempt"] == before["attempt"],
+    }  # fmt: skip
+    _say(json.dumps(found))
+    return found
+
+
+def _surveyed_s(run: NetworkRun, since_s: float) -> float | None:
+    """Return when a controller that began after ``since_s`` knew who lives; None before."""
+    times = [r["wall_time"] for r in run.journal() if r["kind"] == "WorkersSurveyed"]
+    return next((each for each in times if each > since_s), None)
+
+
 def second_cluster(scene: Scene) -> dict[str, Any]:
     """End the head and begin the run on another cluster, while the old trainers live."""
     with NetworkCluster(WORKERS, number=1) as other, scene.own() as run:
@@ -341,6 +382,7 @@ ROWS: Final[dict[str, tuple[str, Row]]] = {
     "join": ("node joins", join),
     "head-killed": ("head killed for good", head_killed),
     "head-rebooted": ("head booted again, run again", head_rebooted),
+    "head-back": (f"head away for {AWAY_S:.0f} s, its state kept in Redis", head_back),
     "second-cluster": ("head killed, same directory on a second cluster", second_cluster),
     "flapping": (f"link down {DOWN_S:.0f} s every {FLAP_S:.0f} s", flapping),
     "two-runs": ("two runs on the same nodes", two_runs),
@@ -352,7 +394,16 @@ def _together(found: list[dict[str, Any]]) -> dict[str, Any]:
     if len(found) == 1:
         return found[0]
     result: dict[str, Any] = {"right": all(each["right"] for each in found), "faults": found}
-    for name in ("detected_s", "step_s", "resumed_s", "pause_s", "whole"):
+    for name in (
+        "detected_s",
+        "step_s",
+        "resumed_s",
+        "pause_s",
+        "whole",
+        "in_charge_s",
+        "gap_s",
+        "gap_steps",
+    ):
         values = [each[name] for each in found if each.get(name) is not None]
         if values:
             result[name] = spread(values)["p50"]

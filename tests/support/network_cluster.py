@@ -20,17 +20,19 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
 from typing import Self
 
-__all__ = ["HEAD", "NetworkCluster", "host_of", "why_not"]
+__all__ = ["HEAD", "REDIS", "NetworkCluster", "host_of", "why_no_redis", "why_not"]
 
 #: The machine with the controller and without workers; nodes count from 1.
 HEAD = 0
-_PORT = 6379
+#: The machine with the Redis that keeps what the head knows, where there is one.
+REDIS = 31
+_PORT, _REDIS_PORT = 6379, 6380
 _MACHINES_MAX = 32
 #: This process, where it reaches the machines of a cluster, has the address of the last one.
 _OUTSIDE = 253
@@ -77,6 +79,12 @@ def why_not() -> str:
     except (subprocess.SubprocessError, OSError, EOFError) as error:
         return f"this kernel makes no network that loses packets: {_reason(error)}"
     return ""
+
+
+@functools.cache
+def why_no_redis() -> str:
+    """Return why such a cluster can have no Redis; "" if it can."""
+    return why_not() or ("" if _has("redis-server") else "needs redis-server")
 
 
 def _has(tool: str) -> bool:
@@ -186,12 +194,25 @@ class NetworkCluster:
         cpus_per_node: Workers that fit on each.
         number: Of clusters that shall not be taken for one another, from 0: its network is
             10.213.NUMBER.0/24.
+        has_redis: Whether the head may come back: what it knows is kept in a Redis on a machine of
+            its own.
+        environment: Variables of Ray's processes and of all commands.
     """
 
-    def __init__(self, num_nodes: int, *, cpus_per_node: int = 1, number: int = 0) -> None:
+    def __init__(
+        self,
+        num_nodes: int,
+        *,
+        cpus_per_node: int = 1,
+        number: int = 0,
+        has_redis: bool = False,
+        environment: Mapping[str, str] | None = None,
+    ) -> None:
         _forget_dead()
         self._number = number
         self._cpus = cpus_per_node
+        self._has_redis = has_redis
+        self._variables = dict(environment or {})
         # Short: Ray makes sockets below it.
         self._folder = Path(tempfile.mkdtemp(prefix=f"{_PREFIX}{os.getpid()}-"))
         self._machines: dict[int, _Machine] = {}
@@ -201,6 +222,8 @@ class NetworkCluster:
         self._switch = _Switch()
         try:
             self._write_names()
+            if has_redis:
+                self._boot_redis()
             for machine in range(num_nodes + 1):
                 self.boot(machine)
             for machine in range(num_nodes + 1):
@@ -285,9 +308,16 @@ class NetworkCluster:
         booted = self._machines[machine]
         _await_text(booted.log, "Ray runtime started", booted.process)
 
+    def _boot_redis(self) -> None:
+        words = ["redis-server", "--bind", self.host(REDIS), "--port", str(_REDIS_PORT)]
+        self.boot(REDIS, [*words, "--protected-mode", "no", "--save", ""])
+        _await_text(self._machines[REDIS].log, "Ready to accept", self._machines[REDIS].process)
+
     def _ray(self, machine: int, folder: Path) -> list[str]:
         own = ["--head", f"--port={_PORT}", "--include-dashboard=False"]
+        kept = f"RAY_REDIS_ADDRESS={self.host(REDIS)}:{_REDIS_PORT}"
         return [
+            *(["env", kept] if machine == HEAD and self._has_redis else []),
             str(_BIN / "ray"), "start", "--block", f"--node-ip-address={self.host(machine)}",
             f"--temp-dir={folder}", "--num-gpus=0", "--object-store-memory=100000000",
             f"--num-cpus={self._cpus if machine != HEAD else 0}", "--disable-usage-stats",
@@ -399,7 +429,8 @@ class NetworkCluster:
         own = {name: text for name, text in os.environ.items() if not name.startswith("RAY_")}
         path = f"{_BIN}{os.pathsep}{os.environ['PATH']}"
         return {
-            **own, "PATH": path, "RAY_AUTH_MODE": "disabled", "RAY_USAGE_STATS_ENABLED": "0",
+            **own, **self._variables, "PATH": path,
+            "RAY_AUTH_MODE": "disabled", "RAY_USAGE_STATS_ENABLED": "0",
             # In /tmp it would find clusters of others, whose processes it cannot see.
             "RAY_ADDRESS": self.address, "TMPDIR": str(folder),
         }  # fmt: skip

@@ -77,6 +77,7 @@ class NetworkRun:
         pace_s: How long a step takes with four workers.
         has_metadata: Whether the machines have a metadata service; ``announce`` speaks for it.
         settings: Further ones, as on the command line.
+        on: The machine on which the command runs that begins it.
     """
 
     def __init__(
@@ -86,6 +87,7 @@ class NetworkRun:
         *settings: str,
         pace_s: float = 0.2,
         has_metadata: bool = False,
+        on: int = HEAD,
     ) -> None:
         self.cluster = cluster
         self.directory = directory
@@ -105,7 +107,7 @@ class NetworkRun:
         if has_metadata:
             place = [str(self._said), cluster.host(HEAD), _METADATA_PORT]
             cluster.start(HEAD, [sys.executable, metadata_server.__file__, *place], self._log)
-        self.driver = cluster.start(HEAD, command, self._log)
+        self.driver = cluster.start(on, command, self._log)
 
     def announce(self, machine: int, taken_s: float | None) -> None:
         """Have a machine's metadata service say when it is taken; None takes that back."""
@@ -114,6 +116,10 @@ class NetworkRun:
             when = datetime.fromtimestamp(taken_s, UTC).strftime("%Y-%m-%dT%H:%M:%SZ")
             said = json.dumps({"action": "terminate", "time": when})
         say(self._said, AWS_ACTION, said, self.cluster.host(machine))
+
+    def said(self) -> str:
+        """Return what the command printed that begins the run."""
+        return self._log.read_text(errors="replace")
 
     def lines(self) -> list[dict[str, Any]]:
         """Return the lines of metrics so far, in the order in which they were written."""
@@ -224,5 +230,5 @@ class NetworkRun:
     def _what_happened(self) -> str:
         steps = [(x["attempt"], x["step"], x["num_workers"]) for x in self.lines()[-3:]]
         kinds = [json.dumps(record)[:300] for record in self.journal()[-12:]]
-        said = self._log.read_text(errors="replace")[-2000:]
-        return "\n".join([f"last steps {steps}", *kinds, f"the command said: {said}"])
+        last = f"the command said: {self.said()[-2000:]}"
+        return "\n".join([f"last steps {steps}", *kinds, last])

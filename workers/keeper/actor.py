@@ -33,7 +33,7 @@ from workers.keeper.reach import Reach
 from workers.keeper.watch import GONE, STILL_S, NodeWatch, clear
 from workers.parent_death import end_with_parent
 from workers.protocol import Inventory, KeeperOrder, NodeReport, Notice
-from workers.records import Lease
+from workers.records import Lease, lease_s
 from workers.settings import Settings
 
 T = TypeVar("T")
@@ -94,7 +94,8 @@ class Keeper:
         self._controller = controller
         self._directory = Path(directory)
         self._watch = NodeWatch(node=self._node, directory=self._directory)
-        self._lease = Lease(self._directory)
+        self._lease_s = lease_s(os.environ)
+        self._lease = Lease(self._directory, self._lease_s)
         self._reach = Reach(self._cut_off)
         self._notices = NoticeWatch(sources_of(**(notices or {})))
         self._notice: Notice | None = None
@@ -115,8 +116,8 @@ class Keeper:
         """Start the reports, once; return who this keeper is.
 
         Returns:
-            node, pid, raylet_pid, and where its snapshots are served: host, port and secret, or
-                ("", 0, b"") without snapshots.
+            node, pid, raylet_pid, lease_s, and where its snapshots are served: host, port and
+                secret, or ("", 0, b"") without snapshots.
         """
         self._lease.renew()
         if self._task is None:
@@ -127,6 +128,7 @@ class Keeper:
             "node": self._node,
             "pid": os.getpid(),
             "raylet_pid": os.getppid(),
+            "lease_s": self._lease_s,
             "host": host,
             "port": port,
             "secret": self._memory.secret if self._memory else b"",

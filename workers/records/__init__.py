@@ -1,6 +1,6 @@
 """What a process records of itself, readable from outside after it stopped or died."""
 
-from workers.records.lease import Lease, has_run_out
+from workers.records.lease import Lease, has_run_out, lease_s
 from workers.records.progress import (
     ProgressReader,
     ProgressRecord,
@@ -23,6 +23,7 @@ __all__ = [
     "RecordRing",
     "RingReader",
     "has_run_out",
+    "lease_s",
     "open_progress",
     "process_state",
     "read_progress",

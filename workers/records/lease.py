@@ -2,19 +2,27 @@
 
 A controller that lives calls each keeper every few seconds, and the keeper renews the lease. When
 it runs out, trainers leave at the next step boundary, also where the keeper has gone too.
+
+A lease is as long as Ray waits for a head that is away: a head that comes back in time takes over
+trainers that have never stopped.
 """
 
 from __future__ import annotations
 
+import math
 import mmap
 import time
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Final
 
-from workers.protocol import LEAVE_S
+from workers.protocol import LEASE_S, LEAVE_SHARE
 from workers.records.ring import map_draft
 
-__all__ = ["Lease", "has_run_out"]
+__all__ = ["VARIABLE", "Lease", "has_run_out", "lease_s"]
+
+#: Ray's own: so many seconds after the head has gone the processes of a node end.
+VARIABLE: Final = "RAY_gcs_rpc_server_reconnect_timeout_s"
 
 _NAME: Final = "lease"
 _SIZE_BYTES: Final = 8
@@ -22,16 +30,30 @@ _SIZE_BYTES: Final = 8
 _GAP_S: Final = 1.0
 
 
+def lease_s(environment: Mapping[str, str]) -> float:
+    """Return the length of a lease in seconds, as Ray's processes with this environment have it."""
+    try:
+        found = float(environment.get(VARIABLE, LEASE_S))
+    except ValueError:
+        return LEASE_S  # Ray, too, passes over what is no number
+    return found if math.isfinite(found) and found > 0.0 else LEASE_S
+
+
 class Lease:
     """The keeper's end: one time, by the machine's monotonic clock, in ns.
 
     One that an earlier keeper left in ``directory`` goes on.
 
+    Args:
+        directory: In shared memory.
+        lease_s: Its length.
+
     Raises:
         OSError: There is no room for it.
     """
 
-    def __init__(self, directory: Path) -> None:
+    def __init__(self, directory: Path, lease_s: float = LEASE_S) -> None:
+        self._leave_s = LEAVE_SHARE * lease_s
         path = directory / _NAME
         try:
             with path.open("r+b") as file:
@@ -49,7 +71,7 @@ class Lease:
 
     def renew(self) -> None:
         """Note that the controller was heard."""
-        self._until_ns[0] = time.monotonic_ns() + int(LEAVE_S * 1e9)
+        self._until_ns[0] = time.monotonic_ns() + int(self._leave_s * 1e9)
 
     def look(self) -> None:
         """Call it often: time in which this process did not run does not count."""

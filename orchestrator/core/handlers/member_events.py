@@ -20,7 +20,6 @@ from orchestrator.core.handlers import fleet, planned, protection, recovery, sea
 from orchestrator.core.state import ACTIVE, MutableRunState, Phase, Worker
 from orchestrator.core.transition import Transition
 from orchestrator.policies import STORAGE, UserError
-from workers.protocol import LEAVE_S
 
 #: Weight of the newest step in the smoothed duration: about the last ten steps count.
 _STEP_WEIGHT = 0.1
@@ -120,7 +119,7 @@ def worker_left(transition: Transition, event: WorkerLeft) -> None:
     elif event.how == "yielded" and run.phase is Phase.YIELDING:
         planned.member_yielded(transition, event.step)
     elif event.how == "yielded":
-        evidence = f"{worker.name} left: it had not heard the controller for {LEAVE_S:g} s"
+        evidence = f"{worker.name} left: it had long not heard the controller"
         recovery.fault(transition, "controller_restart", (), evidence)
         recovery.proceed(transition)
     else:

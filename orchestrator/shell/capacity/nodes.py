@@ -38,7 +38,7 @@ from orchestrator.core import (
 from orchestrator.shell.names import RunNames
 from orchestrator.shell.threads import RAY, in_thread
 from workers.keeper import OPTIONS, Keeper, NoticeWatch, hung_up, silent
-from workers.protocol import Notice
+from workers.protocol import LEASE_S, Notice
 
 log = logging.getLogger(__name__)
 
@@ -84,6 +84,7 @@ class NodeView:
         taken_s: When it goes, on the run's clock; infinity if nobody says when.
         raylet_pid: Process id of the raylet; 0 before the keeper said it.
         keeper_pid: Likewise of the keeper, and while it is being started again.
+        lease_s: How long its trainers may go on without a controller.
         lost_s: When it was declared lost, on the run's clock.
         is_dead: Whether it is lost, and no process of it can be alive.
         is_returning: Whether its keeper died alone and is being started again.
@@ -107,6 +108,7 @@ class NodeView:
     taken_s: float = math.inf
     raylet_pid: int = 0
     keeper_pid: int = 0
+    lease_s: float = LEASE_S
     lost_s: float = 0.0
     is_dead: bool = False
     is_returning: bool = False
@@ -323,6 +325,11 @@ class Nodes:
             if view.keeper is not None:
                 await in_thread(RAY, ray.kill, view.keeper, no_restart=True)
 
+    def longest_lease_s(self) -> float:
+        """Return the longest of any node that is there."""
+        there = [view.lease_s for view in self.views.values() if not view.lost.is_set()]
+        return max(there, default=LEASE_S)
+
     def _kept(self) -> list[str]:
         """Return the nodes on which a keeper of the run lives, as Ray says; this asks for each."""
         return [node for node in list(self.views) if self._find_keeper(node) is not None]
@@ -510,6 +517,7 @@ class Nodes:
                 self.lost(view.node, f"its keeper is unreachable: {type(error).__name__}")
                 return
             view.raylet_pid, view.keeper_pid = hello["raylet_pid"], hello["pid"]
+            view.lease_s = hello["lease_s"]
             # After a restart it listens elsewhere, and asks for another secret.
             view.host, view.port = hello["host"], hello["port"]
             view.secret = hello["secret"]

@@ -112,12 +112,15 @@ def cost_document(stats: RunStats, config: RunConfig) -> dict[str, float | None]
     }
 
 
-def bounds_document(config: RunConfig, limits: Limits) -> dict[str, float]:
+def bounds_document(
+    config: RunConfig, limits: Limits, *, lease_s: float = LEASE_S
+) -> dict[str, float]:
     """Return the bound of every wait in seconds, shortest first.
 
     Args:
         config: Of the run: the bounds of the controller, of its guard and of the collectives.
         limits: The bounds that find hangs, as they follow from the steps so far.
+        lease_s: How long trainers go on without a controller.
     """
     bounds_s = {
         **as_seconds(limits),
@@ -125,7 +128,7 @@ def bounds_document(config: RunConfig, limits: Limits) -> dict[str, float]:
         "collective": config.parallel.collective_timeout_s,
         "controller_stopped": config.controller_stopped_s,
         "machine_silent": SILENT_S,
-        "lease": LEASE_S,
+        "lease": lease_s,
     }
     return {name: round(bounds_s[name], 3) for name in sorted(bounds_s, key=bounds_s.__getitem__)}
 

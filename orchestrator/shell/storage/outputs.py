@@ -47,8 +47,8 @@ class RunOutputs:
         self.stats = stats
         self._num_written = num_written
 
-    def announce(self, status_url: str) -> None:
-        """Write how to reach this controller."""
+    def announce(self, status_url: str, *, head_returns: bool) -> None:
+        """Write how to reach this controller, and whether a head that goes comes back."""
         self._write(
             CONTACT,
             {
@@ -57,6 +57,7 @@ class RunOutputs:
                 "node": ray.get_runtime_context().get_node_id(),
                 "ray_address": ray.get_runtime_context().gcs_address,
                 "namespace": ray.get_runtime_context().namespace,
+                "head_returns": head_returns,
             },
         )
 

@@ -7,6 +7,7 @@ import pytest
 from typer.testing import CliRunner
 
 from orchestrator.cli.main import app
+from orchestrator.shell.connect import head_returns
 
 
 @pytest.fixture
@@ -50,3 +51,25 @@ def test_a_run_that_is_over_or_whose_cluster_is_gone_cannot_be_stopped(
     assert f"the controller does not answer at {address}" in gone.stderr
     assert "nothing trains any more" in gone.stderr
     assert "is over; see `everstep report" in over.stderr
+
+
+@pytest.mark.parametrize("returns", [False, True])
+def test_a_head_that_comes_back_is_waited_for(
+    address: str, *, returns: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its run trains on: nobody has to be told that nothing trains any more."""
+    monkeypatch.setenv("RAY_gcs_rpc_server_reconnect_timeout_s", "4")
+    contact = {"ray_address": address, "namespace": "everstep-x", "head_returns": returns}
+    (tmp_path / "controller.json").write_text(json.dumps(contact))
+
+    away = CliRunner().invoke(app, ["stop", str(tmp_path)])
+
+    assert away.exit_code == 3
+    assert ("Waiting up to 3 s for it to come back" in away.stderr) == returns
+    assert (f"the Ray cluster at {address} is gone" in away.stderr) == returns
+
+
+def test_a_head_comes_back_whose_state_is_kept_elsewhere() -> None:
+    assert not head_returns({"RAY_gcs_storage": "memory"})
+    assert head_returns({"RAY_gcs_storage": "rocksdb"})
+    assert head_returns({"RAY_REDIS_ADDRESS": "redis:6379"})

@@ -15,7 +15,7 @@ import pytest
 
 from workers.keeper import Keeper, progress_path
 from workers.keeper.reach import Reach
-from workers.protocol import LEAVE_S, KeeperOrder
+from workers.protocol import LEASE_S, KeeperOrder
 from workers.records import has_run_out
 
 #: No connection is ever made to these addresses, which are of many machines.
@@ -80,7 +80,7 @@ def test_a_run_on_one_node_does_without_the_head_until_its_lease_has_run_out(
     asyncio.run(play())
     assert trainer.poll() is None
     assert not has_run_out(tmp_path)
-    later_ns = time.monotonic_ns() + int((LEAVE_S + 1.0) * 1e9)
+    later_ns = time.monotonic_ns() + int(LEASE_S * 1e9)
     monkeypatch.setattr(time, "monotonic_ns", lambda: later_ns)
     assert has_run_out(tmp_path)
     asyncio.run(keeper.hello())

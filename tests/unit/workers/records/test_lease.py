@@ -7,8 +7,11 @@ from pathlib import Path
 
 import pytest
 
-from workers.protocol import LEAVE_S
-from workers.records import Lease, has_run_out
+from workers.protocol import LEASE_S, LEAVE_SHARE
+from workers.records import Lease, has_run_out, lease_s
+from workers.records.lease import VARIABLE
+
+LEAVE_S = LEAVE_SHARE * LEASE_S
 
 
 class _Clock:
@@ -71,3 +74,22 @@ def test_a_keeper_that_is_started_again_extends_nothing(
     assert has_run_out(tmp_path)
     lease.renew()
     assert not has_run_out(tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("said", "seconds"), [(None, 60.0), ("600", 600.0), ("soon", 60.0), ("0", 60.0), ("inf", 60.0)]
+)
+def test_a_lease_is_as_long_as_ray_waits_for_the_head(said: str | None, seconds: float) -> None:
+    """With the head back after minutes, trainers that had stopped would have lost them."""
+    assert lease_s({} if said is None else {VARIABLE: said}) == seconds
+
+
+def test_trainers_leave_before_the_end_of_a_longer_lease(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    clock = _Clock(monkeypatch)
+    lease = Lease(tmp_path, 600.0)
+    _watch(lease, clock, 449.0)
+    assert not has_run_out(tmp_path)
+    _watch(lease, clock, 1.0)
+    assert has_run_out(tmp_path)
