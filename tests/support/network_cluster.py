@@ -32,7 +32,7 @@ __all__ = ["HEAD", "REDIS", "NetworkCluster", "host_of", "why_no_redis", "why_no
 HEAD = 0
 #: The machine with the Redis that keeps what the head knows, where there is one.
 REDIS = 31
-_PORT, _REDIS_PORT = 6379, 6380
+_PORT, _REDIS_PORT, _JOBS_PORT = 6379, 6380, 8265
 _MACHINES_MAX = 32
 #: This process, where it reaches the machines of a cluster, has the address of the last one.
 _OUTSIDE = 253
@@ -194,6 +194,7 @@ class NetworkCluster:
         cpus_per_node: Workers that fit on each.
         number: Of clusters that shall not be taken for one another, from 0: its network is
             10.213.NUMBER.0/24.
+        has_dashboard: Whether the head takes jobs, on ``jobs``.
         has_redis: Whether the head may come back: what it knows is kept in a Redis on a machine of
             its own.
         environment: Variables of Ray's processes and of all commands.
@@ -205,12 +206,14 @@ class NetworkCluster:
         *,
         cpus_per_node: int = 1,
         number: int = 0,
+        has_dashboard: bool = False,
         has_redis: bool = False,
         environment: Mapping[str, str] | None = None,
     ) -> None:
         _forget_dead()
         self._number = number
         self._cpus = cpus_per_node
+        self._has_dashboard = has_dashboard
         self._has_redis = has_redis
         self._variables = dict(environment or {})
         # Short: Ray makes sockets below it.
@@ -264,6 +267,11 @@ class NetworkCluster:
         """Return what ``everstep run --address`` takes."""
         return f"{self.host(HEAD)}:{_PORT}"
 
+    @property
+    def jobs(self) -> str:
+        """Return what ``ray job submit --address`` takes."""
+        return f"http://{self.host(HEAD)}:{_JOBS_PORT}"
+
     def host(self, machine: int) -> str:
         """Return the IP address of a machine, the same after it was booted again."""
         return host_of(machine, self._number)
@@ -314,7 +322,10 @@ class NetworkCluster:
         _await_text(self._machines[REDIS].log, "Ready to accept", self._machines[REDIS].process)
 
     def _ray(self, machine: int, folder: Path) -> list[str]:
-        own = ["--head", f"--port={_PORT}", "--include-dashboard=False"]
+        own = [
+            "--head", f"--port={_PORT}", f"--include-dashboard={self._has_dashboard}",
+            f"--dashboard-host={self.host(HEAD)}", f"--dashboard-port={_JOBS_PORT}",
+        ]  # fmt: skip
         kept = f"RAY_REDIS_ADDRESS={self.host(REDIS)}:{_REDIS_PORT}"
         return [
             *(["env", kept] if machine == HEAD and self._has_redis else []),

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import subprocess
 import sys
 import time
 from collections.abc import Callable
@@ -15,7 +16,7 @@ from tests.support import metadata_server, train_paced
 from tests.support.metadata_server import AWS_ACTION, say
 from tests.support.network_cluster import HEAD, NetworkCluster
 
-__all__ = ["NetworkRun", "Outcome"]
+__all__ = ["NetworkRun", "Outcome", "digest_alone"]
 
 T = TypeVar("T")
 
@@ -23,6 +24,13 @@ _LOOK_S = 0.1
 _METADATA_PORT = "8169"
 #: A run starts, or is whole again, within this: Ray notices some losses after a minute.
 _ACT_S_MAX = 240.0
+
+
+def digest_alone(folder: Path, steps: int) -> str:
+    """Return what the weights of the same training in one process are after so many steps."""
+    command = [sys.executable, train_paced.__file__, "0.0", str(steps)]
+    subprocess.run(command, cwd=folder, check=True, timeout=400)
+    return str(json.loads((folder / "run/result.json").read_text())["weights_digest"])
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -78,6 +86,7 @@ class NetworkRun:
         has_metadata: Whether the machines have a metadata service; ``announce`` speaks for it.
         settings: Further ones, as on the command line.
         on: The machine on which the command runs that begins it.
+        as_job: Whether that command is ``ray job submit``.
     """
 
     def __init__(
@@ -88,6 +97,7 @@ class NetworkRun:
         pace_s: float = 0.2,
         has_metadata: bool = False,
         on: int = HEAD,
+        as_job: bool = False,
     ) -> None:
         self.cluster = cluster
         self.directory = directory
@@ -102,7 +112,13 @@ class NetworkRun:
             f"notices.endpoint=http://{cluster.host(HEAD)}:{_METADATA_PORT}",
             *settings,
         ]  # fmt: skip
-        command = ["everstep", "run", "local/small", "--address", cluster.address, *words]
+        command = ["everstep", "run", "local/small", *words]
+        if as_job:
+            (project := directory.with_suffix(".project")).mkdir(parents=True)
+            submit = ["ray", "job", "submit", "--address", cluster.jobs]
+            command = [*submit, "--working-dir", str(project), "--", *command]
+        else:
+            command += ["--address", cluster.address]
         self._said = directory.with_suffix(".metadata")
         if has_metadata:
             place = [str(self._said), cluster.host(HEAD), _METADATA_PORT]

@@ -1,7 +1,7 @@
 """A training script with steps of a given length that need hardly any processor time.
 
 Its argument is the length of a step with four workers, in seconds; with fewer they have more to do.
-It runs alone, too, and makes ``STEPS`` then.
+It runs alone, too, and makes ``STEPS`` then, or as many as a second argument says.
 """
 
 import sys
@@ -37,4 +37,5 @@ def train(session: Session) -> None:
 
 
 if __name__ == "__main__":
-    run(train, steps=STEPS, schedule="constant", deterministic=True)
+    steps = int(sys.argv[2]) if len(sys.argv) > 2 else STEPS
+    run(train, steps=steps, schedule="constant", deterministic=True)

@@ -2,13 +2,9 @@
 
 from __future__ import annotations
 
-import json
-import subprocess
-import sys
 import time
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
 
 import pytest
 
@@ -16,20 +12,12 @@ from orchestrator.config import load
 from tests.support import train_paced
 from tests.support.history import check_lost_steps, read_history
 from tests.support.network_cluster import NetworkCluster, why_not
-from tests.support.network_runs import NetworkRun
+from tests.support.network_runs import NetworkRun, digest_alone
 
 pytestmark = [
     pytest.mark.timeout(900),
     pytest.mark.skipif(bool(why_not()), reason=why_not() or "it can be made"),
 ]
-
-
-@pytest.fixture
-def undisturbed(tmp_path: Path) -> dict[str, Any]:
-    """Return the result of the same training in one process alone."""
-    command = [sys.executable, train_paced.__file__, "0.0"]
-    subprocess.run(command, cwd=tmp_path, check=True, timeout=400)
-    return dict(json.loads((tmp_path / "run/result.json").read_text()))
 
 
 @pytest.fixture
@@ -40,7 +28,7 @@ def machines() -> Iterator[NetworkCluster]:
 
 
 def test_a_cut_pair_and_a_silent_node_change_no_bit(
-    undisturbed: dict[str, Any], machines: NetworkCluster, tmp_path: Path
+    machines: NetworkCluster, tmp_path: Path
 ) -> None:
     """No connection is closed: all that anyone sees of either is that nothing comes."""
     run = NetworkRun(machines, tmp_path / "rough", f"train.steps={train_paced.STEPS}")
@@ -63,6 +51,6 @@ def test_a_cut_pair_and_a_silent_node_change_no_bit(
     assert len(faults) >= 2
     for incident in faults:
         check_lost_steps(str(run.directory), incident)
-    assert summary["weights_digest"] == undisturbed["weights_digest"]
+    assert summary["weights_digest"] == digest_alone(tmp_path, train_paced.STEPS)
     config = load(str(tmp_path / "rough/config.yaml"), [])
     read_history(str(run.directory)).check_exactly_once(config)
