@@ -9,7 +9,7 @@ import ray
 from ray._private.services import find_gcs_addresses
 from ray.exceptions import RayError
 
-from orchestrator.errors import CapacityError
+from orchestrator.errors import CapacityError, ConfigError
 from orchestrator.shell import (
     NAMESPACE_PREFIX,
     LocalEntry,
@@ -55,7 +55,7 @@ def _runs_at(address: str, entry: LocalEntry | None) -> Iterator[dict[str, Any]]
         return
     try:
         connect_ray(address)
-    except (ConnectionError, RayError, RuntimeError) as error:  # of another version of Ray
+    except (ConfigError, ConnectionError, RayError) as error:
         raise CapacityError(f"no Ray cluster answers at {address}: {error}") from error
     try:
         controllers = [

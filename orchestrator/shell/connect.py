@@ -12,6 +12,7 @@ from collections.abc import Mapping
 import ray
 from ray._private import worker as ray_worker
 
+from orchestrator.errors import ConfigError
 from orchestrator.shell.local import local_clusters
 
 #: A cluster that is there accepts a connection in milliseconds, also from far away.
@@ -22,7 +23,10 @@ _OWN_NAMES = frozenset({"127.0.0.1", "localhost"})
 def connect_ray(address: str, *, namespace: str | None = None) -> None:
     """Join the cluster at ``address``; none of its logs reach our output.
 
-    Raises ``ConnectionError`` or ``RayError`` if nothing answers there.
+    Raises:
+        ConnectionError: Nothing answers there.
+        RayError: What answers does not want this process.
+        ConfigError: This process has another version of Ray or Python than the cluster.
     """
     why = why_silent(address)
     if why:  # Ray would look for a cluster for minutes
@@ -35,12 +39,20 @@ def connect_ray(address: str, *, namespace: str | None = None) -> None:
     # --json must stay clean, and a run's incidents say the same.
     ray_worker.print_to_stdstream = _drop
     handler = signal.getsignal(signal.SIGTERM)
-    ray.init(
-        address=address,
-        namespace=namespace,
-        log_to_driver=False,
-        logging_level=logging.ERROR,
-    )
+    try:
+        ray.init(
+            address=address,
+            namespace=namespace,
+            log_to_driver=False,
+            logging_level=logging.ERROR,
+        )
+    except RuntimeError as error:
+        said = " ".join(str(error).split())
+        raise ConfigError(
+            f"this process cannot join the Ray cluster at {address}: {said.rstrip('.')}. "
+            "`ray job submit` runs a command with the cluster's own versions",
+            problems=[said],
+        ) from error
     if callable(handler) and threading.current_thread() is threading.main_thread():
         signal.signal(signal.SIGTERM, handler)  # Ray has set its own, which ends the process
 

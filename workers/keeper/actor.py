@@ -116,8 +116,8 @@ class Keeper:
         """Start the reports, once; return who this keeper is.
 
         Returns:
-            node, pid, raylet_pid, lease_s, and where its snapshots are served: host, port and
-                secret, or ("", 0, b"") without snapshots.
+            node, pid, raylet_pid, lease_s, wall_time, and where its snapshots are served: host,
+                port and secret, or ("", 0, b"") without snapshots.
         """
         self._lease.renew()
         if self._task is None:
@@ -129,6 +129,7 @@ class Keeper:
             "pid": os.getpid(),
             "raylet_pid": os.getppid(),
             "lease_s": self._lease_s,
+            "wall_time": time.time(),  # noqa: TID251  as Ray counts the end of a drained node
             "host": host,
             "port": port,
             "secret": self._memory.secret if self._memory else b"",

@@ -13,7 +13,6 @@ import contextlib
 import itertools
 import logging
 import math
-import time
 from collections.abc import Callable, Coroutine, Hashable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
@@ -35,6 +34,7 @@ from orchestrator.core import (
     NodeLost,
     ProbeLinks,
 )
+from orchestrator.shell.clock import wall_time
 from orchestrator.shell.names import RunNames
 from orchestrator.shell.threads import RAY, in_thread
 from workers.keeper import OPTIONS, Keeper, NoticeWatch, hung_up, silent
@@ -84,6 +84,7 @@ class NodeView:
         taken_s: When it goes, on the run's clock; infinity if nobody says when.
         raylet_pid: Process id of the raylet; 0 before the keeper said it.
         keeper_pid: Likewise of the keeper, and while it is being started again.
+        clock_ahead_s: How far its clock is ahead of the controller's, at least; 0 if behind.
         lease_s: How long its trainers may go on without a controller.
         lost_s: When it was declared lost, on the run's clock.
         is_dead: Whether it is lost, and no process of it can be alive.
@@ -108,6 +109,7 @@ class NodeView:
     taken_s: float = math.inf
     raylet_pid: int = 0
     keeper_pid: int = 0
+    clock_ahead_s: float = 0.0
     lease_s: float = LEASE_S
     lost_s: float = 0.0
     is_dead: bool = False
@@ -424,7 +426,11 @@ class Nodes:
         """Take in Ray's notices: a deadline in ms since the epoch by node, 0 if there is none."""
         for node in {**deadlines_ms, **self._notices}:
             said = deadlines_ms.get(node)
-            left_s = said / 1000.0 - time.time() if said else 0.0  # noqa: TID251
+            view = self.views.get(node)
+            # A pod that must go tells Ray by its own clock. Nobody says whose it is: the later one
+            # counts, so that the node is left too early at worst.
+            ahead_s = view.clock_ahead_s if view is not None else 0.0
+            left_s = said / 1000.0 - wall_time() - ahead_s if said else 0.0
             self._note(node, _RAY, said, left_s, "drained by Ray")
 
     def on_notice(self, node: str, notice: Notice | None) -> None:
@@ -518,6 +524,8 @@ class Nodes:
                 return
             view.raylet_pid, view.keeper_pid = hello["raylet_pid"], hello["pid"]
             view.lease_s = hello["lease_s"]
+            # Less than it is by the time that the answer took.
+            view.clock_ahead_s = max(0.0, hello["wall_time"] - wall_time())
             # After a restart it listens elsewhere, and asks for another secret.
             view.host, view.port = hello["host"], hello["port"]
             view.secret = hello["secret"]

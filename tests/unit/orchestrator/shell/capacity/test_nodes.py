@@ -137,6 +137,45 @@ def test_a_notice_is_followed_as_it_changes(monkeypatch: pytest.MonkeyPatch) -> 
     ]
 
 
+def test_a_node_whose_clock_is_ahead_is_left_in_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It says by its own clock when it goes: five minutes ahead, that seems to be long after."""
+    posted: list[Event] = []
+    node, ahead_s = "a1b2" * 14, 300.0
+
+    async def play() -> None:
+        nodes = _nodes(posted.append)
+        nodes._compare({**ROW, "NodeID": node, "Alive": True, "Resources": {}})
+        view = nodes.views[node]
+        said = {
+            "raylet_pid": 1, "pid": 2, "lease_s": 60.0, "wall_time": time.time() + ahead_s,
+            "host": "", "port": 0, "secret": b"",
+        }  # fmt: skip
+        view.keeper = SimpleNamespace(hello=_Answers(said), hold=_Answers(None))
+        view.tasks.append(asyncio.ensure_future(nodes._accompany(view)))
+        await view.greeted.wait()
+        nodes._heed({node: int((time.time() + ahead_s + 40.0) * 1000)})
+        for task in view.tasks:
+            task.cancel()
+
+    monkeypatch.setattr("orchestrator.shell.capacity.nodes.ray", _Ray())
+    asyncio.run(play())
+
+    told = [event.deadline_s for event in posted if isinstance(event, NodeDraining)]
+    assert told == [pytest.approx(41.0, abs=10.0)]
+
+
+class _Answers:
+    """A method of an actor: answers, or takes for ever where it has no answer."""
+
+    def __init__(self, answer: object) -> None:
+        self._answer = answer
+
+    async def remote(self) -> object:
+        if self._answer is None:
+            await asyncio.Event().wait()
+        return self._answer
+
+
 def test_the_first_end_counts_of_what_a_node_knows_and_what_ray_was_told(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
