@@ -31,6 +31,7 @@ from typing import Any, Final, TypeAlias
 from tests.benchmarks.common import load_average, spread
 from tests.support.network_cluster import HEAD, NetworkCluster, why_not
 from tests.support.network_runs import NetworkRun
+from workers.records.lease import VARIABLE
 
 WORKERS = 4
 #: The provider takes a machine back so long after it said so.
@@ -246,7 +247,8 @@ def head_rebooted(scene: Scene) -> dict[str, Any]:
 
 def head_back(scene: Scene) -> dict[str, Any]:
     """End the head and boot it again while a Redis keeps what it knew; then stop the run."""
-    with NetworkCluster(WORKERS, has_redis=True) as cluster:
+    waits = {VARIABLE: "600"}  # as KubeRay has it
+    with NetworkCluster(WORKERS, has_redis=True, environment=waits) as cluster:
         run = NetworkRun(cluster, scene.directory(), pace_s=scene.pace_s, on=1)
         found = [_came_back(scene, run) for _ in range(scene.repeat)]
         began_s = time.monotonic()
