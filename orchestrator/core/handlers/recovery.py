@@ -124,7 +124,11 @@ def read(transition: Transition) -> None:
     run.reads.num += 1
     run.reads.pending += 1
     run.reads.seen = False
-    run.network = run.network._replace(unread=reach.unreached(transition))
+    unread = reach.unreached(transition)
+    if unread != run.network.unread:
+        # Answers that are still to come leave out others than those that cannot be reached now.
+        run.reads.bad_from = run.reads.num
+        run.network = run.network._replace(unread=unread)
     transition.actions.append(
         ReadCommitted(
             attempt=run.attempt.number,

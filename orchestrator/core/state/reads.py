@@ -16,7 +16,7 @@ class Reads(Part):
         pending: How many of those, the newest ones, have no answer.
         final_from: Number of the first read after the last member had left.
         memory_from: Number of the first read after the last loss of a node.
-        bad_from: Number of the first read that leaves out all that is bad.
+        bad_from: Number of the first read that leaves out all that is bad, and who is not reached.
         stored_from: Number of the first read after the newest commit in storage was reported.
         seen: Whether the newest answer can be relied on.
     """
