@@ -375,6 +375,14 @@ class MemoryMeasured:
 
 
 @value
+class MemoryProtected:
+    """The nodes of ``attempt`` hold a version of it that survives the losses that it should."""
+
+    at_s: float
+    attempt: int
+
+
+@value
 class SavesMeasured:
     """Rank 0 of ``attempt`` said what steps and saves cost of late."""
 
@@ -433,6 +441,7 @@ Event: TypeAlias = (
     | LinksProbed
     | CommittedRead
     | MemoryMeasured
+    | MemoryProtected
     | SavesMeasured
     | StopRequested
     | FaultInjected

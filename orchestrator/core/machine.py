@@ -55,6 +55,7 @@ _HANDLERS: dict[type, Callable[[Transition, Any], None]] = {
     ev.LinksProbed: link_events.links_probed,
     ev.CommittedRead: on_members.committed_read,
     ev.MemoryMeasured: protection.memory_measured,
+    ev.MemoryProtected: protection.memory_protected,
     ev.SavesMeasured: cadence.saves_measured,
     ev.StopRequested: on_time.stop_requested,
     ev.FaultInjected: on_time.fault_injected,

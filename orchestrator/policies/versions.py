@@ -28,6 +28,7 @@ __all__ = [
     "newest",
     "newest_stored",
     "protection",
+    "protects",
     "without",
 ]
 
@@ -214,6 +215,37 @@ def protection(inventories: Sequence[Inventory], lineage: Lineage) -> Protection
     ]
     nodes = {inventory.node for inventory in inventories}
     return Protection(step=versions[0].step, node_losses_survived=_survived(fatal, nodes))
+
+
+def protects(
+    inventories: Iterable[Inventory],
+    lineage: Lineage,
+    *,
+    attempt: int,
+    nodes: Collection[str],
+    wanted: int,
+    total_steps: int,
+) -> bool:
+    """Return whether ``nodes`` alone hold a version of ``attempt`` that survives ``wanted`` losses.
+
+    Any other keeper then holds nothing that is needed. As for ``newest``, the last step is no
+    version.
+    """
+
+    def helps(held: Held) -> bool:
+        return held.attempt == attempt and held.step < total_steps
+
+    own = [
+        replace(
+            one,
+            parts=tuple(part for part in one.parts if helps(part.held)),
+            parities=tuple(parity for parity in one.parities if helps(parity.held)),
+        )
+        for one in inventories
+        if one.node in nodes
+    ]
+    found = protection(own, lineage)
+    return bool(found.step) and found.node_losses_survived >= wanted
 
 
 def without(version: Version, is_lost: Callable[[str], bool]) -> Version | None:

@@ -25,6 +25,7 @@ from orchestrator.core import (
     Event,
     FaultInjected,
     MemoryMeasured,
+    MemoryProtected,
     Phase,
     RunState,
     SlotGranted,
@@ -303,7 +304,9 @@ class Run:
         self._snapshots.on_report(report)
         if not self._state.attempt.plan.is_final and self._snapshots.holds_any:
             self._measure_soon()
-        self._protection.look(self._state, self._clock.at_s())
+        at_s = self._clock.at_s()
+        if self._protection.look(self._state, at_s):
+            self._post(MemoryProtected(at_s=at_s, attempt=self._state.attempt.number))
 
     def request_stop(self, reason: str) -> None:
         """Stop at the next step boundary. On the loop."""

@@ -125,7 +125,7 @@ def _regular_interval(tiers: Tiers) -> int:
     return gcd(tiers.snapshot_every, tiers.store_every)
 
 
-def _always(*_: Any) -> bool:
+def _always(*_: Any, **__: Any) -> bool:
     return True
 
 
@@ -267,6 +267,9 @@ BUGS = {
         machine._HANDLERS, ev.LinksProbed, _strike_the_ends, ("S5",)
     ),
     "takes a run directory for its own for ever": Bug(Storage, "owns", _always, ("S2",)),
+    "ends keepers before others hold what they do": Bug(
+        versions, "protects", _always, ("L3",), first_seed=400
+    ),
     "starts no worker processes": Bug(demand, "_staff", _never_look, ("L1",)),
 }
 

@@ -203,8 +203,9 @@ def place_slot(transition: Transition, number: int, node_number: int) -> None:
 def end_needless_keepers(transition: Transition) -> None:
     """End the keepers of nodes where the run has nothing any more.
 
-    Call it when storage has a version of the current attempt: what those hold is older. While a
-    process of ours is on a machine, Ray does not call it idle, and it is not given back.
+    Call it when storage has a version of the current attempt, or its own nodes have one that is
+    protected: what those hold is older. While a process of ours is on a machine, Ray does not call
+    it idle, and it is not given back.
     """
     fleet = transition.run.fleet
     emptied, fleet.emptied = fleet.emptied, ()

@@ -5,7 +5,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from orchestrator.core.actions import OrderKeepers
-from orchestrator.core.events import MemoryMeasured
+from orchestrator.core.events import MemoryMeasured, MemoryProtected
+from orchestrator.core.handlers import fleet
 from orchestrator.core.state import ACTIVE
 from orchestrator.core.transition import Transition
 from orchestrator.policies import RedundancyFacts, RedundancyPlan, plan_redundancy, revise
@@ -34,6 +35,13 @@ def memory_measured(transition: Transition, event: MemoryMeasured) -> None:
         facts = _facts(transition, attempt.nodes, attempt.layout)
         attempt.plan = revise(attempt.plan, facts, transition.rules.redundancy)
         order_keepers(transition)
+
+
+def memory_protected(transition: Transition, event: MemoryProtected) -> None:
+    """End keepers that only hold what is older, although storage may be without it."""
+    run = transition.run
+    if event.attempt == run.attempt.number and run.phase in ACTIVE:
+        fleet.end_needless_keepers(transition)
 
 
 def order_keepers(transition: Transition) -> None:

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import asdict
 from typing import Any
 
-from orchestrator.core import RunState, WorkerStatus
+from orchestrator.core import ACTIVE, RunState, WorkerStatus
 from orchestrator.policies import ReducedTime, alert, noted, quarantine, versions
 from orchestrator.shell.memory.snapshots import Snapshots
 from workers.protocol import Inventory
@@ -28,15 +28,32 @@ class ProtectionWatch:
         self._wanted = wanted
         self._time = ReducedTime()
         self._survived = 0
+        self._told: tuple[object, ...] = ()
 
-    def look(self, state: RunState, at_s: float) -> None:
-        """Judge the newest reports, at most once per ``LOOK_S``."""
+    def look(self, state: RunState, at_s: float) -> bool:
+        """Judge the newest reports, at most once per ``LOOK_S``.
+
+        Returns:
+            Whether there are keepers on nodes that the run has left, and what they hold is not
+            needed any more. It is said once.
+        """
         if self._time.looked_s is not None and at_s - self._time.looked_s < LOOK_S:
-            return
+            return False
         self._survived = self._snapshots.protection(state.lineage).node_losses_survived
         # Before anything was trained there is nothing to protect.
         is_reduced = self._survived < self._wanted and state.attempt.step > 0
         self._time = noted(self._time, at_s, is_reduced=is_reduced)
+        emptied = [n for n in state.fleet.emptied if state.fleet.nodes[n].alive]
+        told = (state.attempt.number, *emptied)
+        if not emptied or state.phase not in ACTIVE or told == self._told:
+            return False
+        nodes = {state.fleet.nodes[number].name for number in state.attempt.nodes}
+        is_needless = self._snapshots.protects(
+            state.lineage, attempt=state.attempt.number, nodes=nodes, wanted=self._wanted
+        )
+        if is_needless:
+            self._told = told
+        return is_needless
 
     def redundancy(self, state: RunState) -> dict[str, Any]:
         """Return what the status document says of redundancy."""

@@ -398,6 +398,19 @@ class Snapshots:
         """Return how well the run is protected, by the last reports."""
         return versions.protection(self._reported(), lineage)
 
+    def protects(
+        self, lineage: Lineage, *, attempt: int, nodes: Collection[str], wanted: int
+    ) -> bool:
+        """Return what ``policies.versions.protects`` says of the last reports."""
+        return versions.protects(
+            self._reported(),
+            lineage,
+            attempt=attempt,
+            nodes=nodes,
+            wanted=wanted,
+            total_steps=self._total_steps,
+        )
+
     def stored_step(self) -> int:
         """Return the newest step that keepers saw in storage."""
         return max((report.stored_step for report in self._living_reports()), default=0)

@@ -24,9 +24,9 @@ from orchestrator.core import (
     WorkerFormed,
     WorkerLeft,
 )
-from orchestrator.policies import complete, quarantine
+from orchestrator.policies import complete, quarantine, versions
 from orchestrator.simulation.violation import Violation, require
-from orchestrator.simulation.world import STEP_S, SimNode, World
+from orchestrator.simulation.world import STEP_S, SimNode, World, answers
 from workers.placement import Preference
 from workers.protocol import Source, stored_source
 
@@ -354,14 +354,34 @@ class Monitor:
         is_silent = node.keeper_back_s > now_s or not node.alive or node.cut_off
         require(is_silent, "S5", f"the keeper of {node.name} answers and is restarted")
 
-    def ending_keeper(self, node: SimNode) -> None:
-        """Check that a keeper is only ended where the run has nothing."""
+    def ending_keeper(self, world: World, node: SimNode) -> None:
+        """Check that a keeper is only ended where the run has nothing that it may need."""
         is_used = any(worker.attempt == self.attempt for worker in node.workers.values())
         require(
             node.cut_off or not is_used,
             "L3",
             f"the keeper of {node.name} ends, and members are there",
         )
+        attempt = world.attempts[self.attempt]
+        if not all(answers(world.nodes[name], world.now_s) for name in attempt.nodes):
+            return  # the machine may not know of that yet
+        stored = world.storage.newest(attempt.lineage)
+        step, left = (
+            found.step if found is not None else 0
+            for found in (
+                versions.newest(
+                    world.memory.inventories(nodes, world.now_s),
+                    stored,
+                    attempt.lineage,
+                    total_steps=world.rules.total_steps,
+                )
+                for nodes in (
+                    world.nodes.values(),
+                    [each for each in world.nodes.values() if each is not node],
+                )
+            )
+        )
+        require(left == step, "L3", f"the keeper of {node.name} ends, without which {step} is gone")
 
     def giving_up(self, node: SimNode, now_s: float) -> None:
         """Check that a node is only given up when its keeper does not come back."""

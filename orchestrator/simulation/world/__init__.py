@@ -2,6 +2,7 @@
 
 from orchestrator.simulation.world.cluster import SimCluster
 from orchestrator.simulation.world.journaling import SimJournal
+from orchestrator.simulation.world.memory import answers
 from orchestrator.simulation.world.orphans import Orphans
 from orchestrator.simulation.world.parts import (
     COPY_S,
@@ -26,4 +27,5 @@ __all__ = [
     "Storage",
     "Tiers",
     "World",
+    "answers",
 ]

@@ -231,7 +231,7 @@ class SimCluster(World):
 
     def _end_keeper(self, action: act.EndKeeper) -> None:
         node = self.nodes[action.node]
-        self.monitor.ending_keeper(node)
+        self.monitor.ending_keeper(self, node)
         if node.alive and not node.cut_off:
             node.has_keeper, node.keeper_back_s = False, 0.0
             self.memory.lose_node(node.name)

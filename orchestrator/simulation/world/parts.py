@@ -173,6 +173,7 @@ class SimAttempt:
         "lineage",
         "loading",
         "members",
+        "needless",
         "num_uncopied",
         "number",
         "placed",
@@ -204,6 +205,8 @@ class SimAttempt:
         self.protect(action.plan)
         # Copies and parities that are under way.
         self.num_uncopied = 0
+        # Other nodes with keepers when its own last held all that is needed.
+        self.needless: frozenset[str] = frozenset()
         # The first of which all ranks took a snapshot.
         self.first_kept_step: int | None = None
         self._lanes: dict[tuple[str, ...], list[tuple[Member | None, ...]]] = {}

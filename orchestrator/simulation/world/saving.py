@@ -8,7 +8,8 @@ write everything.
 from __future__ import annotations
 
 from orchestrator.core import events as ev
-from orchestrator.simulation.world.memory import Part, serves
+from orchestrator.policies import versions
+from orchestrator.simulation.world.memory import Part, answers, serves
 from orchestrator.simulation.world.parts import STEP_S, WRITE_S, SimAttempt, SimWorker
 from orchestrator.simulation.world.wires import World
 from workers.memory import guard_name
@@ -128,7 +129,27 @@ def _keep(world: World, attempt: SimAttempt, worker: SimWorker, part: Part) -> b
         attempt.first_kept_step = part.step
     if is_whole and not attempt.plan.is_final:
         world.measure()
+    _look_at_others(world, attempt)
     return is_whole
+
+
+def _look_at_others(world: World, attempt: SimAttempt) -> None:
+    """Tell the controller when its nodes hold all that is needed, and others have keepers too."""
+    nodes = world.nodes.values()
+    others = frozenset(node.name for node in nodes if answers(node, world.now_s)) - attempt.nodes
+    if not others - attempt.needless:
+        return
+    is_protected = versions.protects(
+        world.memory.inventories(nodes, world.now_s),
+        attempt.lineage,
+        attempt=attempt.number,
+        nodes=attempt.nodes,
+        wanted=world.tiers.tolerance,
+        total_steps=world.rules.total_steps,
+    )
+    if is_protected:
+        attempt.needless = others
+        world.post(ev.MemoryProtected, attempt=attempt.number)
 
 
 def _protect(world: World, attempt: SimAttempt, part: Part) -> None:
@@ -167,6 +188,7 @@ def _encode(world: World, attempt: SimAttempt, part: Part, keeper: str) -> None:
         )
         world.memory.write_parity(keeper, parity)
         world.memory.copied.append((world.now_s, keeper, parity.arena, block))
+    _look_at_others(world, attempt)
 
 
 def _copy(world: World, attempt: SimAttempt, worker: SimWorker, part: Part, copier: str) -> None:
@@ -180,6 +202,7 @@ def _copy(world: World, attempt: SimAttempt, worker: SimWorker, part: Part, copi
         world.memory.copied.append((now_s, copier, arena, part))
         if world.is_damaged(node.name, worker.name, part):
             world.damaged.add(part.source(copier, arena))
+        _look_at_others(world, attempt)
 
 
 def _store(world: World, attempt: SimAttempt, worker: SimWorker, part: Part) -> None:

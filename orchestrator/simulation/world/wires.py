@@ -72,7 +72,7 @@ class Observer(Protocol):
     def restarting(self, node: SimNode, now_s: float) -> None:
         """Check the restart of a keeper."""
 
-    def ending_keeper(self, node: SimNode) -> None:
+    def ending_keeper(self, world: World, node: SimNode) -> None:
         """Check the end of a keeper."""
 
     def giving_up(self, node: SimNode, now_s: float) -> None:

@@ -1,5 +1,6 @@
 from collections.abc import Sequence
 from dataclasses import replace
+from typing import Any
 
 import pytest
 
@@ -12,7 +13,7 @@ from orchestrator.policies import (
     complete,
     plan_recovery,
 )
-from orchestrator.policies.versions import newest, newest_stored, protection
+from orchestrator.policies.versions import newest, newest_stored, protection, protects
 from workers.protocol import Held, HeldParity, HeldPart, Inventory, Member
 
 LINEAGE = ((1, 0),)
@@ -93,6 +94,26 @@ def test_protection_falls_when_a_copy_is_missing() -> None:
     assert protection(PAIR, LINEAGE).step == 9
     assert protection(alone, LINEAGE).node_losses_survived == 0
     assert protection([], LINEAGE).step == 0
+
+
+@pytest.mark.parametrize(
+    ("changed", "expected"),
+    [
+        ({}, True),
+        ({"wanted": 2}, False),
+        ({"nodes": {"aa"}}, False),
+        ({"attempt": 2}, False),
+        ({"total_steps": 8}, False),
+    ],
+)
+def test_a_keeper_is_needless_once_the_nodes_of_the_attempt_can_do_without(
+    changed: dict[str, Any], *, expected: bool
+) -> None:
+    """What it holds of an older attempt must not go before something newer is as safe."""
+    older = _inventory("cc", [_held(7, 0), _held(7, 1)], [_held(8, 1)])
+    asked = {"attempt": 1, "nodes": {"aa", "bb"}, "wanted": 1, "total_steps": 100, **changed}
+
+    assert protects((*PAIR, older), LINEAGE, **asked) is expected
 
 
 def test_losing_a_process_costs_nothing_that_its_node_holds() -> None:

@@ -73,6 +73,22 @@ def test_a_keeper_of_an_earlier_controller_is_ended_if_the_node_is_not_used() ->
     assert _fold(state, ev.KeeperSilent(at_s=63.0, node="c", silent_s=15.0))[1] == []
 
 
+def test_a_keeper_is_ended_when_others_protect_what_is_newer() -> None:
+    """The next version in storage may be minutes away, and the node costs as much as a used one."""
+    state = _run_on_two_nodes()
+    number = state.attempt.number
+    formed = [
+        ev.WorkerFormed(at_s=61.0, attempt=number, worker=worker) for worker in ("w0001", "w0002")
+    ]
+    joined = (ev.NodeJoined(at_s=61.0, node="c"), ev.KeeperReady(at_s=61.5, node="c"))
+    state, _ = _fold(state, *formed, *joined)
+
+    assert _fold(state, ev.MemoryProtected(at_s=62.0, attempt=number - 1))[1] == []
+    state, actions = _fold(state, ev.MemoryProtected(at_s=62.0, attempt=number))
+    assert actions == [act.EndKeeper(node="c")]
+    assert _fold(state, ev.MemoryProtected(at_s=62.0, attempt=number))[1] == []
+
+
 def test_a_silent_keeper_is_restarted_while_its_node_lives() -> None:
     """Ray takes one that a signal has stopped for alive."""
     state, _ = _fold(RunState(), *STARTED)

@@ -7,12 +7,13 @@ from typing import Any
 import pytest
 
 from orchestrator.core import Phase, RunState
-from orchestrator.core.state import freeze, thaw
+from orchestrator.core.state import Node, freeze, thaw
 from orchestrator.policies.saving.reduced import ALERT_S
 from orchestrator.shell.memory.protection import LOOK_S, ProtectionWatch
 from orchestrator.shell.memory.snapshots import Snapshots
-from tests.support.keeper_handles import Handle, with_keepers
+from tests.support.keeper_handles import Handle, Handles, with_keepers
 from ucp_core.storage import MemoryStore
+from workers.protocol import NodeReport
 
 
 def _at(phase: Phase, step: int) -> RunState:
@@ -50,3 +51,30 @@ def test_before_the_first_step_there_is_nothing_to_protect() -> None:
     states = [_at(Phase.WAITING, 0), _at(Phase.FORMING, 0), _at(Phase.RUNNING, 0)]
 
     assert _reduced_for_s(states) == 0.0
+
+
+def test_it_is_said_once_that_a_node_which_was_left_is_not_needed() -> None:
+    """Each time that it is said is an entry of the journal."""
+    run = thaw(RunState())
+    run.phase, run.attempt.number, run.attempt.step = Phase.RUNNING, 1, 7
+    for number, name in enumerate(("aa", "bb", "cc")):
+        run.fleet.nodes = run.fleet.nodes.set(number, Node(name=name))
+    run.attempt.nodes, run.lineage = (0, 1), ((1, 0),)
+    used = freeze(run)
+    run = thaw(used)
+    run.fleet.emptied = (2,)
+    left = freeze(run)
+    run = thaw(left)
+    run.fleet.nodes = run.fleet.nodes.set(2, Node(name="cc", alive=False))
+    lost = freeze(run)
+
+    async def act(snapshots: Snapshots, handles: Handles) -> list[bool]:
+        for node in handles:
+            held = await handles[node].held.remote()
+            snapshots.on_report(NodeReport(node=node, seq=1, workers=(), inventory=held))
+        watch = ProtectionWatch(snapshots=snapshots, wanted=0)
+        careful = ProtectionWatch(snapshots=snapshots, wanted=1)
+        looks = enumerate([used, lost, left, left])
+        return [watch.look(state, at_s) for at_s, state in looks] + [careful.look(left, 0.0)]
+
+    assert with_keepers(MemoryStore(), act) == [False, False, True, False, False]
