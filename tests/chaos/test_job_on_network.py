@@ -10,6 +10,7 @@ import logging
 import time
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -25,7 +26,7 @@ pytestmark = [
 
 _say = logging.getLogger(__name__)
 
-STEPS, PACE_S = 240, 0.5
+STEPS, PACE_S = 260, 0.5
 #: The provider takes a machine so long after it said so.
 NOTICE_S = 30.0
 
@@ -37,8 +38,14 @@ def cluster() -> Iterator[NetworkCluster]:
         yield made
 
 
+def _training(run: NetworkRun) -> tuple[dict[str, Any], int]:
+    """Return the last line and the machine of the last rank, once three or more train together."""
+    line = run.settle(workers=3, or_more=True)
+    return line, run.ranks()[-1]
+
+
 def _cut_off(run: NetworkRun) -> None:
-    line, machine = run.settle(), run.ranks()[-1]
+    line, machine = _training(run)
     run.cluster.partition(machine)
     outcome = run.outcome(time.time(), line["attempt"])
     run.cluster.heal(machine)
@@ -47,7 +54,8 @@ def _cut_off(run: NetworkRun) -> None:
 
 
 def _take(run: NetworkRun) -> None:
-    line, machine, told_s = run.settle(), run.ranks()[-1], time.time()
+    line, machine = _training(run)
+    told_s = time.time()
     run.announce(machine, told_s + NOTICE_S)
     outcome = run.outcome(told_s, line["attempt"])
     time.sleep(max(0.0, told_s + NOTICE_S - time.time()))
@@ -60,7 +68,7 @@ def _take(run: NetworkRun) -> None:
 
 
 def _power_off(run: NetworkRun) -> None:
-    line, machine = run.settle(), run.ranks()[-1]
+    line, machine = _training(run)
     run.cluster.power_off(machine)
     outcome = run.outcome(time.time(), line["attempt"])
     run.cluster.boot(machine)
@@ -79,7 +87,6 @@ def test_a_job_ends_as_an_undisturbed_run_whatever_its_cluster_does(
     beside = NetworkRun(cluster, tmp_path / "beside", settings, pace_s=PACE_S)
     for hurt in (_cut_off, _take, _power_off):
         hurt(run)
-    _say.info("whole again: %s", run.settle())
 
     alone = digest_alone(tmp_path, STEPS)
     for each in (run, beside):
@@ -89,5 +96,7 @@ def test_a_job_ends_as_an_undisturbed_run_whatever_its_cluster_does(
         assert summary["weights_digest"] == alone
         config = load(str(each.directory / "config.yaml"), [])
         read_history(str(each.directory)).check_exactly_once(config)
+    kinds = [incident["kind"] for incident in run.summary()["incidents"]]
+    assert "growth" in kinds, "a node that returned trained again"
     assert run.driver.wait(60) == 0, run.said()
     assert "SUCCEEDED" in cluster.run(HEAD, ["ray", "job", "list", "--address", cluster.jobs])

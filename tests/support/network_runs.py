@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import operator
 import subprocess
 import sys
 import time
@@ -168,12 +169,13 @@ class NetworkRun:
             time.sleep(_LOOK_S)
         raise TimeoutError(f"not seen: {what}; {self._what_happened()}")
 
-    def settle(self, workers: int = 4, steps: int = 5) -> dict[str, Any]:
+    def settle(self, workers: int = 4, steps: int = 5, *, or_more: bool = False) -> dict[str, Any]:
         """Wait until ``workers`` have trained together for ``steps``; return the last line."""
+        enough = operator.ge if or_more else operator.eq
 
         def last() -> dict[str, Any] | None:
             same = self.lines()[-steps:]
-            if len(same) < steps or any(one["num_workers"] != workers for one in same):
+            if len(same) < steps or not all(enough(one["num_workers"], workers) for one in same):
                 return None
             return same[-1] if same[-1]["attempt"] == same[0]["attempt"] else None
 
