@@ -17,6 +17,8 @@ from orchestrator.shell.local import local_clusters
 
 #: A cluster that is there accepts a connection in milliseconds, also from far away.
 ANSWER_S = 10.0
+#: Ray's own words do not say so: whoever asks without the token is turned away like a stranger.
+_AUTH = "if it asks for a token, set RAY_AUTH_MODE=token and RAY_AUTH_TOKEN_PATH"
 _OWN_NAMES = frozenset({"127.0.0.1", "localhost"})
 
 
@@ -46,6 +48,8 @@ def connect_ray(address: str, *, namespace: str | None = None) -> None:
             log_to_driver=False,
             logging_level=logging.ERROR,
         )
+    except ConnectionError as error:
+        raise ConnectionError(f"{error}; {_AUTH}") from error
     except RuntimeError as error:
         said = " ".join(str(error).split())
         raise ConfigError(

@@ -31,7 +31,9 @@ DRIVER, PACE_S = 1, 0.5
 @pytest.fixture
 def cluster() -> Iterator[NetworkCluster]:
     """Two nodes, a head and a Redis."""
-    with NetworkCluster(2, has_redis=True, environment={VARIABLE: str(WAIT_S)}) as made:
+    # Behind whatever else runs here Ray's processes would take minutes to start.
+    environment = {VARIABLE: str(WAIT_S), "RAY_worker_niceness": "0"}
+    with NetworkCluster(2, has_redis=True, environment=environment) as made:
         yield made
 
 

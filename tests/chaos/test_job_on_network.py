@@ -34,7 +34,9 @@ NOTICE_S = 30.0
 @pytest.fixture
 def cluster() -> Iterator[NetworkCluster]:
     """Four nodes with room for a worker of each of two runs, and a head that takes jobs."""
-    with NetworkCluster(4, cpus_per_node=2, has_dashboard=True) as made:
+    # Behind whatever else runs here Ray's processes would take minutes to start.
+    urgent = {"RAY_worker_niceness": "0"}
+    with NetworkCluster(4, cpus_per_node=2, has_dashboard=True, environment=urgent) as made:
         yield made
 
 
