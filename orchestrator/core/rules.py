@@ -89,11 +89,16 @@ class AvoidRules:
             it exceeds the best of the other nodes.
         window_s: How long a strike counts.
         avoid_s: How long the node is avoided; shorter if the run needs it to reach its minimum.
+            Then it is on trial for as long again: a failure has it avoided for twice as long.
+        avoid_s_max: But for no longer than this. Half of the servers of a large cluster that break
+            stay broken for 20 hours (``node_faults`` in ``tests/fixtures``), and what is repaired
+            should not wait for longer than it was broken.
     """
 
     strikes_max: int = 3
     window_s: float = 600.0
     avoid_s: float = 600.0
+    avoid_s_max: float = 6 * 3600.0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

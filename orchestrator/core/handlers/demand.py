@@ -109,6 +109,8 @@ def release_failing_slots(transition: Transition, number: int) -> None:
     node = transition.run.fleet.nodes[number]
     if node.avoid_until_s <= transition.now_s:
         return
+    # First: what waits for room that is released would be placed there.
+    renew_pending(transition)
     nothing_starts = node.num_failed_starts >= transition.rules.avoid.strikes_max
     if transition.run.fleet.num_usable < transition.rules.min_workers and not nothing_starts:
         return

@@ -262,7 +262,8 @@ def strike(transition: Transition, number: int) -> None:
     """Note a proven failure of a worker on a node, and avoid the node if it stands out.
 
     A node is compared with the best of the others: if all fail alike, the cause is a common one
-    and avoiding them would only idle healthy nodes.
+    and avoiding them would only idle healthy nodes. One that was avoided and is used again is on
+    trial: else a broken one would end an attempt every few minutes for as long as it is broken.
     """
     rules = transition.rules.avoid
     node = transition.run.fleet.nodes[number]
@@ -273,11 +274,15 @@ def strike(transition: Transition, number: int) -> None:
         for other in transition.run.fleet.nodes.values()
         if other.alive and not other.draining and other.name != node.name
     ]
-    avoid_until_s = node.avoid_until_s
-    if others and len(strikes) >= min(others) + rules.strikes_max:
-        avoid_until_s = transition.now_s + rules.avoid_s
-        transition.wake_by(avoid_until_s)
-    put_node(transition, number, node._replace(strikes=strikes, avoid_until_s=avoid_until_s))
+    on_trial = transition.now_s < node.avoid_until_s + node.avoided_s
+    num_max = min(others, default=0) + (1 if on_trial else rules.strikes_max)
+    node = node._replace(strikes=strikes)
+    if others and len(strikes) >= num_max:
+        avoid_s = min(2 * node.avoided_s, rules.avoid_s_max) if on_trial else rules.avoid_s
+        until_s = max(node.avoid_until_s, transition.now_s + avoid_s)
+        node = node._replace(avoid_until_s=until_s, avoided_s=avoid_s)
+        transition.wake_by(until_s)
+    put_node(transition, number, node)
 
 
 def revive_node(transition: Transition, number: int) -> None:

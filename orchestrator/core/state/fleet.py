@@ -90,6 +90,7 @@ class Node(NamedTuple):
         leave_by_s: Deadline of a drain notice; infinity if there is none.
         strikes: When workers provably failed here, within the window.
         avoid_until_s: No new slots here before then.
+        avoided_s: For how long it was avoided the last time.
         retry_s: No new process here before then.
         num_failed_starts: In a row.
         rack: What it fails together with; "" if nothing is known.
@@ -107,6 +108,7 @@ class Node(NamedTuple):
     leave_by_s: float = inf
     strikes: tuple[float, ...] = ()
     avoid_until_s: float = 0.0
+    avoided_s: float = 0.0
     retry_s: float = 0.0
     num_failed_starts: int = 0
     rack: str = ""

@@ -205,6 +205,40 @@ def test_a_node_where_workers_keep_failing_is_avoided() -> None:
     assert RequestSlot(slot=3, avoid=("a",)) in actions
 
 
+def test_a_node_that_fails_on_trial_is_avoided_for_twice_as_long() -> None:
+    """Else a broken server ends an attempt every few minutes for as long as it is broken."""
+    rules = RunRules(run="t", min_workers=1, max_workers=2, total_steps=9, standby_per_node=1)
+    state = _fold(
+        _ready(rules),
+        ev.StepCompleted(at_s=2.0, attempt=1, step=1, step_s=0.1),
+        ev.WorkerReady(at_s=3.0, worker="w0004", node="b", pid=14),
+        rules=rules,
+    )
+
+    def fail(state: RunState, at_s: float) -> tuple[RunState, float]:
+        spare = next(
+            w.name
+            for n, w in state.fleet.workers.items()
+            if w.node == 0 and n not in state.attempt.members
+        )
+        state = _fold(
+            state,
+            ev.WorkerReady(at_s=at_s, worker=spare, node="a", pid=1),
+            ev.WorkerExited(at_s=at_s, worker=spare, cause="crash", detail=""),
+            ev.Ticked(at_s=at_s),
+            rules=rules,
+        )
+        return state, state.fleet.nodes[0].avoid_until_s - at_s
+
+    lengths = []
+    # The third, the first two on trial, and those after a trial that went well.
+    for at_s in (10.0, 20.0, 30.0, 640.0, 1850.0, 7000.0, 7010.0, 7020.0):
+        state, length = fail(state, at_s)
+        lengths.append(max(length, 0.0))
+
+    assert lengths == [0.0, 0.0, 600.0, 1200.0, 2400.0, 0.0, 0.0, 600.0]
+
+
 def test_nodes_that_fail_alike_are_not_avoided() -> None:
     """A run whose workers die everywhere would be left without any place to put new ones."""
     rules = RunRules(run="t", min_workers=1, max_workers=2, total_steps=9, standby_per_node=1)
