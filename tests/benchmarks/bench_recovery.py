@@ -129,11 +129,12 @@ def stop_workers(bench: Bench, count: int) -> list[dict[str, Any]]:
 
 
 def _was_named(bench: Bench, worker: str) -> bool:
-    verdicts = [line for line in _journaled(bench) if line["kind"] == "HangFound"]
+    verdicts = [line for line in journaled(bench) if line["kind"] == "HangFound"]
     return bool(verdicts) and verdicts[-1]["guilty"] == [worker]
 
 
-def _journaled(bench: Bench) -> list[dict[str, Any]]:
+def journaled(bench: Bench) -> list[dict[str, Any]]:
+    """Return the records of the run's journal so far."""
     journal = Path(bench.run.config.run.directory) / "journal"
     texts = [path.read_text() for path in sorted(journal.iterdir())]
     return [json.loads(x) for text in texts for x in text[: text.rfind("\n") + 1].splitlines()]
@@ -179,7 +180,7 @@ def kill_controller(bench: Bench, count: int) -> list[dict[str, float]]:
         while not found:
             assert time.time() - fault_s < ACT_S_MAX, "the controller is not back in charge"
             time.sleep(0.1)
-            surveys = (x for x in _journaled(bench) if x["kind"] == "WorkersSurveyed")
+            surveys = (x for x in journaled(bench) if x["kind"] == "WorkersSurveyed")
             found = [x["wall_time"] for x in surveys if x["wall_time"] > fault_s]
         back_s = found[0] - fault_s
         bench.settle()

@@ -1,6 +1,7 @@
 """A training script with steps of a given length that need hardly any processor time.
 
 Its argument is the length of a step with four workers, in seconds; with fewer they have more to do.
+A micro-batch takes its share of that, what it computes included.
 It runs alone, too, and makes ``STEPS`` then, or as many as a second argument says.
 """
 
@@ -20,7 +21,7 @@ def train(session: Session) -> None:
     """Fit random numbers."""
     pace_s = float(sys.argv[1])
     settings = session.settings.train
-    rest_s = pace_s * _WORKERS * settings.micro_batch / settings.global_batch
+    share_s = pace_s * _WORKERS * settings.micro_batch / settings.global_batch
     numbers = torch.Generator().manual_seed(5)
     inputs = torch.randn(_NUM_SAMPLES, 64, generator=numbers)
     torch.manual_seed(0)
@@ -30,9 +31,10 @@ def train(session: Session) -> None:
     session.optimizer(lambda parameters: torch.optim.AdamW(parameters.values()))
     for step in session.steps(_NUM_SAMPLES):
         for samples in step.micro_batches():
-            time.sleep(rest_s)
+            begun_s = time.monotonic()
             loss = (model(inputs[samples]) - inputs[samples].flip(-1)).square().mean()
             step.backward(loss, tokens=len(samples))
+            time.sleep(max(0.0, begun_s + share_s - time.monotonic()))
         step.apply()
 
 
