@@ -68,7 +68,7 @@ def worker_memory_bytes(config: RunConfig, num_workers: int) -> int:
         # The embeddings stay gathered; one block is computed and one is prefetched.
         gathered = parameters - block * max(shape.num_layers - 2, 0)
     tokens = config.train.micro_batch * config.data.sequence_length
-    shard_bytes = math.ceil(parameters * STATE_BYTES / (layout.dp_shard * layout.tp))
+    shard_bytes = math.ceil(parameters * STATE_BYTES / (layout.dp_shard * layout.tp * layout.pp))
     return (
         shard_bytes
         + (gathered * compute_bytes // layout.tp if layout.dp_shard > 1 else 0)

@@ -37,6 +37,7 @@ from orchestrator.policies import (
     CapacityRules,
     LayoutRules,
     RedundancyRules,
+    choose,
     usable,
 )
 from ucp_core.errors import UcpError
@@ -176,18 +177,20 @@ class ParallelSection(_Section):
     Attributes:
         dp_replicate: Full copies of the model.
         tp: Tensor-parallel ways: workers that have a part of each matrix, and the same samples.
+        pp: Pipeline stages: workers that have some of the layers each, and the same samples.
         reshard_after_forward: See ``workers.settings.ParallelSettings``.
         collective_timeout_s: See there.
     """
 
     dp_replicate: int = Field(default=1, ge=1)
     tp: int = Field(default=1, ge=1)
+    pp: int = Field(default=1, ge=1)
     reshard_after_forward: bool = True
     collective_timeout_s: float = ParallelSettings().collective_timeout_s
 
     def layout_rules(self) -> LayoutRules:
         """Return the degrees that every layout has."""
-        return LayoutRules(dp_replicate=self.dp_replicate, tp=self.tp)
+        return LayoutRules(dp_replicate=self.dp_replicate, tp=self.tp, pp=self.pp)
 
 
 class RecoverySection(_Section):
@@ -616,14 +619,35 @@ def _worker_problems(config: RunConfig) -> list[tuple[str, str]]:
 
 
 def _axis_problems(config: RunConfig) -> list[tuple[str, str]]:
-    """Return the sizes of the built-in model that an axis cannot cut; a script has its own."""
+    """Return what tensor parallelism cannot cut, and what gives stages too little to do."""
+    found: list[tuple[str, str]] = []
+    parallel, rules = config.parallel, config.parallel.layout_rules()
+    most = choose(config.workers.max, rules)
+    passes = -(-config.train.num_micro_batches // most.dp) if most is not None else parallel.pp
+    if passes < parallel.pp:
+        message = (
+            f"{parallel.pp} stages need as many micro-batches each; with workers.max="
+            f"{config.workers.max} there are {passes}: raise train.global_batch or lower "
+            "train.micro_batch"
+        )
+        found.append(("parallel.pp", message))
     if config.run.script or config.model.preset not in PRESETS:
-        return []
+        return found
     shape = model_shape(config.model)
-    ways = config.parallel.tp
     sizes = {name: getattr(shape, name) for name in ("num_kv_heads", "ffn_dim", "vocab_size")}
-    uneven = [f"model.{name}={size}" for name, size in sizes.items() if size % ways]
-    return [("parallel.tp", f"{ways} does not divide {', '.join(uneven)}")] if uneven else []
+    uneven = [f"model.{name}={size}" for name, size in sizes.items() if size % parallel.tp]
+    if uneven:
+        found.append(("parallel.tp", f"{parallel.tp} does not divide {', '.join(uneven)}"))
+    if parallel.pp > shape.num_layers:
+        message = f"{parallel.pp} is more than model.num_layers={shape.num_layers}"
+        found.append(("parallel.pp", message))
+    if parallel.pp > 1 and shape.tied:
+        message = (
+            "the embedding is the output layer, too, and they are on different stages: write "
+            "model.tied: false, or parallel.pp: 1"
+        )
+        found.append(("parallel.pp", message))
+    return found
 
 
 def _capacity_problems(config: RunConfig) -> list[tuple[str, str]]:

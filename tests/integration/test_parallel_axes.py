@@ -1,9 +1,10 @@
-"""Tensor parallelism: the gradients of one process, and state that any layout loads."""
+"""Tensor and pipeline parallelism: training as one process does, state that any layout loads."""
 
 from __future__ import annotations
 
 import functools
 from collections.abc import Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -14,9 +15,21 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor, distribute_tensor
 
 import ucp_core
+from tests.support.attempts import (
+    curve,
+    finish,
+    newest,
+    reset,
+    result,
+    settings,
+    wait_for_steps,
+)
+from tests.support.node_memory import NodeProcess
+from tests.support.node_memory import newest as newest_in_memory
 from tests.support.ranks import Place, running
+from tests.support.trainers import Run
 from ucp_core.layout import ParallelLayout
-from ucp_core.native import save_rank
+from ucp_core.native import open_checkpoint, save_rank
 from ucp_core.storage import LocalStore
 from workers import collectives
 from workers.models import Decoder, initial_value, resolve, tensor_plan
@@ -29,6 +42,8 @@ from workers.parallel import (
     materialize,
     shard_model,
 )
+from workers.protocol import Completed, Fenced, PeerLost, Yielded
+from workers.settings import CheckpointSettings, DataSettings, Settings
 from workers.state import HostBuffer, TrainingState, local_parameters
 
 TP = ParallelLayout(tp=2)
@@ -39,7 +54,8 @@ def built(mesh: Mesh, dtype: torch.dtype) -> nn.Module:
     """Return the reference decoder as an attempt builds it, with its initial values."""
     with torch.device("meta"):
         model: nn.Module = Decoder(SHAPE).to(dtype)
-    apply_tensor_plan(model, mesh, ModelPlan(tensor=tensor_plan()))
+    names = [name for name, _ in model.named_modules()]
+    apply_tensor_plan(model, mesh, ModelPlan(tensor=tensor_plan()), names)
     shard_model(model, mesh, precision="fp32", reshard_after_forward=True)
     materialize(model, torch.device("cpu"))
     fill(model)
@@ -186,3 +202,89 @@ def test_what_tensor_parallel_ranks_save_data_parallel_ranks_load_to_the_bit(
         assert len(before) == 3 * len(list(Decoder(SHAPE).named_parameters()))
         for name, value in before.items():
             np.testing.assert_array_equal(after[name], value, err_msg=name)
+
+
+def untied(data: DataSettings, **train: Any) -> Settings:
+    chosen = settings(data, deterministic=True, **train)
+    return replace(chosen, model=replace(chosen.model, tied=False))
+
+
+def leave(run: Run, chosen: Settings, **how: Any) -> None:
+    """Train the next attempt for a step or more, and leave with the state in storage."""
+    members = run.begin(chosen, **how)
+    members[-1].yield_at_boundary(len(run.lineage))
+    outcomes = [member.left().outcome for member in members]
+    assert all(isinstance(outcome, Yielded) for outcome in outcomes), outcomes
+
+
+def test_stages_train_to_the_bit_as_one_worker_does(run: Run, text: DataSettings) -> None:
+    """Each stage has other parameters, passes are interleaved, and the first one saves the rest.
+
+    Half-way the state goes to two workers without stages.
+    """
+    chosen = untied(text, global_batch=8, validation_every=2)
+    finish(run, chosen, num_workers=1)
+    alone, losses = result(run), curve(run.directory)
+    groups = open_checkpoint(
+        LocalStore(), f"{run.directory}/checkpoints/step-00000006"
+    ).param_groups
+    reset(run)
+    leave(run, chosen, num_workers=4, layout=ParallelLayout(pp=2, dp_shard=2))
+    stored, _ = resume = newest(run)
+    opened = open_checkpoint(LocalStore(), f"{run.directory}/checkpoints/step-{stored:08d}")
+    finish(run, chosen, num_workers=2, resume=resume)
+
+    assert curve(run.directory) == losses
+    for name in ("weights_digest", "validation_loss"):
+        assert result(run)[name] == alone[name]
+    assert [group["params"] for group in opened.param_groups] == [each["params"] for each in groups]
+
+
+def test_a_tensor_parallel_worker_is_replaced_and_no_bit_is_lost(
+    run: Run, text: DataSettings, tmp_path: Path
+) -> None:
+    """The new worker gets its half of every matrix from the memory of the node."""
+    chosen = replace(
+        settings(text, steps=16, global_batch=4, deterministic=True),
+        checkpoint=CheckpointSettings(every_steps=10**6, keep=0),
+    )
+    finish(run, chosen, num_workers=2, layout=TP)
+    undisturbed, losses = result(run), curve(run.directory)
+    reset(run)
+    node = NodeProcess("node-a", tmp_path / "node-a", run.directory, chosen)
+    try:
+        run.nodes = [(node.node, node.directory)]
+        members = run.begin(chosen, num_workers=2, layout=TP)
+        wait_for_steps(run, 2)
+        members[1].process.kill()
+        members[1].process.join()
+        members[0].fence(len(run.lineage))
+        outcome = members[0].left().outcome
+        assert isinstance(outcome, Fenced | PeerLost), outcome
+        resume, memory = newest_in_memory([node])
+        assert resume[0] > 0
+        left = run.train(
+            chosen, num_workers=3, members=(0, 2), layout=TP, resume=resume, memory=memory
+        )
+    finally:
+        node.kill()
+
+    assert all(isinstance(one.outcome, Completed) for one in left), left
+    assert result(run)["weights_digest"] == undisturbed["weights_digest"]
+    assert curve(run.directory) == losses
+
+
+def test_tensor_parallel_ranks_train_along_the_curve_of_others(
+    run: Run, text: DataSettings
+) -> None:
+    """Sums inside of a matrix product have another order, and nothing else differs."""
+    chosen = settings(text, global_batch=4)
+    finish(run, chosen, num_workers=1)
+    losses = curve(run.directory)
+    reset(run)
+    leave(run, chosen, num_workers=4, layout=ParallelLayout(dp_shard=2, tp=2))
+    finish(run, chosen, num_workers=2, resume=newest(run))
+
+    for step, (loss, lr) in curve(run.directory).items():
+        assert loss == pytest.approx(losses[step][0], rel=1e-5)
+        assert lr == losses[step][1]

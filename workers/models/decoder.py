@@ -95,25 +95,45 @@ class Decoder(nn.Module):
     def __init__(self, shape: ModelShape) -> None:
         super().__init__()
         self.shape = shape
-        self.embedding = nn.Embedding(shape.vocab_size, shape.dim)
+        self.embedding: nn.Embedding | None = nn.Embedding(shape.vocab_size, shape.dim)
         # Names, not positions: a subset of the layers keeps its names.
         self.layers = nn.ModuleDict({str(i): Block(shape) for i in range(shape.num_layers)})
-        self.norm = nn.RMSNorm(shape.dim, eps=NORM_EPS)
-        self.head = nn.Linear(shape.dim, shape.vocab_size, bias=False)
+        self.norm: nn.RMSNorm | None = nn.RMSNorm(shape.dim, eps=NORM_EPS)
+        self.head: nn.Linear | None = nn.Linear(shape.dim, shape.vocab_size, bias=False)
         self.tie()
         self._rotary: tuple[Tensor, Tensor] | None = None
 
     def tie(self) -> None:
         """Make the output layer the embedding if tied; call it after every ``to_empty``."""
-        if self.shape.tied:
+        if self.shape.tied and self.head is not None and self.embedding is not None:
             self.head.weight = self.embedding.weight
 
-    def forward(self, tokens_BT: Tensor) -> Tensor:  # noqa: N803  int64 token ids
-        """Return the logits of the next token, (B, T, V)."""
-        x_BTD = self.embedding(tokens_BT)  # noqa: N806
+    def keep_stage(self, number: int, num_stages: int) -> None:
+        """Remove what a pipeline stage does not have; each has about as many layers.
+
+        The first stage has the embedding, the last one the output.
+        """
+        num_layers = self.shape.num_layers
+        kept = range(num_layers * number // num_stages, num_layers * (number + 1) // num_stages)
+        for layer in set(range(num_layers)).difference(kept):
+            del self.layers[str(layer)]
+        if number > 0:
+            self.embedding = None
+        if number < num_stages - 1:
+            self.norm = self.head = None
+
+    def forward(self, tokens_BT: Tensor) -> Tensor:  # noqa: N803
+        """Return the logits of the next token, (B, T, V).
+
+        A stage but the last returns (B, T, D), and a stage but the first takes that instead of
+        token ids.
+        """
+        x_BTD = self.embedding(tokens_BT) if self.embedding is not None else tokens_BT  # noqa: N806
         rotary = self._rotary_for(tokens_BT.shape[1], x_BTD)
         for layer in self.layers.values():
             x_BTD = layer(x_BTD, rotary)  # noqa: N806
+        if self.norm is None or self.head is None:
+            return x_BTD
         return self.head(self.norm(x_BTD))  # type: ignore[no-any-return]
 
     def _rotary_for(self, length: int, like: Tensor) -> tuple[Tensor, Tensor]:

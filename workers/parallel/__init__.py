@@ -16,13 +16,17 @@ if TYPE_CHECKING:
     )
     from workers.parallel.mesh import Mesh, build_mesh
     from workers.parallel.plan import ModelPlan, apply_tensor_plan
+    from workers.parallel.stages import StageModel, cut_stages, described
 
 __all__ = [
     "LocalShard",
     "Mesh",
     "ModelPlan",
+    "StageModel",
     "apply_tensor_plan",
     "build_mesh",
+    "cut_stages",
+    "described",
     "drop_gathered",
     "fsdp_modules",
     "local_shards",

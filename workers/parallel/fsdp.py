@@ -32,7 +32,6 @@ __all__ = [
     "materialize",
     "own_names",
     "shard_model",
-    "shared_parameters",
 ]
 
 log = logging.getLogger(__name__)
@@ -152,7 +151,7 @@ def keeping_shared(model: nn.Module) -> Iterator[None]:
 
     ``to_empty`` and ``parallelize_module`` make one for every place (torch 2.13).
     """
-    shared = shared_parameters(model)
+    shared = _shared(model)
     yield
     for owners in shared:
         first = getattr(*owners[0])
@@ -226,7 +225,7 @@ def _blocks(model: nn.Module) -> list[nn.Module]:
     Only if it has none itself, those of its modules count, as of a Hugging Face model in
     ``model.layers``. What shares a parameter with another module stays in the root's unit.
     """
-    shared = [{module for module, _ in places} for places in shared_parameters(model)]
+    shared = [{module for module, _ in places} for places in _shared(model)]
     found = list(_contents(model)) or list(_contents(model, goes_deeper=True))
     blocks = []
     for block in found:
@@ -258,8 +257,7 @@ def _contents(module: nn.Module, *, goes_deeper: bool = False) -> Iterator[nn.Mo
             yield from _contents(child, goes_deeper=True)
 
 
-def shared_parameters(model: nn.Module) -> list[list[tuple[nn.Module, str]]]:
-    """Return the places of every parameter that has several: module and name there."""
+def _shared(model: nn.Module) -> list[list[tuple[nn.Module, str]]]:
     owners: dict[int, list[tuple[nn.Module, str]]] = {}
     for module in model.modules():
         for name, parameter in module.named_parameters(recurse=False, remove_duplicate=False):

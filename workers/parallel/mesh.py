@@ -27,12 +27,14 @@ class Mesh:
     Attributes:
         sharding: The mesh for FSDP2: ``(dp_shard,)`` or ``(dp_replicate, dp_shard)``.
         tensor: The mesh for tensor parallelism; None if each weight is whole on a rank.
+        stages: The ranks with the other stages of the same pipeline, in order; None without stages.
         layout: Degrees of all axes.
         rank: This rank.
     """
 
     sharding: DeviceMesh
     tensor: DeviceMesh | None = None
+    stages: ProcessGroup | None = None
     layout: ParallelLayout
     rank: int
 
@@ -49,7 +51,13 @@ class Mesh:
     @property
     def counts(self) -> bool:
         """Return whether the loss of this rank counts: others have the same samples."""
-        return self.layout.coordinates(self.rank)["tp"] == 0
+        place = self.layout.coordinates(self.rank)
+        return place["tp"] == 0 and place["pp"] == self.layout.pp - 1
+
+    @property
+    def stage(self) -> int:
+        """Return the number of this rank's pipeline stage."""
+        return self.layout.coordinates(self.rank)["pp"]
 
     def cuts_of(self, tensor: DTensor) -> list[Cut]:
         """Return how the axes cut ``tensor``, under the axes' names in the layout."""
@@ -65,11 +73,11 @@ def build_mesh(layout: ParallelLayout, *, device_type: str, attempt: int, rank: 
     Raises:
         StateError: The layout uses an axis that this worker cannot build.
     """
-    unusable = [axis for axis in ("pp", "cp", "ep") if getattr(layout, axis) > 1]
+    unusable = [axis for axis in ("cp", "ep") if getattr(layout, axis) > 1]
     if unusable:
         raise StateError(
             f"layout {layout}: {', '.join(unusable)} above 1 cannot be built by this worker; "
-            "use dp_replicate, dp_shard and tp",
+            "use pp, dp_replicate, dp_shard and tp",
             layout=str(layout),
         )
     used = [axis for axis in AXES if axis == "dp_shard" or getattr(layout, axis) > 1]
@@ -83,6 +91,7 @@ def build_mesh(layout: ParallelLayout, *, device_type: str, attempt: int, rank: 
     return Mesh(
         sharding=mesh[data] if len(data) < len(used) else mesh,
         tensor=mesh[names["tp"]] if layout.tp > 1 else None,
+        stages=mesh.get_group(names["pp"]) if layout.pp > 1 else None,
         layout=layout,
         rank=rank,
     )

@@ -1,10 +1,11 @@
-"""How a model is cut along the axes that need to know it: tensor parallelism."""
+"""How a model is cut along the axes that need to know it: tensor and pipeline parallelism."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, field
 from fnmatch import fnmatchcase
+from typing import Any
 
 from torch import nn
 from torch.distributed.tensor import DTensor
@@ -26,16 +27,29 @@ class ModelPlan:
         tensor: A style of ``torch.distributed.tensor.parallel`` for each module that tensor
             parallelism cuts, by its name; ``*`` stands for one part of a name. Modules without one
             are whole on every rank.
+        keep_stage: Called with the whole model on the meta device, the number of a stage and their
+            number; removes what that stage does not have, and renames nothing. A stage but the
+            first is called with what the one before returned: tensors, of the same shape for every
+            micro-batch.
     """
 
     tensor: Mapping[str, ParallelStyle] = field(default_factory=dict)
+    keep_stage: Callable[[Any, int, int], None] | None = None
 
 
-def apply_tensor_plan(model: nn.Module, mesh: Mesh, plan: ModelPlan) -> None:
+def apply_tensor_plan(
+    model: nn.Module, mesh: Mesh, plan: ModelPlan, names: Collection[str]
+) -> None:
     """Cut the weights of ``model``, on the meta device, over the tensor-parallel ranks.
 
     Does nothing if each weight is whole on a rank. Call it before ``shard_model``, which then
     shards what is left.
+
+    Args:
+        model: The model, or a stage of it.
+        mesh: The mesh.
+        plan: How to cut it.
+        names: Names of all modules of the whole model.
 
     Raises:
         TaskError: There is no plan, a name in it is that of no module, or a weight cannot be cut
@@ -50,23 +64,28 @@ def apply_tensor_plan(model: nn.Module, mesh: Mesh, plan: ModelPlan) -> None:
             f"parallel.tp={degree}: model {kind} has no plan for it; give one, "
             "session.model(build, plan=everstep.ModelPlan(tensor={...})), or write parallel.tp: 1"
         )
-    modules = [name for name, _ in model.named_modules()]
-    unused = [each for each in plan.tensor if not any(_is_named(name, each) for name in modules)]
+    unused = [each for each in plan.tensor if not any(_is_named(name, each) for name in names)]
     if unused:
         raise TaskError(f"plan: model {kind} has no module named {', '.join(unused)}")
+    here = [name for name, _ in model.named_modules()]
+    styles = {
+        pattern: style
+        for pattern, style in plan.tensor.items()
+        if any(_is_named(name, pattern) for name in here)
+    }
     with keeping_shared(model):
-        parallelize_module(model, mesh.tensor, dict(plan.tensor))
+        parallelize_module(model, mesh.tensor, styles)
     uneven = [
-        f"{name}: {placement.dim} of {list(parameter.shape)}"
-        for name, parameter in own_names(model.named_parameters()).items()
+        f"dim {placement.dim} of {name} {list(parameter.shape)}"
+        for name, parameter in sorted(own_names(model.named_parameters()).items())
         if isinstance(parameter, DTensor)
         for placement in parameter.placements
         if isinstance(placement, Shard) and parameter.shape[placement.dim] % degree
     ]
     if uneven:
         raise TaskError(
-            f"parallel.tp={degree} does not divide dim {'; dim '.join(uneven)}; choose a divisor "
-            "of these sizes"
+            f"parallel.tp={degree} does not divide {', '.join(uneven)}; choose a divisor of these "
+            "sizes"
         )
 
 

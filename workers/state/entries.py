@@ -167,6 +167,8 @@ class TrainingState:
         optimizer: The optimizer.
         rank: This rank; of what others hold, too, it saves a share.
         guards: Ranks that hold all that this one does, and whose shares it saves, too.
+        elsewhere: Names of the parameters on other pipeline stages, by group of the optimizer;
+            None without stages.
     """
 
     def __init__(
@@ -176,9 +178,11 @@ class TrainingState:
         optimizer: torch.optim.Optimizer,
         rank: int = 0,
         guards: Sequence[int] = (),
+        elsewhere: Sequence[Sequence[str]] | None = None,
     ) -> None:
         self._shards, self._parameters, self._optimizer = shards, parameters, optimizer
         self._rank, self._guards = rank, tuple(guards)
+        self._elsewhere = elsewhere
         self._is_alone = all(len(shard.replicas) <= 1 for shard in shards)
         self._entries: list[StateEntry] | None = None
         self._saved: list[StateEntry] = []
@@ -232,6 +236,10 @@ class TrainingState:
         """Return the optimizer's scalars: one for all parameters, or by name if they differ.
 
         Call ``entries`` first.
+
+        Raises:
+            StateError: They differ, and other parameters are on other stages: only one rank's are
+                saved.
         """
         found: dict[str, dict[str, float]] = {}
         for held in self._held:
@@ -241,19 +249,31 @@ class TrainingState:
                     found.setdefault(name, {})[held.fqn] = state[name]
         for by_fqn in found.values():
             _read_together(by_fqn)
-        return {
-            name: next(iter(by_fqn.values()))
-            if len(by_fqn) == len(self._parameters) and len(set(by_fqn.values())) == 1
-            else by_fqn
-            for name, by_fqn in found.items()
-        }
+        return {name: self._together(name, by_fqn) for name, by_fqn in found.items()}
 
     def param_groups(self) -> list[dict[str, Any]]:
-        """Return the optimizer's groups, with parameters by name."""
-        return [
-            {**group, "params": [self._names[id(parameter)] for parameter in group["params"]]}
-            for group in self._optimizer.param_groups
-        ]
+        """Return the optimizer's groups, with parameters by name, also those of other stages."""
+        groups = self._optimizer.param_groups
+        named = [[self._names[id(parameter)] for parameter in group["params"]] for group in groups]
+        if self._elsewhere is not None:
+            pairs = zip(named, self._elsewhere, strict=True)
+            named = [sorted([*here, *there]) for here, there in pairs]
+        return [{**group, "params": names} for group, names in zip(groups, named, strict=True)]
+
+    def _together(self, name: str, by_fqn: Mapping[str, float]) -> Any:
+        is_one = len(set(by_fqn.values())) == 1
+        if self._elsewhere is None:
+            is_whole = len(by_fqn) == len(self._parameters)
+            return next(iter(by_fqn.values())) if is_one and is_whole else by_fqn
+        if not is_one:
+            low, high = (pick(by_fqn, key=by_fqn.__getitem__) for pick in (min, max))
+            raise StateError(
+                f"the optimizer's {name} is {by_fqn[low]} for {low} and {by_fqn[high]} for {high}; "
+                "with parallel.pp above 1 it must be the same for all parameters: give each one a "
+                "gradient in every step, or write parallel.pp: 1",
+                slot=name,
+            )
+        return next(iter(by_fqn.values()))
 
     def _look_up(self, fqn: str) -> _Held:
         parameter = self._parameters[fqn]

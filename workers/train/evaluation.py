@@ -14,7 +14,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from workers.parallel import Mesh
-from workers.train.executor import Quota, ShardedModel, on_host
+from workers.train.executor import PassHooks, Pipeline, Quota, ShardedModel, on_host
 
 __all__ = ["mean_over_samples", "weights_digest"]
 
@@ -26,6 +26,7 @@ def mean_over_samples(
     num_micro_batches: int,
     samples_each: int,
     mesh: Mesh,
+    pipeline: Pipeline | None,
 ) -> float:
     """Return the mean loss per token over ``num_micro_batches``, the same on every worker.
 
@@ -34,16 +35,29 @@ def mean_over_samples(
     """
     device = mesh.sharding.device_type
     sums = torch.zeros(2, num_micro_batches, dtype=torch.float64, device=device)
+    starts = [one.micro_batch * samples_each for one in quota.passes]
+    batches = [np.arange(start, start + samples_each) for start in starts]
+
+    def take(number: int, returned: tuple[Tensor, int]) -> Tensor:
+        one, (loss, tokens) = quota.passes[number], returned
+        if one.counts and mesh.counts:
+            sums[0, one.micro_batch] = loss.double() * tokens
+            sums[1, one.micro_batch] = tokens
+        return loss
+
     with torch.no_grad():
-        for one in quota.passes:
-            start = one.micro_batch * samples_each
-            loss, tokens = loss_of(np.arange(start, start + samples_each))
-            if one.counts and mesh.counts:
-                sums[0, one.micro_batch] = loss.double() * tokens
-                sums[1, one.micro_batch] = tokens
+        if pipeline is not None:
+            pipeline.evaluate(batches, loss_of, PassHooks(begin=_nothing, weigh=take))
+        else:
+            for number, batch in enumerate(batches):
+                take(number, loss_of(batch))
     dist.all_reduce(sums)
     found = on_host(sums.reshape(-1))
     return math.fsum(found[:num_micro_batches]) / math.fsum(found[num_micro_batches:])
+
+
+def _nothing(_number: int) -> None:
+    """Do nothing before a pass."""
 
 
 def weights_digest(sharded: ShardedModel) -> str:
@@ -52,14 +66,16 @@ def weights_digest(sharded: ShardedModel) -> str:
     The same for every layout. Every rank calls it; one full parameter is in memory at a time.
     """
     digest = hashlib.sha256()
-    for shard in sorted(sharded.shards, key=lambda shard: shard.fqn):
+    shards = {shard.fqn: shard for shard in sharded.shards}
+    for fqn, shape in sorted(sharded.shapes.items()):
         # As integers: a sum of one rank's bits and zeros changes none, whatever they stand for.
-        whole = torch.zeros(shard.shape, dtype=torch.int32, device=sharded.device)
-        if shard.replicas[0] == sharded.mesh.rank:
+        whole = torch.zeros(shape, dtype=torch.int32, device=sharded.device)
+        shard = shards.get(fqn)
+        if shard is not None and shard.replicas[0] == sharded.mesh.rank:
             for box, local in shard.pieces(shard.local):
                 whole[tuple(map(slice, box.start, box.stop))] = local.view(torch.int32)
         dist.all_reduce(whole)
         weights: Any = whole.cpu().numpy()
-        digest.update(shard.fqn.encode())
+        digest.update(fqn.encode())
         digest.update(memoryview(weights))
     return digest.hexdigest()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Mapping
 from typing import Any
 
@@ -37,7 +38,10 @@ def train_language_model(session: Session) -> None:
     def initialise(fqn: str, size: tuple[int, ...]) -> Tensor:
         return initial_value(fqn, size, seed=settings.train.seed, num_layers=shape.num_layers)
 
-    model = session.model(lambda: Decoder(shape), initialise, plan=ModelPlan(tensor=tensor_plan()))
+    plan = ModelPlan(tensor=tensor_plan(), keep_stage=Decoder.keep_stage)
+    # Nothing here changes the logits in place, of which that warns under tensor parallelism.
+    warnings.filterwarnings("ignore", "FSDP2-wrapped module .* returned a view tensor")
+    model = session.model(lambda: Decoder(shape), initialise, plan=plan)
     session.optimizer(lambda parameters: adamw(parameters, settings.train))
 
     def loss_on(split: Split, samples: NDArray[Any]) -> tuple[Tensor, int]:

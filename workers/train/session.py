@@ -24,15 +24,10 @@ from workers import collectives
 from workers.data import DataLoader, DataOrder, micro_batches_of
 from workers.errors import DataError, TaskError
 from workers.parallel import (
-    LocalShard,
     Mesh,
     ModelPlan,
-    apply_tensor_plan,
     drop_gathered,
-    local_shards,
-    materialize,
     own_names,
-    shard_model,
 )
 from workers.protocol import Assignment, Formed, WorkerPhase
 from workers.settings import Settings
@@ -59,6 +54,7 @@ from workers.train.boundary import (
     load_initial,
     restore_state,
 )
+from workers.train.building import BuiltModel, build_model, groups_elsewhere
 from workers.train.context import WorkerContext
 from workers.train.evaluation import mean_over_samples
 from workers.train.executor import (
@@ -68,8 +64,6 @@ from workers.train.executor import (
     Step,
     on_host,
     quota,
-    use_all_to_all,
-    use_tree,
 )
 from workers.train.initial_values import initial_values
 
@@ -114,9 +108,7 @@ class Session:
         self._buffer = buffer
         self._build: Callable[[], nn.Module] | None = None
         self._initialise: Initialise | None = None
-        self._model: nn.Module | None = None
-        self._shards: Sequence[LocalShard] = ()
-        self._keeps_gathered = False
+        self._built: BuiltModel | None = None
         self._sharded: ShardedModel | None = None
         self._reduction = Reduction()
         self._restored: dict[str, Any] = {}
@@ -156,31 +148,23 @@ class Session:
             initialise: Returns the whole initial value of a parameter from its name and shape,
                 the same on every worker. Without it ``build`` is called again on the CPU, with a
                 seed, and its values are used; then the whole model must fit into memory briefly.
-            plan: How tensor parallelism cuts it; not needed without.
+            plan: How tensor and pipeline parallelism cut it; not needed without.
 
         Raises:
             TaskError: The model cannot be sharded.
         """
-        if self._model is not None:
+        if self._built is not None:
             raise TaskError("session.model was called twice in one attempt; call it once")
-        with torch.device("meta"):
-            model = build()
-        _check(model)
-        apply_tensor_plan(model, self._mesh, plan or ModelPlan())
-        self._keeps_gathered = shard_model(
-            model,
-            self._mesh,
-            precision=self.settings.train.precision,
-            reshard_after_forward=self.settings.parallel.reshard_after_forward,
+        self._built = build_model(
+            build,
+            plan or ModelPlan(),
+            mesh=self._mesh,
+            settings=self.settings,
+            device=self.device,
+            reduction=self._reduction,
         )
-        materialize(model, self.device)
-        self._shards = local_shards(model, self._mesh)
-        if self.settings.train.deterministic:
-            use_tree(model, self._reduction)
-        elif self.device.type == "cpu":
-            use_all_to_all(model)
-        self._model, self._build, self._initialise = model, build, initialise
-        return model
+        self._build, self._initialise = build, initialise
+        return self._built.called
 
     def optimizer(
         self,
@@ -200,26 +184,34 @@ class Session:
             TaskError: There is no model yet.
             StateError: The optimizer cannot work on shards, or its state cannot be saved.
         """
-        if self._model is None:
+        if self._built is None:
             raise TaskError("call session.model before session.optimizer")
         self._context.progress.enter(WorkerPhase.LOADING)
-        parameters = local_parameters(self._shards)
+        built = self._built
+        parameters = local_parameters(built.shards)
         optimizer = make(parameters)
         refuse_unfit(optimizer, self._mesh.layout, elementwise=elementwise)
-        adopt(optimizer, self._shards, parameters)
+        adopt(optimizer, built.shards, parameters)
         self._sharded = ShardedModel(
-            model=self._model,
+            model=built.model,
+            shapes=built.shapes,
             optimizer=optimizer,
-            shards=self._shards,
+            shards=built.shards,
             parameters=parameters,
             reduction=self._reduction,
             mesh=self._mesh,
             device=self.device,
-            keeps_gathered=self._keeps_gathered,
+            keeps_gathered=built.keeps_gathered,
             state=TrainingState(
-                self._shards, parameters, optimizer, self.rank, self._assignment.saved_too
+                built.shards,
+                parameters,
+                optimizer,
+                rank=self.rank,
+                guards=self._assignment.saved_too,
+                elsewhere=groups_elsewhere(built, optimizer, parameters, self.device),
             ),
             registered=Registered(optimizer),
+            pipeline=built.pipeline,
         )
         began_s = time.monotonic()
         restored = self._load(self._sharded)
@@ -384,6 +376,7 @@ class Session:
             num_micro_batches=num_micro_batches,
             samples_each=samples_each,
             mesh=self._mesh,
+            pipeline=sharded.pipeline,
         )
         sharded.model.train()
         self._validation_loss = loss
@@ -413,10 +406,9 @@ class Session:
 
     def close(self) -> bool:
         """Release the model and end writing; return whether all memory is free again."""
-        self._model = self._build = self._initialise = self._sharded = self._current = None
+        self._built = self._build = self._initialise = self._sharded = self._current = None
         if self._batches is not None:
             self._batches.close()
-        self._shards = ()
         is_closed, is_written = self._boundary.close(), self._storage.close()
         if is_closed and not is_written:
             # The write still reads the memory of snapshots, which is freed after it.
@@ -487,7 +479,7 @@ class Session:
         sharded.optimizer.state.clear()
         initial = load_initial(
             init,
-            {shard.fqn: shard.shape for shard in sharded.shards},
+            sharded.shapes,
             to_fill,
             aliases=_aliases(sharded.model),
             buffer=self._buffer,
@@ -615,14 +607,3 @@ def _aliases(model: nn.Module) -> dict[str, str]:
     first = {id(value): name for name, value in own_names(model.named_parameters()).items()}
     every = own_names(model.named_parameters(remove_duplicate=False))
     return {name: first[id(one)] for name, one in every.items() if first[id(one)] != name}
-
-
-def _check(model: nn.Module) -> None:
-    """Raise ``TaskError`` if ``model`` keeps state that differs between workers."""
-    for name, module in model.named_modules():
-        if isinstance(module, nn.modules.batchnorm._NormBase) and module.track_running_stats:  # noqa: SLF001
-            raise TaskError(
-                f"module {name} ({type(module).__name__}) keeps running statistics, which depend "
-                "on the number of workers; use LayerNorm, RMSNorm or GroupNorm",
-                module=name,
-            )

@@ -60,6 +60,9 @@ The contract:
   ``train``, and its processes live from attempt to attempt.
 - A new run may start from a checkpoint that exists, in any format that ``ucp`` opens:
   ``run(train, init_from=PATH)``, or ``run.init_from`` in the configuration.
+- With ``parallel.tp`` or ``parallel.pp`` above 1, a model of your own needs a plan:
+  ``session.model(build, plan=ModelPlan(tensor={"layers.*.up": ColwiseParallel()}, ...))``. Pipeline
+  stages need ``session.train_step``, whose function must call the model once.
 - Code after the loop runs once, when the last step is committed.
 - ``step.loss`` is the mean over the global batch; a loss that you compute is of one micro-batch.
   A worker may repeat a micro-batch to keep pace with the others; such a loss does not count.

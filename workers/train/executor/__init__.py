@@ -5,6 +5,7 @@ from typing import TYPE_CHECKING
 from ucp_core.lazy import lazy_door
 
 if TYPE_CHECKING:
+    from workers.train.executor.pipeline import PassHooks, Pipeline
     from workers.train.executor.quotas import Quota, quota
     from workers.train.executor.reduction import (
         Reduction,
@@ -17,6 +18,8 @@ if TYPE_CHECKING:
     from workers.train.executor.step import Step
 
 __all__ = [
+    "PassHooks",
+    "Pipeline",
     "Quota",
     "Reduction",
     "ShardedModel",

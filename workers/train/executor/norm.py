@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any, Final
 
 import torch
@@ -13,7 +13,7 @@ from workers.parallel import LocalShard
 #: Avoids a division by a norm of zero, as in torch's clip_grad_norm_.
 _NORM_EPS: Final = 1e-6
 
-__all__ = ["num_rows", "row_squares", "scale_gradients", "sum_of_squares"]
+__all__ = ["row_squares", "scale_gradients", "sum_of_squares"]
 
 
 def sum_of_squares(shards: Sequence[LocalShard], rank: int, device: torch.device) -> Tensor:
@@ -28,28 +28,33 @@ def sum_of_squares(shards: Sequence[LocalShard], rank: int, device: torch.device
     return torch.stack(norms).double().square().sum()
 
 
-def num_rows(shards: Sequence[LocalShard]) -> int:
-    """Return the number of rows of all parameters; a vector's elements are rows."""
-    return sum(shard.shape[0] if shard.shape else 1 for shard in shards)
-
-
-def row_squares(shards: Sequence[LocalShard], rank: int, device: torch.device) -> Tensor:
+def row_squares(
+    shards: Sequence[LocalShard],
+    shapes: Mapping[str, tuple[int, ...]],
+    rank: int,
+    device: torch.device,
+) -> Tensor:
     """Return the sum of squares of every row of the whole gradient, float64, ``(num_rows,)``.
+
+    A vector's elements are rows. ``shapes`` are those of all parameters of the model, by name.
 
     Rows of other ranks are zero, and so are those of a replica but the first. So a sum over ranks
     changes no bit of a row that is whole on one, and a sum over all rows has one order for any
     layout.
     """
-    rows = torch.zeros(num_rows(shards), dtype=torch.float64, device=device)
-    first = 0
+    first: dict[str, int] = {}
+    num_rows = 0
+    for fqn, shape in sorted(shapes.items()):
+        first[fqn] = num_rows
+        num_rows += shape[0] if shape else 1
+    rows = torch.zeros(num_rows, dtype=torch.float64, device=device)
     for shard in shards:
         gradient = shard.gradient
         if gradient is not None and gradient.numel() and shard.replicas[0] == rank:
             for box, piece in shard.pieces(gradient):
-                start = first + (box.start[0] if box.start else 0)
+                start = first[shard.fqn] + (box.start[0] if box.start else 0)
                 squares = piece.double().square_().reshape(piece.shape[0] if box.start else 1, -1)
                 rows[start : start + len(squares)] += squares.sum(dim=1)
-        first += shard.shape[0] if shard.shape else 1
     return rows
 
 

@@ -10,6 +10,7 @@ from torch import nn
 
 from workers.parallel import LocalShard, Mesh
 from workers.state import Registered, TrainingState
+from workers.train.executor.pipeline import Pipeline
 from workers.train.executor.reduction import Reduction
 
 __all__ = ["ShardedModel"]
@@ -20,7 +21,8 @@ class ShardedModel:
     """A sharded model with its optimizer, as this rank holds them.
 
     Attributes:
-        model: The whole model, sharded.
+        model: The whole model, or this rank's pipeline stage of it, sharded.
+        shapes: Shapes of all parameters of the whole model, by name.
         optimizer: The optimizer over ``parameters``.
         shards: This rank's shard of every parameter.
         parameters: The shards as plain parameters by name, in the same memory.
@@ -30,9 +32,11 @@ class ShardedModel:
         keeps_gathered: Whether parameters stay gathered until the last pass of a step.
         state: The tensors of the training state.
         registered: State of the script, beside them.
+        pipeline: Runs micro-batches through the stages; None if the model is whole.
     """
 
     model: nn.Module
+    shapes: Mapping[str, tuple[int, ...]]
     optimizer: torch.optim.Optimizer
     shards: Sequence[LocalShard]
     parameters: Mapping[str, nn.Parameter]
@@ -42,6 +46,7 @@ class ShardedModel:
     keeps_gathered: bool
     state: TrainingState
     registered: Registered
+    pipeline: Pipeline | None = None
 
     def prime(self) -> None:
         """Make the optimizer allocate its state, all zero, as memory to load into.

@@ -25,6 +25,7 @@ from workers.records import ProgressRecord
 from workers.settings import TrainSettings
 from workers.train.executor.learning_rate import learning_rate
 from workers.train.executor.norm import row_squares, scale_gradients, sum_of_squares
+from workers.train.executor.pipeline import PassHooks, Pipeline
 from workers.train.executor.quotas import Pass, Quota
 from workers.train.executor.sharded_model import ShardedModel
 from workers.train.executor.signals import Signals, reading
@@ -112,43 +113,55 @@ class Step:
             raise TaskError(
                 f"step {self.number} was computed already: step.micro_batches was called twice"
             )
+        if self._sharded.pipeline is not None:
+            raise TaskError(
+                "with parallel.pp above 1 a script cannot compute single micro-batches: call "
+                "session.train_step, which runs them through the pipeline"
+            )
         self._has_begun = True
         with keeping_host_numbers():
             yield from self._micro_batches()
 
     def _micro_batches(self) -> Iterator[Any]:
-        num_reductions = 0
-        modules = list(fsdp_modules(self._sharded.model))
-        syncing: bool | None = None
-        for number, one in enumerate(self._quota.passes, start=1):
-            if one.syncs is not syncing:
-                for module in modules:
-                    module.set_requires_gradient_sync(one.syncs, recurse=False)
-                syncing = one.syncs
-            if self._sharded.keeps_gathered:
-                is_last = number == len(self._quota.passes)
-                for module in modules:
-                    module.set_reshard_after_backward(is_last, recurse=False)
-            if one.syncs and self._quota.nodes:
-                num_reductions += 1
-                self._sharded.reduction.begin(
-                    self._quota.nodes[num_reductions - 1],
-                    is_last=num_reductions == len(self._quota.nodes),
-                )
+        for number, one in enumerate(self._quota.passes):
+            self._begin_backward(number)
             self._pass = one
-            # A fence ends a step here at the latest: not every pass has a collective.
-            collectives.check()
             # They may be read by now, by random numbers of their own.
             mine = next(self._samples)
-            seed_all(random_seed(self._train.seed, self.number, one.micro_batch))
-            self._progress.enter(WorkerPhase.FORWARD)
+            self._begin_forward(number)
             yield mine
             if self._is_open():
                 raise TaskError(
                     f"a micro-batch of step {self.number} was left without step.backward(loss, "
                     "tokens); call it once for each"
                 )
-            self._progress.micro_batch(number)
+            self._progress.micro_batch(number + 1)
+
+    def _begin_forward(self, number: int) -> None:
+        # A fence ends a step here at the latest: not every pass has a collective.
+        collectives.check()
+        stage = self._sharded.mesh.stage
+        key = (self._train.seed, self.number, self._quota.passes[number].micro_batch)
+        # Layers of different stages have different numbers.
+        seed_all(random_seed(*key, stage) if stage else random_seed(*key))
+        self._progress.enter(WorkerPhase.FORWARD)
+
+    def _begin_backward(self, number: int) -> None:
+        """Say what FSDP2 does with the gradients of a pass, and with gathered parameters."""
+        sharded, passes = self._sharded, self._quota.passes
+        modules = list(fsdp_modules(sharded.model))
+        syncs = passes[number].syncs
+        if number == 0 or syncs is not passes[number - 1].syncs:
+            for module in modules:
+                module.set_requires_gradient_sync(syncs, recurse=False)
+        if sharded.keeps_gathered:
+            is_last = number == len(passes) - 1
+            for module in modules:
+                module.set_reshard_after_backward(is_last, recurse=False)
+        if syncs and self._quota.nodes:
+            place = sum(one.syncs for one in passes[:number])
+            nodes = self._quota.nodes
+            sharded.reduction.begin(nodes[place], is_last=place == len(nodes) - 1)
 
     def _is_open(self) -> bool:
         return self._pass is not None
@@ -162,10 +175,37 @@ class Step:
         Raises:
             TaskError: The step has begun already, or ``loss_of`` returned something else.
         """
-        for batch in self.micro_batches():
-            loss, tokens = _loss_and_tokens(loss_of(batch), self._train.micro_batch)
-            self.backward(loss, tokens)
+        if self._sharded.pipeline is not None:
+            self._train_stages(self._sharded.pipeline, loss_of)
+        else:
+            for batch in self.micro_batches():
+                loss, tokens = _loss_and_tokens(loss_of(batch), self._train.micro_batch)
+                self.backward(loss, tokens)
         self.apply()
+
+    def _train_stages(self, pipeline: Pipeline, loss_of: Callable[[Any], Any]) -> None:
+        """Compute every micro-batch of this rank's pipeline stage."""
+        if self._has_begun:
+            raise TaskError(f"step {self.number} was computed already")
+        self._has_begun = True
+        passes = self._quota.passes
+
+        def weigh(number: int, returned: Any) -> Tensor:
+            self._pass = passes[number]
+            return self._weigh(*_loss_and_tokens(returned, self._train.micro_batch))
+
+        def begin_backward(number: int) -> None:
+            self._begin_backward(number)
+            self._progress.enter(WorkerPhase.BACKWARD)
+
+        hooks = PassHooks(
+            begin=self._begin_forward,
+            weigh=weigh,
+            begin_backward=begin_backward,
+            end=lambda number: self._progress.micro_batch(number + 1),
+        )
+        with keeping_host_numbers():
+            pipeline.train([next(self._samples) for _ in passes], loss_of, hooks)
 
     def backward(self, loss: Tensor, tokens: int) -> None:
         """Add the gradient of a micro-batch.
@@ -177,16 +217,21 @@ class Step:
         Raises:
             TaskError: Called outside a micro-batch, or twice in one.
         """
-        one, self._pass = self._pass, None
-        if one is None:
+        if self._pass is None:
             raise TaskError(
                 "step.backward was called outside step.micro_batches, or twice in one micro-batch"
             )
         self._progress.enter(WorkerPhase.BACKWARD)
-        # With a weight of zero, too, the rank takes part in every collective of the pass.
-        (loss * float(tokens if one.counts else 0)).backward()
+        self._weigh(loss, tokens).backward()
+
+    def _weigh(self, loss: Tensor, tokens: int) -> Tensor:
+        """Take the loss of the open pass; return what its gradient is computed of."""
+        one, self._pass = self._pass, None
+        assert one is not None, "no pass is open"
         if one.counts:
             self._sums[one.micro_batch] = (loss.detach().double() * tokens, tokens)
+        # With a weight of zero, too, the rank takes part in every collective of the pass.
+        return loss * float(tokens if one.counts else 0)
 
     def apply(self) -> None:
         """Reduce over workers, clip, and update the weights. Every worker calls it once.
@@ -197,7 +242,7 @@ class Step:
         if self.is_applied:
             raise TaskError(f"step.apply was called twice in step {self.number}")
         num_mine = sum(one.counts for one in self._quota.passes)
-        if len(self._sums) != num_mine:
+        if self._sharded.pipeline is None and len(self._sums) != num_mine:
             raise TaskError(
                 f"step.apply was called after {len(self._sums)} of {num_mine} micro-batches; "
                 "iterate step.micro_batches() to its end first"
@@ -227,8 +272,11 @@ class Step:
         for micro_batch, (loss, count) in sums:
             losses[micro_batch if deterministic else 0] += loss
             tokens += count
-        held = (sharded.shards, sharded.mesh.rank, sharded.device)
-        squares = row_squares(*held) if deterministic else sum_of_squares(*held).reshape(1)
+        rank, device = sharded.mesh.rank, sharded.device
+        if deterministic:
+            squares = row_squares(sharded.shards, sharded.shapes, rank, device)
+        else:
+            squares = sum_of_squares(sharded.shards, rank, device).reshape(1)
         said = [tokens, *self._boundary.signals().numbers()]
         counts = torch.tensor(said, dtype=torch.float64, device=sharded.device)
         numbers = torch.cat((counts, losses, squares))

@@ -219,6 +219,25 @@ def test_sizes_that_tensor_parallelism_cannot_cut_are_named() -> None:
     assert load(text.replace("3", "2")).rules().layout.tp == 2
 
 
+def test_stages_that_cannot_be_made_or_fed_are_refused() -> None:
+    """Each worker of a stage would find out alone, after the model was built."""
+    text = (
+        "run: {directory: x}\nworkers: {max: 12}\nparallel: {pp: 3}\n"
+        "model: {preset: tiny}\ntrain: {global_batch: 8, micro_batch: 1}\n"
+    )
+
+    found = _problems(text)
+
+    fed, cut, tied = (line.partition("parallel.pp: ")[2] for line in found)
+    assert fed.startswith(
+        "3 stages need as many micro-batches each; with workers.max=12 there are 2"
+    )
+    assert cut == "3 is more than model.num_layers=2"
+    assert tied.endswith("write model.tied: false, or parallel.pp: 1")
+    fitting = ["parallel.pp=2", "model.tied=false", "workers.max=8"]
+    assert str(load(text, fitting).rules().layout) == "parallel.pp=2"
+
+
 def test_patience_scales_every_bound_and_keeps_their_order() -> None:
     """One knob: a bound that it forgets would fire before the one it depends on."""
     usual, slow = load(LEAST).rules().bounds, load(LEAST, ["recovery.patience=9"]).rules().bounds

@@ -230,11 +230,11 @@ def test_row_squares_add_up_alike_however_rows_are_cut(cuts: tuple[int, int, int
     device = torch.device("cpu")
 
     parts = [
-        row_squares([shard("w", whole, start, stop)], 0, device)
+        row_squares([shard("w", whole, start, stop)], {"w": (6, 4)}, 0, device)
         for start, stop in itertools.pairwise(cuts)
     ]
 
-    together = row_squares([shard("w", whole, 0, 6)], 0, device)
+    together = row_squares([shard("w", whole, 0, 6)], {"w": (6, 4)}, 0, device)
     assert torch.equal(parts[0] + parts[1], together)
     assert together.sum().item() == pytest.approx(
         sum_of_squares([shard("w", whole, 0, 6)], 0, device).item(), rel=1e-6

@@ -1,0 +1,139 @@
+"""A model is cut into stages, and a script calls one of them as if it were whole."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from workers.errors import TaskError
+from workers.models import Decoder, resolve
+from workers.parallel import ModelPlan, StageModel, cut_stages, described
+
+PLAN = ModelPlan(keep_stage=Decoder.keep_stage)
+
+
+def decoder(**sizes: Any) -> Decoder:
+    return Decoder(resolve("tiny", {"num_layers": 5, "tied": False, **sizes}))
+
+
+def test_stages_have_every_parameter_under_its_own_name() -> None:
+    """A checkpoint of stages is loaded by a whole model, and by another number of stages."""
+    names = [name for name, _ in decoder().named_parameters()]
+    for num_stages in (2, 3, 5):
+        *stages, again = cut_stages(decoder, PLAN, num_stages, num_stages - 1)
+        held = [name for stage in stages for name, _ in stage.named_parameters()]
+        assert sorted(held) == sorted(names)
+        assert [*again.state_dict()] == [*stages[-1].state_dict()]
+        assert all(parameter.is_meta for parameter in again.parameters())
+
+
+def test_stages_one_after_another_are_the_whole_model() -> None:
+    """The second of two stages begins with layer 2, and takes what layer 1 returns."""
+    whole, first, second = decoder(), decoder(), decoder()
+    for number, stage in enumerate((first, second)):
+        stage.load_state_dict(whole.state_dict())
+        stage.keep_stage(number, 2)
+    tokens = torch.arange(12).reshape(2, 6)
+
+    assert torch.equal(second(first(tokens)), whole(tokens))
+
+
+def test_activations_are_described_without_computing_them() -> None:
+    """A stage must know the shape of what it receives before the first pass."""
+    *stages, _ = cut_stages(decoder, PLAN, 2, 1)
+
+    tokens, hidden, logits = described(stages, [torch.arange(12).reshape(2, 6)], {}, torch.bfloat16)
+
+    assert [tuple(one.shape) for (one,) in (tokens, hidden, logits)] == [
+        (2, 6),
+        (2, 6, 64),
+        (2, 6, 264),
+    ]
+    assert [one.dtype for (one,) in (tokens, hidden, logits)] == [
+        torch.int64,
+        torch.bfloat16,
+        torch.bfloat16,
+    ]
+    assert logits[0].is_meta
+
+
+def forget(model: Decoder, number: int, num_stages: int) -> None:
+    model.keep_stage(number, num_stages)
+    model.embedding = None
+
+
+@pytest.mark.parametrize(
+    ("plan", "tied", "told"),
+    [
+        (ModelPlan(), False, "parallel.pp=2: model Decoder has no plan for it"),
+        (
+            PLAN,
+            True,
+            "embedding.weight and head.weight of model Decoder are one parameter on stages",
+        ),
+        (
+            ModelPlan(keep_stage=forget),
+            False,
+            "leaves embedding.weight of model Decoder on no stage",
+        ),
+        (
+            ModelPlan(keep_stage=lambda _model, _number, _count: None),
+            False,
+            "leaves embedding.weight of model Decoder on stages 0, 1",
+        ),
+    ],
+)
+def test_a_model_that_stages_cannot_share_out_is_refused(
+    plan: ModelPlan, *, tied: bool, told: str
+) -> None:
+    """A parameter on two stages would be trained twice, and saved as one of them has it."""
+    with pytest.raises(TaskError, match=told):
+        cut_stages(lambda: decoder(tied=tied), plan, 2, 0)
+
+
+def staged(number: int) -> StageModel:
+    linear = nn.Linear(3, 3)
+    nn.init.eye_(linear.weight)
+    nn.init.zeros_(linear.bias)
+    return StageModel(linear, number, 3)
+
+
+@pytest.mark.parametrize("number", [0, 1, 2])
+def test_a_function_of_the_loss_is_called_alike_on_every_stage(number: int) -> None:
+    """It prepares its batch, and only the last stage has outputs to compute a loss of."""
+    model = staged(number)
+    batch, received = torch.ones(2, 3), torch.full((2, 3), 5.0)
+    prepared = []
+
+    def loss_of() -> tuple[Tensor, int]:
+        prepared.append(batch)
+        try:
+            outputs = model(batch * 2)
+        except Exception:  # noqa: BLE001 - as a script might
+            pytest.fail("the script caught what ends its function")
+        return outputs.sum(), 7
+
+    returned = model.compute(loss_of, () if number == 0 else (received,))
+
+    assert len(prepared) == 1
+    if number == 2:
+        assert (returned[0].item(), returned[1]) == (30.0, 7)
+    else:
+        assert torch.equal(returned, batch * 2 if number == 0 else received)
+
+
+def test_a_function_that_calls_the_model_never_or_twice_is_refused() -> None:
+    """The second call would get the same outputs again, whatever it asked for."""
+    first, last = staged(0), staged(2)
+    received = (torch.ones(2, 3),)
+    with pytest.raises(TaskError, match="without calling the model"):
+        first.compute(lambda: torch.zeros(()), ())
+    with pytest.raises(TaskError, match="did not call the model"):
+        last.compute(lambda: torch.zeros(()), received)
+    with pytest.raises(TaskError, match="call the model once"):
+        last.compute(lambda: last(received[0]) + last(received[0]), received)
+    with pytest.raises(TaskError, match="call the model once"):
+        first(received[0])

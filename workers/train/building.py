@@ -1,0 +1,147 @@
+"""Build the model of an attempt: cut for its layout, sharded, and without values."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from workers.errors import TaskError
+from workers.parallel import (
+    LocalShard,
+    Mesh,
+    ModelPlan,
+    StageModel,
+    apply_tensor_plan,
+    cut_stages,
+    local_shards,
+    materialize,
+    own_names,
+    shard_model,
+)
+from workers.settings import Settings
+from workers.train.executor import Pipeline, Reduction, on_host, use_all_to_all, use_tree
+
+__all__ = ["BuiltModel", "build_model", "groups_elsewhere"]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class BuiltModel:
+    """A sharded model without values.
+
+    Attributes:
+        model: The whole model, or this rank's pipeline stage of it.
+        called: What the script calls: ``model``, or what stands for the whole.
+        shapes: Shapes of all parameters of the whole model, by name.
+        shards: This rank's shard of every parameter that it has a part of.
+        keeps_gathered: Whether parameters stay gathered until the last pass of a step.
+        pipeline: Runs micro-batches through the stages; None if the model is whole.
+    """
+
+    model: nn.Module
+    called: nn.Module
+    shapes: Mapping[str, tuple[int, ...]]
+    shards: Sequence[LocalShard]
+    keeps_gathered: bool
+    pipeline: Pipeline | None
+
+
+def build_model(
+    build: Callable[[], nn.Module],
+    plan: ModelPlan,
+    *,
+    mesh: Mesh,
+    settings: Settings,
+    device: torch.device,
+    reduction: Reduction,
+) -> BuiltModel:
+    """Build the model on the meta device, cut and shard it, and allocate this rank's part.
+
+    Raises:
+        TaskError: It cannot be cut or sharded.
+    """
+    with torch.device("meta"):
+        model = build()
+    _check(model)
+    parameters = own_names(model.named_parameters())
+    names = [name for name, _ in model.named_modules()]
+    stages: list[nn.Module] = []
+    if mesh.stages is not None:
+        *stages, model = cut_stages(build, plan, mesh.layout.pp, mesh.stage)
+    apply_tensor_plan(model, mesh, plan, names)
+    keeps_gathered = shard_model(
+        model,
+        mesh,
+        precision=settings.train.precision,
+        reshard_after_forward=settings.parallel.reshard_after_forward,
+    )
+    materialize(model, device)
+    if settings.train.deterministic:
+        use_tree(model, reduction)
+    elif device.type == "cpu":
+        use_all_to_all(model)
+    called, pipeline = model, None
+    if stages:
+        called = StageModel(model, mesh.stage, mesh.layout.pp)
+        dtype = torch.bfloat16 if settings.train.precision == "bf16" else None
+        pipeline = Pipeline(called, stages, mesh=mesh, device=device, dtype=dtype)
+    return BuiltModel(
+        model=model,
+        called=called,
+        shapes={name: tuple(one.shape) for name, one in parameters.items()},
+        shards=local_shards(model, mesh),
+        keeps_gathered=keeps_gathered,
+        pipeline=pipeline,
+    )
+
+
+def groups_elsewhere(
+    built: BuiltModel,
+    optimizer: torch.optim.Optimizer,
+    parameters: Mapping[str, nn.Parameter],
+    device: torch.device,
+) -> list[list[str]] | None:
+    """Return the names of the parameters that only other stages have, by group of the optimizer.
+
+    None if the model is whole. Else every worker calls it.
+
+    Raises:
+        TaskError: A stage has nothing to train, or another number of groups.
+    """
+    if built.pipeline is None:
+        return None
+    if not any(shard.parameter.requires_grad for shard in built.shards):
+        raise TaskError(
+            "with parallel.pp above 1 each stage must have a parameter to train, and that of "
+            f"{next(iter(parameters), 'this worker')} has none; write parallel.pp: 1"
+        )
+    groups = optimizer.param_groups
+    at = {id(one): number for number, group in enumerate(groups) for one in group["params"]}
+    names = sorted(built.shapes)
+    mine = [at.get(id(parameters.get(name)), -1) for name in names]
+    numbers = torch.tensor([*mine, len(groups), -len(groups)], device=device)
+    dist.all_reduce(numbers, op=dist.ReduceOp.MAX)
+    *found, most, negative = map(int, on_host(numbers))
+    if most != -negative:
+        raise TaskError(
+            f"session.optimizer: stages have {-negative} to {most} parameter groups; with "
+            "parallel.pp above 1 make as many on every worker, empty ones if need be"
+        )
+    theirs = [
+        (name, number) for name, number in zip(names, found, strict=True) if name not in parameters
+    ]
+    return [[name for name, number in theirs if number == group] for group in range(most)]
+
+
+def _check(model: nn.Module) -> None:
+    """Raise ``TaskError`` if ``model`` keeps state that differs between workers."""
+    for name, module in model.named_modules():
+        if isinstance(module, nn.modules.batchnorm._NormBase) and module.track_running_stats:  # noqa: SLF001
+            raise TaskError(
+                f"module {name} ({type(module).__name__}) keeps running statistics, which depend "
+                "on the number of workers; use LayerNorm, RMSNorm or GroupNorm",
+                module=name,
+            )
