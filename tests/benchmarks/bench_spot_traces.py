@@ -27,6 +27,7 @@ import shutil
 import statistics
 import tempfile
 import time
+from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import pairwise
@@ -206,17 +207,24 @@ def account(
     }
 
 
-def pauses(lines: Sequence[dict[str, Any]], window: tuple[float, float]) -> dict[str, list[float]]:
+def pauses(lines: Sequence[dict[str, Any]]) -> dict[str, list[float]]:
     """Return how long the members stood still when some left, and when some came."""
-    found: dict[str, list[float]] = {"losses": [], "growths": []}
+    found: dict[str, list[float]] = {"loss": [], "growth": []}
     for before, line in pairwise(lines):
-        if before["attempt"] == line["attempt"] or not overlap(
-            before["wall_time"], line["wall_time"], window
-        ):
-            continue
-        kind = "growths" if line["num_workers"] > before["num_workers"] else "losses"
-        found[kind].append(line["wall_time"] - line["step_s"] - before["wall_time"])
+        if before["attempt"] != line["attempt"]:
+            kind = "growth" if line["num_workers"] > before["num_workers"] else "loss"
+            found[kind].append(line["wall_time"] - line["step_s"] - before["wall_time"])
     return found
+
+
+def redone(lines: Sequence[dict[str, Any]]) -> list[int]:
+    """Return how many steps each attempt made again, of those that did."""
+    lost = [
+        before["step"] - line["step"] + 1
+        for before, line in pairwise(lines)
+        if before["attempt"] != line["attempt"]
+    ]
+    return [count for count in lost if count > 0]
 
 
 def starts(
@@ -280,12 +288,13 @@ def measure(name: str, hours: tuple[float, float], notice_s: float) -> dict[str,
             time.sleep(0.1)
         lines, journal = bench.lines(), journaled(bench)
     lives = list(nodes.lives.values())
-    stood = pauses(lines, window)
+    inside = [line for line in lines if window[0] <= line["wall_time"] <= window[1]]
+    stood = pauses(inside)
     ready_s = starts(journal, nodes.lives, window)
     policies = {
         **PEERS,
         "everstep": Costs(
-            loss=median(stood["losses"]), growth=median(stood["growths"]), join=median(ready_s)
+            loss=median(stood["loss"]), growth=median(stood["growth"]), join=median(ready_s)
         ),
     }
     return {
@@ -293,7 +302,12 @@ def measure(name: str, hours: tuple[float, float], notice_s: float) -> dict[str,
         **account(lines, lives, window),
         "nodes_lost": sum(end < window[1] for _, end in lives),
         "nodes_come": sum(window[0] < begin for begin, _ in lives),
-        "pauses": {kind: spread(seconds) for kind, seconds in stood.items() if seconds},
+        "stood_still": {kind: spread(seconds) for kind, seconds in stood.items() if seconds},
+        "steps_redone": redone(inside),
+        "incidents": Counter(
+            record["incident"] for record in journal
+            if record["kind"] == "ReportIncident" and record["wall_time"] > window[0]
+        ),
         "until_ready": spread(ready_s) if ready_s else None,
         "calm_beyond_pace": round(calm_s / (-(-MICRO_BATCHES // fast[0].num_nodes) * SHARE_S), 3),
         "computed": {

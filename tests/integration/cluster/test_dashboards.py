@@ -1,8 +1,13 @@
-"""A real Prometheus scrapes a real run with a fault in it; every panel must show something."""
+"""A real Prometheus scrapes a real run with a fault in it; every panel must show something.
+
+``EVERSTEP_DASHBOARD_TABLES=FILE`` has the test write what the panels show, as in
+``dashboards/README.md``.
+"""
 
 from __future__ import annotations
 
 import json
+import os
 import shutil
 import signal
 import socket
@@ -20,6 +25,7 @@ import yaml
 from orchestrator.driver.faults import signal_rank, wait_for
 from orchestrator.driver.launch import Launched
 from orchestrator.shell.serve import targets_path
+from tests.support.panel_tables import SAMPLES, board_table
 
 pytestmark = [
     pytest.mark.timeout(900),
@@ -69,6 +75,23 @@ class Prometheus:
         except OSError:
             return None
 
+    def tables(self, run: str, begin_s: float) -> str:
+        """Return what every panel has shown since then, as Markdown."""
+        end_s = time.time()
+        span = {"start": begin_s, "end": end_s, "step": max(1.0, (end_s - begin_s) / SAMPLES)}
+
+        def ask(expression: str) -> Any:
+            query = expression.replace("$run", run)
+            return self.ask("query_range", query=query, **{k: str(v) for k, v in span.items()})[
+                "result"
+            ]
+
+        lines = []
+        for path in sorted((DASHBOARDS / "grafana").glob("*.json")):
+            board = json.loads(path.read_text())
+            lines += [f"**{board['title']}**", "", *board_table(board, ask), ""]
+        return "\n".join(lines)
+
     def has(self, expression: str) -> bool:
         """Return whether a query has data now."""
         data = self.ask("query", query=expression)
@@ -95,7 +118,7 @@ def prometheus(endless_run: Launched, tmp_path: Path) -> Iterator[Prometheus]:
 
 def test_every_panel_has_data(endless_run: Launched, prometheus: Prometheus) -> None:
     """A panel whose metric was renamed would stay empty, and nobody would know why."""
-    name = endless_run.config.run.name
+    name, begin_s = endless_run.config.run.name, time.time()
     reached = wait_for(
         endless_run,
         lambda status: status["phase"] == "running" and status["step"] > 5,
@@ -123,6 +146,11 @@ def test_every_panel_has_data(endless_run: Launched, prometheus: Prometheus) -> 
         for rule in group["rules"]
         if rule["health"] != "ok"
     ]
+
+    if "EVERSTEP_DASHBOARD_TABLES" in os.environ:
+        grown = recovered["step"] + 40
+        wait_for(endless_run, lambda status: status["step"] >= grown, timeout_s=ACT_S_MAX)
+        Path(os.environ["EVERSTEP_DASHBOARD_TABLES"]).write_text(prometheus.tables(name, begin_s))
 
     assert len(queries) > 30
     assert empty == []
