@@ -92,7 +92,7 @@ class AvoidRules:
             Then it is on trial for as long again: a failure has it avoided for twice as long.
         avoid_s_max: But for no longer than this. Half of the servers of a large cluster that break
             stay broken for 20 hours (``node_faults`` in ``tests/fixtures``), and what is repaired
-            should not wait for longer than it was broken.
+            should not wait for much longer than it was broken.
     """
 
     strikes_max: int = 3

@@ -50,15 +50,19 @@ def check(world: Outages, faults: list[Fault]) -> None:
     rules, well_s, ill_s = world.rules.avoid, [0.0], []
     for server, stretches in kept_out(world).items():
         own = by_server[server]
-        for begin_s, end_s in stretches:
-            while_ill = [f for f in own if f.begin_s < end_s and begin_s < f.end_s]
-            # What was repaired waits for no longer than it was broken.
-            rest_s = end_s - max((f.end_s for f in while_ill), default=begin_s)
-            assert rest_s <= max(rules.avoid_s, *(f.end_s - f.begin_s for f in while_ill), 0.0)
         total_s = sum(end_s - begin_s for begin_s, end_s in stretches)
         if not own:
             well_s.append(total_s)
-        elif any(f.end_s - f.begin_s > HOUR_S for f in own if f in failing):
+            continue
+        # Who was repaired was kept out for no longer than it was broken.
+        broken_s = sum(min(f.end_s, world.now_s) - f.begin_s for f in own)
+        while_broken_s = sum(
+            max(0.0, min(end_s, f.end_s) - max(begin_s, f.begin_s))
+            for begin_s, end_s in stretches
+            for f in own
+        )
+        assert total_s - while_broken_s <= broken_s + rules.avoid_s * len(own), server
+        if any(f.end_s - f.begin_s > HOUR_S for f in own if f in failing):
             ill_s.append(total_s)
     assert max(well_s) <= min(ill_s)
     # Who stays broken is tried a few times, and then as seldom as the rules say.
