@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import signal
+import socket
 import subprocess
 import sys
 import time
@@ -171,7 +172,9 @@ def test_the_doctor_asks_every_node(
     path = _write(make_config(), tmp_path, nodes.address)
 
     well = _everstep("doctor", path, "--json")
-    ill = _everstep("doctor", path, "run.directory=memory://run", "--json")
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        port = f"cluster.metrics_port={taken.getsockname()[1]}"
+        ill = _everstep("doctor", path, "run.directory=memory://run", port, "--json")
 
     assert well.returncode == 0, well.stdout + well.stderr
     asked = json.loads(well.stdout)["nodes"]
@@ -182,6 +185,7 @@ def test_the_doctor_asks_every_node(
     wrong = [about for about, row in findings.items() if row["level"] == "fail"]
     assert wrong == ["storage"]
     assert all(facts["node"] in findings["storage"]["message"] for facts in asked)
+    assert findings["cluster.metrics_port"]["level"] == "warn"
 
 
 def test_ray_job_submit_runs_everstep_unchanged(
