@@ -18,6 +18,9 @@ pytestmark = [pytest.mark.chaos, pytest.mark.timeout(900)]
 
 log = logging.getLogger(__name__)
 
+_NUM_NODES, _NUM_WORKERS = 16, 4
+#: Ray starts them one after the other.
+_BUY_S_MAX = 240.0
 #: More than what Ray needs beyond the time that a node has to be idle.
 _SCALE_DOWN_S_MAX = 60.0
 #: The autoscaler tries a type again that was sold out.
@@ -35,6 +38,10 @@ def _ask_for(cluster: AutoscaledCluster, num_nodes: int) -> None:
     cluster.run(HEAD, ["python", "-c", _MORE, cluster.address, str(num_nodes)], timeout_s=120)
 
 
+def _num(cluster: AutoscaledCluster) -> int:
+    return len(cluster.bought())
+
+
 def _begin(cluster: AutoscaledCluster, directory: Path, *settings: str) -> NetworkRun:
     """Begin a run; the cluster has all that it needs of one."""
     network = cast("NetworkCluster", cluster)
@@ -43,29 +50,32 @@ def _begin(cluster: AutoscaledCluster, directory: Path, *settings: str) -> Netwo
 
 def test_a_run_has_the_nodes_that_it_uses_and_no_others(tmp_path: Path) -> None:
     """Pending placement groups are the demand; a node where a process of ours is never is idle."""
-    spot = {"resources": {"CPU": 1}, "max_workers": 6}
+    spot = {"resources": {"CPU": 1}, "max_workers": _NUM_NODES}
     with AutoscaledCluster({"spot": spot}) as cluster:
         began_s = time.time()
-        run = _begin(cluster, tmp_path / "run", "workers.max=3")
-        run.settle(workers=3)
-        log.info("from nothing to 3 workers: %.1f s", run.lines()[0]["wall_time"] - began_s)
+        run = _begin(cluster, tmp_path / "run", f"workers.max={_NUM_WORKERS}")
+        run.settle(_NUM_WORKERS)
+        settled_s = run.lines()[-1]["wall_time"] - began_s
+        log.info("from nothing to %d workers: %.1f s", _NUM_WORKERS, settled_s)
 
-        _ask_for(cluster, 6)
-        cluster.wait("nodes for somebody else", lambda: len(cluster.bought()) == 6)
+        _ask_for(cluster, _NUM_NODES)
+        cluster.wait("nodes for somebody else", lambda: _num(cluster) == _NUM_NODES, _BUY_S_MAX)
+        let_go_s = time.monotonic()
         _ask_for(cluster, 0)
-        left_s = cluster.wait("the rest goes", lambda: len(cluster.bought()) == 3)
-        log.info("3 nodes of 6 are gone after %.1f s, of which %g s idle", left_s, IDLE_S)
+        cluster.wait("the rest goes", lambda: _num(cluster) == _NUM_WORKERS)
+        left_s = time.monotonic() - let_go_s
+        log.info("of %d nodes the rest is gone after %.1f s", _NUM_NODES, left_s)
         assert left_s < _SCALE_DOWN_S_MAX
 
         cluster.sell_out("spot")
-        attempt, used = run.settle(workers=3)["attempt"], run.nodes()
+        attempt, used = run.settle(_NUM_WORKERS)["attempt"], run.nodes()
         fault_s = time.time()
         cluster.take(used[0])
         taken = run.outcome(fault_s, attempt)
-        run.settle(workers=2)
+        run.settle(_NUM_WORKERS - 1)
         cluster.sell_out()
         back_s = time.time()
-        whole_s = run.whole_again(back_s, workers=3)
+        whole_s = run.whole_again(back_s, _NUM_WORKERS)
         log.info("a node is taken: next step after %s s; back after %s s", taken.step_s, whole_s)
 
         summary = run.stop()
