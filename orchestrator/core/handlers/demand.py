@@ -53,7 +53,12 @@ def renew_pending(transition: Transition) -> None:
     """Request every pending slot again if the nodes to avoid have changed."""
     run = transition.run
     avoid = avoided_nodes(transition)
-    pending = [n for n, slot in run.fleet.slots.items() if slot.node < 0 and slot.avoid != avoid]
+    gone = {node.name for node in run.fleet.nodes.values() if not node.alive}
+    pending = [
+        number
+        for number, slot in run.fleet.slots.items()
+        if slot.node < 0 and tuple(name for name in slot.avoid if name not in gone) != avoid
+    ]
     offers = run.fleet.offers
     alternatives = [run.fleet.slots[number].alternative for number in sorted(pending)]
     for number in sorted(pending):

@@ -482,7 +482,11 @@ class SimCluster(World):
         is_over = attempt.number != self.monitor.attempt or not any(
             worker.attempt == attempt.number for worker in self.workers.values()
         )
-        if way is None or not attempt.stalls or is_over:
+        if way is None:
+            # Whole again; if it is lost before the next step, that is noticed anew.
+            attempt.stalls = False
+            return
+        if not attempt.stalls or is_over:
             return
         ends = [w for w, node, _ in attempt.placed if node == way[0]]
         worker = self.workers.get(ends[0])
