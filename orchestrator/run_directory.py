@@ -31,6 +31,11 @@ JOURNAL = "journal"
 CHECKPOINTS = "checkpoints"
 #: A line of JSON for each committed step (``workers.train``).
 METRICS = "metrics/rank0.jsonl"
+#: A line of JSON for each evaluation, and for each call of a script's ``session.log``.
+VALIDATION = "metrics/validation.jsonl"
+VALUES = "metrics/values.jsonl"
+#: How far TensorBoard, Weights & Biases and MLflow are, and what they call the run.
+LOGGERS = "loggers.json"
 #: Written last: once it is there the run is over.
 SUMMARY = "summary.json"
 #: Written by rank 0 when it completes the last step (``workers.train``).

@@ -6,11 +6,20 @@ from ucp_core.lazy import lazy_door
 
 if TYPE_CHECKING:
     from orchestrator.config.preflight import run_preflight
-    from orchestrator.config.schema import Alternative, RunConfig, demo_config, load
+    from orchestrator.config.schema import (
+        Alternative,
+        MlflowSection,
+        RunConfig,
+        WandbSection,
+        demo_config,
+        load,
+    )
 
 __all__ = [
     "Alternative",
+    "MlflowSection",
     "RunConfig",
+    "WandbSection",
     "demo_config",
     "load",
     "run_preflight",

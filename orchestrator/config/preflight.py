@@ -9,6 +9,7 @@ import math
 import uuid
 import warnings
 from collections.abc import Collection
+from importlib.util import find_spec
 from pathlib import Path
 
 import psutil
@@ -28,6 +29,8 @@ __all__ = ["run_preflight", "worker_memory_bytes"]
 GIB = 1 << 30
 #: float32 master, its gradient, and AdamW's two moments: bytes of state per parameter.
 STATE_BYTES = 4 + 4 + 4 + 4
+#: Of the extra ``loggers``: what each key of ``logging`` imports.
+_LOGGER_PACKAGES = {"tensorboard": "tensorboard", "wandb": "wandb", "mlflow": "mlflow"}
 
 
 def run_preflight(config: RunConfig, doubtful: Collection[str] = ()) -> list[Problem]:
@@ -45,6 +48,7 @@ def run_preflight(config: RunConfig, doubtful: Collection[str] = ()) -> list[Pro
     if not any(key.startswith("data.") for key in doubtful):
         found += _data_problems(config)
     found += [problem for problem in _file_problems(config) if problem.path not in doubtful]
+    found += _logging_problems(config)
     if not doubtful:
         found += _memory_problems(config)
     return found
@@ -168,6 +172,21 @@ def _script_problems(script: Path) -> list[Problem]:
     except (ValueError, OSError) as error:
         return [Problem(path="run.script", message=f"{script} cannot be read: {error}")]
     return []
+
+
+def _logging_problems(config: RunConfig) -> list[Problem]:
+    """Return which services are asked for whose packages are not there.
+
+    The controller needs them; this machine is taken to have what its node has.
+    """
+    return [
+        Problem(
+            path=f"logging.{name}",
+            message=f"the package {package} is not installed; pip install 'everstep[loggers]'",
+        )
+        for name, package in _LOGGER_PACKAGES.items()
+        if getattr(config.logging, name) and find_spec(package) is None
+    ]
 
 
 def _memory_problems(config: RunConfig) -> list[Problem]:

@@ -13,7 +13,7 @@ from collections.abc import Callable, Collection, Sequence
 from dataclasses import fields, is_dataclass, replace
 from importlib.resources import files
 from pathlib import Path
-from typing import Any, TypeAlias, get_args
+from typing import Any, Literal, TypeAlias, get_args
 from urllib.parse import urlsplit
 
 import yaml
@@ -62,7 +62,14 @@ from workers.settings import (
     problems as settings_problems,
 )
 
-__all__ = ["Problem", "RunConfig", "demo_config", "load"]
+__all__ = [
+    "MlflowSection",
+    "Problem",
+    "RunConfig",
+    "WandbSection",
+    "demo_config",
+    "load",
+]
 
 #: Checks a configuration against the world: files, storage, memory. The second argument lists keys
 #: whose value is missing or wrong. They are reported elsewhere, so it must ignore them.
@@ -235,6 +242,56 @@ class NoticesSection(_Section):
     command: str = ""
 
 
+class WandbSection(_Section):
+    """A run of Weights & Biases. The key comes from ``WANDB_API_KEY`` or ``wandb login``.
+
+    Attributes:
+        project: Its project.
+        entity: User or team; the service's default if empty.
+        name: Of the run; ``run.name`` if empty.
+        group: Of runs.
+        tags: Of the run.
+        mode: "online", or "offline", which writes to the run directory for ``wandb sync``.
+    """
+
+    project: str = Field(min_length=1)
+    entity: str = ""
+    name: str = ""
+    group: str = ""
+    tags: tuple[str, ...] = ()
+    mode: Literal["online", "offline"] = "online"
+
+
+class MlflowSection(_Section):
+    """A run of MLflow.
+
+    Attributes:
+        experiment: Is created if there is none of that name.
+        tracking_uri: Of the server; ``MLFLOW_TRACKING_URI`` if empty.
+        name: Of the run; ``run.name`` if empty.
+    """
+
+    experiment: str = Field(min_length=1)
+    tracking_uri: str = ""
+    name: str = ""
+
+
+class LoggingSection(_Section):
+    """Where the run's curve goes beside its directory: one curve through all attempts.
+
+    The controller writes it: its node needs the packages, and the keys of the services.
+
+    Attributes:
+        tensorboard: True for ``RUN_DIR/tensorboard``, or a directory.
+        wandb: Weights & Biases.
+        mlflow: MLflow.
+    """
+
+    tensorboard: bool | str = False
+    wandb: WandbSection | None = None
+    mlflow: MlflowSection | None = None
+
+
 class RunConfig(_Section):
     """Everything that is decided before a run starts.
 
@@ -254,6 +311,7 @@ class RunConfig(_Section):
     parallel: ParallelSection = ParallelSection()
     recovery: RecoverySection = RecoverySection()
     notices: NoticesSection = NoticesSection()
+    logging: LoggingSection = LoggingSection()
 
     @property
     def patience(self) -> float:
@@ -493,6 +551,8 @@ def _field_problem(source: Source, detail: Any) -> Problem:
         return source.problem(path, f"must be a list, such as [{{spot: true}}], not {value!r}")
     if kind in {"model_type", "dataclass_type"}:
         return source.problem(path, f"must be a section with keys, not {value!r}")
+    if path[:2] == ("logging", "tensorboard"):
+        return source.problem(path[:2], f"must be true or a directory, not {value!r}")
     if path[-1] == "int":
         return source.problem(path[:-1], f"must be a number of steps or {AUTO}, not {value!r}")
     message = str(detail["msg"])
@@ -506,6 +566,8 @@ _EXAMPLES = {
     "run.directory": "directory: runs/first",
     "workers": "workers: {max: 4}",
     "workers.max": "max: 4",
+    "logging.wandb.project": "project: my-models",
+    "logging.mlflow.experiment": "experiment: my-models",
 }
 
 
@@ -514,6 +576,8 @@ def _known_keys(path: KeyPath) -> list[str]:
         return list(RunConfig.model_fields)
     kind: Any = RunConfig.model_fields[str(path[0])].annotation
     kind = next(iter(get_args(kind)), kind)  # that of one in a list
+    if len(path) > 1 and path[0] == "logging":
+        kind = next(iter(get_args(kind.model_fields[str(path[1])].annotation)))
     if is_dataclass(kind):
         return [field.name for field in fields(kind)]
     return list(kind.model_fields)
@@ -701,7 +765,11 @@ def _resolved(config: RunConfig) -> RunConfig:
             "init_from": _absolute(config.run.init_from),
         }
     )
-    return config.model_copy(update={"run": run, "data": data})
+    tensorboard = config.logging.tensorboard
+    if isinstance(tensorboard, str):
+        tensorboard = _absolute(tensorboard)
+    logging = config.logging.model_copy(update={"tensorboard": tensorboard})
+    return config.model_copy(update={"run": run, "data": data, "logging": logging})
 
 
 def _absolute(path: str) -> str:

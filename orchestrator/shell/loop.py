@@ -46,6 +46,7 @@ from orchestrator.shell.capacity import AutoscalerWatch, Capacity, Nodes, Rendez
 from orchestrator.shell.clock import wall_time
 from orchestrator.shell.connect import head_returns
 from orchestrator.shell.guard import begin_guard
+from orchestrator.shell.loggers import Loggers
 from orchestrator.shell.memory import CadenceWatch, ProtectionWatch, Snapshots, loss_document
 from orchestrator.shell.names import RunNames
 from orchestrator.shell.observer import Observer
@@ -141,6 +142,7 @@ class Run:
             num_written=begun.num_incidents_written,
             samples_per_step=self._config.train.global_batch,
         )
+        self._loggers = Loggers(self._config, store=self._store, path=self._path, owner=self._owner)
         self._build_parts()
         self._performers = self._all_performers()
 
@@ -293,6 +295,7 @@ class Run:
         self._guard = await asyncio.to_thread(begin_guard, self._config.controller_stopped_s)
         url = await page.start()
         self._record.announce(url, head_returns=head_returns(os.environ))
+        self._loggers.start()
         await asyncio.to_thread(announce, self._names.run_id, run=self._config.run.name, url=url)
 
     def on_report(self, report: NodeReport) -> None:
@@ -569,6 +572,7 @@ class Run:
                 self._config, self._observer.limits, lease_s=self._nodes.longest_lease_s()
             ),
             controller_notice=self._nodes.own_notice,
+            logging=self._loggers.document(),
             longest_pause_s=round(self._watch.longest_pause_s, 3),
         )
 
@@ -586,6 +590,7 @@ class Run:
         if owns and self._config.snapshot.every_steps and self._outcome != "completed":
             await self._snapshots.flush(self._state.lineage)
         await self._nodes.end_keepers()
+        await asyncio.to_thread(self._loggers.close, self._outcome if owns else "")
         await self._capacity.release_all()
         if owns:
             await self._compaction.write(self._compacted())

@@ -74,6 +74,7 @@ log = logging.getLogger(__name__)
 #: Where a version keeps what a script registered.
 REGISTERED: Final = "registered"
 VALIDATION: Final = "metrics/validation.jsonl"
+VALUES: Final = "metrics/values.jsonl"
 
 Initialise = Callable[[str, tuple[int, ...]], Tensor]
 
@@ -383,6 +384,32 @@ class Session:
         if self.rank == 0:
             self._storage.append(VALIDATION, self._boundary.line(self.step, loss=loss))
         return loss
+
+    def log(self, values: Mapping[str, float | Tensor]) -> None:
+        """Write numbers of the script's own to the run's metrics, and so to its loggers.
+
+        They belong to the step whose body is running, or else to the last one. Those of rank 0
+        count: reduce what differs between workers. A tensor makes the device wait for the host.
+
+        Args:
+            values: Single numbers by name, such as ``{"accuracy": 0.9}``. A later value of the same
+                name and step replaces the first.
+
+        Raises:
+            TaskError: A value is not a single number.
+        """
+        numbers: dict[str, float | None] = {}
+        for name, value in values.items():
+            try:
+                number = float(value)
+            except (TypeError, ValueError, RuntimeError) as error:
+                raise TaskError(
+                    f"session.log: {name} is {type(value).__name__}, which is not a single number"
+                ) from error
+            numbers[name] = number if math.isfinite(number) else None
+        if self.rank == 0:
+            step = self._current.number if self._current is not None else self.step
+            self._storage.append(VALUES, self._boundary.line(step, values=numbers))
 
     def finish(self) -> None:
         """Write the run's result. Every worker calls it when its script has ended.

@@ -23,6 +23,7 @@ from orchestrator.driver.faults import (
 )
 from orchestrator.driver.launch import Launched
 from tests.support.history import check_lost_steps, read_history
+from tests.support.logged import in_tensorboard, in_wandb
 
 pytestmark = pytest.mark.timeout(900)
 
@@ -226,10 +227,11 @@ def test_lost_node_is_computed_from_the_parities_of_its_group(
 
 
 def test_processes_that_stop_or_die_in_turn_are_replaced_one_by_one(
-    endless_run: Launched,
+    begin_endless: Callable[..., Launched],
 ) -> None:
     """Each has its own way to be missed, and each must leave the run as whole as it was before."""
-    run, config = endless_run, endless_run.config
+    run = begin_endless(logging__tensorboard=True, logging__wandb="{project: p, mode: offline}")
+    config = run.config
     stopped = _stop_a_worker(run)
     _end_the_controller(run, signal.SIGSTOP)
     attempts = [_kill_a_worker(run, after=_end_the_controller(run, signal.SIGKILL))]
@@ -246,6 +248,17 @@ def test_processes_that_stop_or_die_in_turn_are_replaced_one_by_one(
     for incident, from_node_loss in zip(found, (False, False, True), strict=True):
         _check_from_memory(config, incident, from_node_loss=from_node_loss)
     read_history(config.run.directory).check_exactly_once(config, summary["steps"])
+    _check_logged_once(Path(config.run.directory), summary["steps"])
+
+
+def _check_logged_once(directory: Path, num_steps: int) -> None:
+    """Assert that the loggers have one curve, whichever controllers wrote it."""
+    logged = in_tensorboard(directory / "tensorboard")["train/loss"]
+    assert [step for step, _ in logged] == list(range(1, num_steps + 1))
+    names, rows = in_wandb(directory)
+    assert len(names) == 1
+    # A killed controller has perhaps not noted its last rows; the service drops rows it has.
+    assert {step for step, _ in rows} == set(range(1, num_steps + 1))
 
 
 def _stop_a_worker(run: Launched) -> str:

@@ -165,3 +165,21 @@ def test_replicas_do_not_divide_the_state(tmp_path: Path) -> None:
 
 def _min(config: RunConfig, count: int) -> object:
     return config.workers.model_copy(update={"min": count})
+
+
+def test_a_logger_whose_package_is_missing_is_refused(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The controller would find it out when nobody looks any more."""
+    config = _config(tmp_path, "logging.wandb.project=p", "logging.tensorboard=true")
+    assert run_preflight(config) == []
+
+    monkeypatch.setattr(
+        "orchestrator.config.preflight.find_spec", lambda name: None if name == "wandb" else name
+    )
+    [problem] = run_preflight(config)
+
+    assert problem.path == "logging.wandb"
+    assert problem.message == (
+        "the package wandb is not installed; pip install 'everstep[loggers]'"
+    )

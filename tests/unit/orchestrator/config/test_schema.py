@@ -364,3 +364,15 @@ def test_simulated_nodes_have_prices_and_no_markets() -> None:
     assert load(LEAST + "capacity: [{usd_per_hour: 2}]").capacity[0].usd_per_hour == 2.0
     (problem,) = _problems(LEAST, "capacity=[{spot: true}]")
     assert "name a cluster by cluster.address" in problem
+
+
+def test_where_the_curve_goes_is_checked_by_name() -> None:
+    """A key of a section in a section is looked for there, and a missing one has an example."""
+    text = "logging: {tensorboard: [x], wandb: {projct: p}, mlflow: {tracking_uri: x}}\n"
+
+    assert [line.partition(": ")[2] for line in _problems(LEAST + text)] == [
+        "logging.tensorboard: must be true or a directory, not ['x']",
+        "logging.wandb.project: is missing; write for example project: my-models",
+        "logging.wandb.projct: is no key; did you mean project?",
+        "logging.mlflow.experiment: is missing; write for example experiment: my-models",
+    ]

@@ -433,3 +433,35 @@ def test_a_step_is_done_once_and_within_the_loop(make_attempts: Callable[[str], 
     make_attempts("run").train(train, steps=1)
     assert "in `for step in session.steps(...)`" in told[0]
     assert "step 1 was computed already" in told[1]
+
+
+def test_numbers_of_the_script_belong_to_the_step_whose_body_runs(
+    make_attempts: Callable[[str], Attempts], tmp_path: Path
+) -> None:
+    """Before and after ``apply``, and behind the loop; what is no number is refused by name."""
+
+    def task(session: Session) -> None:
+        model = session.model(lambda: nn.Linear(2, 2))
+        session.optimizer(lambda named: torch.optim.SGD(named.values()))
+        for step in session.steps(len(INPUTS)):
+            session.log({"before": step.number})
+            for samples in step.micro_batches():
+                step.backward(model(INPUTS[samples]).square().mean(), tokens=len(samples))
+            step.apply()
+            session.log({"after": torch.tensor(float("nan"))})
+        session.log({"end": 1})
+        session.log({"words": "many"})  # type: ignore[dict-item]
+
+    outcome = make_attempts("a").train(task, steps=2)
+
+    assert isinstance(outcome, Raised)
+    assert "session.log: words is str, which is not a single number" in outcome.error
+    lines = (tmp_path / "a/run/metrics/values.jsonl").read_text().splitlines()
+    found = [(line["step"], line["values"]) for line in map(json.loads, lines)]
+    assert found == [
+        (1, {"before": 1}),
+        (1, {"after": None}),
+        (2, {"before": 2}),
+        (2, {"after": None}),
+        (2, {"end": 1}),
+    ]

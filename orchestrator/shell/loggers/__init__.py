@@ -1,0 +1,13 @@
+"""Where people look: TensorBoard, Weights & Biases, MLflow. One curve through all attempts."""
+
+from typing import TYPE_CHECKING
+
+from ucp_core.lazy import lazy_door
+
+if TYPE_CHECKING:
+    from orchestrator.shell.loggers.curve import Curve, Point
+    from orchestrator.shell.loggers.following import Loggers
+
+__all__ = ["Curve", "Loggers", "Point"]
+
+__getattr__ = lazy_door(__name__)

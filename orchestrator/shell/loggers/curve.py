@@ -1,0 +1,138 @@
+"""From lines of metrics to the points of one curve. Pure."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass, field
+from math import nan
+from typing import Any, Final
+
+from orchestrator.run_directory import METRICS, VALIDATION, VALUES
+
+#: Keys of a step's line, and what people see them as.
+_OF_STEP: Final = {
+    "loss": "train/loss",
+    "grad_norm": "train/grad_norm",
+    "lr": "train/lr",
+    "tokens": "train/tokens",
+    "step_s": "train/step_s",
+    "num_workers": "everstep/num_workers",
+    "attempt": "everstep/attempt",
+}
+
+
+@dataclass(frozen=True, slots=True)
+class Point:
+    """What is known of one step.
+
+    Attributes:
+        step: Optimizer step, from 1; 0 for what is known before the first.
+        wall_time: When it was completed, in seconds since 1970.
+        values: By name; nan where a value was not a number.
+    """
+
+    step: int
+    wall_time: float
+    values: Mapping[str, float]
+
+
+@dataclass(slots=True)
+class Curve:
+    """Each step once, as it was trained last before the step after it.
+
+    A step that is trained again after it was given out is not given out again: it has the same
+    samples, so the first values stay.
+
+    Attributes:
+        attempt: Of the newest line. Older attempts are fenced, their lines do not count.
+        given: The last step that was given out; -1 before any.
+        pending: What is known of later steps.
+    """
+
+    attempt: int = 0
+    given: int = -1
+    pending: dict[int, Point] = field(default_factory=dict)
+    _newest: int = -1
+
+    def add(self, path: str, lines: Iterable[str]) -> None:
+        """Take in whole lines of a file of metrics; see ``FILES`` for their order."""
+        for line in lines:
+            document = _document(line)
+            if document is None or int(document.get("attempt", 0)) < self.attempt:
+                continue
+            step = int(document["step"])
+            if document["attempt"] > self.attempt:
+                # It begins after a commit; what was seen of later steps is lost.
+                self.attempt = document["attempt"]
+                self._newest = min(self._newest, step)
+                first = step if path == METRICS else step + 1
+                self.pending = {at: one for at, one in self.pending.items() if at < first}
+            if path == METRICS:
+                self._newest = max(self._newest, step)
+            if step > self.given:
+                known = self.pending.get(step, Point(step, 0.0, {}))
+                wall_time = float(document.get("wall_time") or known.wall_time)
+                values = {**known.values, **FILES[path](document)}
+                self.pending[step] = Point(step, wall_time, values)
+
+    def take(self, *, is_final: bool = False) -> list[Point]:
+        """Return the points of steps that nothing is added to any more, in order.
+
+        The newest step waits for the next one, or for the end of the run.
+        """
+        steps = sorted(step for step in self.pending if is_final or step < self._newest)
+        if steps:
+            self.given = steps[-1]
+        return [self.pending.pop(step) for step in steps]
+
+    def to_json(self) -> dict[str, Any]:
+        """Return its state as plain values."""
+        rows = [[one.step, one.wall_time, dict(one.values)] for one in self.pending.values()]
+        return {
+            "attempt": self.attempt,
+            "given": self.given,
+            "newest": self._newest,
+            "pending": rows,
+        }
+
+    @classmethod
+    def from_json(cls, document: Mapping[str, Any]) -> Curve:
+        """Return the curve that ``to_json`` was called on."""
+        pending = {step: Point(step, at, values) for step, at, values in document["pending"]}
+        return cls(document["attempt"], document["given"], pending, document["newest"])
+
+
+def _document(line: str) -> dict[str, Any] | None:
+    try:
+        value = json.loads(line)
+    except ValueError:
+        return None
+    is_line = isinstance(value, dict) and {"step", "attempt"} <= value.keys()
+    return value if is_line else None
+
+
+def _number(value: Any) -> float:
+    return nan if value is None else float(value)
+
+
+def _of_step(document: Mapping[str, Any]) -> dict[str, float]:
+    return {shown: _number(document[name]) for name, shown in _OF_STEP.items() if name in document}
+
+
+def _of_validation(document: Mapping[str, Any]) -> dict[str, float]:
+    return {"validation/loss": _number(document.get("loss"))}
+
+
+def _of_script(document: Mapping[str, Any]) -> dict[str, float]:
+    values: Mapping[str, Any] = document.get("values", {})
+    return {name: _number(value) for name, value in values.items()}
+
+
+#: The files of metrics, and how to read a line of each. Read in this order: whatever belongs to a
+#: step is written before the next step's line.
+FILES: Final[dict[str, Callable[[Mapping[str, Any]], dict[str, float]]]] = {
+    METRICS: _of_step,
+    VALIDATION: _of_validation,
+    VALUES: _of_script,
+}

@@ -1,0 +1,241 @@
+"""Follows the metrics of a run in a thread of its own, and writes them to the services.
+
+The run never waits for a service. One that refuses is told the same points again later. What was
+read and written is noted in the run directory, with the services' own names of the run: a
+controller that is restarted, and a run that is resumed, continue the same curve.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import tempfile
+import threading
+from collections import deque
+from collections.abc import Callable, Iterable
+from functools import partial
+from typing import Any, Final
+
+from orchestrator.config import MlflowSection, RunConfig, WandbSection
+from orchestrator.run_directory import LOGGERS
+from orchestrator.shell.loggers.curve import FILES, Curve, Point
+from orchestrator.shell.loggers.services import Mlflow, Service, TensorBoard, Wandb
+from ucp_core.errors import StorageError, SupersededError
+from ucp_core.storage import RECENT_S, LocalStore, Owner, Store, join, read_appended
+
+__all__ = ["Loggers"]
+
+#: The files are looked at this often.
+_LOOK_S: Final = 2.0
+#: Where a look is a request, this often.
+_LOOK_REMOTE_S: Final = 10.0
+#: A service that refuses is asked again after so many of them.
+_ROUNDS: Final = 10
+#: The end of a run waits so long for its services. They may be away for good.
+CLOSE_S: Final = 60.0
+#: Points that a service has not taken are kept up to this number; the oldest are dropped.
+_BACKLOG_MAX: Final = 100_000
+
+log = logging.getLogger(__name__)
+
+
+class Loggers:
+    """The services that ``config.logging`` names. Without any it does nothing.
+
+    Args:
+        config: Of the run.
+        store: Where the run directory is.
+        path: Its path there.
+        owner: Says whether this life of the run still owns the directory.
+    """
+
+    def __init__(self, config: RunConfig, *, store: Store, path: str, owner: Owner) -> None:
+        self._store, self._path, self._owner = store, path, owner
+        self._lines = [_Lines(store, join(path, name), name) for name in FILES]
+        self._curve = Curve()
+        self._channels = self._open_channels(config)
+        self._look_s = _LOOK_S if store.appends else _LOOK_REMOTE_S
+        self._ends = threading.Event()
+        self._outcome = ""
+        self._thread = threading.Thread(target=self._follow, name="loggers", daemon=True)
+
+    def start(self) -> None:
+        """Begin to follow."""
+        if self._channels:
+            self._thread.start()
+
+    def close(self, outcome: str, timeout_s: float = CLOSE_S) -> None:
+        """Write the last steps, and end the services' runs; returns after ``timeout_s`` at most.
+
+        Args:
+            outcome: How the run ended; "" if it continues under another controller.
+            timeout_s: See there.
+        """
+        self._outcome = outcome
+        self._ends.set()
+        if self._thread.is_alive():
+            self._thread.join(timeout_s)
+            if self._thread.is_alive():
+                log.warning("logging_not_finished", extra={"services": sorted(self._channels)})
+
+    def document(self) -> dict[str, str]:
+        """Return for each service what is wrong with it, "" if nothing is."""
+        return {name: channel.problem for name, channel in self._channels.items()}
+
+    def _open_channels(self, config: RunConfig) -> dict[str, _Channel]:
+        asked, values = config.logging, config.model_dump(mode="json")
+        named = {"name": config.run.name, "config": values}
+        found: dict[str, _Channel] = {}
+        if asked.tensorboard:
+            is_told = isinstance(asked.tensorboard, str)
+            where = asked.tensorboard if is_told else join(config.run.directory, "tensorboard")
+            found["tensorboard"] = _Channel("tensorboard", str(where), _tensorboard)
+        if asked.wandb is not None:
+            is_local = isinstance(self._store, LocalStore)
+            directory = self._path if is_local else tempfile.mkdtemp(prefix="everstep-wandb-")
+            opened = partial(_wandb, asked.wandb, {**named, "directory": directory})
+            found["wandb"] = _Channel("wandb", "", opened)
+        if asked.mlflow is not None:
+            found["mlflow"] = _Channel("mlflow", "", partial(_mlflow, asked.mlflow, named))
+        return found
+
+    def _follow(self) -> None:
+        is_loaded = is_last = False
+        while not is_last:
+            is_last = self._ends.wait(self._look_s)
+            try:
+                if not is_loaded:
+                    self._load()
+                    is_loaded = True
+                self._round(is_final=is_last and bool(self._outcome))
+            except SupersededError:
+                # Another life of the run owns the directory, and writes the curve now.
+                break
+            except StorageError as error:
+                log.warning("metrics_not_read", extra={"error": str(error)})
+        for channel in self._channels.values():
+            channel.close(self._outcome)
+
+    def _load(self) -> None:
+        """Continue where an earlier process was, unless a service is new: it gets all."""
+        path = join(self._path, LOGGERS)
+        noted = json.loads(self._store.read(path)) if self._store.exists(path) else {}
+        known = noted.get("services", {})
+        found = [channel.resume(*known.get(name, ("", -1))) for name, channel in self._named()]
+        if all(found):
+            self._curve = Curve.from_json(noted["curve"])
+            for lines in self._lines:
+                lines.offset_bytes = noted["read"].get(lines.name, 0)
+
+    def _round(self, *, is_final: bool) -> None:
+        self._owner.require(within_s=RECENT_S)
+        for lines in self._lines:
+            self._curve.add(lines.name, lines.new())
+        points = self._curve.take(is_final=is_final)
+        before = self._noted()
+        for _, channel in self._named():
+            channel.write(points, is_last=self._ends.is_set())
+        if self._noted() != before and not any(channel.backlog for _, channel in self._named()):
+            self._note()
+
+    def _named(self) -> Iterable[tuple[str, _Channel]]:
+        return self._channels.items()
+
+    def _noted(self) -> dict[str, tuple[str, int]]:
+        return {name: (channel.run_id, channel.written) for name, channel in self._named()}
+
+    def _note(self) -> None:
+        document = {
+            "services": self._noted(),
+            "curve": self._curve.to_json(),
+            "read": {lines.name: lines.offset_bytes for lines in self._lines},
+        }
+        data = json.dumps(document, indent=1).encode()
+        self._store.write_atomic(join(self._path, LOGGERS), data, fsync=False)
+
+
+class _Lines:
+    """The whole lines of a file that grows."""
+
+    def __init__(self, store: Store, path: str, name: str) -> None:
+        self._store, self._path, self.name = store, path, name
+        self.offset_bytes = 0
+
+    def new(self) -> list[str]:
+        """Return the lines since the last call."""
+        try:
+            data = read_appended(self._store, self._path, self.offset_bytes)
+        except StorageError as error:
+            if not error.facts.get("missing"):
+                raise
+            return []
+        whole = data[: data.rfind(b"\n") + 1]
+        self.offset_bytes += len(whole)
+        return whole.decode(errors="replace").splitlines()
+
+
+class _Channel:
+    """What goes to one service, which may be away."""
+
+    def __init__(self, name: str, run_id: str, opened: Callable[[str, int], Service]) -> None:
+        self._name, self._open = name, opened
+        self._service: Service | None = None
+        self._rounds_left = 0
+        self.run_id, self.written = run_id, -1
+        self.backlog: deque[Point] = deque(maxlen=_BACKLOG_MAX)
+        self.problem = ""
+
+    def resume(self, run_id: str, written: int) -> bool:
+        """Continue the service's run ``run_id``, if there is one; return whether there is."""
+        if not run_id or (self.run_id and self.run_id != run_id):
+            return False
+        self.run_id, self.written = run_id, written
+        return True
+
+    def write(self, points: list[Point], *, is_last: bool) -> None:
+        """Write ``points`` behind what is left of earlier ones. Never fails."""
+        self.backlog.extend(points)
+        self._rounds_left -= 1
+        if not self.backlog or (self._rounds_left > 0 and not is_last):
+            return
+        try:
+            if self._service is None:
+                self._service = self._open(self.run_id, self.written)
+                self.run_id = self._service.run_id
+                self.written = max(self.written, self._service.written)
+            new = [point for point in self.backlog if point.step > self.written]
+            self._service.write(new)
+        except Exception as error:  # noqa: BLE001  a service's own errors, of any kind
+            self._failed(error)
+            return
+        self.problem = ""
+        if new:
+            self.written = new[-1].step
+        self.backlog.clear()
+
+    def close(self, outcome: str) -> None:
+        """End the service's run. Never fails."""
+        if self._service is not None:
+            try:
+                self._service.close(outcome)
+            except Exception as error:  # noqa: BLE001  a service's own errors, of any kind
+                self._failed(error)
+
+    def _failed(self, error: Exception) -> None:
+        problem = f"{type(error).__name__}: {error}"
+        if problem != self.problem:
+            log.warning("logging_failed", extra={"service": self._name, "error": problem})
+        self.problem = problem
+        self._rounds_left = _ROUNDS
+
+
+def _tensorboard(directory: str, written: int) -> Service:
+    return TensorBoard(directory, written=written)
+
+
+def _wandb(settings: WandbSection, named: dict[str, Any], run_id: str, _: int) -> Service:
+    return Wandb(settings, run_id=run_id, **named)
+
+
+def _mlflow(settings: MlflowSection, named: dict[str, Any], run_id: str, _: int) -> Service:
+    return Mlflow(settings, run_id=run_id, **named)

@@ -1,0 +1,189 @@
+"""The services themselves. Their packages are optional, and imported only where one is used."""
+
+from __future__ import annotations
+
+import secrets
+from collections.abc import Mapping, Sequence
+from typing import Any, Protocol
+
+from orchestrator.config import MlflowSection, WandbSection
+from orchestrator.shell.clock import wall_time
+from orchestrator.shell.loggers.curve import Point
+
+#: MLflow takes so many metrics in one request, and so many characters of a parameter.
+_METRICS_MAX, _PARAMETER_CHARS = 1000, 500
+_PARAMETERS_MAX = 100
+
+
+class Service(Protocol):
+    """One run of a service.
+
+    Attributes:
+        run_id: The service's name of it, by which a later process continues it.
+        written: The last step that the service has, as far as it says so; -1 if unknown.
+    """
+
+    run_id: str
+    written: int
+
+    def write(self, points: Sequence[Point]) -> None:
+        """Write points in the order of steps; raises whatever the service raises."""
+
+    def close(self, outcome: str) -> None:
+        """Write what is buffered, and end the service's run as ``outcome`` says.
+
+        "" leaves it open: another process continues it.
+        """
+
+
+class TensorBoard:
+    """Event files in a directory.
+
+    Args:
+        directory: A path, or a URL that tensorboard's own file layer opens.
+        written: The last step that it has for sure. Later ones are written again: whatever an
+            earlier process has left of them is hidden by tensorboard's purge.
+    """
+
+    def __init__(self, directory: str, *, written: int) -> None:
+        from tensorboard.compat.proto.event_pb2 import Event, SessionLog
+        from tensorboard.summary.writer.event_file_writer import EventFileWriter
+
+        self.run_id, self.written = directory, written
+        self._events = EventFileWriter(directory)
+        start = SessionLog(status=SessionLog.START)
+        event = Event(wall_time=wall_time(), step=written + 1, session_log=start)
+        self._events.add_event(event)
+
+    def write(self, points: Sequence[Point]) -> None:
+        """Write points, and return when they are in the file."""
+        from tensorboard.compat.proto.event_pb2 import Event
+        from tensorboard.compat.proto.summary_pb2 import Summary
+
+        for point in points:
+            values = [
+                Summary.Value(tag=name, simple_value=value) for name, value in point.values.items()
+            ]
+            summary = Summary(value=values)
+            event = Event(wall_time=point.wall_time, step=point.step, summary=summary)
+            self._events.add_event(event)
+        self._events.flush()
+
+    def close(self, outcome: str) -> None:  # noqa: ARG002  tensorboard has no outcomes
+        """Close the file."""
+        self._events.close()
+
+
+class Wandb:
+    """A run of Weights & Biases.
+
+    Args:
+        settings: Project, mode and so on.
+        run_id: Of the run to continue; "" begins one.
+        name: Of the run, for people.
+        config: The run's configuration, shown beside the curve.
+        directory: Local folder for the files of offline runs.
+    """
+
+    def __init__(
+        self,
+        settings: WandbSection,
+        *,
+        run_id: str,
+        name: str,
+        config: Mapping[str, Any],
+        directory: str,
+    ) -> None:
+        import wandb
+
+        # Ids of the service's own making have this form, too.
+        self.run_id = run_id or secrets.token_hex(4)
+        self._run = wandb.init(
+            id=self.run_id,
+            resume="allow",
+            project=settings.project,
+            entity=settings.entity or None,
+            name=settings.name or name,
+            group=settings.group or None,
+            tags=settings.tags,
+            mode=settings.mode,
+            config=dict(config),
+            dir=directory,
+            settings=wandb.Settings(console="off", silent=True, x_disable_stats=True),
+        )
+        self.written = int(self._run.starting_step) - 1
+
+    def write(self, points: Sequence[Point]) -> None:
+        """Write points; the service's own process sends them."""
+        for point in points:
+            self._run.log(dict(point.values), step=point.step)
+
+    def close(self, outcome: str) -> None:
+        """Wait until all is sent."""
+        self._run.finish(exit_code=0 if outcome in {"completed", "stopped", ""} else 1)
+
+
+class Mlflow:
+    """A run of MLflow.
+
+    Args:
+        settings: Where the tracking server is, and the experiment.
+        run_id: Of the run to continue; "" begins one.
+        name: Of the run, for people.
+        config: The run's configuration, which becomes its parameters.
+    """
+
+    _STATUS = {"completed": "FINISHED", "stopped": "KILLED", "failed": "FAILED"}  # noqa: RUF012
+
+    def __init__(
+        self, settings: MlflowSection, *, run_id: str, name: str, config: Mapping[str, Any]
+    ) -> None:
+        from mlflow import MlflowClient
+
+        self._client = MlflowClient(settings.tracking_uri or None)
+        self.run_id, self.written = run_id, -1
+        if run_id:
+            self._client.update_run(run_id, status="RUNNING")
+            known = self._client.get_metric_history(run_id, "train/loss")
+            self.written = max((one.step for one in known), default=-1)
+            return
+        found = self._client.get_experiment_by_name(settings.experiment)
+        experiment = (
+            found.experiment_id
+            if found is not None
+            else self._client.create_experiment(settings.experiment)
+        )
+        run = self._client.create_run(experiment, run_name=settings.name or name)
+        self.run_id = run.info.run_id
+        self._log_parameters(config)
+
+    def write(self, points: Sequence[Point]) -> None:
+        """Write points in requests of at most ``_METRICS_MAX`` values."""
+        from mlflow.entities import Metric
+
+        metrics = [
+            Metric(name, value, int(1000 * point.wall_time), point.step)
+            for point in points
+            for name, value in point.values.items()
+        ]
+        for start in range(0, len(metrics), _METRICS_MAX):
+            part = metrics[start : start + _METRICS_MAX]
+            self._client.log_batch(self.run_id, metrics=part)
+
+    def close(self, outcome: str) -> None:
+        """Tell the server how the run ended."""
+        if outcome:
+            self._client.set_terminated(self.run_id, self._STATUS.get(outcome, "FAILED"))
+
+    def _log_parameters(self, config: Mapping[str, Any]) -> None:
+        from mlflow.entities import Param
+
+        rows = [
+            Param(f"{section}.{key}".rstrip("."), str(value)[:_PARAMETER_CHARS])
+            for section, keys in config.items()
+            for key, value in (keys if isinstance(keys, dict) else {"": keys}).items()
+            if value not in (None, "", [], {})
+        ]
+        for start in range(0, len(rows), _PARAMETERS_MAX):
+            part = rows[start : start + _PARAMETERS_MAX]
+            self._client.log_batch(self.run_id, params=part)
