@@ -404,6 +404,38 @@ def convert(  # noqa: PLR0913 - options of a command
     )
 
 
+@app.command(
+    epilog="Example: everstep export runs/small --to tuned --format huggingface --dtype bf16"
+)
+@_edge
+def export(
+    run_dir: RunDirectory,
+    *,
+    to: Annotated[str, typer.Option(metavar="DST", help="New directory or URL.")],
+    format: Annotated[  # noqa: A002 - the word of the command line
+        str, typer.Option(help="huggingface, dcp, deepspeed, deepspeed-universal, universal.")
+    ] = "huggingface",
+    step: Annotated[int | None, typer.Option(min=1, help="Default: the newest in storage.")] = None,
+    dtype: Annotated[str | None, typer.Option(help="Floats become fp32, fp16 or bf16.")] = None,
+    memory: Annotated[str, typer.Option(help="Bound of the buffers.")] = "512MiB",
+    as_json: Json = False,
+) -> None:
+    """Write the newest committed step in another format, also while the run trains.
+
+    Hugging Face's configuration and tokenizer are copied from run.init_from. `ucp export
+    RUN_DIR/checkpoints/step-...` has more options.
+    """
+    from orchestrator.driver import export_run
+    from ucp_core.commands import memory_size
+
+    options = {} if dtype is None else {"dtype": dtype}
+    memory_bytes = memory_size(memory)
+    document = export_run(
+        run_dir, to, format=format, memory_bytes=memory_bytes, step=step, **options
+    )
+    _print(document, as_json=as_json)
+
+
 @app.command(epilog="Example: everstep plan runs/small --lose 3f9c --lose worker:w0002")
 @_edge
 def plan(

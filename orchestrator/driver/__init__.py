@@ -17,6 +17,7 @@ if TYPE_CHECKING:
     from orchestrator.driver.convert import convert_command
     from orchestrator.driver.demo import run_demo
     from orchestrator.driver.doctor import advice_lines, examine, report
+    from orchestrator.driver.export import export_run
     from orchestrator.driver.follow import follow_run
     from orchestrator.driver.launch import launch_run
     from orchestrator.driver.listing import list_runs
@@ -35,6 +36,7 @@ __all__ = [
     "await_end",
     "convert_command",
     "examine",
+    "export_run",
     "follow_run",
     "interrupts",
     "kill_run",

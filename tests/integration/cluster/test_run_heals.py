@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 
 from orchestrator.config import RunConfig
-from orchestrator.driver import plan_losses
+from orchestrator.driver import export_run, plan_losses
 from orchestrator.driver.faults import (
     kill_keeper_of,
     kill_node_of,
@@ -237,6 +237,12 @@ def test_processes_that_stop_or_die_in_turn_are_replaced_one_by_one(
     attempts = [_kill_a_worker(run, after=_end_the_controller(run, signal.SIGKILL))]
     attempts += [_kill_a_worker(run, after=_kill_a_keeper(run))]
     attempts += [_kill_a_keeper_and_a_worker(run)]
+    exported = export_run(
+        config.run.directory,
+        f"{config.run.directory}-exported",
+        format="huggingface",
+        memory_bytes=64 << 20,
+    )
     summary = _stop(run)
 
     losses = [i for i in summary["incidents"] if i["kind"] != "controller_restart"]
@@ -249,6 +255,7 @@ def test_processes_that_stop_or_die_in_turn_are_replaced_one_by_one(
         _check_from_memory(config, incident, from_node_loss=from_node_loss)
     read_history(config.run.directory).check_exactly_once(config, summary["steps"])
     _check_logged_once(Path(config.run.directory), summary["steps"])
+    assert 0 < exported["step"] <= summary["steps"]
 
 
 def _check_logged_once(directory: Path, num_steps: int) -> None:

@@ -1,0 +1,135 @@
+"""``everstep export``: the newest committed step of a run, in another format, while it trains."""
+
+from __future__ import annotations
+
+from typing import Any, Final
+
+from orchestrator.driver.status import RunFiles
+from orchestrator.errors import RunNotFoundError
+from orchestrator.run_directory import CHECKPOINTS, CONFIG
+from ucp_core.errors import CheckpointNotFoundError, UcpError
+from ucp_core.formats import export, left_behind
+from ucp_core.lineage import Lineage
+from ucp_core.native import Checkpoint, checkpoint_name, find_committed, open_checkpoint
+from ucp_core.storage import Store, join, open_store
+
+__all__ = ["export_run"]
+
+#: A run may commit a step and delete an older one while this looks; not so often in a row.
+_TRIES_MAX: Final = 10
+#: Beginnings and ends of the files that Hugging Face keeps beside weights.
+_HUB_BEGINNINGS: Final = (
+    "added_tokens",
+    "chat_template",
+    "config.json",
+    "generation_config.json",
+    "merges.txt",
+    "preprocessor_config.json",
+    "processor_config.json",
+    "special_tokens_map",
+    "tokenizer",
+    "vocab",
+)
+_HUB_ENDS: Final = (".json", ".txt", ".model", ".jinja")
+
+
+def export_run(
+    run_url: str,
+    destination: str,
+    *,
+    format: str,  # noqa: A002 - the word of the command line
+    memory_bytes: int,
+    step: int | None = None,
+    **options: Any,
+) -> dict[str, Any]:
+    """Write a committed step of the run in ``run_url`` as ``format``; return what was written.
+
+    The run does not delete a step that is being exported. If it has deleted the newest one that
+    was found before the export began, the next newest is taken.
+
+    Args:
+        run_url: The run directory; the run may train, be over, or have run without the command.
+        destination: Directory or URL that holds no checkpoint.
+        format: One of ``ucp_core.formats.FORMATS``.
+        memory_bytes: Limit for the buffers.
+        step: Which step; None for the newest.
+        **options: Options of the format.
+
+    Raises:
+        RunNotFoundError: No step is committed to storage there, or not that one.
+        UcpError: As ``ucp_core.formats.export`` does.
+    """
+    run, (store, path) = RunFiles(run_url), open_store(run_url)
+    checkpoints = join(path, CHECKPOINTS)
+    is_of_command = store.exists(join(path, CONFIG))
+    target_store, target = open_store(destination)
+    tries = 0
+    while True:
+        # The lineage grows with the attempts: what is newest may be of a later one by now.
+        lineage = run.state().lineage if is_of_command else ()
+        tries += 1
+        try:
+            checkpoint = _open(store, checkpoints, lineage, step, run_url)
+            export(
+                checkpoint,
+                target_store,
+                target,
+                format=format,
+                memory_bytes=memory_bytes,
+                **options,
+            )
+            break
+        except CheckpointNotFoundError:
+            if tries == _TRIES_MAX:
+                raise
+    copied: list[str] = []
+    if format == "huggingface" and is_of_command:
+        copied = _copy_beside(run.config().run.init_from, target_store, target)
+    return {
+        "checkpoint": destination,
+        "format": format,
+        "step": checkpoint.step,
+        "copied": copied,
+        "left_behind": left_behind(checkpoint, format=format),
+    }
+
+
+def _open(
+    store: Store, checkpoints: str, lineage: Lineage, step: int | None, run_url: str
+) -> Checkpoint:
+    if step is None:
+        found = find_committed(store, checkpoints, lineage=lineage)
+        if found is None:
+            raise RunNotFoundError(
+                f"{run_url} has no step in storage yet: wait for the first checkpoint "
+                "(checkpoint.every_steps)",
+                url=run_url,
+            )
+        return found.checkpoint
+    directory = join(checkpoints, checkpoint_name(step))
+    try:
+        return open_checkpoint(store, directory)
+    except CheckpointNotFoundError as error:
+        there = ", ".join(name.removeprefix("step-") for name in store.list(checkpoints))
+        raise RunNotFoundError(
+            f"{run_url} has no step {step} in storage; it has {there or 'none'}", url=run_url
+        ) from error
+
+
+def _copy_beside(init_from: str, store: Store, directory: str) -> list[str]:
+    """Copy the configuration and tokenizer that the run started from; return their names."""
+    if not init_from:
+        return []
+    copied: list[str] = []
+    try:
+        source, path = open_store(init_from)
+        for name in source.list(path):
+            is_wanted = name.startswith(_HUB_BEGINNINGS) and name.endswith(_HUB_ENDS)
+            if is_wanted and not store.exists(join(directory, name)):
+                data = source.read(join(path, name))
+                store.write_atomic(join(directory, name), data, fsync=False)
+                copied.append(name)
+    except UcpError:
+        # The weights are there. Where the run came from may be gone, or is one file.
+        return copied
+    return copied

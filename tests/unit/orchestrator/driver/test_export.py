@@ -1,0 +1,145 @@
+"""The newest step of a run in another format, while the run deletes older ones."""
+
+from __future__ import annotations
+
+import itertools
+import shutil
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from safetensors.numpy import load_file
+
+from orchestrator.driver import export_run
+from orchestrator.errors import RunNotFoundError
+from ucp_core.geometry import Box
+from ucp_core.native import Collector, Found, LocalTensor, checkpoint_name, save_rank
+from ucp_core.storage import open_store
+
+MEMORY = 64 << 20
+
+
+def save(run: Path, step: int) -> None:
+    """Commit a step whose weight says which one it is."""
+    store, path = open_store(str(run / "checkpoints" / checkpoint_name(step)))
+    weight = np.full((64, 64), step, np.float32)
+    tensor = LocalTensor(
+        fqn="linear.weight",
+        slot="weight",
+        shape=weight.shape,
+        dtype="F32",
+        box=Box.full(weight.shape),
+        data=weight,
+    )
+    save_rank(
+        store,
+        path,
+        step=step,
+        attempt=1,
+        rank=0,
+        world_size=1,
+        tensors=[tensor],
+        extra={},
+        param_groups=[],
+        source={},
+        fsync=False,
+    )
+
+
+def exported_step(directory: Path) -> int:
+    weights = load_file(directory / "model.safetensors")
+    [step] = np.unique(weights["linear.weight"])
+    return int(step)
+
+
+def test_the_newest_step_or_the_one_that_is_named(tmp_path: Path) -> None:
+    for step in (1, 2):
+        save(tmp_path / "run", step)
+
+    newest = export_run(
+        str(tmp_path / "run"), str(tmp_path / "a"), format="huggingface", memory_bytes=MEMORY
+    )
+    export_run(
+        str(tmp_path / "run"),
+        str(tmp_path / "b"),
+        format="huggingface",
+        memory_bytes=MEMORY,
+        step=1,
+    )
+
+    assert newest["step"] == exported_step(tmp_path / "a") == 2
+    assert exported_step(tmp_path / "b") == 1
+
+
+def test_a_run_without_that_step_says_what_it_has(tmp_path: Path) -> None:
+    def export(**more: Any) -> None:
+        export_run(
+            str(tmp_path / "run"),
+            str(tmp_path / "to"),
+            format="huggingface",
+            memory_bytes=MEMORY,
+            **more,
+        )
+
+    with pytest.raises(RunNotFoundError, match="no step in storage yet: wait for the first"):
+        export()
+    save(tmp_path / "run", 3)
+    with pytest.raises(RunNotFoundError, match="no step 4 in storage; it has 00000003"):
+        export(step=4)
+
+
+def test_a_step_that_is_deleted_once_it_was_found_is_replaced_by_the_newest(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The one moment in which nothing holds it."""
+    from orchestrator.driver import export as module
+
+    run = tmp_path / "run"
+    save(run, 1)
+    find = module.find_committed
+    news: Iterator[int] = iter([2])
+
+    def found_then_deleted(*args: Any, **more: Any) -> Found | None:
+        found = find(*args, **more)
+        for step in news:
+            save(run, step)
+            shutil.rmtree(run / "checkpoints" / checkpoint_name(step - 1))
+        return found
+
+    monkeypatch.setattr(module, "find_committed", found_then_deleted)
+    document = export_run(str(run), str(tmp_path / "to"), format="huggingface", memory_bytes=MEMORY)
+
+    assert document["step"] == exported_step(tmp_path / "to") == 2
+
+
+def test_every_export_is_whole_while_the_run_keeps_one_step(tmp_path: Path) -> None:
+    """It commits and deletes as fast as it can."""
+    run, ends = tmp_path / "run", threading.Event()
+    save(run, 1)
+
+    def train() -> None:
+        store, path = open_store(str(run / "checkpoints"))
+        collector = Collector(store, path, keep=1)
+        for step in itertools.count(2):
+            save(run, step)
+            collector.collect(())
+            if ends.is_set():
+                return
+
+    thread = threading.Thread(target=train)
+    thread.start()
+    try:
+        steps = []
+        for number in range(10):
+            to = tmp_path / f"to-{number}"
+            document = export_run(str(run), str(to), format="huggingface", memory_bytes=MEMORY)
+            assert exported_step(to) == document["step"]
+            steps.append(document["step"])
+    finally:
+        ends.set()
+        thread.join()
+    assert steps == sorted(steps)
+    assert steps[-1] > steps[0]
