@@ -7,7 +7,6 @@ resumes begins at its step without reading what was before. Random numbers of th
 
 from __future__ import annotations
 
-import itertools
 import multiprocessing
 import os
 import weakref
@@ -32,6 +31,8 @@ __all__ = ["DataLoader", "Dataset", "micro_batches_of"]
 
 #: Batches that each process reads ahead.
 _AHEAD: Final = 2
+#: The order of so many samples is computed together.
+_SAMPLES_AT_ONCE: Final = 4096
 
 
 class Dataset(Protocol):
@@ -55,10 +56,20 @@ def micro_batches_of(
         numbers: Which micro-batches of each step the rank computes, in order.
         first_step: The first step, from 1.
     """
-    for step in itertools.count(first_step):
-        samples = order.step(step).reshape(-1, micro_batch)
-        for number in numbers:
-            yield step, number, samples[number]
+    offsets = np.asarray(numbers, np.int64)[:, None] * micro_batch + np.arange(micro_batch)
+    # The first batch must not wait for many; later it is cheaper to ask for many steps at once.
+    num_steps, num_steps_max = 1, max(1, _SAMPLES_AT_ONCE // max(1, offsets.size))
+    while True:
+        steps = np.arange(first_step, first_step + num_steps)
+        starts = (steps - 1) * order.global_batch
+        # A rank repeats micro-batches to keep pace, so its own are not always in order.
+        positions, back = np.unique(starts[:, None, None] + offsets, return_inverse=True)
+        samples = order.at(positions)[back.reshape(num_steps, *offsets.shape)]
+        for step, of_step in zip(steps.tolist(), samples, strict=True):
+            for number, indices in zip(numbers, of_step, strict=True):
+                yield step, number, indices
+        first_step += num_steps
+        num_steps = min(2 * num_steps, num_steps_max)
 
 
 class DataLoader:

@@ -53,13 +53,20 @@ class DataOrder:
 
     def samples(self, start: int, stop: int) -> NDArray[np.int64]:
         """Return the samples at the positions ``start <= p < stop``, in order."""
-        parts: list[NDArray[np.int64]] = []
-        while start < stop:
-            epoch, first = divmod(start, self.num_samples)
-            last = min(self.num_samples, first + stop - start)
-            parts.append(self._permuted(epoch, np.arange(first, last, dtype=np.uint64)))
-            start += last - first
-        return np.concatenate(parts) if parts else np.empty(0, np.int64)
+        return self.at(np.arange(start, max(start, stop), dtype=np.int64))
+
+    def at(self, positions: NDArray[np.int64]) -> NDArray[np.int64]:
+        """Return the samples at positions, in their shape. Many at once cost little more than one.
+
+        Args:
+            positions: Ascending.
+        """
+        epochs, places = np.divmod(positions, self.num_samples)
+        found = np.empty(positions.shape, np.int64)
+        for epoch in range(epochs.flat[0], epochs.flat[-1] + 1) if positions.size else ():
+            chosen = epochs == epoch
+            found[chosen] = self._permuted(epoch, places[chosen].astype(np.uint64))
+        return found
 
     def _permuted(self, epoch: int, places: NDArray[np.uint64]) -> NDArray[np.int64]:
         half_bits = max(1, ((self.num_samples - 1).bit_length() + 1) // 2)
