@@ -6,19 +6,25 @@ from ucp_core.lazy import lazy_door
 
 if TYPE_CHECKING:
     from workers.data.dataset import Split, open_texts
+    from workers.data.lines import JsonLines
     from workers.data.loader import DataLoader, micro_batches_of
     from workers.data.order import DataOrder
+    from workers.data.packing import pack
+    from workers.data.parquet import ParquetRows
     from workers.data.randomness import keeping_host_numbers, random_seed, seed_all, seeded
     from workers.data.text import find_source
 
 __all__ = [
     "DataLoader",
     "DataOrder",
+    "JsonLines",
+    "ParquetRows",
     "Split",
     "find_source",
     "keeping_host_numbers",
     "micro_batches_of",
     "open_texts",
+    "pack",
     "random_seed",
     "seed_all",
     "seeded",

@@ -1,5 +1,7 @@
 """Batches of a dataset in the run's order, read ahead by processes.
 
+A dataset that can only be iterated keeps its own order; see ``stream``.
+
 What a step sees depends on seed and step alone: any number of workers reads it, and a run that
 resumes begins at its step without reading what was before. Random numbers of the dataset
 (augmentation, masking) are keyed by step and micro-batch, so they are the same everywhere, too.
@@ -7,16 +9,18 @@ resumes begins at its step without reading what was before. Random numbers of th
 
 from __future__ import annotations
 
+import itertools
 import multiprocessing
 import os
 import weakref
 from collections import deque
-from collections.abc import Callable, Generator, Iterator, Sequence
+from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
 from concurrent.futures import Future, ProcessPoolExecutor
 from concurrent.futures.process import BrokenProcessPool
 from contextlib import suppress
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Final, Protocol
+from typing import Any, Final, Protocol, TypeAlias
 
 import numpy as np
 import torch
@@ -24,6 +28,7 @@ from numpy.typing import NDArray
 
 from workers.data.order import DataOrder
 from workers.data.randomness import random_seed, seed_all, seeded
+from workers.data.stream import Stream, is_stream
 from workers.errors import DataError
 from workers.parent_death import end_with_parent
 
@@ -33,6 +38,10 @@ __all__ = ["DataLoader", "Dataset", "micro_batches_of"]
 _AHEAD: Final = 2
 #: The order of so many samples is computed together.
 _SAMPLES_AT_ONCE: Final = 4096
+
+
+#: What a reader does next: a function of it, and further arguments.
+_Call: TypeAlias = tuple[Callable[..., Any], tuple[Any, ...]]
 
 
 class Dataset(Protocol):
@@ -77,35 +86,53 @@ class DataLoader:
 
     Make it outside of the training function, and its processes live from attempt to attempt.
 
+    A dataset without length and index is a stream: it must give the same samples on every worker,
+    each of which reads all of it and keeps its part. One process at most reads it ahead. When a run
+    resumes, a stream with ``state_dict`` and ``load_state_dict`` continues where it was, and
+    another one is read again from the beginning of the epoch.
+
     Args:
-        dataset: Samples by index below ``len(dataset)``. ``__getitems__(indices)`` is used if it
-            has that.
+        dataset: Samples by index below ``len(dataset)``, or one after the other.
+            ``__getitems__(indices)`` is used if it has that.
         collate_fn: Makes a batch of a list of samples; by default torch's, which stacks tensors.
         num_workers: Processes that read ahead, forked from this one; 0 reads when it is needed.
-        digest: Identifies the data. Workers, and a run and its checkpoint, must have the same.
+        digest: Identifies the data; by default ``dataset.digest`` if there is one. Workers, and a
+            run and its checkpoint, must have the same.
+
+    Raises:
+        DataError: The dataset has no samples, or can be iterated only once.
     """
 
     def __init__(
         self,
-        dataset: Dataset,
+        dataset: Dataset | Iterable[Any],
         *,
         collate_fn: Callable[[list[Any]], Any] | None = None,
         num_workers: int = 0,
         digest: str = "",
     ) -> None:
-        if not len(dataset):
+        self.dataset: Any = dataset
+        self.is_stream = is_stream(dataset)
+        if self.is_stream:
+            # Refuses what cannot be read again before the run begins.
+            Stream(self.dataset, seed=0, global_batch=1)
+        elif not len(self.dataset):
             raise DataError("DataLoader: the dataset has no samples")
         if num_workers < 0:
             raise DataError(f"DataLoader: num_workers={num_workers} must be at least 0")
-        self.dataset = dataset
-        self.digest = digest
+        self.digest = digest or str(getattr(dataset, "digest", ""))
         self._collate = collate_fn or torch.utils.data.default_collate
-        self._num_workers = num_workers
+        self._num_workers = min(1, num_workers) if self.is_stream else num_workers
         self._pool: ProcessPoolExecutor | None = None
+        self._state: dict[str, Any] | None = None
 
     def __len__(self) -> int:
-        """Return the number of samples."""
+        """Return the number of samples; a stream has none."""
         return len(self.dataset)
+
+    def state(self) -> dict[str, Any] | None:
+        """Return where a stream is behind the step of the last batch; None for other datasets."""
+        return self._state
 
     def batches(
         self,
@@ -115,49 +142,71 @@ class DataLoader:
         micro_batch: int,
         numbers: Sequence[int],
         first_step: int = 1,
+        state: dict[str, Any] | None = None,
     ) -> Generator[Any]:
         """Yield one rank's batches, step after step, without end.
 
         Args:
-            order: The order of samples.
+            order: The order of samples; a stream uses its ``global_batch`` alone.
             seed: Seed of the dataset's random numbers.
             micro_batch: Samples of a batch.
             numbers: Which micro-batches of each step this rank computes, in order.
             first_step: The step of the first batch, from 1.
+            state: What ``state`` returned behind the step before it.
 
         Raises:
             DataError: A process that reads died, or the dataset raised; says which sample.
         """
-        upcoming = (
-            (random_seed("data", seed, step, number), samples.tolist())
-            for step, number, samples in micro_batches_of(
-                order, micro_batch=micro_batch, numbers=numbers, first_step=first_step
-            )
+        if self.is_stream:
+            cut = _Cut(seed, order.global_batch, micro_batch, tuple(numbers))
+            for batches, place in self._results(self._of_stream(cut, first_step, state)):
+                self._state = place
+                yield from batches
+        upcoming = micro_batches_of(
+            order, micro_batch=micro_batch, numbers=numbers, first_step=first_step
         )
+        yield from self._results(
+            (_read_keyed, (random_seed("data", seed, step, number), samples.tolist()))
+            for step, number, samples in upcoming
+        )
+
+    def _of_stream(
+        self, cut: _Cut, first_step: int, state: dict[str, Any] | None
+    ) -> Iterator[_Call]:
+        yield _seek, (cut, first_step - 1, state)
+        for step in itertools.count(first_step):
+            yield _read_step, (cut, step)
+
+    def _results(self, calls: Iterator[_Call]) -> Iterator[Any]:
+        """Yield what calls return, but nothing for None; processes work ahead."""
         if not self._num_workers:
-            for key, indices in upcoming:
-                with seeded(key):
-                    batch = _read(self.dataset, self._collate, indices)
-                yield batch
+            reader = _Reader(self.dataset, self._collate)
+            for function, arguments in calls:
+                # The script's own numbers do not change.
+                with seeded(0):
+                    result = function(reader, *arguments)
+                if result is not None:
+                    yield result
         ahead: deque[Future[Any]] = deque()
         try:
             while True:
                 while len(ahead) < _AHEAD * self._num_workers:
-                    ahead.append(self._submit(*next(upcoming)))
+                    ahead.append(self._submit(*next(calls)))
                 try:
-                    batch = ahead.popleft().result()
+                    result = ahead.popleft().result()
                 except BrokenProcessPool as error:
                     self._pool = None
                     raise DataError(
                         "DataLoader: a process that reads data has died (out of memory?); lower "
                         "num_workers, or read in the training process with num_workers=0"
                     ) from error
-                yield batch
+                if result is not None:
+                    yield result
         finally:
             for one in ahead:
                 one.cancel()
 
-    def _submit(self, key: int, indices: list[int]) -> Future[Any]:
+    def _submit(self, function: Callable[..., Any], arguments: tuple[Any, ...]) -> Future[Any]:
         if self._pool is None:
             self._pool = ProcessPoolExecutor(
                 self._num_workers,
@@ -166,21 +215,38 @@ class DataLoader:
                 initargs=(self.dataset, self._collate),
             )
             weakref.finalize(self, self._pool.shutdown, wait=False, cancel_futures=True)
-        return self._pool.submit(_read_keyed, key, indices)
+        return self._pool.submit(_call, function, arguments)
+
+
+@dataclass(frozen=True, slots=True)
+class _Cut:
+    """Which part of a stream a rank takes: micro-batches of each step, by their numbers."""
+
+    seed: int
+    global_batch: int
+    micro_batch: int
+    numbers: tuple[int, ...]
+
+
+class _Reader:
+    """What reads: a process of its own, or the training process."""
+
+    def __init__(self, dataset: Any, collate: Callable[[list[Any]], Any]) -> None:
+        self.dataset, self.collate = dataset, collate
+        self.stream: Stream | None = None
 
 
 class _Process:
-    """What a reading process reads."""
+    """Of a process that reads."""
 
-    dataset: Dataset
-    collate: Callable[[list[Any]], Any]
+    reader: _Reader
 
 
-def _begin(dataset: Dataset, collate: Callable[[list[Any]], Any]) -> None:
+def _begin(dataset: Any, collate: Callable[[list[Any]], Any]) -> None:
     end_with_parent()
     _close_sockets()
     torch.set_num_threads(1)
-    _Process.dataset, _Process.collate = dataset, collate
+    _Process.reader = _Reader(dataset, collate)
 
 
 def _close_sockets() -> None:
@@ -192,11 +258,31 @@ def _close_sockets() -> None:
                 os.close(int(entry.name))
 
 
-def _read_keyed(key: int, indices: list[int]) -> Any:
+def _call(function: Callable[..., Any], arguments: tuple[Any, ...]) -> Any:
+    return function(_Process.reader, *arguments)
+
+
+def _read_keyed(reader: _Reader, key: int, indices: list[int]) -> Any:
+    """Return the batch of samples by index."""
     seed_all(key)
-    return _read(_Process.dataset, _Process.collate, indices)
+    many = getattr(reader.dataset, "__getitems__", None)
+    if many is not None:
+        return reader.collate(many(indices))
+    return reader.collate([reader.dataset[index] for index in indices])
 
 
-def _read(dataset: Dataset, collate: Callable[[list[Any]], Any], indices: Sequence[int]) -> Any:
-    many = getattr(dataset, "__getitems__", None)
-    return collate(many(indices) if many is not None else [dataset[index] for index in indices])
+def _seek(reader: _Reader, cut: _Cut, step: int, state: dict[str, Any] | None) -> None:
+    reader.stream = Stream(reader.dataset, seed=cut.seed, global_batch=cut.global_batch)
+    reader.stream.seek(step, state)
+
+
+def _read_step(reader: _Reader, cut: _Cut, step: int) -> tuple[list[Any], dict[str, Any]]:
+    """Return the batches of a step that the rank computes, and where the stream is behind it."""
+    assert reader.stream is not None, "a stream is sought before it is read"
+    each = {
+        number: range(number * cut.micro_batch, (number + 1) * cut.micro_batch)
+        for number in cut.numbers
+    }
+    found = reader.stream.read(step, {place for places in each.values() for place in places})
+    batches = [reader.collate([found[at] for at in each[number]]) for number in cut.numbers]
+    return batches, reader.stream.state()

@@ -6,7 +6,6 @@ are held out.
 
 from __future__ import annotations
 
-import fnmatch
 import hashlib
 import json
 import os
@@ -18,6 +17,7 @@ from typing import Final
 
 from ucp_core.errors import UcpError
 from ucp_core.storage import open_store
+from workers.data.files import glob_files
 from workers.errors import DataError
 from workers.settings import STDLIB, DataSettings
 
@@ -110,11 +110,13 @@ def find_source(settings: DataSettings) -> Source:
         paths = list(_walk(root))
     elif "://" in source:
         root = source.rpartition("/")[0]
-        paths = _list_remote(source)
+        try:
+            paths = glob_files(source)
+        except UcpError as error:
+            raise DataError(f"data.source: {root} cannot be listed: {error}") from error
     else:
         root = _fixed_part(source)
-        pattern = source.removeprefix(root).lstrip("/")
-        paths = [str(path) for path in Path(root or ".").glob(pattern) if path.is_file()]
+        paths = glob_files(source)
     if not paths:
         raise DataError(
             f"data.source: {source!r} matches no file; give 'stdlib', or a glob such as "
@@ -148,13 +150,3 @@ def _fixed_part(pattern: str) -> str:
     parts = pattern.split("/")
     fixed = next((i for i, part in enumerate(parts) if set(part) & set("*?[")), len(parts) - 1)
     return "/".join(parts[:fixed]) or ("/" if pattern.startswith("/") else "")
-
-
-def _list_remote(source: str) -> list[str]:
-    directory, _, pattern = source.rpartition("/")
-    try:
-        store, at = open_store(directory)
-        names = store.list(at)
-    except UcpError as error:
-        raise DataError(f"data.source: {directory} cannot be listed: {error}") from error
-    return [f"{directory}/{name}" for name in names if fnmatch.fnmatch(name, pattern)]

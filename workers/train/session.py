@@ -73,6 +73,8 @@ log = logging.getLogger(__name__)
 
 #: Where a version keeps what a script registered.
 REGISTERED: Final = "registered"
+#: Where a version keeps the place in a stream.
+STREAM: Final = "stream"
 VALIDATION: Final = "metrics/validation.jsonl"
 VALUES: Final = "metrics/values.jsonl"
 
@@ -273,12 +275,16 @@ class Session:
         sharded = self._ready()
         self._agree_on_registered()
         train = self.settings.train
-        num_samples = data if isinstance(data, int) else len(data)
+        num_samples: int | None = None
+        if isinstance(data, int) or not data.is_stream:
+            num_samples = data if isinstance(data, int) else len(data)
         order = DataOrder(
-            seed=self.settings.data.seed, num_samples=num_samples, global_batch=train.global_batch
+            seed=self.settings.data.seed,
+            num_samples=num_samples or 1,
+            global_batch=train.global_batch,
         )
         digest = data_digest or (data.digest if isinstance(data, DataLoader) else "")
-        cursor = self._agree_on_data(order, digest)
+        cursor = self._agree_on_data(order, digest, num_samples)
         plan = self._quota(train.num_micro_batches)
         samples = self._samples_of(data, order, plan)
         begun_s = time.perf_counter()
@@ -301,7 +307,9 @@ class Session:
 
         def complete(step: Step) -> None:
             nonlocal begun_s
-            reached = {"order_position": step.order_range[1], "loss": step.loss}
+            reached: dict[str, Any] = {"order_position": step.order_range[1], "loss": step.loss}
+            if isinstance(data, DataLoader) and data.is_stream:
+                reached[STREAM] = data.state()
             extra = {**cursor, **reached, **self._registered_values()}
             # The wait for protection happens once, so it does not count as time of the next step.
             begun_s += self._boundary.completed(step, step_s, sharded, extra)
@@ -545,11 +553,13 @@ class Session:
         if initial is not None:
             initial.check_buffers(buffers)
 
-    def _agree_on_data(self, order: DataOrder, digest: str) -> dict[str, Any]:
+    def _agree_on_data(
+        self, order: DataOrder, digest: str, num_samples: int | None
+    ) -> dict[str, Any]:
         """Return what a checkpoint records about the data; raise if workers have different data."""
         cursor = {
             "data_digest": digest,
-            "num_samples": order.num_samples,
+            "num_samples": num_samples,
             "global_batch": order.global_batch,
             "data_seed": order.seed,
         }
@@ -576,7 +586,9 @@ class Session:
         numbers = [one.micro_batch for one in plan.passes]
         first = {"micro_batch": train.micro_batch, "first_step": self.step + 1}
         if isinstance(data, DataLoader):
-            self._batches = data.batches(order, seed=train.seed, numbers=numbers, **first)
+            self._batches = data.batches(
+                order, seed=train.seed, numbers=numbers, state=self._restored.get(STREAM), **first
+            )
             return self._batches
         return (samples for _, _, samples in micro_batches_of(order, numbers=numbers, **first))
 

@@ -58,6 +58,9 @@ The contract:
 - ``DataLoader(dataset, num_workers=2)`` reads ahead: ``session.steps(loader)`` then gives batches
   instead of indices, in an order that does not depend on the number of workers. Make it outside of
   ``train``, and its processes live from attempt to attempt.
+- ``JsonLines(paths)`` and ``ParquetRows(paths)`` are datasets of files, local or behind URLs;
+  ``pack(dataset, length)`` fills rows with documents. What can only be iterated is a stream: every
+  worker reads it and keeps its part.
 - A new run may start from a checkpoint that exists, in any format that ``ucp`` opens:
   ``run(train, init_from=PATH)``, or ``run.init_from`` in the configuration.
 - With ``parallel.tp`` or ``parallel.pp`` above 1, a model of your own needs a plan:
@@ -77,7 +80,7 @@ from typing import TYPE_CHECKING, Any
 from ucp_core.lazy import lazy_door
 
 if TYPE_CHECKING:
-    from workers.data import DataLoader
+    from workers.data import DataLoader, JsonLines, ParquetRows, pack
     from workers.errors import DataError, SettingsError, StateError, TaskError, WorkerError
     from workers.parallel import ModelPlan
     from workers.settings import (
@@ -98,9 +101,11 @@ __all__ = [
     "DataLoader",
     "DataSettings",
     "InitSettings",
+    "JsonLines",
     "ModelPlan",
     "ModelSettings",
     "ParallelSettings",
+    "ParquetRows",
     "Session",
     "Settings",
     "SettingsError",
@@ -112,6 +117,7 @@ __all__ = [
     "TrainSettings",
     "WorkerError",
     "__version__",
+    "pack",
     "run",
 ]
 

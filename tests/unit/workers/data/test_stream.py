@@ -1,0 +1,235 @@
+"""Streams: every sample once, in the stream's order, for any number of workers and resumes."""
+
+from __future__ import annotations
+
+import itertools
+import random
+from collections.abc import Iterable, Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from everstep import DataError, DataLoader, Session, TaskError, run
+from workers.data import DataOrder
+
+GLOBAL_BATCH, MICRO_BATCH = 6, 2
+
+
+class Numbers:
+    """Eleven numbers an epoch, each with noise; tells how many were read."""
+
+    def __init__(self, num: int = 11) -> None:
+        self.num, self.epoch, self.num_read = num, 0, 0
+        self.at = self.first = 0
+
+    def set_epoch(self, epoch: int) -> None:
+        self.epoch = epoch
+
+    def __iter__(self) -> Iterator[dict[str, float]]:
+        self.at, self.first = self.first, 0
+        while self.at < self.num:
+            self.at += 1
+            self.num_read += 1
+            noise = random.random() + float(np.random.rand()) + float(torch.rand(()))  # noqa: NPY002
+            yield {"number": 100.0 * self.epoch + self.at - 1, "noise": noise}
+
+
+class Seekable(Numbers):
+    """Continues where its state says; as Hugging Face's streams do."""
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"at": self.at}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self.first = state["at"]
+
+
+class OfTorch(torch.utils.data.IterableDataset[Any]):
+    """torch's base class has ``__getitem__``, which raises; some have a length, too."""
+
+    def __len__(self) -> int:
+        return 11
+
+    def __iter__(self) -> Iterator[dict[str, float]]:
+        return iter(Numbers())
+
+
+def order(global_batch: int = GLOBAL_BATCH) -> DataOrder:
+    return DataOrder(seed=0, num_samples=1, global_batch=global_batch)
+
+
+def take(
+    dataset: Iterable[Any],
+    num: int,
+    *,
+    ranks: list[list[int]],
+    num_workers: int = 0,
+    first_step: int = 1,
+    state: dict[str, Any] | None = None,
+) -> tuple[list[list[Any]], list[dict[str, Any] | None]]:
+    """Return steps with the batches of all ranks in order, and the state after each step."""
+    loaders = [DataLoader(dataset, num_workers=num_workers) for _ in ranks]
+    if not num_workers:
+        # Each worker has its own.
+        import copy
+
+        loaders = [DataLoader(copy.deepcopy(dataset)) for _ in ranks]
+    readers = [
+        loader.batches(
+            order(),
+            seed=5,
+            micro_batch=MICRO_BATCH,
+            numbers=mine,
+            first_step=first_step,
+            state=state,
+        )
+        for loader, mine in zip(loaders, ranks, strict=True)
+    ]
+    steps, states = [], []
+    for _ in range(num):
+        batches = [next(reader) for reader, mine in zip(readers, ranks, strict=True) for _ in mine]
+        steps.append([torch.stack([one["number"], one["noise"]], 1).tolist() for one in batches])
+        [*found] = [loader.state() for loader in loaders]
+        assert all(one == found[0] for one in found), found
+        states.append(found[0])
+    for reader in readers:
+        reader.close()
+    return steps, states
+
+
+ONE, THREE = [[0, 1, 2]], [[0], [1], [2]]
+
+
+def test_every_sample_comes_once_in_the_streams_order() -> None:
+    """Through two ends of the stream, which lie within steps."""
+    steps, _ = take(Numbers(), 5, ranks=ONE)
+
+    numbers = [number for step in steps for batch in step for number, _ in batch]
+    endless = (100.0 * epoch + number for epoch in itertools.count() for number in range(11))
+    assert numbers == list(itertools.islice(endless, 30))
+
+
+@pytest.mark.parametrize(
+    "dataset", [Numbers(), Seekable(), OfTorch()], ids=lambda d: type(d).__name__
+)
+@pytest.mark.parametrize(
+    ("ranks", "num_workers"),
+    [(THREE, 0), ([[0, 1], [2]], 0), ([[2, 2], [1], [0]], 1)],
+    ids=["three ranks", "two ranks", "three ranks and readers"],
+)
+def test_ranks_readers_and_resumes_change_nothing(
+    dataset: Iterable[Any], ranks: list[list[int]], num_workers: int
+) -> None:
+    """Nor the noise. A rank may repeat a micro-batch to keep pace with the others."""
+    expected, states = take(dataset, 7, ranks=ONE)
+    by_number = [[step[number] for mine in ranks for number in mine] for step in expected]
+
+    begun, _ = take(dataset, 7, ranks=ranks, num_workers=num_workers)
+    assert begun == by_number
+    for resumed in (1, 2, 3, 5):
+        goes_on, later = take(
+            dataset,
+            7 - resumed,
+            ranks=ranks,
+            num_workers=num_workers,
+            first_step=resumed + 1,
+            state=states[resumed - 1],
+        )
+        assert goes_on == by_number[resumed:]
+        assert later == states[resumed:]
+
+
+def test_a_stream_without_state_is_read_again_from_its_epoch_on() -> None:
+    dataset = Numbers()
+    _, states = take(dataset, 5, ranks=ONE)
+    reader = DataLoader(dataset).batches(
+        order(), seed=5, micro_batch=2, numbers=[0], first_step=6, state=states[4]
+    )
+    dataset.num_read = 0
+    next(reader)
+    # Step 5 ended with sample 8 of the third epoch; step 6 reads six more, in two epochs.
+    assert dataset.num_read == 8 + 6
+
+
+def test_what_cannot_be_a_stream_is_refused() -> None:
+    with pytest.raises(DataError, match="generator can be iterated only once"):
+        DataLoader(number for number in range(3))
+    with pytest.raises(DataError, match="int can be iterated only once"):
+        DataLoader(3)  # type: ignore[arg-type]
+    with pytest.raises(DataError, match="no samples in an epoch"):
+        take(Numbers(0), 1, ranks=ONE)
+
+    class Large(Seekable):
+        def state_dict(self) -> dict[str, Any]:
+            return {"at": "x" * (300 << 10)}
+
+    class Odd(Seekable):
+        def state_dict(self) -> dict[str, Any]:
+            return {"at": torch.zeros(1)}
+
+    with pytest.raises(DataError, match="the state_dict of Large has 307210 bytes; at most 262144"):
+        take(Large(), 1, ranks=ONE)
+    with pytest.raises(DataError, match="the state_dict of Odd has other values than JSON's"):
+        take(Odd(), 1, ranks=ONE)
+
+
+@pytest.mark.parametrize("dataset", [Numbers(), Seekable()], ids=lambda d: type(d).__name__)
+def test_a_session_resumes_a_stream(tmp_path: Path, dataset: Numbers) -> None:
+    """With the place that the checkpoint has, and no other kind of data."""
+    loader = DataLoader(dataset)
+    seen: list[float] = []
+
+    def train(session: Session) -> None:
+        model = session.model(lambda: torch.nn.Linear(1, 1))
+        session.optimizer(lambda named: torch.optim.SGD(named.values()))
+        for step in session.steps(data):
+            for batch in step.micro_batches():
+                numbers = batch["number"].float()
+                step.backward(model(numbers[:, None]).square().mean() * 1e-6, tokens=2)
+                seen.extend(numbers.tolist())
+            step.apply()
+
+    data: Any = loader
+
+    def go(steps: int) -> None:
+        from everstep import CheckpointSettings, Settings, TrainSettings
+
+        settings = Settings(
+            train=TrainSettings(steps=steps, global_batch=6, micro_batch=2, lr=1e-3),
+            checkpoint=CheckpointSettings(every_steps=1, keep=0),
+        )
+        run(train, directory=str(tmp_path), settings=settings)
+
+    go(3)
+    go(5)
+    endless = (100.0 * epoch + number for epoch in itertools.count() for number in range(11))
+    assert seen == list(itertools.islice(endless, 30))
+    data = DataLoader([{"number": 1.0}] * 8)
+    with pytest.raises(TaskError, match="num_samples is 8 but the checkpoint of step 5 was made"):
+        go(6)
+
+
+def test_hugging_faces_streams_continue_exactly() -> None:
+    """Also shuffled: the state lacks what was in the buffer, so they are read again."""
+    datasets = pytest.importorskip("datasets", reason="the extra hf is not installed")
+    rows = datasets.Dataset.from_dict(
+        {"number": [float(n) for n in range(40)], "noise": [0.0] * 40}
+    )
+    plain = rows.to_iterable_dataset(num_shards=4)
+    for stream in (plain, plain.shuffle(seed=3, buffer_size=7)):
+        assert DataLoader(stream).is_stream
+        expected, states = take(stream, 12, ranks=ONE)
+        for resumed in (2, 9):
+            goes_on, _ = take(
+                stream,
+                12 - resumed,
+                ranks=THREE,
+                first_step=resumed + 1,
+                state=states[resumed - 1],
+            )
+            assert goes_on == expected[resumed:]
+        first = [number for step in expected for batch in step for number, _ in batch][:40]
+        assert sorted(first) == [float(n) for n in range(40)]

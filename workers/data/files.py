@@ -1,0 +1,170 @@
+"""Files of a dataset: which there are, and where an index of them is kept."""
+
+from __future__ import annotations
+
+import fnmatch
+import getpass
+import hashlib
+import io
+import json
+import os
+import tempfile
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, TypeAlias
+
+import numpy as np
+from numpy.typing import NDArray
+
+from ucp_core.errors import UcpError
+from ucp_core.storage import Store, open_store
+from workers.errors import DataError
+
+__all__ = ["Arrays", "DataFile", "cached_arrays", "find_files", "glob_files"]
+
+Arrays: TypeAlias = dict[str, NDArray[np.int64]]
+
+
+@dataclass(frozen=True, slots=True)
+class DataFile:
+    """A file of a dataset, local or behind a URL.
+
+    Attributes:
+        url: As the user would name it.
+        store: Reads it.
+        path: Its path there.
+        size_bytes: Its size when the dataset was opened.
+        stamp_ns: When a local file was changed last; 0 elsewhere.
+    """
+
+    url: str
+    store: Store
+    path: str
+    size_bytes: int
+    stamp_ns: int
+
+    def read(self, offset_bytes: int, size_bytes: int) -> bytes:
+        """Return bytes of the file.
+
+        Raises:
+            DataError: They cannot be read, or the file has become shorter.
+        """
+        try:
+            return self.store.read_range(self.path, offset_bytes, size_bytes)
+        except UcpError as error:
+            raise DataError(f"{self.url} cannot be read: {error}", path=self.url) from error
+
+    def open(self) -> Any:
+        """Return the file as Python's file objects, for libraries that read those."""
+        return io.BufferedReader(_Raw(self), buffer_size=self.store.request_bytes)
+
+
+class _Raw(io.RawIOBase):
+    """Reads ranges of a store as a file."""
+
+    def __init__(self, file: DataFile) -> None:
+        self._file, self._at = file, 0
+
+    def readable(self) -> bool:
+        return True
+
+    def seekable(self) -> bool:
+        return True
+
+    def tell(self) -> int:
+        return self._at
+
+    def seek(self, offset: int, whence: int = io.SEEK_SET) -> int:
+        base = {io.SEEK_SET: 0, io.SEEK_CUR: self._at, io.SEEK_END: self._file.size_bytes}
+        self._at = base[whence] + offset
+        return self._at
+
+    def readinto(self, buffer: Any) -> int:
+        size = min(len(buffer), max(0, self._file.size_bytes - self._at))
+        buffer[:size] = self._file.read(self._at, size)
+        self._at += size
+        return size
+
+
+def find_files(what: str, paths: str | Path | Sequence[str | Path]) -> tuple[DataFile, ...]:
+    """Return the files that paths, URLs and globs name, in order, those of a glob by name.
+
+    Args:
+        what: Who asks, for messages.
+        paths: One or several.
+
+    Raises:
+        DataError: A path names no file, or cannot be looked at. Every such path is named.
+    """
+    found: list[DataFile] = []
+    problems: list[str] = []
+    for one in [paths] if isinstance(paths, str | Path) else paths:
+        url = str(one)
+        try:
+            is_glob = bool(set(url) & set("*?["))
+            urls = sorted(glob_files(url)) if is_glob else [url]
+            found += [_file(each) for each in urls]
+            problems += [] if urls else [f"{url} matches no file"]
+        except (UcpError, OSError) as error:
+            problems.append(f"{url} cannot be read: {error}")
+    if not found and not problems:
+        problems.append("no path was given")
+    if problems:
+        raise DataError(f"{what}: {'; '.join(problems)}", problems=problems)
+    return tuple(found)
+
+
+def glob_files(pattern: str) -> list[str]:
+    """Return the files that a glob matches; of a URL only its last part may have wildcards."""
+    if "://" not in pattern:
+        root = Path(pattern).anchor
+        paths = Path(root or ".").glob(pattern.removeprefix(root))
+        return [str(path) for path in paths if path.is_file()]
+    directory, _, last = pattern.rpartition("/")
+    store, at = open_store(directory)
+    return [f"{directory}/{name}" for name in store.list(at) if fnmatch.fnmatch(name, last)]
+
+
+def _file(url: str) -> DataFile:
+    store, path = open_store(url)
+    stamp_ns = 0 if "://" in url else Path(path).stat().st_mtime_ns
+    return DataFile(url, store, path, store.size(path), stamp_ns)
+
+
+def cached_arrays(
+    depends: Mapping[str, Any], cache: str | None, make: Callable[[], Arrays]
+) -> Arrays:
+    """Return arrays that ``make`` computes, once for all processes of a machine.
+
+    Args:
+        depends: All that the arrays depend on, as JSON values.
+        cache: Local directory for them; None for one of this user's among temporary files.
+        make: Computes them.
+
+    Raises:
+        DataError: The directory cannot be written.
+    """
+    key = hashlib.sha256(json.dumps(depends, sort_keys=True).encode()).hexdigest()[:24]
+    root = cache or Path(tempfile.gettempdir()) / f"everstep-data-{getpass.getuser()}"
+    directory = Path(root) / key
+    done = directory / "names.json"
+    try:
+        if not done.exists():
+            directory.mkdir(parents=True, exist_ok=True)
+            arrays = make()
+            for name, array in arrays.items():
+                temporary = directory / f"{name}.{os.getpid()}.temporary.npy"
+                np.save(temporary, array)
+                temporary.replace(directory / f"{name}.npy")
+            temporary = directory / f"names.{os.getpid()}.temporary"
+            temporary.write_text(json.dumps(sorted(arrays)))
+            temporary.replace(done)
+        names: list[str] = json.loads(done.read_text())
+        return {name: np.load(directory / f"{name}.npy", mmap_mode="r") for name in names}
+    except OSError as error:
+        raise DataError(
+            f"the index of the data cannot be kept in {directory}: {error}; name a directory that "
+            "can be written with cache=",
+            path=str(directory),
+        ) from error

@@ -1,0 +1,135 @@
+"""Rows of Parquet files as a map-style dataset: the footers say where each row group is."""
+
+from __future__ import annotations
+
+import hashlib
+from collections import OrderedDict
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any, Final
+
+import numpy as np
+
+from workers.data.files import find_files
+from workers.errors import DataError
+
+__all__ = ["ParquetRows"]
+
+_CACHE_BYTES: Final = 256 << 20
+
+
+class ParquetRows:
+    """The rows of Parquet files; give it to ``DataLoader``. It needs ``pyarrow``.
+
+    Only the footers are read when it is made. A row is read with its whole row group, which is
+    kept for the next rows: with a random order and more row groups than ``cache_bytes`` holds,
+    each sample costs a row group. Write small row groups (a thousand rows), or a cache for all.
+
+    Args:
+        paths: Paths, URLs or globs. The order counts.
+        columns: What to read; everything by default.
+        cache_bytes: Of decoded row groups, in each process that reads.
+
+    Attributes:
+        digest: Identifies the files, by names, sizes and rows, and the columns.
+
+    Raises:
+        DataError: A file cannot be read, has other columns, or ``pyarrow`` is not installed.
+    """
+
+    def __init__(
+        self,
+        paths: str | Path | Sequence[str | Path],
+        *,
+        columns: Sequence[str] | None = None,
+        cache_bytes: int = _CACHE_BYTES,
+    ) -> None:
+        try:
+            from pyarrow import ArrowException
+            from pyarrow.parquet import ParquetFile
+        except ImportError as error:
+            raise DataError("ParquetRows needs pyarrow: pip install 'everstep[data]'") from error
+        self._files = find_files("ParquetRows", paths)
+        self._columns = list(columns) if columns is not None else None
+        self._cache: OrderedDict[int, Any] = OrderedDict()
+        self._cache_bytes = cache_bytes
+        self._groups: list[tuple[int, int]] = []
+        counts = [0]
+        for number, file in enumerate(self._files):
+            try:
+                opened = ParquetFile(file.open())
+            except (ArrowException, OSError) as error:
+                raise DataError(f"{file.url} is no Parquet file: {error}", path=file.url) from error
+            metadata = opened.metadata
+            missing = sorted(set(self._columns or ()) - set(opened.schema_arrow.names))
+            if missing:
+                raise DataError(
+                    f"{file.url} has no column {', '.join(missing)}; it has "
+                    f"{', '.join(opened.schema_arrow.names)}",
+                    path=file.url,
+                )
+            for group in range(metadata.num_row_groups):
+                self._groups.append((number, group))
+                counts.append(metadata.row_group(group).num_rows)
+        self._firsts = np.cumsum(counts)
+        names = [(one.url.rsplit("/", 1)[-1], one.size_bytes) for one in self._files]
+        facts = (names, len(self), self._columns)
+        self.digest = hashlib.sha256(repr(facts).encode()).hexdigest()[:16]
+
+    def __len__(self) -> int:
+        """Return the number of rows."""
+        return int(self._firsts[-1])
+
+    def __getitem__(self, index: int) -> dict[str, Any]:
+        """Return a row; a list of numbers is an array."""
+        return self.__getitems__([range(len(self))[index]])[0]
+
+    def __getitems__(self, indices: Sequence[int]) -> list[dict[str, Any]]:
+        """Return several rows; each row group is read once for them."""
+        places = np.searchsorted(self._firsts, indices, side="right") - 1
+        rows: list[dict[str, Any]] = [{}] * len(indices)
+        for place in np.unique(places).tolist():
+            table = self._group(place)
+            for at in np.flatnonzero(places == place).tolist():
+                row = indices[at] - int(self._firsts[place])
+                names = table.column_names
+                rows[at] = {name: _value(table.column(name)[row]) for name in names}
+        return rows
+
+    def _group(self, place: int) -> Any:
+        """Return a row group as a table, and forget those that were not used for longest."""
+        from pyarrow import ArrowException
+        from pyarrow.parquet import ParquetFile
+
+        if place in self._cache:
+            self._cache.move_to_end(place)
+            return self._cache[place]
+        number, group = self._groups[place]
+        file = self._files[number]
+        try:
+            # Threads of a process that was forked from one with threads would wait for ever.
+            table = ParquetFile(file.open()).read_row_group(
+                group, columns=self._columns, use_threads=False
+            )
+        except (ArrowException, OSError) as error:
+            raise DataError(
+                f"{file.url}: row group {group} cannot be read: {error}", path=file.url
+            ) from error
+        self._cache[place] = table
+        while len(self._cache) > 1 and self._held_bytes() > self._cache_bytes:
+            self._cache.popitem(last=False)
+        return table
+
+    def _held_bytes(self) -> int:
+        return sum(table.nbytes for table in self._cache.values())
+
+
+def _value(scalar: Any) -> Any:
+    """Return a Python value; a list of numbers as an array, from which a tensor is made fast."""
+    from pyarrow import types
+
+    kind = scalar.type
+    is_list = types.is_list(kind) or types.is_large_list(kind)
+    if is_list and scalar.is_valid and types.is_primitive(kind.value_type):
+        return scalar.values.to_numpy(zero_copy_only=False).copy()
+    return scalar.as_py()

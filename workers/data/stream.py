@@ -1,0 +1,163 @@
+"""Samples that come only one after the other, cut into steps.
+
+Every worker reads the whole stream and keeps its part of each step, so any number of workers sees
+every sample once, in the stream's own order. The stream must be the same wherever it is read.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Collection, Iterable, Iterator
+from typing import Any, Final
+
+import torch
+
+from workers.data.randomness import random_seed, seed_all
+from workers.errors import DataError
+
+__all__ = ["Stream", "is_stream"]
+
+#: A version keeps the state of a stream among its small values.
+_STATE_BYTES_MAX: Final = 256 << 10
+
+
+def is_stream(dataset: Any) -> bool:
+    """Return whether a dataset can only be iterated."""
+    # torch's base class of streams has ``__getitem__``, which raises.
+    is_torch_stream = isinstance(dataset, torch.utils.data.IterableDataset)
+    return is_torch_stream or not (hasattr(dataset, "__getitem__") and hasattr(dataset, "__len__"))
+
+
+class Stream:
+    """A dataset that can only be iterated, in passes (epochs) without end.
+
+    Random numbers are keyed by step and by epoch, so a dataset that shuffles or augments does the
+    same on every worker and after a resume. ``set_epoch(number)`` is called if the dataset has it.
+
+    Args:
+        dataset: Gives a new iterator of samples for every epoch.
+        seed: Of its random numbers.
+        global_batch: Samples of a step.
+
+    Raises:
+        DataError: It can be iterated only once.
+    """
+
+    def __init__(self, dataset: Iterable[Any], *, seed: int, global_batch: int) -> None:
+        if not hasattr(dataset, "__iter__") or isinstance(dataset, Iterator):
+            raise DataError(
+                f"DataLoader: {type(dataset).__name__} can be iterated only once at most; give an "
+                "object whose __iter__ begins again, such as an IterableDataset"
+            )
+        self._dataset: Any = dataset
+        self._seed, self._global_batch = seed, global_batch
+        self._iterator: Any = iter(())
+        self._epoch = self._taken = 0
+
+    def seek(self, step: int, state: dict[str, Any] | None) -> None:
+        """Continue behind ``step``, 0 for the beginning.
+
+        A dataset with ``state_dict`` and ``load_state_dict`` continues there by itself. Another
+        one is read again from the beginning of the epoch: as long as it took the first time.
+
+        Args:
+            step: The last step whose samples were taken.
+            state: What ``state`` returned after it; None if nobody knows, then all is read again.
+        """
+        known = state or {"epoch": 0, "taken": step * self._global_batch, "dataset": None}
+        begun, held = step * self._global_batch - known["taken"], known["dataset"]
+        if held is None or not _is_stateful(self._dataset):
+            self._begin_epoch(known["epoch"])
+            self._read_again(begun, step)
+            return
+        self._begin_epoch(known["epoch"], held)
+        self._taken = known["taken"]
+
+    def read(self, step: int, kept: Collection[int]) -> dict[int, Any]:
+        """Return samples of the next step, which is ``step``, by their place in it.
+
+        Args:
+            step: From 1.
+            kept: Places, ``0 <= place < global_batch``; the others are read and dropped.
+
+        Raises:
+            DataError: The dataset has no samples.
+        """
+        seed_all(random_seed("stream", self._seed, step))
+        found: dict[int, Any] = {}
+        for place in range(self._global_batch):
+            sample = self._next()
+            if place in kept:
+                found[place] = sample
+        return found
+
+    def state(self) -> dict[str, Any]:
+        """Return where the stream is, as JSON values.
+
+        Raises:
+            DataError: The dataset's own state is too large, or not made of JSON values.
+        """
+        held = None
+        if _is_stateful(self._dataset):
+            told = f"DataLoader: the state_dict of {type(self._dataset).__name__}"
+            try:
+                text = json.dumps(self._dataset.state_dict())
+            except (TypeError, ValueError) as error:
+                raise DataError(f"{told} has other values than JSON's: {error}") from error
+            if len(text) > _STATE_BYTES_MAX:
+                raise DataError(
+                    f"{told} has {len(text)} bytes; at most {_STATE_BYTES_MAX} are kept. Without "
+                    "state_dict the stream is read again when a run resumes"
+                )
+            # A copy: the dataset goes on.
+            held = json.loads(text)
+        return {"epoch": self._epoch, "taken": self._taken, "dataset": held}
+
+    def _next(self) -> Any:
+        try:
+            sample = next(self._iterator)
+        except StopIteration:
+            if not self._taken:
+                raise DataError("DataLoader: the stream has no samples in an epoch") from None
+            self._begin_epoch(self._epoch + 1)
+            return self._next()
+        self._taken += 1
+        return sample
+
+    def _begin_epoch(self, epoch: int, state: Any = None) -> None:
+        self._epoch, self._taken = epoch, 0
+        seed_all(random_seed("epoch", self._seed, epoch))
+        if hasattr(self._dataset, "set_epoch"):
+            self._dataset.set_epoch(epoch)
+        if state is not None:
+            self._dataset.load_state_dict(state)
+        self._iterator = iter(self._dataset)
+
+    def _read_again(self, begun: int, step: int) -> None:
+        """Read what steps up to ``step`` took of the epoch that began at position ``begun``."""
+        first, rest = begun // self._global_batch + 1, -begun % self._global_batch
+        if begun < 0 or first > step + 1:
+            raise DataError(
+                f"the stream was saved at sample {step * self._global_batch - begun} of an epoch, "
+                f"which is beyond step {step}: the checkpoint is of another global batch"
+            )
+        for _ in range(rest):
+            self._next()
+        for again in range(first + bool(rest), step + 1):
+            self.read(again, ())
+
+
+def _is_stateful(dataset: Any) -> bool:
+    """Return whether a dataset continues exactly where its state says."""
+    has_state = hasattr(dataset, "state_dict") and hasattr(dataset, "load_state_dict")
+    return has_state and not _has_shuffle_buffer(dataset)
+
+
+def _has_shuffle_buffer(dataset: Any) -> bool:
+    """Return whether it is Hugging Face's, shuffled: its state lacks the samples in the buffer."""
+    part = getattr(dataset, "_ex_iterable", None)
+    while part is not None:
+        if type(part).__name__.startswith("BufferShuffled"):
+            return True
+        part = getattr(part, "ex_iterable", None)
+    return False
