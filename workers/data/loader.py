@@ -20,7 +20,7 @@ from concurrent.futures.process import BrokenProcessPool
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Final, Protocol, TypeAlias
+from typing import Any, Final, Protocol, TypeAlias, cast
 
 import numpy as np
 import torch
@@ -111,7 +111,7 @@ class DataLoader:
         num_workers: int = 0,
         digest: str = "",
     ) -> None:
-        self.dataset: Any = dataset
+        self.dataset = cast("Any", dataset)
         self.is_stream = is_stream(dataset)
         if self.is_stream:
             # Refuses what cannot be read again before the run begins.

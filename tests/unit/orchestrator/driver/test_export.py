@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import itertools
 import shutil
 import threading
@@ -32,7 +33,7 @@ def save(run: Path, step: int) -> None:
         shape=weight.shape,
         dtype="F32",
         box=Box.full(weight.shape),
-        data=weight,
+        data=memoryview(weight.tobytes()),
     )
     save_rank(
         store,
@@ -95,15 +96,14 @@ def test_a_step_that_is_deleted_once_it_was_found_is_replaced_by_the_newest(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The one moment in which nothing holds it."""
-    from orchestrator.driver import export as module
-
+    module: Any = importlib.import_module("orchestrator.driver.export")
     run = tmp_path / "run"
     save(run, 1)
     find = module.find_committed
     news: Iterator[int] = iter([2])
 
     def found_then_deleted(*args: Any, **more: Any) -> Found | None:
-        found = find(*args, **more)
+        found: Found | None = find(*args, **more)
         for step in news:
             save(run, step)
             shutil.rmtree(run / "checkpoints" / checkpoint_name(step - 1))
