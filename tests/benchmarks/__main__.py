@@ -20,7 +20,7 @@ from typing import Final
 from tests.benchmarks.common import origin
 
 #: What imports a peer, and the package without which it cannot be imported.
-PEERS: Final = {"DeepSpeed": "deepspeed", "Ray Train": "pandas"}
+PEERS: Final = {"DeepSpeed": "deepspeed", "Ray Train": "pandas", "torchdata": "torchdata"}
 #: The smallest settings: they show that a benchmark starts and ends, and their figures say nothing.
 QUICK: Final = {
     "bench_checkpoint": "--megabytes 12 --rounds 1",
@@ -29,7 +29,9 @@ QUICK: Final = {
     "bench_detection": "--nodes 4 --seconds 1",
     "bench_deterministic": "--workers 2 --rounds 1 --steps 4",
     "bench_growth": "--recoveries 5",
+    "bench_init_from": "--megabytes 600 --rounds 1",
     "bench_load": "--megabytes 64 --rounds 1",
+    "bench_loader": "--rounds 1 --batches 20",
     "bench_network": "--only join",
     "bench_overhead": "--models tiny --rounds 2 --seconds 2",
     "bench_parity": "--mib 1 --repeat 1",

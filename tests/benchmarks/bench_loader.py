@@ -1,0 +1,182 @@
+"""``everstep.DataLoader``: how fast it finds a step, and batches beside torchdata's loader.
+
+    python -m tests.benchmarks loader --rounds 9 --json
+
+``seek`` is the time from asking for step 1,000,000 of a run with 512 samples a step until its first
+batch is there, in the process itself: rows in memory, JSON lines whose index is cached, and packed
+rows over those. Whoever reads with processes waits for their start as well, at any step.
+
+``throughput`` compares with torchdata's ``StatefulDataLoader`` over the same map-style dataset,
+with as many processes, batches of 8 samples of 1,024 tokens and their targets. Both take samples in
+a random order; ours draws keyed random numbers for each batch, too. ``cheap`` samples are sliced
+from memory, ``decoded`` ones are unpacked from text, as those of a corpus are. The two take turns
+in every round; ratios are medians over rounds of the ratio within a round.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import statistics
+import tempfile
+import time
+import warnings
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from torch.utils.data import RandomSampler
+from torchdata.stateful_dataloader import StatefulDataLoader
+
+from everstep import DataLoader, JsonLines, pack
+from tests.benchmarks.common import load_average, paired, spread
+from workers.data import DataOrder
+
+SEEK_STEP, SEEK_BATCH = 1_000_000, 512
+TOKENS, BATCH = 1024, 8
+LINES = 20_000
+
+
+class Cheap:
+    """Rows of tokens in memory, and what follows each."""
+
+    def __init__(self) -> None:
+        self._tokens = np.arange(4096 * (TOKENS + 1)).reshape(4096, -1) % 50_000
+
+    def __len__(self) -> int:
+        return 10_000_000
+
+    def __getitem__(self, index: int) -> tuple[torch.Tensor, torch.Tensor]:
+        row = self._tokens[index % 4096]
+        return torch.from_numpy(row[:-1].copy()), torch.from_numpy(row[1:].copy())
+
+
+class Decoded(Cheap):
+    """The same from JSON text."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._texts = [json.dumps(row.tolist()) for row in self._tokens[:64]]
+
+    def __getitem__(self, index: int) -> tuple[torch.Tensor, torch.Tensor]:
+        row = torch.tensor(json.loads(self._texts[index % 64]))
+        return row[:-1], row[1:]
+
+
+def seeks(dataset: Any, repeat: int) -> dict[str, float]:
+    """Return the milliseconds until the first batch of ``SEEK_STEP``."""
+    loader = DataLoader(dataset)
+    times_ms: list[float] = []
+    for number in range(repeat):
+        order = DataOrder(seed=number, num_samples=len(loader), global_batch=SEEK_BATCH)
+        begun_s = time.perf_counter()
+        batches = loader.batches(
+            order, seed=0, micro_batch=BATCH, numbers=[0], first_step=SEEK_STEP
+        )
+        next(batches)
+        times_ms.append(1e3 * (time.perf_counter() - begun_s))
+        batches.close()
+    return spread(times_ms)
+
+
+def write_lines(path: Path) -> None:
+    """Write documents of 20 to 400 tokens."""
+    with path.open("w") as file:
+        for number in range(LINES):
+            tokens = [(number * at) % 50_000 for at in range(20 + number * 7919 % 380)]
+            file.write(f"{json.dumps({'input_ids': tokens})}\n")
+
+
+def ours(dataset: Any, num_workers: int) -> Iterator[Any]:
+    """Return our batches."""
+    order = DataOrder(seed=1, num_samples=len(dataset), global_batch=BATCH)
+    loader = DataLoader(dataset, num_workers=num_workers)
+    return loader.batches(order, seed=0, micro_batch=BATCH, numbers=[0])
+
+
+def theirs(dataset: Any, num_workers: int) -> Iterator[Any]:
+    """Return torchdata's; it draws from fewer samples, so that their permutation is cheap."""
+    sampler = RandomSampler(range(100_000))
+    return iter(
+        StatefulDataLoader(dataset, batch_size=BATCH, num_workers=num_workers, sampler=sampler)
+    )
+
+
+def rate(batches: Iterator[Any], num: int) -> float:
+    """Return batches a second, once the first ones are there."""
+    for _ in range(8):
+        next(batches)
+    begun_s = time.perf_counter()
+    for _ in range(num):
+        next(batches)
+    return num / (time.perf_counter() - begun_s)
+
+
+def throughput(dataset: Any, num_workers: int, *, rounds: int, num: int) -> dict[str, Any]:
+    """Return batches a second of both, and their ratio."""
+    ways: dict[str, Callable[[Any, int], Iterator[Any]]] = {"everstep": ours, "torchdata": theirs}
+    rates: dict[str, list[float]] = {name: [] for name in ways}
+    for turn in range(rounds):
+        for name in list(ways)[:: 1 if turn % 2 == 0 else -1]:
+            batches = ways[name](dataset, num_workers)
+            rates[name].append(rate(batches, num))
+            del batches
+    medians = {name: round(statistics.median(found)) for name, found in rates.items()}
+    return {**medians, "ratio": paired(rates["everstep"], rates["torchdata"])}
+
+
+def main() -> None:
+    """Measure and print."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--rounds", type=int, default=9)
+    parser.add_argument("--batches", type=int, default=400)
+    parser.add_argument("--json", action="store_true")
+    given = parser.parse_args()
+    warnings.filterwarnings("ignore", message=".*set_vital.*")
+    torch.set_num_threads(1)
+    found: dict[str, Any] = {"load": load_average()}
+    with tempfile.TemporaryDirectory() as directory:
+        path, cache = Path(directory) / "documents.jsonl", f"{directory}/cache"
+        write_lines(path)
+        lines = JsonLines(path, cache=cache)
+        datasets = {
+            "memory": Cheap(),
+            "json lines": lines,
+            "packed": pack(lines, TOKENS, cache=cache),
+        }
+        collated = {
+            name: seeks(_Raw(dataset) if name == "json lines" else dataset, 2 * given.rounds)
+            for name, dataset in datasets.items()
+        }
+    found["seek_ms"] = collated
+    found["throughput"] = {
+        f"{type(dataset).__name__.lower()}, {num_workers} processes": throughput(
+            dataset, num_workers, rounds=given.rounds, num=given.batches
+        )
+        for dataset in (Cheap(), Decoded())
+        for num_workers in (0, 1, 2)
+    }
+    if given.json:
+        print(json.dumps(found))
+        return
+    for name, value in found.items():
+        print(name, json.dumps(value, indent=1))
+
+
+class _Raw:
+    """Documents of different lengths, of which torch makes no batch: their first tokens."""
+
+    def __init__(self, dataset: JsonLines) -> None:
+        self._dataset = dataset
+
+    def __len__(self) -> int:
+        return len(self._dataset)
+
+    def __getitem__(self, index: int) -> torch.Tensor:
+        return torch.tensor(self._dataset[index]["input_ids"][:20])
+
+
+if __name__ == "__main__":
+    main()
