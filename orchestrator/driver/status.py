@@ -208,6 +208,7 @@ def read_status(url: str) -> dict[str, Any]:
         "bounds_s": {},
         "loaded": {},
         "passed_over": [],
+        "logging": {},
         "controller": "over" if over else "down",
     }
 

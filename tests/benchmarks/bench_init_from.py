@@ -135,7 +135,7 @@ def task(session: Session, *, num_layers: int, seen: dict[str, Any]) -> None:
     session.optimizer(lambda named: torch.optim.SGD(named.values(), lr=0.1))
     seen["session"] = (begun_s, time.perf_counter())
     seen["peak_bytes"] = peak.end()
-    local = [one.to_local() for one in model.parameters()]  # type: ignore[attr-defined]
+    local = [one.to_local() for one in model.parameters()]
     seen["state_bytes"] = sum(one.nbytes for one in local)
     values = [float(one.flatten()[-1]) for one in local]
     assert values == [layer + 1.0 for layer in range(num_layers)], values
