@@ -29,6 +29,8 @@ from workers.protocol import Assignment, Fenced, Formed, Outcome, Pace, Raised, 
 
 log = logging.getLogger(__name__)
 
+#: A worker that is ready otherwise waits this long for the top level of its script.
+_SCRIPT_S = 20.0
 #: A process that ends by itself first lets its last outcome leave.
 _ANSWER_S = 1.0
 
@@ -71,11 +73,14 @@ class Worker:
         self._ordered: set[int] = set()
         self._orders: queue.SimpleQueue[tuple[Assignment, tuple[int, ...]]] = queue.SimpleQueue()
         prepared: Future[None] = Future()
+        self._has_read = threading.Event()
         threading.Thread(
             target=self._train_forever, args=(prepared, on_cpu), name="train", daemon=True
         ).start()
         prepared.result()
         gc.enable()
+        # Then an attempt waits for it: a process that is not ready for long would be killed.
+        self._has_read.wait(_SCRIPT_S)
 
     async def hello(self) -> dict[str, Any]:
         """Return this worker's node, pid, and attempt (0 if none)."""
@@ -136,6 +141,9 @@ class Worker:
             prepared.set_exception(error)
             return
         prepared.set_result(None)
+        if on_cpu:
+            self._runner.run_top_level()
+        self._has_read.set()
         while True:
             assignment, gpu_ids = self._orders.get()
             outcome = self._runner.run(assignment, gpu_ids)

@@ -20,7 +20,7 @@ from typing import Any, Final, TextIO
 
 from ucp_core.storage import LocalStore, Store, join
 
-__all__ = ["LOGS", "OutputLog", "log_of"]
+__all__ = ["LOGS", "HeldOutput", "OutputLog", "log_of"]
 
 #: Where a run directory keeps the output of scripts.
 LOGS: Final = "logs"
@@ -124,12 +124,28 @@ class OutputLog:
             self._has_more.set()
 
 
+class HeldOutput:
+    """What was printed before there was a log: the first one gets it."""
+
+    def __init__(self) -> None:
+        self._texts: list[str] = []
+
+    def add(self, text: str) -> None:
+        """Keep ``text``."""
+        self._texts.append(text)
+
+    def hand_over(self, output: OutputLog) -> None:
+        """Give everything to ``output``."""
+        texts, self._texts = self._texts, []
+        output.add("".join(texts))
+
+
 class _Copied:
     """A text stream whose output goes to the log of the attempt as well, while there is one."""
 
     def __init__(self, stream: TextIO) -> None:
         self.stream = stream
-        self.log: OutputLog | None = None
+        self.log: OutputLog | HeldOutput | None = None
 
     def write(self, text: str) -> int:
         count = self.stream.write(text)
@@ -151,7 +167,7 @@ _copied: Final[dict[str, _Copied]] = {}
 
 
 @contextlib.contextmanager
-def log_of(output: OutputLog) -> Iterator[None]:
+def log_of(output: OutputLog | HeldOutput) -> Iterator[None]:
     """Copy to ``output`` what any thread prints while the block runs."""
     before = {name: getattr(sys, name) for name in ("stdout", "stderr")}
     for name, stream in before.items():

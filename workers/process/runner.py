@@ -19,8 +19,8 @@ from ucp_core.storage import open_store
 from workers import collectives
 from workers.keeper import progress_path, ring_path
 from workers.process import device
-from workers.process.output import OutputLog, log_of
-from workers.process.warm_up import import_for, warm_up
+from workers.process.output import HeldOutput, OutputLog, log_of
+from workers.process.warm_up import import_for, run_top_level, warm_up
 from workers.protocol import (
     Assignment,
     Completed,
@@ -67,6 +67,7 @@ class AttemptRunner:
         self._paces: dict[int, Pace] = {}
         self._costs: dict[int, Callable[[], SaveCosts]] = {}
         self._lock = threading.Lock()
+        self._held = HeldOutput()
         self._progress = ProgressRecord.create(progress_path(directory, worker), worker=worker)
         self._context = WorkerContext(
             worker=worker,
@@ -100,6 +101,18 @@ class AttemptRunner:
         gc.collect()
         gc.freeze()
 
+    def run_top_level(self) -> None:
+        """Run the script up to its call of ``everstep.run``, so that no attempt waits for it.
+
+        Never fails: what the script raises, it raises again in the attempt. What it prints goes to
+        the log of the first attempt.
+        """
+        with log_of(self._held):
+            came_there = run_top_level(self._context.settings)
+        if not came_there:
+            # It prints that again, too.
+            self._held = HeldOutput()
+
     def run(self, assignment: Assignment, gpu_ids: tuple[int, ...]) -> Outcome:
         """Train in the attempt until this worker leaves it; never raises.
 
@@ -115,6 +128,7 @@ class AttemptRunner:
         output = OutputLog(
             context.store, context.directory, attempt=assignment.attempt, rank=assignment.rank
         )
+        self._held.hand_over(output)
         try:
             with log_of(output):
                 outcome = run_attempt(assignment, context)

@@ -1,4 +1,4 @@
-"""Warm-up: imports and one tiny attempt alone, before a worker reports that it is ready.
+"""Warm-up: imports, a tiny attempt alone and the script's top level, before a worker is ready.
 
 The first attempt of a process is slower than later ones: torch imports modules on first use,
 tokens are loaded, caches of kernels and sharding are filled. After the warm-up a standby joins as
@@ -19,7 +19,7 @@ from ucp_core.storage import MemoryStore
 from workers.errors import WorkerError
 from workers.protocol import Completed, Raised
 from workers.settings import ModelSettings, Settings
-from workers.train import attempt_alone
+from workers.train import attempt_alone, task_of
 
 #: The number of no attempt of a run.
 WARM_UP_ATTEMPT = 0
@@ -48,7 +48,7 @@ def import_for(script: str) -> None:
 
     The others of an attempt wait while a new member runs the script, and Hugging Face's libraries
     take ten seconds of a core to import. The script's own modules are left to the script: they may
-    look at its arguments, or at the GPU, which are not known yet.
+    look at the GPU, which is not known yet (``run_top_level``).
     """
     try:
         tree = ast.parse(Path(script).read_bytes())
@@ -67,6 +67,19 @@ def import_for(script: str) -> None:
                     for name in names if isinstance(node, ast.ImportFrom) else ():
                         # Some packages import a name only when it is asked for.
                         getattr(found, name, None)
+
+
+def run_top_level(settings: Settings) -> bool:
+    """Run the script up to its call of ``everstep.run``; return whether it came there.
+
+    The others of an attempt would wait while a new member reads and prepares its data. Only for
+    processes without a GPU: a script that looks for one would take any, and keep it.
+    """
+    try:
+        task_of(settings)
+    except Exception:  # noqa: BLE001  the attempt raises it again, and tells of it
+        return False
+    return True
 
 
 def _is_installed(package: str) -> bool:

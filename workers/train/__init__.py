@@ -7,7 +7,7 @@ from ucp_core.lazy import lazy_door
 if TYPE_CHECKING:
     from workers.train.context import WorkerContext
     from workers.train.executor import Step
-    from workers.train.loop import run_attempt
+    from workers.train.loop import run_attempt, task_of
     from workers.train.script import Task, hand_over
     from workers.train.session import Session
     from workers.train.standalone import attempt_alone, run
@@ -21,6 +21,7 @@ __all__ = [
     "hand_over",
     "run",
     "run_attempt",
+    "task_of",
 ]
 
 __getattr__ = lazy_door(__name__)

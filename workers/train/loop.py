@@ -42,7 +42,7 @@ from workers.train.lm import train_language_model
 from workers.train.script import Task, load_task
 from workers.train.session import Session
 
-__all__ = ["WorkerContext", "run_attempt"]
+__all__ = ["WorkerContext", "run_attempt", "task_of"]
 
 log = logging.getLogger(__name__)
 
@@ -115,7 +115,7 @@ class _Attempt:
 
     def _train(self, task: Task | None) -> Outcome:
         assignment, context = self._assignment, self._context
-        task = task or _task(context.settings)
+        task = task or task_of(context.settings)
         device_type = "cuda" if torch.cuda.is_available() else "cpu"
         if device_type == "cuda" and context.settings.train.deterministic:
             use_deterministic_kernels()
@@ -199,7 +199,12 @@ def _memory(context: WorkerContext) -> SnapshotMemory | None:
 
 
 @functools.lru_cache(maxsize=1)
-def _task(settings: Settings) -> Task:
+def task_of(settings: Settings) -> Task:
+    """Return what to train; a script runs up to its call of ``run``, once per process.
+
+    Raises:
+        TaskError: The script cannot be read, exits, or ends before that.
+    """
     if settings.script:
         return load_task(settings.script, settings.arguments)
     return train_language_model

@@ -2,12 +2,18 @@
 
 from __future__ import annotations
 
+import functools
 import sys
 from pathlib import Path
 
 import pytest
 
+from tests.support.ranks import Place, running
+from ucp_core.layout import ParallelLayout
+from workers.process.runner import AttemptRunner
 from workers.process.warm_up import import_for
+from workers.protocol import Assignment, Completed, Outcome, Raised
+from workers.settings import Settings, TrainSettings
 
 LAZY = """
 import importlib
@@ -53,3 +59,82 @@ def test_a_script_that_cannot_be_read_is_left_to_the_attempt(
         script.write_text(text)
 
     import_for(str(script))
+
+
+SCRIPT = """
+from pathlib import Path
+import torch
+from everstep import run
+
+print("reads its data", flush=True)
+with Path("{notes}").open("a") as notes:
+    notes.write("read ")
+{then}
+
+def train(session):
+    with Path("{notes}").open("a") as notes:
+        notes.write("trains ")
+    model = session.model(lambda: torch.nn.Linear(2, 2))
+    session.optimizer(lambda named: torch.optim.SGD(named.values()))
+    for _ in session.steps(4):
+        session.train_step(lambda indices: model(torch.ones(len(indices), 2)).square().mean())
+
+if __name__ == "__main__":
+    run(train)
+"""
+
+
+def _train_twice(place: Place, *, script: str) -> list[Outcome]:
+    """Be a worker that reads its script before it has an attempt."""
+    settings = Settings(script=script, train=TrainSettings(steps=1, global_batch=2))
+    runner = AttemptRunner(
+        worker="w0001",
+        directory=place.directory,
+        run_url=str(place.directory / "run"),
+        settings=settings.to_json(),
+    )
+    runner.run_top_level()
+    with place.directory.joinpath("notes").open("a") as notes:
+        notes.write("ready ")
+    return [
+        runner.run(
+            Assignment(
+                attempt=attempt,
+                rank=0,
+                layout=ParallelLayout(),
+                store_host="127.0.0.1",
+                store_port=place.port,
+                resume_step=0,
+                resume_attempt=0,
+                lineage=((attempt, 0),),
+            ),
+            (),
+        )
+        for attempt in (1, 2)
+    ]
+
+
+@pytest.mark.parametrize(
+    ("then", "expected", "kind"),
+    [
+        ("", "read ready trains trains ", Completed),
+        ("raise ValueError('no data')", "read ready read read ", Raised),
+    ],
+)
+def test_the_top_level_of_a_script_runs_before_a_worker_is_ready(
+    tmp_path: Path, then: str, expected: str, kind: type[Outcome]
+) -> None:
+    """Else the others of an attempt wait for its data; and what it prints is not lost.
+
+    A script that fails there fails in the attempt, where the run is told of it.
+    """
+    script, notes = tmp_path / "train.py", tmp_path / "notes"
+    script.write_text(SCRIPT.format(notes=notes, then=then))
+
+    with running(functools.partial(_train_twice, script=str(script)), 1, tmp_path) as ranks:
+        (outcomes,) = ranks.results()
+
+    assert [type(outcome) for outcome in outcomes] == [kind, kind], outcomes
+    assert notes.read_text() == expected
+    log = (tmp_path / "run/logs/attempt-0001/rank0.log").read_text()
+    assert log.count("reads its data") == 1
