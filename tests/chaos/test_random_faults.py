@@ -125,13 +125,23 @@ def test_fifty_random_faults_lose_no_sample_and_double_none(
 
 
 @pytest.mark.parametrize(
-    ("script", "steps"), [("train_scheduled.py", 1500), ("train_huggingface.py", 300)]
+    ("script", "steps"),
+    [
+        ("train_scheduled.py", 1500),
+        ("ports/trainer_elastic.py", 300),
+        ("ports/nanogpt_elastic.py", 400),
+        ("ports/titan_elastic.py", 300),
+        ("ports/lightning_elastic.py", 400),
+    ],
 )
 def test_a_script_keeps_its_own_state_through_ten_faults(
     cluster: HostedCluster, tmp_path: Path, script: str, steps: int
 ) -> None:
-    """A scheduler, an average, a loader, Hugging Face's Trainer: the curve of a calm run."""
-    pytest.importorskip("transformers", reason="the extra hf is not installed")
+    """A scheduler, an average, a loader, every port of the guide: the curve of a calm run."""
+    if "trainer" in script:
+        pytest.importorskip("transformers", reason="the extra hf is not installed")
+    if "lightning" in script:
+        pytest.importorskip("lightning", reason="the extra interop is not installed")
     ends = []
     for name in ("calm", "rough"):
         config = demo_config(

@@ -16,12 +16,12 @@ from workers.settings import CheckpointSettings, Settings, TrainSettings
 transformers = pytest.importorskip("transformers", reason="the extra hf is not installed")
 pytest.importorskip("accelerate", reason="the extra hf is not installed")
 
-SCRIPT = Path(__file__).parents[1] / "support/train_huggingface.py"
+SCRIPT = Path(__file__).parents[1] / "support/ports/trainer_elastic.py"
 STEPS = 12
 
 
 def _trainer(kind: Any, directory: Path, **given: Any) -> Any:
-    from tests.support.train_huggingface import make_trainer
+    from tests.support.ports.trainer_elastic import make_trainer
 
     return make_trainer(kind, str(directory), max_steps=STEPS, **given)
 

@@ -1,4 +1,4 @@
-"""A fine-tuning script with Hugging Face's Trainer, of which one import is changed."""
+"""Fine-tune a small causal language model with Hugging Face's Trainer."""
 
 from __future__ import annotations
 
@@ -6,9 +6,7 @@ import sys
 from typing import Any
 
 import torch
-from transformers import LlamaConfig, LlamaForCausalLM, TrainingArguments
-
-from everstep.integrations.transformers import ElasticTrainer as Trainer
+from transformers import LlamaConfig, LlamaForCausalLM, Trainer, TrainingArguments
 
 
 def make_model() -> LlamaForCausalLM:

@@ -1,0 +1,147 @@
+"""Scripts in the manner of known ones: how few lines change, and what is kept when workers die."""
+
+from __future__ import annotations
+
+import json
+import os
+import random
+import re
+import runpy
+import time
+from contextlib import redirect_stderr, redirect_stdout
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch.distributed as dist
+
+from tests.arch.tree import ROOT
+from tests.support.attempts import curve, lines, newest, result
+from tests.support.forking import forking
+from tests.support.ports.changes import changes
+from tests.support.trainers import Run, Trainer
+from workers.protocol import Completed, Raised
+from workers.settings import CheckpointSettings, Settings, TrainSettings
+
+PORTS = ROOT / "tests/support/ports"
+#: The most lines that may be new. What only goes away does not count.
+NUM_NEW_MAX = {"nanogpt": 10, "titan": 40, "trainer": 2, "lightning": 30}
+SECONDS_MAX = 240.0
+
+
+@pytest.mark.parametrize("port", NUM_NEW_MAX)
+def test_few_lines_of_a_script_change_and_the_guide_shows_all(port: str) -> None:
+    """The promise is about what the user has to touch, so the two files are compared."""
+    lines = changes(port)
+    num_new = sum(line.startswith("+") and bool(line[1:].strip()) for line in lines)
+
+    assert 2 <= num_new <= NUM_NEW_MAX[port]
+    guide = (ROOT / "workers/GUIDE.md").read_text(encoding="utf-8")
+    text = "\n".join(lines)
+    assert f"```diff\n{text}\n```" in guide, (
+        f"in the guide, {port} should change like this:\n{text}"
+    )
+    num_gone = sum(line.startswith("-") for line in lines)
+    assert f"{num_new} new lines, {num_gone} gone" in guide
+
+
+@pytest.mark.parametrize(
+    "name", ["nanogpt_plain", "nanogpt_elastic", "titan_plain", "titan_elastic"]
+)
+def test_a_script_runs_alone_and_learns(name: str, tmp_path: Path) -> None:
+    """The original too: else the lines that change would be those of a script that nobody has."""
+    store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    process = forking().Process(target=_run_alone, args=(name, str(tmp_path), store.port))
+    process.start()
+    process.join(SECONDS_MAX)
+    printed = (tmp_path / "printed").read_text()
+    assert process.exitcode == 0, printed
+
+    losses = [float(loss) for loss in re.findall(r"(?:train|loss) (\d+\.\d+)", printed)]
+    assert len(losses) >= 3
+    assert losses[-1] < losses[0]
+
+
+def _run_alone(name: str, directory: str, port: int) -> None:
+    """Be ``python name.py``, or one rank of torchrun's."""
+    os.chdir(directory)
+    os.environ |= {
+        "RANK": "0",
+        "WORLD_SIZE": "1",
+        "MASTER_ADDR": "127.0.0.1",
+        "MASTER_PORT": str(port),
+        "TORCHELASTIC_USE_AGENT_STORE": "True",
+    }
+    with Path("printed").open("w") as printed, redirect_stdout(printed), redirect_stderr(printed):
+        runpy.run_path(str(PORTS / f"{name}.py"), run_name="__main__")
+
+
+def compare_with_calm_run(port: str, directory: Path, *, steps: int, num_faults: int) -> None:
+    """Train calmly in one worker, and in several of which one after the other is killed.
+
+    Curve, weights and what the script has registered must be the same.
+    """
+    settings = Settings(
+        script=str(PORTS / f"{port}_elastic.py"),
+        arguments=(str(directory / "output"),),
+        train=TrainSettings(steps=steps, global_batch=16, micro_batch=2, deterministic=True),
+        checkpoint=CheckpointSettings(every_steps=1, keep=0),
+    )
+    for name in ("calm", "disturbed"):
+        (directory / name).mkdir()
+    with Run(directory / "calm") as calm:
+        (left,) = calm.train(settings, num_workers=1)
+        assert left.outcome == Completed(attempt=1, step=steps), left.outcome
+    with Run(directory / "disturbed") as run:
+        _train_through_faults(run, settings, num_faults)
+
+    assert curve(run.directory) == curve(calm.directory)
+    assert result(run)["weights_digest"] == result(calm)["weights_digest"]
+    assert _registered(run) == _registered(calm) != {}
+
+
+def _train_through_faults(run: Run, settings: Settings, num_faults: int) -> None:
+    """Kill a worker some steps after each re-forming; often a new one takes its place."""
+    draw = random.Random(num_faults)
+    members, resume = [0, 1, 2], (0, 0)
+    run.begin(settings, num_workers=len(members))
+    for _ in range(num_faults):
+        _wait_for_step(run, resume[0] + draw.randint(2, 5))
+        dead = members.pop(draw.randrange(len(members)))
+        run.trainers[dead].process.kill()
+        run.trainers[dead].process.join()
+        for number in members:
+            run.trainers[number].fence(len(run.lineage))
+        for number in members:
+            left = run.trainers[number].left()
+            assert not isinstance(left.outcome, Completed | Raised), left.outcome
+        if len(members) == 1 or draw.random() < 0.5:
+            members.append(len(run.trainers))
+            run.trainers.append(Trainer(f"w{members[-1]:04d}", run.directory))
+        resume = newest(run)
+        run.begin(settings, num_workers=len(members), members=members, resume=resume)
+    for number in members:
+        outcome = run.trainers[number].left().outcome
+        assert outcome == Completed(attempt=num_faults + 1, step=settings.train.steps), outcome
+
+
+def _wait_for_step(run: Run, step: int) -> None:
+    deadline_s = time.monotonic() + SECONDS_MAX
+    while not (run.directory / "metrics/rank0.jsonl").exists() or lines(run)[-1]["step"] < step:
+        assert time.monotonic() < deadline_s, f"step {step} is not reached"
+        time.sleep(0.01)
+
+
+def _registered(run: Run) -> Any:
+    """Return what the newest checkpoint has of the script's own state."""
+    (manifest,) = run.directory.glob(f"checkpoints/step-{newest(run)[0]:08}/manifest.json")
+    return json.loads(manifest.read_text())["extra"]["registered"]
+
+
+@pytest.mark.parametrize("port", ["nanogpt", "titan"])
+def test_a_worker_of_a_port_dies_and_nothing_shows(port: str, tmp_path: Path) -> None:
+    """The script has a scheduler and numbers of its own, which a new worker must get.
+
+    Trainer and Lightning, whose packages are large, are in ``tests/chaos``, with more faults.
+    """
+    compare_with_calm_run(port, tmp_path, steps=10, num_faults=1)
