@@ -131,21 +131,25 @@ class RunFiles:
         state = self.state()
         return self.stored(state.lineage, state.bad).step
 
-    def last_loss(self) -> float | None:
-        """Return the loss of the last step; None also if that was not a number."""
+    def last_step(self) -> tuple[int, float | None]:
+        """Return the last step that was written down and its loss, None if that is no number.
+
+        (0, None) before the first. Workers write it also while nobody is in charge.
+        """
         try:
             lines = read_appended(self._store, join(self._path, METRICS)).splitlines()
         except StorageError as error:
             if not error.facts.get("missing"):
                 raise
-            return None
+            return 0, None
         for line in reversed(lines):
             try:
-                loss = json.loads(line)["loss"]
-                return None if loss is None else float(loss)
+                found = json.loads(line)
+                loss = found["loss"]
+                return int(found["step"]), None if loss is None else float(loss)
             except (ValueError, KeyError):
                 continue  # the last line may be half written
-        return None
+        return 0, None
 
     def replay(self) -> dict[str, Any]:
         """Fold the journal again and check its decisions; see ``replay_run``."""
@@ -192,11 +196,13 @@ def read_status(url: str) -> dict[str, Any]:
     def known(what: str, **unknown: None) -> list[dict[str, Any]]:
         return [] if over else [{**unknown, **row} for row in described[what]]
 
-    copied = ("phase", "attempt", "step", "layout", "cause", "waits_for", "reason")
+    step, loss = run.last_step()
+    copied = ("phase", "attempt", "layout", "cause", "waits_for", "reason")
     return {
         **{name: described[name] for name in copied},
         "directory": config.run.directory,
-        "loss": run.last_loss(),
+        "step": step or described["step"],
+        "loss": loss,
         "workers": known("members", phase=None, step=None, last_heartbeat_s=None),
         "standbys": known("standbys", phase=None, step=None, last_heartbeat_s=None),
         "nodes": known("nodes", raylet_pid=None, keeper_pid=None),

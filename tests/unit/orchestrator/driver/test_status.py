@@ -100,6 +100,17 @@ def test_a_loss_that_is_no_number_is_told_as_unknown(tmp_path: Path) -> None:
     assert read_status(str(tmp_path))["loss"] is None
 
 
+def test_steps_of_a_run_whose_head_is_away_are_counted(tmp_path: Path) -> None:
+    """Nobody journals them; with the loss of the last one a user would take it for stuck."""
+    _run_in(tmp_path)
+    (tmp_path / "metrics").mkdir()
+    (tmp_path / "metrics/rank0.jsonl").write_text('{"step": 70, "loss": 0.5}\n{"step": 71')
+
+    document = read_status(str(tmp_path))
+
+    assert (document["controller"], document["step"], document["loss"]) == ("down", 70, 0.5)
+
+
 @pytest.mark.parametrize("loss", [math.nan, math.inf])
 def test_a_living_controller_tells_no_loss_that_json_cannot_hold(loss: float) -> None:
     """Other readers than ours refuse the whole document."""
