@@ -112,7 +112,8 @@ class Monitor:
             require(not is_taken, "L3", f"{node} is taken as {number} begins")
         if self.starts:
             old = world.attempts[self.attempt].members
-            self.cut_off[self.attempt] = all(name in self.kill_ordered for name in old)
+            given_up = self.kill_ordered.keys() | self.kill_lost
+            self.cut_off[self.attempt] = given_up.issuperset(old)
         # A controller may have died between the decision and the start of an attempt.
         unperformed = [entry for entry in action.lineage[:-1] if entry[0] > self.attempt]
         self.starts += unperformed

@@ -311,9 +311,11 @@ class SimCluster(World):
             self.attempts[number].durable |= durable
 
     def _read_committed(self, action: act.ReadCommitted) -> None:
-        self.at(self.wire_s(), self._read, action)
+        self.at(self.wire_s(), self._read, action, self.incarnation)
 
-    def _read(self, action: act.ReadCommitted) -> None:
+    def _read(self, action: act.ReadCommitted, incarnation: int) -> None:
+        if incarnation != self.incarnation:
+            return  # the controller's own threads read, and ended with it
         nodes = self.nodes.values()
         if self.now_s < self.storage.back_s and self.needs_storage(action):
             return  # the machine asks again
