@@ -65,20 +65,22 @@ class Decoded(Cheap):
         return row[:-1], row[1:]
 
 
-def seeks(dataset: Any, repeat: int) -> dict[str, float]:
-    """Return the milliseconds until the first batch of ``SEEK_STEP``."""
+def seeks(dataset: Any, repeat: int) -> dict[str, dict[str, float]]:
+    """Return the milliseconds until the first batch of ``SEEK_STEP``, and of the processor."""
     loader = DataLoader(dataset)
     times_ms: list[float] = []
+    used_ms: list[float] = []
     for number in range(repeat):
         order = DataOrder(seed=number, num_samples=len(loader), global_batch=SEEK_BATCH)
-        begun_s = time.perf_counter()
+        begun_s, used_s = time.perf_counter(), time.process_time()
         batches = loader.batches(
             order, seed=0, micro_batch=BATCH, numbers=[0], first_step=SEEK_STEP
         )
         next(batches)
         times_ms.append(1e3 * (time.perf_counter() - begun_s))
+        used_ms.append(1e3 * (time.process_time() - used_s))
         batches.close()
-    return spread(times_ms)
+    return {"wall": spread(times_ms), "processor": spread(used_ms)}
 
 
 def write_lines(path: Path) -> None:

@@ -13,7 +13,7 @@ __all__ = ["in_tensorboard", "in_wandb"]
 def in_tensorboard(directory: Path) -> dict[str, list[tuple[int, float]]]:
     from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
-    events = EventAccumulator(str(directory))
+    events = EventAccumulator(str(directory), size_guidance={"scalars": 0})
     events.Reload()
     return {
         tag: [(one.step, round(one.value, 3)) for one in events.Scalars(tag)]

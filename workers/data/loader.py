@@ -9,17 +9,12 @@ resumes begins at its step without reading what was before. Random numbers of th
 
 from __future__ import annotations
 
+import functools
 import itertools
-import multiprocessing
-import os
 import weakref
 from collections import deque
 from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
-from concurrent.futures import Future, ProcessPoolExecutor
-from concurrent.futures.process import BrokenProcessPool
-from contextlib import suppress
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any, Final, Protocol, TypeAlias, cast
 
 import numpy as np
@@ -28,9 +23,9 @@ from numpy.typing import NDArray
 
 from workers.data.order import DataOrder
 from workers.data.randomness import random_seed, seed_all, seeded
+from workers.data.readers import Readers
 from workers.data.stream import Stream, is_stream
 from workers.errors import DataError
-from workers.parent_death import end_with_parent
 
 __all__ = ["DataLoader", "Dataset", "micro_batches_of"]
 
@@ -123,7 +118,7 @@ class DataLoader:
         self.digest = digest or str(getattr(dataset, "digest", ""))
         self._collate = collate_fn or torch.utils.data.default_collate
         self._num_workers = min(1, num_workers) if self.is_stream else num_workers
-        self._pool: ProcessPoolExecutor | None = None
+        self._readers: Readers | None = None
         self._state: dict[str, Any] | None = None
 
     def __len__(self) -> int:
@@ -187,35 +182,28 @@ class DataLoader:
                     result = function(reader, *arguments)
                 if result is not None:
                     yield result
-        ahead: deque[Future[Any]] = deque()
+        readers = self._readers or self._begin_readers()
+        ahead: deque[int] = deque()
         try:
             while True:
                 while len(ahead) < _AHEAD * self._num_workers:
-                    ahead.append(self._submit(*next(calls)))
-                try:
-                    result = ahead.popleft().result()
-                except BrokenProcessPool as error:
-                    self._pool = None
-                    raise DataError(
-                        "DataLoader: a process that reads data has died (out of memory?); lower "
-                        "num_workers, or read in the training process with num_workers=0"
-                    ) from error
+                    function, arguments = next(calls)
+                    ahead.append(readers.submit(function, *arguments))
+                result = readers.result(ahead.popleft())
                 if result is not None:
                     yield result
+        except DataError:
+            # Some may be dead: the next ones are new.
+            self._readers = None
+            raise
         finally:
-            for one in ahead:
-                one.cancel()
+            readers.drop(ahead)
 
-    def _submit(self, function: Callable[..., Any], arguments: tuple[Any, ...]) -> Future[Any]:
-        if self._pool is None:
-            self._pool = ProcessPoolExecutor(
-                self._num_workers,
-                mp_context=multiprocessing.get_context("fork"),
-                initializer=_begin,
-                initargs=(self.dataset, self._collate),
-            )
-            weakref.finalize(self, self._pool.shutdown, wait=False, cancel_futures=True)
-        return self._pool.submit(_call, function, arguments)
+    def _begin_readers(self) -> Readers:
+        begin = functools.partial(_Reader, self.dataset, self._collate)
+        self._readers = Readers(self._num_workers, begin)
+        weakref.finalize(self, self._readers.close)
+        return self._readers
 
 
 @dataclass(frozen=True, slots=True)
@@ -229,37 +217,11 @@ class _Cut:
 
 
 class _Reader:
-    """What reads: a process of its own, or the training process."""
+    """What reads, in a process of its own or in the training process."""
 
     def __init__(self, dataset: Any, collate: Callable[[list[Any]], Any]) -> None:
         self.dataset, self.collate = dataset, collate
         self.stream: Stream | None = None
-
-
-class _Process:
-    """Of a process that reads."""
-
-    reader: _Reader
-
-
-def _begin(dataset: Any, collate: Callable[[list[Any]], Any]) -> None:
-    end_with_parent()
-    _close_sockets()
-    torch.set_num_threads(1)
-    _Process.reader = _Reader(dataset, collate)
-
-
-def _close_sockets() -> None:
-    """Close the connections of the training process: peers must see when it leaves."""
-    for entry in list(Path("/proc/self/fd").iterdir()):
-        # The listing's own descriptor is closed by now.
-        with suppress(OSError):
-            if entry.is_socket():
-                os.close(int(entry.name))
-
-
-def _call(function: Callable[..., Any], arguments: tuple[Any, ...]) -> Any:
-    return function(_Process.reader, *arguments)
 
 
 def _read_keyed(reader: _Reader, key: int, indices: list[int]) -> Any:

@@ -275,9 +275,7 @@ class Session:
         sharded = self._ready()
         self._agree_on_registered()
         train = self.settings.train
-        num_samples: int | None = None
-        if isinstance(data, int) or not data.is_stream:
-            num_samples = data if isinstance(data, int) else len(data)
+        num_samples = _num_samples(data)
         order = DataOrder(
             seed=self.settings.data.seed,
             num_samples=num_samples or 1,
@@ -629,6 +627,13 @@ class Session:
         dist.all_reduce(ends, op=dist.ReduceOp.MIN)
         least, negative = on_host(ends)
         return bool(least == -negative)
+
+
+def _num_samples(data: int | DataLoader) -> int | None:
+    """Return the number of samples; a stream has none."""
+    if isinstance(data, int):
+        return data
+    return None if data.is_stream else len(data)
 
 
 def _set_optimizer(

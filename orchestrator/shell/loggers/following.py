@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import json
 import logging
+import secrets
 import tempfile
 import threading
 from collections import deque
@@ -95,6 +96,8 @@ class Loggers:
             directory = self._path if is_local else tempfile.mkdtemp(prefix="everstep-wandb-")
             opened = partial(_wandb, asked.wandb, {**named, "directory": directory})
             found["wandb"] = _Channel("wandb", "", opened)
+            # Ids of the service's own making have this form, too.
+            found["wandb"].first_id = secrets.token_hex(4)
         if asked.mlflow is not None:
             found["mlflow"] = _Channel("mlflow", "", partial(_mlflow, asked.mlflow, named))
         return found
@@ -118,6 +121,7 @@ class Loggers:
 
     def _load(self) -> None:
         """Continue where an earlier process was, unless a service is new: it gets all."""
+        self._owner.require(within_s=RECENT_S)
         path = join(self._path, LOGGERS)
         noted = json.loads(self._store.read(path)) if self._store.exists(path) else {}
         known = noted.get("services", {})
@@ -126,6 +130,11 @@ class Loggers:
             self._curve = Curve.from_json(noted["curve"])
             for lines in self._lines:
                 lines.offset_bytes = noted["read"].get(lines.name, 0)
+            return
+        for _, channel in self._named():
+            channel.run_id = channel.run_id or channel.first_id
+        # Before a service knows of it: a controller that dies now must not begin a second run.
+        self._note()
 
     def _round(self, *, is_final: bool) -> None:
         self._owner.require(within_s=RECENT_S)
@@ -182,6 +191,7 @@ class _Channel:
         self._service: Service | None = None
         self._rounds_left = 0
         self.run_id, self.written = run_id, -1
+        self.first_id = ""
         self.backlog: deque[Point] = deque(maxlen=_BACKLOG_MAX)
         self.problem = ""
 

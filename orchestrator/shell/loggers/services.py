@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import secrets
 from collections.abc import Mapping, Sequence
 from typing import Any, Protocol
 
@@ -79,7 +78,7 @@ class Wandb:
 
     Args:
         settings: Project, mode and so on.
-        run_id: Of the run to continue; "" begins one.
+        run_id: Of the run to begin or to continue.
         name: Of the run, for people.
         config: The run's configuration, shown beside the curve.
         directory: Local folder for the files of offline runs.
@@ -96,8 +95,7 @@ class Wandb:
     ) -> None:
         import wandb
 
-        # Ids of the service's own making have this form, too.
-        self.run_id = run_id or secrets.token_hex(4)
+        self.run_id = run_id
         self._run = wandb.init(
             id=self.run_id,
             resume="allow",
@@ -116,7 +114,8 @@ class Wandb:
     def write(self, points: Sequence[Point]) -> None:
         """Write points; the service's own process sends them."""
         for point in points:
-            self._run.log(dict(point.values), step=point.step)
+            # Else it would hold each back until the next one.
+            self._run.log(dict(point.values), step=point.step, commit=True)
 
     def close(self, outcome: str) -> None:
         """Wait until all is sent."""

@@ -264,8 +264,9 @@ def _check_logged_once(directory: Path, num_steps: int) -> None:
     assert [step for step, _ in logged] == list(range(1, num_steps + 1))
     names, rows = in_wandb(directory)
     assert len(names) == 1
-    # A killed controller has perhaps not noted its last rows; the service drops rows it has.
-    assert {step for step, _ in rows} == set(range(1, num_steps + 1))
+    # What the service had not written when its controller was killed is lost.
+    assert {step for step, _ in rows} <= set(range(1, num_steps + 1))
+    assert rows[-1][0] == num_steps
 
 
 def _stop_a_worker(run: Launched) -> str:

@@ -176,3 +176,15 @@ def test_a_service_that_refuses_stops_nothing_and_gets_all_later(
     second.close("completed")
     steps = [step for step, _ in in_tensorboard(run.directory / "tensorboard")["train/loss"]]
     assert steps == list(range(1, 11))
+
+
+def test_a_controller_that_died_before_its_first_point_began_the_same_run(
+    make_run: Callable[..., Written],
+) -> None:
+    run = make_run("wandb={project: p, mode: offline}")
+    run.follow().close("")
+    first = json.loads((run.directory / LOGGERS).read_text())["services"]["wandb"]
+    cut_and_resume(run)
+
+    assert first[1] == -1
+    assert in_wandb(run.directory) == ({first[0]}, EXPECTED)
