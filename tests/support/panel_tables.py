@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import re
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
@@ -29,7 +30,11 @@ def board_table(board: Mapping[str, Any], ask: Callable[[str], Matrix]) -> list[
         title = panel["title"]
         for target in panel["targets"]:
             for series in ask(target["expr"]):
-                values = [float(value) for _, value in series["values"]]
+                # Before the first step some are 0 / 0.
+                told = (float(value) for _, value in series["values"])
+                values = [value for value in told if math.isfinite(value)]
+                if not values:
+                    continue
                 name = _named(target["legendFormat"], series["metric"])
                 numbers = (_short(each) for each in (min(values), max(values), values[-1]))
                 cells = (title, name, f"`{picture(values)}`", *numbers)

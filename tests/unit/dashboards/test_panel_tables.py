@@ -18,7 +18,7 @@ def test_each_series_of_each_panel_has_a_row() -> None:
             {"metric": {"rank": str(rank)}, "values": [[0, "1"], [1, str(2 + rank)]]}
             for rank in range(2)
         ],
-        "b": [{"metric": {"node": "0123456789abcdef"}, "values": [[0, "0.12345"]]}],
+        "b": [{"metric": {"node": "0123456789abcdef"}, "values": [[0, "NaN"], [1, "0.12345"]]}],
     }
 
     assert board_table(board, answers.__getitem__)[2:] == [
