@@ -6,9 +6,11 @@ Frozen values without torch, so that the orchestrator can build and check them a
 
 from __future__ import annotations
 
+import json
 import math
 from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass, field, fields, is_dataclass
+from pathlib import Path
 from typing import Any, Final, TypeVar
 
 from workers.errors import SettingsError
@@ -47,6 +49,9 @@ _FORMING_S: Final = 60.0
 _WARMUP_STEPS: Final = 20
 NUM_BETAS: Final = 2
 
+#: Before the folder of a Hugging Face model.
+_FOLDER: Final = "hf:"
+
 _T = TypeVar("_T")
 
 
@@ -55,7 +60,9 @@ class ModelSettings:
     """Which decoder to train.
 
     Attributes:
-        preset: A name in ``workers.models.PRESETS``. The others override it unless None.
+        preset: A name in ``workers.models.PRESETS``, which the others override unless None. Or
+            ``hf:FOLDER``, a local folder with the ``config.json`` of a causal language model of
+            Hugging Face; a new run starts from the weights in it, if there are any.
         vocab_size: Number of token ids.
         dim: Width.
         num_layers: Number of blocks.
@@ -73,6 +80,11 @@ class ModelSettings:
     num_kv_heads: int | None = None
     ffn_dim: int | None = None
     tied: bool | None = None
+
+    @property
+    def folder(self) -> str:
+        """Return the folder of a Hugging Face model; "" if it is a preset."""
+        return self.preset.removeprefix(_FOLDER) if self.preset.startswith(_FOLDER) else ""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -295,6 +307,14 @@ class Settings:
     script: str = ""
     arguments: tuple[str, ...] = ()
 
+    @property
+    def start(self) -> InitSettings:
+        """Return what a new run starts from: ``init``, or the weights in the model's folder."""
+        folder = self.model.folder if not self.script else ""
+        if self.init.path or not folder or not any(Path(folder).glob("*.safetensors")):
+            return self.init
+        return InitSettings(path=folder)
+
     def to_json(self) -> dict[str, Any]:
         """Return nested dictionaries of plain values."""
         document = asdict(self)
@@ -356,14 +376,34 @@ def _read(kind: type[_T], document: dict[str, Any], path: str, unknown: list[str
 
 def _model_problems(settings: Settings) -> list[str]:
     model = settings.model
+    if model.folder and not settings.script:
+        return _folder_problems(model, has_tokenizer=bool(settings.data.tokenizer))
     if model.preset not in PRESETS:
-        return [f"model.preset: {model.preset!r} is none of {', '.join(PRESETS)}"]
+        known = f"{', '.join(PRESETS)}, nor {_FOLDER}FOLDER with a config.json"
+        return [f"model.preset: {model.preset!r} is none of {known}"]
     shape = model_shape(model)
     found = [f"model.{problem}" for problem in shape_problems(shape)]
     if not settings.data.tokenizer and shape.vocab_size < BYTE_VOCAB_SIZE:
         found.append(
             f"model.vocab_size: {shape.vocab_size} is too small for bytes, which need "
             f"{BYTE_VOCAB_SIZE}; raise it or set data.tokenizer"
+        )
+    return found
+
+
+def _folder_problems(model: ModelSettings, *, has_tokenizer: bool) -> list[str]:
+    given = [f.name for f in fields(model) if f.name != "preset" and getattr(model, f.name)]
+    found = [f"model.{name}: config.json decides that with {model.preset}" for name in given]
+    path = Path(model.folder) / "config.json"
+    try:
+        config = json.loads(path.read_bytes())
+    except (OSError, ValueError) as error:
+        return [*found, f"model.preset: {path} cannot be read: {error}"]
+    vocab_size = config.get("vocab_size", BYTE_VOCAB_SIZE)
+    if not has_tokenizer and vocab_size < BYTE_VOCAB_SIZE:
+        found.append(
+            f"model.preset: {path} has vocab_size={vocab_size}, bytes need {BYTE_VOCAB_SIZE}; set "
+            "data.tokenizer"
         )
     return found
 

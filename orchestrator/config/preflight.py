@@ -192,9 +192,9 @@ def _logging_problems(config: RunConfig) -> list[Problem]:
 def _memory_problems(config: RunConfig) -> list[Problem]:
     """Refuse a ``workers.min`` with which the model does not fit in memory.
 
-    The model of a user's script is not known, so nothing is checked then.
+    The model of a user's script or folder is not known, so nothing is checked then.
     """
-    if config.run.script or _room_bytes(config, 1) is None:
+    if config.run.script or config.model.folder or _room_bytes(config, 1) is None:
         return []
     multiple = config.parallel.layout_rules().multiple
     first = math.ceil(config.workers.min / multiple) * multiple

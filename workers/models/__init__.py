@@ -1,4 +1,4 @@
-"""The reference decoder language model. ``shape`` imports no torch."""
+"""Language models: the reference decoder, Hugging Face's. ``shape`` imports no torch."""
 
 from typing import TYPE_CHECKING
 
@@ -6,6 +6,7 @@ from ucp_core.lazy import lazy_door
 
 if TYPE_CHECKING:
     from workers.models.decoder import Decoder, initial_value, mean_loss, tensor_plan
+    from workers.models.huggingface import causal_lm, causal_lm_loss, initial_parameter
     from workers.models.shape import (
         BYTE_VOCAB_SIZE,
         PRESETS,
@@ -20,6 +21,9 @@ __all__ = [
     "PRESETS",
     "Decoder",
     "ModelShape",
+    "causal_lm",
+    "causal_lm_loss",
+    "initial_parameter",
     "initial_value",
     "mean_loss",
     "num_parameters",

@@ -1,9 +1,9 @@
-"""The built-in training: the reference decoder on text, written like any training script."""
+"""The built-in training: a language model on text, written like any training script."""
 
 from __future__ import annotations
 
 import warnings
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
@@ -12,43 +12,47 @@ from torch import Tensor, nn
 
 from workers.data import Split, open_texts
 from workers.errors import DataError
-from workers.models import Decoder, initial_value, mean_loss, tensor_plan
+from workers.models import (
+    Decoder,
+    causal_lm,
+    causal_lm_loss,
+    initial_parameter,
+    initial_value,
+    mean_loss,
+    tensor_plan,
+)
 from workers.parallel import ModelPlan
 from workers.settings import TrainSettings, model_shape
 from workers.train.session import Session
 
 __all__ = ["train_language_model"]
 
+#: The mean loss of a model on token ids and the next token of each.
+_Loss = Callable[[Any, Tensor, Tensor], Tensor]
+
 
 def train_language_model(session: Session) -> None:
-    """Train the decoder of ``session.settings`` on its data to the last step.
+    """Train the model of ``session.settings`` on its data to the last step.
 
     Raises:
         DataError: The data cannot be used with this model.
     """
     settings = session.settings
-    shape = model_shape(settings.model)
     texts = open_texts(settings.data)
-    if texts.vocab_size > shape.vocab_size:
+    make = _from_folder if settings.model.folder else _decoder
+    model, vocab_size, loss = make(session)
+    if texts.vocab_size > vocab_size:
         raise DataError(
-            f"data.tokenizer has {texts.vocab_size} tokens, more than "
-            f"model.vocab_size={shape.vocab_size}; set model.vocab_size"
+            f"data.tokenizer has {texts.vocab_size} tokens, more than the model's vocab_size="
+            f"{vocab_size}; set model.vocab_size, or use the tokenizer of the model"
         )
-
-    def initialise(fqn: str, size: tuple[int, ...]) -> Tensor:
-        return initial_value(fqn, size, seed=settings.train.seed, num_layers=shape.num_layers)
-
-    plan = ModelPlan(tensor=tensor_plan(), keep_stage=Decoder.keep_stage)
-    # Nothing here changes the logits in place, of which that warns under tensor parallelism.
-    warnings.filterwarnings("ignore", "FSDP2-wrapped module .* returned a view tensor")
-    model = session.model(lambda: Decoder(shape), initialise, plan=plan)
     session.optimizer(lambda parameters: adamw(parameters, settings.train))
 
     def loss_on(split: Split, samples: NDArray[Any]) -> tuple[Tensor, int]:
         inputs, targets = (
             torch.from_numpy(array).to(session.device) for array in split.batch(samples)
         )
-        return mean_loss(model(inputs), targets), targets.numel()
+        return loss(model, inputs, targets), targets.numel()
 
     def validate() -> None:
         num_held_out = min(settings.data.validation_samples, texts.held_out.num_samples)
@@ -61,6 +65,33 @@ def train_language_model(session: Session) -> None:
         if due and step.number < train.steps:
             validate()
     validate()
+
+
+def _decoder(session: Session) -> tuple[Any, int, _Loss]:
+    """Return the reference decoder, its number of token ids, and its loss."""
+    shape, seed = model_shape(session.settings.model), session.settings.train.seed
+
+    def initialise(fqn: str, size: tuple[int, ...]) -> Tensor:
+        return initial_value(fqn, size, seed=seed, num_layers=shape.num_layers)
+
+    plan = ModelPlan(tensor=tensor_plan(), keep_stage=Decoder.keep_stage)
+    # Nothing here changes the logits in place, of which that warns under tensor parallelism.
+    warnings.filterwarnings("ignore", "FSDP2-wrapped module .* returned a view tensor")
+    model = session.model(lambda: Decoder(shape), initialise, plan=plan)
+    return model, shape.vocab_size, lambda model, *batch: mean_loss(model(batch[0]), batch[1])
+
+
+def _from_folder(session: Session) -> tuple[Any, int, _Loss]:
+    """Return the Hugging Face model of ``model.preset``, likewise."""
+    folder, seed = session.settings.model.folder, session.settings.train.seed
+    with torch.device("meta"):
+        plain = causal_lm(folder)
+    vocab_size: int = plain.config.get_text_config().vocab_size
+
+    def initialise(fqn: str, _size: tuple[int, ...]) -> Tensor:
+        return initial_parameter(plain, fqn, seed=seed)
+
+    return session.model(lambda: causal_lm(folder), initialise), vocab_size, causal_lm_loss
 
 
 def adamw(parameters: Mapping[str, nn.Parameter], train: TrainSettings) -> torch.optim.Optimizer:

@@ -1,0 +1,87 @@
+"""Causal language models of ``transformers``, dense and MoE, from a folder with ``config.json``."""
+
+from __future__ import annotations
+
+import copy
+import hashlib
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from workers.errors import TaskError
+
+__all__ = ["causal_lm", "causal_lm_loss", "initial_parameter"]
+
+
+def causal_lm(folder: str) -> Any:
+    """Return the model that ``folder/config.json`` describes, in float32, with no weights loaded.
+
+    Raises:
+        TaskError: ``transformers`` is missing, or has no causal language model for it.
+    """
+    try:
+        from transformers import AutoConfig, AutoModelForCausalLM
+    except ModuleNotFoundError as error:
+        raise TaskError(
+            f"model.preset: hf: needs {error.name}; pip install 'everstep[hf]'"
+        ) from error
+    try:
+        config = AutoConfig.from_pretrained(folder)
+        return AutoModelForCausalLM.from_config(config, dtype=torch.float32)
+    except (ValueError, OSError) as error:
+        raise TaskError(f"model.preset: hf:{folder}: {error}", path=folder) from error
+
+
+def causal_lm_loss(model: Any, inputs: Tensor, targets: Tensor) -> Tensor:
+    """Return the mean cross entropy over all tokens, with a MoE's balancing loss in training.
+
+    Args:
+        model: The model.
+        inputs: Token ids, ``(sequences, positions)``, int64.
+        targets: The next token of each, likewise.
+    """
+    output = model(input_ids=inputs, use_cache=False)
+    logits = output.logits.float()
+    loss = nn.functional.cross_entropy(logits.view(-1, logits.shape[-1]), targets.reshape(-1))
+    aux_loss = getattr(output, "aux_loss", None)
+    if aux_loss is not None and model.training:
+        loss = loss + model.config.router_aux_loss_coef * aux_loss
+    return loss
+
+
+def initial_parameter(model: Any, fqn: str, *, seed: int) -> Tensor:
+    """Return the whole initial value of one parameter, float32 on the CPU, by the model's own rule.
+
+    Each parameter has its own random numbers, keyed by seed and name, so nobody builds the whole
+    model.
+
+    Args:
+        model: The model, on the meta device.
+        fqn: Name of the parameter.
+        seed: The run's seed.
+
+    Raises:
+        TaskError: The model says nothing of this parameter.
+    """
+    path, _, name = fqn.rpartition(".")
+    module = model.get_submodule(path)
+    alone = copy.copy(module)
+    alone.__dict__ = {**module.__dict__, "_modules": {}, "_buffers": {}}
+    alone.__dict__["_parameters"] = {
+        key: None if one is None else nn.Parameter(torch.full(one.shape, torch.nan))
+        for key, one in module._parameters.items()  # noqa: SLF001
+    }
+    key = hashlib.sha256(f"{seed}/{fqn}".encode()).digest()
+    with torch.random.fork_rng(devices=[]), torch.no_grad():
+        # 63 bits, because torch takes a signed seed.
+        torch.manual_seed(int.from_bytes(key[:8], "little") >> 1)
+        model._init_weights(alone)  # noqa: SLF001  what transformers itself calls per module
+    value: Tensor = getattr(alone, name).detach()
+    if value.isnan().any():
+        raise TaskError(
+            f"model.preset: {type(model).__name__} has no initial value for {fqn}; start from its "
+            "weights (a folder with model.safetensors, or run.init_from)",
+            fqn=fqn,
+        )
+    return value
