@@ -91,6 +91,7 @@ def test_registered_state_goes_with_the_run_to_other_workers(
 ) -> None:
     """A scheduler and an average, through a change of three workers to two and a death.
 
+    So do buffers: BatchNorm's statistics, which are averaged, and the vectors of ``spectral_norm``.
     The data is read ahead by processes of the workers.
     """
     train = TrainSettings(steps=40, global_batch=8, micro_batch=2, deterministic=True)

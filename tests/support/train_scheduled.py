@@ -1,7 +1,8 @@
-"""A training script with a scheduler of torch's, an average of its own, and a data loader."""
+"""A training script with a scheduler of torch's, an average of its own, buffers, and a loader."""
 
 import torch
 from torch.nn import functional
+from torch.nn.utils.parametrizations import spectral_norm
 from torch.optim.lr_scheduler import CosineAnnealingLR
 
 from everstep import DataLoader, Session, run
@@ -20,20 +21,24 @@ class Average:
         self.loss = state["loss"]
 
 
+def build_model() -> torch.nn.Module:
+    return torch.nn.Sequential(
+        spectral_norm(torch.nn.Linear(2, 4)), torch.nn.BatchNorm1d(4), torch.nn.Linear(4, 2)
+    )
+
+
 def train(session: Session) -> None:
-    model = session.model(lambda: torch.nn.Linear(2, 2))
+    model = session.model(build_model, average_buffers=["1.running_*"])
     optimizer = session.optimizer(lambda named: torch.optim.SGD(named.values(), lr=0.1))
     scheduler = session.register("scheduler", CosineAnnealingLR(optimizer, 40))
     average = session.register("average", Average())
     for step in session.steps(LOADER):
-        for batch in step.micro_batches():
-            loss = functional.mse_loss(model(batch), batch.flip(1))
-            step.backward(loss, tokens=len(batch))
-        step.apply()
+        session.train_step(lambda batch: functional.mse_loss(model(batch), batch.flip(1)))
         scheduler.step()
         average.loss = 0.9 * average.loss + 0.1 * step.loss
         if session.rank == 0:
-            print(f"average {step.number} {average.loss:.12f}")
+            buffers = [float(one.double().sum()).hex() for one in model.buffers()]
+            print(f"average {step.number} {average.loss:.12f} {buffers}")
 
 
 if __name__ == "__main__":

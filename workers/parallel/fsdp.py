@@ -40,8 +40,10 @@ log = logging.getLogger(__name__)
 SMALL_BYTES_MAX: Final = 64 << 20
 #: The modules in an outermost container of these types become one FSDP unit each.
 _BLOCK_CONTAINERS = (nn.ModuleDict, nn.ModuleList, nn.Sequential)
-#: The names of wrapped modules in their wrappers (torch 2.13).
-_WRAPPERS: Final = re.compile(r"(?<![^.])(_orig_mod|_checkpoint_wrapped_module)\.")
+#: The names of wrapped modules in their wrappers (torch 2.13, peft 0.21).
+_WRAPPERS: Final = re.compile(
+    r"(?<![^.])(_orig_mod|_checkpoint_wrapped_module|base_layer)\.|^base_model\.model\."
+)
 
 _T = TypeVar("_T")
 
@@ -103,7 +105,8 @@ def shard_model(
     the gathered copy would save little memory.
 
     Args:
-        model: The model; each module in its outermost containers becomes one unit.
+        model: The model; each module in its outermost containers becomes one unit. An
+            ``nn.ModuleDict`` computes nothing: its modules are models of their own.
         mesh: The ranks to shard over.
         precision: "fp32", or "bf16" to compute in bfloat16; parameters and gradient sums stay
             float32.
@@ -112,6 +115,9 @@ def shard_model(
 
     Returns:
         Whether the model stays gathered until the last backward pass of a step.
+
+    Raises:
+        TaskError: Two models share a parameter.
     """
     policy = (
         MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
@@ -120,15 +126,16 @@ def shard_model(
     )
     size_bytes = sum(4 * parameter.numel() for parameter in model.parameters())
     is_small = size_bytes <= SMALL_BYTES_MAX
-    for block in () if is_small else _blocks(model):
-        fully_shard(
-            block,
-            mesh=mesh.sharding,
-            mp_policy=policy,
-            reshard_after_forward=reshard_after_forward,
-        )
-    # The backward pass starts with the root's own parameters.
-    fully_shard(model, mesh=mesh.sharding, mp_policy=policy, reshard_after_forward=False)
+    for root in _roots(model):
+        for block in () if is_small else _blocks(root):
+            fully_shard(
+                block,
+                mesh=mesh.sharding,
+                mp_policy=policy,
+                reshard_after_forward=reshard_after_forward,
+            )
+        # The backward pass starts with the root's own parameters.
+        fully_shard(root, mesh=mesh.sharding, mp_policy=policy, reshard_after_forward=False)
     for module in fsdp_modules(model):
         # Gradients are sums over tokens; the training step divides by the number of tokens.
         module.set_gradient_divide_factor(1.0)
@@ -167,14 +174,14 @@ def local_shards(model: nn.Module, mesh: Mesh) -> list[LocalShard]:
         mesh: The mesh.
 
     Raises:
-        TaskError: A parameter is not float32.
+        TaskError: A parameter that is trained is not float32.
     """
     found: list[LocalShard] = []
     for fqn, parameter in sorted(own_names(model.named_parameters()).items()):
-        if parameter.dtype != torch.float32:
+        if parameter.requires_grad and parameter.dtype != torch.float32:
             raise TaskError(
                 f"parameter {fqn} is {parameter.dtype}; masters are float32: build the model in "
-                "float32, and set train.precision=bf16 to compute in bfloat16",
+                "float32, and set train.precision=bf16 to compute in bfloat16; or freeze it",
                 fqn=fqn,
             )
         sharded: Any = parameter
@@ -197,9 +204,19 @@ def own_names(named: Iterable[tuple[str, _T]]) -> dict[str, _T]:
     """Return what is named by the modules of the model, without those that wrap them.
 
     ``torch.compile`` and activation checkpointing put a module around another one. A model that is
-    resumed with or without them has the same parameters.
+    resumed with or without them has the same parameters. ``peft`` does so, too: the base model of
+    an adapter has the names that it has without one.
+
+    Raises:
+        TaskError: Two have the same name then.
     """
-    return {_WRAPPERS.sub("", name): value for name, value in named}
+    found: dict[str, _T] = {}
+    for name, value in named:
+        own = _WRAPPERS.sub("", name)
+        if own in found:
+            raise TaskError(f"{name} has the name {own}, as another one; rename a module", fqn=own)
+        found[own] = value
+    return found
 
 
 def fsdp_modules(model: nn.Module) -> Iterator[FSDPModule]:
@@ -219,14 +236,31 @@ def drop_gathered(model: nn.Module) -> None:
         module.reshard()
 
 
+def _roots(model: nn.Module) -> list[nn.Module]:
+    """Return the models in ``model``, each of which is called by itself."""
+    if type(model) is not nn.ModuleDict:
+        return [model]
+    inside = {name: set(root.modules()) for name, root in model.items()}
+    for places in _shared(model):
+        names = [name for name, modules in inside.items() if any(m in modules for m, _ in places)]
+        if len(names) > 1:
+            raise TaskError(
+                f"models {' and '.join(names)} share the parameter {places[0][1]}; put them into "
+                "one module that calls both",
+                models=names,
+            )
+    return list(model.values())
+
+
 def _blocks(model: nn.Module) -> list[nn.Module]:
     """Return the modules that become a unit each: those in the model's outermost containers.
 
-    Only if it has none itself, those of its modules count, as of a Hugging Face model in
-    ``model.layers``. What shares a parameter with another module stays in the root's unit.
+    A Hugging Face model names the classes of its layers. Only if it has no container itself, those
+    of its modules count. What shares a parameter with another module stays in the root's unit.
     """
     shared = [{module for module, _ in places} for places in _shared(model)]
-    found = list(_contents(model)) or list(_contents(model, goes_deeper=True))
+    found = _whole_blocks(model) or list(_contents(model))
+    found = found or list(_contents(model, goes_deeper=True))
     blocks = []
     for block in found:
         inside = set(block.modules())
@@ -241,6 +275,18 @@ def _blocks(model: nn.Module) -> list[nn.Module]:
             },
         )
     return blocks
+
+
+def _whole_blocks(model: nn.Module) -> list[nn.Module]:
+    """Return the outermost modules of the classes in ``_no_split_modules`` of ``transformers``."""
+    names = set(getattr(model, "_no_split_modules", None) or ())
+    found: list[nn.Module] = []
+    inside: set[nn.Module] = set()
+    for module in model.modules():
+        if type(module).__name__ in names and module not in inside:
+            found.append(module)
+            inside.update(module.modules())
+    return found
 
 
 def _contents(module: nn.Module, *, goes_deeper: bool = False) -> Iterator[nn.Module]:

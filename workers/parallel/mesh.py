@@ -11,7 +11,7 @@ from torch.distributed.tensor import DTensor
 
 from ucp_core.layout import AXES, ParallelLayout
 from workers.errors import StateError
-from workers.parallel.placements import Cut, cuts_of
+from workers.parallel.placements import Cut, cuts_of, replicas_over
 
 __all__ = ["Mesh", "build_mesh"]
 
@@ -47,6 +47,11 @@ class Mesh:
     def replicas(self) -> ProcessGroup | None:
         """Return the group of ranks that hold the same state; None if only this rank holds it."""
         return self.sharding.get_group(0) if self.layout.dp_replicate > 1 else None
+
+    @property
+    def sharers(self) -> tuple[int, ...]:
+        """Return the ranks that have what no axis cuts, such as buffers, with this one."""
+        return replicas_over(self.layout, self.rank, ())
 
     @property
     def counts(self) -> bool:

@@ -6,6 +6,7 @@ from ucp_core.lazy import lazy_door
 
 if TYPE_CHECKING:
     from workers.state.buffers import PersistentBuffers
+    from workers.state.dtypes import DTYPES
     from workers.state.entries import (
         HostBuffer,
         StateEntry,
@@ -13,12 +14,14 @@ if TYPE_CHECKING:
         local_parameters,
         set_scalars,
     )
-    from workers.state.optimizers import adopt, refuse_unfit
+    from workers.state.optimizers import Optimizers, adopt, refuse_unfit
     from workers.state.registered import Registered, Stateful
     from workers.state.replica_shares import ReplicaShare, replicas_of
 
 __all__ = [
+    "DTYPES",
     "HostBuffer",
+    "Optimizers",
     "PersistentBuffers",
     "Registered",
     "ReplicaShare",

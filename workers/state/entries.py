@@ -1,8 +1,8 @@
 """The training state of this rank as named local tensors, for saving and loading.
 
-Weights are float32 masters. Each tensor that the optimizer keeps for a parameter is a slot of the
-parameter, under the optimizer's own name (``exp_avg``). Its scalars (``step``) are small named
-values. Nothing here communicates.
+Weights that are trained are float32 masters. Each tensor that the optimizer keeps for a parameter
+is a slot of the parameter, under the optimizer's own name (``exp_avg``). Its scalars (``step``) are
+small named values. Nothing here communicates.
 """
 
 from __future__ import annotations
@@ -19,6 +19,8 @@ from ucp_core.geometry import Box
 from ucp_core.native import LocalTensor
 from workers.errors import StateError
 from workers.parallel import LocalShard
+from workers.state.dtypes import DTYPES
+from workers.state.optimizers import Optimizers
 from workers.state.replica_shares import ReplicaShare, cut
 
 __all__ = [
@@ -30,7 +32,6 @@ __all__ = [
     "state_of",
 ]
 
-_DTYPES: Final = {torch.float32: "F32", torch.bfloat16: "BF16", torch.float64: "F64"}
 #: Tensors in the host buffer start at multiples of a cache line.
 _ALIGN_BYTES: Final = 64
 
@@ -70,7 +71,7 @@ class StateEntry:
         return LocalTensor(
             fqn=self.fqn,
             slot=self.slot,
-            dtype=_DTYPES[self.tensor.dtype],
+            dtype=DTYPES[self.tensor.dtype],
             shape=self.shape,
             box=self.box,
             data=_memory(host) if host is not None else memoryview(b""),
@@ -83,13 +84,16 @@ def local_parameters(shards: Sequence[LocalShard]) -> dict[str, nn.Parameter]:
     With plain tensors an optimizer skips DTensor's dispatch, which takes longer than the update of
     a small parameter, and keeps no mesh alive.
     """
-    return {shard.fqn: nn.Parameter(shard.local) for shard in shards}
+    return {
+        shard.fqn: nn.Parameter(shard.local, requires_grad=shard.parameter.requires_grad)
+        for shard in shards
+    }
 
 
 def state_of(
     shards: Sequence[LocalShard],
     parameters: Mapping[str, nn.Parameter],
-    optimizer: torch.optim.Optimizer,
+    optimizer: torch.optim.Optimizer | Optimizers,
 ) -> list[StateEntry]:
     """Return weights and optimizer slots, sorted by name and slot.
 
@@ -103,10 +107,10 @@ def state_of(
         slots = {"weight": shard.local}
         for name, value in optimizer.state.get(parameter, {}).items():
             if isinstance(value, Tensor) and value.shape == parameter.shape and value.dim():
-                if value.dtype not in _DTYPES:
+                if value.dtype not in DTYPES:
                     raise StateError(
                         f"the optimizer's {name} of {shard.fqn} is {value.dtype}; saved are "
-                        f"{', '.join(map(str, _DTYPES))}: this optimizer cannot be resumed",
+                        f"{', '.join(map(str, DTYPES))}: this optimizer cannot be resumed",
                         fqn=shard.fqn,
                         slot=name,
                     )
@@ -135,7 +139,7 @@ def state_of(
 
 def set_scalars(
     parameters: Mapping[str, nn.Parameter],
-    optimizer: torch.optim.Optimizer,
+    optimizer: torch.optim.Optimizer | Optimizers,
     values: Mapping[str, Any],
 ) -> None:
     """Set the optimizer's scalars to what ``TrainingState.scalars`` returned.
@@ -169,21 +173,38 @@ class TrainingState:
         guards: Ranks that hold all that this one does, and whose shares it saves, too.
         elsewhere: Names of the parameters on other pipeline stages, by group of the optimizer;
             None without stages.
+        buffers: Persistent buffers by name, whole, always in the same memory.
+        sharers: The ranks that have these buffers, with this one, in order.
     """
 
     def __init__(
         self,
         shards: Sequence[LocalShard],
         parameters: Mapping[str, nn.Parameter],
-        optimizer: torch.optim.Optimizer,
+        optimizer: torch.optim.Optimizer | Optimizers,
         rank: int = 0,
         guards: Sequence[int] = (),
         elsewhere: Sequence[Sequence[str]] | None = None,
+        *,
+        buffers: Mapping[str, Tensor] | None = None,
+        sharers: tuple[int, ...] = (),
     ) -> None:
         self._shards, self._parameters, self._optimizer = shards, parameters, optimizer
         self._rank, self._guards = rank, tuple(guards)
         self._elsewhere = elsewhere
-        self._is_alone = all(len(shard.replicas) <= 1 for shard in shards)
+        self._buffers = [
+            StateEntry(
+                fqn=fqn,
+                slot="weight",
+                shape=tuple(tensor.shape),
+                box=Box.full(tuple(tensor.shape)),
+                tensor=tensor,
+                replicas=sharers,
+            )
+            for fqn, tensor in (buffers or {}).items()
+        ]
+        held = [*(s.replicas for s in shards), *(entry.replicas for entry in self._buffers)]
+        self._is_alone = all(len(replicas) <= 1 for replicas in held)
         self._entries: list[StateEntry] | None = None
         self._saved: list[StateEntry] = []
         self._guarded: tuple[tuple[int, list[StateEntry]], ...] = ()
@@ -199,6 +220,7 @@ class TrainingState:
         """
         if self._entries is None or not all(map(self._is_as_before, self._held)):
             self._entries = state_of(self._shards, self._parameters, self._optimizer)
+            self._entries += self._buffers
             self._addresses = []
             self._held = [self._look_up(fqn) for fqn in self._parameters]
         return self._entries

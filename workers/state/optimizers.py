@@ -9,8 +9,9 @@ torch's own are known by class; any other one is refused unless it is declared.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from typing import Final
+import itertools
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from typing import Any, Final
 
 from torch import nn, optim
 
@@ -18,7 +19,7 @@ from ucp_core.layout import ParallelLayout
 from workers.errors import StateError
 from workers.parallel import LocalShard
 
-__all__ = ["adopt", "refuse_unfit"]
+__all__ = ["Optimizers", "adopt", "refuse_unfit"]
 
 #: Refused for any number of workers (torch 2.13).
 _NEVER: Final[Mapping[type[optim.Optimizer], str]] = {
@@ -44,6 +45,79 @@ _ELEMENTWISE: Final = frozenset(
         optim.SGD,
     }
 )
+
+
+class Optimizers:
+    """The optimizers of a session as one.
+
+    Args:
+        every: They, at least one.
+        parameters: All parameters by name.
+
+    Attributes:
+        every: They.
+
+    Raises:
+        StateError: Two of them update the same parameter.
+    """
+
+    def __init__(
+        self, every: Iterable[optim.Optimizer], parameters: Mapping[str, nn.Parameter]
+    ) -> None:
+        self.every = tuple(every)
+        names = {id(parameter): fqn for fqn, parameter in parameters.items()}
+        self._owners: dict[int, optim.Optimizer] = {}
+        for one in self.every:
+            for group in one.param_groups:
+                for parameter in group["params"]:
+                    owner = self._owners.setdefault(id(parameter), one)
+                    if owner is not one:
+                        fqn = names.get(id(parameter), "a parameter")
+                        raise StateError(
+                            f"{fqn} is in two optimizers ({type(owner).__name__}, "
+                            f"{type(one).__name__}); give each parameter to one",
+                            fqn=fqn,
+                        )
+
+    @property
+    def state(self) -> Mapping[Any, dict[str, Any]]:
+        """Return the state of every parameter that has some, to read."""
+        return self.every[0].state if len(self.every) == 1 else _States(self)
+
+    @property
+    def param_groups(self) -> list[dict[str, Any]]:
+        """Return the groups of all, in order."""
+        return [group for one in self.every for group in one.param_groups]
+
+    def owner(self, parameter: nn.Parameter) -> optim.Optimizer | None:
+        """Return the optimizer that updates ``parameter``; None if none does."""
+        return self._owners.get(id(parameter))
+
+    def forget(self, parameters: Iterable[nn.Parameter]) -> None:
+        """Drop the state of ``parameters``."""
+        for parameter in parameters:
+            for one in self.every:
+                one.state.pop(parameter, None)
+
+
+class _States(Mapping[Any, dict[str, Any]]):
+    """The state of every parameter; looking for it makes none, as it does in an optimizer."""
+
+    def __init__(self, optimizers: Optimizers) -> None:
+        self._optimizers = optimizers
+
+    def __getitem__(self, parameter: Any) -> dict[str, Any]:
+        owner = self._optimizers.owner(parameter)
+        if owner is None or parameter not in owner.state:
+            raise KeyError(parameter)
+        found: dict[str, Any] = owner.state[parameter]
+        return found
+
+    def __iter__(self) -> Iterator[Any]:
+        return itertools.chain.from_iterable(one.state for one in self._optimizers.every)
+
+    def __len__(self) -> int:
+        return sum(len(one.state) for one in self._optimizers.every)
 
 
 def adopt(

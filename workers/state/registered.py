@@ -9,7 +9,7 @@ from __future__ import annotations
 import json
 import math
 from base64 import b64decode, b64encode
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Final, Protocol, runtime_checkable
 
@@ -17,6 +17,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 from torch import Tensor
+from torch.amp import GradScaler
 from torch.distributed.tensor import DTensor
 from torch.optim.lr_scheduler import LRScheduler
 
@@ -47,19 +48,27 @@ class Registered:
     """The registered objects of an attempt.
 
     Attributes:
-        optimizer: The optimizer, whose groups a scheduler changes.
+        optimizers: The optimizers, whose groups schedulers change.
     """
 
-    optimizer: torch.optim.Optimizer
+    optimizers: Sequence[torch.optim.Optimizer]
     _objects: dict[str, Stateful] = field(default_factory=dict)
 
     def __bool__(self) -> bool:
         return bool(self._objects)
 
+    def schedule(self, optimizer: torch.optim.Optimizer) -> bool:
+        """Return whether one of them decides the learning rate of ``optimizer``."""
+        return any(
+            isinstance(one, LRScheduler) and one.optimizer is optimizer
+            for one in self._objects.values()
+        )
+
     @property
-    def schedules(self) -> bool:
-        """Return whether one of them decides the learning rate."""
-        return any(isinstance(one, LRScheduler) for one in self._objects.values())
+    def scaler(self) -> GradScaler | None:
+        """Return the one that scales losses, so that small float16 gradients do not vanish."""
+        found = (one for one in self._objects.values() if isinstance(one, GradScaler))
+        return next((one for one in found if one.is_enabled()), None)
 
     def add(self, name: str, stateful: Stateful, saved: Mapping[str, Any] | None) -> None:
         """Register an object, and load its state if there is one.
@@ -80,7 +89,9 @@ class Registered:
                 "load_state_dict()",
                 name=name,
             )
-        if isinstance(stateful, LRScheduler) and stateful.optimizer is not self.optimizer:
+        if isinstance(stateful, LRScheduler) and not any(
+            stateful.optimizer is one for one in self.optimizers
+        ):
             raise TaskError(
                 f"session.register: {name} changes another optimizer than the one that "
                 "session.optimizer returned; make the scheduler with that one",
@@ -96,7 +107,8 @@ class Registered:
                     f"state: {type(error).__name__}: {error}",
                     name=name,
                 ) from error
-            for group, values in zip(self.optimizer.param_groups, saved["groups"], strict=False):
+            groups = stateful.optimizer.param_groups if isinstance(stateful, LRScheduler) else ()
+            for group, values in zip(groups, saved["groups"], strict=False):
                 # A scheduler continues from what it had set: most do not set it again.
                 group.update(_decode(values))
         self._objects[name] = stateful
@@ -124,7 +136,7 @@ class Registered:
         if isinstance(one, LRScheduler):
             groups = [
                 _encode({key: value for key, value in group.items() if _is_plain(key, value)}, name)
-                for group in self.optimizer.param_groups
+                for group in one.optimizer.param_groups
             ]
         return {"state": _encode(one.state_dict(), name), "groups": groups}
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from fnmatch import fnmatchcase
 
 import torch
 import torch.distributed as dist
@@ -23,6 +24,7 @@ from workers.parallel import (
     shard_model,
 )
 from workers.settings import Settings
+from workers.state import Optimizers, PersistentBuffers
 from workers.train.executor import Pipeline, Reduction, on_host, use_all_to_all, use_tree
 
 __all__ = ["BuiltModel", "build_model", "groups_elsewhere"]
@@ -37,6 +39,7 @@ class BuiltModel:
         called: What the script calls: ``model``, or what stands for the whole.
         shapes: Shapes of all parameters of the whole model, by name.
         shards: This rank's shard of every parameter that it has a part of.
+        buffers: The persistent buffers of ``model``.
         keeps_gathered: Whether parameters stay gathered until the last pass of a step.
         pipeline: Runs micro-batches through the stages; None if the model is whole.
     """
@@ -45,6 +48,7 @@ class BuiltModel:
     called: nn.Module
     shapes: Mapping[str, tuple[int, ...]]
     shards: Sequence[LocalShard]
+    buffers: PersistentBuffers
     keeps_gathered: bool
     pipeline: Pipeline | None
 
@@ -57,15 +61,18 @@ def build_model(
     settings: Settings,
     device: torch.device,
     reduction: Reduction,
+    averaged: Sequence[str] = (),
 ) -> BuiltModel:
     """Build the model on the meta device, cut and shard it, and allocate this rank's part.
 
+    ``averaged`` names the buffers that become means over micro-batches.
+
     Raises:
-        TaskError: It cannot be cut or sharded.
+        TaskError: It cannot be cut or sharded, or a buffer would depend on the workers.
     """
     with torch.device("meta"):
         model = build()
-    _check(model)
+    _check(model, averaged)
     parameters = own_names(model.named_parameters())
     names = [name for name, _ in model.named_modules()]
     stages: list[nn.Module] = []
@@ -93,6 +100,7 @@ def build_model(
         called=called,
         shapes={name: tuple(one.shape) for name, one in parameters.items()},
         shards=local_shards(model, mesh),
+        buffers=PersistentBuffers(model, averaged),
         keeps_gathered=keeps_gathered,
         pipeline=pipeline,
     )
@@ -100,11 +108,11 @@ def build_model(
 
 def groups_elsewhere(
     built: BuiltModel,
-    optimizer: torch.optim.Optimizer,
+    optimizers: Optimizers,
     parameters: Mapping[str, nn.Parameter],
     device: torch.device,
 ) -> list[list[str]] | None:
-    """Return the names of the parameters that only other stages have, by group of the optimizer.
+    """Return the names of the parameters that only other stages have, by group of the optimizers.
 
     None if the model is whole. Else every worker calls it.
 
@@ -118,7 +126,7 @@ def groups_elsewhere(
             "with parallel.pp above 1 each stage must have a parameter to train, and that of "
             f"{next(iter(parameters), 'this worker')} has none; write parallel.pp: 1"
         )
-    groups = optimizer.param_groups
+    groups = optimizers.param_groups
     at = {id(one): number for number, group in enumerate(groups) for one in group["params"]}
     names = sorted(built.shapes)
     mine = [at.get(id(parameters.get(name)), -1) for name in names]
@@ -136,12 +144,16 @@ def groups_elsewhere(
     return [[name for name, number in theirs if number == group] for group in range(most)]
 
 
-def _check(model: nn.Module) -> None:
+def _check(model: nn.Module, averaged: Sequence[str]) -> None:
     """Raise ``TaskError`` if ``model`` keeps state that differs between workers."""
-    for name, module in model.named_modules():
+    for name, module in own_names(model.named_modules()).items():
         if isinstance(module, nn.modules.batchnorm._NormBase) and module.track_running_stats:  # noqa: SLF001
-            raise TaskError(
-                f"module {name} ({type(module).__name__}) keeps running statistics, which depend "
-                "on the number of workers; use LayerNorm, RMSNorm or GroupNorm",
-                module=name,
-            )
+            own = [f"{name}.{key}" for key in ("running_mean", "running_var")]
+            if any(not any(fnmatchcase(one, pattern) for pattern in averaged) for one in own):
+                raise TaskError(
+                    f"module {name} ({type(module).__name__}) keeps running statistics, which "
+                    "depend on the samples of each worker; use LayerNorm, RMSNorm or GroupNorm, or "
+                    "have them averaged: session.model(build, average_buffers="
+                    '["*.running_mean", "*.running_var"])',
+                    module=name,
+                )

@@ -61,7 +61,7 @@ def _nothing(_number: int) -> None:
 
 
 def weights_digest(sharded: ShardedModel) -> str:
-    """Return a SHA-256 over all float32 weights in the order of their names, hexadecimal.
+    """Return a SHA-256 over all weights, as float32, in the order of their names, hexadecimal.
 
     The same for every layout. Every rank calls it; one full parameter is in memory at a time.
     """
@@ -73,7 +73,7 @@ def weights_digest(sharded: ShardedModel) -> str:
         shard = shards.get(fqn)
         if shard is not None and shard.replicas[0] == sharded.mesh.rank:
             for box, local in shard.pieces(shard.local):
-                whole[tuple(map(slice, box.start, box.stop))] = local.view(torch.int32)
+                whole[tuple(map(slice, box.start, box.stop))] = local.float().view(torch.int32)
         dist.all_reduce(whole)
         weights: Any = whole.cpu().numpy()
         digest.update(fqn.encode())

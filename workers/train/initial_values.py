@@ -32,7 +32,8 @@ def initial_values(
         return found
     with seeded(seed):
         whole = build()
-    return own_names([*whole.named_parameters(), *whole.named_buffers()])
+    buffers = whole.named_buffers(remove_duplicate=False)
+    return own_names([*whole.named_parameters(), *buffers])
 
 
 def _buffers_alone(build: Callable[[], nn.Module], seed: int) -> dict[str, Tensor] | None:
@@ -62,7 +63,7 @@ def _buffers_alone(build: Callable[[], nn.Module], seed: int) -> dict[str, Tenso
             hook.remove()
         if _drawn() != before:
             return None
-    buffers = own_names(model.named_buffers())
+    buffers = own_names(model.named_buffers(remove_duplicate=False))
     return None if any(buffer.is_meta for buffer in buffers.values()) else buffers
 
 

@@ -13,7 +13,7 @@ import math
 import time
 from collections.abc import Callable, Collection, Generator, Iterator, Mapping, Sequence
 from dataclasses import replace
-from typing import Any, Final
+from typing import Any, Final, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -34,7 +34,7 @@ from workers.settings import Settings
 from workers.snapshot import SnapshotMemory
 from workers.state import (
     HostBuffer,
-    PersistentBuffers,
+    Optimizers,
     Registered,
     StateEntry,
     Stateful,
@@ -49,6 +49,7 @@ from workers.train.boundary import (
     UNWRITTEN,
     Boundary,
     Initial,
+    Needed,
     Restored,
     StorageWriter,
     load_initial,
@@ -79,6 +80,7 @@ VALIDATION: Final = "metrics/validation.jsonl"
 VALUES: Final = "metrics/values.jsonl"
 
 Initialise = Callable[[str, tuple[int, ...]], Tensor]
+_T = TypeVar("_T")
 
 
 class Session:
@@ -143,18 +145,24 @@ class Session:
         initialise: Initialise | None = None,
         *,
         plan: ModelPlan | None = None,
+        average_buffers: Sequence[str] = (),
     ) -> Any:
         """Return the model that ``build`` makes, sharded over the workers, without values.
 
         Args:
-            build: Makes the whole model; called on the meta device, where it needs no memory.
+            build: Makes the whole model; called on the meta device, where it needs no memory. An
+                ``nn.ModuleDict`` is several models, each of which the script calls: the two of a
+                GAN, a student and its frozen teacher, a model and its average.
             initialise: Returns the whole initial value of a parameter from its name and shape,
                 the same on every worker. Without it ``build`` is called again on the CPU, with a
                 seed, and its values are used; then the whole model must fit into memory briefly.
             plan: How tensor and pipeline parallelism cut it; not needed without.
+            average_buffers: Names, with ``*``, of persistent buffers that depend on the samples,
+                such as BatchNorm's ``*.running_mean`` and ``*.running_var``: after a step they are
+                the mean of what its micro-batches make of them. Others must not depend on samples.
 
         Raises:
-            TaskError: The model cannot be sharded.
+            TaskError: The model cannot be sharded, or a buffer would depend on the workers.
         """
         if self._built is not None:
             raise TaskError("session.model was called twice in one attempt; call it once")
@@ -165,21 +173,23 @@ class Session:
             settings=self.settings,
             device=self.device,
             reduction=self._reduction,
+            averaged=average_buffers,
         )
         self._build, self._initialise = build, initialise
         return self._built.called
 
     def optimizer(
         self,
-        make: Callable[[Mapping[str, nn.Parameter]], torch.optim.Optimizer],
+        make: Callable[[Mapping[str, nn.Parameter]], _T],
         *,
         elementwise: bool = False,
-    ) -> torch.optim.Optimizer:
+    ) -> _T:
         """Return the optimizer that ``make`` builds, after loading the state of both.
 
         Args:
-            make: Builds a torch optimizer over parameters given by name. They are this worker's
-                shards, so the optimizer must treat every element alike, as SGD and Adam do.
+            make: Builds a torch optimizer over parameters given by name, or a list of several over
+                different ones. They are this worker's shards, so an optimizer must treat every
+                element alike, as SGD and Adam do.
             elementwise: Declares that it does, if its class is not torch's own. One that uses whole
                 matrices (Muon, LAMB, SOAP, Shampoo) would depend on the number of workers.
 
@@ -192,13 +202,16 @@ class Session:
         self._context.progress.enter(WorkerPhase.LOADING)
         built = self._built
         parameters = local_parameters(built.shards)
-        optimizer = make(parameters)
-        refuse_unfit(optimizer, self._mesh.layout, elementwise=elementwise)
-        adopt(optimizer, built.shards, parameters)
+        made = make(parameters)
+        every = _as_optimizers(made)
+        for one in every:
+            refuse_unfit(one, self._mesh.layout, elementwise=elementwise)
+            adopt(one, built.shards, parameters)
+        optimizers = Optimizers(every, parameters)
         self._sharded = ShardedModel(
             model=built.model,
             shapes=built.shapes,
-            optimizer=optimizer,
+            optimizers=optimizers,
             shards=built.shards,
             parameters=parameters,
             reduction=self._reduction,
@@ -208,12 +221,15 @@ class Session:
             state=TrainingState(
                 built.shards,
                 parameters,
-                optimizer,
+                optimizers,
                 rank=self.rank,
                 guards=self._assignment.saved_too,
-                elsewhere=groups_elsewhere(built, optimizer, parameters, self.device),
+                elsewhere=groups_elsewhere(built, optimizers, parameters, self.device),
+                buffers=built.buffers.named(),
+                sharers=self._mesh.sharers,
             ),
-            registered=Registered(optimizer),
+            registered=Registered(optimizers.every),
+            buffers=built.buffers,
             pipeline=built.pipeline,
         )
         began_s = time.monotonic()
@@ -228,7 +244,7 @@ class Session:
                 found=restored.found,
             )
         )
-        return optimizer
+        return made
 
     def register(self, name: str, stateful: Stateful) -> Any:
         """Return ``stateful``, whose state is saved and loaded with the model from now on.
@@ -269,8 +285,7 @@ class Session:
 
         Raises:
             DataError: Workers, or this run and its checkpoint, have different data.
-            TaskError: A step was left without ``apply``, the model keeps state in its buffers, or
-                workers registered different state.
+            TaskError: A step was left without ``apply``, or workers registered different state.
         """
         sharded = self._ready()
         self._agree_on_registered()
@@ -288,13 +303,11 @@ class Session:
         begun_s = time.perf_counter()
         first_step = self.step + 1
         took_steps = self.step < train.steps
-        buffers = PersistentBuffers(sharded.model)
 
         step_s = 0.0
 
         def applied(step: Step) -> None:
             nonlocal begun_s, step_s
-            buffers.check(step.number)
             self.step, self._loss = step.number, step.loss
             step_s, begun_s = time.perf_counter() - begun_s, time.perf_counter()
             if step.number > first_step:
@@ -328,7 +341,12 @@ class Session:
         if took_steps:
             self._boundary.commit(self.step)
 
-    def train_step(self, loss_of: Callable[[Any], Tensor | tuple[Tensor, int]]) -> Step:
+    def train_step(
+        self,
+        loss_of: Callable[[Any], Tensor | tuple[Tensor, int]],
+        *,
+        optimizers: Sequence[torch.optim.Optimizer] | None = None,
+    ) -> Step:
         """Do the current step of ``steps``, and return it: its ``loss`` is known now.
 
         It computes the micro-batches of this worker, reduces gradients over workers, clips them
@@ -339,13 +357,16 @@ class Session:
             loss_of: Returns the mean loss of a micro-batch, a scalar with its graph; or that and
                 the number of tokens in the mean, its weight in the global batch, if micro-batches
                 have different ones.
+            optimizers: Those that update in this step, out of several; other gradients are dropped.
+                By default all whose parameters get gradients.
 
         Raises:
-            TaskError: There is no step, it has begun, or ``loss_of`` returned something else.
+            TaskError: There is no step, it has begun, ``loss_of`` returned something else, or
+                nothing has a gradient.
         """
         if self._current is None:
             raise TaskError("session.train_step: call it in `for step in session.steps(...)`")
-        self._current.train(loss_of)
+        self._current.train(loss_of, optimizers)
         return self._current
 
     def evaluate(
@@ -376,6 +397,7 @@ class Session:
 
         samples_each = min(self.settings.train.micro_batch, num_samples)
         num_micro_batches = num_samples // samples_each
+        trained = [module for module in sharded.model.modules() if module.training]
         sharded.model.eval()
         loss = mean_over_samples(
             counted,
@@ -385,7 +407,8 @@ class Session:
             mesh=self._mesh,
             pipeline=sharded.pipeline,
         )
-        sharded.model.train()
+        for module in trained:
+            module.training = True
         self._validation_loss = loss
         if self.rank == 0:
             self._storage.append(VALIDATION, self._boundary.line(self.step, loss=loss))
@@ -491,28 +514,36 @@ class Session:
             _set_optimizer(sharded, restored.without_state, restored.extra["optimizer"])
             self._loss = restored.extra.get("loss", math.nan)
             self._boundary.begin(self.step, sharded, restored.extra)
-        elif self.settings.init.path:
+        elif self.settings.start.path:
             initial = self._start_from(sharded)
             restored = replace(restored, sources=((INITIAL, initial.size_bytes),))
         else:
-            sharded.optimizer.state.clear()
+            sharded.optimizers.forget(sharded.parameters.values())
         self._fill(sharded, initial)
         drop_gathered(sharded.model)
         return restored
 
     def _start_from(self, sharded: ShardedModel) -> Initial:
         """Load what the settings say to start from."""
-        init = self.settings.init
+        init = self.settings.start
+        kept = {entry.fqn: entry.tensor.dtype for entry in sharded.state.entries()}
+        needed = {
+            name: Needed(dtype=kept.get(name, torch.float32), shape=shape)
+            for name, shape in sharded.shapes.items()
+        }
+        for name, buffer in sharded.buffers.named().items():
+            shape = tuple(buffer.shape)
+            needed[name] = Needed(dtype=buffer.dtype, shape=shape, is_optional=True)
 
         def to_fill() -> Sequence[StateEntry]:
             if init.state == "all":
                 sharded.prime()
             return sharded.state.entries()
 
-        sharded.optimizer.state.clear()
+        sharded.optimizers.forget(sharded.parameters.values())
         initial = load_initial(
             init,
-            sharded.shapes,
+            needed,
             to_fill,
             aliases=_aliases(sharded.model),
             buffer=self._buffer,
@@ -526,19 +557,25 @@ class Session:
     def _fill(self, sharded: ShardedModel, initial: Initial | None) -> None:
         """Fill what no checkpoint holds: buffers, and at step 0 the weights."""
         assert self._build is not None
-        is_new = self.step == 0
-        new = {shard.fqn for shard in sharded.shards} if is_new else frozenset[str]()
+        new = set[str]()
+        kept = sharded.buffers.named()
+        if self.step == 0:
+            new = {shard.fqn for shard in sharded.shards} | kept.keys()
         if initial is not None:
             new &= initial.missing
-        buffers = own_names(sharded.model.named_buffers())
+        buffers = {
+            name: buffer
+            for name, buffer in own_names(sharded.model.named_buffers()).items()
+            if name in new or name not in kept
+        }
         values: dict[str, Tensor] = {}
-        with_weights = bool(new) and self._initialise is None
+        with_weights = bool(new - kept.keys()) and self._initialise is None
         if buffers or with_weights:
             seed = self.settings.train.seed
             values = initial_values(self._build, seed, with_weights=with_weights)
         with torch.no_grad():
             for name, buffer in buffers.items():
-                buffer.copy_(values[name])
+                kept.get(name, buffer).copy_(values[name])
             for shard in sharded.shards:
                 if shard.fqn not in new:
                     continue
@@ -548,8 +585,7 @@ class Session:
                     value = values[shard.fqn]
                 for box, local in shard.pieces(shard.local):
                     local.copy_(value[tuple(map(slice, box.start, box.stop))])
-        if initial is not None:
-            initial.check_buffers(buffers)
+        sharded.buffers.restore()
 
     def _agree_on_data(
         self, order: DataOrder, digest: str, num_samples: int | None
@@ -636,14 +672,26 @@ def _num_samples(data: int | DataLoader) -> int | None:
     return None if data.is_stream else len(data)
 
 
+def _as_optimizers(made: Any) -> list[torch.optim.Optimizer]:
+    """Return what a script's function made; raise ``TaskError`` if there is something else."""
+    every = list(made) if isinstance(made, list | tuple) else [made]
+    other = next((one for one in every if not isinstance(one, torch.optim.Optimizer)), None)
+    if other is not None or not every:
+        raise TaskError(
+            f"session.optimizer: the function returned a {type(other or made).__name__}; return a "
+            "torch.optim.Optimizer, or a list of them"
+        )
+    return every
+
+
 def _set_optimizer(
     sharded: ShardedModel, without_state: Collection[str], scalars: Mapping[str, Any]
 ) -> None:
     """Set what a version says of the optimizer, beside its tensors."""
-    for fqn in sharded.parameters.keys() & set(without_state):
-        # ``prime`` made this state, and the version has none.
-        sharded.optimizer.state.pop(sharded.parameters[fqn], None)
-    set_scalars(sharded.parameters, sharded.optimizer, scalars)
+    # ``prime`` made this state, and the version has none.
+    bare = sharded.parameters.keys() & set(without_state)
+    sharded.optimizers.forget(sharded.parameters[fqn] for fqn in bare)
+    set_scalars(sharded.parameters, sharded.optimizers, scalars)
 
 
 def _aliases(model: nn.Module) -> dict[str, str]:

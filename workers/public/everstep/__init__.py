@@ -46,11 +46,14 @@ The contract:
   ``load_state_dict``. A step is then saved when the body of the loop has ended.
 - Every worker updates a part of each parameter, so an optimizer must treat every element alike. An
   optimizer class of your own must say so: ``session.optimizer(make, elementwise=True)``.
+- ``session.model`` takes an ``nn.ModuleDict`` as several models, and the function that makes the
+  optimizer may return a list. ``session.train_step(loss_of, optimizers=[...])`` updates some.
 - Within a micro-batch, random numbers of torch, NumPy and Python are the same for any number of
   workers. NumPy's and Python's are your own between the steps.
-- Checkpoints hold parameters, optimizer state and what is registered, but no buffers. A model that
-  changes a buffer in ``forward`` (running statistics, ``spectral_norm``) is refused, unless the
-  buffer is registered with ``persistent=False``.
+- Checkpoints hold parameters, persistent buffers, optimizer state and what is registered. A buffer
+  changes once in a step, as one micro-batch changes it. One that depends on the samples (running
+  statistics) is refused by name, or averaged if ``session.model(build, average_buffers=[...])``
+  names it. Buffers registered with ``persistent=False`` are for caches: they may change freely.
 - Only the step may change weights. A script that changes them elsewhere is refused at the
   next step, because no snapshot of the last step has the change. To change weights after every
   update (to clamp them, for example), use ``optimizer.register_step_post_hook``. Writes through

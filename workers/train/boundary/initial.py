@@ -20,13 +20,13 @@ from ucp_core.errors import UcpError
 from ucp_core.geometry import Box, TensorEntry, TensorKey
 from ucp_core.language import rename
 from ucp_core.native import Checkpoint
-from ucp_core.numerics import FLOATS, WIDER
+from ucp_core.numerics import WIDER
 from workers.errors import TaskError
 from workers.settings import InitSettings
-from workers.state import HostBuffer, StateEntry
+from workers.state import DTYPES, HostBuffer, StateEntry
 from workers.train.boundary.restore import WEIGHT, Target, without_optimizer_state
 
-__all__ = ["INITIAL", "Initial", "load_initial"]
+__all__ = ["INITIAL", "Initial", "Needed", "load_initial"]
 
 #: A kind of source, beside those of ``restore``.
 INITIAL: Final = "initial checkpoint"
@@ -34,6 +34,21 @@ INITIAL: Final = "initial checkpoint"
 _TOLD: Final = 5
 
 log = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Needed:
+    """A parameter or persistent buffer of the model.
+
+    Attributes:
+        dtype: Its dtype in the run.
+        shape: Its whole shape.
+        is_optional: Whether it begins as built if the checkpoint lacks it: a buffer.
+    """
+
+    dtype: torch.dtype
+    shape: tuple[int, ...]
+    is_optional: bool = False
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -51,30 +66,11 @@ class Initial:
     missing: frozenset[str]
     without_state: frozenset[str] = frozenset()
     scalars: Mapping[str, Any] = field(default_factory=dict)
-    checkpoint: Checkpoint = field(repr=False)
-
-    def check_buffers(self, buffers: Mapping[str, Tensor]) -> None:
-        """Raise ``TaskError`` if a buffer of the model has another value in the checkpoint.
-
-        Buffers are not saved: after a resume they have the values of the model's builder again.
-        """
-        for name, buffer in buffers.items():
-            entry = self.checkpoint.state_map.entries.get(TensorKey(name, WEIGHT))
-            if entry is None or entry.dtype not in FLOATS:
-                continue
-            [held] = _read(self.checkpoint, [entry])
-            if held.shape != buffer.shape or not torch.equal(held, buffer.double().cpu()):
-                raise TaskError(
-                    f"run.init_from: buffer {name} of {self.checkpoint.directory} differs from the "
-                    "one that the model is built with; buffers are not saved yet, so its value "
-                    "would be lost when the run resumes. Build the model with that value",
-                    buffer=name,
-                )
 
 
 def load_initial(
     init: InitSettings,
-    shapes: Mapping[str, tuple[int, ...]],
+    needed: Mapping[str, Needed],
     entries: Callable[[], Sequence[StateEntry]],
     *,
     aliases: Mapping[str, str],
@@ -87,7 +83,7 @@ def load_initial(
 
     Args:
         init: What to load, and from where.
-        shapes: Shapes of the model's parameters by name.
+        needed: The model's parameters and persistent buffers, by name.
         entries: Returns the tensors to fill: weights, and with ``init.state`` "all" the optimizer's
             slots. Called once the checkpoint is known to fit.
         aliases: Other names of tied parameters.
@@ -101,21 +97,21 @@ def load_initial(
     """
     try:
         checkpoint = ucp_core.open(init.path)
-        checkpoint = _renamed(checkpoint, init.rename, shapes, aliases)
+        checkpoint = _renamed(checkpoint, init.rename, needed, aliases)
     except UcpError as error:
         raise TaskError(f"run.init_from: {error}", path=init.path) from error
     held = checkpoint.state_map.entries
-    missing = frozenset(name for name in shapes if TensorKey(name, WEIGHT) not in held)
-    _refuse_misfits(init, checkpoint, shapes, missing)
+    missing = frozenset(name for name in needed if TensorKey(name, WEIGHT) not in held)
+    _refuse_misfits(init, checkpoint, needed, missing)
     bare = without_optimizer_state(held)
     if init.state == "weights":
-        bare = frozenset(shapes)
-    elif bare.issuperset(shapes.keys() - missing) or not any(key.slot != WEIGHT for key in held):
+        bare = frozenset(needed)
+    elif bare.issuperset(needed.keys() - missing) or not any(key.slot != WEIGHT for key in held):
         raise TaskError(
             f"run.init_from: {init.path} has no optimizer state; set run.init_state: weights",
             path=init.path,
         )
-    unused = sorted({key.fqn for key in held if key.slot == WEIGHT} - shapes.keys())
+    unused = sorted({key.fqn for key in held if key.slot == WEIGHT} - needed.keys())
     if unused and tell:
         log.warning("%s has %s, which the model lacks", init.path, _some(unused))
     need = [entry for entry in entries() if entry.fqn not in missing]
@@ -123,7 +119,7 @@ def load_initial(
     try:
         target = Target(need, buffer, threads, moved)
         size_bytes = target.fill(checkpoint, widen=True)
-        scalars = _scalars(checkpoint, shapes.keys() - bare) if init.state == "all" else {}
+        scalars = _scalars(checkpoint, needed.keys() - bare) if init.state == "all" else {}
     except UcpError as error:
         raise TaskError(f"run.init_from: {error}", path=init.path) from error
     return Initial(
@@ -131,14 +127,13 @@ def load_initial(
         missing=missing,
         without_state=bare | missing,
         scalars=scalars,
-        checkpoint=checkpoint,
     )
 
 
 def _renamed(
     checkpoint: Checkpoint,
     patterns: Sequence[tuple[str, str]],
-    shapes: Mapping[str, tuple[int, ...]],
+    needed: Collection[str],
     aliases: Mapping[str, str],
 ) -> Checkpoint:
     """Return the checkpoint with the model's names: as the user says, then by what is tied."""
@@ -150,7 +145,7 @@ def _renamed(
     held = {key.fqn for key in manifest.state_map.entries}
     tied: dict[str, str] = {}
     for alias, owner in (*manifest.ties.items(), *_reverse(aliases)):
-        if alias in shapes and alias not in held and owner in held and owner not in shapes:
+        if alias in needed and alias not in held and owner in held and owner not in needed:
             tied[owner] = alias
             if alias in manifest.ties:
                 tied[alias] = owner
@@ -179,14 +174,17 @@ def _new_name(name: str, patterns: Sequence[tuple[str, str]]) -> str:
 def _refuse_misfits(
     init: InitSettings,
     checkpoint: Checkpoint,
-    shapes: Mapping[str, tuple[int, ...]],
+    needed: Mapping[str, Needed],
     missing: frozenset[str],
 ) -> None:
     """Raise ``TaskError`` unless every parameter has a value of its shape, or may lack one."""
     held = checkpoint.state_map.entries
-    unexpected = sorted({key.fqn for key in held if key.slot == WEIGHT} - shapes.keys())
+    unexpected = sorted({key.fqn for key in held if key.slot == WEIGHT} - needed.keys())
     refused = sorted(
-        name for name in missing if not any(fnmatchcase(name, pattern) for pattern in init.missing)
+        name
+        for name in missing
+        if not needed[name].is_optional
+        and not any(fnmatchcase(name, pattern) for pattern in init.missing)
     )
     found: list[str] = []
     if refused:
@@ -194,9 +192,10 @@ def _refuse_misfits(
         if unexpected:
             found.append(f"and has {_some(unexpected)}, which the model lacks")
     wrong = [
-        f"{name} is {entry.dtype}{list(entry.shape)} in it and {list(shape)} in the model"
-        for name, shape in sorted(shapes.items())
-        if (entry := held.get(TensorKey(name, WEIGHT))) is not None and not _fits(entry, shape)
+        f"{name} is {entry.dtype}{list(entry.shape)} in it and {DTYPES[one.dtype]}"
+        f"{list(one.shape)} in the model"
+        for name, one in sorted(needed.items())
+        if (entry := held.get(TensorKey(name, WEIGHT))) is not None and not _fits(entry, one)
     ]
     if wrong:
         found.append("; ".join(wrong[:_TOLD]))
@@ -212,8 +211,9 @@ def _refuse_misfits(
         )
 
 
-def _fits(entry: TensorEntry, shape: tuple[int, ...]) -> bool:
-    return entry.shape == shape and (entry.dtype == "F32" or "F32" in WIDER.get(entry.dtype, ()))
+def _fits(entry: TensorEntry, needed: Needed) -> bool:
+    fitting = (entry.dtype, *WIDER.get(entry.dtype, ()))
+    return entry.shape == needed.shape and DTYPES[needed.dtype] in fitting
 
 
 def _scalars(checkpoint: Checkpoint, names: Collection[str]) -> dict[str, Any]:

@@ -1,4 +1,4 @@
-"""What a step works on: the sharded model with its optimizer."""
+"""What a step works on: the sharded model with its optimizers."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 from workers.parallel import LocalShard, Mesh
-from workers.state import Registered, TrainingState
+from workers.state import Optimizers, PersistentBuffers, Registered, TrainingState
 from workers.train.executor.pipeline import Pipeline
 from workers.train.executor.reduction import Reduction
 
@@ -18,12 +18,12 @@ __all__ = ["ShardedModel"]
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class ShardedModel:
-    """A sharded model with its optimizer, as this rank holds them.
+    """A sharded model with its optimizers, as this rank holds them.
 
     Attributes:
         model: The whole model, or this rank's pipeline stage of it, sharded.
         shapes: Shapes of all parameters of the whole model, by name.
-        optimizer: The optimizer over ``parameters``.
+        optimizers: The optimizers over ``parameters``.
         shards: This rank's shard of every parameter.
         parameters: The shards as plain parameters by name, in the same memory.
         reduction: State of the deterministic reduction.
@@ -32,12 +32,13 @@ class ShardedModel:
         keeps_gathered: Whether parameters stay gathered until the last pass of a step.
         state: The tensors of the training state.
         registered: State of the script, beside them.
+        buffers: Persistent buffers of the model.
         pipeline: Runs micro-batches through the stages; None if the model is whole.
     """
 
     model: nn.Module
     shapes: Mapping[str, tuple[int, ...]]
-    optimizer: torch.optim.Optimizer
+    optimizers: Optimizers
     shards: Sequence[LocalShard]
     parameters: Mapping[str, nn.Parameter]
     reduction: Reduction
@@ -46,18 +47,23 @@ class ShardedModel:
     keeps_gathered: bool
     state: TrainingState
     registered: Registered
+    buffers: PersistentBuffers
     pipeline: Pipeline | None = None
 
     def prime(self) -> None:
-        """Make the optimizer allocate its state, all zero, as memory to load into.
-
-        This changes the weights: load or initialise them afterwards.
-        """
+        """Make the optimizers allocate their state, all zero; weights stay as they are."""
         for parameter in self.parameters.values():
-            parameter.grad = torch.zeros_like(parameter)
-        self.optimizer.step()
-        self.optimizer.zero_grad(set_to_none=True)
-        for state in self.optimizer.state.values():
-            for value in state.values():
-                if isinstance(value, torch.Tensor):
-                    value.zero_()
+            if parameter.requires_grad:
+                parameter.grad = torch.zeros_like(parameter)
+        for optimizer in self.optimizers.every:
+            rates = [group["lr"] for group in optimizer.param_groups]
+            for group in optimizer.param_groups:
+                group["lr"] = 0.0 * group["lr"]
+            optimizer.step()
+            optimizer.zero_grad(set_to_none=True)
+            for group, rate in zip(optimizer.param_groups, rates, strict=True):
+                group["lr"] = rate
+            for state in optimizer.state.values():
+                for value in state.values():
+                    if isinstance(value, torch.Tensor):
+                        value.zero_()

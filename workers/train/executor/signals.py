@@ -20,6 +20,7 @@ class Signals:
     """What one rank signals in a step; after the step's all-reduce, what any rank signalled.
 
     Attributes:
+        buffers: A pass changed a persistent buffer.
         leaves: It was asked to leave.
         leaves_durably: The state that it leaves with must be in storage.
         no_memory: It has no memory for a snapshot.
@@ -29,6 +30,7 @@ class Signals:
         storage_steps: Steps between two versions in storage from now on, likewise.
     """
 
+    buffers: bool = False
     leaves: bool = False
     leaves_durably: bool = False
     no_memory: bool = False

@@ -9,12 +9,14 @@ count, the ranks' signals, and the squares for the gradient norm.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
 from typing import Any, Protocol
 
 import torch
 import torch.distributed as dist
-from torch import Tensor
+from torch import Tensor, nn
+from torch.amp import GradScaler
 
 from workers import collectives
 from workers.data import keeping_host_numbers, random_seed, seed_all
@@ -53,7 +55,7 @@ class Step:
         order_range: Positions of the data order that the step takes, half-open.
         loss: Mean over the tokens of the global batch, on every worker; set by ``apply``.
         grad_norm: Norm of the mean gradient before clipping; set by ``apply``.
-        lr: Learning rate of the step.
+        lr: Learning rate of the step; of the first optimizer if they have their own.
         tokens: Tokens in the global batch; set by ``apply``.
         is_applied: Whether ``apply`` was called.
         agreed: The signals of all workers, equal on all; set by ``apply``.
@@ -73,10 +75,10 @@ class Step:
     ) -> None:
         self.number = number
         self.order_range = (number - 1) * train.global_batch, number * train.global_batch
-        if sharded.registered.schedules:
-            self.lr = float(sharded.optimizer.param_groups[0]["lr"])
-        else:
-            self.lr = learning_rate(train, number)
+        self.lr = learning_rate(train, number)
+        first = sharded.optimizers.every[0]
+        if sharded.registered.schedule(first):
+            self.lr = float(first.param_groups[0]["lr"])
         self.loss = self.grad_norm = math.nan
         self.tokens = 0
         self.is_applied = False
@@ -119,6 +121,7 @@ class Step:
                 "session.train_step, which runs them through the pipeline"
             )
         self._has_begun = True
+        self._sharded.buffers.begin_step(self.number)
         with keeping_host_numbers():
             yield from self._micro_batches()
 
@@ -128,6 +131,7 @@ class Step:
             self._pass = one
             # They may be read by now, by random numbers of their own.
             mine = next(self._samples)
+            self._sharded.buffers.begin_pass()
             self._begin_forward(number)
             yield mine
             if self._is_open():
@@ -135,6 +139,8 @@ class Step:
                     f"a micro-batch of step {self.number} was left without step.backward(loss, "
                     "tokens); call it once for each"
                 )
+            counts = one.counts and self._sharded.mesh.counts
+            self._sharded.buffers.end_pass(one.micro_batch if counts else None, self.number)
             self._progress.micro_batch(number + 1)
 
     def _begin_forward(self, number: int) -> None:
@@ -166,11 +172,16 @@ class Step:
     def _is_open(self) -> bool:
         return self._pass is not None
 
-    def train(self, loss_of: Callable[[Any], Tensor | tuple[Tensor, int]]) -> None:
+    def train(
+        self,
+        loss_of: Callable[[Any], Tensor | tuple[Tensor, int]],
+        optimizers: Sequence[torch.optim.Optimizer] | None = None,
+    ) -> None:
         """Do the whole step: every micro-batch of this worker, then ``apply``.
 
         Args:
             loss_of: See ``Session.train_step``.
+            optimizers: See ``apply``.
 
         Raises:
             TaskError: The step has begun already, or ``loss_of`` returned something else.
@@ -181,13 +192,14 @@ class Step:
             for batch in self.micro_batches():
                 loss, tokens = _loss_and_tokens(loss_of(batch), self._train.micro_batch)
                 self.backward(loss, tokens)
-        self.apply()
+        self.apply(optimizers)
 
     def _train_stages(self, pipeline: Pipeline, loss_of: Callable[[Any], Any]) -> None:
         """Compute every micro-batch of this rank's pipeline stage."""
         if self._has_begun:
             raise TaskError(f"step {self.number} was computed already")
         self._has_begun = True
+        self._sharded.buffers.begin_step(self.number)
         passes = self._quota.passes
 
         def weigh(number: int, returned: Any) -> Tensor:
@@ -206,6 +218,8 @@ class Step:
         )
         with keeping_host_numbers():
             pipeline.train([next(self._samples) for _ in passes], loss_of, hooks)
+        # Several passes are open at a time: none can begin with the values before the step.
+        self._sharded.buffers.refuse_changes(self.number)
 
     def backward(self, loss: Tensor, tokens: int) -> None:
         """Add the gradient of a micro-batch.
@@ -231,13 +245,19 @@ class Step:
         if one.counts:
             self._sums[one.micro_batch] = (loss.detach().double() * tokens, tokens)
         # With a weight of zero, too, the rank takes part in every collective of the pass.
-        return loss * float(tokens if one.counts else 0)
+        weighted = loss * float(tokens if one.counts else 0)
+        scaler = self._sharded.registered.scaler
+        return scaler.scale(weighted) if scaler is not None else weighted
 
-    def apply(self) -> None:
+    def apply(self, optimizers: Sequence[torch.optim.Optimizer] | None = None) -> None:
         """Reduce over workers, clip, and update the weights. Every worker calls it once.
 
+        Args:
+            optimizers: Those that update, out of several; other gradients are dropped. By default
+                all whose parameters have gradients.
+
         Raises:
-            TaskError: Called twice, or not every micro-batch was computed.
+            TaskError: Called twice, not every micro-batch was computed, or there is no gradient.
         """
         if self.is_applied:
             raise TaskError(f"step.apply was called twice in step {self.number}")
@@ -248,12 +268,36 @@ class Step:
                 "iterate step.micro_batches() to its end first"
             )
         self._progress.enter(WorkerPhase.REDUCING)
+        self._choose(optimizers)
         self._reduce()
         self._progress.enter(WorkerPhase.UPDATING)
         self._boundary.before_update()
+        if self.agreed.buffers:
+            self._sharded.buffers.end_step(
+                self.number, self._train.num_micro_batches, in_order=self._train.deterministic
+            )
         self._update()
         self.is_applied = True
         self._on_applied(self)
+
+    def _choose(self, chosen: Sequence[torch.optim.Optimizer] | None) -> None:
+        """Drop the gradients that no optimizer in ``chosen`` takes."""
+        sharded = self._sharded
+        for one in chosen or ():
+            if not any(one is held for held in sharded.optimizers.every):
+                raise TaskError(
+                    f"step {self.number}: {type(one).__name__} in optimizers is none of those that "
+                    "session.optimizer returned"
+                )
+        for shard in () if chosen is None else sharded.shards:
+            owner = sharded.optimizers.owner(sharded.parameters[shard.fqn])
+            if not any(owner is one for one in chosen or ()):
+                shard.parameter.grad = None
+        if all(shard.parameter.grad is None for shard in sharded.shards):
+            raise TaskError(
+                f"step {self.number}: no parameter that an optimizer updates has a gradient; the "
+                "loss must depend on one with requires_grad"
+            )
 
     def _reduce(self) -> None:
         """Set loss, tokens, grad_norm and agreed; scale the gradients.
@@ -277,30 +321,55 @@ class Step:
             squares = row_squares(sharded.shards, sharded.shapes, rank, device)
         else:
             squares = sum_of_squares(sharded.shards, rank, device).reshape(1)
-        said = [tokens, *self._boundary.signals().numbers()]
+        signals = replace(self._boundary.signals(), buffers=sharded.buffers.have_changed)
+        said = [tokens, *signals.numbers()]
         counts = torch.tensor(said, dtype=torch.float64, device=sharded.device)
         numbers = torch.cat((counts, losses, squares))
         dist.all_reduce(numbers)
         square = numbers[len(said) + num_places :].sum()
         read = reading(torch.cat((numbers[: len(said) + num_places], square.reshape(1))))
-        scale_gradients(sharded.shards, square, numbers[0], self._train.clip_norm)
+        scaler = sharded.registered.scaler
+        scale = scaler.get_scale() if scaler is not None else 1.0
+        scale_gradients(sharded.shards, square, numbers[0] * scale, self._train.clip_norm)
         *head, squared = read()
         self.tokens, self.agreed = int(head[0]), Signals.from_sums(head[1 : len(said)])
         self.loss = math.fsum(head[len(said) :]) / max(1, self.tokens)
-        self.grad_norm = math.sqrt(squared) * (1.0 / max(1, self.tokens))
+        self.grad_norm = math.sqrt(squared) * (1.0 / (max(1, self.tokens) * scale))
 
     def _update(self) -> None:
         sharded = self._sharded
         for shard in sharded.shards:
             sharded.parameters[shard.fqn].grad = shard.gradient
-        schedules = sharded.registered.schedules
-        for group in () if schedules else sharded.optimizer.param_groups:
-            group["lr"] = self.lr * group.get("lr_scale", 1.0)
-        sharded.optimizer.step()
-        sharded.optimizer.zero_grad(set_to_none=True)
+        if sharded.registered.scaler is None or self._has_fit(sharded.registered.scaler):
+            self._step_optimizers()
+        elif not any(sharded.optimizers.state.values()):
+            # A version whose parameters have no state at all is one of another optimizer.
+            sharded.prime()
         for shard in sharded.shards:
-            shard.parameter.grad = None
+            sharded.parameters[shard.fqn].grad = shard.parameter.grad = None
         drop_gathered(sharded.model)
+
+    def _has_fit(self, scaler: GradScaler) -> bool:
+        """Return whether no gradient overflowed; have the scale adapt, equally on all workers."""
+        fits = math.isfinite(self.grad_norm)
+        flag = nn.Parameter(torch.zeros(1, device=self._sharded.device))
+        flag.grad = torch.full_like(flag, 0.0 if fits else math.inf)
+        # A stage without a loss has scaled nothing so far.
+        scaler.scale(flag.detach())
+        scaler.unscale_(torch.optim.SGD([flag], lr=0.0))
+        scaler.update()
+        return fits
+
+    def _step_optimizers(self) -> None:
+        sharded, lr = self._sharded, learning_rate(self._train, self.number)
+        for optimizer in sharded.optimizers.every:
+            groups = optimizer.param_groups
+            if all(one.grad is None for group in groups for one in group["params"]):
+                continue
+            for group in () if sharded.registered.schedule(optimizer) else groups:
+                group["lr"] = lr * group.get("lr_scale", 1.0)
+            optimizer.step()
+            optimizer.zero_grad(set_to_none=True)
 
 
 def _loss_and_tokens(returned: Any, num_samples: int) -> tuple[Tensor, int]:

@@ -1,8 +1,8 @@
-"""State in buffers is refused, and only state: nothing saves it."""
+"""State in buffers is saved, if it does not depend on the workers; else it is refused."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -10,12 +10,17 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+import ucp_core
 from everstep import Session, Settings, run
 from workers.errors import TaskError
 from workers.settings import TrainSettings
 from workers.state import PersistentBuffers
 
 TABLE = torch.arange(4.0).outer(torch.ones(4))
+
+
+def inputs_of(samples: Any) -> Tensor:
+    return (torch.from_numpy(samples).float()[:, None] / 16).expand(-1, 4).exp()
 
 
 class Scaled(nn.Module):
@@ -31,6 +36,7 @@ class Scaled(nn.Module):
     def forward(self, inputs: Tensor) -> Tensor:
         table: Any = self.table
         output: Tensor = self.linear(inputs @ table)
+        self.seen = output.detach()
         self.use(self)
         return output
 
@@ -59,6 +65,10 @@ def register(module: Any) -> None:
     module.linear.register_buffer("mean", torch.zeros(4))
 
 
+def mix(module: Any) -> None:
+    module.table.mul_(0.9).add_(0.1 * module.seen.mean())
+
+
 def write_in_evaluation(module: Any) -> None:
     if not module.training:
         with torch.inference_mode():
@@ -74,14 +84,19 @@ def look(module: Any) -> None:
         module.table[1:].sum().item()
 
 
-def task(build: Callable[[], nn.Module], *, evaluates: bool = False) -> Callable[[Session], None]:
+def task(
+    build: Callable[[], nn.Module],
+    *,
+    evaluates: bool = False,
+    averages: Sequence[str] = (),
+    look: Callable[[Any], object] = lambda _: None,
+) -> Callable[[Session], None]:
     def train(session: Session) -> None:
-        model = session.model(build)
+        model = session.model(build, average_buffers=averages)
         session.optimizer(lambda parameters: torch.optim.SGD(parameters.values()))
-        for step in session.steps(16):
-            for samples in step.micro_batches():
-                step.backward(model(torch.ones(len(samples), 4)).square().mean(), tokens=1)
-            step.apply()
+        for _ in session.steps(16):
+            session.train_step(lambda samples: model(inputs_of(samples)).square().mean())
+            look(model)
             if evaluates:
                 session.evaluate(lambda samples: (model(torch.ones(len(samples), 4)).mean(), 1), 4)
 
@@ -89,26 +104,31 @@ def task(build: Callable[[], nn.Module], *, evaluates: bool = False) -> Callable
 
 
 def train(directory: Path, task: Callable[[Session], None], **settings: Any) -> None:
-    small = TrainSettings(global_batch=4, micro_batch=2, warmup_steps=0, **settings)
+    small = TrainSettings(
+        **{
+            "global_batch": 4,
+            "micro_batch": 2,
+            "warmup_steps": 0,
+            "schedule": "constant",
+            **settings,
+        }
+    )
     run(task, directory=str(directory), settings=Settings(train=small))
 
 
 @pytest.mark.parametrize(
-    ("use", "place"),
+    ("use", "told"),
     [
-        (count, r"buffer table of the model \(Scaled\)"),
-        (replace, "buffer table"),
-        (point_elsewhere, "buffer table"),
-        (write_unseen, "buffer table"),
-        (fill_late, "buffer late"),
-        (register, r"buffer mean of module linear \(Linear\)"),
+        (mix, r"buffer table of the model \(Scaled\) differs between micro-batches[\s\S]*average_"),
+        (fill_late, "buffer late of the model .* another shape or dtype after step 1"),
+        (register, r"buffer mean of module linear \(Linear\) is new in step 1"),
     ],
 )
-def test_a_model_that_changes_a_buffer_is_refused_after_its_first_step(
-    tmp_path: Path, use: Callable[[Any], None], place: str
+def test_what_would_depend_on_the_workers_is_refused_in_the_first_step(
+    tmp_path: Path, use: Callable[[Any], None], told: str
 ) -> None:
-    """The run would go on after a fault as if the buffer had never changed."""
-    with pytest.raises(TaskError, match=rf"in step 1\n[\s\S]*{place}[\s\S]*persistent=False"):
+    """Each worker would have its own value, and a snapshot the value of one."""
+    with pytest.raises(TaskError, match=rf"in step 1\n[\s\S]*{told}[\s\S]*persistent=False"):
         train(tmp_path, task(lambda: Scaled(use)), steps=2)
 
 
@@ -116,16 +136,96 @@ def test_a_change_outside_of_training_is_seen_in_the_next_step(tmp_path: Path) -
     """Nobody but the evaluation touched it; the step before was as it should be."""
     script = task(lambda: Scaled(write_in_evaluation), evaluates=True)
 
-    with pytest.raises(TaskError, match=r"in step 2\n[\s\S]*buffer table"):
+    with pytest.raises(TaskError, match=r"in step 2\n[\s\S]*buffer table .* outside of a step"):
         train(tmp_path, script, steps=3)
 
 
-def test_spectral_norm_is_refused_by_name(tmp_path: Path) -> None:
-    """Its vectors look like a detail of the layer; each worker and attempt has its own."""
-    normed = nn.utils.parametrizations.spectral_norm
+def batch_normed() -> nn.Sequential:
+    return nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4), nn.Linear(4, 4))
 
-    with pytest.raises(TaskError, match=r"buffer _u of module 0\.parametrizations\.weight\.0"):
-        train(tmp_path, task(lambda: nn.Sequential(normed(nn.Linear(4, 4)))), steps=2)
+
+def spectral_normed() -> nn.Module:
+    return nn.Sequential(nn.utils.parametrizations.spectral_norm(nn.Linear(4, 4)))
+
+
+RUNNING = ("*.running_mean", "*.running_var")
+STATEFUL: dict[str, tuple[Callable[[], nn.Module], tuple[str, ...]]] = {
+    "count": (lambda: Scaled(count), ()),
+    "replace": (lambda: Scaled(replace), ()),
+    "elsewhere": (lambda: Scaled(point_elsewhere), ()),
+    "unseen": (lambda: Scaled(write_unseen), ()),
+    "mean": (lambda: Scaled(mix), ("table",)),
+    "spectral": (spectral_normed, ()),
+    "batch": (batch_normed, RUNNING),
+}
+
+
+@pytest.mark.parametrize("name", STATEFUL)
+def test_buffers_go_on_where_they_were(tmp_path: Path, name: str) -> None:
+    """As if the run had never stopped; whatever way a module writes them."""
+    build, averages = STATEFUL[name]
+    seen: list[dict[str, Tensor]] = []
+
+    def look(model: Any) -> None:
+        seen.append({fqn: buffer.clone() for fqn, buffer in model.named_buffers()})
+
+    script = task(build, averages=averages, look=look)
+    train(tmp_path / "whole", script, steps=4)
+    whole, seen[:] = list(seen), []
+    train(tmp_path / "run", script, steps=2)
+    train(tmp_path / "run", script, steps=4)
+
+    for once, again in zip(whole, seen, strict=True):
+        assert once.keys() == again.keys() != set()
+        assert all(torch.equal(once[fqn], again[fqn]) for fqn in once)
+    if name != "elsewhere":
+        assert any(not torch.equal(whole[0][fqn], whole[1][fqn]) for fqn in whole[0])
+    held = ucp_core.open(tmp_path / "run/checkpoints/step-00000004").state_map.entries
+    assert {(fqn, "weight") for fqn in whole[0]} <= {tuple(key) for key in held}
+
+
+def test_a_step_changes_a_buffer_as_one_micro_batch_does(tmp_path: Path) -> None:
+    """Else four workers, which compute a quarter of the micro-batches each, had other values."""
+    seen: list[Tensor] = []
+
+    def look(model: Any) -> None:
+        seen.append(model.table.clone())
+
+    for micro_batch in (1, 2, 4):
+        script = task(lambda: Scaled(count), look=look)
+        train(tmp_path / str(micro_batch), script, steps=1, micro_batch=micro_batch)
+
+    assert all(torch.equal(table, TABLE + 1) for table in seen)
+
+
+def test_running_statistics_are_the_mean_over_the_micro_batches(tmp_path: Path) -> None:
+    """The last micro-batch alone would count, and another one with more workers."""
+    norms: list[Any] = []
+    inputs: list[Tensor] = []
+
+    def build() -> nn.Sequential:
+        model = batch_normed()
+        model[1].register_forward_pre_hook(lambda _, given: inputs.append(given[0].detach()))
+        return model
+
+    script = task(build, averages=RUNNING, look=lambda model: norms.append(model[1]))
+    train(tmp_path, script, steps=1)
+
+    means = torch.stack([one.mean(0) for one in inputs])
+    assert len(means) == 2
+    torch.testing.assert_close(norms[0].running_mean, 0.1 * means.mean(0))
+    assert norms[0].num_batches_tracked == 1
+
+
+def test_running_statistics_are_refused_unless_they_are_averaged(tmp_path: Path) -> None:
+    for averages in ((), ("*.running_mean",)):
+        with pytest.raises(TaskError, match=r"module 1 \(BatchNorm1d\)[\s\S]*average_buffers="):
+            train(tmp_path, task(batch_normed, averages=averages), steps=1)
+
+
+def test_a_name_of_no_buffer_is_told(tmp_path: Path) -> None:
+    with pytest.raises(TaskError, match=r"average_buffers names tabel, [\s\S]* there are table"):
+        train(tmp_path, task(lambda: Scaled(type), averages=["tabel"]), steps=1)
 
 
 @pytest.mark.parametrize("mode", [{}, {"deterministic": True}], ids=["fast", "deterministic"])
@@ -154,15 +254,16 @@ def test_a_model_without_state_in_buffers_trains_and_resumes(
 
 def test_a_tensor_of_the_same_value_is_let_be_until_it_has_another() -> None:
     """A model may convert a table when it is used first; it would do so again when it resumes."""
-    model = Scaled(look)
-    model.table = TABLE.clone()
+    model: Any = Scaled(look)
     buffers = PersistentBuffers(model)
     for step, dtype in ((1, torch.bfloat16), (2, torch.float32)):
+        buffers.begin_step(step)
         model.table = model.table.to(dtype)
-        buffers.check(step)
+        buffers.end_pass(0, step)
+        assert not buffers.have_changed
 
     model.table[0] += 1
 
-    with pytest.raises(TaskError, match="after step 3") as refused:
-        buffers.check(3)
+    with pytest.raises(TaskError, match="before step 3") as refused:
+        buffers.begin_step(3)
     assert refused.value.facts == {"module": "", "buffer": "table", "step": 3}

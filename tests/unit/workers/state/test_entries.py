@@ -217,9 +217,9 @@ def test_an_optimizer_whose_tensors_are_of_a_type_that_is_not_saved_is_refused()
     """They have the shape of their parameter: the first save would fail without naming them."""
     held = [shard("a.weight", WEIGHTS["a.weight"], 1, 4)]
     parameters, optimizer = trained(held)
-    optimizer.state[parameters["a.weight"]]["exp_avg"] = torch.zeros(3, 4, dtype=torch.float16)
+    optimizer.state[parameters["a.weight"]]["exp_avg"] = torch.zeros(3, 4, dtype=torch.complex64)
 
-    with pytest.raises(StateError, match=r"exp_avg of a\.weight is torch\.float16"):
+    with pytest.raises(StateError, match=r"exp_avg of a\.weight is torch\.complex64"):
         state_of(held, parameters, optimizer)
 
 

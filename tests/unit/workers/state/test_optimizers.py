@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import json
 from collections.abc import Callable, Mapping
 from pathlib import Path
@@ -198,11 +199,21 @@ def test_a_script_is_told_before_it_trains(tmp_path: Path) -> None:
     assert not (tmp_path / "metrics").exists()
 
 
-def test_muon_alone_resumes_to_the_bit(tmp_path: Path) -> None:
-    """It is let be only if all that it keeps is saved and loaded."""
-    train(tmp_path / "resumed", torch.optim.Muon, steps=2)
-    train(tmp_path / "resumed", torch.optim.Muon, steps=4)
-    train(tmp_path / "whole", torch.optim.Muon, steps=4)
+@pytest.mark.parametrize(
+    "kind",
+    [
+        torch.optim.Muon,
+        functools.partial(torch.optim.AdamW, fused=True),
+        functools.partial(torch.optim.AdamW, foreach=True, amsgrad=True),
+        functools.partial(torch.optim.SGD, momentum=0.9, nesterov=True, fused=True),
+    ],
+    ids=["muon", "fused", "foreach", "fused sgd"],
+)
+def test_an_optimizer_resumes_to_the_bit(kind: Callable[..., Any], tmp_path: Path) -> None:
+    """It is let be only if all that it keeps is saved and loaded, however it computes."""
+    train(tmp_path / "resumed", kind, steps=2)
+    train(tmp_path / "resumed", kind, steps=4)
+    train(tmp_path / "whole", kind, steps=4)
 
     resumed, whole = (
         json.loads((tmp_path / run / "result.json").read_text()) for run in ("resumed", "whole")
