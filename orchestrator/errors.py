@@ -3,6 +3,7 @@
 OrchestratorError
 + ConfigError           every problem of a configuration at once
 + CapacityError         the cluster cannot give what the run needs
++ TokenError            who asks to change a run does not know its token
 + RunNotFoundError      there is no run where one was looked for
 + JournalCorruptError   a journal cannot be read back
 + CompactionError       a compacted journal cannot be used
@@ -19,6 +20,7 @@ __all__ = [
     "JournalCorruptError",
     "OrchestratorError",
     "RunNotFoundError",
+    "TokenError",
 ]
 
 
@@ -48,6 +50,10 @@ class CapacityError(OrchestratorError):
 
 class RunNotFoundError(OrchestratorError):
     """There is no run in a directory."""
+
+
+class TokenError(OrchestratorError):
+    """Whoever asks to change a run does not know its token."""
 
 
 class JournalCorruptError(OrchestratorError):

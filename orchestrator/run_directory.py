@@ -21,6 +21,8 @@ from ucp_core.storage import Store, join, open_store, read_all_appended, read_ap
 CONFIG = "config.yaml"
 #: The same of each start and resume, under the number of the incarnation of the controller.
 SETTINGS = "settings"
+#: Whoever knows its content may change the run.
+TOKEN = "token"  # noqa: S105  the name of its file
 #: Written by each incarnation of the controller: how to reach it.
 CONTACT = "controller.json"
 #: The journal up to some record, folded, so that a restarted controller reads only the rest.

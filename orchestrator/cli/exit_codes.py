@@ -5,7 +5,7 @@ from __future__ import annotations
 import signal
 from enum import IntEnum
 
-from orchestrator.errors import CapacityError, ConfigError, RunNotFoundError
+from orchestrator.errors import CapacityError, ConfigError, RunNotFoundError, TokenError
 
 __all__ = [
     "TABLE",
@@ -30,7 +30,7 @@ class ExitCode(IntEnum):
 _MEANINGS = {
     ExitCode.OK: "success; also a run that `everstep stop` stopped",
     ExitCode.FAILED: "the run failed, or the answer is no (doctor, demo, replay, simulate)",
-    ExitCode.BAD_INPUT: "wrong usage or configuration, or a directory that holds no run",
+    ExitCode.BAD_INPUT: "wrong usage, configuration or token, or a directory that holds no run",
     ExitCode.NO_CAPACITY: "no cluster, a lost cluster, or too few workers for too long",
     ExitCode.DAMAGED: "the storage refused, another cluster took the run over, or a journal or "
     "checkpoint is damaged",
@@ -49,7 +49,7 @@ def code_of_error(error: Exception) -> ExitCode:
     """Return the code for one of our errors."""
     if isinstance(error, CapacityError):
         return ExitCode.NO_CAPACITY
-    if isinstance(error, ConfigError | RunNotFoundError):
+    if isinstance(error, ConfigError | RunNotFoundError | TokenError):
         return ExitCode.BAD_INPUT
     return ExitCode.DAMAGED
 

@@ -329,17 +329,21 @@ def stop(
         bool,
         typer.Option("--force", help="Kill its processes now; steps since the last save are lost."),
     ] = False,
+    token: Annotated[
+        str,
+        typer.Option(envvar="EVERSTEP_TOKEN", help="Of the run. Default: what RUN_DIR/token says."),
+    ] = "",
     as_json: Json = False,
 ) -> None:
     """Stop a run at the next step boundary, with that step committed."""
     from orchestrator.driver import await_end, kill_run, safe_text, stop_run
 
     if force:
-        kill_run(run_dir)
+        kill_run(run_dir, token=token)
         _print({"killed": run_dir, "note": safe_text(run_dir)}, as_json=as_json)
         return
     say = partial(Console(stderr=True).print, highlight=False, markup=False, soft_wrap=True)
-    stop_run(run_dir, "everstep stop", say=say)
+    stop_run(run_dir, "everstep stop", say=say, token=token)
     if not wait:
         _print({"stopping": run_dir}, as_json=as_json)
         return

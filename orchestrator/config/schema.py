@@ -79,6 +79,10 @@ Look: TypeAlias = Callable[["RunConfig", Collection[str]], Sequence[Problem]]
 #: need it meanwhile, and a debugger may stop it for a moment; a slow one is never ended.
 _CONTROLLER_STOPPED_S = 10.0
 
+#: What ``cluster.metrics_host`` may be, beside ``auto``.
+LOOPBACK = "loopback"
+CLUSTER = "cluster"
+
 
 class _Section(BaseModel):
     model_config = ConfigDict(frozen=True, extra="forbid", allow_inf_nan=False)
@@ -121,6 +125,10 @@ class ClusterSection(_Section):
         gpus_per_worker: GPUs of one worker; 0 trains on the CPU.
         memory_gib_per_worker: Memory of a worker's device, to refuse models that cannot fit.
             Default: this machine's memory for simulated nodes; elsewhere it is not checked.
+        metrics_host: Where these listen: ``cluster`` is the address by which the cluster knows the
+            head, ``loopback`` lets only commands and a Prometheus on the head reach them. They can
+            be read there by everybody; what changes a run needs its token. Default (``auto``):
+            ``cluster``, and ``loopback`` for simulated nodes.
         metrics_port: Port of the controller's metrics and status; 0 takes a free one.
         rack_label: A Ray label of the nodes. Nodes with the same value fail together, as in a rack
             or a zone, and do not protect each other's snapshots. Default: each node fails alone.
@@ -131,6 +139,7 @@ class ClusterSection(_Section):
     cpus_per_worker: float = Field(default=1.0, gt=0)
     gpus_per_worker: int = Field(default=0, ge=0, le=1)
     memory_gib_per_worker: float | None = Field(default=None, gt=0)
+    metrics_host: str = AUTO
     metrics_port: int = Field(default=0, ge=0, le=65535)
     rack_label: str = ""
 
@@ -322,6 +331,12 @@ class RunConfig(_Section):
     def controller_stopped_s(self) -> float:
         """Return how long a signal may stop the controller before it is ended."""
         return _CONTROLLER_STOPPED_S * self.patience / PATIENCE
+
+    @property
+    def is_page_local(self) -> bool:
+        """Return whether metrics and status are only for the controller's own machine."""
+        host = self.cluster.metrics_host
+        return host == LOOPBACK or (host == AUTO and self.cluster.address is None)
 
     def worker_resources(self) -> dict[str, float]:
         """Return what one worker needs, in Ray's terms."""
@@ -596,6 +611,10 @@ def _cross_problems(source: Source, config: RunConfig, broken: Collection[str]) 
     ]
     found += _worker_problems(config)
     found += _axis_problems(config)
+    if config.cluster.metrics_host not in (AUTO, CLUSTER, LOOPBACK):
+        known = f"{AUTO}, {CLUSTER}, {LOOPBACK}"
+        message = f"{config.cluster.metrics_host!r} is none of {known}"
+        found.append(("cluster.metrics_host", message))
     found += [*_capacity_problems(config), *_notice_problems(config.notices)]
     if config.run.arguments and not config.run.script:
         found.append(("run.arguments", "are for a run.script, and there is none; name one"))

@@ -140,7 +140,8 @@ class Launched:
     def note_fault(self, kind: str, target: str) -> None:
         """Write down that a fault is injected now, for the incident's ``t_fault_s``."""
         with contextlib.suppress(RayError):
-            ray.get(self._controller.note_fault.remote(kind, target), timeout=2.0)
+            token = self._files.token()
+            ray.get(self._controller.note_fault.remote(kind, target, token), timeout=2.0)
 
     def what_continues(self) -> str:
         """Return what becomes of the run when this process leaves it, for people."""
@@ -154,7 +155,7 @@ class Launched:
     def stop(self, reason: str) -> None:
         """Ask the run to stop at the next step boundary."""
         if self._controller is not None:
-            self._controller.stop.remote(reason)
+            self._controller.stop.remote(reason, self._files.token())
 
     def summary(self) -> dict[str, Any] | None:
         """Return the run's summary, None before the run is over."""

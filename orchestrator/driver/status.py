@@ -10,9 +10,9 @@ from typing import Any
 
 from orchestrator.config import RunConfig, load
 from orchestrator.core import Folded, RunState, describe, fold_on, starts, verify
-from orchestrator.errors import RunNotFoundError
+from orchestrator.errors import RunNotFoundError, TokenError
 from orchestrator.policies import CadenceRules, StoredVersion, quarantine
-from orchestrator.run_directory import CHECKPOINTS, CONFIG, CONTACT, METRICS, SUMMARY
+from orchestrator.run_directory import CHECKPOINTS, CONFIG, CONTACT, METRICS, SUMMARY, TOKEN
 from orchestrator.shell import (
     capacity_rows,
     config_of,
@@ -78,6 +78,23 @@ class RunFiles:
     def summary(self) -> dict[str, Any] | None:
         """Return the run's summary, None before the run is over."""
         return self._document(SUMMARY)
+
+    def token(self, given: str = "") -> str:
+        """Return ``given``, or the token in the directory.
+
+        Raises:
+            TokenError: It cannot be read.
+        """
+        if given:
+            return given
+        try:
+            return self._store.read(join(self._path, TOKEN)).decode().strip()
+        except StorageError as error:
+            raise TokenError(
+                f"the token of the run cannot be read: {error}; ask who started the run for it, "
+                "and give it by --token or EVERSTEP_TOKEN",
+                url=self.url,
+            ) from error
 
     def killed_at(self) -> float | None:
         """Return when the run was ended by force, None unless that was the last thing done."""

@@ -12,7 +12,8 @@ from ray.exceptions import RayError
 
 from orchestrator.driver.cluster import ClusterWatch, has_controller, safe_text
 from orchestrator.driver.status import RunFiles
-from orchestrator.errors import CapacityError
+from orchestrator.errors import CapacityError, TokenError
+from orchestrator.run_directory import TOKEN
 from orchestrator.shell import (
     NAMESPACE_PREFIX,
     RunNames,
@@ -31,25 +32,28 @@ RESTART_S = 90.0
 _LOOK_S = 0.25
 
 
-def stop_run(url: str, reason: str, *, say: Callable[[str], None]) -> None:
+def stop_run(url: str, reason: str, *, say: Callable[[str], None], token: str = "") -> None:
     """Ask the controller of the run in ``url`` to stop it at the next step boundary.
 
     Args:
         url: The run directory.
         reason: For the record.
+        token: Of the run; "" reads it in ``url``.
         say: Called with a line for people before something that takes long.
 
     Raises:
         RunNotFoundError: There is no run, or it is over.
+        TokenError: The token is another one, or cannot be read.
         CapacityError: No controller answers, nor does the one that Ray would start after it.
     """
     run = RunFiles(url)
     contact = run.live_contact()
+    token = run.token(token)
     ClusterWatch(contact["ray_address"], url).await_head(say)
     try:
         connect_ray(contact["ray_address"])
         controller: Any = ray.get_actor(RunNames("").controller, namespace=contact["namespace"])
-        order: Any = controller.stop.remote(reason)
+        order: Any = controller.stop.remote(reason, token)
         if not ray.wait([order], timeout=ANSWER_S)[0]:
             ended_s = run.config().controller_stopped_s
             say(
@@ -60,6 +64,8 @@ def stop_run(url: str, reason: str, *, say: Callable[[str], None]) -> None:
             ray.get(order, timeout=ended_s + RESTART_S)
         else:
             ray.get(order)
+    except TokenError:
+        raise _wrong_token(url) from None
     except (ConnectionError, ValueError, RayError, TimeoutError) as error:
         raise CapacityError(
             f"the controller does not answer at {contact['ray_address']}: {error}. If its cluster "
@@ -92,17 +98,29 @@ def await_end(url: str) -> dict[str, Any]:
     return summary
 
 
-def kill_run(url: str) -> None:
+def _wrong_token(url: str) -> TokenError:
+    return TokenError(
+        f"that is not the token of the run in {url}: leave out --token and EVERSTEP_TOKEN to read "
+        f"it in {url}/{TOKEN}, or ask who started the run",
+        url=url,
+    )
+
+
+def kill_run(url: str, *, token: str = "") -> None:
     """End all processes of the run in ``url`` at once; steps since the last checkpoint are lost.
 
     Simulated nodes that were started for it end too.
 
     Raises:
         RunNotFoundError: There is no run, or it is over.
+        TokenError: ``token`` is not that of the run, or that cannot be read.
         CapacityError: Its cluster does not answer.
     """
     run = RunFiles(url)
     contact, directory = run.live_contact(), run.config().run.directory
+    # Ray ends processes for whoever reaches it; the directory says who may.
+    if token not in ("", run.token()):
+        raise _wrong_token(url)
     run.note_killed()
     if kill_local_cluster(directory):
         return

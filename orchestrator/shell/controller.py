@@ -72,12 +72,14 @@ class Controller:
         """Return what ``everstep status --json`` prints."""
         return asyncio.run_coroutine_threadsafe(self._run.status(), self._loop).result()
 
-    def note_fault(self, fault: str, target: str) -> None:
-        """Journal that a fault is being injected now."""
+    def note_fault(self, fault: str, target: str, token: str) -> None:
+        """Journal that a fault is being injected now. Raises ``TokenError``."""
+        self._run.require_token(token)
         self._loop.call_soon_threadsafe(self._run.note_fault, fault, target)
 
-    def stop(self, reason: str) -> None:
-        """Stop the run at the next step boundary."""
+    def stop(self, reason: str, token: str) -> None:
+        """Stop the run at the next step boundary. Raises ``TokenError``."""
+        self._run.require_token(token)
         self._loop.call_soon_threadsafe(self._run.request_stop, reason)
 
     def pid(self) -> int:

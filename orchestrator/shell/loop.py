@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import hmac
 import logging
 import math
 import os
@@ -40,6 +41,7 @@ from orchestrator.core import (
     transition_records,
 )
 from orchestrator.core import actions as act
+from orchestrator.errors import TokenError
 from orchestrator.policies import quarantine
 from orchestrator.run_directory import CHECKPOINTS
 from orchestrator.shell.capacity import AutoscalerWatch, Capacity, Nodes, Rendezvous, Workers
@@ -65,6 +67,7 @@ from orchestrator.shell.storage import (
     RunOutputs,
     Sender,
     begin_incarnation,
+    run_token,
     segment_path,
 )
 from orchestrator.shell.threads import JOURNAL, RAY, STORAGE, LoopWatch, in_thread
@@ -75,6 +78,8 @@ from workers.protocol import Assignment, MemoryPart, NodeReport
 
 log = logging.getLogger(__name__)
 
+#: Where the page listens that is only for this machine.
+LOOPBACK = "127.0.0.1"
 #: Deadlines in the state are met this exactly, and looked at no less often than the second.
 TICK_S = 0.1
 TICK_S_MAX = 1.0
@@ -111,6 +116,7 @@ class Run:
         begun = begin_incarnation(
             self._store, self._path, self._config, life=life, token=token, spool=spool
         )
+        self._token = run_token(self._store, self._path)
         self._incarnation, self._is_resume = begun.number, begun.is_resume
         self._state, self._seq, self._clock = begun.state, begun.seq, begun.clock
         journal_path = segment_path(self._path, begun.number)
@@ -215,7 +221,7 @@ class Run:
     async def serve(self) -> None:
         """Be in charge until the run is over and everything is given back."""
         page = StatusPage(
-            host=ray.util.get_node_ip_address(),
+            host=LOOPBACK if self._config.is_page_local else ray.util.get_node_ip_address(),
             port=self._config.cluster.metrics_port,
             status=self._status,
             losses=self._losses,
@@ -310,6 +316,11 @@ class Run:
         at_s = self._clock.at_s()
         if self._protection.look(self._state, at_s):
             self._post(MemoryProtected(at_s=at_s, attempt=self._state.attempt.number))
+
+    def require_token(self, token: str) -> None:
+        """Raise ``TokenError`` unless it is the run's. From any thread."""
+        if not hmac.compare_digest(token.encode(), self._token.encode()):
+            raise TokenError("that is not the token of the run")
 
     def request_stop(self, reason: str) -> None:
         """Stop at the next step boundary. On the loop."""

@@ -10,6 +10,7 @@ if TYPE_CHECKING:
     from orchestrator.shell.storage.journal import JournalFile, read_segments, segment_path
     from orchestrator.shell.storage.outputs import RunOutputs
     from orchestrator.shell.storage.sender import Sender
+    from orchestrator.shell.storage.token import run_token
 
 __all__ = [
     "CompactionFile",
@@ -19,6 +20,7 @@ __all__ = [
     "begin_incarnation",
     "config_of",
     "read_segments",
+    "run_token",
     "segment_path",
 ]
 

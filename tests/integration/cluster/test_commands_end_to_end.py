@@ -125,6 +125,7 @@ def test_stop_is_told_to_the_controller_after_one_that_is_stopped(
     _wait(lambda: _status(directory)["step"] >= 2, "the run trains")
     contact = json.loads(Path(directory, "controller.json").read_text())
 
+    strange = _everstep("stop", directory, "--token", "0123")
     os.kill(contact["pid"], signal.SIGSTOP)
     stopped = _everstep("stop", directory)
     summary = Path(directory, "summary.json")
@@ -132,6 +133,8 @@ def test_stop_is_told_to_the_controller_after_one_that_is_stopped(
         _everstep("stop", directory)
     _wait(summary.exists, "the run is over")
 
+    assert strange.returncode == 2
+    assert "that is not the token of the run" in strange.stderr
     assert stopped.returncode == 0, stopped.stderr
     assert "it is ended after 20 s and the next one is told" in stopped.stderr
     assert json.loads(summary.read_text())["outcome"] == "stopped"

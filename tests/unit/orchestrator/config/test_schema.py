@@ -296,6 +296,23 @@ def test_simulated_nodes_ask_no_cloud_unless_one_is_named() -> None:
     assert watched == ["none", "aws", "auto"]
 
 
+def test_the_page_of_simulated_nodes_is_for_their_machine_unless_somebody_says_otherwise() -> None:
+    """A laptop is in networks of strangers; a cluster's Prometheus is on another machine."""
+    local = [
+        load(LEAST, overrides).is_page_local
+        for overrides in (
+            [],
+            ["cluster.metrics_host=cluster"],
+            ["cluster.address=auto"],
+            ["cluster.address=auto", "cluster.metrics_host=loopback"],
+        )
+    ]
+
+    assert local == [True, False, False, True]
+    (problem,) = _problems(LEAST, "cluster.metrics_host=0.0.0.0")
+    assert problem.endswith("'0.0.0.0' is none of auto, cluster, loopback")
+
+
 def test_the_parallel_section_has_every_setting_of_the_workers() -> None:
     """The section adds to the workers' settings; one that it lacks could not be set by anybody."""
     ours = set(type(load(LEAST).parallel).model_fields)

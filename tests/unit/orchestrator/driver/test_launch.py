@@ -43,6 +43,7 @@ def test_a_run_that_is_over_or_whose_cluster_is_gone_cannot_be_stopped(
     """Its directory still says where the controller was, for which Ray would look for minutes."""
     contact = {"ray_address": address, "namespace": "everstep-x"}
     (tmp_path / "controller.json").write_text(json.dumps(contact))
+    (tmp_path / "token").write_text("0123")
     gone = CliRunner().invoke(app, ["stop", str(tmp_path)])
     (tmp_path / "summary.json").write_text("{}")
     over = CliRunner().invoke(app, ["stop", str(tmp_path)])
