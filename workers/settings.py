@@ -200,7 +200,8 @@ class SnapshotSettings:
         every_steps: Steps between two snapshots; 0 for none, so that only storage is left. "auto"
             starts with 1 and takes fewer if they would cost more than 2 % of step time.
         node_memory_mib: Limit for all snapshots on a node, copies of other nodes' included; 0 for
-            half of the memory available when the node's keeper starts.
+            half of the memory available when the node's keeper starts, less what other runs on
+            the node may still take.
         send_mib_per_s: Limit for what a node's keeper sends to other nodes, for copies and
             recovery; 0 for no limit.
         tolerance: How many nodes of each group of at most 8 may be lost at once while the newest

@@ -37,6 +37,7 @@ from orchestrator.policies import (
     CapacityRules,
     LayoutRules,
     RedundancyRules,
+    SharingRules,
     choose,
     usable,
 )
@@ -94,6 +95,9 @@ class RunSection(_Section):
     Attributes:
         directory: Run directory, a path or an fsspec URL that every node can reach.
         name: For people. Default: the last part of ``directory``.
+        priority: A run that lacks workers takes them from those of lower priority on its cluster,
+            down to their ``workers.min``; runs of one priority share evenly. They change hands at a
+            step boundary, nothing is lost, and they go back once they are not needed any more.
         script: A training script that calls ``everstep.run``. Without one the built-in language
             model is trained.
         arguments: Of that script, each as one text: ``["--width", "512"]``.
@@ -106,6 +110,7 @@ class RunSection(_Section):
 
     directory: str = Field(min_length=1)
     name: str = ""
+    priority: int = 0
     script: str = ""
     arguments: tuple[str, ...] = ()
     init_from: str = ""
@@ -432,6 +437,10 @@ class RunConfig(_Section):
             ),
             capacity=CapacityRules(
                 usd_per_hour=tuple(each.usd_per_hour for each in self.alternatives())
+            ),
+            sharing=SharingRules(
+                priority=self.run.priority,
+                needs=tuple(sorted(self.alternatives()[0].resources.items())),
             ),
             bounds=_bounds(recovery),
         )

@@ -36,6 +36,7 @@ from orchestrator.core.events import (
     NodeDraining,
     NodeJoined,
     NodeLost,
+    OthersSeen,
     SavesMeasured,
     SlotGranted,
     StepCompleted,
@@ -48,7 +49,7 @@ from orchestrator.core.events import (
     WorkerReady,
     WorkersSurveyed,
 )
-from orchestrator.core.handlers import adopted, resume_event
+from orchestrator.core.handlers import adopted, own_share, resume_event
 from orchestrator.core.log import (
     PHASES,
     Basis,
@@ -115,6 +116,7 @@ __all__ = [
     "NodeJoined",
     "NodeLost",
     "OrderKeepers",
+    "OthersSeen",
     "Phase",
     "Place",
     "ProbeLinks",
@@ -154,6 +156,7 @@ __all__ = [
     "layout_text",
     "machine",
     "next_deadline_s",
+    "own_share",
     "resume_event",
     "starts",
     "step",

@@ -200,7 +200,7 @@ class ReportIncident:
     Attributes:
         attempt: The one that ended.
         incident: crash, node_loss, preemption, hang, link, undecided, exception, peer_lost,
-            unloadable, controller_restart; or planned: growth, drain, stop.
+            unloadable, controller_restart; or planned: growth, move, share, drain, stop.
         guilty: Workers proven to have caused it.
         evidence: One line for people.
         found_s: When it was found, or when the members were asked to leave.

@@ -34,6 +34,8 @@ def check(state: RunState, passed: RunState | None = None) -> None:
         passed: One that held: a fleet that is still the very same is not looked at again.
     """
     _check_attempt(state)
+    limit, is_begun = state.sharing.limit, bool(state.attempt.members)
+    assert limit < 0 or not is_begun or limit > 0, f"{limit} workers are left to a run that trains"
     if passed is None or not all(map(is_, _FLEET(state), _FLEET(passed))):
         _check_workers(state)
         _check_nodes(state)

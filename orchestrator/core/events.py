@@ -9,7 +9,7 @@ from __future__ import annotations
 from typing import TypeAlias
 
 from orchestrator.core.values import value
-from orchestrator.policies import FaultsSeen, Pair
+from orchestrator.policies import FaultsSeen, Pair, Share
 from workers.protocol import SaveCosts, Source
 
 #: The attempt in ``WorkersSurveyed`` of a living worker that did not answer in time.
@@ -143,6 +143,15 @@ class KeeperSilent:
     at_s: float
     node: str
     silent_s: float
+
+
+@value
+class OthersSeen:
+    """The other runs on the cluster were asked what they have and lack; ``run`` is our own id."""
+
+    at_s: float
+    run: str
+    others: tuple[Share, ...]
 
 
 @value
@@ -426,6 +435,7 @@ Event: TypeAlias = (
     | KeeperReady
     | KeeperDied
     | KeeperSilent
+    | OthersSeen
     | SlotGranted
     | CapacityRefused
     | WorkerReady

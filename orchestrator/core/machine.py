@@ -19,6 +19,7 @@ from orchestrator.core.handlers import (
     planned,
     protection,
     resume,
+    sharing,
     survey,
 )
 from orchestrator.core.handlers import deadlines as on_time
@@ -40,6 +41,7 @@ _HANDLERS: dict[type, Callable[[Transition, Any], None]] = {
     ev.KeeperReady: on_fleet.keeper_ready,
     ev.KeeperDied: on_fleet.keeper_died,
     ev.KeeperSilent: on_fleet.keeper_silent,
+    ev.OthersSeen: sharing.others_seen,
     ev.SlotGranted: on_fleet.slot_granted,
     ev.CapacityRefused: demand.capacity_refused,
     ev.WorkerReady: on_fleet.worker_ready,

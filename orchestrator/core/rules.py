@@ -12,6 +12,7 @@ from orchestrator.policies import (
     GrowthRules,
     LayoutRules,
     RedundancyRules,
+    SharingRules,
     usable,
 )
 
@@ -108,7 +109,7 @@ class RunRules:
     Attributes:
         run: Name of the run.
         min_workers: Fewest workers that may train.
-        max_workers: Most workers; as many slots are asked for, always.
+        max_workers: Most workers; as many slots are asked for, unless other runs need them.
         standby_per_node: Warm processes per node beyond its slots.
         total_steps: The run is complete when this step is committed.
         checkpoint_every: Commits are at multiples of this, except for the last step and for a
@@ -130,6 +131,7 @@ class RunRules:
     avoid: AvoidRules = field(default_factory=AvoidRules)
     cadence: CadenceRules = field(default_factory=CadenceRules)
     capacity: CapacityRules = field(default_factory=CapacityRules)
+    sharing: SharingRules = field(default_factory=SharingRules)
     bounds: Bounds = field(default_factory=Bounds)
 
     def __post_init__(self) -> None:

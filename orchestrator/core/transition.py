@@ -27,6 +27,12 @@ class Transition:
         self.now_s = now_s
         self.actions: list[Action] = []
 
+    @property
+    def max_workers(self) -> int:
+        """Return the most workers that the run may have now; other runs may need some."""
+        limit = self.run.sharing.limit
+        return self.rules.max_workers if limit < 0 else min(limit, self.rules.max_workers)
+
     def wake_by(self, at_s: float) -> None:
         """Have the fleet's bounds checked no later than ``at_s``."""
         self.run.fleet.wake_s = min(self.run.fleet.wake_s, at_s)

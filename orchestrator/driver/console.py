@@ -306,10 +306,17 @@ def _details(status: Mapping[str, Any]) -> Iterator[str]:
         yield f"problem: {problem}"
     if cause is not None:
         yield f"last change: {_cause_line(cause)}"
-    if status["waits_for"]:
-        yield f"waits for: {status['waits_for']}"
+    yield from _waits(status)
     if status["reason"]:
         yield f"ended: {status['reason']}"
+
+
+def _waits(status: Mapping[str, Any]) -> Iterator[str]:
+    if status["shared"]:
+        runs = ", ".join(status["shared"]["runs"])
+        yield f"at most {status['shared']['limit']} workers: other runs need the rest ({runs})"
+    if status["waits_for"]:
+        yield f"waits for: {status['waits_for']}"
 
 
 def _capacity(row: Mapping[str, Any]) -> str:

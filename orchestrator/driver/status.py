@@ -214,7 +214,7 @@ def read_status(url: str) -> dict[str, Any]:
         return [] if over else [{**unknown, **row} for row in described[what]]
 
     step, loss = run.last_step()
-    copied = ("phase", "attempt", "layout", "cause", "waits_for", "reason")
+    copied = ("phase", "attempt", "layout", "shared", "cause", "waits_for", "reason")
     return {
         **{name: described[name] for name in copied},
         "directory": config.run.directory,

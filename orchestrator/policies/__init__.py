@@ -1,7 +1,16 @@
 """."""
 
 from orchestrator import policies
-from orchestrator.policies import budgets, capacity, growth, layout, links, quarantine, versions
+from orchestrator.policies import (
+    budgets,
+    capacity,
+    growth,
+    layout,
+    links,
+    quarantine,
+    sharing,
+    versions,
+)
 from orchestrator.policies.budgets import BudgetRules, Fault, FaultClass, UserError
 from orchestrator.policies.capacity import CapacityRules
 from orchestrator.policies.growth import GrowthRules
@@ -30,6 +39,7 @@ from orchestrator.policies.saving import (
     state_bytes,
     taken_steps,
 )
+from orchestrator.policies.sharing import Share, Sharing, SharingRules
 from orchestrator.policies.versions import (
     MEMORY,
     STORAGE,
@@ -72,6 +82,9 @@ __all__ = [
     "RedundancyFacts",
     "RedundancyPlan",
     "RedundancyRules",
+    "Share",
+    "Sharing",
+    "SharingRules",
     "StoredVersion",
     "Tier",
     "UserError",
@@ -96,6 +109,7 @@ __all__ = [
     "quarantine",
     "revise",
     "settled",
+    "sharing",
     "state_bytes",
     "taken_steps",
     "usable",

@@ -72,6 +72,10 @@ class Controller:
         """Return what ``everstep status --json`` prints."""
         return asyncio.run_coroutine_threadsafe(self._run.status(), self._loop).result()
 
+    def share(self) -> dict[str, Any]:
+        """Return what the run says of itself to the others on the cluster, as plain values."""
+        return asyncio.run_coroutine_threadsafe(self._run.share(), self._loop).result()
+
     def note_fault(self, fault: str, target: str, token: str) -> None:
         """Journal that a fault is being injected now. Raises ``TokenError``."""
         self._run.require_token(token)

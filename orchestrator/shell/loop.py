@@ -13,6 +13,7 @@ import logging
 import math
 import os
 from collections.abc import Callable, Coroutine
+from dataclasses import asdict
 from typing import Any
 
 import ray
@@ -37,6 +38,7 @@ from orchestrator.core import (
     adopted,
     describe,
     next_deadline_s,
+    own_share,
     step,
     transition_records,
 )
@@ -52,6 +54,7 @@ from orchestrator.shell.loggers import Loggers
 from orchestrator.shell.memory import CadenceWatch, ProtectionWatch, Snapshots, loss_document
 from orchestrator.shell.names import RunNames
 from orchestrator.shell.observer import Observer
+from orchestrator.shell.others import Others
 from orchestrator.shell.serve import (
     RunCollector,
     StatusPage,
@@ -209,6 +212,7 @@ class Run:
             patience=self._config.patience,
             parallel=self._config.settings().parallel,
         )
+        self._others = Others(names=self._names, at_s=at_s, post=post)
         self._cadence = CadenceWatch(
             workers=self._workers,
             at_s=at_s,
@@ -247,6 +251,7 @@ class Run:
         self._spawn(self._nodes.watch_forever(here, own))
         self._spawn(self._capacity.poll_forever())
         self._spawn(self._hear_refusals())
+        self._spawn(self._others.poll_forever())
         self._spawn(self._cadence.ask_forever(lambda: self._state))
         while not self._over.is_set():
             await self._fold_next()
@@ -333,6 +338,13 @@ class Run:
     async def status(self) -> dict[str, Any]:
         """Return the status document."""
         return self._status()
+
+    async def share(self) -> dict[str, Any]:
+        """Return the run's ``Share`` as plain values."""
+        share = own_share(
+            self._state, self._rules, run=self._names.run_id, now_s=self._clock.at_s()
+        )
+        return asdict(share)
 
     def _post(self, event: Event) -> None:
         self._inbox.put_nowait(event)

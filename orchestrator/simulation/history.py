@@ -34,12 +34,21 @@ from orchestrator.policies import (
     GrowthRules,
     LayoutRules,
     RedundancyRules,
+    SharingRules,
     usable,
 )
 from orchestrator.simulation.checkers import Monitor
 from orchestrator.simulation.faults import faults
 from orchestrator.simulation.violation import Violation, require
-from orchestrator.simulation.world import COPY_S, STEP_S, SimCluster, SimJournal, SimNode, Tiers
+from orchestrator.simulation.world import (
+    COPY_S,
+    STEP_S,
+    Neighbour,
+    SimCluster,
+    SimJournal,
+    SimNode,
+    Tiers,
+)
 from workers.placement import Preference
 from workers.protocol import Pace, SaveCosts
 
@@ -59,6 +68,8 @@ _WITHOUT_STATE = "name another run.directory"
 _HEAD_LOST = 0.1
 #: Share of the histories in which storage is away for a while.
 _OUTAGE = 0.1
+#: Share of those in which another run comes to the cluster, and goes again.
+_SHARED = 0.15
 #: Share of those with snapshots whose interval of checkpoints is chosen.
 _CHOSEN = 0.25
 
@@ -80,6 +91,7 @@ _BOUNDS = Bounds(
 )
 _GROWTH = GrowthRules(interval_s_min=0.3, gather_s=0.15, pause_guess_s=0.1)
 _CAPACITY = CapacityRules(guess_s=1.0, wait_s_min=0.3, seen_s=0.1)
+_SHARING = SharingRules(settle_s=0.5, deaf_s=2.0)
 #: In a quarter of the histories there are alternatives.
 _PRICES = (*[(0.0,)] * 6, (1.0, 3.0), (1.0, 2.0, 3.0))
 #: Those of production, but for the training code: a history may inject more errors in its few
@@ -172,18 +184,27 @@ class History:
         cluster.market = market
         for room in rooms:
             faults.return_node(cluster, room, apart.choice(("", "", "r0", "r1")))
-        safety_s = 2.0 + self.rules.total_steps * STEP_S
         self.expected = self._draw_ending()
+        self.neighbour: Neighbour | None = None
+        cluster.begin_life = self._begin_life
+        self._draw_faults(apart, is_swarm=kinds is None)
+        cluster.inbox.append(ev.ControllerStarted(at_s=0.0, incarnation=1))
+
+    def _draw_faults(self, apart: Random, *, is_swarm: bool) -> None:
+        """Decide what happens when, up to the liveness phase."""
+        rng, cluster = self.rng, self.cluster
+        safety_s = 2.0 + self.rules.total_steps * STEP_S
         for _ in range(rng.choice((0, 1, 2, 3, 4, 6, 12))):
             cluster.at(1.0 + rng.random() * safety_s, self._inject)
         # Mostly after the end of the run.
         cluster.at(1.0 + safety_s * apart.random() / _OUTAGE, self._cut_off_storage)
         cluster.at(safety_s + 2.0, self._heal)
-        cluster.begin_life = self._begin_life
-        head = Random(f"head {seed}")  # noqa: S311  no secrets here
-        if kinds is None and head.random() < _HEAD_LOST:
+        head = Random(f"head {self.seed}")  # noqa: S311  no secrets here
+        if is_swarm and head.random() < _HEAD_LOST:
             cluster.at(1.0 + head.random() * safety_s, self._lose_head, head)
-        cluster.inbox.append(ev.ControllerStarted(at_s=0.0, incarnation=1))
+        other = Random(f"neighbour {self.seed}")  # noqa: S311  no secrets here
+        if is_swarm and other.random() < _SHARED:
+            cluster.at(safety_s * other.random(), self._share, other)
 
     def _draw_ending(self) -> str:
         """Decide how the run is to end: most complete, some are stopped or have a bug."""
@@ -354,6 +375,11 @@ class History:
             self._count_fault()
             faults.lose_head(self.cluster, rng)
 
+    def _share(self, rng: Random) -> None:
+        if not self.healing:
+            self.neighbour = Neighbour(self.cluster, rng)
+            self.cluster.at(0.5 + 5 * rng.random(), self.neighbour.end)
+
     def _may_inject(self) -> bool:
         return not self.healing and self.num_faults < self.fault_limit
 
@@ -375,6 +401,8 @@ class History:
         """Enter the liveness phase: no new faults, and a core that is large enough stays up."""
         cluster = self.cluster
         self.healing = True
+        if self.neighbour is not None:
+            self.neighbour.end()
         cluster.loss = cluster.doubling = cluster.start_failure = 0.0
         if self.expected != "failed":
             cluster.raises_at.clear()
@@ -518,6 +546,7 @@ def _draw_rules(rng: Random, tiers: Tiers, market: Random) -> tuple[RunRules, li
         cadence=CadenceRules(chooses_checkpoints=tiers.costs is not None),
         redundancy=RedundancyRules(tolerance=tiers.tolerance, preference=tiers.preference),
         avoid=AvoidRules(strikes_max=rng.choice((2, 3)), window_s=20.0, avoid_s=5.0),
+        sharing=_SHARING,
         capacity=replace(_CAPACITY, usd_per_hour=market.choice(_PRICES)),
         bounds=_BOUNDS,
     )

@@ -6,7 +6,6 @@ a silent peer delays a report.
 
 from __future__ import annotations
 
-import contextlib
 import os
 import threading
 import time
@@ -18,20 +17,20 @@ from typing import Final
 from ucp_core.errors import UcpError
 from ucp_core.storage import open_store
 from workers.errors import WorkerError
+from workers.keeper.budget import Budget
 from workers.keeper.descriptor_server import DescriptorServer
 from workers.keeper.peers import Mirrors, ParityMirror, WireServer
 from workers.keeper.persister import Persister
-from workers.keeper.slots import NodeSlots, available_bytes
+from workers.keeper.slots import NodeSlots
 from workers.keeper.watch import dead_workers
 from workers.memory import Arena, LocalPart, descriptor_socket, is_parity
 from workers.parity import read_record
 from workers.protocol import Held, HeldParity, HeldPart, Inventory, KeeperOrder, ParityGroup
 from workers.settings import Settings
 
-__all__ = ["NodeMemory", "Problems", "budget_bytes"]
+__all__ = ["NodeMemory", "Problems"]
 
 _SECRET_BYTES: Final = 32
-_BUDGET_NAME: Final = "budget"
 #: Trainers run at Ray's 15. Sending competes with them, because loaders wait for it; copying only
 #: takes what they leave.
 _NICENESS_SENDING: Final = 15
@@ -73,9 +72,9 @@ class NodeMemory:
         self._problems = Problems()
         self._refused: set[str] = set()
         self._obeying = threading.Lock()
-        self._budget_bytes = budget_bytes(directory, settings.snapshot.node_memory_mib)
+        self._budget = Budget(directory, settings.snapshot.node_memory_mib)
         self._slots = NodeSlots(
-            budget_bytes=self._budget_bytes,
+            budget_bytes=self._budget.num_bytes,
             dead=partial(dead_workers, directory),
         )
         self._slots.life = life
@@ -123,7 +122,7 @@ class NodeMemory:
             port=port,
             parts=tuple(parts),
             parities=tuple(parities),
-            budget_bytes=self._budget_bytes,
+            budget_bytes=self._budget.num_bytes,
         )
 
     def problems(self) -> tuple[str, ...]:
@@ -172,6 +171,7 @@ class NodeMemory:
         self._wire.close()
         for name in self._slots.arenas():
             self._slots.drop(name)
+        self._budget.close()
 
     def _protect(self, group: ParityGroup | None) -> None:
         """Keep parities of this group only; an unchanged group continues."""
@@ -237,19 +237,3 @@ def _parity(name: str, arena: Arena, held: Held) -> HeldParity | None:
         place=record.place,
         members=record.members,
     )
-
-
-def budget_bytes(directory: Path, node_memory_mib: int) -> int:
-    """Return how much memory a node's snapshots may take; 0 MiB asks for the default.
-
-    By default half of what the node had available when its first keeper started. It is kept in
-    ``directory``: a later keeper would count existing snapshots as used memory.
-    """
-    if node_memory_mib:
-        return node_memory_mib << 20
-    path = directory / _BUDGET_NAME
-    with contextlib.suppress(OSError, ValueError):
-        return int(path.read_text())
-    found = available_bytes() // 2
-    path.write_text(str(found))
-    return found

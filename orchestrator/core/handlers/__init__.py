@@ -10,9 +10,11 @@ from orchestrator.core.handlers import (
     planned,
     protection,
     resume,
+    sharing,
     survey,
 )
 from orchestrator.core.handlers.resume import resume_event
+from orchestrator.core.handlers.sharing import own_share
 from orchestrator.core.handlers.survey import adopted
 
 __all__ = [
@@ -23,9 +25,11 @@ __all__ = [
     "fleet_events",
     "link_events",
     "member_events",
+    "own_share",
     "planned",
     "protection",
     "resume",
     "resume_event",
+    "sharing",
     "survey",
 ]

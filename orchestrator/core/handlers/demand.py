@@ -26,8 +26,10 @@ def settle(transition: Transition) -> None:
     _look_at_offers(transition)
     if transition.rules.capacity.has_choice:
         _settle_alternatives(transition)
-    elif run.fleet.num_slots < transition.rules.max_workers:
+    elif run.fleet.num_slots < transition.max_workers:
         _request(transition)
+    elif run.sharing.limit >= 0:
+        _give_back(transition)
     if run.fleet.short and may_start_workers(transition):
         short, run.fleet.short = run.fleet.short, ()
         for number in short:
@@ -158,7 +160,7 @@ def _settle_alternatives(transition: Transition) -> None:
     What is refused stays asked for: a grant shows that it is back. Slots of worse ones are given
     back when nobody uses them any more (``planned`` moves the members).
     """
-    run, max_workers = transition.run, transition.rules.max_workers
+    run, max_workers = transition.run, transition.max_workers
     staying, pending = Counter[int](), dict[int, list[int]]()
     for number, slot in run.fleet.slots.items():
         if slot.node < 0:
@@ -177,8 +179,19 @@ def _settle_alternatives(transition: Transition) -> None:
             avoid = avoided_nodes(transition) if avoid is None else avoid
             _request_one(transition, avoid, alternative)
         is_refused = is_refused and fleet.offer(transition, alternative).refused_s != inf
-    if num_had > max_workers and _trains(transition):
+    if num_had > max_workers and (_trains(transition) or run.sharing.limit >= 0):
         _release_worst(transition, num_had - max_workers)
+
+
+def _give_back(transition: Transition) -> None:
+    """Give back what other runs need; what members use, they leave first (``planned``)."""
+    slots = transition.run.fleet.slots
+    pending = sorted(number for number, slot in slots.items() if slot.node < 0)
+    num_surplus = transition.run.fleet.num_slots - transition.max_workers
+    for number in pending[::-1][:num_surplus]:
+        release_slot(transition, number)
+    if num_surplus > len(pending):
+        _release_worst(transition, num_surplus - len(pending))
 
 
 def _release_worst(transition: Transition, num_surplus: int) -> None:
@@ -189,7 +202,8 @@ def _release_worst(transition: Transition, num_surplus: int) -> None:
         for number, slot in run.fleet.slots.items()
         if slot.node >= 0 and not run.fleet.nodes[slot.node].draining
     ]
-    worst = sorted(placed, key=lambda n: (run.fleet.slots[n].alternative, n))[-num_surplus:]
+    order = sorted(placed, key=lambda n: (run.fleet.slots[n].alternative, n not in used, n))
+    worst = order[-num_surplus:]
     for number in worst:
         if number not in used:
             release_slot(transition, number)
@@ -197,7 +211,7 @@ def _release_worst(transition: Transition, num_surplus: int) -> None:
 
 def _request(transition: Transition) -> None:
     avoid = avoided_nodes(transition)
-    while transition.run.fleet.num_slots < transition.rules.max_workers:
+    while transition.run.fleet.num_slots < transition.max_workers:
         _request_one(transition, avoid, 0)
 
 
@@ -270,7 +284,7 @@ def release_surplus(transition: Transition) -> None:
     if transition.rules.capacity.has_choice:
         return  # what is refused stays asked for; ``settle`` looks at each alternative
     pending = [number for number, slot in transition.run.fleet.slots.items() if slot.node < 0]
-    num_surplus = max(transition.run.fleet.num_slots - transition.rules.max_workers, 0)
+    num_surplus = max(transition.run.fleet.num_slots - transition.max_workers, 0)
     for number in sorted(pending, reverse=True)[:num_surplus]:
         release_slot(transition, number)
 

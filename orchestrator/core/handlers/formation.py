@@ -48,7 +48,7 @@ def try_start(transition: Transition) -> None:
         run.deadline_s = min(run.deadline_s, run.hold_until_s)
         return
     if not run.attempt.members and used < layout_policy.usable(
-        transition.rules.max_workers, transition.rules.layout
+        transition.max_workers, transition.rules.layout
     ):
         run.enough_since_s = min(run.enough_since_s, transition.now_s)
         grace_end_s = run.enough_since_s + transition.rules.bounds.grace_s
@@ -172,7 +172,7 @@ def best_workers(transition: Transition) -> list[int]:
             if node.usable and number not in out and node not in too_late:
                 (leaving if node.draining else staying).extend(_ready_on(transition, node, ranks))
         ready = staying + leaving if with_leaving else staying
-        num_used = layout_policy.usable(min(len(ready), rules.max_workers), rules.layout)
+        num_used = layout_policy.usable(min(len(ready), transition.max_workers), rules.layout)
         # Of too many those that stay, on what the user likes best; equals keep their order.
         preferred = [
             worker

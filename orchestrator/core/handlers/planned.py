@@ -1,4 +1,4 @@
-"""Planned changes: growth, drains and stops. All members leave together, so nothing is lost.
+"""Planned changes: growth, drains, shares, stops. All members leave together: nothing is lost.
 
 Members are asked to leave at a step boundary. They agree on the step, commit it and report it;
 the next attempt resumes from it without a read. It is in storage where the run stops or has to wait
@@ -30,6 +30,11 @@ def consider(transition: Transition) -> None:
     if not run.attempt.stepped:
         return
     if run.store_by_s != inf and _stores_for_controller(transition):
+        return
+    if len(run.attempt.members) > transition.max_workers:
+        num = len(run.attempt.members) - transition.max_workers
+        runs = ", ".join(run.sharing.given or run.sharing.runs)
+        yield_attempt(transition, "share", f"giving {num} of its workers to {runs}")
         return
     num_after = reach.num_together(transition)
     if run.fleet.num_leaving and _leaves_draining_nodes(transition, num_after):
@@ -96,7 +101,7 @@ def _change_if_it_pays(
             now_s=transition.now_s,
             num_members=num_before,
             num_after=num_after,
-            num_coming=min(run.fleet.num_starting, transition.rules.max_workers - num_alike),
+            num_coming=min(run.fleet.num_starting, transition.max_workers - num_alike),
             waiting_since_s=run.attempt.newcomer_since_s,
             last_change_s=run.attempt.trained_since_s,
             step_s=run.step_s,

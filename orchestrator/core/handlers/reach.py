@@ -24,7 +24,7 @@ def num_together(transition: Transition, *, leaving: bool = False) -> int:
     if transition.run.network.links:
         out = left_out(transition, leaving=leaving)
         offered -= sum(fleet.nodes[number].usable for number in out)
-    return layout_policy.usable(min(offered, rules.max_workers), rules.layout)
+    return layout_policy.usable(min(offered, transition.max_workers), rules.layout)
 
 
 def due(transition: Transition) -> list[Node]:
@@ -68,7 +68,10 @@ def left_out(transition: Transition, *, leaving: bool = False) -> frozenset[int]
         names = links.left_out(nodes, pairs, preferred=members)
         out = frozenset(run.fleet.node_ids[name] for name in names)
         offered = sum(nodes.values()) - sum(nodes[name] for name in names)
-        if layout_policy.usable(min(offered, rules.max_workers), rules.layout) >= rules.min_workers:
+        if (
+            layout_policy.usable(min(offered, transition.max_workers), rules.layout)
+            >= rules.min_workers
+        ):
             break
     return out
 

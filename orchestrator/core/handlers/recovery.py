@@ -34,6 +34,7 @@ _WEIGHT = {
     "stop": 0,
     "growth": 0,
     "move": 0,
+    "share": 0,
     "drain": 0,
     "undecided": 1,
     "link": 1,
@@ -426,7 +427,7 @@ def _charge(transition: Transition) -> str:
     fault_class = _CLASS.get(kind, FaultClass.INFRASTRUCTURE)
     if kind == "exception" and all(error.is_of_data for error in run.attempt.raised):
         fault_class = FaultClass.INFRASTRUCTURE
-    if kind not in ("growth", "move", "drain", "stop", "controller_restart"):
+    if kind not in ("growth", "move", "share", "drain", "stop", "controller_restart"):
         run.faults = budgets.charge(
             run.faults, Fault(at_s=transition.now_s, fault_class=fault_class), rules
         )

@@ -17,7 +17,7 @@ PHASES = (
     ("first step", "t_first_step_s"),
 )
 #: Kinds of incident that are planned (``orchestrator.core.actions.ReportIncident``).
-PLANNED = frozenset({"growth", "move", "drain", "stop", "controller_restart", "resume"})
+PLANNED = frozenset({"growth", "move", "share", "drain", "stop", "controller_restart", "resume"})
 
 
 @dataclass(slots=True, kw_only=True)

@@ -19,7 +19,7 @@ from orchestrator.core.state.fleet import Fleet, FrozenFleet, Node, Offer, Worke
 from orchestrator.core.state.frozen import Frozen, Part
 from orchestrator.core.state.network import Network
 from orchestrator.core.state.reads import FrozenReads, Reads
-from orchestrator.policies import Fault, FaultsSeen, UserError
+from orchestrator.policies import Fault, FaultsSeen, Sharing, UserError
 from workers.protocol import Pace, Source
 
 
@@ -52,7 +52,7 @@ class Cause:
 
     Attributes:
         kind: crash, node_loss, preemption, hang, link, undecided, exception, peer_lost, unloadable,
-            growth, move, drain, stop, controller_restart, resume or completed.
+            growth, move, share, drain, stop, controller_restart, resume or completed.
         guilty: Workers proven to have caused it.
         evidence: One line for people.
         at_s: When it was found.
@@ -75,6 +75,7 @@ class MutableRunState(Part):
         attempt: The current or last one.
         reads: What was asked of keepers and storage since it started.
         fleet: Nodes, slots and workers.
+        sharing: What it leaves to other runs on the cluster.
         network: Which of the nodes do not reach each other.
         committed: ``(step, attempt)`` of the newest commit known to count. It may be gone when
             it is needed, and the next read then says an older one.
@@ -120,6 +121,7 @@ class MutableRunState(Part):
     attempt: Attempt = field(default_factory=Attempt)
     reads: Reads = field(default_factory=Reads)
     fleet: Fleet = field(default_factory=Fleet)
+    sharing: Sharing = field(default_factory=Sharing)
     network: Network = field(default_factory=Network)
     committed: tuple[int, int] = (0, 0)
     committed_in_memory: bool = False
@@ -200,8 +202,8 @@ def describe(state: RunState) -> dict[str, Any]:
     Keys: ``phase, attempt, step, committed_step, layout, members[{rank, worker, node, pid,
     state}], standbys[{worker, node, pid, state}], nodes[{node, state, slots}], pending_slots,
     capacity[{alternative, asked, granted, refused, since_s, refused_s, grant_s, why}],
-    cause{kind, guilty, evidence, at_s} | null, waits_for, reason``. A ``pid`` is null before it is
-    known, and a time (``at_s``) before there is one.
+    shared{limit, runs} | null, cause{kind, guilty, evidence, at_s} | null, waits_for, reason``.
+    A ``pid`` is null before it is known, and a time (``at_s``) before there is one.
     """
     ranks = {number: rank for rank, number in enumerate(state.attempt.members)}
     members: list[dict[str, Any]] = []
@@ -229,6 +231,9 @@ def describe(state: RunState) -> dict[str, Any]:
         "nodes": [_describe_node(node) for node in state.fleet.nodes.values()],
         "pending_slots": _missing_slots(state),
         "capacity": [_describe_offer(n, offer) for n, offer in enumerate(state.fleet.offers)],
+        "shared": None
+        if state.sharing.limit < 0
+        else {"limit": state.sharing.limit, "runs": list(state.sharing.runs)},
         "cause": None
         if cause is None
         else {

@@ -66,6 +66,7 @@ def status_document(
         ],
         "pending_capacity": len(described["pending_slots"]),
         "capacity": capacity_rows(described, alternatives, at_s),
+        "shared": described["shared"],
         "cause": described["cause"],
         "waits_for": described["waits_for"],
         "reason": described["reason"],

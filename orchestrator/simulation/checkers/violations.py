@@ -24,7 +24,7 @@ from orchestrator.core import (
     WorkerFormed,
     WorkerLeft,
 )
-from orchestrator.policies import complete, quarantine, versions
+from orchestrator.policies import Share, complete, quarantine, versions
 from orchestrator.simulation.violation import Violation, require
 from orchestrator.simulation.world import STEP_S, SimNode, World, answers
 from workers.placement import Preference
@@ -75,6 +75,8 @@ class Monitor:
         self.told_unread: dict[Source, set[int]] = {}
         # The same, with what it was perhaps told of.
         self.heard_damaged: set[Source] = set()
+        # Whether a run that may have some of the workers ever lacked any.
+        self.is_shared = False
         self.heard_unread: dict[Source, set[int]] = {}
 
     @property
@@ -422,10 +424,17 @@ class Monitor:
         if attempt == self.attempt and world.now_s <= until_s:
             self.last_left_s = world.now_s
 
+    def neighbour_says(self, world: World, share: Share) -> None:
+        """Note whether another run on the cluster may have workers of this one."""
+        is_rival = share.priority >= world.rules.sharing.priority
+        self.is_shared |= bool(share.num_lacking) and is_rival
+
     def incident(self, action: ReportIncident) -> None:
         """Check that only who did fail is called guilty."""
         for name in action.guilty:
             require(name in self.faulty, "S5", f"{name} is blamed: {action.evidence}")
+        if action.incident == "share":
+            require(self.is_shared, "S5", f"nobody may have them: {action.evidence}")
         if action.incident == "link":
             require(bool(self.unlinked or self.lost_nodes), "S5", f"no link: {action.evidence}")
 

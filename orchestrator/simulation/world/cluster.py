@@ -122,7 +122,7 @@ class SimCluster(World):
             for node in self.nodes.values():
                 free = node.alive and not node.cut_off and node.draining_until_s is None
                 fits = node.kind == asked.alternative and node.name not in asked.avoid
-                if free and fits and len(node.slots) < node.room:
+                if free and fits and node.num_free > 0:
                     del self.pending[slot]
                     node.slots.add(slot)
                     self.granted[slot] = node.name

@@ -30,6 +30,7 @@ class SimNode:
         "keeper_back_s",
         "kind",
         "name",
+        "num_lent",
         "rack",
         "room",
         "slots",
@@ -49,7 +50,14 @@ class SimNode:
         # Its keeper died and is not back before then.
         self.keeper_back_s = 0.0
         self.slots: set[int] = set()
+        # What another run has of its room.
+        self.num_lent = 0
         self.workers: dict[str, SimWorker] = {}
+
+    @property
+    def num_free(self) -> int:
+        """Return how many more workers have room here."""
+        return self.room - len(self.slots) - self.num_lent
 
 
 class SimWorker:

@@ -11,7 +11,7 @@ from typing import Any, Protocol
 from orchestrator.core import RunRules
 from orchestrator.core import actions as act
 from orchestrator.core import events as ev
-from orchestrator.policies import state_bytes
+from orchestrator.policies import Share, state_bytes
 from orchestrator.simulation.world.memory import Memory, Part
 from orchestrator.simulation.world.parts import SimAttempt, SimNode, SimWorker, Tiers
 from orchestrator.simulation.world.storage import Storage
@@ -80,6 +80,9 @@ class Observer(Protocol):
 
     def cadence(self, world: World, action: act.SetCadence) -> None:
         """Check the chosen intervals."""
+
+    def neighbour_says(self, world: World, share: Share) -> None:
+        """Note what another run says of itself."""
 
     def incident(self, action: act.ReportIncident) -> None:
         """Check an incident."""

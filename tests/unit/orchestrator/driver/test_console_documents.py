@@ -78,6 +78,7 @@ def _status(**changes: Any) -> dict[str, Any]:
         "loaded": {"local memory": 5_000_000},
         "passed_over": ["step-00000004: manifest.json is cut short"],
         "cause": {"kind": "crash", "guilty": ["w0001"], "evidence": "its process died"},
+        "shared": None,
         "waits_for": "",
         "reason": "",
         "bounds_s": {"beat": 0.1, "hang": 5.221},
@@ -142,6 +143,12 @@ def test_what_a_recovery_waits_for_is_told() -> None:
     """It may be for hours, with all nodes in good health."""
     status = _status(phase="reading", waits_for="checkpoints/: storage does not answer")
     assert _lines(status)[-1] == "waits for: checkpoints/: storage does not answer"
+
+
+def test_what_other_runs_need_is_told() -> None:
+    """A run that trains on half its workers looks as if nodes were lost."""
+    status = _status(shared={"limit": 2, "runs": ["urgent-1"]})
+    assert _lines(status)[-1] == "at most 2 workers: other runs need the rest (urgent-1)"
 
 
 def test_the_bounds_of_waits_are_shown_on_request() -> None:

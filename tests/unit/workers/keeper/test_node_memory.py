@@ -18,7 +18,7 @@ from tests.support.snapshots import body_bytes, eventually, part, snapshot, weig
 from ucp_core.native import load
 from workers.errors import ArenaError
 from workers.keeper import progress_path
-from workers.keeper.node_memory import NodeMemory, budget_bytes
+from workers.keeper.node_memory import NodeMemory
 from workers.keeper.peers.client import RemotePart, WireClient
 from workers.keeper.watch import NodeWatch
 from workers.memory import Arena, descriptor_socket, notify, open_version, reserve
@@ -290,16 +290,6 @@ def test_a_keeper_sends_no_faster_than_it_may(
     assert took_s > 0.9, "4 MiB, less the second that was saved up"
     client.close()
     arena.close()
-
-
-def test_a_keeper_that_is_started_again_has_the_budget_of_the_first(tmp_path: Path) -> None:
-    """To it, the snapshots that are there look like memory that is not."""
-    first = budget_bytes(tmp_path, 0)
-    assert first > 0
-    (tmp_path / "budget").write_text("12345678")
-
-    assert budget_bytes(tmp_path, 0) == 12345678
-    assert budget_bytes(tmp_path, 7) == 7 << 20
 
 
 def test_recoveries_and_snapshots_leave_nothing_behind(

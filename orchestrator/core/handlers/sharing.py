@@ -1,0 +1,48 @@
+"""A cluster that several runs share: what this run leaves to the others, and says of itself.
+
+``demand`` asks for no more than the limit that is set here and gives back what is unused beyond it;
+``planned`` has members leave at a step boundary.
+"""
+
+from __future__ import annotations
+
+from math import inf
+
+from orchestrator.core.events import OthersSeen
+from orchestrator.core.rules import RunRules
+from orchestrator.core.state import MutableRunState, RunState
+from orchestrator.core.transition import Transition
+from orchestrator.policies import Share, sharing, usable
+
+
+def others_seen(transition: Transition, event: OthersSeen) -> None:
+    """Decide what the other runs are left, given what all lack."""
+    run, rules = transition.run, transition.rules
+    if run.surveying_until_s != inf:
+        return  # nobody knows what the run has
+    own = own_share(run, rules, run=event.run, now_s=transition.now_s)
+    run.sharing = sharing.decide(
+        run.sharing, own, event.others, rules.sharing, now_s=transition.now_s
+    )
+
+
+def own_share(
+    state: RunState | MutableRunState, rules: RunRules, *, run: str, now_s: float
+) -> Share:
+    """Return what the run whose id is ``run`` says of itself."""
+    offers = [offer for offer in state.fleet.offers if offer.num_pending]
+    num_held = state.fleet.num_slots - sum(offer.num_pending for offer in offers)
+    since_s = min((offer.since_s for offer in offers), default=inf)
+    # What it asks for no more it has given away, and lacks.
+    is_late = state.sharing.limit >= 0 or now_s - since_s >= rules.sharing.lack_s
+    num_wanted = usable(rules.max_workers, rules.layout)
+    return Share(
+        run=run,
+        priority=rules.sharing.priority,
+        num_min=rules.min_workers,
+        has_begun=bool(state.attempt.members),
+        num_held=num_held,
+        num_lacking=max(num_wanted - num_held, 0) if is_late else 0,
+        unit=rules.layout.dp_replicate,
+        needs=rules.sharing.needs,
+    )

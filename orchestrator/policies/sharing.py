@@ -1,0 +1,221 @@
+"""Who gives workers to whom where several runs share a cluster. Pure.
+
+A run that lacks workers takes them from runs of lower priority, down to their least number; runs of
+one priority share evenly. Each run decides only what it gives itself, from what all say of
+themselves, and by the same rule, so they need no judge. What all say is a little old: a run that
+gave waits until the others had time to take it, and gives nothing more to one that did not.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from math import ceil, inf
+from typing import NamedTuple
+
+__all__ = ["Share", "Sharing", "SharingRules", "decide"]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Share:
+    """What a run says of itself to the others.
+
+    Attributes:
+        run: Its id on the cluster.
+        priority: A higher one takes from a lower one.
+        num_min: With fewer workers it does not train.
+        has_begun: Whether it ever did; from then on it is left so many.
+        num_held: Workers that it has room for, on nodes that stay.
+        num_lacking: How many more it has asked for and not got in the time that Ray needs.
+        unit: Its workers come in multiples of this.
+        needs: ``(resource, amount)`` of the room for one worker.
+    """
+
+    run: str
+    priority: int = 0
+    num_min: int = 1
+    has_begun: bool = True
+    num_held: int = 0
+    num_lacking: int = 0
+    unit: int = 1
+    needs: tuple[tuple[str, float], ...] = ()
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SharingRules:
+    """How a run shares.
+
+    Attributes:
+        priority: Of the run.
+        needs: As in ``Share``.
+        lack_s: A request counts as not granted after this; Ray places one within a second where
+            there is room.
+        settle_s: What was given is taken within this, or not at all: the others are asked every
+            two seconds, and Ray places a request in one.
+        deaf_s: A run gets nothing for so long after nobody took what it was given: what it waits
+            for is something else.
+    """
+
+    priority: int = 0
+    needs: tuple[tuple[str, float], ...] = ()
+    lack_s: float = 5.0
+    settle_s: float = 10.0
+    deaf_s: float = 600.0
+
+
+class Sharing(NamedTuple):
+    """What a run has made of its share.
+
+    Attributes:
+        limit: The most workers that it asks for and holds; -1 if the others need none of them.
+        runs: Who needs the others, while there is a limit.
+        settled_s: Before then nothing is decided anew: what was given is on its way.
+        given: The runs to which.
+        num_others: What all others held before.
+        deaf: ``(run, until_s)`` of those to which something was given, and nobody took it.
+    """
+
+    limit: int = -1
+    runs: tuple[str, ...] = ()
+    settled_s: float = -inf
+    given: tuple[str, ...] = ()
+    num_others: int = 0
+    deaf: tuple[tuple[str, float], ...] = ()
+
+
+def decide(
+    before: Sharing, own: Share, others: Sequence[Share], rules: SharingRules, *, now_s: float
+) -> Sharing:
+    """Return what a run makes of its share, given what all runs on the cluster say.
+
+    Args:
+        before: What it made of it before.
+        own: What it says itself.
+        others: All others.
+        rules: Its own.
+        now_s: The present.
+    """
+    is_giving = 0 <= before.limit < own.num_held
+    deaf = tuple((run, until_s) for run, until_s in before.deaf if until_s > now_s)
+    num_others = sum(other.num_held for other in others)
+    if before.given and not is_giving and now_s >= before.settled_s:
+        if num_others <= before.num_others:
+            deaf += tuple((run, now_s + rules.deaf_s) for run in before.given)
+        before = before._replace(given=())
+    unheard = {run for run, _ in deaf}
+    rivals = [
+        other
+        for other in others
+        if other.num_lacking
+        and other.priority >= own.priority
+        and other.run not in unheard
+        and _num_for_one(other, own)
+    ]
+    if not rivals:
+        return Sharing(deaf=deaf)
+    if is_giving:
+        return before._replace(settled_s=now_s + rules.settle_s)
+    if now_s < before.settled_s:
+        return before
+    heard = [other for other in others if other.run not in unheard]
+    names = tuple(sorted(other.run for other in rivals))
+    left, given = _after_giving(own, heard)
+    if left < own.num_held:
+        return Sharing(left, names, now_s + rules.settle_s, given, num_others, deaf)
+    limit = before.limit
+    if limit >= 0 and all(other.priority == own.priority for other in rivals):
+        # What is new is for all alike.
+        limit = max(limit, min(other.num_held for other in rivals) + own.unit)
+    return Sharing(limit, names if limit >= 0 else (), deaf=deaf)
+
+
+def _after_giving(own: Share, others: Sequence[Share]) -> tuple[int, tuple[str, ...]]:
+    """Return how many workers a run is left with, and which runs it gave to.
+
+    All give in turn, a unit at a time: the lowest priority first, among equals who has the most.
+    """
+    shares = {share.run: share for share in (own, *others)}
+    held: dict[str, float] = {run: share.num_held for run, share in shares.items()}
+    takers: set[str] = set()
+    for taker in sorted(shares.values(), key=_place):
+        wanted = float(taker.num_lacking)
+        # Before all have an even share, each has enough to train.
+        num_due = _num_due(taker, [*shares.values()], held)
+        while wanted > 0:
+            givers = [giver for giver in shares.values() if _may_give(giver, taker, held, num_due)]
+            if not givers:
+                break
+            giver = min(givers, key=lambda share: (share.priority, -held[share.run], share.run))
+            num = _step(giver, held)
+            held[giver.run] -= num
+            taken = num / _num_for_one(taker, giver)
+            held[taker.run] += taken
+            wanted -= taken
+            if giver.run == own.run:
+                takers.add(taker.run)
+    return round(held[own.run]), tuple(sorted(takers))
+
+
+def _may_give(giver: Share, taker: Share, held: dict[str, float], num_due: int) -> bool:
+    """Return whether a run may give one step more; the taker is to have ``num_due`` anyway."""
+    step = _step(giver, held)
+    if not 0 < step <= _num_spare(giver, held) or not _serves(giver, taker, held):
+        return False
+    if not _trains(taker, held):
+        return held[taker.run] < num_due
+    if giver.priority < taker.priority:
+        return True
+    return held[giver.run] - step >= held[taker.run] + step / _num_for_one(taker, giver)
+
+
+def _serves(giver: Share, taker: Share, held: dict[str, float]) -> bool:
+    """Return whether a run gives anything to another one, if it can spare it."""
+    if giver.run == taker.run or not _num_for_one(taker, giver):
+        return False
+    if _trains(giver, held) or giver.priority != taker.priority:
+        return giver.priority <= taker.priority
+    # Neither trains: one of them gets all, or both might wait for ever.
+    return _trains(taker, held) or _missing(taker) < _missing(giver)
+
+
+def _num_due(taker: Share, shares: Sequence[Share], held: dict[str, float]) -> int:
+    """Return with how many a run begins that does not train yet; 0 if so many cannot be had."""
+    spare = sum(
+        _num_spare(giver, held) / _num_for_one(taker, giver)
+        for giver in shares
+        if _serves(giver, taker, held)
+    )
+    return taker.num_min if held[taker.run] + spare >= taker.num_min else 0
+
+
+def _trains(share: Share, held: dict[str, float]) -> bool:
+    return share.has_begun or held[share.run] >= share.num_min
+
+
+def _num_spare(share: Share, held: dict[str, float]) -> float:
+    """Return how many workers a run may have taken from it: one that trains goes on."""
+    return held[share.run] - (share.num_min if _trains(share, held) else 0)
+
+
+def _place(share: Share) -> tuple[int, bool, int, str]:
+    """Return whose turn it is to take: those that could begin come first."""
+    return (-share.priority, share.has_begun, *_missing(share))
+
+
+def _missing(share: Share) -> tuple[int, str]:
+    return share.num_min - share.num_held, share.run
+
+
+def _step(giver: Share, held: dict[str, float]) -> int:
+    """Return how many workers a run gives at a time: first those that it has no use for."""
+    return int(held[giver.run]) % giver.unit or min(giver.unit, int(held[giver.run]))
+
+
+def _num_for_one(taker: Share, giver: Share) -> int:
+    """Return how many of the giver's workers make room for one of the taker's; 0 if none do."""
+    room = dict(giver.needs)
+    parts = [
+        amount / room.get(name, 0.0) if room.get(name) else inf for name, amount in taker.needs
+    ]
+    most = max(parts, default=1.0)
+    return ceil(most) if most < inf else 0

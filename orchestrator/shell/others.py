@@ -1,0 +1,108 @@
+"""Ask the other runs on the cluster what they have and lack. Decides nothing."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+from collections.abc import Callable
+from typing import Any
+
+import ray
+from ray.exceptions import RayError
+
+from orchestrator.core import Event, OthersSeen
+from orchestrator.policies import Share
+from orchestrator.shell.clock import monotonic_s
+from orchestrator.shell.names import NAMESPACE_PREFIX, RunNames
+from orchestrator.shell.threads import RAY, in_thread
+
+#: How often, and for how long an answer is waited for; a controller answered in 1 to 50 ms.
+POLL_S = 2.0
+ANSWER_S = 1.0
+#: What a controller said counts for so long while it says nothing: Ray starts it again.
+KEPT_S = 30.0
+
+log = logging.getLogger(__name__)
+
+
+class Others:
+    """The other runs on the cluster.
+
+    Args:
+        names: Of the own run.
+        at_s: Returns the time on the run's clock.
+        post: Takes each ``OthersSeen``. There is none while no other run is there.
+    """
+
+    def __init__(
+        self, *, names: RunNames, at_s: Callable[[], float], post: Callable[[Event], None]
+    ) -> None:
+        self._names = names
+        self._at_s = at_s
+        self._post = post
+        self._controllers: dict[str, Any] = {}
+        self._said: dict[str, tuple[float, Share]] = {}
+
+    async def poll_forever(self) -> None:
+        """Report what they say, until cancelled."""
+        # A restarted controller may have left something to a run that is gone since.
+        was_shared = True
+        while True:
+            await asyncio.sleep(POLL_S)
+            with contextlib.suppress(RayError):  # nobody knows while the head is away
+                namespaces = await in_thread(RAY, self._find)
+                await asyncio.gather(*map(self._ask, namespaces))
+                self._forget(namespaces)
+                shares = tuple(share for _, (_, share) in sorted(self._said.items()))
+                if shares or was_shared:
+                    self._post(OthersSeen(at_s=self._at_s(), run=self._names.run_id, others=shares))
+                was_shared = bool(shares)
+
+    def _find(self) -> list[str]:
+        """Return the namespaces of the other runs, and keep handles of their controllers."""
+        found = [
+            actor["namespace"]
+            for actor in ray.util.list_named_actors(all_namespaces=True)
+            if actor["name"] == self._names.controller
+            and actor["namespace"].startswith(NAMESPACE_PREFIX)
+            and actor["namespace"] != self._names.namespace
+        ]
+        for namespace in found:
+            if namespace not in self._controllers:
+                with contextlib.suppress(ValueError):  # it has just ended
+                    self._controllers[namespace] = ray.get_actor(
+                        self._names.controller, namespace=namespace
+                    )
+        return found
+
+    async def _ask(self, namespace: str) -> None:
+        controller = self._controllers.get(namespace)
+        if controller is None:
+            return
+        try:
+            said = await asyncio.wait_for(_share_of(controller), ANSWER_S)
+            self._said[namespace] = (monotonic_s(), Share(**said))
+        except (RayError, TimeoutError):
+            # The next run in its directory has another controller.
+            del self._controllers[namespace]
+        except (AttributeError, TypeError) as error:  # of a version that says other things
+            log.warning("run_not_understood", extra={"run": namespace, "error": str(error)})
+
+    def _forget(self, namespaces: list[str]) -> None:
+        oldest_s = monotonic_s() - KEPT_S
+        self._said = {
+            namespace: said
+            for namespace, said in self._said.items()
+            if namespace in namespaces and said[0] >= oldest_s
+        }
+        self._controllers = {
+            namespace: controller
+            for namespace, controller in self._controllers.items()
+            if namespace in namespaces
+        }
+
+
+async def _share_of(controller: Any) -> dict[str, Any]:
+    said: dict[str, Any] = await controller.share.remote()
+    return said

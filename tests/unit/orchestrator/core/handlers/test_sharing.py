@@ -1,0 +1,211 @@
+"""What a run gives back to others on its cluster, and when it takes it again."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from orchestrator.core import RunRules, RunState, check, describe, own_share, step
+from orchestrator.core import actions as act
+from orchestrator.core import events as ev
+from orchestrator.core.actions import Action
+from orchestrator.policies import CapacityRules, Share, SharingRules
+
+NEEDS = (("CPU", 1.0),)
+RULES = RunRules(
+    run="r", min_workers=1, max_workers=4, total_steps=1000, sharing=SharingRules(needs=NEEDS)
+)
+CHOICE = replace(RULES, capacity=CapacityRules(usd_per_hour=(1.0, 3.0)))
+OTHER = Share(run="other", priority=1, num_min=1, num_held=1, num_lacking=2, needs=NEEDS)
+
+
+class Fold:
+    """A run, and what it orders."""
+
+    def __init__(self, rules: RunRules = RULES) -> None:
+        self.rules = rules
+        self.state = RunState()
+        self(ev.ControllerStarted(at_s=0.0, incarnation=1))
+
+    def __call__(self, *events: ev.Event) -> list[Action]:
+        ordered: list[Action] = []
+        for event in events:
+            self.state, actions = step(self.state, event, rules=self.rules)
+            check(self.state)
+            ordered += actions
+        return ordered
+
+    def train(self, at_s: float, slots: dict[int, str]) -> None:
+        """Grant slots, and have a worker on each train."""
+        self(*(ev.SlotGranted(at_s=at_s, slot=slot, node=node) for slot, node in slots.items()))
+        ready = [
+            ev.WorkerReady(at_s=at_s, worker=worker.name, node=node.name, pid=1)
+            for worker in self.state.fleet.workers.values()
+            for node in [self.state.fleet.nodes[worker.node]]
+        ]
+        self(*ready, ev.Ticked(at_s=at_s + 60.0))
+        self.make_step(at_s + 61.0)
+
+    def make_step(self, at_s: float) -> list[Action]:
+        """Have the members form, and make a step."""
+        number, done = self.state.attempt.number, self.state.attempt.step + 1
+        return self(
+            *(ev.WorkerFormed(at_s=at_s, attempt=number, worker=w) for w in self.members()),
+            ev.StepCompleted(at_s=at_s, attempt=number, step=done, step_s=1.0),
+        )
+
+    def leave(self, at_s: float) -> list[Action]:
+        """Have the members leave as asked, at the step that they have."""
+        number, done = self.state.attempt.number, self.state.attempt.step
+        return self(
+            *(
+                ev.WorkerLeft(
+                    at_s=at_s, attempt=number, worker=w, how="yielded", step=done, detail=""
+                )
+                for w in self.members()
+            )
+        )
+
+    def see(self, at_s: float, *others: Share) -> list[Action]:
+        return self(ev.OthersSeen(at_s=at_s, run="own", others=others))
+
+    def members(self) -> list[str]:
+        return [self.state.fleet.workers[member].name for member in self.state.attempt.members]
+
+
+def _kinds(actions: list[Action]) -> list[str]:
+    return [type(action).__name__ for action in actions]
+
+
+def _released(actions: list[Action]) -> list[int]:
+    return [action.slot for action in actions if isinstance(action, act.ReleaseSlot)]
+
+
+def test_workers_are_given_at_a_step_boundary_and_come_back() -> None:
+    """The members leave together, so that nothing is lost; then the room is given back."""
+    run = Fold()
+    run.train(1.0, {1: "a", 2: "a", 3: "b", 4: "b"})
+    assert len(run.members()) == 4
+
+    (asked,) = run.see(100.0, OTHER)
+    assert isinstance(asked, act.YieldAttempt)
+    assert not asked.durable
+    assert run.see(102.0, OTHER) == [], "what it has given is not taken yet"
+    actions = run.leave(103.0)
+    (incident,) = [each for each in actions if isinstance(each, act.ReportIncident)]
+    (started,) = [each for each in actions if isinstance(each, act.StartAttempt)]
+    assert (incident.incident, incident.guilty) == ("share", ())
+    assert incident.evidence == "giving 2 of its workers to other"
+    assert started.resume_step == 1
+    assert [node for _, node, _ in started.members] == ["a", "a"]
+    assert _released(actions) == [3, 4]
+    assert describe(run.state)["shared"] == {"limit": 2, "runs": ["other"]}
+    actions = run.make_step(104.0)
+    assert "RequestSlot" not in _kinds(actions)
+    assert {each.worker for each in actions if isinstance(each, act.KillWorker)} <= {
+        "w0003",
+        "w0004",
+    }
+
+    assert run.see(106.0, replace(OTHER, num_held=2, num_lacking=1)) == []
+    helped = replace(OTHER, num_held=3, num_lacking=0)
+    assert _kinds(run.see(120.0, helped)) == ["RequestSlot", "RequestSlot"]
+    assert describe(run.state)["shared"] is None
+    run.train(121.0, {5: "b", 6: "b"})
+    assert run.state.attempt.yield_asked, "it grows back"
+
+
+def test_a_lower_or_satisfied_run_gets_nothing() -> None:
+    """A run that gives workers to whoever asks would never finish."""
+    run = Fold()
+    run.train(1.0, {1: "a", 2: "a", 3: "b", 4: "b"})
+
+    assert run.see(100.0, replace(OTHER, priority=-1)) == []
+    assert run.see(102.0, replace(OTHER, num_lacking=0)) == []
+    assert run.see(104.0, replace(OTHER, needs=(("GPU", 1.0),))) == []
+
+
+def test_a_run_keeps_its_least_number() -> None:
+    """With fewer it would only wait, and hold what it has for nothing."""
+    run = Fold(replace(RULES, min_workers=3))
+    run.train(1.0, {1: "a", 2: "a", 3: "b", 4: "b"})
+    run.see(100.0, replace(OTHER, num_lacking=9))
+    actions = run.leave(101.0)
+
+    (started,) = [each for each in actions if isinstance(each, act.StartAttempt)]
+    assert len(started.members) == 3
+    assert _released(actions) == [4]
+
+
+def test_what_is_asked_for_or_unused_is_given_first() -> None:
+    """No member has to leave for it, so no step waits."""
+    run = Fold(replace(RULES, max_workers=6))
+    run.train(1.0, {1: "a", 2: "a", 3: "b"})
+    run(ev.SlotGranted(at_s=90.0, slot=4, node="b"))
+    assert len(run.members()) == 3
+
+    actions = run.see(100.0, replace(OTHER, num_lacking=1))
+    assert _released(actions) == [6, 5, 4]
+    assert "YieldAttempt" not in _kinds(actions)
+    assert len(run.members()) == 3
+
+
+def test_of_alternatives_the_worst_is_given_back_and_all_are_asked_for_again() -> None:
+    """What was refused stays asked for otherwise, and would take what the other run waits for."""
+    run = Fold(CHOICE)
+    run(ev.SlotGranted(at_s=1.0, slot=1, node="cheap"))
+    run(ev.CapacityRefused(at_s=1.5, alternative=0, why="sold out"))
+    dear = [n for n, slot in run.state.fleet.slots.items() if slot.alternative]
+    run.train(2.0, {dear[0]: "dear", dear[1]: "dear2"})
+    assert len(run.members()) == 3
+
+    asked = run.see(100.0, replace(OTHER, num_lacking=2))
+    pending = {n for n, slot in run.state.fleet.slots.items() if slot.node < 0}
+    assert not pending
+    assert "YieldAttempt" in _kinds(asked)
+    actions = run.leave(101.0)
+    (started,) = [each for each in actions if isinstance(each, act.StartAttempt)]
+    assert [node for _, node, _ in started.members] == ["cheap"]
+    assert sorted(_released(actions)) == sorted(dear[:2])
+    run.make_step(102.0)
+
+    actions = run.see(130.0)
+    wanted = [each for each in actions if isinstance(each, act.RequestSlot)]
+    assert [each.alternative for each in wanted] == [0, 0, 0]
+    actions = run(ev.CapacityRefused(at_s=131.0, alternative=0, why="sold out"))
+    assert _kinds(actions) == ["NoteRefused", *["RequestSlot"] * 3]
+
+
+def test_a_restarted_controller_goes_on_sharing() -> None:
+    """It would take back what the other run is just about to use."""
+    run = Fold()
+    run.train(1.0, {1: "a", 2: "a", 3: "b", 4: "b"})
+    run.see(100.0, OTHER)
+    run.leave(101.0)
+    run.make_step(102.0)
+
+    run(ev.ControllerStarted(at_s=103.0, incarnation=2))
+    assert run.see(103.5) == [], "nobody knows what the run has until the survey is there"
+    alive = tuple((worker, "a", 2) for worker in run.members())
+    found = ev.WorkersSurveyed(
+        at_s=104.0, alive=alive, slots=((1, "a"), (2, "a")), pending_slots=()
+    )
+    assert "RequestSlot" not in _kinds(run(found))
+    assert describe(run.state)["shared"]["limit"] == 2
+    assert _kinds(run.see(106.0)) == ["RequestSlot", "RequestSlot"]
+
+
+def test_what_a_run_lacks_counts_once_ray_had_time_to_place_it() -> None:
+    """A run that starts asks for all at once: none of the others is to give anything for that."""
+    run = Fold()
+    (early, late) = (
+        own_share(run.state, RULES, run="own", now_s=now_s).num_lacking for now_s in (1.0, 6.0)
+    )
+    assert (early, late) == (0, 4)
+
+    run.train(1.0, {1: "a", 2: "a", 3: "b", 4: "b"})
+    share = own_share(run.state, RULES, run="own", now_s=200.0)
+    assert (share.num_held, share.num_lacking, share.has_begun) == (4, 0, True)
+    run.see(200.0, OTHER)
+    run.leave(201.0)
+    share = own_share(run.state, RULES, run="own", now_s=201.0)
+    assert (share.num_held, share.num_lacking) == (2, 2), "it lacks what it has given"

@@ -1,0 +1,94 @@
+"""How much of a node's memory the snapshots of one run may take, beside those of other runs."""
+
+from __future__ import annotations
+
+import contextlib
+import fcntl
+import os
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Final
+
+from workers.keeper.slots import available_bytes
+
+_NAME: Final = "budget"
+_MEMINFO: Final = Path("/proc/meminfo")
+
+
+class Budget:
+    """The share of one run.
+
+    By default half of what the node had available when the run's first keeper started there, less
+    what keepers of other runs may still take. It is kept in a file beside the other files of the
+    run: a later keeper would count existing snapshots as used memory. The file is locked while the
+    keeper lives, by which others know that it counts.
+
+    Args:
+        directory: Of the run on the node: ``ROOT/RUN/NODE``, for every run on the node.
+        node_memory_mib: What the user allows; 0 asks for the default.
+
+    Attributes:
+        num_bytes: The share.
+    """
+
+    def __init__(self, directory: Path, node_memory_mib: int) -> None:
+        path = directory / _NAME
+        # Of two keepers that start at once one counts the other.
+        with _locked(directory.parent.parent):
+            found = node_memory_mib << 20
+            if not found:
+                with contextlib.suppress(OSError, ValueError):
+                    found = int(path.read_text())
+            self.num_bytes = found or (available_bytes() - _claimed_bytes(path)) // 2
+            self.num_bytes = max(self.num_bytes, 0)
+            path.write_text(str(self.num_bytes))
+            self._fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+            fcntl.flock(self._fd, fcntl.LOCK_SH)
+
+    def close(self) -> None:
+        """Leave the share to others. Safe to repeat."""
+        if self._fd >= 0:
+            os.close(self._fd)
+            self._fd = -1
+
+
+def _claimed_bytes(own: Path) -> int:
+    """Return what the keepers of other runs on the node may still take.
+
+    What they have taken is shared memory; how much of that is theirs is not known, so all is.
+    """
+    pattern = f"*/{own.parent.name}/{_NAME}"
+    others = [path for path in own.parent.parent.parent.glob(pattern) if path != own]
+    claimed = sum(_living_bytes(path) for path in others)
+    return max(claimed - _shared_bytes(), 0)
+
+
+def _living_bytes(path: Path) -> int:
+    """Return the budget in a file; 0 if no keeper has it any more."""
+    try:
+        with path.open() as file:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        with contextlib.suppress(OSError, ValueError):
+            return int(path.read_text())
+    except OSError:
+        pass  # it has just ended, or is somebody else's
+    return 0
+
+
+def _shared_bytes() -> int:
+    for line in _MEMINFO.read_text().splitlines():
+        if line.startswith("Shmem:"):
+            return int(line.split()[1]) << 10
+    return 0
+
+
+@contextmanager
+def _locked(folder: Path) -> Iterator[None]:
+    fd = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+    try:
+        fcntl.flock(fd, fcntl.LOCK_EX)
+        yield
+    finally:
+        os.close(fd)
