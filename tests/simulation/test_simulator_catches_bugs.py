@@ -26,13 +26,14 @@ from orchestrator.core.handlers import (
     recovery,
     resume,
     searching,
+    sharing,
     survey,
 )
 from orchestrator.core.handlers import fleet_events as on_fleet
 from orchestrator.core.handlers import member_events as on_members
 from orchestrator.core.state import MutableRunState, Node, Worker
 from orchestrator.core.transition import Transition
-from orchestrator.policies import RedundancyPlan, links, versions
+from orchestrator.policies import RedundancyPlan, Share, links, versions
 from orchestrator.simulation.faults import faults
 from orchestrator.simulation.history import run_history
 from orchestrator.simulation.violation import Violation
@@ -166,6 +167,14 @@ def _nobody(_transition: Transition) -> list[Node]:
     return []
 
 
+def _hold_all_others_for_urgent(*arguments: Any, **named: Any) -> Share:
+    return replace(_OWN_SHARE(*arguments, **named), priority=-9)
+
+
+def _need_no_workers(*arguments: Any, **named: Any) -> Share:
+    return replace(_OWN_SHARE(*arguments, **named), num_min=0)
+
+
 @dataclass(frozen=True)
 class Bug:
     """Where to put which function, which promises may tell, and in which histories to look.
@@ -270,10 +279,17 @@ BUGS = {
     "ends keepers before others hold what they do": Bug(
         versions, "protects", _always, ("L3",), first_seed=400
     ),
+    "gives workers to runs that are less urgent": Bug(
+        sharing, "own_share", _hold_all_others_for_urgent, ("S5",)
+    ),
+    "gives workers that it needs to train": Bug(
+        sharing, "own_share", _need_no_workers, ("invariant",)
+    ),
     "starts no worker processes": Bug(demand, "_staff", _never_look, ("L1",)),
 }
 
 _PROCEED = recovery.proceed
+_OWN_SHARE = sharing.own_share
 _ALL_LEFT = planned.all_left
 _LEAVE_OUT = recovery.leave_out
 _KNOWN_IS_FINAL = recovery._known_is_final
