@@ -10,7 +10,7 @@ from math import inf
 
 from orchestrator.core.events import OthersSeen
 from orchestrator.core.rules import RunRules
-from orchestrator.core.state import MutableRunState, RunState
+from orchestrator.core.state import TERMINAL, MutableRunState, RunState
 from orchestrator.core.transition import Transition
 from orchestrator.policies import Share, sharing, usable
 
@@ -34,6 +34,7 @@ def own_share(
     num_held = state.fleet.num_slots - sum(offer.num_pending for offer in offers)
     since_s = min((offer.since_s for offer in offers), default=inf)
     # What it asks for no more it has given away, and lacks.
+    is_over = state.phase in TERMINAL
     is_late = state.sharing.limit >= 0 or now_s - since_s >= rules.sharing.lack_s
     num_wanted = usable(rules.max_workers, rules.layout)
     return Share(
@@ -42,7 +43,7 @@ def own_share(
         num_min=rules.min_workers,
         has_begun=bool(state.attempt.members),
         num_held=num_held,
-        num_lacking=max(num_wanted - num_held, 0) if is_late else 0,
+        num_lacking=max(num_wanted - num_held, 0) if is_late and not is_over else 0,
         unit=rules.layout.dp_replicate,
         needs=rules.sharing.needs,
     )

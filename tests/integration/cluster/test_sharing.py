@@ -2,18 +2,25 @@
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import Callable
+from dataclasses import asdict
 from typing import Any
 
 import pytest
+import ray
 
+from orchestrator.core import OthersSeen
 from orchestrator.driver import replay_run
 from orchestrator.driver.faults import wait_for
 from orchestrator.driver.launch import Launched
+from orchestrator.policies import Share
 from orchestrator.run_directory import read_run
+from orchestrator.shell import RunNames, others
 from tests.support.history import read_history
+from tests.support.snapshots import eventually
 
-pytestmark = [pytest.mark.ray, pytest.mark.chaos, pytest.mark.timeout(900)]
+pytestmark = [pytest.mark.ray, pytest.mark.timeout(900)]
 
 SEEN_S_MAX = 240.0
 
@@ -33,6 +40,49 @@ def _await(run: Launched, num_workers: int, *, above: int) -> dict[str, Any]:
     return status
 
 
+class OtherController:
+    """What a controller says, without a run."""
+
+    def __init__(self, said: dict[str, Any]) -> None:
+        self._said = said
+
+    def share(self) -> dict[str, Any]:
+        return self._said
+
+
+def _begin_other(run: str, said: dict[str, Any]) -> Any:
+    names = RunNames(run)
+    options = {"name": names.controller, "namespace": names.namespace, "num_cpus": 0}
+    return ray.remote(OtherController).options(**options).remote(said)
+
+
+def test_other_runs_are_asked_as_long_as_they_are_there(
+    nodes: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """One of another version must not keep the others from being heard."""
+    assert nodes.nodes()
+    monkeypatch.setattr(others, "POLL_S", 0.05)
+    share = Share(run="urgent", priority=1, num_held=1, num_lacking=2, needs=(("CPU", 1.0),))
+    seen: list[Any] = []
+    poller = others.Others(names=RunNames("own"), at_s=lambda: 0.0, post=seen.append)
+
+    async def play() -> None:
+        polling = asyncio.create_task(poller.poll_forever())
+        urgent = _begin_other("urgent", asdict(share))
+        strange = _begin_other("strange", {"words": 3})
+        assert await asyncio.to_thread(eventually, lambda: has_seen(share))
+        ray.kill(urgent)
+        assert await asyncio.to_thread(eventually, has_seen)
+        ray.kill(strange)
+        polling.cancel()
+
+    def has_seen(*shares: Share) -> bool:
+        return seen[-1:] == [OthersSeen(at_s=0.0, run="own", others=shares)]
+
+    asyncio.run(play())
+
+
+@pytest.mark.chaos
 def test_an_urgent_run_takes_two_of_four_workers_and_gives_them_back(
     begin_endless: Callable[..., Launched],
 ) -> None:

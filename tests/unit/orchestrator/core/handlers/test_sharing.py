@@ -209,3 +209,7 @@ def test_what_a_run_lacks_counts_once_ray_had_time_to_place_it() -> None:
     run.leave(201.0)
     share = own_share(run.state, RULES, run="own", now_s=201.0)
     assert (share.num_held, share.num_lacking) == (2, 2), "it lacks what it has given"
+    run.make_step(202.0)
+    run(ev.StopRequested(at_s=203.0, reason="enough"))
+    run.leave(204.0)
+    assert own_share(run.state, RULES, run="own", now_s=205.0).num_lacking == 0
