@@ -69,7 +69,7 @@ _HEAD_LOST = 0.1
 #: Share of the histories in which storage is away for a while.
 _OUTAGE = 0.1
 #: Share of those in which another run comes to the cluster, and goes again.
-_SHARED = 0.15
+_SHARED = 0.25
 #: Share of those with snapshots whose interval of checkpoints is chosen.
 _CHOSEN = 0.25
 
@@ -204,7 +204,7 @@ class History:
             cluster.at(1.0 + head.random() * safety_s, self._lose_head, head)
         other = Random(f"neighbour {self.seed}")  # noqa: S311  no secrets here
         if is_swarm and other.random() < _SHARED:
-            cluster.at(safety_s * other.random(), self._share, other)
+            cluster.at(1.0 + safety_s * other.random(), self._share, other)
 
     def _draw_ending(self) -> str:
         """Decide how the run is to end: most complete, some are stopped or have a bug."""

@@ -26,7 +26,7 @@ class Neighbour:
         self._cluster = cluster
         self._priority = cluster.rules.sharing.priority + rng.choice((-1, 0, 1, 1))
         self._num_min = rng.randint(1, 2)
-        self._num_max = rng.randint(self._num_min, 4)
+        self._num_max = rng.randint(self._num_min, 8)
         self._rooms: list[str] = []
         self._has_begun = False
         self._num_told = 0
