@@ -44,6 +44,6 @@ def own_share(
         has_begun=bool(state.attempt.members),
         num_held=num_held,
         num_lacking=max(num_wanted - num_held, 0) if is_late and not is_over else 0,
-        unit=rules.layout.dp_replicate,
+        unit=rules.layout.multiple,
         needs=rules.sharing.needs,
     )
