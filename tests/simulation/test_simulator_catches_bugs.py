@@ -283,7 +283,7 @@ BUGS = {
         sharing, "own_share", _hold_all_others_for_urgent, ("S5",)
     ),
     "gives workers that it needs to train": Bug(
-        sharing, "own_share", _need_no_workers, ("invariant",)
+        sharing, "own_share", _need_no_workers, ("L1", "invariant")
     ),
     "starts no worker processes": Bug(demand, "_staff", _never_look, ("L1",)),
 }
