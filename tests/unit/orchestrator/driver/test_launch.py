@@ -62,6 +62,7 @@ def test_a_head_that_comes_back_is_waited_for(
     monkeypatch.setenv("RAY_gcs_rpc_server_reconnect_timeout_s", "4")
     contact = {"ray_address": address, "namespace": "everstep-x", "head_returns": returns}
     (tmp_path / "controller.json").write_text(json.dumps(contact))
+    (tmp_path / "token").write_text("0123")
 
     away = CliRunner().invoke(app, ["stop", str(tmp_path)])
 
