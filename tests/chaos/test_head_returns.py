@@ -33,6 +33,8 @@ def cluster() -> Iterator[NetworkCluster]:
     """Two nodes, a head and a Redis."""
     environment = {
         VARIABLE: str(WAIT_S),
+        # Whoever waits for a machine that vanished asks it again the later the longer it is away.
+        "RAY_grpc_client_keepalive_timeout_ms": "10000",
         # Behind whatever else runs here Ray's processes would take minutes to start.
         "RAY_worker_niceness": "0",
     }
@@ -69,6 +71,7 @@ def test_nobody_notices_a_head_that_is_away_for_a_minute(
     assert summary["weights_digest"] == digest_alone(tmp_path, steps)
     assert run.driver.wait(60) == 0
     assert "training continues without it" in run.said()
+    assert "the controller is back in charge" in run.said()
 
 
 def test_a_run_is_stopped_while_its_head_is_away(cluster: NetworkCluster, tmp_path: Path) -> None:
