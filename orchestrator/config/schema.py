@@ -79,10 +79,8 @@ Look: TypeAlias = Callable[["RunConfig", Collection[str]], Sequence[Problem]]
 #: With that patience. A controller that a signal has stopped is ended after this. Training does not
 #: need it meanwhile, and a debugger may stop it for a moment; a slow one is never ended.
 _CONTROLLER_STOPPED_S = 10.0
-
-#: What ``cluster.metrics_host`` may be, beside ``auto``.
-LOOPBACK = "loopback"
-CLUSTER = "cluster"
+#: What ``cluster.metrics_host`` may be.
+_HOSTS = (AUTO, "cluster", "loopback")
 
 
 class _Section(BaseModel):
@@ -96,8 +94,7 @@ class RunSection(_Section):
         directory: Run directory, a path or an fsspec URL that every node can reach.
         name: For people. Default: the last part of ``directory``.
         priority: A run that lacks workers takes them from those of lower priority on its cluster,
-            down to their ``workers.min``; runs of one priority share evenly. They change hands at a
-            step boundary, nothing is lost, and they go back once they are not needed any more.
+            down to their ``workers.min``, and gives them back; runs of one priority share evenly.
         script: A training script that calls ``everstep.run``. Without one the built-in language
             model is trained.
         arguments: Of that script, each as one text: ``["--width", "512"]``.
@@ -130,10 +127,9 @@ class ClusterSection(_Section):
         gpus_per_worker: GPUs of one worker; 0 trains on the CPU.
         memory_gib_per_worker: Memory of a worker's device, to refuse models that cannot fit.
             Default: this machine's memory for simulated nodes; elsewhere it is not checked.
-        metrics_host: Where these listen: ``cluster`` is the address by which the cluster knows the
-            head, ``loopback`` lets only commands and a Prometheus on the head reach them. They can
-            be read there by everybody; what changes a run needs its token. Default (``auto``):
-            ``cluster``, and ``loopback`` for simulated nodes.
+        metrics_host: Where these listen, for everybody to read: ``cluster`` is the head's address
+            in it, ``loopback`` is for the head alone. Default: ``auto``, which is ``cluster``, and
+            ``loopback`` for simulated nodes.
         metrics_port: Port of the controller's metrics and status; 0 takes a free one.
         rack_label: A Ray label of the nodes. Nodes with the same value fail together, as in a rack
             or a zone, and do not protect each other's snapshots. Default: each node fails alone.
@@ -340,8 +336,8 @@ class RunConfig(_Section):
     @property
     def is_page_local(self) -> bool:
         """Return whether metrics and status are only for the controller's own machine."""
-        host = self.cluster.metrics_host
-        return host == LOOPBACK or (host == AUTO and self.cluster.address is None)
+        is_auto = self.cluster.metrics_host == AUTO
+        return self.cluster.metrics_host == "loopback" or (is_auto and not self.cluster.address)
 
     def worker_resources(self) -> dict[str, float]:
         """Return what one worker needs, in Ray's terms."""
@@ -620,10 +616,8 @@ def _cross_problems(source: Source, config: RunConfig, broken: Collection[str]) 
     ]
     found += _worker_problems(config)
     found += _axis_problems(config)
-    if config.cluster.metrics_host not in (AUTO, CLUSTER, LOOPBACK):
-        known = f"{AUTO}, {CLUSTER}, {LOOPBACK}"
-        message = f"{config.cluster.metrics_host!r} is none of {known}"
-        found.append(("cluster.metrics_host", message))
+    if (host := config.cluster.metrics_host) not in _HOSTS:
+        found.append(("cluster.metrics_host", f"{host!r} is none of {', '.join(_HOSTS)}"))
     found += [*_capacity_problems(config), *_notice_problems(config.notices)]
     if config.run.arguments and not config.run.script:
         found.append(("run.arguments", "are for a run.script, and there is none; name one"))
