@@ -206,8 +206,9 @@ def test_a_script_is_told_before_it_trains(tmp_path: Path) -> None:
         functools.partial(torch.optim.AdamW, fused=True),
         functools.partial(torch.optim.AdamW, foreach=True, amsgrad=True),
         functools.partial(torch.optim.SGD, momentum=0.9, nesterov=True, fused=True),
+        torch.optim.Adagrad,
     ],
-    ids=["muon", "fused", "foreach", "fused sgd"],
+    ids=["muon", "fused", "foreach", "fused sgd", "adagrad"],
 )
 def test_an_optimizer_resumes_to_the_bit(kind: Callable[..., Any], tmp_path: Path) -> None:
     """It is let be only if all that it keeps is saved and loaded, however it computes."""
