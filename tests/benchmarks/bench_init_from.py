@@ -9,9 +9,9 @@ The checkpoint is Hugging Face's: safetensors files of float32 weights. Each ran
 many threads as a session has (``checkpoint.threads``), into memory that is as fresh as the
 session's weights. It parses nothing and puts nothing in its place. The page cache is warm.
 
-All ranks begin together; a time is from the first begin to the last end. The two take turns in
-every round. ``memory`` is the most anonymous and shared memory of a rank until it is loaded,
-above what it had before it built the model, over the bytes of its state.
+All ranks begin together; a time is from the first begin to the last end. Each round has one of
+both, the session first. ``memory`` is the most anonymous and shared memory of a rank until it is
+loaded, above what it had before it built the model, over the bytes of its state.
 """
 
 from __future__ import annotations
