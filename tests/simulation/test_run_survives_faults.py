@@ -38,6 +38,7 @@ def test_every_promise_holds_in_every_history(first: int) -> None:
     [
         pytest.param(87763, id="a keeper is away when newcomers load"),
         pytest.param(232651, id="a copy comes after keepers were asked"),
+        pytest.param(11107438, id="a node is avoided no longer for what fails there meanwhile"),
         pytest.param(9041220, id="who was given up is wanted once the other node is lost"),
         pytest.param(8192412, id="an answer comes after the link that it left out is whole"),
         pytest.param(7027644, id="three hangs and every link whole when looked at"),

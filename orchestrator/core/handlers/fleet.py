@@ -274,11 +274,14 @@ def strike(transition: Transition, number: int) -> None:
         for other in transition.run.fleet.nodes.values()
         if other.alive and not other.draining and other.name != node.name
     ]
-    on_trial = transition.now_s < node.avoid_until_s + node.avoided_s
+    is_avoided = transition.now_s < node.avoid_until_s
+    on_trial = not is_avoided and transition.now_s < node.avoid_until_s + node.avoided_s
     num_max = min(others, default=0) + (1 if on_trial else rules.strikes_max)
     node = node._replace(strikes=strikes)
     if others and len(strikes) >= num_max:
-        avoid_s = min(2 * node.avoided_s, rules.avoid_s_max) if on_trial else rules.avoid_s
+        avoid_s = node.avoided_s if is_avoided else rules.avoid_s
+        if on_trial:
+            avoid_s = min(2 * node.avoided_s, rules.avoid_s_max)
         until_s = max(node.avoid_until_s, transition.now_s + avoid_s)
         node = node._replace(avoid_until_s=until_s, avoided_s=avoid_s)
         transition.wake_by(until_s)
