@@ -79,7 +79,8 @@ def export_run(
                 **options,
             )
             break
-        except CheckpointNotFoundError:
+        except (CheckpointNotFoundError, RunNotFoundError):
+            # It was deleted after it was found, or between a listing and a look at it.
             if tries == _TRIES_MAX:
                 raise
     copied: list[str] = []

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Mapping, Sequence
 from typing import Any, Protocol
 
@@ -96,6 +97,8 @@ class Wandb:
         import wandb
 
         self.run_id = run_id
+        # It takes over both, as if the process were its own: an end is told by ``close``.
+        ends = {"exit": sys.exit, "excepthook": sys.excepthook}
         self._run = wandb.init(
             id=self.run_id,
             resume="allow",
@@ -109,6 +112,7 @@ class Wandb:
             dir=directory,
             settings=wandb.Settings(console="off", silent=True, x_disable_stats=True),
         )
+        vars(sys).update(ends)
         self.written = int(self._run.starting_step) - 1
 
     def write(self, points: Sequence[Point]) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import sys
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -127,6 +128,7 @@ def test_a_logger_that_comes_later_gets_the_whole_curve(make_run: Callable[..., 
 
 def test_wandb_has_one_run_and_one_curve(make_run: Callable[..., Written]) -> None:
     """``wandb sync`` sends both files of an offline run to the same run."""
+    ends = sys.exit, sys.excepthook
     run = make_run("wandb={project: p, mode: offline}")
     cut_and_resume(run)
 
@@ -134,6 +136,7 @@ def test_wandb_has_one_run_and_one_curve(make_run: Callable[..., Written]) -> No
     noted = json.loads((run.directory / LOGGERS).read_text())["services"]["wandb"][0]
     assert names == {noted}
     assert rows == EXPECTED
+    assert (sys.exit, sys.excepthook) == ends, "the process belongs to the controller"
 
 
 def test_mlflow_has_one_run_and_one_curve(
