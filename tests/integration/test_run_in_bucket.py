@@ -117,6 +117,9 @@ def test_decisions_do_not_wait_for_storage(
     run.is_compacting = False
     assert run.sender is not None
     proxy.faults = [fault]
+    run.grow(10)
+    # Otherwise all of it may be in one piece.
+    assert eventually(lambda: proxy.count("PUT", "journal") > 0)
     run.grow(600)
     run.sender.close()
 

@@ -36,6 +36,7 @@ def test_every_promise_holds_in_every_history(first: int) -> None:
 @pytest.mark.parametrize(
     "seed",
     [
+        pytest.param(13127453, id="a keeper answers after its time, before anything starts"),
         pytest.param(87763, id="a keeper is away when newcomers load"),
         pytest.param(232651, id="a copy comes after keepers were asked"),
         pytest.param(11107438, id="a node is avoided no longer for what fails there meanwhile"),

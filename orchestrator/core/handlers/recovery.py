@@ -244,7 +244,13 @@ def committed_read(transition: Transition, event: CommittedRead) -> None:
     run = transition.run
     number = event.number or run.reads.num
     is_awaited = run.reads.num - run.reads.pending < number <= run.reads.num
-    if run.phase not in (Phase.FENCING, Phase.READING) or not is_awaited:
+    if not is_awaited:
+        return
+    if run.phase is Phase.WAITING and _is_newer(transition, event, number):
+        # A keeper came back after its time, and nothing has started yet.
+        run.phase = Phase.READING
+        run.deadline_s = transition.now_s + transition.rules.bounds.read_s
+    if run.phase not in (Phase.FENCING, Phase.READING):
         return
     run.reads.pending = run.reads.num - number
     is_older = (event.step, event.committed_by) < run.committed or event.step < run.stored
@@ -272,6 +278,13 @@ def committed_read(transition: Transition, event: CommittedRead) -> None:
             run.deadline_s = transition.now_s + (_READ_AGAIN if is_early else 1.0) * read_s
             return
     proceed(transition)
+
+
+def _is_newer(transition: Transition, event: CommittedRead, number: int) -> bool:
+    """Return whether an answer that came late has more than what the next attempt would load."""
+    run = transition.run
+    knows_all = number >= max(run.reads.bad_from, run.reads.memory_from)
+    return knows_all and (event.step, event.committed_by) > run.committed
 
 
 def _may_come_back(transition: Transition, event: CommittedRead) -> bool:
