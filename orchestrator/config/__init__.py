@@ -5,15 +5,10 @@ from typing import TYPE_CHECKING
 from ucp_core.lazy import lazy_door
 
 if TYPE_CHECKING:
+    from orchestrator.config.loading import demo_config, load
     from orchestrator.config.preflight import run_preflight
-    from orchestrator.config.schema import (
-        Alternative,
-        MlflowSection,
-        RunConfig,
-        WandbSection,
-        demo_config,
-        load,
-    )
+    from orchestrator.config.schema import RunConfig
+    from orchestrator.config.sections import Alternative, MlflowSection, WandbSection
 
 __all__ = [
     "Alternative",

@@ -1,6 +1,6 @@
 """Find what would fail before anything is started: storage, data, files, memory.
 
-``orchestrator.config.schema`` checks the text and reports its problems together with these.
+``orchestrator.config.loading`` checks the text and reports its problems together with these.
 """
 
 from __future__ import annotations
@@ -15,7 +15,8 @@ from pathlib import Path
 import psutil
 
 import ucp_core
-from orchestrator.config.schema import Problem, RunConfig
+from orchestrator.config.schema import RunConfig
+from orchestrator.config.sources import Problem
 from orchestrator.policies import choose
 from ucp_core.errors import UcpError
 from ucp_core.storage import LocalStore, Store, join, open_store

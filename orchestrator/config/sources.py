@@ -1,7 +1,7 @@
 """Where a configuration comes from: YAML text and ``section.key=value`` overrides.
 
-It keeps the place of every key, so that a problem can name the line to edit. Only
-``orchestrator.config.schema`` uses this module.
+It keeps the place of every key, so that a problem can name the line to edit.
+``orchestrator.config.loading`` uses this module.
 """
 
 from __future__ import annotations

@@ -1,0 +1,140 @@
+"""What is wrong between keys, though each is well formed.
+
+What needs more than the text, such as data, storage and memory, is checked by
+``orchestrator.config.preflight``.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Collection
+from pathlib import Path
+from urllib.parse import urlsplit
+
+from orchestrator.config.schema import RunConfig
+from orchestrator.config.sections import NoticesSection
+from orchestrator.config.sources import Problem, Source
+from orchestrator.policies import choose, usable
+from workers.keeper import CLOUDS
+from workers.models import PRESETS
+from workers.settings import AUTO, model_shape
+from workers.settings import problems as settings_problems
+
+__all__ = ["cross_problems"]
+
+#: What ``cluster.metrics_host`` may be.
+_HOSTS = (AUTO, "cluster", "loopback")
+
+
+def cross_problems(source: Source, config: RunConfig, broken: Collection[str]) -> list[Problem]:
+    """Return what is wrong with values and between keys, for all well-formed keys.
+
+    The others have their defaults, and are reported elsewhere.
+    """
+    found: list[tuple[str, str]] = [
+        (path, message)
+        for path, _, message in (
+            line.partition(": ") for line in settings_problems(config.settings())
+        )
+    ]
+    found += _worker_problems(config)
+    found += _axis_problems(config)
+    if (host := config.cluster.metrics_host) not in _HOSTS:
+        found.append(("cluster.metrics_host", f"{host!r} is none of {', '.join(_HOSTS)}"))
+    found += [*_capacity_problems(config), *_notice_problems(config.notices)]
+    if config.run.arguments and not config.run.script:
+        found.append(("run.arguments", "are for a run.script, and there is none; name one"))
+    return [
+        source.problem(tuple(path.split(".")), message)
+        for path, message in found
+        if path not in broken
+    ]
+
+
+def _worker_problems(config: RunConfig) -> list[tuple[str, str]]:
+    least, most = config.workers.min, config.workers.max
+    rules, copies = config.parallel.layout_rules(), config.parallel.dp_replicate
+    if copies > 1 and config.train.deterministic:
+        # The fixed tree of sums covers shards, not copies.
+        message = (
+            f"{copies} copies are not summed in a fixed order: write 1, or "
+            "train.deterministic: false"
+        )
+        return [("parallel.dp_replicate", message)]
+    if least > most:
+        return [("workers.min", f"{least} is more than workers.max={most}")]
+    used = usable(most, rules)
+    if used >= least:
+        return []
+    enough = math.ceil(least / rules.multiple) * rules.multiple
+    message = (
+        f"{least} cannot be reached: {rules} takes workers in multiples of {rules.multiple}, so of "
+        f"workers.max={most} only {used} can train; raise workers.max to "
+        f"{enough}" + (f" or lower workers.min to {used}" if used else "")
+    )
+    return [("workers.min", message)]
+
+
+def _axis_problems(config: RunConfig) -> list[tuple[str, str]]:
+    """Return what tensor parallelism cannot cut, and what gives stages too little to do."""
+    found: list[tuple[str, str]] = []
+    parallel, rules = config.parallel, config.parallel.layout_rules()
+    most = choose(config.workers.max, rules)
+    passes = -(-config.train.num_micro_batches // most.dp) if most is not None else parallel.pp
+    if passes < parallel.pp:
+        message = (
+            f"{parallel.pp} stages need as many micro-batches each; with workers.max="
+            f"{config.workers.max} there are {passes}: raise train.global_batch or lower "
+            "train.micro_batch"
+        )
+        found.append(("parallel.pp", message))
+    if config.run.script or config.model.preset not in PRESETS:
+        return found
+    shape = model_shape(config.model)
+    sizes = {name: getattr(shape, name) for name in ("num_kv_heads", "ffn_dim", "vocab_size")}
+    uneven = [f"model.{name}={size}" for name, size in sizes.items() if size % parallel.tp]
+    if uneven:
+        found.append(("parallel.tp", f"{parallel.tp} does not divide {', '.join(uneven)}"))
+    if parallel.pp > shape.num_layers:
+        message = f"{parallel.pp} is more than model.num_layers={shape.num_layers}"
+        found.append(("parallel.pp", message))
+    if parallel.pp > 1 and shape.tied:
+        message = (
+            "the embedding is the output layer, too, and they are on different stages: write "
+            "model.tied: false, or parallel.pp: 1"
+        )
+        found.append(("parallel.pp", message))
+    return found
+
+
+def _capacity_problems(config: RunConfig) -> list[tuple[str, str]]:
+    """Return what is wrong with alternatives: each names the place of the one that has it."""
+    found: list[tuple[str, str]] = []
+    for number, each in enumerate(config.capacity):
+        where, num_gpus = f"capacity.{number}", config.cluster.gpus_per_worker
+        if each.resources.get("GPU", num_gpus) != num_gpus:
+            message = f"must be cluster.gpus_per_worker={num_gpus}, or left out"
+            found.append((f"{where}.resources.GPU", message))
+        if config.cluster.address is None and (each.selector() or each.resources):
+            message = (
+                "simulated nodes are all alike: name a cluster by cluster.address or --address, "
+                "or leave out resources, labels, zone and spot"
+            )
+            found.append((where, message))
+    return found
+
+
+def _notice_problems(asked: NoticesSection) -> list[tuple[str, str]]:
+    found = []
+    allowed = (AUTO, *CLOUDS, "none")
+    if asked.cloud not in allowed:
+        known = ", ".join(allowed)
+        message = f"{asked.cloud!r} is none of {known}; else set notices.command"
+        found.append(("notices.cloud", message))
+    service = urlsplit(asked.endpoint)
+    if asked.endpoint and (service.scheme != "http" or not service.netloc):
+        message = f"must be like http://169.254.169.254, not {asked.endpoint!r}"
+        found.append(("notices.endpoint", message))
+    if asked.file and not Path(asked.file).is_absolute():
+        found.append(("notices.file", f"{asked.file!r} must be a whole path: it is on every node"))
+    return found

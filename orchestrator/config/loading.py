@@ -1,0 +1,262 @@
+"""Read a configuration, and report what is wrong with it.
+
+The rest of the project reads neither its YAML nor environment variables, but is passed values.
+``load`` reports every problem at once, each with its place.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Collection, Sequence
+from dataclasses import fields, is_dataclass, replace
+from importlib.resources import files
+from pathlib import Path
+from typing import Any, TypeAlias, get_args
+
+import yaml
+from pydantic import ValidationError
+
+from orchestrator.config.checks import cross_problems
+from orchestrator.config.schema import RunConfig
+from orchestrator.config.sources import (
+    KeyPath,
+    Problem,
+    Source,
+    did_you_mean,
+    dotted,
+    override,
+    parse,
+)
+from orchestrator.errors import ConfigError
+from ucp_core.errors import UcpError
+from ucp_core.storage import open_store
+from workers.settings import AUTO, STDLIB
+
+__all__ = ["demo_config", "load"]
+
+#: Checks a configuration against the world: files, storage, memory. The second argument lists keys
+#: whose value is missing or wrong. They are reported elsewhere, so it must ignore them.
+Look: TypeAlias = Callable[["RunConfig", Collection[str]], Sequence[Problem]]
+
+
+def load(
+    path_or_text: str, overrides: Sequence[str] = (), *, look: Look | None = None
+) -> RunConfig:
+    """Return the configuration in a YAML file, or in YAML text, under ``overrides``.
+
+    Relative paths become absolute, because workers run in other directories.
+
+    Args:
+        path_or_text: A path, an fsspec URL, the name of an example such as ``local/small``, or
+            text of more than one line.
+        overrides: ``section.key=value`` in order; values are read as YAML.
+        look: Checks more than the text, such as ``orchestrator.config.run_preflight``.
+
+    Raises:
+        ConfigError: With every problem at once, each with its place and what would be right.
+    """
+    source = _read(path_or_text)
+    override(source, overrides)
+    _apply_environment(source)
+    config = _validate(source, look)
+    if config is None:
+        raise _refused(source)
+    return _resolved(config)
+
+
+def demo_config(directory: str, overrides: Sequence[str] = ()) -> RunConfig:
+    """Return the configuration of ``everstep demo`` for ``directory``, under ``overrides``.
+
+    It brings its own nodes, so ``RAY_ADDRESS`` is ignored.
+    """
+    text = files("orchestrator.driver").joinpath("demo.yaml").read_text(encoding="utf-8")
+    source = parse(text, name="demo.yaml")
+    override(source, [f"run.directory={yaml.safe_dump(directory)}", *overrides])
+    config = _validate(source)
+    if config is None:
+        raise _refused(source)
+    return _resolved(config)
+
+
+def _read(path_or_text: str) -> Source:
+    if "\n" in path_or_text:
+        return parse(path_or_text, name="text")
+    examples = _examples()
+    example = examples.get(path_or_text.removesuffix(".yaml"))
+    try:
+        store, path = open_store(path_or_text)
+        if example is not None and not store.exists(path):
+            return parse(example.read_text(encoding="utf-8"), name=example.name)
+        text = store.read(path).decode()
+    except (UcpError, UnicodeDecodeError) as error:
+        raise ConfigError(
+            f"{path_or_text} cannot be read as a configuration: {error}; examples that come with "
+            f"everstep: {', '.join(examples)}",
+            problems=[str(error)],
+        ) from error
+    return parse(text, name=Path(path_or_text).name)
+
+
+def _examples() -> dict[str, Path]:
+    """Return the example configurations by name, such as ``local/small``.
+
+    They lie in this package in a wheel, and in ``cluster_configs`` in a checkout, beside files for
+    Ray and Kubernetes, which have no section ``run``.
+    """
+    package = Path(__file__).parents[1]
+    places = (package / "examples", package.parent / "cluster_configs")
+    root = next((place for place in places if place.is_dir()), package)
+    found = [path for path in sorted(root.rglob("*.yaml")) if "\nrun:\n" in path.read_text("utf-8")]
+    return {path.relative_to(root).with_suffix("").as_posix(): path for path in found}
+
+
+def _apply_environment(source: Source) -> None:
+    """Use ``RAY_ADDRESS`` unless the file or the command line names a cluster."""
+    address = os.environ.get("RAY_ADDRESS", "")
+    cluster = source.document.setdefault("cluster", {})
+    asked_here = source.places.get(("cluster", "local_nodes")) == "command line"
+    if address and not asked_here and isinstance(cluster, dict) and not cluster.get("address"):
+        cluster["address"] = address
+        source.places["cluster", "address"] = "RAY_ADDRESS"
+
+
+def _validate(source: Source, look: Look | None = None) -> RunConfig | None:
+    """Return the configuration, or None with every problem added to ``source``."""
+    if any(not problem.path for problem in source.problems):
+        return None  # a text that is no mapping has no keys to check
+    config = None
+    try:
+        config = RunConfig.model_validate(source.document)
+    except ValidationError as error:
+        for detail in error.errors():
+            # A wrong interval is reported twice: as a number and as a word.
+            if detail["loc"][-1] != "str":
+                source.problems.append(_field_problem(source, detail))
+    part, broken = _well_formed_part(source)
+    crossed = cross_problems(source, part, broken)
+    source.problems.extend(crossed)
+    if look is not None:
+        doubtful = _defaulted(source, broken) | {problem.path for problem in crossed}
+        source.problems.extend(
+            source.problem(tuple(problem.path.split(".")), problem.message)
+            for problem in look(_resolved(part), doubtful)
+        )
+    return None if source.problems else config
+
+
+def _refused(source: Source) -> ConfigError:
+    lines = [str(problem) for problem in source.problems]
+    count = f"{len(lines)} problems" if len(lines) > 1 else "1 problem"
+    listing = "".join(f"\n  {line}" for line in lines)
+    return ConfigError(f"{source.name} has {count}:{listing}", problems=lines)
+
+
+#: What a required key may look like.
+_EXAMPLES = {
+    "run": "run: {directory: runs/first}",
+    "run.directory": "directory: runs/first",
+    "workers": "workers: {max: 4}",
+    "workers.max": "max: 4",
+    "logging.wandb.project": "project: my-models",
+    "logging.mlflow.experiment": "experiment: my-models",
+}
+
+
+def _field_problem(source: Source, detail: Any) -> Problem:
+    path: KeyPath = tuple(detail["loc"])
+    kind, value = detail["type"], detail["input"]
+    if kind in {"extra_forbidden", "unexpected_keyword_argument"}:
+        known = _known_keys(path[:-1])
+        what = "section" if len(path) == 1 else "key"
+        return source.problem(path, f"is no {what}; {did_you_mean(str(path[-1]), known)}")
+    if kind == "missing":
+        return source.problem(path, f"is missing; write for example {_EXAMPLES[dotted(path)]}")
+    if kind == "tuple_type":
+        return source.problem(path, f"must be a list, such as [{{spot: true}}], not {value!r}")
+    if kind in {"model_type", "dataclass_type"}:
+        return source.problem(path, f"must be a section with keys, not {value!r}")
+    if path[:2] == ("logging", "tensorboard"):
+        return source.problem(path[:2], f"must be true or a directory, not {value!r}")
+    if path[-1] == "int":
+        return source.problem(path[:-1], f"must be a number of steps or {AUTO}, not {value!r}")
+    message = str(detail["msg"])
+    message = message.removeprefix("Input should be ").removeprefix("a valid ")
+    return source.problem(path, f"must be {message.split(',')[0]}, not {value!r}")
+
+
+def _known_keys(path: KeyPath) -> list[str]:
+    if not path:
+        return list(RunConfig.model_fields)
+    kind: Any = RunConfig.model_fields[str(path[0])].annotation
+    kind = next(iter(get_args(kind)), kind)  # that of one in a list
+    if len(path) > 1 and path[0] == "logging":
+        kind = next(iter(get_args(kind.model_fields[str(path[1])].annotation)))
+    if is_dataclass(kind):
+        return [field.name for field in fields(kind)]
+    return list(kind.model_fields)
+
+
+def _well_formed_part(source: Source) -> tuple[RunConfig, set[str]]:
+    """Return the configuration without the malformed keys, and those keys."""
+    document: dict[str, Any] = {"run": {"directory": "x"}, "workers": {"max": 1}}
+    broken: set[str] = set()
+    for name in RunConfig.model_fields:
+        if name not in source.document:
+            continue
+        section = source.document[name]
+        try:
+            RunConfig.model_validate({**document, name: section})
+        except ValidationError as error:
+            bad = {str(detail["loc"][1]) for detail in error.errors() if len(detail["loc"]) > 1}
+            broken |= {f"{name}.{key}" for key in bad}
+            # Without a valid workers.max nothing bounds workers.min.
+            broken |= {"workers.min"} if "workers.max" in broken else set()
+            if name == "capacity":
+                continue
+            kept = section if isinstance(section, dict) else {}
+            section = {
+                **document.get(name, {}),
+                **{key: value for key, value in kept.items() if key not in bad},
+            }
+        document[name] = section
+    return RunConfig.model_validate(document), broken
+
+
+def _defaulted(source: Source, broken: Collection[str]) -> set[str]:
+    """Return the keys whose value in the well-formed part is not the user's."""
+    found: set[str] = set()
+    for name, field in RunConfig.model_fields.items():
+        known = {f"{name}.{key}" for key in _known_keys((name,))}
+        section = source.document.get(name, None if field.is_required() else {})
+        found |= known if not isinstance(section, dict) else known.intersection(broken)
+    return found
+
+
+def _resolved(config: RunConfig) -> RunConfig:
+    data = config.data
+    data = replace(
+        data,
+        source=data.source if data.source == STDLIB else _absolute(data.source),
+        tokenizer=_absolute(data.tokenizer),
+        cache_directory=_absolute(data.cache_directory),
+    )
+    directory = _absolute(config.run.directory)
+    run = config.run.model_copy(
+        update={
+            "directory": directory,
+            "name": config.run.name or directory.rstrip("/").rsplit("/", 1)[-1],
+            "script": _absolute(config.run.script),
+            "init_from": _absolute(config.run.init_from),
+        }
+    )
+    tensorboard = config.logging.tensorboard
+    if isinstance(tensorboard, str):
+        tensorboard = _absolute(tensorboard)
+    logging = config.logging.model_copy(update={"tensorboard": tensorboard})
+    return config.model_copy(update={"run": run, "data": data, "logging": logging})
+
+
+def _absolute(path: str) -> str:
+    if not path or "://" in path:
+        return path
+    return str(Path(path).expanduser().absolute())

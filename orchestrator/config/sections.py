@@ -1,0 +1,249 @@
+"""The sections of a configuration: each key, what it means, and its default.
+
+``model``, ``data``, ``train``, ``checkpoint`` and ``snapshot`` are those of ``workers.settings``.
+"""
+
+from __future__ import annotations
+
+from typing import Literal
+
+from pydantic import BaseModel, ConfigDict, Field, PositiveFloat
+
+from orchestrator.detection import PATIENCE
+from orchestrator.policies import LayoutRules
+from workers.settings import AUTO, ParallelSettings
+
+__all__ = [
+    "Alternative",
+    "ClusterSection",
+    "LoggingSection",
+    "MlflowSection",
+    "NoticesSection",
+    "ParallelSection",
+    "RecoverySection",
+    "RunSection",
+    "Section",
+    "WandbSection",
+    "WorkersSection",
+]
+
+
+class Section(BaseModel):
+    """Keys that are checked when it is made, and then fixed."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid", allow_inf_nan=False)
+
+
+class RunSection(Section):
+    """What the run is called and where it lives.
+
+    Attributes:
+        directory: Run directory, a path or an fsspec URL that every node can reach.
+        name: For people. Default: the last part of ``directory``.
+        priority: A run that lacks workers takes them from those of lower priority on its cluster,
+            down to their ``workers.min``, and gives them back; runs of one priority share evenly.
+        script: A training script that calls ``everstep.run``. Without one the built-in language
+            model is trained.
+        arguments: Of that script, each as one text: ``["--width", "512"]``.
+        init_from: A checkpoint that a new run starts from, a path or URL, in any format that
+            ``ucp`` opens: Hugging Face, DeepSpeed, Megatron, torch DCP, everstep.
+        init_state: "weights", or "all" to go on with the optimizer's state, too.
+        init_rename: The model's names by the checkpoint's: ``{"transformer.*": "model.*"}``.
+        init_missing: Names, with ``*``, of parameters that may begin with new values.
+    """
+
+    directory: str = Field(min_length=1)
+    name: str = ""
+    priority: int = 0
+    script: str = ""
+    arguments: tuple[str, ...] = ()
+    init_from: str = ""
+    init_state: str = "weights"
+    init_rename: dict[str, str] = Field(default_factory=dict)
+    init_missing: tuple[str, ...] = ()
+
+
+class ClusterSection(Section):
+    """Where the workers run.
+
+    Attributes:
+        address: A Ray cluster, such as ``auto`` or ``10.0.0.1:6379``. Default: ``RAY_ADDRESS`` if
+            that is set, else simulated nodes on this machine.
+        local_nodes: Number of simulated nodes.
+        cpus_per_worker: CPUs that Ray reserves for one worker.
+        gpus_per_worker: GPUs of one worker; 0 trains on the CPU.
+        memory_gib_per_worker: Memory of a worker's device, to refuse models that cannot fit.
+            Default: this machine's memory for simulated nodes; elsewhere it is not checked.
+        metrics_host: Where these listen, for everybody to read: ``cluster`` is the head's address
+            in it, ``loopback`` is for the head alone. Default: ``auto``, which is ``cluster``, and
+            ``loopback`` for simulated nodes.
+        metrics_port: Port of the controller's metrics and status; 0 takes a free one.
+        rack_label: A Ray label of the nodes. Nodes with the same value fail together, as in a rack
+            or a zone, and do not protect each other's snapshots. Default: each node fails alone.
+    """
+
+    address: str | None = Field(default=None, min_length=1)
+    local_nodes: int = Field(default=2, ge=1, le=256)
+    cpus_per_worker: float = Field(default=1.0, gt=0)
+    gpus_per_worker: int = Field(default=0, ge=0, le=1)
+    memory_gib_per_worker: float | None = Field(default=None, gt=0)
+    metrics_host: str = AUTO
+    metrics_port: int = Field(default=0, ge=0, le=65535)
+    rack_label: str = ""
+
+
+class Alternative(Section):
+    """Room for one worker, as the run may ask for it. The first in ``capacity`` is asked for first.
+
+    The next is asked for as well when the provider has no machine for it, or none came in three
+    times as long as one took before. When the better one returns, the workers move back.
+
+    Attributes:
+        resources: What it needs, in Ray's terms, beside or instead of that in ``cluster``.
+        labels: That its node must have, such as ``{ray.io/accelerator-type: L4}``.
+        zone: Of its node, as Ray's label ``ray.io/availability-zone`` says it.
+        spot: Whether its node is on the spot market, by ``ray.io/market-type``. Default: either.
+        usd_per_hour: Price of the room for one worker, from which the cost of the run follows.
+    """
+
+    resources: dict[str, PositiveFloat] = Field(default_factory=dict)
+    labels: dict[str, str] = Field(default_factory=dict)
+    zone: str = ""
+    spot: bool | None = None
+    usd_per_hour: float = Field(default=0.0, ge=0)
+
+    def selector(self) -> dict[str, str]:
+        """Return the labels that its node must have."""
+        market = "" if self.spot is None else "spot" if self.spot else "on-demand"
+        own = {"ray.io/availability-zone": self.zone, "ray.io/market-type": market}
+        return {**self.labels, **{label: value for label, value in own.items() if value}}
+
+
+class WorkersSection(Section):
+    """How many workers train.
+
+    Attributes:
+        max: The run always asks for so many.
+        min: With fewer the run waits for capacity.
+        standby_per_node: Warm processes that a node keeps to replace a dead worker at once.
+    """
+
+    max: int = Field(ge=1)
+    min: int = Field(default=1, ge=1)
+    standby_per_node: int = Field(default=0, ge=0, le=8)
+
+
+class ParallelSection(Section):
+    """How the model is sharded over the workers. ``dp_shard`` follows from their number.
+
+    Workers come in multiples of the product of the degrees.
+
+    Attributes:
+        dp_replicate: Full copies of the model.
+        tp: Tensor-parallel ways: workers that have a part of each matrix, and the same samples.
+        pp: Pipeline stages: workers that have some of the layers each, and the same samples.
+        reshard_after_forward: See ``workers.settings.ParallelSettings``.
+        collective_timeout_s: See there.
+    """
+
+    dp_replicate: int = Field(default=1, ge=1)
+    tp: int = Field(default=1, ge=1)
+    pp: int = Field(default=1, ge=1)
+    reshard_after_forward: bool = True
+    collective_timeout_s: float = ParallelSettings().collective_timeout_s
+
+    def layout_rules(self) -> LayoutRules:
+        """Return the degrees that every layout has."""
+        return LayoutRules(dp_replicate=self.dp_replicate, tp=self.tp, pp=self.pp)
+
+
+class RecoverySection(Section):
+    """How long the run waits, and when it gives up.
+
+    Attributes:
+        patience: The one knob of all waits. A step may take this many times the observed p99
+            before it is examined, and every other bound scales with it. A larger value reacts
+            later and raises fewer false alarms.
+        capacity_wait_s: With fewer than ``workers.min`` for this long the run fails, and so it does
+            if storage says nothing for as long when it is needed to resume.
+        infrastructure_failures_max: Crashes, hangs and lost nodes within an hour.
+        preemptions_max: Nodes taken with notice within an hour.
+        user_errors_max: Exceptions of single ranks within an hour. A bug in the script is
+            recognised sooner, because it repeats.
+        stuck_attempts_max: Attempts in a row without a new committed step.
+    """
+
+    patience: float = Field(default=PATIENCE, ge=1.5, le=100.0)
+    capacity_wait_s: float = Field(default=86400.0, gt=0)
+    infrastructure_failures_max: int = Field(default=1000, ge=0)
+    preemptions_max: int = Field(default=10000, ge=0)
+    user_errors_max: int = Field(default=3, ge=0)
+    stuck_attempts_max: int = Field(default=12, ge=1)
+
+
+class NoticesSection(Section):
+    """Who tells a node that it is taken, beside Ray, Kubernetes and Slurm, which need no key.
+
+    Attributes:
+        cloud: Whose metadata service each node asks: ``aws``, ``gcp``, ``azure`` or ``none``.
+            ``auto`` is what the machine's firmware says; simulated nodes then ask nobody.
+        endpoint: Of that service, instead of the address on the machine's own link.
+        file: A file on each node that exists while the node is under notice. It begins with a time
+            in ISO 8601, or the seconds from when it was written.
+        command: Likewise a command that prints such a text, and nothing while there is no notice.
+    """
+
+    cloud: str = AUTO
+    endpoint: str = ""
+    file: str = ""
+    command: str = ""
+
+
+class WandbSection(Section):
+    """A run of Weights & Biases. The key comes from ``WANDB_API_KEY`` or ``wandb login``.
+
+    Attributes:
+        project: Its project.
+        entity: User or team; the service's default if empty.
+        name: Of the run; ``run.name`` if empty.
+        group: Of runs.
+        tags: Of the run.
+        mode: "online", or "offline", which writes to the run directory for ``wandb sync``.
+    """
+
+    project: str = Field(min_length=1)
+    entity: str = ""
+    name: str = ""
+    group: str = ""
+    tags: tuple[str, ...] = ()
+    mode: Literal["online", "offline"] = "online"
+
+
+class MlflowSection(Section):
+    """A run of MLflow.
+
+    Attributes:
+        experiment: Is created if there is none of that name.
+        tracking_uri: Of the server; ``MLFLOW_TRACKING_URI`` if empty.
+        name: Of the run; ``run.name`` if empty.
+    """
+
+    experiment: str = Field(min_length=1)
+    tracking_uri: str = ""
+    name: str = ""
+
+
+class LoggingSection(Section):
+    """Where the run's curve goes beside its directory: one curve through all attempts.
+
+    The controller writes it: its node needs the packages, and the keys of the services.
+
+    Attributes:
+        tensorboard: True for ``RUN_DIR/tensorboard``, or a directory.
+        wandb: Weights & Biases.
+        mlflow: MLflow.
+    """
+
+    tensorboard: bool | str = False
+    wandb: WandbSection | None = None
+    mlflow: MlflowSection | None = None
