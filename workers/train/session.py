@@ -545,7 +545,7 @@ class Session:
             init,
             needed,
             to_fill,
-            aliases=_aliases(sharded.model),
+            model=sharded.model,
             buffer=self._buffer,
             threads=self.settings.checkpoint.threads,
             moved=self._context.progress.moved,
@@ -692,10 +692,3 @@ def _set_optimizer(
     bare = sharded.parameters.keys() & set(without_state)
     sharded.optimizers.forget(sharded.parameters[fqn] for fqn in bare)
     set_scalars(sharded.parameters, sharded.optimizers, scalars)
-
-
-def _aliases(model: nn.Module) -> dict[str, str]:
-    """Return the other names of tied parameters, each with the first one."""
-    first = {id(value): name for name, value in own_names(model.named_parameters()).items()}
-    every = own_names(model.named_parameters(remove_duplicate=False))
-    return {name: first[id(one)] for name, one in every.items() if first[id(one)] != name}

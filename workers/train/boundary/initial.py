@@ -13,7 +13,7 @@ from fnmatch import fnmatchcase
 from typing import Any, Final
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 import ucp_core
 from ucp_core.errors import UcpError
@@ -22,6 +22,8 @@ from ucp_core.language import rename
 from ucp_core.native import Checkpoint
 from ucp_core.numerics import WIDER
 from workers.errors import TaskError
+from workers.models import as_in_module
+from workers.parallel import own_names
 from workers.settings import InitSettings
 from workers.state import DTYPES, HostBuffer, StateEntry
 from workers.train.boundary.restore import WEIGHT, Target, without_optimizer_state
@@ -73,7 +75,7 @@ def load_initial(
     needed: Mapping[str, Needed],
     entries: Callable[[], Sequence[StateEntry]],
     *,
-    aliases: Mapping[str, str],
+    model: nn.Module,
     buffer: HostBuffer,
     threads: int,
     moved: Callable[[int], None],
@@ -86,7 +88,7 @@ def load_initial(
         needed: The model's parameters and persistent buffers, by name.
         entries: Returns the tensors to fill: weights, and with ``init.state`` "all" the optimizer's
             slots. Called once the checkpoint is known to fit.
-        aliases: Other names of tied parameters.
+        model: The model, for its tied parameters, and what its kind has otherwise in files.
         buffer: Host memory for tensors on a device.
         threads: Threads that read.
         moved: Called with the size of each read.
@@ -97,7 +99,11 @@ def load_initial(
     """
     try:
         checkpoint = ucp_core.open(init.path)
-        checkpoint = _renamed(checkpoint, init.rename, needed, aliases)
+        checkpoint = _renamed(checkpoint, init.rename)
+        if init.state == "weights":
+            manifest = as_in_module(checkpoint.manifest, model, needed)
+            checkpoint = replace(checkpoint, manifest=manifest)
+        checkpoint = _tied(checkpoint, needed, _aliases(model))
     except UcpError as error:
         raise TaskError(f"run.init_from: {error}", path=init.path) from error
     held = checkpoint.state_map.entries
@@ -130,18 +136,19 @@ def load_initial(
     )
 
 
-def _renamed(
-    checkpoint: Checkpoint,
-    patterns: Sequence[tuple[str, str]],
-    needed: Collection[str],
-    aliases: Mapping[str, str],
-) -> Checkpoint:
-    """Return the checkpoint with the model's names: as the user says, then by what is tied."""
+def _renamed(checkpoint: Checkpoint, patterns: Sequence[tuple[str, str]]) -> Checkpoint:
+    """Return the checkpoint with the names that the user says."""
     manifest = checkpoint.manifest
     theirs = {key.fqn for key in manifest.state_map.entries} | manifest.ties.keys()
     names = {name: new for name in theirs if (new := _new_name(name, patterns)) != name}
-    if names:
-        manifest = rename(manifest, names)
+    return replace(checkpoint, manifest=rename(manifest, names)) if names else checkpoint
+
+
+def _tied(
+    checkpoint: Checkpoint, needed: Collection[str], aliases: Mapping[str, str]
+) -> Checkpoint:
+    """Return the checkpoint with the model's names of tied parameters."""
+    manifest = checkpoint.manifest
     held = {key.fqn for key in manifest.state_map.entries}
     tied: dict[str, str] = {}
     for alias, owner in (*manifest.ties.items(), *_reverse(aliases)):
@@ -150,6 +157,13 @@ def _renamed(
             if alias in manifest.ties:
                 tied[alias] = owner
     return replace(checkpoint, manifest=rename(manifest, tied) if tied else manifest)
+
+
+def _aliases(model: nn.Module) -> dict[str, str]:
+    """Return the other names of tied parameters, each with the first one."""
+    first = {id(value): name for name, value in own_names(model.named_parameters()).items()}
+    every = own_names(model.named_parameters(remove_duplicate=False))
+    return {name: first[id(one)] for name, one in every.items() if first[id(one)] != name}
 
 
 def _reverse(aliases: Mapping[str, str]) -> Iterable[tuple[str, str]]:
