@@ -62,7 +62,7 @@ def _converted(manifest: Manifest, model: Any, needed: Collection[str]) -> Manif
     from transformers.core_model_loading import WeightRenaming, rename_source_key
 
     held = manifest.state_map.entries
-    theirs = sorted({key.fqn for key in held} - set(needed))
+    theirs = sorted({key.fqn for key in held if key.slot == _WEIGHT} - set(needed))
     if not theirs:
         return manifest
     transforms = get_model_conversion_mapping(model)

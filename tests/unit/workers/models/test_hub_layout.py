@@ -69,7 +69,7 @@ def test_each_box_of_a_fused_tensor_is_read_from_the_files_of_experts(
             part = torch.empty(box.shape)
             need = LocalTensor(
                 fqn=name, slot="weight", dtype="F32", shape=tuple(shape), box=box,
-                data=memoryview(part.numpy()).cast("B"),
+                data=part.numpy().data.cast("B"),
             )  # fmt: skip
             ucp_core.load(checkpoint, [need], widen=True)
             assert torch.equal(part, expected[name][tuple(map(slice, *box))]), (name, dim)
