@@ -60,6 +60,7 @@ from workers.train.context import WorkerContext
 from workers.train.evaluation import mean_over_samples
 from workers.train.executor import (
     Quota,
+    RankCalls,
     Reduction,
     ShardedModel,
     Step,
@@ -230,6 +231,7 @@ class Session:
             ),
             registered=Registered(optimizers.every),
             buffers=built.buffers,
+            rank_calls=RankCalls(built.model),
             pipeline=built.pipeline,
         )
         began_s = time.monotonic()
@@ -462,6 +464,8 @@ class Session:
 
     def close(self) -> bool:
         """Release the model and end writing; return whether all memory is free again."""
+        if self._sharded is not None:
+            self._sharded.rank_calls.end()
         self._built = self._build = self._initialise = self._sharded = self._current = None
         if self._batches is not None:
             self._batches.close()

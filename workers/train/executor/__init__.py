@@ -7,6 +7,7 @@ from ucp_core.lazy import lazy_door
 if TYPE_CHECKING:
     from workers.train.executor.pipeline import PassHooks, Pipeline
     from workers.train.executor.quotas import Quota, quota
+    from workers.train.executor.rank_calls import RankCalls
     from workers.train.executor.reduction import (
         Reduction,
         use_all_to_all,
@@ -21,6 +22,7 @@ __all__ = [
     "PassHooks",
     "Pipeline",
     "Quota",
+    "RankCalls",
     "Reduction",
     "ShardedModel",
     "Signals",

@@ -11,6 +11,7 @@ from torch import nn
 from workers.parallel import LocalShard, Mesh
 from workers.state import Optimizers, PersistentBuffers, Registered, TrainingState
 from workers.train.executor.pipeline import Pipeline
+from workers.train.executor.rank_calls import RankCalls
 from workers.train.executor.reduction import Reduction
 
 __all__ = ["ShardedModel"]
@@ -33,6 +34,7 @@ class ShardedModel:
         state: The tensors of the training state.
         registered: State of the script, beside them.
         buffers: Persistent buffers of the model.
+        rank_calls: Notes what the model asks about ranks.
         pipeline: Runs micro-batches through the stages; None if the model is whole.
     """
 
@@ -48,6 +50,7 @@ class ShardedModel:
     state: TrainingState
     registered: Registered
     buffers: PersistentBuffers
+    rank_calls: RankCalls
     pipeline: Pipeline | None = None
 
     def prime(self) -> None:

@@ -122,6 +122,7 @@ class Step:
             )
         self._has_begun = True
         self._sharded.buffers.begin_step(self.number)
+        self._sharded.rank_calls.begin()
         with keeping_host_numbers():
             yield from self._micro_batches()
 
@@ -200,6 +201,7 @@ class Step:
             raise TaskError(f"step {self.number} was computed already")
         self._has_begun = True
         self._sharded.buffers.begin_step(self.number)
+        self._sharded.rank_calls.begin()
         passes = self._quota.passes
 
         def weigh(number: int, returned: Any) -> Tensor:
@@ -257,7 +259,8 @@ class Step:
                 all whose parameters have gradients.
 
         Raises:
-            TaskError: Called twice, not every micro-batch was computed, or there is no gradient.
+            TaskError: Called twice, not every micro-batch was computed, there is no gradient, or
+                the model depends on the number of workers.
         """
         if self.is_applied:
             raise TaskError(f"step.apply was called twice in step {self.number}")
@@ -267,6 +270,7 @@ class Step:
                 f"step.apply was called after {len(self._sums)} of {num_mine} micro-batches; "
                 "iterate step.micro_batches() to its end first"
             )
+        self._sharded.rank_calls.refuse()
         self._progress.enter(WorkerPhase.REDUCING)
         self._choose(optimizers)
         self._reduce()

@@ -1,0 +1,106 @@
+"""Notes what a model asks about ranks in the first step of an attempt.
+
+A forward pass that uses the number of ranks, or what other ranks hold, gives other results when
+their number changes. It would also wait for ranks that have fewer micro-batches.
+"""
+
+from __future__ import annotations
+
+import sys
+from types import FrameType
+from typing import Any, Final
+
+from torch import nn
+from torch.distributed import distributed_c10d
+
+from workers.errors import TaskError
+
+__all__ = ["RankCalls"]
+
+#: Every function of torch.distributed that is about ranks calls it first (torch 2.13 to 2.15).
+_ASKED: Final = "_rank_not_in_group"
+_REAL: Final = getattr(distributed_c10d, _ASKED, None)
+_WITHIN: Final = ("torch.distributed.distributed_c10d", "torch.distributed.c10d_logger")
+#: FSDP and DTensor may ask. Dynamo asks when it compiles a forward pass that does.
+_OWN: Final = ("torch.", "workers.")
+_DYNAMO: Final = "torch._dynamo.variables."
+#: What a module says whose result is the same for any number of ranks.
+_DECLARED: Final = "depends_on_ranks"
+
+
+class RankCalls:
+    """Calls of ``torch.distributed`` by forward passes, from ``begin`` to ``refuse``.
+
+    Args:
+        model: Its modules have names.
+    """
+
+    def __init__(self, model: nn.Module) -> None:
+        self._model = model
+        self._found: dict[nn.Module, str] = {}
+        self._is_done = False
+
+    def begin(self) -> None:
+        """Begin, unless a step was watched already."""
+        if not self._is_done and _REAL is not None:
+            setattr(distributed_c10d, _ASKED, self._asked)
+
+    def end(self) -> None:
+        """End for good."""
+        self._is_done = True
+        if _REAL is not None:
+            setattr(distributed_c10d, _ASKED, _REAL)
+
+    def refuse(self) -> None:
+        """End, and raise ``TaskError`` if the result of a module may depend on the ranks."""
+        if self._is_done:
+            return
+        self.end()
+        names = {module: name for name, module in self._model.named_modules()}
+        found = [
+            f"{names.get(module) or 'the model'} ({type(module).__name__}) calls {call}"
+            for module, call in self._found.items()
+        ]
+        if found:
+            raise TaskError(
+                f"the forward pass depends on the workers, whose number changes: {'; '.join(found)}"
+                ". Compute from the samples alone, or move what concerns ranks out of the modules. "
+                f"If the result is the same for any number of ranks, write {_DECLARED} = False in "
+                "the module's class",
+            )
+
+    def _asked(self, *args: Any) -> Any:
+        """Stand in for the function that every function about ranks calls."""
+        frame: FrameType | None = sys._getframe(1)  # noqa: SLF001
+        name = ""
+        while frame is not None and _module_name(frame) in _WITHIN:
+            name = name if _module_name(frame) != _WITHIN[0] else frame.f_code.co_name
+            frame = frame.f_back
+        caller = frame
+        if caller is not None and _is_of_user(caller):
+            modules = _modules_around(caller)
+            if modules and all(getattr(one, _DECLARED, True) for one in modules):
+                line = f"{caller.f_code.co_filename}:{caller.f_lineno}"
+                where = "" if _module_name(caller).startswith(_DYNAMO) else f" in {line}"
+                self._found.setdefault(modules[0], f"torch.distributed.{name}{where}")
+        assert _REAL is not None, "it was replaced"
+        return _REAL(*args)
+
+
+def _module_name(frame: FrameType) -> str:
+    return str(frame.f_globals.get("__name__", ""))
+
+
+def _is_of_user(frame: FrameType) -> bool:
+    name = _module_name(frame)
+    return name.startswith(_DYNAMO) or not name.startswith(_OWN)
+
+
+def _modules_around(frame: FrameType | None) -> list[nn.Module]:
+    """Return the modules whose forward passes the frame is in, the innermost first."""
+    found: list[nn.Module] = []
+    while frame is not None:
+        if frame.f_code is nn.Module._call_impl.__code__:  # noqa: SLF001
+            found.append(frame.f_locals["self"])
+        frame = frame.f_back
+    return found
