@@ -8,15 +8,18 @@ rows over those. Whoever reads with processes waits for their start as well, at 
 
 ``throughput`` compares with torchdata's ``StatefulDataLoader`` over the same map-style dataset,
 with as many processes, batches of 8 samples of 1,024 tokens and their targets. Both take samples in
-a random order; ours draws keyed random numbers for each batch, too. ``cheap`` samples are sliced
-from memory, ``decoded`` ones are unpacked from text, as those of a corpus are. The two take turns
-in every round; ratios are medians over rounds of the ratio within a round.
+a random order; ours keys the random numbers of each batch, too. ``cheap`` samples are sliced from
+memory, ``decoded`` ones are unpacked from text, as those of a corpus are. ``tiny`` samples are
+single numbers, and ``noisy`` ones draw from NumPy and Python for each. The two take turns in every
+round; ratios are medians over rounds of the ratio within a round. Without processes all work is
+this thread's, so its processor time counts, and what else runs on the machine hardly does.
 """
 
 from __future__ import annotations
 
 import argparse
 import json
+import random
 import statistics
 import tempfile
 import time
@@ -48,7 +51,7 @@ class Cheap:
     def __len__(self) -> int:
         return 10_000_000
 
-    def __getitem__(self, index: int) -> tuple[torch.Tensor, torch.Tensor]:
+    def __getitem__(self, index: int) -> Any:
         row = self._tokens[index % 4096]
         return torch.from_numpy(row[:-1].copy()), torch.from_numpy(row[1:].copy())
 
@@ -63,6 +66,23 @@ class Decoded(Cheap):
     def __getitem__(self, index: int) -> tuple[torch.Tensor, torch.Tensor]:
         row = torch.tensor(json.loads(self._texts[index % 64]))
         return row[:-1], row[1:]
+
+
+class Tiny(Cheap):
+    """Single numbers."""
+
+    def __init__(self) -> None:
+        self._numbers = torch.arange(4096.0)
+
+    def __getitem__(self, index: int) -> torch.Tensor:
+        return self._numbers[index % 4096]
+
+
+class Noisy(Tiny):
+    """Single numbers with noise."""
+
+    def __getitem__(self, index: int) -> torch.Tensor:
+        return super().__getitem__(index) + random.random() + np.random.rand()  # noqa: NPY002
 
 
 def seeks(dataset: Any, repeat: int) -> dict[str, dict[str, float]]:
@@ -106,24 +126,25 @@ def theirs(dataset: Any, num_workers: int) -> Iterator[Any]:
     )
 
 
-def rate(batches: Iterator[Any], num: int) -> float:
+def rate(batches: Iterator[Any], num: int, clock: Callable[[], float]) -> float:
     """Return batches a second, once the first ones are there."""
     for _ in range(8):
         next(batches)
-    begun_s = time.perf_counter()
+    begun_s = clock()
     for _ in range(num):
         next(batches)
-    return num / (time.perf_counter() - begun_s)
+    return num / (clock() - begun_s)
 
 
 def throughput(dataset: Any, num_workers: int, *, rounds: int, num: int) -> dict[str, Any]:
     """Return batches a second of both, and their ratio."""
     ways: dict[str, Callable[[Any, int], Iterator[Any]]] = {"everstep": ours, "torchdata": theirs}
     rates: dict[str, list[float]] = {name: [] for name in ways}
+    clock = time.perf_counter if num_workers else time.thread_time
     for turn in range(rounds):
         for name in list(ways)[:: 1 if turn % 2 == 0 else -1]:
             batches = ways[name](dataset, num_workers)
-            rates[name].append(rate(batches, num))
+            rates[name].append(rate(batches, num, clock))
             del batches
     medians = {name: round(statistics.median(found)) for name, found in rates.items()}
     return {**medians, "ratio": paired(rates["everstep"], rates["torchdata"])}
@@ -153,10 +174,16 @@ def main() -> None:
         }
     found["throughput"] = {
         f"{type(dataset).__name__.lower()}, {num_workers} processes": throughput(
-            dataset, num_workers, rounds=given.rounds, num=given.batches
+            dataset, num_workers, rounds=given.rounds, num=num
         )
-        for dataset in (Cheap(), Decoded())
-        for num_workers in (0, 1, 2)
+        for dataset, all_workers, num in (
+            (Cheap(), (0,), 10 * given.batches),
+            (Cheap(), (1, 2), given.batches),
+            (Decoded(), (0, 1, 2), given.batches),
+            (Tiny(), (0,), 10 * given.batches),
+            (Noisy(), (0,), 10 * given.batches),
+        )
+        for num_workers in all_workers
     }
     if given.json:
         print(json.dumps(found))

@@ -22,7 +22,7 @@ import torch
 from numpy.typing import NDArray
 
 from workers.data.order import DataOrder
-from workers.data.randomness import random_seed, seed_all, seeded
+from workers.data.randomness import Keyed, random_seed, seed_all, seeded
 from workers.data.readers import Readers
 from workers.data.stream import Stream, is_stream
 from workers.errors import DataError
@@ -32,7 +32,7 @@ __all__ = ["DataLoader", "Dataset", "micro_batches_of"]
 #: Batches that each process reads ahead.
 _AHEAD: Final = 2
 #: The order of so many samples is computed together.
-_SAMPLES_AT_ONCE: Final = 4096
+_SAMPLES_AT_ONCE: Final = 1 << 14
 
 
 #: What a reader does next: a function of it, and further arguments.
@@ -73,7 +73,7 @@ def micro_batches_of(
             for number, indices in zip(numbers, of_step, strict=True):
                 yield step, number, indices
         first_step += num_steps
-        num_steps = min(2 * num_steps, num_steps_max)
+        num_steps = min(8 * num_steps, num_steps_max)
 
 
 class DataLoader:
@@ -160,10 +160,15 @@ class DataLoader:
         upcoming = micro_batches_of(
             order, micro_batch=micro_batch, numbers=numbers, first_step=first_step
         )
-        yield from self._results(
-            (_read_keyed, (random_seed("data", seed, step, number), samples.tolist()))
-            for step, number, samples in upcoming
-        )
+        if self._num_workers:
+            yield from self._results(
+                (_read_keyed, (random_seed("data", seed, step, number), samples.tolist()))
+                for step, number, samples in upcoming
+            )
+        keyed, reader = Keyed(), _Reader(self.dataset, self._collate)
+        for step, number, samples in upcoming:
+            key = random_seed("data", seed, step, number)
+            yield keyed(key, reader.read, samples.tolist())
 
     def _of_stream(
         self, cut: _Cut, first_step: int, state: dict[str, Any] | None
@@ -222,15 +227,19 @@ class _Reader:
     def __init__(self, dataset: Any, collate: Callable[[list[Any]], Any]) -> None:
         self.dataset, self.collate = dataset, collate
         self.stream: Stream | None = None
+        self._read_many = getattr(dataset, "__getitems__", None)
+
+    def read(self, indices: list[int]) -> Any:
+        """Return the batch of samples by index."""
+        if self._read_many is not None:
+            return self.collate(self._read_many(indices))
+        dataset = self.dataset
+        return self.collate([dataset[index] for index in indices])
 
 
 def _read_keyed(reader: _Reader, key: int, indices: list[int]) -> Any:
-    """Return the batch of samples by index."""
     seed_all(key)
-    many = getattr(reader.dataset, "__getitems__", None)
-    if many is not None:
-        return reader.collate(many(indices))
-    return reader.collate([reader.dataset[index] for index in indices])
+    return reader.read(indices)
 
 
 def _seek(reader: _Reader, cut: _Cut, step: int, state: dict[str, Any] | None) -> None:

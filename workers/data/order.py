@@ -61,29 +61,37 @@ class DataOrder:
         Args:
             positions: Ascending.
         """
+        if not positions.size:
+            return np.empty(positions.shape, np.int64)
         epochs, places = np.divmod(positions, self.num_samples)
-        found = np.empty(positions.shape, np.int64)
-        for epoch in range(epochs.flat[0], epochs.flat[-1] + 1) if positions.size else ():
-            chosen = epochs == epoch
-            found[chosen] = self._permuted(epoch, places[chosen].astype(np.uint64))
-        return found
-
-    def _permuted(self, epoch: int, places: NDArray[np.uint64]) -> NDArray[np.int64]:
+        first, last = int(epochs.flat[0]), int(epochs.flat[-1])
+        # (rounds, epochs); those of a position are a column.
+        keys = np.array(
+            [
+                [_mix(self.seed, epoch, number) for epoch in range(first, last + 1)]
+                for number in range(_NUM_ROUNDS)
+            ],
+            np.uint64,
+        )
+        columns = (epochs - first).ravel()
         half_bits = max(1, ((self.num_samples - 1).bit_length() + 1) // 2)
-        keys = [_mix(self.seed, epoch, number) for number in range(_NUM_ROUNDS)]
-        values = _feistel(places, half_bits, keys)
-        outside = values >= self.num_samples
-        while outside.any():
-            values[outside] = _feistel(values[outside], half_bits, keys)
-            outside = values >= self.num_samples
-        return values.astype(np.int64)
+        values, outside = places.ravel().astype(np.uint64), np.arange(positions.size)
+        while outside.size:
+            of_each = keys if first == last else keys[:, columns[outside]]
+            walked = _feistel(values[outside], half_bits, of_each)
+            values[outside] = walked
+            outside = outside[walked >= self.num_samples]
+        return values.reshape(positions.shape).astype(np.int64)
 
 
-def _feistel(values: NDArray[np.uint64], half_bits: int, keys: list[int]) -> NDArray[np.uint64]:
+def _feistel(
+    values: NDArray[np.uint64], half_bits: int, keys: NDArray[np.uint64]
+) -> NDArray[np.uint64]:
+    """Return values, ``(n,)``, permuted by keys, ``(rounds, n)`` or ``(rounds, 1)``."""
     shift, mask = np.uint64(half_bits), np.uint64((1 << half_bits) - 1)
     left, right = values >> shift, values & mask
     for key in keys:
-        left, right = right, left ^ (_scramble(right ^ np.uint64(key)) & mask)
+        left, right = right, left ^ (_scramble(right ^ key) & mask)
     return (left << shift) | right
 
 
@@ -96,7 +104,11 @@ def _scramble(values: NDArray[np.uint64]) -> NDArray[np.uint64]:
 
 def _mix(seed: int, epoch: int, number: int) -> int:
     """Return 64 bits that depend on all three arguments."""
-    state = np.array([seed & _MASK], dtype=np.uint64)
+    # The same finalizer: for one value Python's integers are faster than arrays.
+    state = seed
     for part in (epoch, number):
-        state = _scramble(state * np.uint64(0x9E3779B97F4A7C15) + np.uint64(part + 1))
-    return int(state[0])
+        state = (state * 0x9E3779B97F4A7C15 + part + 1) & _MASK
+        state = (state ^ (state >> 30)) * 0xBF58476D1CE4E5B9 & _MASK
+        state = (state ^ (state >> 27)) * 0x94D049BB133111EB & _MASK
+        state ^= state >> 31
+    return state

@@ -7,6 +7,7 @@ import random
 import signal
 import socket
 import time
+from collections.abc import Callable
 from contextlib import closing
 from pathlib import Path
 from typing import Any
@@ -20,6 +21,8 @@ from workers.data import DataOrder
 from workers.errors import DataError
 
 ORDER = DataOrder(seed=3, num_samples=37, global_batch=8)
+#: What ``random`` gives first after ``random.seed(1)``.
+SCRIPTS_NUMBER = 0.13436424411240122
 
 
 class Noisy:
@@ -68,15 +71,73 @@ def test_ranks_and_readers_change_nothing(dataset: Noisy, num_workers: int) -> N
     assert order == ORDER.samples(0, 96).tolist()
 
 
-def test_reading_changes_no_random_number_of_the_script() -> None:
-    torch.manual_seed(1)
-    random.seed(1)
-    take(DataLoader(Noisy()), 2, ranks=[[0, 1, 2, 3]])
-    after = random.random(), float(torch.rand(()))
-    torch.manual_seed(1)
-    random.seed(1)
+class Seldom(Noisy):
+    """Few of its samples draw; none of the first batch does."""
 
-    assert after == (random.random(), float(torch.rand(())))
+    def __init__(self) -> None:
+        self.num_read = 0
+
+    def __getitem__(self, index: int) -> dict[str, Any]:
+        self.num_read += 1
+        if index not in ORDER.samples(16, 20):
+            return {"index": index, "noise": torch.zeros(3)}
+        if random.random() == SCRIPTS_NUMBER:
+            raise ValueError("the script's own number")
+        return super().__getitem__(index)
+
+
+class Normal(Noisy):
+    """It draws one normal number, of which generators make two."""
+
+    def __getitem__(self, index: int) -> dict[str, Any]:
+        noise = [random.gauss(), float(np.random.standard_normal())]  # noqa: NPY002
+        return {"index": index, "noise": torch.tensor(noise)}
+
+
+class Reseeding(Noisy):
+    """It seeds the global generators, as many scripts do."""
+
+    def __getitem__(self, index: int) -> dict[str, Any]:
+        random.seed(index)
+        np.random.mtrand.set_bit_generator(np.random.MT19937(index))
+        torch.manual_seed(index)
+        return super().__getitem__(index)
+
+
+def test_a_dataset_that_draws_seldom_sees_keyed_numbers_all_the_same() -> None:
+    """Nothing is seeded while it draws nothing: what drew by surprise is read again, once."""
+    random.seed(1)
+    dataset = Seldom()
+    steps = take(DataLoader(dataset), 12, ranks=[[0, 1, 2, 3]])
+
+    # The first sample that draws sees the script's number, and raises.
+    assert dataset.num_read == 96 + 1
+    assert steps == take(DataLoader(Seldom(), num_workers=2), 12, ranks=[[0, 1], [2, 3]])
+    assert steps[7:] == take(DataLoader(Seldom()), 5, ranks=[[0], [1, 2, 3]], first_step=8)
+    drawn = [noise for step in steps for _, batch in step for noise in batch if noise[0]]
+    assert len(drawn) == len({tuple(noise) for noise in drawn}) > 4
+
+
+@pytest.mark.parametrize("dataset", [Noisy(), Seldom(), Normal(), Reseeding()], ids=type)
+@pytest.mark.parametrize("num_before", [0, 1, 2])
+def test_reading_changes_no_random_number_of_the_script(dataset: Noisy, num_before: int) -> None:
+    """Between the two of a pair of normal numbers, too."""
+
+    def draw() -> list[float]:
+        normal = [random.gauss(), float(np.random.standard_normal())]  # noqa: NPY002
+        return [*normal, random.random(), float(np.random.rand()), float(torch.rand(()))]  # noqa: NPY002
+
+    def numbers(read: Callable[[], Any]) -> list[float]:
+        torch.manual_seed(1)
+        random.seed(1)
+        np.random.seed(1)  # noqa: NPY002
+        for _ in range(num_before):
+            draw()
+        read()
+        return draw() + draw()
+
+    loader = DataLoader(dataset)
+    assert numbers(lambda: take(loader, 5, ranks=[[0, 1, 2, 3]])) == numbers(lambda: None)
 
 
 class Deadly(Noisy):
