@@ -300,4 +300,27 @@ def test_a_run_refuses_to_go_on_with_other_data(run: Run, text: DataSettings) ->
     (left,) = run.train(settings(replace(text, seed=1), steps=2), num_workers=1, resume=(1, 1))
 
     assert isinstance(left.outcome, Raised)
-    assert "samples would be lost or seen twice" in left.outcome.error
+    assert "Samples would be lost or seen twice" in left.outcome.error
+
+
+def test_workers_with_different_data_are_refused_by_name_before_step_1(run: Run) -> None:
+    """Each would take its own order: samples are lost, and the curve looks like any other."""
+    path = run.directory / "train.py"
+    path.write_text(
+        "import torch\n"
+        "from everstep import DataLoader, run\n"
+        "def train(session):\n"
+        "    model = session.model(lambda: torch.nn.Linear(1, 1))\n"
+        "    session.optimizer(lambda named: torch.optim.SGD(named.values()))\n"
+        "    data = DataLoader([torch.ones(1)] * (16 + session.rank))\n"
+        "    for step in session.steps(data):\n"
+        "        raise ValueError('a step has begun')\n"
+        "run(train)\n"
+    )
+    chosen = TrainSettings(steps=2, global_batch=4, micro_batch=2, warmup_steps=0)
+
+    ends = run.train(Settings(script=str(path), train=chosen), num_workers=2)
+
+    for rank, end in enumerate(ends):
+        assert isinstance(end.outcome, Raised), end.outcome
+        assert f"data: num_samples (rank {rank} has {16 + rank}); give" in end.outcome.error

@@ -601,20 +601,28 @@ class Session:
             "global_batch": order.global_batch,
             "data_seed": order.seed,
         }
-        for name, value in cursor.items():
-            before = self._restored.get(name, value)
-            if before != value:
-                raise DataError(
-                    f"{name} is {value} but the checkpoint of step {self.step} was made with "
-                    f"{before}; samples would be lost or seen twice. Resume with the same data "
-                    "and batch, or start a new run",
-                    found=value,
-                    expected=before,
-                )
-        if not self._is_everywhere(repr(sorted(cursor.items()))):
+        before = {name: self._restored.get(name, value) for name, value in cursor.items()}
+        changed = [
+            f"{name} is {value} but the checkpoint of step {self.step} was made with {before[name]}"
+            for name, value in cursor.items()
+            if before[name] != value
+        ]
+        if changed:
             raise DataError(
-                f"the workers have different training data (here: {cursor}); give all nodes the "
-                "same files, and with data.source=stdlib the same Python"
+                f"{'; '.join(changed)}. Samples would be lost or seen twice. Resume with the same "
+                "data and batch, or start a new run",
+                found=cursor,
+                expected=before,
+            )
+        differing = [
+            f"{name} (rank {self.rank} has {value})"
+            for name, value in cursor.items()
+            if not self._is_everywhere(repr(value))
+        ]
+        if differing:
+            raise DataError(
+                f"the workers have different training data: {', '.join(differing)}; give all nodes "
+                "the same files, and with data.source=stdlib the same Python"
             )
         return cursor
 

@@ -220,3 +220,33 @@ def test_a_session_gives_batches_in_place_of_indices(tmp_path: Path, num_workers
     assert seen[:6] == order.samples(0, 12).reshape(-1, 2).tolist()
     # It was at most one checkpoint behind: none was written before step 10.
     assert seen[8:] == order.samples(0, 24).reshape(-1, 2).tolist()
+
+
+def test_a_loader_whose_length_has_changed_is_refused_by_name_before_it_is_read(
+    tmp_path: Path,
+) -> None:
+    """Another length is another order. All that has changed is told at once."""
+
+    def go(dataset: Noisy, steps: int, digest: str) -> None:
+        def train(session: Session) -> None:
+            model = session.model(lambda: torch.nn.Linear(3, 1))
+            session.optimizer(lambda named: torch.optim.SGD(named.values()))
+            for _ in session.steps(DataLoader(dataset, digest=digest)):
+                session.train_step(lambda batch: model(batch["noise"]).square().mean())
+
+        run(train, directory=str(tmp_path), steps=steps, global_batch=4, micro_batch=2)
+
+    class Longer(Seldom):
+        def __len__(self) -> int:
+            return 38
+
+    longer = Longer()
+    go(Noisy(), 2, "old")
+    with pytest.raises(TaskError) as refused:
+        go(longer, 4, "new")
+
+    assert "data_digest is new but the checkpoint of step 2 was made with old" in str(refused.value)
+    assert "num_samples is 38 but the checkpoint of step 2 was made with 37" in str(refused.value)
+    assert "Resume with the same data" in str(refused.value)
+    assert longer.num_read == 0
+    go(Noisy(), 4, "old")
