@@ -99,13 +99,21 @@ def state_of(
 
     Raises:
         StateError: The optimizer keeps a value that is neither a scalar nor a tensor of its
-            parameter's shape, or a tensor of a type that is not saved.
+            parameter's shape, or a tensor of a type or class that is not saved.
     """
     entries: list[StateEntry] = []
     for shard in shards:
         parameter = parameters[shard.fqn]
         slots = {"weight": shard.local}
         for name, value in optimizer.state.get(parameter, {}).items():
+            if isinstance(value, Tensor) and type(value) not in (Tensor, nn.Parameter):
+                raise StateError(
+                    f"the optimizer's {name} of {shard.fqn} is of the class {type(value).__name__}"
+                    f" ({type(value).__module__}), which is made for this worker's shard and "
+                    "cannot be resharded; use one with plain tensors, as torch.optim.AdamW",
+                    fqn=shard.fqn,
+                    slot=name,
+                )
             if isinstance(value, Tensor) and value.shape == parameter.shape and value.dim():
                 if value.dtype not in DTYPES:
                     raise StateError(
@@ -280,7 +288,11 @@ class TrainingState:
         if self._elsewhere is not None:
             pairs = zip(named, self._elsewhere, strict=True)
             named = [sorted([*here, *there]) for here, there in pairs]
-        return [{**group, "params": names} for group, names in zip(groups, named, strict=True)]
+        plain = [
+            {key: one.item() if isinstance(one, Tensor) else one for key, one in group.items()}
+            for group in groups
+        ]
+        return [{**group, "params": names} for group, names in zip(plain, named, strict=True)]
 
     def _together(self, name: str, by_fqn: Mapping[str, float]) -> Any:
         is_one = len(set(by_fqn.values())) == 1

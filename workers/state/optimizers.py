@@ -85,6 +85,11 @@ class Optimizers:
         return self.every[0].state if len(self.every) == 1 else _States(self)
 
     @property
+    def are_known(self) -> bool:
+        """Return whether all are of torch's kinds whose state can be saved in shards."""
+        return all(type(one) in _ELEMENTWISE for one in self.every)
+
+    @property
     def param_groups(self) -> list[dict[str, Any]]:
         """Return the groups of all, in order."""
         return [group for one in self.every for group in one.param_groups]

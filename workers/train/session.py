@@ -514,6 +514,8 @@ class Session:
         for path, line in restored.extra.pop(UNWRITTEN, ()):
             self._storage.append_text(path, line)
         initial: Initial | None = None
+        if not restored.step:
+            sharded.try_unknown()
         if restored.step:
             _set_optimizer(sharded, restored.without_state, restored.extra["optimizer"])
             self._loss = restored.extra.get("loss", math.nan)

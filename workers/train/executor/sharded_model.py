@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
@@ -53,8 +54,32 @@ class ShardedModel:
     rank_calls: RankCalls
     pipeline: Pipeline | None = None
 
+    def try_unknown(self) -> None:
+        """Raise ``StateError`` if optimizers of other libraries have state that cannot be saved.
+
+        They would say so after the first step. Weights have no values yet, and the optimizers are
+        as before.
+        """
+        if self.optimizers.are_known:
+            return
+        groups = self.optimizers.param_groups
+        before = [
+            {key: copy.deepcopy(value) for key, value in group.items() if key != "params"}
+            for group in groups
+        ]
+        with torch.compiler.set_stance("force_eager"):
+            self.prime()
+        for group, values in zip(groups, before, strict=True):
+            params = group["params"]
+            group.clear()
+            group.update(values, params=params)
+
     def prime(self) -> None:
-        """Make the optimizers allocate their state, all zero; weights stay as they are."""
+        """Make the optimizers allocate their state, all zero; weights stay as they are.
+
+        Raises:
+            StateError: They keep a value that cannot be saved in shards.
+        """
         for parameter in self.parameters.values():
             if parameter.requires_grad:
                 parameter.grad = torch.zeros_like(parameter)
@@ -66,6 +91,8 @@ class ShardedModel:
             optimizer.zero_grad(set_to_none=True)
             for group, rate in zip(optimizer.param_groups, rates, strict=True):
                 group["lr"] = rate
+        self.state.entries()
+        for optimizer in self.optimizers.every:
             for state in optimizer.state.values():
                 for value in state.values():
                     if isinstance(value, torch.Tensor):

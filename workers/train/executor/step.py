@@ -371,7 +371,11 @@ class Step:
             if all(one.grad is None for group in groups for one in group["params"]):
                 continue
             for group in () if sharded.registered.schedule(optimizer) else groups:
-                group["lr"] = lr * group.get("lr_scale", 1.0)
+                rate = lr * group.get("lr_scale", 1.0)
+                if isinstance(group["lr"], Tensor):
+                    group["lr"].fill_(rate)
+                else:
+                    group["lr"] = rate
             optimizer.step()
             optimizer.zero_grad(set_to_none=True)
 

@@ -199,16 +199,91 @@ def test_a_script_is_told_before_it_trains(tmp_path: Path) -> None:
     assert not (tmp_path / "metrics").exists()
 
 
+class Packed(torch.optim.SGD):
+    """Keeps a number for each block of its shard, as 8-bit optimizers do."""
+
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        for group in self.param_groups:
+            for parameter in group["params"]:
+                state = self.state[parameter]
+                state.setdefault("scales", torch.zeros(parameter.numel() // 8))
+        super().step(closure)
+
+
+class Codes(torch.Tensor):
+    """A tensor whose memory is something else than its values."""
+
+
+class Quantized(torch.optim.SGD):
+    """Keeps tensors of a class of its own, as those of torchao."""
+
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        for group in self.param_groups:
+            for parameter in group["params"]:
+                state = self.state[parameter]
+                state.setdefault("codes", torch.zeros_like(parameter).as_subclass(Codes))
+        super().step(closure)
+
+
+@pytest.mark.parametrize(
+    ("kind", "told"),
+    [
+        (Packed, "scales of weight is neither a number nor a tensor of shape"),
+        (Quantized, "codes of weight is of the class Codes"),
+    ],
+)
+def test_state_that_cannot_be_resharded_is_refused_before_the_first_step(
+    kind: type[Any], told: str, tmp_path: Path
+) -> None:
+    """Such state is made in the first update, after which it was too late."""
+    with pytest.raises(TaskError, match=rf"step 1\n[\s\S]*StateError: the optimizer's {told}"):
+        train(tmp_path, kind, steps=2)
+
+    assert not (tmp_path / "metrics").exists()
+
+
+@pytest.mark.parametrize("name", ["AdamW8bit", "AdamW4bit", "AdamWFp8"])
+def test_quantized_optimizers_of_torchao_are_refused_by_name(name: str, tmp_path: Path) -> None:
+    """They quantize blocks of a shard, and only of one with 4096 elements: it depends on ranks."""
+    low_bit = pytest.importorskip("torchao.optim", reason="torchao is not installed")
+
+    def task(session: Session) -> None:
+        session.model(lambda: nn.Linear(64, 128))
+        session.optimizer(lambda named: getattr(low_bit, name)(named.values()))
+
+    with pytest.raises(TaskError, match=r"exp_avg of weight is of the class OptimState.*torchao"):
+        run(task, directory=str(tmp_path))
+
+
+def test_an_optimizer_of_another_library_begins_its_first_step_as_it_was_made(
+    tmp_path: Path,
+) -> None:
+    """Trying what it keeps must not count as a step."""
+    counts: list[int] = []
+
+    class Counting(torch.optim.SGD):
+        def step(self, closure: Any = None) -> None:  # type: ignore[override]
+            (group,) = self.param_groups
+            counts.append(group.setdefault("count", 0))
+            group["count"] += 1
+            super().step(closure)
+
+    train(tmp_path, functools.partial(Counting, momentum=0.9), steps=3)
+
+    assert counts == [0, 0, 1, 2]
+
+
 @pytest.mark.parametrize(
     "kind",
     [
         torch.optim.Muon,
+        functools.partial(torch.optim.AdamW, lr=torch.tensor(0.5)),
         functools.partial(torch.optim.AdamW, fused=True),
         functools.partial(torch.optim.AdamW, foreach=True, amsgrad=True),
         functools.partial(torch.optim.SGD, momentum=0.9, nesterov=True, fused=True),
         torch.optim.Adagrad,
     ],
-    ids=["muon", "fused", "foreach", "fused sgd", "adagrad"],
+    ids=["muon", "tensor as rate", "fused", "foreach", "fused sgd", "adagrad"],
 )
 def test_an_optimizer_resumes_to_the_bit(kind: Callable[..., Any], tmp_path: Path) -> None:
     """It is let be only if all that it keeps is saved and loaded, however it computes."""
