@@ -68,7 +68,8 @@ class Keyed:
 
     To seed NumPy and Python takes as long as to read a small batch. They are seeded at the first
     call, and from then on if that call drew from them. If a later one does so after all, it is made
-    again, seeded, and what it drew is put back.
+    again, seeded, and what it drew is put back. Who looks at NumPy's or Python's state and does not
+    draw may see the script's.
     """
 
     def __init__(self) -> None:
