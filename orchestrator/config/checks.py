@@ -54,25 +54,25 @@ def cross_problems(source: Source, config: RunConfig, broken: Collection[str]) -
 def _worker_problems(config: RunConfig) -> list[tuple[str, str]]:
     least, most = config.workers.min, config.workers.max
     rules, copies = config.parallel.layout_rules(), config.parallel.dp_replicate
+    found: list[tuple[str, str]] = []
     if copies > 1 and config.train.deterministic:
-        # The fixed tree of sums covers shards, not copies.
         message = (
-            f"{copies} copies are not summed in a fixed order: write 1, or "
-            "train.deterministic: false"
+            f"train.deterministic sums over shards in a fixed order, but not over {copies} copies: "
+            "write parallel.dp_replicate: 1, or train.deterministic: false"
         )
-        return [("parallel.dp_replicate", message)]
-    if least > most:
-        return [("workers.min", f"{least} is more than workers.max={most}")]
+        found.append(("parallel.dp_replicate", message))
     used = usable(most, rules)
-    if used >= least:
-        return []
-    enough = math.ceil(least / rules.multiple) * rules.multiple
-    message = (
-        f"{least} cannot be reached: {rules} takes workers in multiples of {rules.multiple}, so of "
-        f"workers.max={most} only {used} can train; raise workers.max to "
-        f"{enough}" + (f" or lower workers.min to {used}" if used else "")
-    )
-    return [("workers.min", message)]
+    if least > most:
+        found.append(("workers.min", f"{least} is more than workers.max={most}"))
+    elif used < least:
+        enough = math.ceil(least / rules.multiple) * rules.multiple
+        message = (
+            f"{least} cannot be reached: {rules} takes workers in multiples of {rules.multiple}, "
+            f"so of workers.max={most} only {used} can train; raise workers.max to "
+            f"{enough}" + (f" or lower workers.min to {used}" if used else "")
+        )
+        found.append(("workers.min", message))
+    return found
 
 
 def _axis_problems(config: RunConfig) -> list[tuple[str, str]]:

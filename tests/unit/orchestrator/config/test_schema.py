@@ -209,6 +209,20 @@ def test_min_workers_that_no_layout_reaches_are_refused() -> None:
     assert "raise workers.max to 6 or lower workers.min to 3" in found[0]
 
 
+def test_copies_are_refused_in_deterministic_mode_beside_other_problems() -> None:
+    """Such a run would end with other bits after each fault, though it was promised the same."""
+    text = "run: {directory: x}\nworkers: {min: 4, max: 5}\n"
+    text += "parallel: {dp_replicate: 2}\ntrain: {deterministic: true}\n"
+
+    copies, workers = _problems(text.replace("max: 5", "max: 3"))
+
+    assert copies.startswith("text:3: parallel.dp_replicate: train.deterministic sums over shards")
+    assert copies.endswith("write parallel.dp_replicate: 1, or train.deterministic: false")
+    assert workers == "text:2: workers.min: 4 is more than workers.max=3"
+    assert load(text, ["train.deterministic=false"]).parallel.dp_replicate == 2
+    assert load(text, ["parallel.dp_replicate=1"]).train.deterministic
+
+
 def test_sizes_that_tensor_parallelism_cannot_cut_are_named() -> None:
     """A rank has whole heads: the tiny model has two for keys, so three ranks cannot share them."""
     text = "run: {directory: x}\nworkers: {max: 3}\nparallel: {tp: 3}\nmodel: {preset: tiny}\n"
