@@ -127,7 +127,8 @@ class PersistentBuffers:
     def refuse_changes(self, step: int) -> None:
         """Raise ``TaskError`` if a buffer has changed since ``begin_step``."""
         for held in self._changed():
-            raise self._refusal(held, step, "changed in a pipeline in step", _ADVICE)
+            advice = f"write parallel.pp: 1, or {_ADVICE}"
+            raise self._refusal(held, step, "changed in a pipeline in step", advice)
 
     def end_step(self, step: int, num_micro_batches: int, *, in_order: bool) -> None:
         """Agree on the values after a step; every worker calls it if one has changed.

@@ -77,6 +77,11 @@ def build_model(
     names = [name for name, _ in model.named_modules()]
     stages: list[nn.Module] = []
     if mesh.stages is not None:
+        if averaged:
+            raise TaskError(
+                f"session.model: average_buffers={list(averaged)} needs parallel.pp: 1; in a "
+                "pipeline several micro-batches are open at a time, and no buffer may change"
+            )
         *stages, model = cut_stages(build, plan, mesh.layout.pp, mesh.stage)
     apply_tensor_plan(model, mesh, plan, names)
     keeps_gathered = shard_model(

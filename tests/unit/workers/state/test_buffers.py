@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import functools
+import re
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
@@ -11,10 +13,16 @@ import torch
 from torch import Tensor, nn
 
 import ucp_core
-from everstep import Session, Settings, run
+from everstep import ModelPlan, Session, Settings, run
+from tests.support.ranks import Place, running
+from ucp_core.layout import ParallelLayout
+from ucp_core.storage import LocalStore
 from workers.errors import TaskError
+from workers.protocol import Assignment, Completed, Outcome, Raised
+from workers.records import ProgressRecord
 from workers.settings import TrainSettings
 from workers.state import PersistentBuffers
+from workers.train import WorkerContext, run_attempt
 
 TABLE = torch.arange(4.0).outer(torch.ones(4))
 
@@ -138,6 +146,76 @@ def test_a_change_outside_of_training_is_seen_in_the_next_step(tmp_path: Path) -
 
     with pytest.raises(TaskError, match=r"in step 2\n[\s\S]*buffer table .* outside of a step"):
         train(tmp_path, script, steps=3)
+
+
+def keep_stage(model: Any, stage: int, _num_stages: int) -> None:
+    model[1 - stage] = nn.Identity()
+
+
+def trained_in_stages(use: Callable[[Any], object], averages: list[str], place: Place) -> Outcome:
+    """Return how an attempt of two pipeline stages ends on this rank."""
+
+    def train(session: Session) -> None:
+        model = session.model(
+            lambda: nn.Sequential(Scaled(use), nn.Linear(4, 4)),
+            plan=ModelPlan(keep_stage=keep_stage),
+            average_buffers=averages,
+        )
+        session.optimizer(lambda parameters: torch.optim.SGD(parameters.values()))
+        for _ in session.steps(16):
+            session.train_step(lambda samples: model(inputs_of(samples)).square().mean())
+
+    page = ProgressRecord.create(place.progress_path, worker=f"w{place.rank}")
+    context = WorkerContext(
+        worker=f"w{place.rank}",
+        settings=Settings(train=TrainSettings(steps=1, global_batch=4, micro_batch=2)),
+        store=LocalStore(),
+        directory=str(place.directory / "run"),
+        progress=page,
+        ring_path=str(place.ring_path),
+        yield_requested=lambda _attempt: False,
+        fenced=lambda _attempt: False,
+    )
+    assignment = Assignment(
+        attempt=1,
+        rank=place.rank,
+        layout=ParallelLayout(pp=2),
+        store_host="127.0.0.1",
+        store_port=place.port,
+        resume_step=0,
+        resume_attempt=0,
+        lineage=((1, 0),),
+    )
+    outcome = run_attempt(assignment, context, train)
+    page.close()
+    return outcome
+
+
+@pytest.mark.parametrize(
+    ("use", "averages", "told"),
+    [
+        (count, [], r"buffer table of module 0 \(Scaled\) changed in a pipeline in step 1"),
+        (mix, ["*.table"], r"average_buffers=\['\*.table'\] needs parallel.pp: 1"),
+    ],
+    ids=["counts", "averaged"],
+)
+def test_a_buffer_that_changes_in_a_pipeline_is_refused(
+    tmp_path: Path, use: Callable[[Any], None], averages: list[str], told: str
+) -> None:
+    """Several passes are open at a time: none could begin with the value before the step."""
+    with running(functools.partial(trained_in_stages, use, averages), 2, tmp_path) as ranks:
+        first, second = ranks.results()
+
+    assert isinstance(first, Raised), first
+    assert re.search(told, first.error)
+    assert "parallel.pp: 1" in first.error
+    assert not isinstance(second, Completed)
+
+
+def test_stages_may_have_constant_buffers(tmp_path: Path) -> None:
+    """Else the refusal would be of use to nobody: a table of positions is one."""
+    with running(functools.partial(trained_in_stages, id, []), 2, tmp_path) as ranks:
+        assert [type(one) for one in ranks.results()] == [Completed, Completed]
 
 
 def batch_normed() -> nn.Sequential:
