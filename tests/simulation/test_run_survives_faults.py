@@ -36,6 +36,7 @@ def test_every_promise_holds_in_every_history(first: int) -> None:
 @pytest.mark.parametrize(
     "seed",
     [
+        pytest.param(20169926, id="a keeper dies for good while no controller looks"),
         pytest.param(13127453, id="a keeper answers after its time, before anything starts"),
         pytest.param(87763, id="a keeper is away when newcomers load"),
         pytest.param(232651, id="a copy comes after keepers were asked"),

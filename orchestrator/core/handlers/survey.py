@@ -32,10 +32,20 @@ def controller_started(transition: Transition, event: ControllerStarted) -> None
     if run.phase in TERMINAL:
         transition.actions.append(FinishRun(outcome=run.outcome, reason=run.reason))
     elif event.incarnation > 1:
+        _expect_keepers(transition)
         ask(transition)
     elif run.deadline_s == inf:
         run.waiting_since_s = transition.now_s
         run.deadline_s = transition.now_s + transition.rules.bounds.capacity_s
+
+
+def _expect_keepers(transition: Transition) -> None:
+    """Expect to hear of every keeper again: one may have died while no controller looked."""
+    run, bounds = transition.run, transition.rules.bounds
+    by_s = transition.now_s + bounds.survey_s + bounds.keeper_return_s
+    for number, node in list(run.fleet.nodes.items()):
+        if node.alive and node.is_kept:
+            run.fleet.nodes = run.fleet.nodes.set(number, node._replace(keeper_by_s=by_s))
 
 
 def ask(transition: Transition) -> None:
