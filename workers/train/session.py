@@ -11,7 +11,7 @@ import json
 import logging
 import math
 import time
-from collections.abc import Callable, Collection, Generator, Iterator, Mapping, Sequence
+from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import Any, Final, TypeVar
 
@@ -27,7 +27,6 @@ from workers.parallel import (
     Mesh,
     ModelPlan,
     drop_gathered,
-    own_names,
 )
 from workers.protocol import Assignment, Formed, WorkerPhase
 from workers.settings import Settings
@@ -42,17 +41,14 @@ from workers.state import (
     adopt,
     local_parameters,
     refuse_unfit,
-    set_scalars,
 )
 from workers.train.boundary import (
     INITIAL,
     UNWRITTEN,
     Boundary,
     Initial,
-    Needed,
     Restored,
     StorageWriter,
-    load_initial,
     restore_state,
 )
 from workers.train.building import BuiltModel, build_model, groups_elsewhere
@@ -67,7 +63,7 @@ from workers.train.executor import (
     on_host,
     quota,
 )
-from workers.train.initial_values import initial_values
+from workers.train.starting import Initialise, fill, set_optimizer, start_from
 
 __all__ = ["Initialise", "Session"]
 
@@ -80,7 +76,6 @@ STREAM: Final = "stream"
 VALIDATION: Final = "metrics/validation.jsonl"
 VALUES: Final = "metrics/values.jsonl"
 
-Initialise = Callable[[str, tuple[int, ...]], Tensor]
 _T = TypeVar("_T")
 
 
@@ -517,81 +512,25 @@ class Session:
         if not restored.step:
             sharded.try_unknown()
         if restored.step:
-            _set_optimizer(sharded, restored.without_state, restored.extra["optimizer"])
+            set_optimizer(sharded, restored.without_state, restored.extra["optimizer"])
             self._loss = restored.extra.get("loss", math.nan)
             self._boundary.begin(self.step, sharded, restored.extra)
         elif self.settings.start.path:
-            initial = self._start_from(sharded)
+            initial = start_from(sharded, self._context, self._buffer, tell=self.rank == 0)
             restored = replace(restored, sources=((INITIAL, initial.size_bytes),))
         else:
             sharded.optimizers.forget(sharded.parameters.values())
-        self._fill(sharded, initial)
+        assert self._build is not None, "session.model was called"
+        fill(
+            sharded,
+            self._build,
+            self._initialise,
+            seed=self.settings.train.seed,
+            is_new=self.step == 0,
+            initial=initial,
+        )
         drop_gathered(sharded.model)
         return restored
-
-    def _start_from(self, sharded: ShardedModel) -> Initial:
-        """Load what the settings say to start from."""
-        init = self.settings.start
-        kept = {entry.fqn: entry.tensor.dtype for entry in sharded.state.entries()}
-        needed = {
-            name: Needed(dtype=kept.get(name, torch.float32), shape=shape)
-            for name, shape in sharded.shapes.items()
-        }
-        for name, buffer in sharded.buffers.named().items():
-            shape = tuple(buffer.shape)
-            needed[name] = Needed(dtype=buffer.dtype, shape=shape, is_optional=True)
-
-        def to_fill() -> Sequence[StateEntry]:
-            if init.state == "all":
-                sharded.prime()
-            return sharded.state.entries()
-
-        sharded.optimizers.forget(sharded.parameters.values())
-        initial = load_initial(
-            init,
-            needed,
-            to_fill,
-            model=sharded.model,
-            buffer=self._buffer,
-            threads=self.settings.checkpoint.threads,
-            moved=self._context.progress.moved,
-            tell=self.rank == 0,
-        )
-        _set_optimizer(sharded, initial.without_state, initial.scalars)
-        return initial
-
-    def _fill(self, sharded: ShardedModel, initial: Initial | None) -> None:
-        """Fill what no checkpoint holds: buffers, and at step 0 the weights."""
-        assert self._build is not None
-        new = set[str]()
-        kept = sharded.buffers.named()
-        if self.step == 0:
-            new = {shard.fqn for shard in sharded.shards} | kept.keys()
-        if initial is not None:
-            new &= initial.missing
-        buffers = {
-            name: buffer
-            for name, buffer in own_names(sharded.model.named_buffers()).items()
-            if name in new or name not in kept
-        }
-        values: dict[str, Tensor] = {}
-        with_weights = bool(new - kept.keys()) and self._initialise is None
-        if buffers or with_weights:
-            seed = self.settings.train.seed
-            values = initial_values(self._build, seed, with_weights=with_weights)
-        with torch.no_grad():
-            for name, buffer in buffers.items():
-                kept.get(name, buffer).copy_(values[name])
-            for shard in sharded.shards:
-                if shard.fqn not in new:
-                    continue
-                if self._initialise is not None:
-                    value = self._initialise(shard.fqn, shard.shape)
-                else:
-                    value = values[shard.fqn]
-                for box, local in shard.pieces(shard.local):
-                    local.copy_(value[tuple(map(slice, box.start, box.stop))])
-        sharded.buffers.restore()
 
     def _agree_on_data(
         self, order: DataOrder, digest: str, num_samples: int | None
@@ -696,13 +635,3 @@ def _as_optimizers(made: Any) -> list[torch.optim.Optimizer]:
             "torch.optim.Optimizer, or a list of them"
         )
     return every
-
-
-def _set_optimizer(
-    sharded: ShardedModel, without_state: Collection[str], scalars: Mapping[str, Any]
-) -> None:
-    """Set what a version says of the optimizer, beside its tensors."""
-    # ``prime`` made this state, and the version has none.
-    bare = sharded.parameters.keys() & set(without_state)
-    sharded.optimizers.forget(sharded.parameters[fqn] for fqn in bare)
-    set_scalars(sharded.parameters, sharded.optimizers, scalars)

@@ -1,0 +1,112 @@
+"""Fill a model with the values that no version of the run holds: of a checkpoint, or new ones."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from workers.parallel import own_names
+from workers.state import HostBuffer, StateEntry, set_scalars
+from workers.train.boundary import Initial, Needed, load_initial
+from workers.train.context import WorkerContext
+from workers.train.executor import ShardedModel
+from workers.train.initial_values import initial_values
+
+__all__ = ["Initialise", "fill", "set_optimizer", "start_from"]
+
+Initialise = Callable[[str, tuple[int, ...]], Tensor]
+
+
+def start_from(
+    sharded: ShardedModel, context: WorkerContext, buffer: HostBuffer, *, tell: bool
+) -> Initial:
+    """Load what the settings say to start from; see ``load_initial``."""
+    init = context.settings.start
+    kept = {entry.fqn: entry.tensor.dtype for entry in sharded.state.entries()}
+    needed = {
+        name: Needed(dtype=kept.get(name, torch.float32), shape=shape)
+        for name, shape in sharded.shapes.items()
+    }
+    for name, held in sharded.buffers.named().items():
+        needed[name] = Needed(dtype=held.dtype, shape=tuple(held.shape), is_optional=True)
+
+    def to_fill() -> Sequence[StateEntry]:
+        if init.state == "all":
+            sharded.prime()
+        return sharded.state.entries()
+
+    sharded.optimizers.forget(sharded.parameters.values())
+    initial = load_initial(
+        init,
+        needed,
+        to_fill,
+        model=sharded.model,
+        buffer=buffer,
+        threads=context.settings.checkpoint.threads,
+        moved=context.progress.moved,
+        tell=tell,
+    )
+    set_optimizer(sharded, initial.without_state, initial.scalars)
+    return initial
+
+
+def fill(
+    sharded: ShardedModel,
+    build: Callable[[], nn.Module],
+    initialise: Initialise | None,
+    *,
+    seed: int,
+    is_new: bool,
+    initial: Initial | None,
+) -> None:
+    """Fill what no checkpoint holds: buffers, and at step 0 the weights.
+
+    Args:
+        sharded: The model.
+        build: Makes the whole model.
+        initialise: Returns the initial value of a parameter; None to build the model.
+        seed: The run's seed.
+        is_new: Whether no version of the run was loaded.
+        initial: What the run started from, if anything.
+    """
+    new = set[str]()
+    kept = sharded.buffers.named()
+    if is_new:
+        new = {shard.fqn for shard in sharded.shards} | kept.keys()
+    if initial is not None:
+        new &= initial.missing
+    buffers = {
+        name: buffer
+        for name, buffer in own_names(sharded.model.named_buffers()).items()
+        if name in new or name not in kept
+    }
+    values: dict[str, Tensor] = {}
+    with_weights = bool(new - kept.keys()) and initialise is None
+    if buffers or with_weights:
+        values = initial_values(build, seed, with_weights=with_weights)
+    with torch.no_grad():
+        for name, buffer in buffers.items():
+            kept.get(name, buffer).copy_(values[name])
+        for shard in sharded.shards:
+            if shard.fqn not in new:
+                continue
+            if initialise is not None:
+                value = initialise(shard.fqn, shard.shape)
+            else:
+                value = values[shard.fqn]
+            for box, local in shard.pieces(shard.local):
+                local.copy_(value[tuple(map(slice, box.start, box.stop))])
+    sharded.buffers.restore()
+
+
+def set_optimizer(
+    sharded: ShardedModel, without_state: Collection[str], scalars: Mapping[str, Any]
+) -> None:
+    """Set what a version says of the optimizer, beside its tensors."""
+    # ``prime`` made this state, and the version has none.
+    bare = sharded.parameters.keys() & set(without_state)
+    sharded.optimizers.forget(sharded.parameters[fqn] for fqn in bare)
+    set_scalars(sharded.parameters, sharded.optimizers, scalars)
