@@ -91,7 +91,6 @@ class DataLoader:
             ``__getitems__(indices)`` is used if it has that.
         collate_fn: Makes a batch of a list of samples; by default torch's, which stacks tensors.
         num_workers: Processes that read ahead, forked from this one; 0 reads when it is needed.
-            Without any, the first batch that draws random numbers may be read twice.
         digest: Identifies the data; by default ``dataset.digest`` if there is one. Workers, and a
             run and its checkpoint, must have the same.
 

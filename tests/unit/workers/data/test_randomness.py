@@ -13,7 +13,7 @@ from workers.data import keeping_host_numbers
 @pytest.mark.parametrize("generator", [np.random.MT19937, np.random.PCG64, np.random.Philox])
 @pytest.mark.parametrize("num_before", [0, 1, 623, 624])
 def test_numbers_go_on_as_they_were(generator: type, num_before: int) -> None:
-    """NumPy's Mersenne Twister is kept by its memory, and another generator by its state."""
+    """Whichever generator of NumPy's the script uses, and between the two of a pair."""
 
     def normal() -> list[float]:
         return [random.gauss(), float(np.random.standard_normal())]  # noqa: NPY002
