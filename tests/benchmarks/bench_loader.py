@@ -7,12 +7,13 @@ batch is there, in the process itself: rows in memory, JSON lines whose index is
 rows over those. Whoever reads with processes waits for their start as well, at any step.
 
 ``throughput`` compares with torchdata's ``StatefulDataLoader`` over the same map-style dataset,
-with as many processes, batches of 8 samples of 1,024 tokens and their targets. Both take samples in
-a random order; ours keys the random numbers of each batch, too. ``cheap`` samples are sliced from
-memory, ``decoded`` ones are unpacked from text, as those of a corpus are. ``tiny`` samples are
-single numbers, and ``noisy`` ones draw from NumPy and Python for each. The two take turns in every
-round; ratios are medians over rounds of the ratio within a round. Without processes all work is
-this thread's, so its processor time counts, and what else runs on the machine hardly does.
+with as many processes, batches of 8 samples of 1,024 tokens and their targets. Both take samples
+in a random order. ``cheap`` samples are sliced from memory, ``decoded`` ones are unpacked from
+text, as those of a corpus are, and ``tiny`` ones are single numbers; our loader is told that they
+draw no random numbers. It is not told of ``keyed`` ones, which are cheap ones otherwise, and
+``noisy`` ones draw from NumPy and Python. The two take turns in every round; ratios are medians
+over rounds of the ratio within a round. Without processes all work is this thread's, so its
+processor time counts, and what else runs on the machine hardly does.
 """
 
 from __future__ import annotations
@@ -45,6 +46,8 @@ LINES = 20_000
 class Cheap:
     """Rows of tokens in memory, and what follows each."""
 
+    draws = False
+
     def __init__(self) -> None:
         self._tokens = np.arange(4096 * (TOKENS + 1)).reshape(4096, -1) % 50_000
 
@@ -68,6 +71,12 @@ class Decoded(Cheap):
         return row[:-1], row[1:]
 
 
+class Keyed(Cheap):
+    """The same, without a word that they draw no random numbers."""
+
+    draws = True
+
+
 class Tiny(Cheap):
     """Single numbers."""
 
@@ -80,6 +89,8 @@ class Tiny(Cheap):
 
 class Noisy(Tiny):
     """Single numbers with noise."""
+
+    draws = True
 
     def __getitem__(self, index: int) -> torch.Tensor:
         return super().__getitem__(index) + random.random() + np.random.rand()  # noqa: NPY002
@@ -114,7 +125,7 @@ def write_lines(path: Path) -> None:
 def ours(dataset: Any, num_workers: int) -> Iterator[Any]:
     """Return our batches."""
     order = DataOrder(seed=1, num_samples=len(dataset), global_batch=BATCH)
-    loader = DataLoader(dataset, num_workers=num_workers)
+    loader = DataLoader(dataset, num_workers=num_workers, draws=dataset.draws)
     return loader.batches(order, seed=0, micro_batch=BATCH, numbers=[0])
 
 
@@ -178,6 +189,7 @@ def main() -> None:
         )
         for dataset, all_workers, num in (
             (Cheap(), (0,), 10 * given.batches),
+            (Keyed(), (0,), 10 * given.batches),
             (Cheap(), (1, 2), given.batches),
             (Decoded(), (0, 1, 2), given.batches),
             (Tiny(), (0,), 10 * given.batches),

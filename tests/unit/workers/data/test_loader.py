@@ -109,6 +109,18 @@ def test_reading_changes_no_random_number_of_the_script(dataset: Noisy, num_befo
     assert numbers(lambda: take(loader, 5, ranks=[[0, 1, 2, 3]])) == numbers(lambda: None)
 
 
+def test_who_says_that_nothing_is_drawn_is_believed() -> None:
+    """Its batches are the same; what it draws after all is the script's."""
+    random.seed(1)
+    expected = random.random()
+    random.seed(1)
+    steps = take(DataLoader(Noisy(), draws=False), 1, ranks=[[0, 1, 2, 3]])
+
+    assert steps[0][0][1][0][0] == pytest.approx(expected)
+    keyed = take(DataLoader(Noisy()), 1, ranks=[[0, 1, 2, 3]])
+    assert [indices for indices, _ in steps[0]] == [indices for indices, _ in keyed[0]]
+
+
 class Deadly(Noisy):
     """Its reader is killed, as when memory is short."""
 
