@@ -19,10 +19,10 @@ import ray
 from ray.exceptions import RayError
 
 from orchestrator.config import RunConfig
+from orchestrator.driver.changes import require_resumable, require_same
 from orchestrator.driver.cluster import ClusterWatch, has_controller, open_cluster, safe_text
 from orchestrator.driver.launch_order import one_launch
 from orchestrator.driver.logs import LogTail
-from orchestrator.driver.resume import require_resumable, require_same
 from orchestrator.driver.status import RunFiles
 from orchestrator.errors import CapacityError
 from orchestrator.run_directory import CONTACT, SUMMARY

@@ -11,7 +11,7 @@ from typing import Any
 from orchestrator.config import RunConfig, load
 from orchestrator.core import Folded, RunState, describe, fold_on, starts, verify
 from orchestrator.errors import RunNotFoundError, TokenError
-from orchestrator.policies import CadenceRules, StoredVersion, quarantine
+from orchestrator.policies import CadenceRules, StoredVersion, bad_sources
 from orchestrator.run_directory import CHECKPOINTS, CONFIG, CONTACT, METRICS, SUMMARY, TOKEN
 from orchestrator.shell import (
     capacity_rows,
@@ -134,7 +134,7 @@ class RunFiles:
 
     def stored(self, lineage: Lineage, bad: Sequence[Source]) -> StoredVersion:
         """Return the newest committed version of a history from which the run could resume."""
-        excluded = frozenset(map(checkpoint_name, quarantine.in_storage(bad)))
+        excluded = frozenset(map(checkpoint_name, bad_sources.in_storage(bad)))
         root = join(self._path, CHECKPOINTS)
         found = find_committed(self._store, root, lineage=lineage, exclude=excluded)
         if found is None:
@@ -256,7 +256,7 @@ def _stored_redundancy(run: RunFiles, state: RunState) -> dict[str, Any]:
         "reduced_s": None,
         "mechanism": "",
         "reason": "the controller is not there to say what is in memory",
-        "problems": quarantine.described(state.bad),
+        "problems": bad_sources.described(state.bad),
     }
 
 

@@ -2,12 +2,12 @@
 
 from orchestrator import policies
 from orchestrator.policies import (
+    bad_sources,
     budgets,
     capacity,
     growth,
     layout,
     links,
-    quarantine,
     sharing,
     versions,
 )
@@ -91,6 +91,7 @@ __all__ = [
     "Version",
     "WorkerPlace",
     "alert",
+    "bad_sources",
     "budgets",
     "capacity",
     "choose",
@@ -106,7 +107,6 @@ __all__ = [
     "plan_recovery",
     "plan_redundancy",
     "policies",
-    "quarantine",
     "revise",
     "settled",
     "sharing",

@@ -11,8 +11,8 @@ from dataclasses import asdict, dataclass
 from typing import Any
 
 from orchestrator.errors import ConfigError
+from orchestrator.policies import layout as layout_policy
 from orchestrator.policies.layout import LayoutRules
-from orchestrator.policies.layout import layout as layout_policy
 from orchestrator.policies.versions import MEMORY, STORAGE, Holding, Version, without
 
 __all__ = [

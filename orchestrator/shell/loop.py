@@ -44,7 +44,7 @@ from orchestrator.core import (
 )
 from orchestrator.core import actions as act
 from orchestrator.errors import TokenError
-from orchestrator.policies import quarantine
+from orchestrator.policies import bad_sources
 from orchestrator.run_directory import CHECKPOINTS
 from orchestrator.shell.capacity import AutoscalerWatch, Capacity, Nodes, Rendezvous, Workers
 from orchestrator.shell.clock import wall_time
@@ -625,4 +625,4 @@ class Run:
 def _stored_step(state: RunState) -> int:
     """Return the newest step that is known to be committed in storage, and not to be bad."""
     step = 0 if state.committed_in_memory else state.committed[0]
-    return 0 if step in quarantine.in_storage(state.bad) else step
+    return 0 if step in bad_sources.in_storage(state.bad) else step

@@ -38,7 +38,7 @@ from orchestrator.policies import (
     usable,
 )
 from orchestrator.simulation.checkers import Monitor
-from orchestrator.simulation.faults import faults
+from orchestrator.simulation.faults import drawing
 from orchestrator.simulation.violation import Violation, require
 from orchestrator.simulation.world import (
     COPY_S,
@@ -140,7 +140,7 @@ class History:
         seed: int,
         *,
         fault_limit: int | None = None,
-        kinds: Sequence[faults.Fault] | None = None,
+        kinds: Sequence[drawing.Fault] | None = None,
         tiers: Tiers | None = None,
         observe: Callable[[ev.Event, RunState, Sequence[Action]], None] | None = None,
     ) -> None:
@@ -165,8 +165,8 @@ class History:
         self.fault_limit = 10_000 if fault_limit is None else fault_limit
         self.second_fault = rng.choice((0.0, 0.1, 0.3))
         # Not all kinds in one history: some bugs need many faults of one kind.
-        some = rng.sample(faults.FAULTS, k=rng.randint(1, len(faults.FAULTS)))
-        self.kinds: tuple[faults.Fault, ...] = tuple(kinds or some)
+        some = rng.sample(drawing.FAULTS, k=rng.randint(1, len(drawing.FAULTS)))
+        self.kinds: tuple[drawing.Fault, ...] = tuple(kinds or some)
         self.check_always = seed % 16 == 0
         self.is_replayed = seed % 32 == 0
         # Reading the journal in every history would take a tenth of the time of all.
@@ -183,7 +183,7 @@ class History:
         cluster.start_failure = rng.choice((0.0, 0.0, 0.1))
         cluster.market = market
         for room in rooms:
-            faults.return_node(cluster, room, apart.choice(("", "", "r0", "r1")))
+            drawing.return_node(cluster, room, apart.choice(("", "", "r0", "r1")))
         self.expected = self._draw_ending()
         self.neighbour: Neighbour | None = None
         cluster.begin_life = self._begin_life
@@ -286,7 +286,7 @@ class History:
         before, self.state = self.state, RunState()
         if self.journal is not None:
             self.journal.resume()
-        faults.end_everything(cluster)
+        drawing.end_everything(cluster)
         cluster.num_incarnations += 1
         cluster.inbox.append(
             resume_event(before, at_s=cluster.now_s, incarnation=cluster.num_incarnations)
@@ -346,7 +346,7 @@ class History:
             self.died_at_the_end = self.state.phase in TERMINAL
             lost = (action for action in actions[done:] if isinstance(action, KillWorker))
             self.monitor.kill_lost.update(action.worker for action in lost)
-            faults.kill_controller(cluster)
+            drawing.kill_controller(cluster)
 
     def _restart(self) -> None:
         """Begin an incarnation with the state that the journal and its compaction say."""
@@ -373,7 +373,7 @@ class History:
     def _lose_head(self, rng: Random) -> None:
         if self._may_inject() and self.state.phase not in TERMINAL:
             self._count_fault()
-            faults.lose_head(self.cluster, rng)
+            drawing.lose_head(self.cluster, rng)
 
     def _share(self, rng: Random) -> None:
         if not self.healing:
@@ -391,7 +391,7 @@ class History:
     def _cut_off_storage(self) -> None:
         if self._may_inject() and self.state.phase not in TERMINAL:
             self._count_fault()
-            faults.cut_off_storage(self.cluster)
+            drawing.cut_off_storage(self.cluster)
 
     def _count_fault(self) -> None:
         self.num_faults += 1
@@ -408,9 +408,9 @@ class History:
             cluster.raises_at.clear()
         nodes = list(cluster.nodes.values())
         for node in nodes:
-            faults.heal_node(cluster, node)
+            drawing.heal_node(cluster, node)
         # Flaps that were drawn before end now.
-        cluster.queue[:] = [entry for entry in cluster.queue if entry[2] is not faults.flap_pair]
+        cluster.queue[:] = [entry for entry in cluster.queue if entry[2] is not drawing.flap_pair]
         heapify(cluster.queue)
         cluster.lost_ways.clear()
         stay = [node for node in nodes if node.alive and node.draining_until_s is None]
@@ -418,7 +418,7 @@ class History:
         multiple = self.rules.layout.multiple
         needed = -(-self.rules.min_workers // multiple) * multiple
         if room < needed:
-            faults.return_node(cluster, needed - room)
+            drawing.return_node(cluster, needed - room)
         elif self.network_ails:
             self._leave_links_lost(stay, needed)
         cluster.at(LIVENESS_S, self._must_be_over)
@@ -435,9 +435,9 @@ class History:
                 cut.append(pair)
         for number, pair in enumerate(cut):
             if number == 0 and cluster.chance(0.5):
-                faults.flap_pair(cluster, pair, 0.3 + 4 * rng.random(), 1000)
+                drawing.flap_pair(cluster, pair, 0.3 + 4 * rng.random(), 1000)
             else:
-                faults.lose_ways(cluster, [pair, pair[::-1]])
+                drawing.lose_ways(cluster, [pair, pair[::-1]])
 
     def _must_be_over(self) -> None:
         attempt = self.state.attempt

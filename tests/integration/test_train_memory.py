@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from orchestrator.policies.quarantine import on_node
+from orchestrator.policies.bad_sources import on_node
 from tests.support import copying_lane, train_late_state
 from tests.support.attempts import (
     WAIT_S_MAX,

@@ -10,7 +10,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from orchestrator.policies import quarantine, versions
+from orchestrator.policies import bad_sources, versions
 from tests.support.memory_versions import State, local_tensors, make_state, write_version
 from ucp_core.errors import CheckpointCorruptError, UcpError
 from ucp_core.native import Checkpoint, find_committed, load, save_rank
@@ -95,7 +95,7 @@ def _recover(nodes: list[_Node], told: list[Inventory]) -> tuple[int, State, lis
     """Return what a run would resume from: the newest version that loads, of what was told."""
     bad: list[Source] = []
     while True:
-        version = versions.newest(quarantine.good(told, bad), (0, 0), LINEAGE, total_steps=9)
+        version = versions.newest(bad_sources.good(told, bad), (0, 0), LINEAGE, total_steps=9)
         assert version is not None, "nothing is left"
         parts = [
             MemoryPart(

@@ -11,7 +11,7 @@ from orchestrator.core import events as ev
 from orchestrator.simulation import history as history_module
 from orchestrator.simulation import run_campaign
 from orchestrator.simulation.__main__ import main
-from orchestrator.simulation.faults import faults
+from orchestrator.simulation.faults import drawing
 from orchestrator.simulation.history import History, run_history
 from orchestrator.simulation.world import SimCluster, Tiers
 from workers.placement import Preference
@@ -88,7 +88,7 @@ def test_what_one_node_alone_held_is_lost_with_it_right_after_a_growth() -> None
                 if len(alone) == 1 and alone < {node for _, node, _ in action.members}:
                     before.append(action.resume_step)
                     history._count_fault()
-                    cluster.at(0.3, faults.lose_node, cluster, cluster.nodes[alone.pop()])
+                    cluster.at(0.3, drawing.lose_node, cluster, cluster.nodes[alone.pop()])
 
     for seed in range(1000):
         history = History(seed, fault_limit=0, tiers=tiers, observe=lose)

@@ -34,7 +34,7 @@ from orchestrator.core.handlers import member_events as on_members
 from orchestrator.core.state import MutableRunState, Node, Worker
 from orchestrator.core.transition import Transition
 from orchestrator.policies import RedundancyPlan, Share, links, versions
-from orchestrator.simulation.faults import faults
+from orchestrator.simulation.faults import drawing
 from orchestrator.simulation.history import run_history
 from orchestrator.simulation.violation import Violation
 from orchestrator.simulation.world import Storage, Tiers
@@ -187,7 +187,7 @@ class Bug:
     function: Any
     promises: tuple[str, ...]
     first_seed: int = 0
-    single: faults.Fault | None = None
+    single: drawing.Fault | None = None
 
 
 def _protect_nothing(*_: Any) -> RedundancyPlan:
@@ -259,13 +259,13 @@ BUGS = {
         compaction, "behind", _take_it_for_the_end, ("L1",)
     ),
     "does not protect snapshots": Bug(
-        protection, "plan", _protect_nothing, ("L3",), single=faults.lose_node
+        protection, "plan", _protect_nothing, ("L3",), single=drawing.lose_node
     ),
     "leaves open how to protect snapshots": Bug(
-        machine._HANDLERS, ev.MemoryMeasured, _never_look, ("L3",), single=faults.lose_node
+        machine._HANDLERS, ev.MemoryMeasured, _never_look, ("L3",), single=drawing.lose_node
     ),
     "lets a keeper be silent": Bug(
-        machine._HANDLERS, ev.KeeperSilent, _never_look, ("L2",), single=faults.stop_keeper
+        machine._HANDLERS, ev.KeeperSilent, _never_look, ("L2",), single=drawing.stop_keeper
     ),
     "takes lost links for whole": Bug(links, "apart", _no_pairs, ("L1",)),
     "does not look for lost links": Bug(searching, "begin", _never_look, ("L1",)),

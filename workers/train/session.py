@@ -63,7 +63,7 @@ from workers.train.executor import (
     on_host,
     quota,
 )
-from workers.train.starting import Initialise, fill, set_optimizer, start_from
+from workers.train.filling import Initialise, fill, set_optimizer, start_from
 
 __all__ = ["Initialise", "Session"]
 

@@ -8,8 +8,8 @@ from orchestrator.core.actions import StartAttempt
 from orchestrator.core.handlers import demand, fleet, protection, reach, searching
 from orchestrator.core.state import Attempt, Node, Phase, Reads, WorkerStatus
 from orchestrator.core.transition import Transition
+from orchestrator.policies import bad_sources
 from orchestrator.policies import layout as layout_policy
-from orchestrator.policies import quarantine
 
 
 def capacity(transition: Transition) -> int:
@@ -108,9 +108,9 @@ def _start(transition: Transition) -> None:
     placed = _bind(transition, members)
     nodes = tuple(run.fleet.workers[member].node for member in members)
     run.lineage = (*run.lineage, (number, resume_step))
-    run.bad = quarantine.still_bad(run.bad, run.lineage)
+    run.bad = bad_sources.still_bad(run.bad, run.lineage)
     unread = (*run.unread_before, *run.attempt.unread)
-    run.unread_before = quarantine.still_bad(unread, run.lineage)
+    run.unread_before = bad_sources.still_bad(unread, run.lineage)
     run.attempt = Attempt(
         number=number,
         layout=layout,

@@ -20,8 +20,8 @@ from orchestrator.policies import (
     Fault,
     FaultClass,
     UserError,
+    bad_sources,
     budgets,
-    quarantine,
     versions,
 )
 from workers.protocol import Source
@@ -268,7 +268,7 @@ def committed_read(transition: Transition, event: CommittedRead) -> None:
     run.reads.seen = number >= read_from
     run.lost = event.lost
     if event.stored >= 0:
-        damaged = {*event.damaged, *quarantine.in_storage(run.bad)}
+        damaged = {*event.damaged, *bad_sources.in_storage(run.bad)}
         run.stored = versions.newest_stored(run.stored, event.stored, damaged)
     if _may_come_back(transition, event) or _is_behind_storage(transition, event):
         run.reads.seen = False

@@ -7,7 +7,7 @@ from dataclasses import asdict
 from typing import Any
 
 from orchestrator.core import ACTIVE, RunState, WorkerStatus
-from orchestrator.policies import ReducedTime, alert, noted, quarantine, versions
+from orchestrator.policies import ReducedTime, alert, bad_sources, noted, versions
 from orchestrator.shell.memory.snapshots import Snapshots
 from workers.protocol import Inventory
 
@@ -90,7 +90,7 @@ def _redundancy(snapshots: Snapshots, state: RunState) -> dict[str, Any]:
         "node_losses_survived": protection.node_losses_survived,
         "mechanism": str(plan.mechanism),
         "reason": plan.reason,
-        "problems": [*snapshots.problems(plan), *quarantine.described(state.bad)],
+        "problems": [*snapshots.problems(plan), *bad_sources.described(state.bad)],
     }
 
 
@@ -102,7 +102,7 @@ def loss_document(inventories: Sequence[Inventory], state: RunState) -> dict[str
             hold nothing any more.
         state: Of the run.
     """
-    good = quarantine.good(inventories, state.bad)
+    good = bad_sources.good(inventories, state.bad)
     members = [n for n in state.attempt.members if n in state.fleet.workers]
     others = [n for n in state.fleet.workers if n not in set(members)]
     workers = [state.fleet.workers[number] for number in (*members, *others)]

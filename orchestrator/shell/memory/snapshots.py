@@ -27,7 +27,7 @@ from orchestrator.policies import (
     Protection,
     RedundancyPlan,
     Version,
-    quarantine,
+    bad_sources,
     state_bytes,
     versions,
 )
@@ -195,11 +195,11 @@ class Snapshots:
         unreached: Sequence[str] = (),
         held_only: bool = False,
     ) -> Answer | None:
-        excluded = frozenset(map(checkpoint_name, quarantine.in_storage(bad)))
+        excluded = frozenset(map(checkpoint_name, bad_sources.in_storage(bad)))
         stored = self._begin_look(lineage, excluded)
 
         def newest(inventories: Sequence[Inventory], other: tuple[int, int]) -> Version | None:
-            good = quarantine.good(inventories, bad, unreached)
+            good = bad_sources.good(inventories, bad, unreached)
             if held_only:
                 good = [replace(one, parities=()) for one in good]
             return versions.newest(good, other, lineage, total_steps=total_steps)
@@ -259,7 +259,7 @@ class Snapshots:
 
         def found(inventories: Sequence[Inventory]) -> list[Version]:
             # It is known to count, so no lineage is needed.
-            every = versions.complete(quarantine.good(inventories, bad, unreached), ())
+            every = versions.complete(bad_sources.good(inventories, bad, unreached), ())
             return [each for each in every if (each.step, each.attempt) == (step, attempt)]
 
         inventories = await self._patient_inventories(lambda these: len(found(these)), expected=1)
@@ -347,7 +347,7 @@ class Snapshots:
                     peers[name] for name in order.plan.copies_of(view.node) if name in peers
                 ),
                 parity=_parity_group(order, view.node, peers),
-                bad=quarantine.on_node(order.bad, view.node),
+                bad=bad_sources.on_node(order.bad, view.node),
                 life=self._life,
                 others=self._others(view, order.nodes),
             )

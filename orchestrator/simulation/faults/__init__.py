@@ -1,7 +1,7 @@
 """Faults of the virtual cluster, drawn from the seed."""
 
-from orchestrator.simulation.faults import faults
+from orchestrator.simulation.faults import drawing
 
 __all__ = [
-    "faults",
+    "drawing",
 ]

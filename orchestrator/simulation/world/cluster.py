@@ -17,7 +17,7 @@ from typing import Any
 from orchestrator.core import RunRules
 from orchestrator.core import actions as act
 from orchestrator.core import events as ev
-from orchestrator.policies import quarantine, versions
+from orchestrator.policies import bad_sources, versions
 from orchestrator.simulation.world import loading
 from orchestrator.simulation.world.memory import answers
 from orchestrator.simulation.world.parts import STEP_S, SimAttempt, SimNode, SimWorker, Tiers
@@ -321,9 +321,9 @@ class SimCluster(World):
             return  # the machine asks again
         self.monitor.reading(action, self.now_s)
         self.measure()
-        stored = self.storage.newest(action.lineage, quarantine.in_storage(action.bad))
+        stored = self.storage.newest(action.lineage, bad_sources.in_storage(action.bad))
         found = versions.newest(
-            quarantine.good(
+            bad_sources.good(
                 self.memory.inventories(nodes, self.now_s), action.bad, action.unreached
             ),
             stored,
@@ -351,7 +351,7 @@ class SimCluster(World):
     def needs_storage(self, action: act.ReadCommitted) -> bool:
         """Return whether memory holds less than all that was completed."""
         inventories = self.memory.inventories(self.nodes.values(), self.now_s)
-        good = quarantine.good(inventories, action.bad, action.unreached)
+        good = bad_sources.good(inventories, action.bad, action.unreached)
         held = versions.newest(good, (0, 0), action.lineage, total_steps=self.rules.total_steps)
         done = max((attempt.step for attempt in self.attempts.values()), default=0)
         return held is None or held.step < done

@@ -8,7 +8,7 @@ leaves, or when it has formed because another holder had the same.
 from __future__ import annotations
 
 from orchestrator.core import StartAttempt
-from orchestrator.policies import quarantine, versions
+from orchestrator.policies import bad_sources, versions
 from orchestrator.simulation.world.parts import Loading, source_of
 from orchestrator.simulation.world.wires import World
 from workers.protocol import Inventory, Source, held_source, stored_source
@@ -18,7 +18,7 @@ def begin(world: World, action: StartAttempt) -> Loading:
     """Find the holders of the version that an attempt is to resume from."""
     version = (action.resume_step, action.resume_attempt)
     found = world.memory.inventories(world.nodes.values(), world.now_s)
-    held = quarantine.good(found, action.bad, action.unreached)
+    held = bad_sources.good(found, action.bad, action.unreached)
     held_parts = [
         each.parts for each in versions.complete(held, ()) if (each.step, each.attempt) == version
     ]
@@ -74,7 +74,7 @@ def _from_memory(
         else:
             loaded.add(place.held.rank)
     # What no holder has may be computed from parities.
-    left = quarantine.good(found, (*loading.bad, *damaged))
+    left = bad_sources.good(found, (*loading.bad, *damaged))
     return any((each.step, each.attempt) == loading.version for each in versions.complete(left, ()))
 
 

@@ -24,7 +24,7 @@ from orchestrator.core import (
     WorkerFormed,
     WorkerLeft,
 )
-from orchestrator.policies import Share, complete, quarantine, versions
+from orchestrator.policies import Share, bad_sources, complete, versions
 from orchestrator.simulation.violation import Violation, require
 from orchestrator.simulation.world import STEP_S, SimNode, World, answers
 from workers.placement import Preference
@@ -272,7 +272,7 @@ class Monitor:
             if one.node not in unreached
         ]
         left_out = [*self._left_out(), *memory.copied_since(self.heard_s)]
-        held = complete(quarantine.good(inventories, left_out), self.starts)
+        held = complete(bad_sources.good(inventories, left_out), self.starts)
         return [(v.step, v.attempt) for v in held if v.step < world.rules.total_steps]
 
     def _check_lost(self, world: World, num_lost: int) -> None:

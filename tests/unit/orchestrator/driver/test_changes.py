@@ -4,7 +4,7 @@ from pathlib import Path
 import pytest
 
 from orchestrator.config import RunConfig, load
-from orchestrator.driver.resume import require_resumable, require_same
+from orchestrator.driver.changes import require_resumable, require_same
 from orchestrator.errors import ConfigError
 
 

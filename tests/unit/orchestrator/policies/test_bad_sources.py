@@ -1,4 +1,4 @@
-from orchestrator.policies.quarantine import described, good, in_storage, on_node, still_bad
+from orchestrator.policies.bad_sources import described, good, in_storage, on_node, still_bad
 from workers.protocol import Held, HeldPart, Inventory, held_source, stored_source
 
 
