@@ -215,10 +215,15 @@ def _refuse_misfits(
         found.append("; ".join(wrong[:_TOLD]))
         found += [f"and {len(wrong) - _TOLD} more"] if len(wrong) > _TOLD else []
     if found:
+        experts = (
+            "; files with one tensor per expert need run.init_state: weights"
+            if init.state == "all" and refused and unexpected
+            else ""
+        )
         raise TaskError(
             f"run.init_from: {init.path} does not fit the model: {', '.join(found)}. Map names "
             'with run.init_rename ({"theirs.*": "ours.*"}), or list in run.init_missing what may '
-            "begin with new values",
+            f"begin with new values{experts}",
             path=init.path,
             missing=tuple(refused),
             unexpected=tuple(unexpected),

@@ -145,6 +145,18 @@ def test_what_does_not_fit_is_named(tmp_path: Path) -> None:
     assert not (tmp_path / "run/checkpoints").exists()
 
 
+def test_names_of_single_experts_need_weights_alone(tmp_path: Path) -> None:
+    """They are joined only then, which is not what a list of unknown names says."""
+    path = huggingface(tmp_path / "hub", experts__0__weight=SHARED, head__weight=WEIGHT)
+    hint = "one tensor per expert need run.init_state: weights"
+
+    with pytest.raises(TaskError, match=hint):
+        train(tmp_path / "run", lambda *_: None, path=path, state="all")
+    with pytest.raises(TaskError) as raised:
+        train(tmp_path / "run", lambda *_: None, path=path)
+    assert hint not in str(raised.value)
+
+
 def test_a_buffer_has_the_value_of_the_checkpoint(tmp_path: Path) -> None:
     """Also after a resume, when nobody looks there any more."""
     path = huggingface(
