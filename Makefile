@@ -20,7 +20,7 @@ help:
 	@echo "make test        every test but chaos and gpu"
 	@echo "make check       format, lint, types, import contracts, architecture tests"
 	@echo "make rooms       which room of the packages imports which"
-	@echo "make test-fast   what needs no Ray: unit, property, simulation, arch"
+	@echo "make test-fast   what needs no Ray: unit, property, simulation, golden, arch"
 	@echo "make test-py312  the same with Python 3.12, in .venv-py312"
 	@echo "make test-ray    what starts a real local Ray"
 	@echo "make test-chaos  long runs under random faults"

@@ -11,6 +11,10 @@ from pathlib import Path
 import pytest
 
 from tests.arch.tree import ROOT
+from tests.support.attempts import curve, finish, reset
+from tests.support.trainers import Run
+from ucp_core.layout import ParallelLayout
+from workers.settings import Settings, TrainSettings
 
 BLOCKS = re.findall(
     r"```python\n(.*?)```", (ROOT / "workers/GUIDE.md").read_text(encoding="utf-8"), re.DOTALL
@@ -55,3 +59,20 @@ def test_a_block_runs(tmp_path: Path, name: str) -> None:
     losses = [json.loads(line)["loss"] for line in lines]
     assert losses[-1] < losses[0]
     assert (tmp_path / f"runs/{name}/result.json").exists()
+
+
+def test_the_plan_of_the_guide_cuts_the_model(tmp_path: Path, run: Run) -> None:
+    """Alone nothing uses it. Two stages of two tensor-parallel workers learn as one worker does."""
+    script = tmp_path / "train.py"
+    script.write_text(BLOCKS[NAMES.index("planned")])
+    train = TrainSettings(steps=5, global_batch=8, micro_batch=4, lr=1e-2)
+    settings = Settings(script=str(script), train=train)
+    finish(run, settings, num_workers=1)
+    alone = curve(run.directory)
+    reset(run)
+    finish(run, settings, num_workers=4, layout=ParallelLayout(tp=2, pp=2))
+
+    assert len(alone) == train.steps
+    for step, values in curve(run.directory).items():
+        assert values == pytest.approx(alone.pop(step), rel=1e-5)
+    assert not alone

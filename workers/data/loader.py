@@ -91,8 +91,8 @@ class DataLoader:
             ``__getitems__(indices)`` is used if it has that.
         collate_fn: Makes a batch of a list of samples; by default torch's, which stacks tensors.
         num_workers: Processes that read ahead, forked from this one; 0 reads when it is needed.
-        draws: Samples of an indexed dataset draw random numbers, and must draw the same ones on
-            any worker. False saves 16 us a batch, which counts where reading takes no longer.
+        draws: Whether samples of an indexed dataset draw random numbers, which are the same on
+            any worker. False saves 15 us a batch; it has no effect with ``num_workers`` above 0.
         digest: Identifies the data; by default ``dataset.digest`` if there is one. Workers, and a
             run and its checkpoint, must have the same.
 
