@@ -144,11 +144,16 @@ def read(transition: Transition) -> None:
 def memory_shrank(transition: Transition) -> None:
     """A node was lost with its memory: answers from memory must be read again."""
     run = transition.run
-    if run.phase not in (Phase.FENCING, Phase.READING):
+    if run.phase not in (Phase.FENCING, Phase.READING, Phase.WAITING):
         return
     run.reads.memory_from = run.reads.num + 1
     if run.committed_in_memory:
         run.reads.seen = False
+        is_only_there = run.committed[0] in bad_sources.in_storage(run.bad)
+        if run.phase is Phase.WAITING and is_only_there:
+            # It may be gone, and nothing has started yet.
+            run.phase = Phase.READING
+            run.deadline_s = transition.now_s + transition.rules.bounds.read_s
     if run.attempt.num_inside:
         # Read early, as in ``_fence``.
         read(transition)

@@ -66,6 +66,8 @@ class Monitor:
         self.is_state_gone = False
         self.is_unkept = False
         self.found_damaged: set[tuple[int, int]] = set()
+        # What trainers deleted whose head is lost.
+        self.deleted_by_orphans: set[tuple[int, int]] = set()
         self.cut_off: dict[int, bool] = {}
         # What the machine was told of: damaged sources, and who could not read which.
         self.told_damaged: set[Source] = set()
@@ -131,6 +133,7 @@ class Monitor:
         """Check that the retention of a life leaves what a newer one resumed from."""
         is_named = version == self.named and life < self.named_by
         require(not is_named, "S2", f"{version} is deleted, from which a newer life resumed")
+        self.deleted_by_orphans.add(version)
 
     def failed_without_state(self, world: World) -> bool:
         """Check a failure for want of a version to load; return whether repairs bring one back.
@@ -230,7 +233,8 @@ class Monitor:
         self._check_unreached(action.unreached)
         at = (action.resume_step, action.resume_attempt)
         commits, landed_s = world.storage.commits, world.memory.landed_s
-        exists = at == (0, 0) or at in commits or at in landed_s
+        # The last request of a life that is superseded may land when all was read.
+        exists = at == (0, 0) or at in commits or at in landed_s or at in self.deleted_by_orphans
         require(exists, "S2", f"attempt {action.attempt} from {at}: no such")
         is_valid = at == (0, 0) or self.counts(*at)
         require(is_valid, "S3", f"resumes from {at}, which does not count")
