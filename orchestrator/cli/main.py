@@ -443,13 +443,8 @@ def export(
 @app.command(epilog="Example: everstep plan runs/small --lose 3f9c --lose worker:w0002")
 @_edge
 def plan(
-    run_dir: Annotated[
-        str | None, typer.Argument(metavar="[RUN_DIR]", help="A run that is under way.")
-    ] = None,
+    run_dir: Annotated[str, typer.Argument(metavar="RUN_DIR", help="A run that is under way.")],
     *,
-    recovery: Annotated[
-        str | None, typer.Option(metavar="RUN_DIR", hidden=True, help="As RUN_DIR.")
-    ] = None,
     lose: Annotated[
         list[str] | None,
         typer.Option(metavar="NODE", help="Node id or its beginning; worker:w0003."),
@@ -462,17 +457,14 @@ def plan(
     """
     from orchestrator.driver import plan_each_node, plan_losses, print_node_plans, print_plan
 
-    where = run_dir or recovery
-    if where is None:
-        raise typer.BadParameter("name the run: everstep plan RUN_DIR")
     if lose:
-        found = plan_losses(where, lose)
+        found = plan_losses(run_dir, lose)
         if as_json:
             typer.echo(json.dumps(found.to_json()))
         else:
             print_plan(found, Console())
         return
-    each = plan_each_node(where)
+    each = plan_each_node(run_dir)
     if as_json:
         typer.echo(json.dumps({"plans": [one.to_json() for one in each]}))
     else:

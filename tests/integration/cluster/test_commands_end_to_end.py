@@ -81,8 +81,8 @@ def test_killed_driver_does_not_stop_the_run_and_a_command_does(
     driver.wait()
     status = _status(directory)
     node = status["nodes"][1]["node"]
-    planned = _everstep("plan", "--recovery", directory, "--lose", node[:12], "--json")
-    unknown = _everstep("plan", "--recovery", directory, "--lose", "nowhere")
+    planned = _everstep("plan", directory, "--lose", node[:12], "--json")
+    unknown = _everstep("plan", directory, "--lose", "nowhere")
     other = _everstep("run", path, "train.steps=7", "--json")
     anywhere = _write(config, tmp_path, None)
     shown = tmp_path / "second.txt"
