@@ -36,16 +36,16 @@ def convert_on_cluster(
     destination: str,
     *,
     memory_bytes: int,
-    resume: bool = True,
     progress: Callable[[int, int], None] | None = None,
 ) -> ConvertResult:
     """Make a universal checkpoint with all processors of the connected Ray cluster.
+
+    A killed conversion to the same destination goes on where it was.
 
     Args:
         checkpoint: The source, of any format, on storage that every node sees.
         destination: Directory or URL; a local path must be on storage that the nodes share.
         memory_bytes: Bound of the buffers of all tasks.
-        resume: Continue a killed conversion to the same destination.
         progress: Called with the bytes done and the bytes of the whole state.
 
     Raises:
@@ -63,7 +63,6 @@ def convert_on_cluster(
         memory_bytes=memory_bytes,
         processes=processors,
         progress=progress,
-        resume=resume,
         runner=run_on_cluster,
     )
 

@@ -9,6 +9,11 @@ from typing import Any
 from orchestrator.simulation.history import HistoryResult, run_history
 from orchestrator.simulation.violation import Violation
 
+#: A campaign stops after so many violations.
+_FAILURES_MAX = 10
+#: A failing seed is tried with fewer faults than this; else its failure keeps them all.
+_FAULTS_MAX = 40
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Failure:
@@ -72,14 +77,12 @@ class Campaign:
 def run_campaign(
     seeds: Iterable[int],
     *,
-    failures_max: int = 10,
     progress: Callable[[Campaign], None] | None = None,
 ) -> Campaign:
     """Run a history per seed.
 
     Args:
         seeds: One history each.
-        failures_max: Stop after so many violations.
         progress: Called after every history.
     """
     campaign = Campaign()
@@ -89,18 +92,18 @@ def run_campaign(
             campaign.add(run_history(seed))
         except Violation as violation:
             campaign.failures.append(minimise(seed, str(violation)))
-            if len(campaign.failures) >= failures_max:
+            if len(campaign.failures) >= _FAILURES_MAX:
                 break
         if progress is not None:
             progress(campaign)
     return campaign
 
 
-def minimise(seed: int, violation: str, *, faults_max: int = 40) -> Failure:
+def minimise(seed: int, violation: str) -> Failure:
     """Return the failure with the fewest faults at which ``seed`` still breaks a promise."""
-    for num_faults in range(faults_max):
+    for num_faults in range(_FAULTS_MAX):
         try:
             run_history(seed, fault_limit=num_faults)
         except Violation as smaller:
             return Failure(seed=seed, num_faults=num_faults, violation=str(smaller))
-    return Failure(seed=seed, num_faults=faults_max, violation=violation)
+    return Failure(seed=seed, num_faults=_FAULTS_MAX, violation=violation)

@@ -11,8 +11,7 @@ from numpy.typing import NDArray
 
 from ucp_core.geometry import Box
 from ucp_core.layout import ParallelLayout
-from workers.models import PRESETS, ModelShape
-from workers.models.shape import parameter_shapes
+from workers.models import PRESETS, Decoder, ModelShape
 from workers.protocol import Assignment
 from workers.state import StateEntry
 
@@ -54,7 +53,9 @@ class DecoderPart:
     """
 
     def __init__(self, megabytes: int, rank: int, world_size: int) -> None:
-        shapes = parameter_shapes(SHAPES[megabytes])
+        with torch.device("meta"):
+            model = Decoder(SHAPES[megabytes])
+        shapes = {fqn: tuple(held.shape) for fqn, held in model.named_parameters()}
         boxes = {fqn: _chunk(shape, rank, world_size) for fqn, shape in shapes.items()}
         num_elements = len(SLOTS) * sum(box.num_elements for box in boxes.values())
         block = torch.empty(num_elements)

@@ -55,11 +55,9 @@ def target_map(
     rules: Rules,
     layout: ParallelLayout,
     rank: int,
-    *,
-    sharding: Sharding = "dim0",
 ) -> list[Part]:
     """Return the boxes that one rank of a layout needs: the parts of ``target_pieces``."""
-    return [target.part for target in target_pieces(shapes, rules, layout, rank, sharding=sharding)]
+    return [target.part for target in target_pieces(shapes, rules, layout, rank)]
 
 
 def target_pieces(

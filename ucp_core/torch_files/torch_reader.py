@@ -15,7 +15,7 @@ from ucp_core.errors import CheckpointCorruptError
 from ucp_core.geometry import DTYPE_BYTES, Extent
 from ucp_core.storage import join
 from ucp_core.torch_files import zip_reader
-from ucp_core.torch_files.pickle_classes import Allow, Global, Opaque
+from ucp_core.torch_files.pickle_classes import Global, Opaque
 from ucp_core.torch_files.pickle_reader import PICKLE_BYTES_MAX, read_pickle
 from ucp_core.torch_files.pickle_tensors import Storage, StorageRef, TensorRef, known_dtype
 from ucp_core.torch_files.pickle_values import as_json
@@ -59,24 +59,13 @@ class TorchFile:
     saved_as: str
 
 
-def read_torch_file(
-    store: Store,
-    directory: str,
-    file: str,
-    *,
-    offset_bytes: int = 0,
-    num_bytes: int | None = None,
-    allow: Allow = frozenset(),
-) -> TorchFile:
+def read_torch_file(store: Store, directory: str, file: str) -> TorchFile:
     """Read the pickle of a torch file; no tensor is read.
 
     Args:
         store: Where the file is.
         directory: In it.
         file: Name in the directory.
-        offset_bytes: Where the zip begins; DCP packs many into one file.
-        num_bytes: Its size; None: to the end of the file.
-        allow: More classes, as for ``read_pickle``.
 
     Raises:
         CheckpointCorruptError: Truncated, damaged, not a torch file, or of a torch before 1.6.
@@ -84,30 +73,23 @@ def read_torch_file(
         StorageError: The file cannot be read.
     """
     path = join(directory, file)
-    size = store.size(path) - offset_bytes if num_bytes is None else num_bytes
 
     def read(start: int, length: int) -> bytes:
-        return store.read_range(path, offset_bytes + start, length)
+        return store.read_range(path, start, length)
 
-    return read_torch_part(read, size, file, where=path, offset_bytes=offset_bytes, allow=allow)
+    return read_torch_part(read, store.size(path), file, where=path, offset_bytes=0)
 
 
 def read_torch_part(
-    read: zip_reader.Read,
-    size: int,
-    file: str,
-    *,
-    where: str,
-    offset_bytes: int = 0,
-    allow: Allow = frozenset(),
-    tail_bytes: int = zip_reader.TAIL_BYTES,
+    read: zip_reader.Read, size: int, file: str, *, where: str, offset_bytes: int
 ) -> TorchFile:
     """Read a torch file by ``read(start, length)``, which counts from the start of its zip.
 
-    Tensors refer to ``file`` and count from ``offset_bytes`` before the zip.
+    Tensors refer to ``file`` and count from ``offset_bytes`` before the zip: torch DCP packs many
+    into one file.
     """
-    records = zip_reader.read_records(read, size, where=where, tail_bytes=tail_bytes)
-    names, tree, storages = _read_tree(read, records, file, offset_bytes, where, allow)
+    records = zip_reader.read_records(read, size, where=where)
+    names, tree, storages = _read_tree(read, records, file, offset_bytes, where)
     found = (storage.extent for storage in storages if storage.num_bytes)
     extents = tuple(sorted(extent for extent in found if extent is not None))
     return TorchFile(tree, extents, names[0].partition("/")[0])
@@ -143,7 +125,6 @@ def _read_tree(
     file: str,
     offset_bytes: int,
     where: str,
-    allow: Allow = frozenset(),
 ) -> tuple[list[str], Any, tuple[StorageRef, ...]]:
     """Return the names of the small records, the pickle's value, and its storages."""
     names = _small_names(records, where)
@@ -155,7 +136,7 @@ def _read_tree(
         )
     prefix = names[0].removesuffix("data.pkl")
     storages = _Storages(records, prefix, file, offset_bytes, where)
-    tree = read_pickle(data, where=where, allow=allow, persistent=storages.find)
+    tree = read_pickle(data, where=where, persistent=storages.find)
     return names, tree, storages.known()
 
 

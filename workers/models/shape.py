@@ -10,7 +10,7 @@ from dataclasses import dataclass, fields
 from types import MappingProxyType
 from typing import Any
 
-__all__ = ["PRESETS", "ModelShape", "num_parameters", "parameter_shapes", "shape_problems"]
+__all__ = ["PRESETS", "ModelShape", "num_parameters", "shape_problems"]
 
 #: Bytes 0 to 255 and the end of a document, rounded up to a multiple of 8.
 BYTE_VOCAB_SIZE = 264
@@ -97,29 +97,6 @@ def shape_problems(shape: ModelShape) -> list[str]:
             f"num_kv_heads: {shape.num_kv_heads} does not divide num_heads={shape.num_heads}"
         )
     return problems
-
-
-def parameter_shapes(shape: ModelShape) -> dict[str, tuple[int, ...]]:
-    """Return the shape of every parameter by fully qualified name; a tied output is left out."""
-    dim, kv_dim = shape.dim, shape.num_kv_heads * shape.head_dim
-    block = {
-        "attention_norm.weight": (dim,),
-        "attention.query.weight": (dim, dim),
-        "attention.key.weight": (kv_dim, dim),
-        "attention.value.weight": (kv_dim, dim),
-        "attention.out.weight": (dim, dim),
-        "ffn_norm.weight": (dim,),
-        "ffn.gate.weight": (shape.ffn_dim, dim),
-        "ffn.up.weight": (shape.ffn_dim, dim),
-        "ffn.down.weight": (dim, shape.ffn_dim),
-    }
-    shapes: dict[str, tuple[int, ...]] = {"embedding.weight": (shape.vocab_size, dim)}
-    for layer in range(shape.num_layers):
-        shapes.update({f"layers.{layer}.{name}": size for name, size in block.items()})
-    shapes["norm.weight"] = (dim,)
-    if not shape.tied:
-        shapes["head.weight"] = (shape.vocab_size, dim)
-    return shapes
 
 
 def num_parameters(shape: ModelShape) -> int:

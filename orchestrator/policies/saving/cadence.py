@@ -29,7 +29,6 @@ __all__ = [
     "interval_s",
     "next_pace",
     "over_budget",
-    "overhead_share",
     "rate_per_s",
     "settled",
     "taken_steps",
@@ -221,11 +220,6 @@ def uncovered_rate_per_s(redundancy: Redundancy, node_rate_per_s: float) -> floa
 def interval_s(stall_s: float, rate: float) -> float:
     """Return Young's interval: where the cost of saving equals that of redone work."""
     return math.sqrt(2 * stall_s / rate) if rate > 0 else math.inf
-
-
-def overhead_share(stall_s: float, rate: float, every_s: float) -> float:
-    """Return the share of time that saving every ``every_s`` and redoing work cost together."""
-    return stall_s / every_s + rate * every_s / 2
 
 
 def decide(facts: CadenceFacts, rules: CadenceRules) -> Cadence:

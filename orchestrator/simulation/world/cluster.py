@@ -507,13 +507,13 @@ class SimCluster(World):
         if step in self.raises_once:
             del self.raises_at[step]
         for rank in ranks:
-            self.raise_in(attempt, members[rank], step, "ValueError: simulated")
+            self.raise_in(attempt, members[rank], step)
         for worker in members:
             if worker.attempt == attempt.number and self.chance(0.7):
                 self.at(0.02 * self.rng.random(), self._peer_lost, worker.name, attempt.number)
         return bool(ranks)
 
-    def raise_in(self, attempt: SimAttempt, worker: SimWorker, step: int, error: str) -> None:
+    def raise_in(self, attempt: SimAttempt, worker: SimWorker, step: int) -> None:
         """Let the training code of a worker raise, which takes it out of the attempt."""
         self.monitor.faulty.add(worker.name)
         final_snapshot(self, attempt, worker)
@@ -526,8 +526,8 @@ class SimCluster(World):
             attempt=attempt.number,
             worker=worker.name,
             step=step,
-            error=error,
-            traceback=f"Traceback: {error}",
+            error="ValueError: simulated",
+            traceback="Traceback: ValueError: simulated",
         )
 
     def _leave_together(self, attempt: SimAttempt, how: str, stored: bool) -> None:  # noqa: FBT001

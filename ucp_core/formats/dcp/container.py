@@ -213,7 +213,7 @@ class Container:
         return refs
 
 
-def fragment_of(ref: TensorRef, box: Box, *, replica: bool = False, copy: int = 0) -> Fragment:
+def fragment_of(ref: TensorRef, box: Box, *, replica: bool) -> Fragment:
     """Return the fragment of a tensor in a torch file that holds ``box``."""
     return Fragment(
         box,
@@ -224,7 +224,6 @@ def fragment_of(ref: TensorRef, box: Box, *, replica: bool = False, copy: int = 
         (),
         replica,
         ref.byte_strides,
-        copy,
     )
 
 

@@ -277,8 +277,8 @@ def test_scalars_are_on_every_rank() -> None:
 
     for rank in range(4):
         for sharding in ("dim0", "zero12", "zero3"):
-            [part] = target_map({key: ("F32", ())}, Rules(), layout, rank, sharding=sharding)
-            assert part.box == Box((), ())
+            [target] = target_pieces({key: ("F32", ())}, Rules(), layout, rank, sharding=sharding)
+            assert target.part.box == Box((), ())
 
 
 def test_a_slot_of_another_shape_has_a_rule_of_its_own() -> None:

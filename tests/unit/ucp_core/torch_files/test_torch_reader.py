@@ -28,7 +28,14 @@ from ucp_core.errors import (
 )
 from ucp_core.numerics import crc32
 from ucp_core.storage import MemoryStore
-from ucp_core.torch_files import Opaque, TensorRef, as_json, read_pickle, read_torch_file
+from ucp_core.torch_files import (
+    Opaque,
+    TensorRef,
+    as_json,
+    read_pickle,
+    read_torch_file,
+    read_torch_part,
+)
 from ucp_core.torch_files.pickle_arrays import NumpyArray
 from ucp_core.torch_files.torch_reader import Global
 
@@ -65,8 +72,8 @@ def _store(data: bytes) -> CountingStore:
     return store
 
 
-def _read(data: bytes, **options: Any) -> Any:
-    return read_torch_file(_store(data), "d", "a.pt", **options).tree
+def _read(data: bytes) -> Any:
+    return read_torch_file(_store(data), "d", "a.pt").tree
 
 
 def _elements(data: bytes, ref: TensorRef) -> bytes:
@@ -184,8 +191,12 @@ def test_a_file_inside_a_larger_one_has_absolute_offsets() -> None:
     """torch DCP packs many of them into one file, at any offset."""
     inner = _saved({"a": torch.arange(9.0)})
     data = b"x" * 1003 + inner + b"y" * 77
-    ref = _read(data, offset_bytes=1003, num_bytes=len(inner))["a"]
-    assert _elements(data, ref) == torch.arange(9.0).numpy().tobytes()
+
+    def read(start: int, length: int) -> bytes:
+        return inner[start : start + length]
+
+    found = read_torch_part(read, len(inner), "a.pt", where="a.pt (a)", offset_bytes=1003)
+    assert _elements(data, found.tree["a"]) == torch.arange(9.0).numpy().tobytes()
 
 
 def test_zip64_fields_are_read() -> None:
@@ -286,14 +297,16 @@ def test_harmless_values_of_a_program_do_not_make_a_checkpoint_unreadable(value:
 
 def test_an_unknown_class_is_named_with_its_file_and_can_be_allowed() -> None:
     """Guessing at a class means running its code; leaving it out silently loses state."""
-    data = _saved({"colour": Colour.RED})
+    tree = {"colour": Colour.RED}
     name = f"{Colour.__module__}.Colour"
     with pytest.raises(ForeignClassError, match=r"d/a\.pt.*Colour") as caught:
-        _read(data)
+        _read(_saved(tree))
     assert caught.value.facts["name"] == name
-    found = _read(data, allow=frozenset({name}))["colour"]
+    data = pickle.dumps(tree, protocol=2)
+    found = read_pickle(data, where="p", allow=frozenset({name}))["colour"]
     assert (found.name, found.args) == (name, (1,))
-    assert _read(data, allow={name: lambda value: value + 41})["colour"] == 42
+    made = read_pickle(data, where="p", allow={name: lambda value: value + 41})
+    assert made["colour"] == 42
 
 
 @pytest.mark.filterwarnings("ignore")

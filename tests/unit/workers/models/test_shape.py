@@ -4,7 +4,6 @@ import pytest
 import torch
 
 from workers.models import PRESETS, Decoder, num_parameters
-from workers.models.shape import parameter_shapes
 
 
 @pytest.mark.parametrize("name", PRESETS)
@@ -14,9 +13,6 @@ def test_the_counts_are_those_of_the_module(name: str) -> None:
     with torch.device("meta"):
         model = Decoder(shape)
 
-    held = {fqn: tuple(parameter.shape) for fqn, parameter in model.named_parameters()}
-
-    assert parameter_shapes(shape) == held
     assert num_parameters(shape) == sum(p.numel() for p in model.parameters())
 
 

@@ -22,7 +22,6 @@ from orchestrator.policies import (
 )
 from orchestrator.policies.saving.cadence import (
     interval_s,
-    overhead_share,
     rate_per_s,
     uncovered_rate_per_s,
 )
@@ -39,6 +38,11 @@ FACTS = CadenceFacts(
     num_uncovered=0,
     redundancy=Redundancy(num_nodes=128, group_nodes=8, tolerance=1, reprotect_s=60.0),
 )
+
+
+def overhead_share(stall_s: float, rate: float, every_s: float) -> float:
+    """Return the share of time that saving every ``every_s`` and redoing work cost together."""
+    return stall_s / every_s + rate * every_s / 2
 
 
 @pytest.mark.parametrize(
