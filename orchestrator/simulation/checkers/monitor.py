@@ -66,8 +66,8 @@ class Monitor:
         self.is_state_gone = False
         self.is_unkept = False
         self.found_damaged: set[tuple[int, int]] = set()
-        # What trainers deleted whose head is lost.
-        self.deleted_by_orphans: set[tuple[int, int]] = set()
+        # What was deleted by requests that a life sent while it owned the directory.
+        self.deleted_rightly: set[tuple[int, int]] = set()
         self.cut_off: dict[int, bool] = {}
         # What the machine was told of: damaged sources, and who could not read which.
         self.told_damaged: set[Source] = set()
@@ -129,11 +129,15 @@ class Monitor:
             raise Violation(f"S3: lineage {action.lineage}")
         self.last_step = action.resume_step
 
-    def deleted(self, version: tuple[int, int], *, life: int) -> None:
-        """Check that the retention of a life leaves what a newer one resumed from."""
+    def deleted(self, version: tuple[int, int], *, life: int, owner: int) -> None:
+        """Check that the retention of a life leaves what a newer one resumed from.
+
+        ``owner`` is the life that owned the directory when the request was sent.
+        """
         is_named = version == self.named and life < self.named_by
         require(not is_named, "S2", f"{version} is deleted, from which a newer life resumed")
-        self.deleted_by_orphans.add(version)
+        if life == owner:
+            self.deleted_rightly.add(version)
 
     def failed_without_state(self, world: World) -> bool:
         """Check a failure for want of a version to load; return whether repairs bring one back.
@@ -234,7 +238,7 @@ class Monitor:
         at = (action.resume_step, action.resume_attempt)
         commits, landed_s = world.storage.commits, world.memory.landed_s
         # The last request of a life that is superseded may land when all was read.
-        exists = at == (0, 0) or at in commits or at in landed_s or at in self.deleted_by_orphans
+        exists = at == (0, 0) or at in commits or at in landed_s or at in self.deleted_rightly
         require(exists, "S2", f"attempt {action.attempt} from {at}: no such")
         is_valid = at == (0, 0) or self.counts(*at)
         require(is_valid, "S3", f"resumes from {at}, which does not count")

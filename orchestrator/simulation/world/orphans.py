@@ -45,9 +45,10 @@ class Orphans:
         world.storage.commit(step, self._attempt, world.now_s)
         doomed = world.storage.older(self._lineage, keep=self._keep)
         if world.storage.owns(self._life):
-            world.at(_UNDER_WAY_S * self._rng.random(), self._delete, doomed)
+            owner = world.storage.life
+            world.at(_UNDER_WAY_S * self._rng.random(), self._delete, doomed, owner)
 
-    def _delete(self, doomed: list[tuple[int, int]]) -> None:
+    def _delete(self, doomed: list[tuple[int, int]], owner: int) -> None:
         for version in doomed:
-            self._world.monitor.deleted(version, life=self._life)
+            self._world.monitor.deleted(version, life=self._life, owner=owner)
             self._world.storage.commits.pop(version, None)

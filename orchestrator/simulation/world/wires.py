@@ -63,7 +63,7 @@ class Observer(Protocol):
     def all_yielded(self, attempt: int, step: int) -> None:
         """Note that all members leave together."""
 
-    def deleted(self, version: tuple[int, int], *, life: int) -> None:
+    def deleted(self, version: tuple[int, int], *, life: int, owner: int) -> None:
         """Check what the retention of a life deletes."""
 
     def reading(self, action: act.ReadCommitted, now_s: float) -> None:
