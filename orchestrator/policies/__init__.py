@@ -1,4 +1,4 @@
-"""."""
+"""Decisions as pure functions: layout, versions, saving, growth, links, sharing, budgets."""
 
 from orchestrator import policies
 from orchestrator.policies import (

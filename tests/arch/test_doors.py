@@ -21,6 +21,18 @@ def test_nobody_reaches_past_a_door() -> None:
     assert not past, "\n".join(past)
 
 
+def test_every_door_says_what_its_room_is_for() -> None:
+    """`make rooms` and `help` show these words; a placeholder passes every other check."""
+    mute = [
+        relative(path)
+        for path in python_files(*PACKAGES)
+        if path.name == "__init__.py"
+        and len((ast.get_docstring(ast.parse(path.read_text(encoding="utf-8"))) or "").split()) < 3
+    ]
+
+    assert mute == []
+
+
 def _door(target: str, importer: str, rooms: set[str]) -> str | None:
     """Return the outermost room of ``target`` that ``importer`` is not in; None if there is none.
 
