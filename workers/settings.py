@@ -264,7 +264,7 @@ class InitSettings:
 
     Attributes:
         path: A checkpoint in any format that ``ucp`` opens, a path or URL; "" for new weights.
-        state: "weights", or "all" to go on with the optimizer's state, too.
+        state: "weights", or "all" to also load the optimizer state.
         rename: ``(the checkpoint's name, the model's)``, such as ``("transformer.*", "model.*")``;
             a dictionary becomes that.
         missing: Names, with ``*``, of parameters that may begin with new values.

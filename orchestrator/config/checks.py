@@ -136,5 +136,5 @@ def _notice_problems(asked: NoticesSection) -> list[tuple[str, str]]:
         message = f"must be like http://169.254.169.254, not {asked.endpoint!r}"
         found.append(("notices.endpoint", message))
     if asked.file and not Path(asked.file).is_absolute():
-        found.append(("notices.file", f"{asked.file!r} must be a whole path: it is on every node"))
+        found.append(("notices.file", f"{asked.file!r} must be an absolute path"))
     return found

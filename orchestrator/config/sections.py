@@ -47,7 +47,7 @@ class RunSection(Section):
         arguments: Of that script, each as one text: ``["--width", "512"]``.
         init_from: A checkpoint that a new run starts from, a path or URL, in any format that
             ``ucp`` opens: Hugging Face, DeepSpeed, Megatron, torch DCP, everstep.
-        init_state: "weights", or "all" to go on with the optimizer's state, too.
+        init_state: "weights", or "all" to also load the optimizer state.
         init_rename: The model's names by the checkpoint's: ``{"transformer.*": "model.*"}``.
         init_missing: Names, with ``*``, of parameters that may begin with new values.
     """
@@ -74,9 +74,9 @@ class ClusterSection(Section):
         gpus_per_worker: GPUs of one worker; 0 trains on the CPU.
         memory_gib_per_worker: Memory of a worker's device, to refuse models that cannot fit.
             Default: this machine's memory for simulated nodes; elsewhere it is not checked.
-        metrics_host: Where these listen, for everybody to read: ``cluster`` is the head's address
-            in it, ``loopback`` is for the head alone. Default: ``auto``, which is ``cluster``, and
-            ``loopback`` for simulated nodes.
+        metrics_host: Who can reach the metrics and status page: ``cluster`` (the head's address),
+            ``loopback`` (the head only), or ``auto``: ``loopback`` for simulated nodes, else
+            ``cluster``.
         metrics_port: Port of the controller's metrics and status; 0 takes a free one.
         rack_label: A Ray label of the nodes. Nodes with the same value fail together, as in a rack
             or a zone, and do not protect each other's snapshots. Default: each node fails alone.

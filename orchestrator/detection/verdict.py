@@ -118,7 +118,7 @@ class _Case:
 
     @cached_property
     def graph(self) -> WaitGraph:
-        """Who waits for whom: the dear part, and not needed for what the kernel says."""
+        """Who waits for whom: expensive; not needed for what the kernel says."""
         return wait_graph(self.rows, attempt=self.attempt)
 
     def verdict(self, rule: str, guilty: list[int], evidence: str) -> Verdict:

@@ -46,7 +46,7 @@ def in_storage(bad: Iterable[Source]) -> frozenset[int]:
     """Return the steps whose version in storage is bad.
 
     The step is enough: storage has one version of a step, and where a later attempt writes the
-    step again, the bad one counts no more (``still_bad``).
+    step again, the bad one no longer counts (``still_bad``).
     """
     return frozenset(step for step, _, node, *_ in bad if not node)
 

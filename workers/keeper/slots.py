@@ -147,7 +147,7 @@ class NodeSlots:
         """Take over an arena that a worker still holds; after a restart there are none.
 
         Raises:
-            ArenaError: The file is no arena.
+            ArenaError: The file is not an arena.
         """
         with self._lock:
             held = self._arenas.get(name)

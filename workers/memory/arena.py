@@ -86,7 +86,8 @@ class Arena:
         slot_bytes, rest = divmod(size_bytes, NUM_SLOTS)
         if rest or slot_bytes <= PAGE_BYTES or slot_bytes % PAGE_BYTES:
             raise ArenaError(
-                f"a file of {size_bytes} bytes is no arena: {NUM_SLOTS} slots of whole pages are",
+                f"a file of {size_bytes} bytes is not an arena: its size must be {NUM_SLOTS} slots "
+                "of whole pages",
                 size_bytes=size_bytes,
             )
         self.fd = fd

@@ -1,4 +1,4 @@
-"""What the files of the hub name and divide otherwise than the modules of ``transformers`` 5.
+"""Join a Hugging Face MoE's tensors, one per expert in files, into those of ``transformers`` 5.
 
 Files of most MoEs have one tensor for each matrix of each expert (``experts.3.w1.weight``), and the
 module one for all experts (``experts.gate_up_proj``). ``transformers`` declares the conversion for
@@ -117,8 +117,8 @@ def _stacked(
         first = min(name for names in ordered for name in names)
         differing = sorted(f"{count} of {dtype}{list(shape)}" for count, shape, dtype, _ in kinds)
         raise TaskError(
-            f"run.init_from: {new} is made of matrices of each expert, such as {first}, and they "
-            f"differ in number, shape or dtype, or some are missing: {', '.join(differing)}",
+            f"run.init_from: cannot build {new} from the matrices of its experts (such as {first}):"
+            f" some are missing or differ in shape or dtype: {', '.join(differing)}",
             fqn=new,
         )
     ((num_experts, (rows, columns), dtype, copies),) = kinds

@@ -631,7 +631,7 @@ def _as_optimizers(made: Any) -> list[torch.optim.Optimizer]:
     other = next((one for one in every if not isinstance(one, torch.optim.Optimizer)), None)
     if other is not None or not every:
         raise TaskError(
-            f"session.optimizer: the function returned a {type(other or made).__name__}; return a "
-            "torch.optim.Optimizer, or a list of them"
+            f"session.optimizer: your function returned {type(other or made).__name__}, not an "
+            "optimizer; return a torch.optim.Optimizer, or a list of them"
         )
     return every

@@ -410,7 +410,8 @@ def _lost(steps: tuple[int, ...]) -> str:
     return (
         f"none of the committed checkpoints can be loaded ({names}), and memory holds nothing. "
         "Nothing was deleted: `everstep report` and `ucp verify` say what is wrong with them; put "
-        "a sound copy of one back and run again, or name another run.directory to begin anew"
+        "a sound copy of one back and run again, or name another run.directory to start from "
+        "step 0"
     )
 
 
@@ -418,9 +419,9 @@ def _gone(run: MutableRunState) -> str:
     what = f"step {run.stored} was" if run.stored > 1 else "steps were"
     left = f"step {run.committed[0]} is the newest left" if run.committed[0] else "nothing is left"
     return (
-        f"{what} committed to checkpoints/, and nothing as new can be loaded; {left}. Training "
-        "does not fall behind what was committed: put the newest checkpoint back and run again, or "
-        "name another run.directory to begin anew"
+        f"{what} committed to checkpoints/, and nothing as new can be loaded; {left}. A run "
+        "never resumes from an older step than it committed: put the newest checkpoint back and "
+        "run again, or name another run.directory to start from step 0"
     )
 
 

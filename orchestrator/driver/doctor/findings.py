@@ -169,7 +169,7 @@ def port_taken(config: RunConfig, why: str | None) -> list[Finding]:
             level=Level.WARN,
             about="cluster.metrics_port",
             message=f"port {port} of the controller's machine: {why}; the run would take a free "
-            "one, and who looks at this one would not see it",
+            "one, so Prometheus would look at the wrong port",
             advice=f"name another port; `ss -ltnp sport = :{port}` there says who has this one",
         )
     ]
@@ -291,7 +291,10 @@ def _little_shared_memory(facts: NodeFacts) -> str:
 def _notices(nodes: Sequence[NodeFacts]) -> Finding:
     """Return who tells the nodes that they are taken."""
     watched = sorted({name for facts in nodes for name in facts.watched})
-    nobody = "no cloud is recognised; what Ray is told is heeded (a drain, SIGTERM of a pod)"
+    nobody = (
+        "no cloud is recognised; only Ray's own drains are followed (SIGTERM of a pod, "
+        "`ray drain-node`)"
+    )
     return _each(
         nodes,
         "notices",

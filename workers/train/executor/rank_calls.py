@@ -64,7 +64,7 @@ class RankCalls:
         if found:
             raise TaskError(
                 f"the forward pass depends on the workers, whose number changes: {'; '.join(found)}"
-                ". Compute from the samples alone, or move what concerns ranks out of the modules. "
+                ". Compute from the samples alone, or move these calls out of forward(). "
                 f"If the result is the same for any number of ranks, write {_DECLARED} = False in "
                 "the module's class",
             )

@@ -296,7 +296,7 @@ def test_a_cloud_that_nobody_here_knows_is_refused_with_those_that_are_known() -
     assert [line.partition(": ")[2] for line in _problems(LEAST + text)] == [
         "notices.cloud: 'oracle' is none of auto, aws, gcp, azure, none; else set notices.command",
         "notices.endpoint: must be like http://169.254.169.254, not 'https://10.0.0.1'",
-        "notices.file: 'notice' must be a whole path: it is on every node",
+        "notices.file: 'notice' must be an absolute path",
     ]
 
 

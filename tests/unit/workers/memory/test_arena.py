@@ -137,7 +137,7 @@ def test_a_file_that_is_no_arena_is_refused() -> None:
     """A restarted keeper takes in what workers hand it."""
     fd = os.memfd_create("other")
     os.ftruncate(fd, 5000)
-    with pytest.raises(ArenaError, match="5000 bytes is no arena"):
+    with pytest.raises(ArenaError, match="5000 bytes is not an arena"):
         Arena(fd)
     os.close(fd)
 

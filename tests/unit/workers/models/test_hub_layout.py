@@ -109,7 +109,7 @@ def test_a_run_starts_with_the_values_that_transformers_loads(
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        (lambda tensors: tensors.pop(W1), "missing: 11 of BF16[16, 32], 12 of BF16[16, 32]"),
+        (lambda tensors: tensors.pop(W1), "dtype: 11 of BF16[16, 32], 12 of BF16[16, 32]"),
         (lambda tensors: tensors.update({W1: tensors[W1].float()}), "12 of F32[16, 32]"),
         (lambda tensors: tensors.update({W1: tensors[W1][1:]}), "12 of BF16[15, 32]"),
     ],
@@ -125,7 +125,7 @@ def test_experts_that_are_not_alike_are_refused_by_name(
 
     with pytest.raises(TaskError, match=re.escape(message)) as caught:
         fitted(folder)
-    assert "model.layers.1.mlp.experts.gate_up_proj is made of" in str(caught.value)
+    assert "cannot build model.layers.1.mlp.experts.gate_up_proj from" in str(caught.value)
 
 
 def test_a_model_of_another_library_keeps_its_names(tmp_path: Path) -> None:

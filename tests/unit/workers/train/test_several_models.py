@@ -154,7 +154,11 @@ def frozen() -> nn.ModuleDict:
             lambda named: [torch.optim.SGD(named.values(), lr=1.0) for _ in range(2)],
             r"first\.bias is in two optimizers \(SGD, SGD\)",
         ),
-        (build_two, lambda _: [1.0], "returned a float; return a torch.optim.Optimizer"),
+        (
+            build_two,
+            lambda _: [1.0],
+            "returned float, not an optimizer; return a torch.optim.Optimizer",
+        ),
         (frozen, make_two, "no parameter that an optimizer updates has a gradient"),
     ],
     ids=["tied", "twice", "no optimizer", "frozen"],
