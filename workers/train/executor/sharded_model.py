@@ -85,12 +85,16 @@ class ShardedModel:
                 parameter.grad = torch.zeros_like(parameter)
         for optimizer in self.optimizers.every:
             rates = [group["lr"] for group in optimizer.param_groups]
+            # A kind of one's own may count its steps.
+            attributes = dict(vars(optimizer))
             for group in optimizer.param_groups:
                 group["lr"] = 0.0 * group["lr"]
             optimizer.step()
             optimizer.zero_grad(set_to_none=True)
             for group, rate in zip(optimizer.param_groups, rates, strict=True):
                 group["lr"] = rate
+            vars(optimizer).clear()
+            vars(optimizer).update(attributes)
         self.state.entries()
         for optimizer in self.optimizers.every:
             for state in optimizer.state.values():
