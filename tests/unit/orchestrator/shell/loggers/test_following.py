@@ -27,18 +27,20 @@ class Written:
         text = f"run: {{directory: '{directory}'}}\nworkers: {{max: 1}}\n"
         self.config: RunConfig = load(text, [f"logging.{each}" for each in logging])
         self.directory = directory
-        self._begun_s = 0
+        self._has_begun = False
         self._store, self._path = open_store(str(directory))
         claim(self._store, self._path, 1, {"token": "x", "incarnation": 1})
 
     def follow(self) -> Loggers:
-        """Return the loggers of the next controller, which has not begun in the same second.
+        """Return the loggers of the next controller, which begins in another second.
 
-        wandb names the folders of offline runs by the second.
+        wandb names the folders of offline runs by the second, and the one before may have opened
+        its own only when it closed.
         """
-        while int(time.time()) <= self._begun_s:
+        now_s = int(time.time())
+        while self._has_begun and int(time.time()) == now_s:
             time.sleep(0.01)
-        self._begun_s = int(time.time())
+        self._has_begun = True
         owner = Owner(self._store, self._path, 1)
         loggers = Loggers(self.config, store=self._store, path=self._path, owner=owner)
         loggers.start()
