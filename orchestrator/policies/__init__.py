@@ -17,7 +17,6 @@ from orchestrator.policies.growth import GrowthRules
 from orchestrator.policies.layout import LayoutRules, choose, usable
 from orchestrator.policies.links import Link, Pair
 from orchestrator.policies.saving import (
-    Cadence,
     CadenceFacts,
     CadenceRules,
     FaultsSeen,
@@ -29,13 +28,11 @@ from orchestrator.policies.saving import (
     Tier,
     alert,
     cost_share,
-    decide,
     next_pace,
     noted,
     over_budget,
     plan_redundancy,
     revise,
-    settled,
     state_bytes,
     taken_steps,
 )
@@ -61,7 +58,6 @@ __all__ = [
     "MEMORY",
     "STORAGE",
     "BudgetRules",
-    "Cadence",
     "CadenceFacts",
     "CadenceRules",
     "CapacityRules",
@@ -97,7 +93,6 @@ __all__ = [
     "choose",
     "complete",
     "cost_share",
-    "decide",
     "growth",
     "layout",
     "links",
@@ -108,7 +103,6 @@ __all__ = [
     "plan_redundancy",
     "policies",
     "revise",
-    "settled",
     "sharing",
     "state_bytes",
     "taken_steps",

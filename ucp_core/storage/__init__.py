@@ -13,7 +13,6 @@ from ucp_core.storage.base import (
     Store,
     ask_ahead,
     join,
-    temporary_name,
 )
 from ucp_core.storage.local import LocalStore, is_link, is_local, may_reserve, open_file, within
 from ucp_core.storage.memory import MemoryStore
@@ -43,7 +42,6 @@ __all__ = [
     "open_store",
     "read_all_appended",
     "read_appended",
-    "temporary_name",
     "tidied",
     "undone",
     "within",

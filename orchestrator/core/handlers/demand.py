@@ -34,6 +34,7 @@ def settle(transition: Transition) -> None:
         short, run.fleet.short = run.fleet.short, ()
         for number in short:
             _staff(transition, number)
+        # Whoever releases a slot or kills a worker lists its node; these have just been looked at.
         run.fleet.short = ()
 
 

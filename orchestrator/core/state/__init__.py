@@ -11,7 +11,6 @@ from orchestrator.core.state.fleet import (
     worker_name,
     worker_number,
 )
-from orchestrator.core.state.network import Network
 from orchestrator.core.state.reads import Reads
 from orchestrator.core.state.run import (
     ACTIVE,
@@ -34,7 +33,6 @@ __all__ = [
     "Cause",
     "Fleet",
     "MutableRunState",
-    "Network",
     "Node",
     "Offer",
     "Phase",

@@ -13,7 +13,6 @@ if TYPE_CHECKING:
         NodeKind,
         advice_lines,
         diagnose,
-        port_taken,
         report,
         unserved,
     )
@@ -26,7 +25,6 @@ __all__ = [
     "advice_lines",
     "diagnose",
     "examine",
-    "port_taken",
     "report",
     "unserved",
 ]

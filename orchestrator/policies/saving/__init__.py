@@ -1,17 +1,14 @@
 """How often to save, and how saved state is protected. Pure."""
 
 from orchestrator.policies.saving.cadence import (
-    Cadence,
     CadenceFacts,
     CadenceRules,
     FaultsSeen,
     Redundancy,
     Tier,
     cost_share,
-    decide,
     next_pace,
     over_budget,
-    settled,
     taken_steps,
 )
 from orchestrator.policies.saving.reduced import ReducedTime, alert, noted
@@ -25,7 +22,6 @@ from orchestrator.policies.saving.redundancy import (
 )
 
 __all__ = [
-    "Cadence",
     "CadenceFacts",
     "CadenceRules",
     "FaultsSeen",
@@ -37,13 +33,11 @@ __all__ = [
     "Tier",
     "alert",
     "cost_share",
-    "decide",
     "next_pace",
     "noted",
     "over_budget",
     "plan_redundancy",
     "revise",
-    "settled",
     "state_bytes",
     "taken_steps",
 ]

@@ -5,9 +5,9 @@ from typing import TYPE_CHECKING
 from ucp_core.lazy import lazy_door
 
 if TYPE_CHECKING:
-    from orchestrator.shell.loggers.curve import Curve, Point
+    from orchestrator.shell.loggers.curve import Curve
     from orchestrator.shell.loggers.following import Loggers
 
-__all__ = ["Curve", "Loggers", "Point"]
+__all__ = ["Curve", "Loggers"]
 
 __getattr__ = lazy_door(__name__)

@@ -8,11 +8,10 @@ if TYPE_CHECKING:
     from workers.keeper.peers.client import RemotePart, WireClient
     from workers.keeper.peers.mirror import Mirrors
     from workers.keeper.peers.parity_mirror import ParityMirror
-    from workers.keeper.peers.probe import PROBE_S, unreached
+    from workers.keeper.peers.probe import unreached
     from workers.keeper.peers.server import WireServer
 
 __all__ = [
-    "PROBE_S",
     "Mirrors",
     "ParityMirror",
     "RemotePart",

@@ -13,7 +13,7 @@ import time
 from collections.abc import Mapping, Sequence
 from typing import Final
 
-__all__ = ["PROBE_S", "unreached"]
+__all__ = ["unreached"]
 
 #: The kernel repeats a packet that was lost after a second.
 PROBE_S: Final = 1.2

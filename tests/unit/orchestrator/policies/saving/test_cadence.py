@@ -15,14 +15,14 @@ from orchestrator.policies import (
     Redundancy,
     Tier,
     cost_share,
-    decide,
     over_budget,
-    settled,
     taken_steps,
 )
 from orchestrator.policies.saving.cadence import (
+    decide,
     interval_s,
     rate_per_s,
+    settled,
     uncovered_rate_per_s,
 )
 
