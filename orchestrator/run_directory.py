@@ -16,6 +16,26 @@ from orchestrator.core import Incident, layout_text
 from orchestrator.errors import JournalCorruptError, RunNotFoundError
 from ucp_core.errors import StorageError
 from ucp_core.storage import Store, join, open_store, read_all_appended, read_appended
+from workers.protocol import CHECKPOINTS, METRICS, RESULT, VALIDATION, VALUES
+
+__all__ = [
+    "CHECKPOINTS",
+    "COMPACTED",
+    "CONFIG",
+    "CONTACT",
+    "JOURNAL",
+    "LOGGERS",
+    "METRICS",
+    "RESULT",
+    "SETTINGS",
+    "SUMMARY",
+    "TOKEN",
+    "VALIDATION",
+    "VALUES",
+    "RunRecord",
+    "StepRecord",
+    "read_run",
+]
 
 #: The run's settings, as they were resolved when it was last started or resumed.
 CONFIG = "config.yaml"
@@ -29,19 +49,10 @@ CONTACT = "controller.json"
 COMPACTED = "compacted.json"
 #: A segment for each incarnation of the controller, a line of JSON for each record.
 JOURNAL = "journal"
-#: The committed versions in storage.
-CHECKPOINTS = "checkpoints"
-#: A line of JSON for each committed step (``workers.train``).
-METRICS = "metrics/rank0.jsonl"
-#: A line of JSON for each evaluation, and for each call of a script's ``session.log``.
-VALIDATION = "metrics/validation.jsonl"
-VALUES = "metrics/values.jsonl"
 #: How far TensorBoard, Weights & Biases and MLflow are, and what they call the run.
 LOGGERS = "loggers.json"
 #: Written last: once it is there the run is over.
 SUMMARY = "summary.json"
-#: Written by rank 0 when it completes the last step (``workers.train``).
-RESULT = "result.json"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -21,6 +21,19 @@ LEASE_S: Final = 60.0
 #: They begin to leave after this share of it: a long step and a commit take their time.
 LEAVE_SHARE: Final = 0.75
 
+# What workers write in the run directory and others read.
+#: The committed versions in storage.
+CHECKPOINTS: Final = "checkpoints"
+#: A line of JSON for each committed step.
+METRICS: Final = "metrics/rank0.jsonl"
+#: A line of JSON for each evaluation, and for each call of a script's ``session.log``.
+VALIDATION: Final = "metrics/validation.jsonl"
+VALUES: Final = "metrics/values.jsonl"
+#: What scripts print, a folder for each attempt and a log for each rank.
+LOGS: Final = "logs"
+#: Written by rank 0 when it completes the last step.
+RESULT: Final = "result.json"
+
 #: A source of a state: ``(step, attempt, node, arena, slot, sequence)`` of a slot in the memory of
 #: a node; node and arena are "" for the version in storage.
 Source: TypeAlias = tuple[int, int, str, str, int, int]
@@ -378,6 +391,11 @@ class Formed:
     found: FoundBad = field(default_factory=FoundBad)
 
 
+#: Kinds of source beside storage, as ``Formed`` names them.
+LOCAL_MEMORY: Final = "local memory"
+PEER_MEMORY: Final = "peer memory"
+PARITY: Final = "parity"
+
 #: How a worker leaves an attempt.
 Outcome: TypeAlias = Completed | Yielded | Fenced | PeerLost | Raised | Unloadable
 
@@ -398,6 +416,14 @@ class WorkerPhase(StrEnum):
     SAVING = "saving"
     SCRIPT = "script"
     LEAVING = "leaving"
+
+
+#: A worker in another phase has formed its groups.
+NOT_FORMED: Final = frozenset({WorkerPhase.IDLE, WorkerPhase.FORMING, WorkerPhase.LOADING})
+#: The kernel's letters for a process that will not run again.
+GONE: Final = frozenset("XZ")
+#: Period of a worker's beat.
+BEAT_S: Final = 0.1
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

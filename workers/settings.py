@@ -18,7 +18,6 @@ from workers.models import BYTE_VOCAB_SIZE, PRESETS, ModelShape, resolve, shape_
 
 __all__ = [
     "AUTO",
-    "CHECKPOINTS",
     "CheckpointSettings",
     "DataSettings",
     "InitSettings",
@@ -30,9 +29,6 @@ __all__ = [
     "model_shape",
     "problems",
 ]
-
-#: Where a run directory keeps its checkpoints.
-CHECKPOINTS: Final = "checkpoints"
 
 SCHEDULES: Final = ("cosine", "linear", "constant")
 PRECISIONS: Final = ("fp32", "bf16")

@@ -11,9 +11,9 @@ from dataclasses import dataclass, fields
 from itertools import pairwise
 from typing import Final
 
-#: Period of a worker's beat, and most of a keeper's reports on workers that stand still
-#: (``workers.records.progress``, ``workers.keeper``).
-BEAT_S: Final = 0.1
+from workers.protocol import BEAT_S
+
+#: Longest period of a keeper's reports on workers that stand still (``workers.keeper``).
 REPORT_S: Final = 0.25
 
 #: Default of the one knob: a step may take 3x its p99 before it counts as hung. On a shared

@@ -27,14 +27,13 @@ from enum import StrEnum
 from typing import Final
 
 from orchestrator.detection.limits import Limits
-from workers.protocol import WorkerReport
+from workers.protocol import GONE, WorkerReport
 
 #: Less than this share of a processor, with a burst now and then, is what a process of Ray uses
 #: that only waits: threads of its own, and the beat.
 _WAITING_SHARE: Final = 0.05
 _WAITING_BURST_S: Final = 0.05
 
-_GONE: Final = frozenset("XZ")
 _STOPPED: Final = "T"
 _RUNNING: Final = "R"
 _PAGING: Final = "D"
@@ -57,7 +56,7 @@ def has_computed(processor_s: float, over_s: float) -> bool:
 
 def sign_of(row: WorkerReport, idle_s: float, limits: Limits) -> Sign:
     """Return what a process shows that has used no processor time for ``idle_s``."""
-    if row.os_state in _GONE:
+    if row.os_state in GONE:
         return Sign.GONE
     if row.os_state == _STOPPED:
         return Sign.STOPPED

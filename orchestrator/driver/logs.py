@@ -14,10 +14,10 @@ from dataclasses import dataclass
 from orchestrator.driver.status import RunFiles
 from orchestrator.errors import RunNotFoundError
 from ucp_core.storage import LocalStore, join, open_store
+from workers.protocol import LOGS
 
 __all__ = ["LogLine", "LogTail", "read_logs"]
 
-_LOGS = "logs"
 _ATTEMPT = re.compile(r"attempt-(\d+)")
 _FILE = re.compile(r"rank(\d+)(?:-(\d+))?\.log")
 #: How often new lines are looked for: a listing of an object store costs money.
@@ -44,7 +44,7 @@ class LogTail:
 
     def __init__(self, url: str, *, rank: int | None = None, attempt: int | None = None) -> None:
         self._store, path = open_store(url)
-        self._root = join(path, _LOGS)
+        self._root = join(path, LOGS)
         self._rank = rank
         self._attempt = attempt
         #: The attempts before this one have written all that they will.
@@ -142,7 +142,7 @@ def read_logs(
     if not has_any:
         who = "the script" if rank is None else f"rank {rank}"
         when = "" if attempt is None else f" in attempt {attempt}"
-        raise RunNotFoundError(f"{who} has printed nothing{when}: see {url}/{_LOGS}", url=url)
+        raise RunNotFoundError(f"{who} has printed nothing{when}: see {url}/{LOGS}", url=url)
 
 
 def _text(line: bytes) -> str:

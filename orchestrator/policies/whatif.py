@@ -14,11 +14,9 @@ from orchestrator.errors import ConfigError
 from orchestrator.policies import layout as layout_policy
 from orchestrator.policies.layout import LayoutRules
 from orchestrator.policies.versions import MEMORY, STORAGE, Holding, Version, without
+from workers.protocol import LOCAL_MEMORY, PARITY, PEER_MEMORY
 
 __all__ = [
-    "LOCAL_MEMORY",
-    "PARITY",
-    "PEER_MEMORY",
     "SOURCES",
     "LossFacts",
     "PartSource",
@@ -28,10 +26,7 @@ __all__ = [
     "plan_recovery",
 ]
 
-#: Kinds of source, as workers name them (``workers.protocol.Formed``); the fastest first.
-LOCAL_MEMORY = "local memory"
-PEER_MEMORY = "peer memory"
-PARITY = "parity"
+#: Kinds of source, the fastest first.
 SOURCES = (LOCAL_MEMORY, PEER_MEMORY, PARITY, STORAGE)
 #: What an entry of ``lose`` begins with if it is a worker and no node.
 _WORKER = "worker:"

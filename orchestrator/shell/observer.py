@@ -17,7 +17,7 @@ from orchestrator.detection import (
     observe,
     without_silent,
 )
-from workers.protocol import NodeReport, WorkerPhase, WorkerReport
+from workers.protocol import NOT_FORMED, NodeReport, WorkerReport
 from workers.settings import ParallelSettings
 
 #: A lost node that was silent for so long is forgotten when the next attempt starts.
@@ -27,8 +27,6 @@ FORGET_S = 60.0
 #: less often in a large run, where a look at all members takes 5 us each.
 JUDGE_S = 0.02
 JUDGE_S_EACH = 1e-4
-
-_NOT_FORMED = frozenset({WorkerPhase.IDLE, WorkerPhase.FORMING, WorkerPhase.LOADING})
 
 
 class Observer:
@@ -180,7 +178,7 @@ class Observer:
             del self.reports[worker], self.seen_at_s[worker]
 
     def _note_formed(self, row: WorkerReport, at_s: float) -> None:
-        if row.worker not in self._formed and row.phase not in _NOT_FORMED:
+        if row.worker not in self._formed and row.phase not in NOT_FORMED:
             self._formed.add(row.worker)
             self._on_formed(row.worker, self._attempt, at_s)
 

@@ -13,11 +13,10 @@ from tests.support.keeper_process import KeeperProcess, keeper
 from tests.support.memory_versions import local_tensors, make_state, write_version
 from tests.support.snapshots import eventually
 from ucp_core.native import Checkpoint, load
-from workers.keeper import LOCAL_MEMORY, PEER_MEMORY, MemorySources
+from workers.keeper import MemorySources
 from workers.keeper.peers.parity_mirror import parity_name
-from workers.keeper.sources import PARITY
 from workers.memory import Arena, notify, open_arena, reserve
-from workers.protocol import GroupPlace, MemoryPart, ParityGroup
+from workers.protocol import LOCAL_MEMORY, PARITY, PEER_MEMORY, GroupPlace, MemoryPart, ParityGroup
 
 #: Ranks by node: the first has more than the others.
 RANKS = ((0, 1), (2,), (3,), (4,), (5,))

@@ -22,8 +22,8 @@ from ucp_core.native import Checkpoint, find_committed, load
 from ucp_core.storage import LocalStore
 from workers.keeper import MemorySources
 from workers.memory import Arena, Lease, descriptor_socket, notify, reserve
-from workers.protocol import GroupPlace, KeeperOrder, ParityGroup, Peer, Source
-from workers.settings import CHECKPOINTS, CheckpointSettings, Settings, SnapshotSettings
+from workers.protocol import CHECKPOINTS, GroupPlace, KeeperOrder, ParityGroup, Peer, Source
+from workers.settings import CheckpointSettings, Settings, SnapshotSettings
 
 __all__ = ["Cluster", "Loaded", "Protect", "state_of"]
 

@@ -8,15 +8,13 @@ if TYPE_CHECKING:
     from workers.keeper.actor import OPTIONS, Keeper
     from workers.keeper.notices import CLOUDS, FAILURES, NoticeWatch, sources_of
     from workers.keeper.reach import SILENT_S, hung_up, silent
-    from workers.keeper.sources import LOCAL_MEMORY, PEER_MEMORY, MemorySources
+    from workers.keeper.sources import MemorySources
     from workers.keeper.watch import progress_path, ring_path
 
 __all__ = [
     "CLOUDS",
     "FAILURES",
-    "LOCAL_MEMORY",
     "OPTIONS",
-    "PEER_MEMORY",
     "SILENT_S",
     "Keeper",
     "MemorySources",

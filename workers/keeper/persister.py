@@ -25,8 +25,8 @@ from ucp_core.numerics import crc32
 from ucp_core.storage import Owner, Store, join
 from workers.keeper.slots import NodeSlots, be_nice
 from workers.memory import Arena, counts, is_parity
-from workers.protocol import Held
-from workers.settings import CHECKPOINTS, CheckpointSettings
+from workers.protocol import CHECKPOINTS, Held
+from workers.settings import CheckpointSettings
 
 __all__ = ["Persister"]
 

@@ -12,7 +12,7 @@ from collections import Counter, deque
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Final, TypeVar
+from typing import TypeVar
 
 from ucp_core.errors import (
     CheckpointCorruptError,
@@ -36,14 +36,17 @@ from workers.memory import (
     open_version,
 )
 from workers.parity import damaged, lost_parts, read_record
-from workers.protocol import Held, MemoryPart, Source, held_source
+from workers.protocol import (
+    LOCAL_MEMORY,
+    PARITY,
+    PEER_MEMORY,
+    Held,
+    MemoryPart,
+    Source,
+    held_source,
+)
 
-__all__ = ["LOCAL_MEMORY", "PARITY", "PEER_MEMORY", "MemorySources"]
-
-#: Kinds of sources, as ``Formed`` names them.
-LOCAL_MEMORY: Final = "local memory"
-PEER_MEMORY: Final = "peer memory"
-PARITY: Final = "parity"
+__all__ = ["MemorySources"]
 
 log = logging.getLogger(__name__)
 

@@ -10,7 +10,7 @@ import socket
 import time
 from pathlib import Path
 
-from workers.protocol import NodeReport, WorkerPhase, WorkerReport
+from workers.protocol import GONE, NOT_FORMED, NodeReport, WorkerPhase, WorkerReport
 from workers.records import (
     ProgressReader,
     ProgressView,
@@ -27,9 +27,6 @@ RING_SUFFIX = ".ring"
 #: inherit its memory, even after the keeper was restarted.
 GONE_SUFFIX = ".gone"
 
-#: The kernel's state letters of a process that will not run again.
-GONE = frozenset("XZ")
-
 #: Trainers stand still if none moved for this long.
 STILL_S = 0.3
 #: Period of looking for new workers.
@@ -40,8 +37,6 @@ SETTLED_S = 0.1
 #: How long a dead worker is reported on. By then its attempt was judged; longer would cost memory,
 #: and time in every look and report.
 FORGET_S = 60.0
-
-_NOT_FORMED = frozenset({WorkerPhase.IDLE, WorkerPhase.FORMING, WorkerPhase.LOADING})
 
 
 def progress_path(directory: Path, worker: str) -> Path:
@@ -239,5 +234,5 @@ def _runs(pid: int, started_ticks: int) -> bool:
 def _milestone(view: ProgressView, last: tuple[int, bool, bool] | None) -> tuple[int, bool, bool]:
     """Return (attempt, has formed in it, has finished a step in it)."""
     same_attempt = last is not None and last[0] == view.attempt
-    formed = view.phase not in _NOT_FORMED or (same_attempt and last is not None and last[1])
+    formed = view.phase not in NOT_FORMED or (same_attempt and last is not None and last[1])
     return (view.attempt, formed, formed and view.step_s > 0.0)

@@ -7,10 +7,8 @@ from ucp_core.lazy import lazy_door
 if TYPE_CHECKING:
     from workers.process.actor import OPTIONS, Worker
     from workers.process.environment import TUNABLE, VARIABLE, copies_past_caches, tuned
-    from workers.process.output import LOGS
 
 __all__ = [
-    "LOGS",
     "OPTIONS",
     "TUNABLE",
     "VARIABLE",

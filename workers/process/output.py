@@ -19,11 +19,10 @@ from collections.abc import Iterator
 from typing import Any, Final, TextIO
 
 from ucp_core.storage import LocalStore, Store, join
+from workers.protocol import LOGS
 
-__all__ = ["LOGS", "HeldOutput", "OutputLog", "log_of"]
+__all__ = ["HeldOutput", "OutputLog", "log_of"]
 
-#: Where a run directory keeps the output of scripts.
-LOGS: Final = "logs"
 #: Output that waits for the storage, per rank.
 PENDING_BYTES_MAX: Final = 1 << 20
 #: A person who watches a terminal notices no delay; a print a step costs one write in ten steps.

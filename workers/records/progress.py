@@ -23,11 +23,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Final, NamedTuple
 
-from workers.protocol import GroupState, WorkerPhase, WorkerReport
+from workers.protocol import BEAT_S, GroupState, WorkerPhase, WorkerReport
 from workers.records.ring import map_draft
-
-#: Period of the beat.
-BEAT_S: Final = 0.1
 
 _MAGIC: Final = b"everpage"
 _VERSION: Final = 2

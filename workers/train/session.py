@@ -28,7 +28,7 @@ from workers.parallel import (
     ModelPlan,
     drop_gathered,
 )
-from workers.protocol import Assignment, Formed, WorkerPhase
+from workers.protocol import VALIDATION, VALUES, Assignment, Formed, WorkerPhase
 from workers.settings import Settings
 from workers.snapshot import SnapshotMemory
 from workers.state import (
@@ -73,8 +73,6 @@ log = logging.getLogger(__name__)
 REGISTERED: Final = "registered"
 #: Where a version keeps the place in a stream.
 STREAM: Final = "stream"
-VALIDATION: Final = "metrics/validation.jsonl"
-VALUES: Final = "metrics/values.jsonl"
 
 _T = TypeVar("_T")
 

@@ -22,6 +22,7 @@ from ucp_core.native import MANIFEST_NAME, Found, checkpoint_name, find_committe
 from ucp_core.storage import Store, join, open_store
 from workers.errors import SettingsError, StateError, TaskError
 from workers.protocol import (
+    CHECKPOINTS,
     Assignment,
     Completed,
     FoundBad,
@@ -32,7 +33,6 @@ from workers.protocol import (
 )
 from workers.records import ProgressRecord
 from workers.settings import Settings, problems
-from workers.train.boundary import CHECKPOINTS
 from workers.train.loop import WorkerContext, run_attempt
 from workers.train.script import Task, hand_over
 

@@ -8,10 +8,9 @@ if TYPE_CHECKING:
     from workers.train.boundary.between_steps import UNWRITTEN, Boundary, YieldSignal
     from workers.train.boundary.init_from import INITIAL, Initial, Needed, load_initial
     from workers.train.boundary.restore import Restored, UnloadableSignal, restore_state
-    from workers.train.boundary.store import CHECKPOINTS, StorageWriter
+    from workers.train.boundary.store import StorageWriter
 
 __all__ = [
-    "CHECKPOINTS",
     "INITIAL",
     "UNWRITTEN",
     "Boundary",

@@ -19,7 +19,7 @@ from torch import nn
 
 from ucp_core.storage import join
 from workers.parallel import fsdp_modules
-from workers.protocol import Assignment, WorkerPhase
+from workers.protocol import METRICS, RESULT, Assignment, WorkerPhase
 from workers.snapshot import (
     FINAL_S_MAX,
     Captured,
@@ -41,8 +41,6 @@ from workers.train.executor import ShardedModel, Signals, Step, all_agree
 
 __all__ = ["UNWRITTEN", "Boundary", "YieldSignal"]
 
-METRICS: Final = "metrics/rank0.jsonl"
-RESULT: Final = "result.json"
 #: In the small values of a snapshot: lines of metrics that storage may not have yet.
 UNWRITTEN: Final = "unwritten_lines"
 #: A snapshot waits at most this long for the metrics of its steps: stalled storage must not stop

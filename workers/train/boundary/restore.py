@@ -30,10 +30,16 @@ from ucp_core.native import (
 )
 from ucp_core.storage import LocalStore, Store, join
 from workers.collectives import GroupError
-from workers.keeper import LOCAL_MEMORY, PEER_MEMORY, MemorySources
-from workers.protocol import Assignment, FoundBad, stored_source
+from workers.keeper import MemorySources
+from workers.protocol import (
+    CHECKPOINTS,
+    LOCAL_MEMORY,
+    PEER_MEMORY,
+    Assignment,
+    FoundBad,
+    stored_source,
+)
 from workers.state import HostBuffer, StateEntry
-from workers.train.boundary.store import CHECKPOINTS
 from workers.train.context import WorkerContext
 from workers.train.executor import all_agree
 

@@ -39,11 +39,11 @@ from ucp_core.native import (
 )
 from ucp_core.storage import RECENT_S, Buffer, Owner, Store, join
 from workers.collectives import AbortedError, CollectiveError
-from workers.protocol import Assignment
-from workers.settings import CHECKPOINTS, CheckpointSettings
+from workers.protocol import CHECKPOINTS, Assignment
+from workers.settings import CheckpointSettings
 from workers.snapshot import source_of
 
-__all__ = ["CHECKPOINTS", "SavedState", "StorageWriter"]
+__all__ = ["SavedState", "StorageWriter"]
 
 #: How often a wait checks whether the attempt was fenced.
 _LOOK_S: Final = 0.02

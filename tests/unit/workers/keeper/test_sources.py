@@ -11,12 +11,12 @@ import pytest
 from tests.support.memory_versions import State, local_tensors, make_state, write_version
 from ucp_core.errors import CheckpointNotFoundError, UncoveredRegionError
 from ucp_core.native import Checkpoint, load
-from workers.keeper import LOCAL_MEMORY, PEER_MEMORY, MemorySources
+from workers.keeper import MemorySources
 from workers.keeper.descriptor_server import DescriptorServer
 from workers.keeper.peers.server import WireServer
 from workers.keeper.slots import NodeSlots
 from workers.memory import descriptor_socket
-from workers.protocol import MemoryPart, Source, held_source
+from workers.protocol import LOCAL_MEMORY, PEER_MEMORY, MemoryPart, Source, held_source
 
 SECRET = b"of this keeper"
 WORLD = 2

@@ -13,15 +13,14 @@ import pytest
 from tests.support.memory_versions import local_tensors, make_state, write_version
 from ucp_core.errors import CheckpointNotFoundError
 from ucp_core.native import Checkpoint, load
-from workers.keeper import LOCAL_MEMORY, PEER_MEMORY, MemorySources
+from workers.keeper import MemorySources
 from workers.keeper.descriptor_server import DescriptorServer
 from workers.keeper.peers.parity_mirror import parity_name
 from workers.keeper.peers.server import WireServer
 from workers.keeper.slots import NodeSlots
-from workers.keeper.sources import PARITY
 from workers.memory import Arena, LocalPart, Part, descriptor_socket
 from workers.parity import ParityRecord, read_record, slot_bytes, write
-from workers.protocol import Member, MemoryPart, held_source
+from workers.protocol import LOCAL_MEMORY, PARITY, PEER_MEMORY, Member, MemoryPart, held_source
 
 WORLD = 4
 STATE = make_state(7)

@@ -20,10 +20,10 @@ from workers.keeper import MemorySources
 from workers.keeper.peers import replication as following
 from workers.keeper.peers.parity_mirror import ParityMirror
 from workers.keeper.peers.server import WireServer
-from workers.keeper.sources import PARITY
 from workers.memory import Arena, LocalPart, Part, SnapshotMemory, is_parity, replica_parity_name
 from workers.parity import lost_parts, read_record
 from workers.protocol import (
+    PARITY,
     GroupPlace,
     Held,
     MemoryPart,

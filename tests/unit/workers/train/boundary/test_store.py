@@ -14,9 +14,9 @@ from ucp_core.layout import ParallelLayout
 from ucp_core.native import MANIFEST_NAME, LocalTensor, find_committed
 from ucp_core.storage import Buffer, MemoryStore, claim
 from workers.collectives import AbortedError, CollectiveError
-from workers.protocol import Assignment
+from workers.protocol import CHECKPOINTS, Assignment
 from workers.settings import CheckpointSettings
-from workers.train.boundary.store import CHECKPOINTS, SavedState, StorageWriter
+from workers.train.boundary.store import SavedState, StorageWriter
 
 
 def storing(
