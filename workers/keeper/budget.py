@@ -10,10 +10,9 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Final
 
-from workers.keeper.slots import available_bytes
+from workers.keeper.slots import available_bytes, meminfo_bytes
 
 _NAME: Final = "budget"
-_MEMINFO: Final = Path("/proc/meminfo")
 
 
 class Budget:
@@ -78,10 +77,7 @@ def _living_bytes(path: Path) -> int:
 
 
 def _shared_bytes() -> int:
-    for line in _MEMINFO.read_text().splitlines():
-        if line.startswith("Shmem:"):
-            return int(line.split()[1]) << 10
-    return 0
+    return meminfo_bytes("Shmem") or 0
 
 
 @contextmanager

@@ -22,7 +22,7 @@ from workers.memory import (
 )
 from workers.protocol import Held
 
-__all__ = ["NodeSlots", "available_bytes", "be_nice"]
+__all__ = ["NodeSlots", "available_bytes", "be_nice", "meminfo_bytes"]
 
 #: Memory that is left to everybody else when an arena is made.
 _SPARE_BYTES: Final = 64 << 20
@@ -38,7 +38,10 @@ def available_bytes(meminfo: Path = _MEMINFO, cgroups: Path = _CGROUPS) -> int:
 
     The machine may have more than the container is allowed (cgroups of version 1 or 2).
     """
-    found = [_meminfo_bytes(meminfo)]
+    left = meminfo_bytes("MemAvailable", meminfo)
+    if left is None:
+        raise ValueError(f"{meminfo} does not say what is available")
+    found = [left]
     for directory, limit, usage, idle in (
         (cgroups, "memory.max", "memory.current", "inactive_file"),
         (
@@ -55,11 +58,12 @@ def available_bytes(meminfo: Path = _MEMINFO, cgroups: Path = _CGROUPS) -> int:
     return max(0, min(found))
 
 
-def _meminfo_bytes(path: Path) -> int:
+def meminfo_bytes(name: str, path: Path = _MEMINFO) -> int | None:
+    """Return an amount of the machine's memory; None if the kernel does not name it."""
     for line in path.read_text().splitlines():
-        if line.startswith("MemAvailable:"):
+        if line.startswith(f"{name}:"):
             return int(line.split()[1]) << 10
-    raise ValueError(f"{path} does not say what is available")
+    return None
 
 
 def _stat_bytes(path: Path, name: str) -> int:

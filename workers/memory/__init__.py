@@ -29,6 +29,8 @@ from workers.memory.retention import (
     reapable,
     replica_parity_name,
     split_name,
+    version_of,
+    worth,
 )
 
 if TYPE_CHECKING:
@@ -83,6 +85,8 @@ __all__ = [
     "replica_parity_name",
     "reserve",
     "split_name",
+    "version_of",
+    "worth",
 ]
 
 # numpy and torch only where they are needed.

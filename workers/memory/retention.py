@@ -29,6 +29,8 @@ __all__ = [
     "reapable",
     "replica_parity_name",
     "split_name",
+    "version_of",
+    "worth",
 ]
 
 #: Length of a node's id in the names of its copies.
@@ -84,7 +86,7 @@ def choose_slot(
         kept: Attempt and step of the newest version that all ranks and peers have.
     """
     counting = [held for held in slots if held is not None and counts(held, lineage)]
-    newest = max(counting, key=_age, default=None)
+    newest = max(counting, key=version_of, default=None)
     free = [
         slot
         for slot, held in enumerate(slots)
@@ -93,8 +95,8 @@ def choose_slot(
     assert free, "one slot is pinned, one is the newest: of three one is left"
     # If storage and peers are both slow all slots are needed. Then overwriting the kept version
     # costs, when a node is lost, what storage lacks.
-    others = [slot for slot in free if (held := slots[slot]) is None or _age(held) != kept]
-    return min(others or free, key=lambda slot: _worth(slots[slot], lineage))
+    others = [slot for slot in free if (held := slots[slot]) is None or version_of(held) != kept]
+    return min(others or free, key=lambda slot: worth(slots[slot], lineage))
 
 
 def in_use(
@@ -220,11 +222,13 @@ def _is_spent(
     return len(newer) >= _PROVEN_VERSIONS or last_step < stored_step
 
 
-def _worth(held: Held | None, lineage: Sequence[tuple[int, int]]) -> tuple[int, int, int]:
+def worth(held: Held | None, lineage: Sequence[tuple[int, int]]) -> tuple[int, int, int]:
+    """Return an order of what slots hold: nothing, what does not count, old and new versions."""
     if held is None:
         return (0, 0, 0)
-    return (2 if counts(held, lineage) else 1, *_age(held))
+    return (2 if counts(held, lineage) else 1, *version_of(held))
 
 
-def _age(held: Held) -> tuple[int, int]:
+def version_of(held: Held) -> tuple[int, int]:
+    """Return ``(attempt, step)``: of two versions that count, the newer one is larger."""
     return held.attempt, held.step

@@ -12,7 +12,7 @@ from collections.abc import Sequence
 from typing import Final
 
 from ucp_core.lineage import Lineage
-from workers.memory import counts
+from workers.memory import counts, version_of, worth
 from workers.protocol import Held
 
 __all__ = ["FINAL_S_MAX", "Fallback", "is_quick"]
@@ -87,16 +87,6 @@ class Fallback:
             slot
             for slot, held in enumerate(slots)
             if slot != pinned
-            and (held is None or not counts(held, lineage) or _age(held) < self.safe)
+            and (held is None or not counts(held, lineage) or version_of(held) < self.safe)
         ]
-        return min(free, key=lambda slot: _worth(slots[slot], lineage), default=None)
-
-
-def _worth(held: Held | None, lineage: Lineage) -> tuple[int, tuple[int, int]]:
-    if held is None:
-        return (0, (0, 0))
-    return (2 if counts(held, lineage) else 1, _age(held))
-
-
-def _age(held: Held) -> tuple[int, int]:
-    return held.attempt, held.step
+        return min(free, key=lambda slot: worth(slots[slot], lineage), default=None)
