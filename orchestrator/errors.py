@@ -11,7 +11,7 @@ OrchestratorError
 
 from __future__ import annotations
 
-from typing import Any
+from ucp_core.errors import FactsError
 
 __all__ = [
     "CapacityError",
@@ -24,20 +24,8 @@ __all__ = [
 ]
 
 
-class OrchestratorError(Exception):
-    """Base of every error that the orchestrator raises on purpose.
-
-    Attributes:
-        facts: The facts of the message for machines: step, attempt, path, found, expected.
-    """
-
-    def __init__(self, message: str, **facts: Any) -> None:
-        super().__init__(message)
-        self.facts = facts
-
-    def __reduce__(self) -> tuple[Any, ...]:
-        # Ray pickles errors; the default would lose the keyword arguments.
-        return (_rebuild, (type(self), str(self), self.facts))
+class OrchestratorError(FactsError):
+    """Base of every error that the orchestrator raises on purpose."""
 
 
 class ConfigError(OrchestratorError):
@@ -62,9 +50,3 @@ class JournalCorruptError(OrchestratorError):
 
 class CompactionError(OrchestratorError):
     """A compacted journal cannot be used; the whole journal has to be folded."""
-
-
-def _rebuild(
-    kind: type[OrchestratorError], message: str, facts: dict[str, Any]
-) -> OrchestratorError:
-    return kind(message, **facts)

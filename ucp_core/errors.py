@@ -22,8 +22,8 @@ from __future__ import annotations
 from typing import Any
 
 
-class UcpError(Exception):
-    """Base of every error of ucp_core.
+class FactsError(Exception):
+    """An error with facts, which survives pickling; each package derives a base of its own.
 
     Attributes:
         facts: What was found and where, for programs; the message says the same to people.
@@ -34,11 +34,16 @@ class UcpError(Exception):
         self.facts = facts
 
     def __reduce__(self) -> tuple[Any, ...]:
+        # Ray pickles errors; the default loses the keyword arguments.
         return (_rebuild, (type(self), str(self), self.facts))
 
 
-def _rebuild(kind: type[UcpError], message: str, facts: dict[str, Any]) -> UcpError:
+def _rebuild(kind: type[FactsError], message: str, facts: dict[str, Any]) -> FactsError:
     return kind(message, **facts)
+
+
+class UcpError(FactsError):
+    """Base of every error of ucp_core."""
 
 
 class CheckpointNotFoundError(UcpError):

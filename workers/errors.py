@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any
+from ucp_core.errors import FactsError
 
 __all__ = [
     "ArenaError",
@@ -19,20 +19,8 @@ __all__ = [
 _TRAINING_PACKAGES = {"aiohttp", "jinja2", "prometheus_client", "psutil", "ray", "torch"}
 
 
-class WorkerError(Exception):
-    """Base of every error that a worker raises on purpose.
-
-    Attributes:
-        facts: The values in the message, for programs: path, step, found, expected.
-    """
-
-    def __init__(self, message: str, **facts: Any) -> None:
-        super().__init__(message)
-        self.facts = facts
-
-    def __reduce__(self) -> tuple[Any, ...]:
-        # Ray pickles errors; the default loses the keyword arguments.
-        return (_rebuild, (type(self), str(self), self.facts))
+class WorkerError(FactsError):
+    """Base of every error that a worker raises on purpose."""
 
 
 class SettingsError(WorkerError):
@@ -65,7 +53,3 @@ def missing_extra(error: ModuleNotFoundError) -> str:
     if package not in _TRAINING_PACKAGES:
         return ""
     return f"this needs {package}, which is not installed; pip install 'everstep[ray]'"
-
-
-def _rebuild(kind: type[WorkerError], message: str, facts: dict[str, Any]) -> WorkerError:
-    return kind(message, **facts)

@@ -8,7 +8,9 @@ GroupError
 from __future__ import annotations
 
 import re
-from typing import Any, Final
+from typing import Final
+
+from ucp_core.errors import FactsError
 
 #: gloo (torch 2.13) and NCCL (2.27, ``src/misc/socket.cc``) on a connection that they could not
 #: make, or that ended for want of an answer.
@@ -20,15 +22,8 @@ _UNREACHED: Final = re.compile(
 )
 
 
-class GroupError(Exception):
+class GroupError(FactsError):
     """Base of what the recorded process groups raise on purpose; ``facts`` carry the numbers."""
-
-    def __init__(self, message: str, **facts: Any) -> None:
-        super().__init__(message)
-        self.facts = facts
-
-    def __reduce__(self) -> tuple[Any, ...]:
-        return (_rebuild, (type(self), str(self), self.facts))
 
 
 class AbortedError(GroupError):
@@ -54,7 +49,3 @@ def unreached(error: BaseException) -> str:
         seen.add(id(cause))
         cause = cause.__cause__ or cause.__context__
     return ""
-
-
-def _rebuild(kind: type[GroupError], message: str, facts: dict[str, Any]) -> GroupError:
-    return kind(message, **facts)
