@@ -7,6 +7,8 @@ import struct
 from collections.abc import Iterator
 from pathlib import Path
 
+from tests.support.snapshots import eventually
+
 __all__ = ["in_tensorboard", "in_wandb"]
 
 
@@ -21,8 +23,18 @@ def in_tensorboard(directory: Path) -> dict[str, list[tuple[int, float]]]:
     }
 
 
-def in_wandb(directory: Path) -> tuple[set[str], list[tuple[int, float]]]:
-    """Return the names of the runs that lie there for ``wandb sync``, and their curve."""
+def in_wandb(directory: Path, last_step: int) -> tuple[set[str], list[tuple[int, float]]]:
+    """Return the names of the runs that lie there for ``wandb sync``, and their curve.
+
+    It waits for the last step: wandb's own process writes it after it said that all is done.
+    """
+    eventually(
+        lambda: [last_step] == [step for step, _ in _in_wandb(directory)[1][-1:]], within_s=20
+    )
+    return _in_wandb(directory)
+
+
+def _in_wandb(directory: Path) -> tuple[set[str], list[tuple[int, float]]]:
     from wandb.proto.wandb_internal_pb2 import Record  # type: ignore[attr-defined]
 
     names: set[str] = set()

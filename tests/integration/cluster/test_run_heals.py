@@ -262,7 +262,7 @@ def _check_logged_once(directory: Path, num_steps: int) -> None:
     """Assert that the loggers have one curve, whichever controllers wrote it."""
     logged = in_tensorboard(directory / "tensorboard")["train/loss"]
     assert [step for step, _ in logged] == list(range(1, num_steps + 1))
-    names, rows = in_wandb(directory)
+    names, rows = in_wandb(directory, num_steps)
     assert len(names) == 1
     # What the service had not written when its controller was killed is lost.
     assert {step for step, _ in rows} <= set(range(1, num_steps + 1))

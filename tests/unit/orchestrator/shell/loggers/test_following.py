@@ -134,7 +134,7 @@ def test_wandb_has_one_run_and_one_curve(make_run: Callable[..., Written]) -> No
     run = make_run("wandb={project: p, mode: offline}")
     cut_and_resume(run)
 
-    names, rows = in_wandb(run.directory)
+    names, rows = in_wandb(run.directory, 10)
     noted = json.loads((run.directory / LOGGERS).read_text())["services"]["wandb"][0]
     assert names == {noted}
     assert rows == EXPECTED
@@ -173,7 +173,7 @@ def test_a_service_that_refuses_stops_nothing_and_gets_all_later(
     first.close("")
     assert "Error" in first.document()["tensorboard"]
     assert first.document()["wandb"] == ""
-    assert [step for step, _ in in_wandb(run.directory)[1]] == list(range(1, 8))
+    assert [step for step, _ in in_wandb(run.directory, 7)[1]] == list(range(1, 8))
 
     (run.directory / "tensorboard").unlink()
     second = run.follow()
@@ -192,4 +192,4 @@ def test_a_controller_that_died_before_its_first_point_began_the_same_run(
     cut_and_resume(run)
 
     assert first[1] == -1
-    assert in_wandb(run.directory) == ({first[0]}, EXPECTED)
+    assert in_wandb(run.directory, 10) == ({first[0]}, EXPECTED)
