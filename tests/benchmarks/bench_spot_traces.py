@@ -279,6 +279,7 @@ def in_seconds(changes: Sequence[Change], speedup: float) -> list[Change]:
 def measure(name: str, hours: tuple[float, float], notice_s: float) -> dict[str, Any]:
     """Play a piece of a trace to a run; return its goodput, and that of peers by arithmetic."""
     trace = scaled(spot_trace(name), NUM_NODES)
+    hours = max(hours[0], trace[0].at), hours[1]
     fast = in_seconds(piece(trace, *hours), SPEEDUP)
     end_s = (hours[1] - hours[0]) * 3600.0 / SPEEDUP
     with running(fast[0].num_nodes) as (bench, nodes):
