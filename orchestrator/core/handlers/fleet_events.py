@@ -59,6 +59,10 @@ def keeper_died(transition: Transition, event: KeeperDied) -> None:
     by_s = transition.now_s + transition.rules.bounds.keeper_return_s
     _expect_keeper(transition, event.node, by_s)
     transition.wake_by(by_s)
+    if transition.run.phase is Phase.WAITING:
+        # What no living worker holds is gone with it.
+        recovery.memory_shrank(transition)
+        recovery.proceed(transition)
 
 
 def keeper_silent(transition: Transition, event: KeeperSilent) -> None:

@@ -359,6 +359,9 @@ class Monitor:
         # Its report may be late, though it is ready or has left: only the bound decides.
         fenced = action.reason.startswith(("did not leave", "killed before")) and overdue
         require(fenced, "S5", f"healthy {action.worker}: {action.reason}")
+        # A word that is late by more than the bound is a fault too, and beside a keeper that is
+        # away it is the second: the process was the last that held its snapshots.
+        self.is_unkept |= world.now_s < worker.node.keeper_back_s
 
     def restarting(self, node: SimNode, now_s: float) -> None:
         """Check that only a keeper is restarted that says nothing."""
