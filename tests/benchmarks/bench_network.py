@@ -246,9 +246,13 @@ def head_rebooted(scene: Scene) -> dict[str, Any]:
 
 
 def head_back(scene: Scene) -> dict[str, Any]:
-    """End the head and boot it again while a Redis keeps what it knew; then stop the run."""
+    """End the head and boot it again while a Redis keeps what it knew; then stop the run.
+
+    Ray's own processes on the head need two processors for two seconds to start, and trainers wait
+    for those where they share them. No user's head shares them.
+    """
     waits = {VARIABLE: "600"}  # as KubeRay has it
-    with NetworkCluster(WORKERS, has_redis=True, environment=waits) as cluster:
+    with NetworkCluster(WORKERS, has_redis=True, head_yields=True, environment=waits) as cluster:
         run = NetworkRun(cluster, scene.directory(), pace_s=scene.pace_s, on=1)
         found = [_came_back(scene, run) for _ in range(scene.repeat)]
         began_s = time.monotonic()

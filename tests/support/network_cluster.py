@@ -197,6 +197,8 @@ class NetworkCluster:
         has_dashboard: Whether the head takes jobs, on ``jobs``.
         has_redis: Whether the head may come back: what it knows is kept in a Redis on a machine of
             its own.
+        head_yields: Whether the head's processes only get the processor time that all others leave,
+            as if the head had processors of its own.
         environment: Variables of Ray's processes and of all commands.
     """
 
@@ -208,6 +210,7 @@ class NetworkCluster:
         number: int = 0,
         has_dashboard: bool = False,
         has_redis: bool = False,
+        head_yields: bool = False,
         environment: Mapping[str, str] | None = None,
     ) -> None:
         _forget_dead()
@@ -215,6 +218,7 @@ class NetworkCluster:
         self._cpus = cpus_per_node
         self._has_dashboard = has_dashboard
         self._has_redis = has_redis
+        self._head_yields = head_yields
         self._variables = dict(environment or {})
         # Short: Ray makes sockets below it.
         self._folder = Path(tempfile.mkdtemp(prefix=f"{_PREFIX}{os.getpid()}-"))
@@ -328,6 +332,7 @@ class NetworkCluster:
         ]  # fmt: skip
         kept = f"RAY_REDIS_ADDRESS={self.host(REDIS)}:{_REDIS_PORT}"
         return [
+            *(["chrt", "--idle", "0"] if machine == HEAD and self._head_yields else []),
             *(["env", kept] if machine == HEAD and self._has_redis else []),
             str(_BIN / "ray"), "start", "--block", f"--node-ip-address={self.host(machine)}",
             f"--temp-dir={folder}", "--num-gpus=0", "--object-store-memory=100000000",
