@@ -50,7 +50,7 @@ class BudgetRules:
     infrastructure_max: int = 1000
     preemption_max: int = 10000
     user_max: int = 3
-    undecided_max: int = 2
+    undecided_max: int = 4
     stuck_max: int = 12
 
 

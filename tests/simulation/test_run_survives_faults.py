@@ -36,6 +36,8 @@ def test_every_promise_holds_in_every_history(first: int) -> None:
 @pytest.mark.parametrize(
     "seed",
     [
+        pytest.param(70120752, id="of two reads, the later one looked before a commit"),
+        pytest.param(70137720, id="a link flaps so that three hangs come after one step"),
         pytest.param(60074386, id="a keeper that alone held a step dies before anything starts"),
         pytest.param(60059129, id="a late word costs a process whose keeper is away"),
         pytest.param(30197539, id="memory that alone held a step is lost before anything starts"),

@@ -274,7 +274,11 @@ def committed_read(transition: Transition, event: CommittedRead) -> None:
     run.lost = event.lost
     if event.stored >= 0:
         damaged = {*event.damaged, *bad_sources.in_storage(run.bad)}
-        run.stored = versions.newest_stored(run.stored, event.stored, damaged)
+        stored = versions.newest_stored(run.stored, event.stored, damaged)
+        if stored > run.stored:
+            # Answers that are still to come may have looked before that was written.
+            run.reads.stored_from = run.reads.num + 1
+        run.stored = stored
     if _may_come_back(transition, event) or _is_behind_storage(transition, event):
         run.reads.seen = False
         if run.phase is Phase.READING and not run.reads.pending:

@@ -204,7 +204,7 @@ def test_a_program_hangs_after_the_same_step_and_a_network_after_any(*, same: bo
         while run.state.phase is not Phase.FORMING:
             run.wait(next_deadline_s(run.state))
 
-    assert (run.state.outcome, number) == (("failed", 2) if same else ("", 5))
+    assert (run.state.outcome, number) == (("failed", 4) if same else ("", 5))
 
 
 def test_a_group_that_does_not_form_is_looked_at_and_left_alone_if_all_reach_each_other() -> None:
