@@ -140,12 +140,7 @@ def run(
     """
     from orchestrator.config import load, run_preflight
 
-    extra = list(overrides or [])
-    if address is not None:
-        extra.append(f"cluster.address={address}")
-    if local_nodes is not None:
-        extra.append(f"cluster.local_nodes={local_nodes}")
-    settings = load(config, extra, look=run_preflight)
+    settings = load(config, _extra(overrides, address, local_nodes), look=run_preflight)
     from orchestrator.detection import limits_from
     from orchestrator.driver import RunView, follow_run, launch_run, print_bounds
     from orchestrator.shell import bounds_document
@@ -211,7 +206,7 @@ def watch(
     commands = [[*run, f"--address={each}"] for each in address or ()] or [run]
     watched = watch_run(
         commands,
-        load(config, list(overrides or [])),
+        load(config, _extra(overrides, next(iter(address or ()), None), local_nodes)),
         is_final=is_final,
         say=lambda line: typer.echo(f"everstep: {line}", err=True),
     )
@@ -490,7 +485,7 @@ def doctor(
     from orchestrator.config import load
     from orchestrator.driver import advice_lines, examine, report
 
-    settings = load(config, list(overrides or [])) if config is not None else None
+    settings = load(config, _extra(overrides, address)) if config is not None else None
     findings, nodes = examine(settings, address=address)
     document = report(findings, nodes)
     typer.echo(json.dumps(document) if as_json else "\n".join(advice_lines(findings)))
@@ -513,6 +508,15 @@ def simulate(
     _print(campaign.to_json(), as_json=as_json)
     if campaign.failures:
         raise typer.Exit(ExitCode.FAILED)
+
+
+def _extra(
+    overrides: list[str] | None, address: str | None, local_nodes: int | None = None
+) -> list[str]:
+    """Return ``overrides`` followed by those that options stand for."""
+    options = {"cluster.address": address, "cluster.local_nodes": local_nodes}
+    given = [f"{key}={value}" for key, value in options.items() if value is not None]
+    return [*(overrides or ()), *given]
 
 
 def _say_ended(interrupt: Interrupt, what_then: str) -> None:

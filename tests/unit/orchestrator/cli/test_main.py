@@ -179,3 +179,23 @@ def test_a_signal_that_ray_hides_keeps_its_number() -> None:
         _edge(wait_in_ray)()
 
     assert caught.value.exit_code == 143
+
+
+@pytest.mark.parametrize("command", ["run", "watch", "doctor"])
+def test_the_cluster_of_an_option_counts_when_the_settings_are_checked(
+    command: str, tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    """Simulated nodes have no spot market, and were checked instead of the cluster."""
+    path = tmp_path / "run.yaml"
+    path.write_text(
+        f"run: {{directory: {tmp_path}/run}}\nworkers: {{max: 1}}\ncapacity: [{{spot: true}}]\n"
+        "data: {source: /nowhere/*.txt}\n",  # ends before anybody looks for the cluster
+        encoding="utf-8",
+    )
+    given = [str(path), "--address", "127.0.0.1:1"]
+
+    ended = CliRunner().invoke(app, [command, *given])
+    text = ended.output + capfd.readouterr().err  # `watch` begins a process
+
+    assert "simulated nodes" not in text
+    assert ("data.source" if command != "doctor" else "no Ray cluster answers") in text
