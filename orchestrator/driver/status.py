@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import json
-import urllib.error
 import urllib.request
 from collections.abc import Sequence
+from http.client import HTTPException
 from typing import Any
 
 from orchestrator.config import RunConfig, load
@@ -30,6 +30,8 @@ __all__ = ["RunFiles", "read_status", "replay_run"]
 
 #: A living controller answered in 1 to 20 ms.
 ANSWER_S = 2.0
+#: A proxy of the user's is for the world, and does not reach a cluster's own network.
+_PAST_PROXIES = urllib.request.build_opener(urllib.request.ProxyHandler({}))
 
 
 class RunFiles:
@@ -124,13 +126,19 @@ class RunFiles:
         return fold_on(Folded(), segments, self.config().rules())
 
     def ask(self, page: str) -> dict[str, Any] | None:
-        """Return a document of the controller's page; None if it does not answer."""
+        """Return a document of the controller's page; None if it does not answer.
+
+        Whoever has its port by now, such as another run, is not believed.
+        """
         url = f"{self.contact()['url']}/{page}"
         try:
-            with urllib.request.urlopen(url, timeout=ANSWER_S) as answer:  # noqa: S310  http
-                return dict(json.load(answer))
-        except (urllib.error.URLError, TimeoutError, OSError):
+            with _PAST_PROXIES.open(url, timeout=ANSWER_S) as answer:
+                document: Any = json.load(answer)
+        except (OSError, HTTPException, ValueError):
             return None
+        directory = self.config().run.directory
+        is_own = isinstance(document, dict) and document.get("directory") == directory
+        return document if is_own else None
 
     def stored(self, lineage: Lineage, bad: Sequence[Source]) -> StoredVersion:
         """Return the newest committed version of a history from which the run could resume."""

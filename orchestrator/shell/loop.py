@@ -296,7 +296,8 @@ class Run:
         return True
 
     async def _losses(self) -> dict[str, Any]:
-        return loss_document(await self._snapshots.inventories(), self._state)
+        document = loss_document(await self._snapshots.inventories(), self._state)
+        return {**document, "directory": self._config.run.directory}
 
     async def _furnish(self, page: StatusPage) -> None:
         """Load what the run can do without until it is in charge, one after the other."""

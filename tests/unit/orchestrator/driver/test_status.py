@@ -1,9 +1,12 @@
 """What is said of a run whose controller does not answer, or is not complete yet."""
 
 import asyncio
+import contextlib
 import json
 import math
+import socket
 import threading
+import urllib.request
 from collections.abc import Awaitable, Callable
 from dataclasses import replace
 from pathlib import Path
@@ -17,6 +20,7 @@ from orchestrator.cli.main import app
 from orchestrator.core import Phase, RunState, describe
 from orchestrator.core import events as ev
 from orchestrator.driver import plan_each_node, plan_losses, read_status
+from orchestrator.errors import CapacityError
 from orchestrator.policies import RecoveryPlan
 from orchestrator.run_directory import CHECKPOINTS, CONFIG, CONTACT, SUMMARY
 from orchestrator.shell.capacity.nodes import NodeView
@@ -227,6 +231,50 @@ def test_without_a_loss_to_plan_each_node_is_planned_for(tmp_path: Path) -> None
     assert {plan.workers_after for plan in plans} == {NUM_WORKERS - 1}
 
 
+@pytest.mark.parametrize(
+    "answer",
+    [
+        b'{"directory": "/of/another/run", "phase": "running", "step": 4242}',
+        b"<html>login</html>",
+        b"[1]",
+        b"\xff",
+        b"",
+    ],
+)
+def test_a_stranger_who_has_the_port_by_now_is_not_the_controller(
+    tmp_path: Path, answer: bytes
+) -> None:
+    """Another run with the same fixed port was shown as this one, and alive."""
+    _run_in(tmp_path)
+    head = b"HTTP/1.1 200 OK\r\nContent-Length: %d\r\n\r\n" % len(answer)
+
+    assert _status_beside(tmp_path, head + answer)["controller"] == "down"
+    with pytest.raises(CapacityError, match="the controller does not answer"):
+        _beside(tmp_path, head + answer, lambda url: plan_losses(url, ["a"]))
+
+
+def test_a_stranger_that_speaks_no_http_is_not_the_controller(tmp_path: Path) -> None:
+    """An SSH server answers first, and with a banner."""
+    _run_in(tmp_path)
+
+    assert _status_beside(tmp_path, b"SSH-2.0-OpenSSH_9.2\r\n")["controller"] == "down"
+
+
+def test_a_proxy_of_the_user_is_not_asked_for_the_controller(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It does not reach a cluster's own network."""
+    _run_in(tmp_path)
+    monkeypatch.setenv("http_proxy", "http://127.0.0.1:1")
+    monkeypatch.delenv("no_proxy", raising=False)
+    urllib.request.install_opener(None)  # that was made without a proxy
+    body = json.dumps({"directory": str(tmp_path)}).encode()
+
+    found = _status_beside(tmp_path, b"HTTP/1.1 200 OK\r\n\r\n" + body)
+
+    assert found["controller"] == "alive"
+
+
 def test_watching_ends_with_the_run(tmp_path: Path) -> None:
     """It is left alone in a terminal, and must not watch a run that is over for ever."""
     _run_in(tmp_path)
@@ -237,6 +285,35 @@ def test_watching_ends_with_the_run(tmp_path: Path) -> None:
     seen = [json.loads(line)["controller"] for line in lines.splitlines()]
     assert len(seen) >= 2
     assert seen == ["down"] * (len(seen) - 1) + ["over"]
+
+
+def _status_beside(directory: Path, said: bytes) -> dict[str, Any]:
+    return _beside(directory, said, read_status)
+
+
+def _beside(directory: Path, said: bytes, ask: Callable[[str], T]) -> T:
+    """Call ``ask`` while somebody at the controller's address says ``said`` to whoever comes."""
+
+    def answer(server: socket.socket) -> None:
+        with contextlib.suppress(OSError):
+            while True:
+                client, _ = server.accept()
+                with client:
+                    client.sendall(said)
+                    client.shutdown(socket.SHUT_WR)
+                    while client.recv(4096):
+                        pass
+
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        contact = {**_NOBODY, "url": f"http://127.0.0.1:{server.getsockname()[1]}"}
+        (directory / CONTACT).write_text(json.dumps(contact))
+        thread = threading.Thread(target=answer, args=(server,))
+        thread.start()
+        try:
+            return ask(str(directory))
+        finally:
+            server.shutdown(socket.SHUT_RDWR)
+            thread.join()
 
 
 def _find_damaged(run: Journaled, *sources: Source) -> None:
@@ -267,8 +344,12 @@ async def _answered(
     directory: Path, losses: Callable[[], Awaitable[dict[str, Any]]], ask: Callable[[str], T]
 ) -> T:
     """Call ``ask`` with the run in ``directory`` while its controller tells ``losses``."""
+
+    async def told() -> dict[str, Any]:
+        return {**await losses(), "directory": str(directory)}
+
     page = StatusPage(
-        host="127.0.0.1", port=0, status=dict, losses=losses, metrics=CollectorRegistry()
+        host="127.0.0.1", port=0, status=dict, losses=told, metrics=CollectorRegistry()
     )
     contact = {**_NOBODY, "url": await page.start()}
     (directory / CONTACT).write_text(json.dumps(contact))
