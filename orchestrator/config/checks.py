@@ -7,6 +7,7 @@ What needs more than the text, such as data, storage and memory, is checked by
 from __future__ import annotations
 
 import math
+import shlex
 from collections.abc import Collection
 from pathlib import Path
 from urllib.parse import urlsplit
@@ -110,11 +111,18 @@ def _axis_problems(config: RunConfig) -> list[tuple[str, str]]:
 def _capacity_problems(config: RunConfig) -> list[tuple[str, str]]:
     """Return what is wrong with alternatives: each names the place of the one that has it."""
     found: list[tuple[str, str]] = []
+    is_priced = any(each.usd_per_hour for each in config.capacity)
     for number, each in enumerate(config.capacity):
         where, num_gpus = f"capacity.{number}", config.cluster.gpus_per_worker
         if each.resources.get("GPU", num_gpus) != num_gpus:
             message = f"must be cluster.gpus_per_worker={num_gpus}, or left out"
             found.append((f"{where}.resources.GPU", message))
+        if is_priced and "usd_per_hour" not in each.model_fields_set:
+            message = (
+                "is missing, and others have a price, so the cost of the run would be too low: "
+                "give it too, or 0 for machines that cost nothing"
+            )
+            found.append((f"{where}.usd_per_hour", message))
         if config.cluster.address is None and (each.selector() or each.resources):
             message = (
                 "simulated nodes are all alike: name a cluster by cluster.address or --address, "
@@ -137,4 +145,9 @@ def _notice_problems(asked: NoticesSection) -> list[tuple[str, str]]:
         found.append(("notices.endpoint", message))
     if asked.file and not Path(asked.file).is_absolute():
         found.append(("notices.file", f"{asked.file!r} must be an absolute path"))
+    try:
+        if asked.command and not any(shlex.split(asked.command)[:1]):
+            found.append(("notices.command", f"{asked.command!r} names no program"))
+    except ValueError as error:
+        found.append(("notices.command", f"{asked.command!r} is no command: {error}"))
     return found

@@ -103,7 +103,8 @@ class Alternative(Section):
         labels: That its node must have, such as ``{ray.io/accelerator-type: L4}``.
         zone: Of its node, as Ray's label ``ray.io/availability-zone`` says it.
         spot: Whether its node is on the spot market, by ``ray.io/market-type``. Default: either.
-        usd_per_hour: Price of the room for one worker, from which the cost of the run follows.
+        usd_per_hour: Price of the room for one worker, from which the cost of the run follows. All
+            alternatives have one, or none has.
     """
 
     resources: dict[str, PositiveFloat] = Field(default_factory=dict)

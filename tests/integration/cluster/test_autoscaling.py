@@ -100,7 +100,8 @@ def test_what_is_sold_out_is_replaced_until_it_returns(tmp_path: Path) -> None:
         for market in ("spot", "on-demand")
     }
     wanted = (
-        "capacity=[{spot: true, usd_per_hour: 0.4}, {zone: mars}, {spot: false, usd_per_hour: 1.2}]"
+        "capacity=[{spot: true, usd_per_hour: 0.4}, {zone: mars, usd_per_hour: 0.1}, "
+        "{spot: false, usd_per_hour: 1.2}]"
     )
     with AutoscaledCluster(types) as cluster:
         words = ["everstep", "doctor", "local/small", f"cluster.address={cluster.address}"]

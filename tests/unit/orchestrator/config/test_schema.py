@@ -291,13 +291,23 @@ def test_an_interval_is_a_number_or_auto(value: str, wrong: str) -> None:
 
 def test_a_cloud_that_nobody_here_knows_is_refused_with_those_that_are_known() -> None:
     """Its notices would be waited for in vain; a command can ask for them."""
-    text = "notices: {cloud: oracle, endpoint: 'https://10.0.0.1', file: notice}\n"
+    text = "notices: {cloud: oracle, endpoint: 'https://10.0.0.1', file: notice, command: a 'b}\n"
 
     assert [line.partition(": ")[2] for line in _problems(LEAST + text)] == [
         "notices.cloud: 'oracle' is none of auto, aws, gcp, azure, none; else set notices.command",
         "notices.endpoint: must be like http://169.254.169.254, not 'https://10.0.0.1'",
         "notices.file: 'notice' must be an absolute path",
+        'notices.command: "a \'b" is no command: No closing quotation',
     ]
+
+
+@pytest.mark.parametrize("command", ["   ", '""'])
+def test_a_command_for_notices_without_a_program_is_refused(command: str) -> None:
+    """No node could have started it, and the run would have heard of no notice."""
+    (problem,) = _problems(LEAST + f"notices: {{command: '{command}'}}\n")
+
+    assert "notices.command: " in problem
+    assert "names no program" in problem
 
 
 def test_simulated_nodes_ask_no_cloud_unless_one_is_named() -> None:
@@ -355,7 +365,10 @@ def test_capacity_may_name_alternatives_in_order() -> None:
         + """\
 capacity:
   - {spot: true, zone: us-west-2a, usd_per_hour: 0.4}
-  - {spot: false, resources: {CPU: 2, memory: 1000000}, labels: {team: red}}
+  - spot: false
+    resources: {CPU: 2, memory: 1000000}
+    labels: {team: red}
+    usd_per_hour: 0
 """
     )
 
@@ -380,6 +393,7 @@ capacity:
         ("[{resources: {CPU: 0}}]", "capacity.0.resources.CPU", "greater than 0"),
         ("[{resources: {GPU: 2}}]", "capacity.0.resources.GPU", "cluster.gpus_per_worker=0"),
         ("{spot: true}", "capacity", "must be a list"),
+        ("[{usd_per_hour: 2}, {spot: true}]", "capacity.1.usd_per_hour", "is missing"),
     ],
 )
 def test_what_is_wrong_with_an_alternative_is_named(line: str, path: str, said: str) -> None:
