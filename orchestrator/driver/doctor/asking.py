@@ -82,7 +82,7 @@ def examine(
         try:
             run_url = config.run.directory if config is not None else ""
             nodes, silent = _ask_nodes(run_url, watched)
-            if config is not None and config.capacity:
+            if config is not None:
                 types = _on_head(_types_here)
                 findings += unserved(config, there=_nodes_there(), types=types)
             if config is not None and config.cluster.metrics_port:

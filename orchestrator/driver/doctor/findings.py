@@ -125,7 +125,7 @@ class NodeKind:
 def unserved(
     config: RunConfig, *, there: Sequence[NodeKind], types: Sequence[NodeKind] | None
 ) -> list[Finding]:
-    """Return which alternatives of capacity no node can serve.
+    """Return which alternatives of capacity no node can serve; without any, the room of a worker.
 
     Args:
         config: Of the run.
@@ -133,9 +133,12 @@ def unserved(
         types: What its autoscaler may bring; None if that is not known.
     """
     findings: list[Finding] = []
-    for number, wanted in enumerate(config.alternatives() if config.capacity else ()):
+    for number, wanted in enumerate(config.alternatives()):
         if any(kind.serves(wanted) for kind in (*there, *(types or ()))):
             continue
+        about, change = f"capacity.{number}", f"capacity.{number}"
+        if not config.capacity:
+            about, change = "cluster", "cluster.cpus_per_worker or cluster.gpus_per_worker"
         needs = {**{n: f"{a:g}" for n, a in wanted.resources.items()}, **wanted.selector()}
         what = ", ".join(f"{name} {value}" for name, value in needs.items())
         if types is None:
@@ -144,13 +147,11 @@ def unserved(
         else:
             message = f"no node has {what}, and no type of node that the autoscaler may bring"
             advice = (
-                f"change capacity.{number}, or add such a type; it has "
+                f"change {change}, or add such a type; it has "
                 f"{'; '.join(map(str, types)) or 'none'}"
             )
         level = Level.WARN if types is None else Level.FAIL
-        findings.append(
-            Finding(level=level, about=f"capacity.{number}", message=message, advice=advice)
-        )
+        findings.append(Finding(level=level, about=about, message=message, advice=advice))
     return findings
 
 

@@ -169,4 +169,14 @@ capacity:
     assert [each.about for each in unserved(config, there=[large], types=[spot])] == ["capacity.2"]
     unknown = unserved(config, there=[], types=None)
     assert {finding.level for finding in unknown} == {Level.WARN}
-    assert unserved(CONFIG, there=[], types=[]) == []
+
+
+def test_a_worker_that_fits_nowhere_is_found_without_alternatives() -> None:
+    """A slip in its processors is waited for as long as an alternative that does not exist."""
+    small = NodeKind(name="small", resources={"CPU": 1.0}, labels={})
+
+    assert unserved(CONFIG, there=[replace(small, resources={"CPU": 2.0})], types=[]) == []
+    (finding,) = unserved(CONFIG, there=[small], types=[small])
+    assert (finding.level, finding.about) == (Level.FAIL, "cluster")
+    assert "no node has CPU 2" in finding.message
+    assert "change cluster.cpus_per_worker" in finding.advice
