@@ -38,6 +38,8 @@ class Metadata(ThreadingHTTPServer):
         self.folder = folder
         #: How many tokens AWS has given; only the last one counts.
         self.num_tokens = 0
+        #: Whether Google takes no ETag that it gave.
+        self.refuses_etags = False
         self.asked: list[str] = []
 
     @property
@@ -111,6 +113,8 @@ class _Handler(BaseHTTPRequestHandler):
             token = f"token-{self.server.num_tokens}"
             return 0 if self.headers.get("X-aws-ec2-metadata-token") == token else 401
         if path.startswith("/computeMetadata/"):
+            if self.server.refuses_etags and "last_etag" in query:
+                return 400
             return 0 if self.headers.get("Metadata-Flavor") == "Google" else 403
         return 0 if self.headers.get("Metadata") == "true" and "api-version" in query else 400
 

@@ -6,7 +6,7 @@ from ucp_core.lazy import lazy_door
 
 if TYPE_CHECKING:
     from workers.keeper.actor import OPTIONS, Keeper
-    from workers.keeper.notices import CLOUDS, FAILURES, NoticeWatch, sources_of
+    from workers.keeper.notices import CLOUDS, FAILURES, NoticeWatch, no_answer, sources_of
     from workers.keeper.reach import SILENT_S, hung_up, silent
     from workers.keeper.sources import MemorySources
     from workers.keeper.watch import progress_path, ring_path
@@ -20,6 +20,7 @@ __all__ = [
     "MemorySources",
     "NoticeWatch",
     "hung_up",
+    "no_answer",
     "progress_path",
     "ring_path",
     "silent",

@@ -36,7 +36,7 @@ from orchestrator.errors import CapacityError
 from orchestrator.shell import connect_ray, wall_time
 from ucp_core.errors import UcpError
 from ucp_core.storage import join, open_store
-from workers.keeper import FAILURES, sources_of
+from workers.keeper import FAILURES, no_answer, sources_of
 from workers.process import copies_past_caches
 
 __all__ = ["examine"]
@@ -135,7 +135,7 @@ def facts_of(node: str, watched: Mapping[str, str]) -> NodeFacts:
         try:
             source.look()
         except FAILURES as error:
-            unheard.append(f"{source.name} does not answer: {error}")
+            unheard.append(no_answer(source, error))
     versions = {"python": ".".join(platform.python_version_tuple()[:2])}
     for name in _PACKAGES:
         try:

@@ -301,7 +301,7 @@ def _notices(nodes: Sequence[NodeFacts]) -> Finding:
         "notices",
         lambda facts: ", ".join(facts.unheard),
         good=f"{' and '.join(watched)}: asked, and it answers" if watched else nobody,
-        advice="on AWS containers need a hop limit of 2; notices.cloud: none asks nobody",
+        advice="do as the brackets say; a node that is taken is else found when it is gone",
     )
 
 

@@ -6,9 +6,9 @@ from ucp_core.lazy import lazy_door
 
 if TYPE_CHECKING:
     from workers.keeper.notices.machine import CLOUDS, recognised
-    from workers.keeper.notices.sources import FAILURES, sources_of
+    from workers.keeper.notices.sources import FAILURES, no_answer, sources_of
     from workers.keeper.notices.watch import NoticeWatch
 
-__all__ = ["CLOUDS", "FAILURES", "NoticeWatch", "recognised", "sources_of"]
+__all__ = ["CLOUDS", "FAILURES", "NoticeWatch", "no_answer", "recognised", "sources_of"]
 
 __getattr__ = lazy_door(__name__)

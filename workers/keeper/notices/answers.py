@@ -1,6 +1,6 @@
 """What the answers of metadata services mean. Pure; times are seconds since the epoch.
 
-Of an answer that makes no sense they raise ``ValueError``, ``TypeError`` or ``KeyError``.
+Of an answer that makes no sense they raise any ``Exception``.
 """
 
 from __future__ import annotations
@@ -60,20 +60,21 @@ def gcp(preempted: str, maintenance: str, *, has_gpus: bool) -> tuple[str, float
     return None
 
 
-def azure(events: str, *, machine: str, now_s: float) -> Notice | None:
+def azure(events: str, *, machine: str) -> Notice | None:
     """Return what Scheduled Events say of one machine.
 
     Args:
         events: The answer; it names the events of all machines of a group.
         machine: The name of this one.
-        now_s: The time, for events that have started: they name none.
+
+    An event that has begun names no time. Its end is 0.0, which has come and is the same each time.
     """
     found = []
     for event in _mapping(events)["Events"]:
         if machine in event["Resources"] and event["EventType"] in _AZURE_EVENTS:
             begins = event.get("NotBefore") or ""
             what = f"azure: {event['EventType']}, event {event['EventId']}"
-            found.append(Notice(what=what, deadline_s=_time(begins) if begins else now_s))
+            found.append(Notice(what=what, deadline_s=_time(begins) if begins else 0.0))
     return nearest(found)
 
 
@@ -81,23 +82,38 @@ def own(text: str, *, told_s: float) -> Notice | None:
     """Return what a file or a command of the user's own says.
 
     Args:
-        text: A time in ISO 8601 or the seconds left, then anything for people. Nothing is no
-            notice: a file is empty for a moment while it is written.
+        text: A time in ISO 8601 or as ``date`` prints it, or the seconds left, then anything for
+            people. Nothing is no notice: a file is empty for a moment while it is written.
         told_s: From when on seconds count.
     """
-    when, _, why = text.strip().partition(" ")
-    if not when:
+    words = text.split()
+    if not words:
         return None
-    try:
-        deadline_s = told_s + float(when)
-    except ValueError:
-        deadline_s = _time(when)
-    return Notice(what=why.strip() or "the machine's own notice", deadline_s=deadline_s)
+    for num_words in (6, 2, 1):  # "Thu Nov 26 08:00:00 UTC 2026", "2026-11-26 08:00:00", "90"
+        try:
+            deadline_s = _moment(" ".join(words[:num_words]), told_s)
+        except (ValueError, OverflowError):
+            continue
+        why = " ".join(words[num_words:])
+        return Notice(what=why or "the machine's own notice", deadline_s=deadline_s)
+    raise ValueError(f"{text[:40]!r} begins neither with seconds nor like 2026-11-26T08:00:00Z")
 
 
 def nearest(notices: Sequence[Notice]) -> Notice | None:
     """Return the notice that ends first."""
     return min(notices, key=lambda notice: notice.deadline_s, default=None)
+
+
+def _moment(text: str, told_s: float) -> float:
+    try:
+        left_s = float(text)
+    except ValueError:
+        if len(text) <= len("2026-11-26"):  # Nobody says whether a day begins or ends it.
+            raise
+        return _time(text)
+    if not math.isfinite(left_s):
+        raise ValueError(text)
+    return told_s + left_s
 
 
 def _mapping(text: str) -> dict[str, Any]:
@@ -113,4 +129,6 @@ def _time(text: str) -> float:
         found = datetime.fromisoformat(text)
     except ValueError:
         found = parsedate_to_datetime(text)
+        if found.tzinfo is None:  # It has a name that only some know, such as CET.
+            raise
     return (found if found.tzinfo else found.replace(tzinfo=UTC)).timestamp()

@@ -11,27 +11,32 @@ from __future__ import annotations
 
 import contextlib
 import shlex
+import socket
 import subprocess
+import threading
 import time
 from collections.abc import Mapping
 from http import HTTPStatus
-from http.client import HTTPConnection, HTTPException, HTTPMessage
+from http.client import HTTPConnection, HTTPMessage
 from pathlib import Path
 from typing import Final, Protocol
-from urllib.parse import urlsplit
+from urllib.parse import quote, urlsplit
 
 from workers.keeper.notices import answers
-from workers.keeper.notices.machine import has_gpus, recognised
+from workers.keeper.notices.machine import CLOUDS, has_gpus, recognised
 from workers.protocol import Notice
 
-__all__ = ["FAILURES", "Source", "sources_of"]
+__all__ = ["FAILURES", "Source", "no_answer", "sources_of"]
 
-#: What a source raises that could not be asked, or whose answer makes no sense.
-FAILURES: Final = (OSError, HTTPException, ValueError, KeyError, TypeError)
+#: What a source raises that could not be asked, or whose answer makes no sense: anything, as what
+#: others answer may be anything, such as brackets in brackets and years of eleven digits.
+FAILURES: Final = (Exception,)
 #: The same at all three, on the link of the machine; no name has to be looked up.
 _ENDPOINT: Final = "http://169.254.169.254"
 #: A service on the machine's own link answers in milliseconds.
 _ANSWER_S: Final = 5.0
+#: The events of a thousand machines are about half of it.
+_ANSWER_BYTES_MAX: Final = 1 << 20
 #: So long Google's holds the answer back until there is another.
 _HANG_S: Final = 5
 _TOKEN_LIVES_S: Final = 21600
@@ -44,24 +49,34 @@ class Source(Protocol):
 
     Attributes:
         name: For people.
+        advice: What they do if it does not answer.
         period_s: It is asked this often.
     """
 
     name: str
+    advice: str
     period_s: float
 
     def look(self) -> Notice | None:
         """Return what it says now; raises one of ``FAILURES``."""
 
 
+def no_answer(source: Source, error: Exception) -> str:
+    """Return what is said of a source that raised ``error``."""
+    why = str(error) or type(error).__name__
+    return f"{source.name} does not answer: {why} ({source.advice})"
+
+
 def sources_of(
     *, cloud: str = "none", endpoint: str = "", file: str = "", command: str = ""
 ) -> list[Source]:
     """Return who is to be asked, as the section ``notices`` of the configuration says it."""
-    cloud = recognised() if cloud == "auto" else cloud
+    is_auto, cloud = cloud == "auto", recognised() if cloud == "auto" else cloud
     found: list[Source] = []
     if cloud in _SERVICES:
         found.append(_SERVICES[cloud](endpoint or _ENDPOINT))
+    elif is_auto and endpoint:
+        found.append(_Unknown(endpoint))
     if file:
         found.append(_File(Path(file)))
     if command:
@@ -69,10 +84,25 @@ def sources_of(
     return found
 
 
+class _Unknown:
+    """An endpoint on a machine that does not say which cloud it is of."""
+
+    advice = f"set notices.cloud to one of {', '.join(CLOUDS)}"
+    period_s = 60.0
+
+    def __init__(self, endpoint: str) -> None:
+        self.name = f"notices.endpoint {endpoint}"
+
+    def look(self) -> Notice | None:
+        """Raise: nobody knows how to ask it."""
+        raise ValueError("the firmware of this machine names no known cloud, so it is not asked")
+
+
 class _Service:
     """A metadata service over HTTP, past all proxies."""
 
     name = ""
+    advice = "see whether this machine reaches it; notices.cloud: none asks nobody"
     period_s = 1.0
 
     def __init__(self, endpoint: str) -> None:
@@ -84,14 +114,30 @@ class _Service:
         headers: Mapping[str, str],
         *,
         method: str = "GET",
-        within_s: float = _ANSWER_S,
+        hang_s: float = 0.0,
     ) -> tuple[int, str, HTTPMessage]:
-        """Return the status, the text and the headers of an answer."""
+        """Return the status, the text and the headers of an answer, which is whole and in time."""
+        within_s = _ANSWER_S + hang_s
         connection = HTTPConnection(self._address, timeout=within_s)
+        late = threading.Event()
         with contextlib.closing(connection):
-            connection.request(method, path, headers=dict(headers))
-            answer = connection.getresponse()
-            return answer.status, answer.read().decode("utf-8", "replace"), answer.headers
+            connection.connect()
+            # The timeout of a connection is that of each piece, and each byte may be one.
+            timer = threading.Timer(within_s, _end, [connection.sock, late])
+            timer.daemon = True
+            timer.start()
+            try:
+                connection.request(method, path, headers=dict(headers))
+                answer = connection.getresponse()
+                text = answer.read(_ANSWER_BYTES_MAX)
+                is_whole = not answer.length and not answer.read(1)
+            finally:
+                timer.cancel()
+                if late.is_set():
+                    raise TimeoutError(f"no whole answer to {path} in {within_s:g} s")
+        if not is_whole:
+            raise ValueError(f"{path} answers less than it says, or over {_ANSWER_BYTES_MAX} bytes")
+        return answer.status, text.decode("utf-8", "replace"), answer.headers
 
     def _said(self, path: str, headers: Mapping[str, str]) -> str:
         status, text, _ = self._ask(path, headers)
@@ -102,6 +148,7 @@ class _Aws(_Service):
     """IMDSv2: a token first, which a container gets if the hop limit is 2."""
 
     name = "the metadata service of aws"
+    advice = "containers need a hop limit of 2; notices.cloud: none asks nobody"
     #: As AWS advises.
     period_s = 5.0
 
@@ -147,9 +194,11 @@ class _Gcp(_Service):
         """Return a preemption or a stop for maintenance, with the time since when it is known."""
         root = "/computeMetadata/v1/instance"
         path = f"{root}/preempted"
-        wait = f"?wait_for_change=true&timeout_sec={_HANG_S}&last_etag={self._etag}"
+        # If it is refused, the next question does without it.
+        etag, self._etag = quote(self._etag, safe=""), ""
+        wait = f"?wait_for_change=true&timeout_sec={_HANG_S}&last_etag={etag}"
         status, text, headers = self._ask(
-            path + (wait if self._etag else ""), self._HEADERS, within_s=_HANG_S + _ANSWER_S
+            path + (wait if etag else ""), self._HEADERS, hang_s=_HANG_S
         )
         preempted, maintenance = _fine(path, status, text), ""
         if preempted.strip() != "TRUE":
@@ -180,16 +229,13 @@ class _Azure(_Service):
             where = "/metadata/instance/compute/name?api-version=2021-02-01&format=text"
             self._machine = self._said(where, self._HEADERS).strip()
         events = self._said("/metadata/scheduledevents?api-version=2020-07-01", self._HEADERS)
-        return answers.azure(
-            events,
-            machine=self._machine,
-            now_s=time.time(),  # noqa: TID251  as people and providers count it
-        )
+        return answers.azure(events, machine=self._machine)
 
 
 class _File:
     """A file that exists while the machine is under notice."""
 
+    advice = "see notices.file"
     period_s = 1.0
 
     def __init__(self, path: Path) -> None:
@@ -199,7 +245,8 @@ class _File:
     def look(self) -> Notice | None:
         """Return what it says; seconds in it count from when it was written."""
         try:
-            text, told_s = self._path.read_text(encoding="utf-8"), self._path.stat().st_mtime
+            with self._path.open(encoding="utf-8") as file:
+                text, told_s = file.read(_ANSWER_BYTES_MAX), self._path.stat().st_mtime
         except FileNotFoundError:
             return None
         return answers.own(text, told_s=told_s)
@@ -208,25 +255,34 @@ class _File:
 class _Command:
     """A command that prints something while the machine is under notice."""
 
+    advice = "run it on this machine, see notices.command"
     period_s = 5.0
 
     def __init__(self, command: str) -> None:
         self.name = f"the command {command}"
-        self._words = shlex.split(command)
+        self._command = command
         self._said, self._told_s = "", 0.0
 
     def look(self) -> Notice | None:
         """Return what it says; seconds in it count from when it first said so."""
         try:
             done = subprocess.run(  # noqa: S603  the user's own
-                self._words, capture_output=True, text=True, timeout=_COMMAND_S, check=True
-            )
+                shlex.split(self._command),
+                capture_output=True, text=True, timeout=_COMMAND_S, check=True,
+            )  # fmt: skip
         except subprocess.SubprocessError as error:
             raise OSError(str(error)) from error
         if done.stdout != self._said:
             self._said = done.stdout
             self._told_s = time.time()  # noqa: TID251  as people and providers count it
         return answers.own(self._said, told_s=self._told_s)
+
+
+def _end(connection: socket.socket, late: threading.Event) -> None:
+    """End a connection that somebody reads; he finds that it is closed."""
+    late.set()
+    with contextlib.suppress(OSError):
+        connection.shutdown(socket.SHUT_RDWR)
 
 
 def _fine(path: str, status: int, text: str) -> str:

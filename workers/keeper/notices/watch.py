@@ -10,7 +10,7 @@ from dataclasses import replace
 from typing import Final
 
 from workers.keeper.notices import answers
-from workers.keeper.notices.sources import FAILURES, Source
+from workers.keeper.notices.sources import FAILURES, Source, no_answer
 from workers.protocol import Notice
 
 __all__ = ["NoticeWatch"]
@@ -49,8 +49,8 @@ class NoticeWatch:
     def problems(self) -> tuple[str, ...]:
         """Return one line for each source that does not answer."""
         return tuple(
-            f"{name} does not answer: {why}; a node that is taken is found when it is gone"
-            for name, why in sorted(self._failing.copy().items())
+            f"{why}; a node that is taken is found when it is gone"
+            for why in sorted(self._failing.copy().values())
         )
 
     def _ask_often(self, source: Source) -> None:
@@ -61,7 +61,7 @@ class NoticeWatch:
             except FAILURES as error:
                 if self._failing.get(source.name) is None:
                     log.warning("notices", extra={"source": source.name, "why": str(error)})
-                self._failing[source.name] = str(error) or type(error).__name__
+                self._failing[source.name] = no_answer(source, error)
                 wait_s = min(2 * wait_s, _ASK_S_MAX)
             else:
                 self._failing.pop(source.name, None)

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import shlex
 import socket
 import sys
+import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -23,7 +25,7 @@ from tests.support.metadata_server import (
     Metadata,
     serve,
 )
-from workers.keeper.notices import NoticeWatch, sources_of
+from workers.keeper.notices import CLOUDS, NoticeWatch, machine, no_answer, sources, sources_of
 
 WAIT_S_MAX = 60.0
 
@@ -37,10 +39,10 @@ def server(tmp_path: Path) -> Iterator[Metadata]:
 
 @contextmanager
 def _watching(**asked: str) -> Iterator[NoticeWatch]:
-    sources = sources_of(**asked)
-    for source in sources:
+    found = sources_of(**asked)
+    for source in found:
         source.period_s = 0.05
-    watch = NoticeWatch(sources)
+    watch = NoticeWatch(found)
     try:
         yield watch
     finally:
@@ -120,6 +122,106 @@ def test_a_file_and_a_command_of_ones_own_are_heeded(tmp_path: Path) -> None:
         _wait(lambda: _what(watch) == "the rack is cleaned")
         printed.write_text("")
         _wait(lambda: watch.notice() is None)
+
+
+@pytest.mark.parametrize(
+    "answer",
+    [
+        "[" * 100000,
+        '{"action": "stop", "time": "Wed, 25 Nov 99999999999 00:00:00 GMT"}',
+        "x" * 2**21,
+    ],
+    ids=["nested", "year", "long"],
+)
+def test_no_answer_ends_the_watch(server: Metadata, answer: str) -> None:
+    """Its thread was gone, nobody was told, and the next notice was not heard."""
+    server.say(AWS_ACTION, answer)
+    with _watching(cloud="aws", endpoint=server.endpoint) as watch:
+        _wait(lambda: bool(watch.problems()))
+        server.say(AWS_ACTION, '{"action": "stop", "time": "2099-11-25T08:22:00Z"}')
+        _wait(lambda: _what(watch) == "aws: spot instance, stop" and not watch.problems())
+
+
+@pytest.mark.parametrize("command", ["echo 'x", " ", "/no/such/command"])
+def test_a_command_that_cannot_be_run_is_told(command: str) -> None:
+    """One with an open quote ended the keeper as it began."""
+    with _watching(command=command) as watch:
+        _wait(lambda: bool(watch.problems()))
+        assert watch.problems()[0].startswith(f"the command {command} does not answer: ")
+
+
+@pytest.mark.parametrize("begin", [b"", b"HTTP/1.1 200 OK\r\nContent-Length: 100\r\n\r\n"])
+def test_a_server_that_drips_is_given_up(begin: bytes, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each byte is in time; a hundred of them are not."""
+    monkeypatch.setattr(sources, "_ANSWER_S", 0.3)
+    (source,) = sources_of(cloud="azure", endpoint=_dripping(begin))
+    with pytest.raises(TimeoutError, match=r"no whole answer to .* in 0\.3 s"):
+        source.look()
+
+
+def _dripping(begin: bytes) -> str:
+    """Return the address of a server that sends a byte each 0.1 s until it is left."""
+    listening = socket.create_server(("127.0.0.1", 0))
+
+    def drip() -> None:
+        with listening, listening.accept()[0] as connection:
+            connection.sendall(begin)
+            with contextlib.suppress(OSError):
+                while True:
+                    connection.sendall(b"x")
+                    time.sleep(0.1)
+
+    threading.Thread(target=drip, daemon=True).start()
+    return f"http://127.0.0.1:{listening.getsockname()[1]}"
+
+
+def test_google_is_asked_anew_after_an_etag_that_it_refuses(server: Metadata) -> None:
+    """The question that waits for a change was refused for ever, and no preemption was seen."""
+    server.say(GCP_PREEMPTED, "FALSE")
+    server.say(GCP_MAINTENANCE, "NONE")
+    server.refuses_etags = True
+    (source,) = sources_of(cloud="gcp", endpoint=server.endpoint)
+    assert source.look() is None
+    with pytest.raises(ValueError, match="answers 400"):
+        source.look()
+    server.say(GCP_PREEMPTED, "TRUE")
+    notice = source.look()
+    assert notice is not None
+    assert notice.what == "gcp: preempted"
+
+
+def test_an_event_of_azure_that_has_begun_is_the_same_at_each_look(server: Metadata) -> None:
+    """Each had a later end, and each was told to the run."""
+    event = {"EventId": "1", "EventType": "Preempt", "Resources": ["spot_1"], "NotBefore": ""}
+    server.say(AZURE_NAME, "spot_1")
+    server.say(AZURE_EVENTS, json.dumps({"Events": [event]}))
+    (source,) = sources_of(cloud="azure", endpoint=server.endpoint)
+    first = source.look()
+    assert first is not None
+    assert source.look() == first
+
+
+def test_an_endpoint_that_nobody_knows_how_to_ask_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It was not asked, and nothing said so."""
+    monkeypatch.setattr(machine, "_DMI", Path("/nowhere"))
+    with _watching(cloud="auto", endpoint="http://127.0.0.1:9") as watch:
+        _wait(lambda: bool(watch.problems()))
+        (problem,) = watch.problems()
+    assert "notices.endpoint http://127.0.0.1:9 does not answer: the firmware" in problem
+    assert "set notices.cloud to one of aws, gcp, azure" in problem
+    assert sources_of(cloud="auto") == []
+
+
+def test_each_source_has_advice_of_its_own(tmp_path: Path) -> None:
+    """A file that cannot be read was met with a hop limit of AWS."""
+    file, command = str(tmp_path), "/no/such/command"
+    told = [
+        no_answer(source, OSError("broken"))
+        for cloud in CLOUDS
+        for source in sources_of(cloud=cloud, file=file, command=command)
+    ]
+    assert ["hop limit" in line for line in told] == [True] + 8 * [False]
+    assert told[1] == f"the file {file} does not answer: broken (see notices.file)"
 
 
 def test_a_service_that_does_not_answer_is_told_once_and_takes_nothing_back(
