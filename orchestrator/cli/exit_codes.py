@@ -6,6 +6,7 @@ import signal
 from enum import IntEnum
 
 from orchestrator.errors import CapacityError, ConfigError, RunNotFoundError, TokenError
+from ucp_core.errors import StorageError
 
 __all__ = [
     "TABLE",
@@ -25,6 +26,7 @@ class ExitCode(IntEnum):
     BAD_INPUT = 2
     NO_CAPACITY = 3
     DAMAGED = 4
+    NO_STORAGE = 5
 
 
 _MEANINGS = {
@@ -32,8 +34,8 @@ _MEANINGS = {
     ExitCode.FAILED: "the run failed, or the answer is no (doctor, demo, replay, simulate)",
     ExitCode.BAD_INPUT: "wrong usage, configuration or token, or a directory that holds no run",
     ExitCode.NO_CAPACITY: "no cluster, a lost cluster, or too few workers for too long",
-    ExitCode.DAMAGED: "the storage refused, another cluster took the run over, or a journal or "
-    "checkpoint is damaged",
+    ExitCode.DAMAGED: "another cluster took the run over, or a journal or checkpoint is damaged",
+    ExitCode.NO_STORAGE: "the storage does not answer, or refuses",
 }
 
 #: For ``everstep --help``.
@@ -51,6 +53,8 @@ def code_of_error(error: Exception) -> ExitCode:
         return ExitCode.NO_CAPACITY
     if isinstance(error, ConfigError | RunNotFoundError | TokenError):
         return ExitCode.BAD_INPUT
+    if isinstance(error, StorageError):
+        return ExitCode.NO_STORAGE
     return ExitCode.DAMAGED
 
 
@@ -72,4 +76,5 @@ def is_final(code: int) -> bool:
     Code 1 is also that of a process that Ray ended, and codes below 0 say which signal killed it:
     whether the run has failed, its summary says.
     """
-    return code not in (ExitCode.FAILED, ExitCode.NO_CAPACITY) and code >= 0
+    again = (ExitCode.FAILED, ExitCode.NO_CAPACITY, ExitCode.NO_STORAGE)
+    return code not in again and code >= 0

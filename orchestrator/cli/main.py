@@ -23,7 +23,7 @@ from orchestrator.cli.exit_codes import (
     is_final,
 )
 from orchestrator.driver import Interrupt, interrupts, raise_interrupt
-from orchestrator.errors import OrchestratorError
+from orchestrator.errors import ConfigError, OrchestratorError
 from ucp_core.errors import UcpError
 from workers.errors import missing_extra
 
@@ -194,8 +194,9 @@ def watch(
 
     Where the head or the whole cluster is lost, it waits for one, at the same address or at the
     next --address, and resumes after the last committed step. The pauses between tries grow to a
-    minute. It ends when the run is over, has failed or was stopped, or when no cluster brought it
-    further for recovery.capacity_wait_s. Signals do what they do to `everstep run`.
+    minute. Storage that is away after the first try is waited for, too. It ends when the run is
+    over, has failed or was stopped, or when no cluster brought it further for
+    recovery.capacity_wait_s. Signals do what they do to `everstep run`.
     """
     from orchestrator.config import load
     from orchestrator.driver import watch_run
@@ -204,10 +205,11 @@ def watch(
     options += ["--json"] if as_json else []
     run = [sys.executable, "-c", _TRY, "run", config, *(overrides or []), *options]
     commands = [[*run, f"--address={each}"] for each in address or ()] or [run]
+    extra = _extra(overrides, next(iter(address or ()), None), local_nodes)
     watched = watch_run(
         commands,
-        load(config, _extra(overrides, next(iter(address or ()), None), local_nodes)),
-        is_final=is_final,
+        load(config, extra),
+        is_final=partial(_is_final, config, extra),
         say=lambda line: typer.echo(f"everstep: {line}", err=True),
     )
     if watched.code is not None:
@@ -517,6 +519,23 @@ def _extra(
     options = {"cluster.address": address, "cluster.local_nodes": local_nodes}
     given = [f"{key}={value}" for key, value in options.items() if value is not None]
     return [*(overrides or ()), *given]
+
+
+def _is_final(config: str, extra: list[str], code: int, num_before: int) -> bool:
+    """Return whether ``everstep run`` that ended with ``code`` would end so again.
+
+    After the first of the tries, input that is bad is also that of a world that was there then:
+    the storage is away, and with it the files that CONFIG names, or CONFIG itself.
+    """
+    from orchestrator.config import load
+
+    if code != ExitCode.BAD_INPUT or not num_before:
+        return is_final(code)
+    try:
+        load(config, extra)
+    except ConfigError as error:
+        return not isinstance(error.__cause__, UcpError)
+    return False
 
 
 def _say_ended(interrupt: Interrupt, what_then: str) -> None:

@@ -41,7 +41,7 @@ def watch_run(
     commands: Sequence[Sequence[str]],
     config: RunConfig,
     *,
-    is_final: Callable[[int], bool],
+    is_final: Callable[[int, int], bool],
     say: Callable[[str], None],
 ) -> Watched:
     """Run until the run ends for good.
@@ -51,7 +51,8 @@ def watch_run(
     Args:
         commands: Each runs it on a cluster of its own. They take turns.
         config: Of the run.
-        is_final: Whether a command that ended with this code would end so again.
+        is_final: Whether a command that ended with this code, after so many tries before, would end
+            so again.
         say: Called with a line for people before each pause.
 
     Raises:
@@ -63,11 +64,11 @@ def watch_run(
     first = before = _seen(run, _Seen())
     num_failed, saved_s = 0, time.monotonic()
     with interrupts(tries.on_signal):
-        for command in cycle(commands):
+        for num_before, command in enumerate(cycle(commands)):
             code = tries.run(command)
             now = _seen(run, before)
             is_over = now.is_over_since(first)
-            if tries.is_ending or is_final(code) or (is_over and code >= 0):
+            if tries.is_ending or is_final(code, num_before) or (is_over and code >= 0):
                 return Watched(code=code if code >= 0 else 128 - code, summary=now.summary)
             if now.saves != before.saves:
                 num_failed, saved_s = 0, time.monotonic()

@@ -9,7 +9,7 @@ import typer
 from typer.testing import CliRunner
 
 from orchestrator.cli.exit_codes import code_of_outcome
-from orchestrator.cli.main import _edge, _finish, app
+from orchestrator.cli.main import _edge, _finish, _is_final, app
 from orchestrator.errors import (
     CapacityError,
     ConfigError,
@@ -123,7 +123,7 @@ def test_the_exit_codes_are_in_the_help_once_for_all_commands() -> None:
     """A script's author looks there; what each command says on its own differs some day."""
     text = CliRunner().invoke(app, ["--help"], env={"COLUMNS": "200", "NO_COLOR": "1"}).stdout
 
-    for line in ("0  success", "2  wrong usage", "3  no cluster", "4  the storage refused"):
+    for line in ("0  success", "2  wrong usage", "3  no cluster", "5  the storage does not"):
         assert line in text
 
 
@@ -149,7 +149,7 @@ def test_a_supervisor_learns_from_the_exit_code_whether_a_restart_helps(
         (RunNotFoundError("x"), 2),
         (CapacityError("x"), 3),
         (JournalCorruptError("x"), 4),
-        (StorageError("x"), 4),
+        (StorageError("x"), 5),
         (ChecksumMismatchError("x"), 4),
     ],
     ids=lambda value: type(value).__name__,
@@ -199,3 +199,17 @@ def test_the_cluster_of_an_option_counts_when_the_settings_are_checked(
 
     assert "simulated nodes" not in text
     assert ("data.source" if command != "doctor" else "no Ray cluster answers") in text
+
+
+def test_only_a_text_that_is_wrong_ends_a_watch_after_its_first_try(tmp_path: Path) -> None:
+    """Storage that is away looks like a mistake in the configuration that names it."""
+    path = tmp_path / "run.yaml"
+    path.write_text("run: {directory: x}\nworkers: {max: 1}\n", encoding="utf-8")
+
+    assert _is_final(str(path), [], 2, 0)
+    assert not _is_final(str(path), [], 2, 1)
+    assert not any(_is_final(str(path), [], code, 0) for code in (1, 3, 5, -9))
+    assert _is_final(str(path), [], 4, 1)
+    assert _is_final(str(path), ["workers.max=none"], 2, 1)
+    path.unlink()  # its storage is away, too
+    assert not _is_final(str(path), [], 2, 1)

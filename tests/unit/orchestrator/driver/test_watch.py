@@ -15,8 +15,8 @@ from orchestrator.driver.status import RunFiles
 from orchestrator.driver.watch import Watched, pause_s, watch_run
 from orchestrator.errors import CapacityError
 
-#: Exit codes that are tried again, as those of ``everstep run``.
-LOST, OVER = 3, 0
+#: Exit codes of ``everstep run``. After the first try, BAD may be the storage's.
+LOST, OVER, BAD = 3, 0, 2
 
 
 @pytest.fixture
@@ -33,7 +33,7 @@ def _watch(config: RunConfig, *scripts: str) -> tuple[Watched, list[str]]:
     watched = watch_run(
         [[sys.executable, "-c", begin + script] for script in scripts],
         config,
-        is_final=lambda code: code not in (1, LOST) and code >= 0,
+        is_final=lambda code, num_before: code == OVER or (code == BAD and not num_before),
         say=said.append,
     )
     return watched, said
@@ -86,7 +86,15 @@ def test_a_run_that_ended_as_its_command_died_is_over(config: RunConfig) -> None
 
 def test_bad_input_is_not_tried_again(config: RunConfig) -> None:
     """It would be as bad the next time."""
-    assert _watch(config, "sys.exit(2)")[0].code == 2
+    assert _watch(config, f"sys.exit({BAD})")[0].code == BAD
+
+
+def test_what_was_good_input_before_may_be_so_again(config: RunConfig) -> None:
+    """Storage that was away for a minute ended the watch of a run for good."""
+    scripts = [f"sys.exit({LOST})", f"sys.exit({BAD})", _end("completed", OVER)]
+    watched, said = _watch(config, *scripts)
+
+    assert (watched.code, len(said)) == (OVER, 2)
 
 
 def test_a_run_that_was_ended_by_force_is_left_alone(config: RunConfig) -> None:
@@ -128,7 +136,7 @@ def test_a_signal_in_a_pause_ends_it(config: RunConfig) -> None:
         watch_run(
             [[sys.executable, "-c", f"raise SystemExit({LOST})"]],
             config,
-            is_final=lambda _code: False,
+            is_final=lambda _code, _num_before: False,
             say=interrupted,
         )
     assert ended.value.number is signal.SIGTERM
