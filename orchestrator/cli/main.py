@@ -227,16 +227,10 @@ def demo(
     as_json: Json = False,
 ) -> None:
     """Train a small LM twice: undisturbed, and with a worker and a node killed meanwhile."""
-    import shutil
-    from pathlib import Path
-
     from orchestrator.config import demo_config
-    from orchestrator.driver import run_demo
+    from orchestrator.driver import demo_directories, run_demo
 
-    runs = [Path(directory) / name for name in ("undisturbed", "disturbed")]
-    for path in runs:
-        shutil.rmtree(path, ignore_errors=True)
-    undisturbed, disturbed = (demo_config(str(path.resolve())) for path in runs)
+    undisturbed, disturbed = map(demo_config, demo_directories(directory))
     result = run_demo(undisturbed, disturbed, console=Console(stderr=as_json))
     if as_json:
         typer.echo(json.dumps(asdict(result)))

@@ -15,7 +15,7 @@ if TYPE_CHECKING:
         print_status,
     )
     from orchestrator.driver.convert import convert_command
-    from orchestrator.driver.demo import run_demo
+    from orchestrator.driver.demo import demo_directories, run_demo
     from orchestrator.driver.doctor import advice_lines, examine, report
     from orchestrator.driver.export import export_run
     from orchestrator.driver.follow import follow_run
@@ -35,6 +35,7 @@ __all__ = [
     "advice_lines",
     "await_end",
     "convert_command",
+    "demo_directories",
     "examine",
     "export_run",
     "follow_run",

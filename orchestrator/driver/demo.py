@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import os
+import shutil
 import signal
 from collections.abc import Callable
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 from rich.box import SIMPLE_HEAD
@@ -16,10 +19,13 @@ from orchestrator.driver.cluster import open_cluster
 from orchestrator.driver.console import RunView
 from orchestrator.driver.faults import kill_node_of, signal_rank, wait_for
 from orchestrator.driver.launch import Launched
+from orchestrator.errors import ConfigError
 from orchestrator.report import write_report
 from orchestrator.run_directory import read_run
 from ucp_core.numerics import format_bytes
 
+#: In each run directory of a demo, which the next demo may delete.
+_MARK = "made_by_demo"
 #: Each recovery must be over within this.
 ACT_S_MAX = 90.0
 
@@ -32,6 +38,30 @@ class DemoResult:
     disturbed: dict[str, Any]
     weights_equal: bool
     report: str
+
+
+def demo_directories(directory: str) -> list[str]:
+    """Make the two run directories anew, as absolute paths; delete those of an earlier demo.
+
+    Raises:
+        ConfigError: Something else is there; nothing was deleted.
+    """
+    runs = [Path(directory).resolve() / name for name in ("undisturbed", "disturbed")]
+    for run in runs:
+        is_demo = (run / _MARK).is_file() and not run.is_symlink()
+        if os.path.lexists(run) and not is_demo:
+            raise ConfigError(
+                f"{run} is not from a demo, which would delete it: move it away, or give another "
+                "--directory"
+            )
+    for run in runs:
+        if run.exists():
+            # The mark goes last: a demo that is killed meanwhile knows its own again.
+            for path in sorted(run.iterdir(), key=lambda path: path.name == _MARK):
+                shutil.rmtree(path) if path.is_dir() and not path.is_symlink() else path.unlink()
+        run.mkdir(parents=True, exist_ok=True)
+        (run / _MARK).touch()
+    return list(map(str, runs))
 
 
 def run_demo(undisturbed: RunConfig, disturbed: RunConfig, *, console: Console) -> DemoResult:

@@ -104,12 +104,12 @@ def export(
 
 
 def refuse_inside(checkpoint: Checkpoint, store: Store, directory: str) -> None:
-    """Refuse a destination that is the source's folder or is inside it.
+    """Refuse a destination that is the source's folder, or the one of its tags, or inside it.
 
     Raises:
         UcpError: It is or does.
     """
-    source, target = checkpoint.directory, directory
+    source, target = checkpoint.given or checkpoint.directory, directory
     if is_local(store) and is_local(checkpoint.store):
         source, target = os.path.realpath(source), os.path.realpath(target)
     elif _service(store) != _service(checkpoint.store):

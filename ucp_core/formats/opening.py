@@ -74,7 +74,7 @@ def open_source(
         from ucp_core.language import rename as rename_manifest
 
         manifest = rename_manifest(manifest, rename)
-    return replace(checkpoint, manifest=manifest)
+    return replace(checkpoint, manifest=manifest, given=directory)
 
 
 def _open(store: Store, directory: str, rules: Rules | None, tag: str | None) -> Checkpoint:

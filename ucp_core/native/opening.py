@@ -113,11 +113,20 @@ class LoadResult:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Checkpoint:
-    """A committed checkpoint of any format: its place and its manifest."""
+    """A committed checkpoint of any format: its place and its manifest.
+
+    Attributes:
+        store: Of its files.
+        directory: Of its files.
+        manifest: What is in them.
+        given: The folder that was opened, which may hold the checkpoint under a tag; "" for
+            ``directory``.
+    """
 
     store: Store = field(repr=False)
     directory: str
     manifest: Manifest = field(repr=False)
+    given: str = field(default="", repr=False)
 
     @property
     def state_map(self) -> StateMap:

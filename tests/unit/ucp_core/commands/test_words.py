@@ -145,6 +145,24 @@ def test_a_destination_inside_the_source_is_refused(
     assert files_of(source) == before
 
 
+@pytest.mark.parametrize("command", ["convert", "export"])
+def test_a_destination_beside_the_tags_of_the_source_is_refused(
+    tmp_path: Path, command: str
+) -> None:
+    """The source is the folder that was given, not only the tag in it that was opened."""
+    run = tmp_path / "run"
+    native([Param("a.weight", (4, 2))], dp=1).write(run / "global_step4")
+    (run / "latest").write_text("global_step4", encoding="utf-8")
+    before = files_of(run)
+
+    options = () if command == "convert" else ("--format", "huggingface")
+    done = ucp(command, str(run), str(run / "out"), *options)
+
+    assert done.returncode == 1
+    assert f"is inside the source {run}:" in " ".join(done.stderr.split())
+    assert files_of(run) == before
+
+
 def test_a_destination_inside_the_source_is_refused_by_whatever_url_it_is_named() -> None:
     """Each URL opens a store of its own."""
     url = f"memory://{uuid.uuid4().hex}/run"
