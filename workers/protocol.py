@@ -136,6 +136,12 @@ class Inventory:
     parities: tuple[HeldParity, ...] = ()
     budget_bytes: int = 0
 
+    @property
+    def held_bytes(self) -> int:
+        """Return the length of all that it lists, each with its record."""
+        held = (one.held for one in (*self.parts, *self.parities))
+        return sum(each.data_bytes + each.record_bytes for each in held)
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MemoryPart:

@@ -90,6 +90,7 @@ def _redundancy(snapshots: Snapshots, state: RunState) -> dict[str, Any]:
         "node_losses_survived": protection.node_losses_survived,
         "mechanism": str(plan.mechanism),
         "reason": plan.reason,
+        "keepers": snapshots.memory(),
         "problems": [*snapshots.problems(plan), *bad_sources.described(state.bad)],
     }
 

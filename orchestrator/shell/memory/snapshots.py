@@ -411,6 +411,13 @@ class Snapshots:
             total_steps=self._total_steps,
         )
 
+    def memory(self) -> list[dict[str, Any]]:
+        """Return what versions and parities take of each keeper's memory, by the last reports."""
+        return [
+            {"node": one.node, "held_bytes": one.held_bytes, "budget_bytes": one.budget_bytes}
+            for one in self._reported()
+        ]
+
     def stored_step(self) -> int:
         """Return the newest step that keepers saw in storage."""
         return max((report.stored_step for report in self._living_reports()), default=0)

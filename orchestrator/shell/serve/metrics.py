@@ -108,6 +108,8 @@ class RunCollector(Collector):
             "goodput_ratio", "Share of the time spent in steps that counted.", _one(stats.goodput)
         )
         yield self._gauge("workers", "Workers in the newest attempt.", _one(stats.num_workers))
+        layout = [((status["layout"],), 1.0)] if status["layout"] else []
+        yield self._gauge("layout_info", "1 for the layout of the workers.", layout, "layout")
 
     def _incidents(self) -> Iterator[Metric]:
         incidents = self._stats.incidents
@@ -163,6 +165,12 @@ class RunCollector(Collector):
             _by_key(Counter(row["state"] for row in status["nodes"])),
             "state",
         )
+        noticed = [
+            ((row["node"][:12],), row["state"] == "draining")
+            for row in status["nodes"]
+            if row["state"] != "lost"
+        ]
+        yield self._gauge("node_noticed", "1 if somebody says that it goes.", noticed, "node")
         yield self._gauge(
             "slots_pending",
             "Places for workers that were asked for and not granted yet.",
@@ -235,6 +243,12 @@ class RunCollector(Collector):
             ("save_cost_budget_ratio", "The largest share allowed.", cadence["cost_share_max"]),
         ):
             yield self._gauge(name, text, _one(value))
+        for name, text, key in (
+            ("keeper_held_bytes", "Memory that snapshots take on a node.", "held_bytes"),
+            ("keeper_budget_bytes", "Memory that they may take there.", "budget_bytes"),
+        ):
+            samples = [((row["node"][:12],), row[key]) for row in redundancy["keepers"]]
+            yield self._gauge(name, text, samples, "node")
         yield self._counter(
             "redundancy_reduced_seconds",
             "Time in which fewer nodes might be lost than asked for.",

@@ -322,10 +322,11 @@ def test_memory_and_the_size_of_a_version_are_measured() -> None:
             inventory = replace(await handle.held.remote(), budget_bytes=40)
             made.on_report(NodeReport(node=node, seq=1, workers=(), inventory=inventory))
         handles.nodes.views["bb"].lost.set()
-        return before, made.holds_any, made.measured()
+        return before, made.holds_any, made.measured(), made.memory()
 
-    before, holds_any, measured = with_keepers(MemoryStore(), act)
+    before, holds_any, measured, memory = with_keepers(MemoryStore(), act)
     assert before == (False, ((), 0))
+    assert memory == [{"node": "aa", "held_bytes": 22, "budget_bytes": 40}]
     assert (holds_any, measured) == (True, ((("aa", 40),), 22))
 
 

@@ -44,7 +44,11 @@ STATUS: dict[str, Any] = {
         },
     ],
     "standbys": [{"state": "starting"}],
-    "nodes": [{"state": "alive"}, {"state": "alive"}, {"state": "lost"}],
+    "layout": "parallel.tensor=2",
+    "nodes": [
+        {"node": letter * 56, "state": state}
+        for letter, state in (("f", "alive"), ("e", "alive"), ("d", "lost"), ("c", "draining"))
+    ],
     "pending_capacity": 1,
     "capacity": [
         {
@@ -64,6 +68,7 @@ STATUS: dict[str, Any] = {
         "node_losses_survived": 1,
         "reduced_s": 30.0,
         "reduced_for_s": 0.0,
+        "keepers": [{"node": "f" * 56, "held_bytes": 22, "budget_bytes": 40}],
         "problems": ["one"],
     },
     "cadence": {
@@ -119,6 +124,12 @@ def _registry() -> CollectorRegistry:
         ("verdicts_total", {"who": "named"}, 1),
         ("verdicts_total", {"who": "undecided"}, 1),
         ("nodes", {"state": "alive"}, 2),
+        ("node_noticed", {"node": "c" * 12}, 1),
+        ("node_noticed", {"node": "f" * 12}, 0),
+        ("node_noticed", {"node": "d" * 12}, None),
+        ("layout_info", {"layout": "parallel.tensor=2"}, 1),
+        ("keeper_held_bytes", {"node": "f" * 12}, 22),
+        ("keeper_budget_bytes", {"node": "f" * 12}, 40),
         ("worker_processes", {"state": "starting"}, 1),
         ("worker_step", {"attempt": "2", "rank": "0", "node": "f" * 12, "worker": "w0001"}, 17),
         ("worker_step", {"attempt": "2", "rank": "1", "node": "e" * 12, "worker": "w0002"}, None),
