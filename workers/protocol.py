@@ -139,7 +139,7 @@ class Inventory:
     @property
     def held_bytes(self) -> int:
         """Return the length of all that it lists, each with its record."""
-        held = (one.held for one in (*self.parts, *self.parities))
+        held = [part.held for part in self.parts] + [one.held for one in self.parities]
         return sum(each.data_bytes + each.record_bytes for each in held)
 
 

@@ -293,8 +293,8 @@ def _notices(nodes: Sequence[NodeFacts]) -> Finding:
     """Return who tells the nodes that they are taken."""
     watched = sorted({name for facts in nodes for name in facts.watched})
     nobody = (
-        "no cloud is recognised; only Ray's own drains are followed (SIGTERM of a pod, "
-        "`ray drain-node`)"
+        "no cloud is asked (none is recognised, notices.cloud is none, or nodes are simulated); "
+        "only Ray's own drains are followed (SIGTERM of a pod, `ray drain-node`)"
     )
     return _each(
         nodes,
