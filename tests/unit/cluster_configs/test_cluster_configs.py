@@ -4,21 +4,29 @@ from __future__ import annotations
 
 import gzip
 import json
+import os
 import re
+import shlex
 import subprocess
+import tomllib
 from pathlib import Path
 from typing import Any
 
 import jsonschema
 import pytest
 import yaml
+from packaging.specifiers import SpecifierSet
 
 from orchestrator.config import load
 from orchestrator.core import Bounds
+from orchestrator.driver.doctor import NodeKind, unserved
 from orchestrator.errors import ConfigError
+from workers.process import TUNABLE
 
 ROOT = Path(__file__).parents[3]
 CONFIGS = ROOT / "cluster_configs"
+#: Of Ray 2.60, where nothing else is set (``src/ray/common/ray_config_def.h``).
+HEALTH_CHECKS, HEALTH_CHECK_PERIOD_S = 5, 3.0
 #: Of KubeRay 1.7.0's RayJob, without its descriptions.
 SCHEMA = ROOT / "tests/fixtures/kuberay/rayjob_v1.json.gz"
 
@@ -70,6 +78,107 @@ def test_ray_up_accepts_a_cluster(path: Path) -> None:
     kinds = prepared["available_node_types"]
     assert kinds[prepared["head_node_type"]]["resources"] == {"CPU": 0}
     assert kinds["spot"]["min_workers"] == 0
+
+
+@pytest.mark.parametrize("path", CLUSTERS, ids=_name)
+def test_a_cluster_has_nodes_for_every_alternative_of_the_example(path: Path) -> None:
+    """Ray gives a node no such label by itself; a request for one would wait for ever."""
+    kinds = yaml.safe_load(path.read_text())["available_node_types"]
+    example = (CONFIGS / "spot/gpus.yaml").read_text()
+    block = re.findall(r"^# (capacity:|  - \{.*\})$", example, flags=re.MULTILINE)
+    capacity = yaml.safe_load("\n".join(block))["capacity"]
+    config = load("spot/gpus", [f"capacity={json.dumps(capacity)}"])
+
+    assert [each["spot"] for each in capacity] == [True, False]
+    # Those of which a user has allowed none yet count as well: doctor tells him so.
+    types = [
+        NodeKind(name=name, resources=kind["resources"], labels=kind.get("labels", {}))
+        for name, kind in kinds.items()
+    ]
+    assert unserved(config, there=[], types=types) == []
+
+
+def test_a_run_may_name_the_zone_of_a_cluster_that_has_one() -> None:
+    """The autoscaler knows a type of node by its labels alone."""
+    cluster = yaml.safe_load((CONFIGS / "gcp/cluster.yaml").read_text())
+    zone = cluster["provider"]["availability_zone"]
+    labels = [kind.get("labels", {}) for kind in cluster["available_node_types"].values()]
+
+    assert {each.get("ray.io/availability-zone") for each in labels if each} == {zone}
+
+
+@pytest.mark.parametrize("path", CLUSTERS, ids=_name)
+def test_a_node_is_set_up_with_a_python_that_everstep_takes(path: Path, tmp_path: Path) -> None:
+    """Images come with Python 3.10. The commands run as Ray runs them, on an image of stand-ins."""
+    from ray.autoscaler._private.command_runner import _with_interactive
+    from ray.autoscaler._private.util import prepare_config
+
+    home, image = tmp_path / "home", tmp_path / "image"
+    home.mkdir()
+    image.mkdir()
+    stubs = {
+        "curl": f"echo 'mkdir -p ~/.local/bin && cp {image}/made-uv ~/.local/bin/uv'",
+        "made-uv": f'echo "uv $*" >> ~/calls; install -D {image}/made-pip ~/env/bin/pip',
+        "made-pip": 'echo "pip $* $GLIBC_TUNABLES" >> ~/calls',
+        "pip": "echo this is the pip of the image >&2; exit 1",
+        "sudo": "cat > /dev/null",
+    }
+    for name, does in stubs.items():
+        (image / name).write_text(f"#!/bin/bash\n{does}\n")
+        (image / name).chmod(0o755)
+    (home / ".bashrc").touch()
+    (home / ".profile").write_text(f"PATH={image}:$PATH\n")
+
+    prepared = prepare_config(yaml.safe_load(path.read_text()))
+    for commands in ("head_setup_commands", "worker_setup_commands"):
+        for command in prepared[commands]:
+            words = shlex.split(" ".join(_with_interactive(command)))
+            environment = {"HOME": str(home), "PATH": os.environ["PATH"]}
+            subprocess.run(
+                words, env=environment, check=True, stdin=subprocess.DEVNULL, start_new_session=True
+            )
+
+    calls = (home / "calls").read_text()
+    (wanted,) = set(re.findall(r"--python (\S+)", calls))
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+    assert SpecifierSet(project["requires-python"]).contains(wanted)
+    assert f"pip install {home}/everstep[ray" in calls
+    assert TUNABLE in calls
+
+
+@pytest.mark.parametrize("path", CLUSTERS, ids=_name)
+def test_a_node_gets_the_checkout_and_not_what_belongs_to_this_machine(path: Path) -> None:
+    """An environment and a history are many times as large, and sent to every node."""
+    cluster = yaml.safe_load(path.read_text())
+
+    assert cluster["file_mounts"] == {"~/everstep": "."}
+    assert ".git" in cluster["rsync_exclude"]
+    assert cluster["rsync_filter"] == [".gitignore"]
+
+
+@pytest.mark.parametrize("path", CLUSTERS, ids=_name)
+def test_ray_is_started_as_doctor_advises(path: Path) -> None:
+    """With few open files, or snapshots through the caches, a run is slower or fails later."""
+    cluster = yaml.safe_load(path.read_text())
+    starts = [
+        next(command for command in cluster[f"{node}_start_ray_commands"] if "ray start" in command)
+        for node in ("head", "worker")
+    ]
+
+    assert all(start.startswith("ulimit -n 65536; ") for start in starts)
+
+
+def test_ray_ends_a_silent_node_neither_within_seconds_nor_after_a_minute() -> None:
+    """A node that is busy for a while is not ended; a lost one is replaced soon."""
+    clusters = [yaml.safe_load(path.read_text())["head_start_ray_commands"] for path in CLUSTERS]
+    pods = yaml.safe_load((CONFIGS / "kuberay/raycluster.yaml").read_text())
+    (pod,) = pods["spec"]["headGroupSpec"]["template"]["spec"]["containers"]
+    slurm = (CONFIGS / "slurm/run.sbatch").read_text()
+    said = [*map(" ".join, clusters), slurm, "\n".join(map("=".join, _variables(pod).items()))]
+
+    for each in said:
+        (timeout_ms,) = re.findall(r"\bRAY_health_check_timeout_ms=(\d+)", each)
+        assert 20 <= HEALTH_CHECKS * (HEALTH_CHECK_PERIOD_S + int(timeout_ms) / 1000) <= 60
 
 
 @pytest.mark.parametrize("kind", ["RayCluster", "RayJob"])
