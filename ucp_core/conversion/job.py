@@ -23,7 +23,7 @@ from ucp_core.manifest import FileEntry, Kind, Manifest, from_bytes, to_bytes
 from ucp_core.native import MANIFEST_NAME, UNFINISHED_NAME, Checkpoint
 from ucp_core.numerics import BLOCK_BYTES, combine, combine_blocks, crc32
 from ucp_core.reading import Collector, plan_extents
-from ucp_core.storage import Store, is_local, join
+from ucp_core.storage import Store, is_link, is_local, join
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
@@ -171,9 +171,20 @@ class Conversion:
         )
 
     def write_small(self, small: dict[str, bytes], *, fsync: bool) -> None:
-        """Write the files beside the tensors."""
+        """Write the files beside the tensors.
+
+        Raises:
+            UcpError: Another file has the name of one.
+        """
         for name, content in small.items():
-            self.store.write_atomic(join(self.directory, name), content, fsync=fsync)
+            path = join(self.directory, name)
+            is_ours = self.store.write_atomic(path, content, fsync=fsync, exclusive=True)
+            if not is_ours and self.store.read(path) != content:
+                raise UcpError(
+                    f"{path} is not from this conversion, which would replace it: move it away "
+                    "and give the same command again",
+                    path=path,
+                )
 
     def commit(self, manifest: Manifest, *, fsync: bool) -> Checkpoint:
         """Write the manifest, when everything else is there; return the checkpoint.
@@ -209,7 +220,7 @@ def _check_contents(store: Store, directory: str, targets: Sequence[TargetFile])
     names = [name for name in store.list(directory) if not name.startswith(".")]
     if store.exists(join(directory, UNFINISHED_NAME)):
         own = {INDEX_NAME, extra_file("").partition("/")[0], *(target.name for target in targets)}
-        names = [name for name in names if name not in own]
+        names = [n for n in names if n not in own or is_link(store, join(directory, n))]
     if not names:
         return
     from ucp_core.formats import recognise

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import stat
 from contextlib import contextmanager, suppress
 from itertools import chain
 from pathlib import Path
@@ -70,7 +71,7 @@ class Placed(NamedTuple):
             path = self.paths[item.target] if item.target >= 0 else os.devnull
             offset_bytes = item.start
             with _told(path):
-                fd = os.open(path, os.O_WRONLY | os.O_CLOEXEC)
+                fd = os.open(path, os.O_WRONLY | os.O_NOFOLLOW | os.O_CLOEXEC)
             try:
                 for chunk in worker.chunks(item):
                     with _told(path):
@@ -167,8 +168,8 @@ class LocalFiles:
         self._journal = journal.Journal(directory, identity, resume=resume)
         self.paths = [str(self._journal.folder / target.name) for target in targets]
         try:
-            self._sound = self._prepare({r.item.target for r in self._journal.results})
-        except StorageError:
+            self._sound = self._prepare()
+        except UcpError:
             if not self._journal.results:
                 # Nothing can be resumed, and the reserved space may be all that was free.
                 with suppress(StorageError):
@@ -176,17 +177,15 @@ class LocalFiles:
             self.close()
             raise
 
-    def _prepare(self, begun: set[int]) -> set[int]:
+    def _prepare(self) -> set[int]:
         """Create the missing files; return the others."""
         sound: set[int] = set()
         for number, target in enumerate(self._targets):
             path = Path(self.paths[number])
-            final = self._directory / target.name
             try:
-                # A run was killed while it renamed. ``resumed`` verifies the contents.
-                if number in begun and not path.exists() and final.is_file():
-                    final.rename(path)
-                if path.exists() and path.stat().st_size == target.num_bytes:
+                if os.path.lexists(self._directory / target.name):
+                    self._take_back(number)
+                if _has_size(path, target.num_bytes):
                     sound.add(number)
                 else:
                     _allocate(path, target)
@@ -196,19 +195,37 @@ class LocalFiles:
                 ) from error
         return sound
 
+    def _take_back(self, number: int) -> None:
+        """Rename a file back that an earlier run had renamed when it was killed.
+
+        Raises:
+            UcpError: The file of that name is another one.
+        """
+        path, final = self.paths[number], self._directory / self._targets[number].name
+        results = [each for each in self._journal.results if each.item.target == number]
+        if (
+            not results
+            or os.path.lexists(path)
+            or not _has_size(final, self._targets[number].num_bytes)
+            or not all(self._is_written(result, final) for result in results)
+        ):
+            raise _not_ours(str(final))
+        final.rename(path)
+
     def resumed(self) -> Iterator[Result]:
         """Yield the journal's results whose bytes are in the files: they are hashed again."""
         for result in self._journal.results:
             if result.item.target < 0 or (
-                result.item.target in self._sound and self._is_written(result)
+                result.item.target in self._sound
+                and self._is_written(result, Path(self.paths[result.item.target]))
             ):
                 yield result
 
-    def _is_written(self, result: Result) -> bool:
+    def _is_written(self, result: Result, path: Path) -> bool:
         item = result.item
         blocks: list[int] = []
         buffer = memoryview(bytearray(BLOCK_BYTES))
-        with Path(self.paths[item.target]).open("rb", buffering=0) as file:
+        with path.open("rb", buffering=0) as file:
             for low, high in _blocks(self._targets[item.target], item):
                 file.seek(low)
                 done = file.readinto(buffer[: high - low])
@@ -237,7 +254,14 @@ class LocalFiles:
         self._journal.add(result)
 
     def finish(self, *, fsync: bool) -> None:
-        """Give all files their final names."""
+        """Give all files their final names.
+
+        Raises:
+            UcpError: Another file has one of them.
+        """
+        for target in self._targets:
+            if os.path.lexists(self._directory / target.name):
+                raise _not_ours(str(self._directory / target.name))
         for number, target in enumerate(self._targets):
             path = self.paths[number]
             if fsync:
@@ -273,8 +297,25 @@ def _blocks(target: TargetFile, item: WorkItem) -> Iterator[tuple[int, int]]:
             yield start, min(start + BLOCK_BYTES, high)
 
 
+def _has_size(path: Path, num_bytes: int) -> bool:
+    """Return whether there is a regular file of this size; a link may lead to anything."""
+    if not os.path.lexists(path):
+        return False
+    status = path.lstat()
+    return stat.S_ISREG(status.st_mode) and status.st_size == num_bytes
+
+
+def _not_ours(path: str) -> UcpError:
+    return UcpError(
+        f"{path} is not from this conversion, which would replace it: move it away and give the "
+        "same command again",
+        path=path,
+    )
+
+
 def _allocate(path: Path, target: TargetFile) -> None:
-    fd = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC, 0o644)
+    path.unlink(missing_ok=True)
+    fd = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o644)
     try:
         if may_reserve(fd):
             # A full disk shows now; and writing is 30 % faster on ext4.

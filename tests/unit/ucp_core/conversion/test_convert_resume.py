@@ -129,6 +129,80 @@ def test_what_the_journal_says_is_not_believed(tmp_path: Path) -> None:
     assert files_of(out) == files_of(tmp_path / "whole")
 
 
+@pytest.mark.parametrize("kind", ["a file", "a link", "a dangling link"])
+@pytest.mark.parametrize(
+    ("name", "missing"),
+    [
+        ("model-00001-of-00001.safetensors", True),
+        ("model-00001-of-00001.safetensors", False),
+        ("model.safetensors.index.json", False),
+    ],
+)
+def test_a_resumed_conversion_replaces_no_file_that_is_not_its_own(
+    tmp_path: Path,
+    name: str,
+    missing: bool,  # noqa: FBT001
+    kind: str,
+) -> None:
+    """It has the name of a target; a link was written through, outside the destination."""
+    source = native_source(tmp_path, large_state(8))
+    out = tmp_path / "out"
+    assert _run_killed(source, out, 11, 1) == -signal.SIGKILL
+    if missing:
+        (out / UNFINISHED_NAME / "model-00001-of-00001.safetensors").unlink()
+    theirs = out / name if kind == "a file" else tmp_path / "theirs"
+    if kind != "a dangling link":
+        theirs.write_bytes(b"precious")
+    if kind != "a file":
+        (out / name).symlink_to(theirs)
+
+    with pytest.raises(UcpError, match=name):
+        convert_to(source, out)
+
+    assert (out / name).is_symlink() == (kind != "a file")
+    assert not theirs.exists() if kind == "a dangling link" else theirs.read_bytes() == b"precious"
+    (out / name).unlink()
+    assert convert_to(source, out).resumed_bytes > 0
+
+
+def test_a_file_that_appears_during_a_conversion_is_not_replaced(tmp_path: Path) -> None:
+    """The user cannot know which names will be taken at the end."""
+    source = native_source(tmp_path, large_state(2))
+    theirs = tmp_path / "out" / "model-00001-of-00001.safetensors"
+
+    def appear(*_: int) -> None:
+        theirs.write_bytes(b"precious")
+
+    with pytest.raises(UcpError, match="is not from this conversion, which would replace it"):
+        convert_to(source, tmp_path / "out", progress=appear)
+
+    assert theirs.read_bytes() == b"precious"
+
+
+def test_a_conversion_that_was_killed_while_it_renamed_goes_on(tmp_path: Path) -> None:
+    """Some of its files have their final names already, and it must know them again."""
+    source = native_source(tmp_path, large_state(8))
+    convert_to(source, tmp_path / "whole")
+    out = tmp_path / "out"
+    script = _SCRIPT.replace("print(", "rename = module.LocalFiles.finish\nprint(").replace(
+        "def progress",
+        """def finish(self, *, fsync):
+    os.rename(self.paths[0], os.path.join(out, self._targets[0].name))
+    os.kill(os.getpid(), 9)
+
+module.LocalFiles.finish = finish
+
+def progress""",
+    )
+    command = [sys.executable, "-c", script, source.directory, str(out), "0", "1", "all"]
+    assert subprocess.run(command, check=False).returncode == -signal.SIGKILL
+
+    result = convert_to(source, out)
+
+    assert result.resumed_bytes == result.size_bytes
+    assert files_of(out) == files_of(tmp_path / "whole")
+
+
 def _alike(tmp_path: Path) -> tuple[Checkpoint, Checkpoint, State]:
     """Return two sources whose files have the same names and sizes, and the second's state."""
     changed = {
