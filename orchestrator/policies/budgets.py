@@ -43,7 +43,12 @@ class BudgetRules:
         preemption_max: Most preemptions in a window.
         user_max: Most single-rank user errors in a window.
         undecided_max: Most hangs in a row after one and the same step that nobody could explain.
-        stuck_max: Most failed attempts in a row without one new committed step.
+        stuck_max: Most failed attempts in a row without one new committed step, beside the
+            unexplained ones.
+        unexplained_max: Most attempts in a row without one that lost a peer though no process died
+            and nothing was raised. With the pauses between them they take an hour: in that time
+            somebody mends a network that resets connections, while a program whose ranks call
+            different collectives fails likewise for ever.
     """
 
     window_s: float = 3600.0
@@ -52,6 +57,7 @@ class BudgetRules:
     user_max: int = 3
     undecided_max: int = 4
     stuck_max: int = 12
+    unexplained_max: int = 240
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -89,9 +95,17 @@ def charge(faults: tuple[Fault, ...], fault: Fault, rules: BudgetRules) -> tuple
 
 
 def overspent(
-    faults: Sequence[Fault], *, num_stuck: int, num_undecided: int, rules: BudgetRules
+    faults: Sequence[Fault],
+    *,
+    num_stuck: int,
+    num_unexplained: int = 0,
+    num_undecided: int,
+    rules: BudgetRules,
 ) -> str:
-    """Return which budget is overspent, as one line for people; "" if none is."""
+    """Return which budget is overspent, as one line for people; "" if none is.
+
+    ``num_unexplained`` of ``num_stuck`` attempts lost a peer and nobody knows why.
+    """
     limits = {
         FaultClass.INFRASTRUCTURE: rules.infrastructure_max,
         FaultClass.PREEMPTION: rules.preemption_max,
@@ -109,7 +123,7 @@ def overspent(
             f"{num_undecided} hangs in a row after the same step, and it is undecided "
             "which worker causes them"
         )
-    if num_stuck > rules.stuck_max:
+    if num_stuck - num_unexplained > rules.stuck_max or num_unexplained > rules.unexplained_max:
         return f"{num_stuck} attempts in a row failed without a new committed step"
     return ""
 
@@ -118,7 +132,8 @@ def pause_s(num_stuck: int) -> float:
     """Return how long to wait before the next attempt after ``num_stuck`` without progress.
 
     Two are tried at once, because most faults come alone. After that the cause, as a network
-    that flaps, gets time to pass before the budget is spent: 12 attempts take about a minute.
+    that flaps, gets time to pass before the budget is spent: 12 attempts take about a minute,
+    and 240 an hour.
     """
     num_tries = 2
     if num_stuck <= num_tries:

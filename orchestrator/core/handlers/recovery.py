@@ -450,12 +450,13 @@ def _charge(transition: Transition) -> str:
     fault_class = _CLASS.get(kind, FaultClass.INFRASTRUCTURE)
     if kind == "exception" and all(error.is_of_data for error in run.attempt.raised):
         fault_class = FaultClass.INFRASTRUCTURE
-    if kind not in ("growth", "move", "share", "drain", "stop", "controller_restart"):
+    if kind not in ("growth", "move", "share", "drain", "stop", "controller_restart", "peer_lost"):
         run.faults = budgets.charge(
             run.faults, Fault(at_s=transition.now_s, fault_class=fault_class), rules
         )
     progressed = run.committed[0] > run.attempt.committed_at_start[0]
     run.num_stuck = 0 if progressed else run.num_stuck + 1
+    run.num_unexplained = 0 if progressed else run.num_unexplained + (kind == "peer_lost")
     if run.attempt.stepped and fault_class is not FaultClass.UNDECIDED:
         run.num_undecided = 0
     elif fault_class is FaultClass.UNDECIDED and searching.is_program(transition):
@@ -467,6 +468,7 @@ def _charge(transition: Transition) -> str:
     problem = budgets.overspent(
         run.faults,
         num_stuck=run.num_stuck,
+        num_unexplained=run.num_unexplained,
         num_undecided=run.num_undecided,
         rules=rules,
     )

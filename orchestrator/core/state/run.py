@@ -90,6 +90,7 @@ class MutableRunState(Part):
         raised_before: Errors of earlier attempts, the newest last.
         faults: Charged to the budgets, within the window.
         num_stuck: Failed attempts in a row without a new committed step.
+        num_unexplained: Those of them that lost a peer, and nobody knows why.
         num_undecided: Undecided hangs in a row after one and the same step.
         undecided_step: The last step before them; -1 without one.
         cause: Why the last attempt ended or is ending; None before.
@@ -132,6 +133,7 @@ class MutableRunState(Part):
     raised_before: tuple[UserError, ...] = ()
     faults: tuple[Fault, ...] = ()
     num_stuck: int = 0
+    num_unexplained: int = 0
     num_undecided: int = 0
     undecided_step: int = -1
     cause: Cause | None = None
@@ -249,6 +251,10 @@ def describe(state: RunState) -> dict[str, Any]:
 
 def _waits_for(state: RunState) -> str:
     """Return what a recovery cannot go on without; "" where nothing takes longer than usual."""
+    is_held = state.phase is Phase.WAITING and state.deadline_s == state.hold_until_s
+    if is_held and state.num_unexplained:
+        what = f"{state.num_unexplained} attempts in a row lost a peer, and nobody is to blame"
+        return f"a network that keeps its connections: {what}"
     is_behind = state.committed[0] < state.stored
     if state.phase is not Phase.READING or not (is_behind or state.reads.pending > 1):
         return ""

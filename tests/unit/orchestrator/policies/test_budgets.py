@@ -1,3 +1,5 @@
+from functools import partial
+
 from orchestrator.policies import BudgetRules, Fault, FaultClass, UserError
 from orchestrator.policies.budgets import charge, overspent, pause_s, user_bug
 
@@ -38,6 +40,17 @@ def test_no_progress_ends_the_run() -> None:
     spent = overspent((), num_stuck=RULES.stuck_max + 1, num_undecided=0, rules=RULES)
 
     assert "without a new committed step" in spent
+
+
+def test_attempts_that_nobody_can_explain_end_the_run_after_an_hour() -> None:
+    """A network that resets connections is mended in that time; a broken program never is."""
+    most = RULES.unexplained_max
+    spent = partial(overspent, (), num_undecided=0, rules=RULES)
+
+    assert spent(num_stuck=most + RULES.stuck_max, num_unexplained=most) == ""
+    assert spent(num_stuck=most + RULES.stuck_max + 1, num_unexplained=most)
+    assert spent(num_stuck=most + 1, num_unexplained=most + 1)
+    assert 3400.0 < sum(map(pause_s, range(most + 1))) < 3700.0
 
 
 def test_undecided_hangs_end_the_run_without_a_name() -> None:

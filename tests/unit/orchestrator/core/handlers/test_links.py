@@ -1,4 +1,5 @@
 from itertools import combinations
+from math import inf
 
 import pytest
 
@@ -11,6 +12,7 @@ from orchestrator.core import (
     ReportIncident,
     RunRules,
     RunState,
+    describe,
     next_deadline_s,
     step,
 )
@@ -205,6 +207,55 @@ def test_a_program_hangs_after_the_same_step_and_a_network_after_any(*, same: bo
             run.wait(next_deadline_s(run.state))
 
     assert (run.state.outcome, number) == (("failed", 4) if same else ("", 5))
+
+
+def _lose_peers(run: _Run, *, until_s: float = inf) -> int:
+    """Reset connections of every attempt before it commits; return how many attempts that ended."""
+    number = 0
+    while run.state.phase is not Phase.FAILED and run.at_s < until_s:
+        number += 1
+        run.train(commits=False)
+        run.leave("peer_lost")
+        while run.state.phase is Phase.WAITING:
+            run.wait(next_deadline_s(run.state))
+    return number
+
+
+def test_connections_that_are_reset_for_half_an_hour_end_no_run() -> None:
+    """L1: every probe finds the network whole, and the thirteenth in a row ended it."""
+    run = _Run()
+    assert _lose_peers(run, until_s=1800.0) > RULES.budgets.stuck_max
+    assert (run.state.phase, run.members()) == (Phase.FORMING, list(NODES)), run.state.reason
+    assert not run.state.faults
+
+    run.train()
+    run.leave("peer_lost")
+    assert (run.state.num_stuck, run.state.num_unexplained) == (0, 0)
+
+
+def test_a_program_that_loses_its_peers_for_ever_ends() -> None:
+    """Ranks that call different collectives fail as in a bad network does."""
+    run = _Run()
+    run.leave("peer_lost")
+    number = _lose_peers(run)
+
+    assert number == RULES.budgets.unexplained_max + 1
+    assert 3600.0 < run.at_s < 2 * 3600.0
+    assert "without a new committed step" in run.state.reason
+
+
+def test_the_status_says_that_the_network_is_waited_for() -> None:
+    """Nothing else tells why a run with all its workers stands still."""
+    run = _Run()
+    run.leave("peer_lost")
+    for _ in range(3):
+        run.train(commits=False)
+        run.leave("peer_lost")
+
+    assert run.state.phase is Phase.WAITING
+    assert "3 attempts in a row lost a peer" in describe(run.state)["waits_for"]
+    run.wait(next_deadline_s(run.state))
+    assert not describe(run.state)["waits_for"]
 
 
 def test_a_group_that_does_not_form_is_looked_at_and_left_alone_if_all_reach_each_other() -> None:
