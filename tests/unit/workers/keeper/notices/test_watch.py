@@ -28,6 +28,7 @@ from tests.support.metadata_server import (
 from workers.keeper.notices import CLOUDS, NoticeWatch, machine, no_answer, sources, sources_of
 
 WAIT_S_MAX = 60.0
+STOPS = '{"action": "stop", "time": "2099-11-25T08:22:00Z"}'
 
 
 @pytest.fixture
@@ -69,7 +70,7 @@ def test_a_notice_of_aws_comes_changes_and_is_withdrawn(server: Metadata) -> Non
         server.say(AWS_REBALANCE, '{"noticeTime": "2026-11-25T08:16:02Z"}')
         _wait(lambda: "rebalance" in _what(watch))
         server.num_tokens += 1
-        server.say(AWS_ACTION, '{"action": "stop", "time": "2099-11-25T08:22:00Z"}')
+        server.say(AWS_ACTION, STOPS)
         _wait(lambda: _what(watch) == "aws: spot instance, stop")
         notice = watch.notice()
         assert notice is not None
@@ -129,7 +130,7 @@ def test_a_file_and_a_command_of_ones_own_are_heeded(tmp_path: Path) -> None:
     [
         "[" * 100000,
         '{"action": "stop", "time": "Wed, 25 Nov 99999999999 00:00:00 GMT"}',
-        "x" * 2**21,
+        STOPS + " " * 2**21,
     ],
     ids=["nested", "year", "long"],
 )
@@ -138,7 +139,7 @@ def test_no_answer_ends_the_watch(server: Metadata, answer: str) -> None:
     server.say(AWS_ACTION, answer)
     with _watching(cloud="aws", endpoint=server.endpoint) as watch:
         _wait(lambda: bool(watch.problems()))
-        server.say(AWS_ACTION, '{"action": "stop", "time": "2099-11-25T08:22:00Z"}')
+        server.say(AWS_ACTION, STOPS)
         _wait(lambda: _what(watch) == "aws: spot instance, stop" and not watch.problems())
 
 
@@ -233,7 +234,7 @@ def test_a_service_that_does_not_answer_is_told_once_and_takes_nothing_back(
     with _watching(cloud="aws", endpoint=closed) as watch:
         _wait(lambda: bool(watch.problems()))
         assert watch.problems()[0].startswith("the metadata service of aws does not answer")
-    server.say(AWS_ACTION, '{"action": "stop", "time": "2099-11-25T08:22:00Z"}')
+    server.say(AWS_ACTION, STOPS)
     with _watching(cloud="aws", endpoint=server.endpoint) as watch:
         _wait(lambda: bool(_what(watch)))
         server.say(AWS_ACTION, "<html>busy</html>")
