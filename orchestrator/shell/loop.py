@@ -150,6 +150,7 @@ class Run:
             sender=sender,
             num_written=begun.num_incidents_written,
             samples_per_step=self._config.train.global_batch,
+            tokens_per_step=self._config.tokens_per_step,
         )
         self._loggers = Loggers(self._config, store=self._store, path=self._path, owner=self._owner)
         self._build_parts()

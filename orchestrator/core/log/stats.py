@@ -121,6 +121,11 @@ class RunStats:
         """Return what the slots that the run has cost."""
         return sum(price for _, _, price in self._held)
 
+    def usd_per_million_tokens(self, tokens_per_step: int) -> float | None:
+        """Return what tokens of the history have cost; None while no price, or none, is known."""
+        tokens = self.step * tokens_per_step
+        return 1e6 * self.cost_usd / tokens if tokens and self.cost_usd else None
+
     def summary(self) -> dict[str, Any]:
         """Return what the journal contributes to ``summary.json``."""
         return {

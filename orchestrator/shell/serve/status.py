@@ -105,11 +105,10 @@ def capacity_rows(
 def cost_document(stats: RunStats, config: RunConfig) -> dict[str, float | None]:
     """Return what a run has cost; null where no price is known, or no tokens are."""
     is_known = any(each.usd_per_hour for each in config.alternatives())
-    tokens = stats.step * config.tokens_per_step
     return {
         "usd": round(stats.cost_usd, 6) if is_known else None,
         "usd_per_hour": stats.usd_per_hour if is_known else None,
-        "usd_per_million_tokens": 1e6 * stats.cost_usd / tokens if is_known and tokens else None,
+        "usd_per_million_tokens": stats.usd_per_million_tokens(config.tokens_per_step),
     }
 
 

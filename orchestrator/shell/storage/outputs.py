@@ -25,6 +25,7 @@ class RunOutputs:
         sender: Writes them.
         num_written: Number of incidents that are written already, from the first on.
         samples_per_step: The global batch.
+        tokens_per_step: 0 if that is not known.
 
     Attributes:
         stats: The numbers so far.
@@ -39,9 +40,11 @@ class RunOutputs:
         sender: Sender,
         num_written: int,
         samples_per_step: int,
+        tokens_per_step: int,
     ) -> None:
         self._sender = sender
         self._samples_per_step = samples_per_step
+        self._tokens_per_step = tokens_per_step
         self._store = store
         self._path = run_path
         self.stats = stats
@@ -80,6 +83,8 @@ class RunOutputs:
             result |= json.loads(self._store.read(result_path))
         summary = self.stats.summary()
         summary["samples_seen"] = summary["steps"] * self._samples_per_step
+        per_million = self.stats.usd_per_million_tokens(self._tokens_per_step)
+        summary["usd_per_million_tokens"] = per_million
         self._store.write_atomic(
             join(self._path, SUMMARY), _printed({**result, **summary}), fsync=False
         )

@@ -328,6 +328,10 @@ def test_what_a_run_holds_is_paid_for_and_what_it_waits_for_is_not() -> None:
     )
     assert stats.usd_per_hour == 0.0
     assert stats.summary()["cost_usd"] == stats.cost_usd
+    assert stats.usd_per_million_tokens(1000) is None  # no step was trained
+    stats.step = 4
+    assert stats.usd_per_million_tokens(0) is None  # a script does not say
+    assert stats.usd_per_million_tokens(1000) == pytest.approx(stats.cost_usd * 250)
 
 
 def test_an_incident_costs_what_waits_for_it_and_what_is_done_twice() -> None:

@@ -1,0 +1,35 @@
+"""What a run that is over leaves beside its journal."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from orchestrator.core import RunStats
+from orchestrator.run_directory import SUMMARY
+from orchestrator.shell.storage.outputs import RunOutputs
+from orchestrator.shell.storage.sender import Sender
+from ucp_core.storage import open_store
+
+
+@pytest.mark.parametrize(("usd", "per_million"), [(3.0, 375.0), (0.0, None)])
+def test_the_summary_tells_what_tokens_cost_where_a_price_is_known(
+    usd: float, per_million: float | None, tmp_path: Path
+) -> None:
+    """Status and dashboards told it while the run lived, and nobody when it was over."""
+    store, path = open_store(str(tmp_path))
+    outputs = RunOutputs(
+        store,
+        path,
+        RunStats(step=4, cost_usd=usd),
+        sender=Sender(store, journal_path=f"{path}/lines", spool=f"{path}/spool"),
+        num_written=0,
+        samples_per_step=2,
+        tokens_per_step=2000,
+    )
+
+    outputs.close()
+
+    assert json.loads((tmp_path / SUMMARY).read_text())["usd_per_million_tokens"] == per_million
