@@ -8,7 +8,7 @@ from collections.abc import Callable
 from typing import Any
 
 import ray
-from ray.exceptions import RayError
+from ray.exceptions import GetTimeoutError, RayError
 
 from orchestrator.driver.cluster import ClusterWatch, has_controller, safe_text
 from orchestrator.driver.status import RunFiles
@@ -20,6 +20,7 @@ from orchestrator.shell import (
     connect_ray,
     kill_local_cluster,
     why_silent,
+    withdraw,
 )
 
 __all__ = ["await_end", "kill_run", "stop_run"]
@@ -28,6 +29,8 @@ __all__ = ["await_end", "kill_run", "stop_run"]
 ANSWER_S = 3.0
 #: Ray starts a dead controller again within this; it took 1 to 8 s on a busy 2-core machine.
 RESTART_S = 90.0
+#: A process on the head answers within this; it took 1 to 3 s.
+HEAD_S = 30.0
 #: How often the end of a run is looked for.
 _LOOK_S = 0.25
 
@@ -146,3 +149,7 @@ def kill_run(url: str, *, token: str = "") -> None:
         if group["name"].startswith(names.slot_prefix):
             with contextlib.suppress(ValueError):
                 ray.util.remove_placement_group(ray.util.get_placement_group(group["name"]))
+    # Or Prometheus looks for the controller for ever.
+    on_head = ray.remote(withdraw).options(num_cpus=0, resources={"node:__internal_head__": 0.001})
+    with contextlib.suppress(RayError, GetTimeoutError):
+        ray.get(on_head.remote(names.run_id), timeout=HEAD_S)

@@ -15,7 +15,7 @@ if TYPE_CHECKING:
         local_clusters,
     )
     from orchestrator.shell.names import NAMESPACE_PREFIX, RunNames, run_id
-    from orchestrator.shell.serve import bounds_document, capacity_rows, cost_document
+    from orchestrator.shell.serve import bounds_document, capacity_rows, cost_document, withdraw
     from orchestrator.shell.storage import config_of, read_segments
 
 __all__ = [
@@ -37,6 +37,7 @@ __all__ = [
     "run_id",
     "wall_time",
     "why_silent",
+    "withdraw",
 ]
 
 __getattr__ = lazy_door(__name__)

@@ -29,6 +29,7 @@ import ray
 
 from orchestrator.run_directory import SUMMARY
 from orchestrator.shell.names import RunNames, run_id
+from orchestrator.shell.serve import withdraw
 from ucp_core.errors import StorageError
 from ucp_core.storage import join, open_store
 from workers.process import tuned
@@ -419,11 +420,15 @@ def _content(url: str) -> bytes | None:
 
 
 def _remove_traces(folder: Path) -> None:
-    """Delete what processes that were killed could not: shared memory of the run, the folder."""
+    """Delete what processes that were killed could not: the run's shared memory, the folder.
+
+    Nor could they tell Prometheus that there is nothing to be scraped any more.
+    """
     with contextlib.suppress(OSError, ValueError):
         directory = json.loads((folder / _ENTRY).read_text())["run_directory"]
         if directory:
             names = RunNames(run_id(directory))
+            withdraw(names.run_id)
             shared = Path(names.shared_root)
             for path in (shared, *shared.parent.glob(Path(names.spool("*")).name)):
                 shutil.rmtree(path, ignore_errors=True)

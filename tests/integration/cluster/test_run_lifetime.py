@@ -14,6 +14,7 @@ import ray
 
 from orchestrator.config import RunConfig
 from orchestrator.shell import RunNames, run_id
+from orchestrator.shell.serve import targets_path
 from tests.support.run_command import ACT_S_MAX, Command, command_for, everstep, wait
 
 pytestmark = pytest.mark.timeout(600)
@@ -149,6 +150,8 @@ def test_a_run_that_is_ended_by_force_leaves_nobody_behind(nodes: Any, command: 
     """On a cluster that lives on, its workers would keep what others wait for."""
     process = command.start("--address", nodes.address)
     namespace = RunNames(run_id(command.directory)).namespace
+    target = targets_path(run_id(command.directory))
+    assert target.exists()
 
     forced = everstep("stop", command.directory, "--force")
     _, errors = process.communicate(timeout=60)
@@ -162,6 +165,7 @@ def test_a_run_that_is_ended_by_force_leaves_nobody_behind(nodes: Any, command: 
         if actor["namespace"] == namespace
     ]
     assert actors == []
+    assert not target.exists(), "Prometheus looks for it for ever"
     wait(lambda: _free_cpus() == 4, "its room is free again")
 
 

@@ -19,8 +19,9 @@ from rich.console import Console
 
 from orchestrator.driver import print_runs
 from orchestrator.driver.listing import list_runs
-from orchestrator.shell import LocalEntry, kill_local_cluster, local_clusters
+from orchestrator.shell import LocalEntry, kill_local_cluster, local_clusters, run_id
 from orchestrator.shell.local import is_there
+from orchestrator.shell.serve import announce, targets_path
 
 _WAITING = "import signal; signal.pause()"
 
@@ -74,12 +75,16 @@ def test_the_cluster_of_a_run_is_ended_by_force_and_no_other(
     entry: LocalEntry, tmp_path: Path
 ) -> None:
     """Two runs may be on one machine."""
+    target = targets_path(run_id("/runs/a"))
+    announce(run_id("/runs/a"), run="a", url="http://127.0.0.1:1")
     assert not kill_local_cluster("/runs/b")
     assert [one.host_pid for one in local_clusters()] == [entry.host_pid]
+    assert target.exists()
 
     assert kill_local_cluster("/runs/a")
     assert os.waitpid(entry.host_pid, 0)[1] == signal.SIGKILL
     assert not (tmp_path / "everstep-cluster-x").exists()
+    assert not target.exists()  # or an alert tells of a controller that is down, for ever
 
 
 def test_what_is_not_known_of_a_run_is_a_dash(entry: LocalEntry) -> None:
