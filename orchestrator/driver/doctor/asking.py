@@ -48,6 +48,8 @@ _PACKAGES = ("everstep", "ray", "torch")
 #: A node that starts no process within this would start no worker in time either.
 ANSWER_S_MAX = 60.0
 _CONNECT_S_MAX = 3.0
+#: The resource of the head, where the controller runs.
+_HEAD = "node:__internal_head__"
 
 
 def examine(
@@ -203,9 +205,14 @@ def _reaches(place: tuple[str, int]) -> bool:
 
 
 def _ask_nodes(run_url: str, watched: dict[str, str]) -> tuple[list[NodeFacts], list[str]]:
-    """Return the facts of all nodes that may hold workers, and the names of the silent ones."""
+    """Return the facts of the head and of all nodes that may hold workers; who is silent."""
     available = available_resources_per_node()
-    rows = [row for row in ray.nodes() if row["Alive"] and row["Resources"].get("CPU", 0)]
+    rows = [
+        row
+        for row in ray.nodes()
+        if row["Alive"] and (row["Resources"].get("CPU", 0) or _HEAD in row["Resources"])
+    ]
+    holders = {row["NodeID"] for row in rows if row["Resources"].get("CPU", 0)}
     names = {row["NodeID"]: f"{row['NodeManagerHostname']} ({row['NodeID'][:8]})" for row in rows}
     examiners: dict[str, Any] = {
         node: ray.remote(Examiner)
@@ -228,6 +235,7 @@ def _ask_nodes(run_url: str, watched: dict[str, str]) -> tuple[list[NodeFacts], 
             facts,
             clock_ahead_s=_beyond(clock_s - asked_s - slack_s, slack_s),
             resources=_amounts(available.get(node, {})),
+            holds_workers=node in holders,
             unreachable=cut_off.get(node, ()),
             storage_problem=storage.get(node, ""),
         )
@@ -250,7 +258,7 @@ def _nodes_there() -> list[NodeKind]:
 
 def _on_head(ask: Callable[..., T], *arguments: Any) -> T | None:
     """Return the answer of a function that runs where the controller will; None without one."""
-    on_head = ray.remote(ask).options(num_cpus=0, resources={"node:__internal_head__": 0.001})
+    on_head = ray.remote(ask).options(num_cpus=0, resources={_HEAD: 0.001})
     answer: T | None = _answers({"head": on_head.remote(*arguments)}).get("head")
     return answer
 

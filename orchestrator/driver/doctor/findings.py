@@ -75,6 +75,7 @@ class NodeFacts:
         shared_memory_bytes: Free in /dev/shm.
         open_files: How many a process may open.
         resources: What Ray can still give there, by Ray's names.
+        holds_workers: Whether it may; a head without processors has only the controller.
         copies_past_caches: Whether large copies in Ray's processes bypass the processor's caches.
         storage_problem: Why it cannot use the run directory; "" if it can, or none was named.
         unreachable: Nodes to which it could open no connection.
@@ -88,6 +89,7 @@ class NodeFacts:
     shared_memory_bytes: int
     open_files: int
     resources: dict[str, float]
+    holds_workers: bool = True
     copies_past_caches: bool = True
     storage_problem: str = ""
     unreachable: tuple[str, ...] = ()
@@ -182,7 +184,7 @@ def diagnose(
     """Return the result of every check of ``nodes``.
 
     Args:
-        nodes: The nodes of the cluster that answered; only ``here`` without a cluster.
+        nodes: The head and the nodes for workers that answered; only ``here`` without a cluster.
         here: The machine that asks; the nodes must have its versions.
         config: Of the run; None checks what every run needs.
     """
@@ -204,11 +206,23 @@ def diagnose(
         ),
         _notices(nodes),
     ]
-    if list(nodes) != [here]:
-        findings += _between(nodes)
+    between = _between(nodes) if list(nodes) != [here] else []
+    if between and not any(facts.holds_workers for facts in nodes):
+        # One node reads what it wrote, and connects to itself.
+        between = [finding for finding in between if finding.level is not Level.OK] + [_NOBODY]
+    findings += between
     if config is not None:
         findings += _capacity(nodes, config)
     return findings
+
+
+_NOBODY = Finding(
+    level=Level.WARN,
+    about="nodes",
+    message="none that could have workers is there and answers: storage and network between nodes "
+    "were not checked",
+    advice="add one, or begin the run so that an autoscaler brings one, and ask again",
+)
 
 
 def _between(nodes: Sequence[NodeFacts]) -> list[Finding]:

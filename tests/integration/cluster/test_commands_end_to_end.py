@@ -181,7 +181,8 @@ def test_the_doctor_asks_every_node(
 
     assert well.returncode == 0, well.stdout + well.stderr
     asked = json.loads(well.stdout)["nodes"]
-    assert len(asked) == len({facts["node"] for facts in asked}) >= 2
+    assert len(asked) == len({facts["node"] for facts in asked}) >= 3
+    assert [facts["holds_workers"] for facts in asked].count(False) == 1, "the head is asked too"
     assert all(facts["copies_past_caches"] for facts in asked), "nodes of ours have it set"
     assert ill.returncode == 1
     findings = {row["about"]: row for row in json.loads(ill.stdout)["findings"]}

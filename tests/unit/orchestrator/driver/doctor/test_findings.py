@@ -91,6 +91,21 @@ def test_workers_are_counted_node_by_node(cpus: list[float], level: Level, said:
     assert (finding.level, said in finding.message) == (level, True)
 
 
+def test_a_cluster_without_a_node_for_workers_is_not_said_to_be_fine() -> None:
+    """Of no nodes each reads what every other wrote: an autoscaler has brought none yet."""
+    head = replace(HERE, node="head", holds_workers=False)
+
+    for nodes in ([], [head]):
+        findings = found(nodes)
+        assert findings["nodes"].level is Level.WARN
+        assert "ask again" in findings["nodes"].advice
+        assert not {"storage", "network", "clocks"} & findings.keys()
+    wrong = replace(head, storage_problem="sees nothing", versions={"python": "3.10"})
+    assert found([wrong])["storage"].level is Level.FAIL  # the controller writes there
+    assert found([wrong])["versions"].level is Level.FAIL
+    assert "nodes" not in found([head, *NODES])
+
+
 def test_the_command_finds_what_is_wrong_with_a_configuration(tmp_path: Path) -> None:
     """A dry run that leaves something behind, or says "ok" to bad data, is worse than none."""
     path = tmp_path / "run.yaml"
