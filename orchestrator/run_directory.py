@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 from math import nan
 from typing import Any
 
-from orchestrator.core import Incident, layout_text
+from orchestrator.core import Incident, layout_text, without_late_lines
 from orchestrator.errors import JournalCorruptError, RunNotFoundError
 from ucp_core.errors import StorageError
 from ucp_core.storage import Store, join, open_store, read_all_appended, read_appended
@@ -163,7 +163,9 @@ def _document(line: str) -> dict[str, Any] | None:
 
 def _journal(store: Store, directory: str) -> list[dict[str, Any]]:
     records: list[dict[str, Any]] = []
-    for name, text in read_all_appended(store, directory).items():
+    found = read_all_appended(store, directory)
+    segments = without_late_lines([found[name] for name in sorted(found)])
+    for name, text in zip(sorted(found), segments, strict=True):
         lines = text.decode(errors="replace").splitlines()
         for number, line in enumerate(lines, start=1):
             record = _document(line)

@@ -69,6 +69,7 @@ from orchestrator.core.log import (
     starts,
     transition_records,
     verify,
+    without_late_lines,
 )
 from orchestrator.core.machine import step
 from orchestrator.core.rules import AvoidRules, Bounds, RunRules
@@ -162,4 +163,5 @@ __all__ = [
     "step",
     "transition_records",
     "verify",
+    "without_late_lines",
 ]

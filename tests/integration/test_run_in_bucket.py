@@ -166,6 +166,27 @@ def test_a_controller_that_dies_in_an_outage_leaves_its_lines(
     assert replay_run(url)["records"] >= num_records
 
 
+def test_no_two_lives_give_one_number_to_an_attempt(url: str, proxy: Proxy, tmp_path: Path) -> None:
+    """The journal lags, and the head is lost: the next life hears nothing of the last attempt."""
+    older = Journaled(config_at(url), fault_every=50, spool=str(tmp_path / "lost"))
+    older.grow(200)
+    eventually(lambda: sum(segment_sizes(*open_store(url))) == older.journal.journal_bytes)
+    sent = older.state.attempt.number
+    proxy.faults = [Fault(method="PUT", within="journal", times=10_000, status=503)]
+    while older.state.attempt.number < sent + 2:
+        older.grow(older.seq + 60)
+    proxy.faults = [Fault(method="PUT", within="journal/000001", times=10_000, status=503)]
+
+    newer = Journaled(config_at(url), life=2, spool=str(tmp_path / "other"))
+    newer.grow(newer.seq + 60)
+
+    before = {number for number, _ in older.state.lineage}
+    assert len(before) >= sent + 2
+    assert {number for number, _ in newer.state.lineage} & before == set(range(1, sent + 1))
+    assert newer.sender is not None
+    newer.sender.close()
+
+
 def test_a_checkpoint_costs_four_requests_a_rank(url: str, proxy: Proxy) -> None:
     """Data, record, one look and its record read by who commits; little beside, for each step."""
     num_ranks, num_versions, steps_each = 4, 8, 10

@@ -144,13 +144,13 @@ class Journaled:
             case act.YieldAttempt(workers=workers):
                 return [self._left(worker, "yielded") for worker in workers]
             case act.ReadCommitted(number=number):
-                known = self.state.attempt.step or self.state.committed[0]
+                known = self.state.attempt.step or self.state.committed[0] or self.state.stored
                 return [
                     ev.CommittedRead(
                         at_s=at_s,
                         attempt=attempt,
                         step=known,
-                        committed_by=attempt if known else 0,
+                        committed_by=self.state.lineage[-1][0] if known else 0,
                         skipped=(),
                         number=number,
                     )

@@ -20,8 +20,18 @@ from orchestrator.core.state import (
 from orchestrator.core.transition import Transition
 
 
-def resume_event(state: RunState, *, at_s: float, incarnation: int) -> RunResumed:
-    """Return the event that resumes the run from ``state``, the last one of its journal."""
+def resume_event(
+    state: RunState, *, at_s: float, incarnation: int, num_unknown: int = 0
+) -> RunResumed:
+    """Return the event that resumes the run from ``state``, the last one of its journal.
+
+    Args:
+        state: Of the run.
+        at_s: When.
+        incarnation: Of the controller.
+        num_unknown: Most attempts that may have begun since, of which the journal does not know.
+    """
+    num_unknown = 0 if state.phase in TERMINAL else num_unknown
     if state.phase in TERMINAL:
         outcome = "failed" if state.phase is Phase.FAILED else "ended"
         # The reason may hold the user's traceback; its last line says what went wrong.
@@ -31,7 +41,7 @@ def resume_event(state: RunState, *, at_s: float, incarnation: int) -> RunResume
     return RunResumed(
         at_s=at_s,
         incarnation=incarnation,
-        attempt=state.attempt.number,
+        attempt=state.attempt.number + num_unknown,
         lineage=state.lineage,
         # Where the run failed for it, a person was asked to put a sound copy back.
         bad=() if state.lost and state.phase in TERMINAL else state.bad,

@@ -10,6 +10,7 @@ from orchestrator.core.log.journal import (
     starts,
     transition_records,
     verify,
+    without_late_lines,
 )
 from orchestrator.core.log.stats import RunStats
 
@@ -31,4 +32,5 @@ __all__ = [
     "starts",
     "transition_records",
     "verify",
+    "without_late_lines",
 ]

@@ -131,6 +131,23 @@ def read(
             yield record
 
 
+def without_late_lines(segments: Sequence[bytes]) -> list[bytes]:
+    """Return the segments without what an earlier life of the run wrote after a later one began.
+
+    A life counts on from the last record that it found. A controller that nobody can reach may
+    append behind that until it sees that its life is over: what it decided holds for nobody.
+
+    Args:
+        segments: All of the journal, or its last ones, oldest first.
+    """
+    found = list(segments)
+    for begin, segment in enumerate(segments):
+        if begin and _first_kind(segment) == ev.RunResumed.__name__:
+            seq = _seq(segment[: segment.find(b"\n")])
+            found[:begin] = [_up_to(earlier, seq) for earlier in found[:begin]]
+    return found
+
+
 def starts(segments: Sequence[bytes]) -> list[int]:
     """Return the indices of the segments with which the run was opened: the first, and others.
 
@@ -231,6 +248,26 @@ def _first_kind(segment: bytes) -> str:
         return str(json.loads(segment[: segment.find(b"\n")])["kind"])
     except (ValueError, KeyError, TypeError):
         return ""
+
+
+def _up_to(segment: bytes, seq: int) -> bytes:
+    """Return a segment without the records at its end that have this number or a later one."""
+    end = segment.rfind(b"\n") + 1
+    is_late = False
+    while end:
+        begin = segment.rfind(b"\n", 0, end - 1) + 1
+        if _seq(segment[begin:end]) < seq:
+            break
+        is_late, end = True, begin
+    return segment[:end] if is_late else segment
+
+
+def _seq(line: bytes) -> int:
+    """Return the number of a record; -1 if it cannot be read, as its reader will say."""
+    try:
+        return int(json.loads(line)["seq"])
+    except (ValueError, KeyError, TypeError):
+        return -1
 
 
 def _compare(

@@ -24,6 +24,10 @@ from orchestrator.shell.storage.journal import read_chunks, segment_sizes
 from orchestrator.shell.storage.sender import send_rest
 from ucp_core.storage import Store, claim, join
 
+#: Where lines are sent in the background, those of so many attempts may be lost with the head. The
+#: next life leaves out their numbers: the trainers of the last may write files of that name still.
+UNSENT_ATTEMPTS = 100
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Incarnation:
@@ -96,7 +100,10 @@ def begin_incarnation(
     first: Event = ControllerStarted(at_s=clock.at_s(), incarnation=number)
     if is_first:
         if folded.seq >= 0:
-            first = resume_event(folded.state, at_s=clock.at_s(), incarnation=number)
+            num_unknown = 0 if store.appends else UNSENT_ATTEMPTS
+            first = resume_event(
+                folded.state, at_s=clock.at_s(), incarnation=number, num_unknown=num_unknown
+            )
         _write_config(store, run_path, config, number)
         for name in (SUMMARY, RESULT):
             # They say that the run is over.

@@ -7,7 +7,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
 from zlib import crc32
 
-from orchestrator.core import Place, is_event
+from orchestrator.core import Place, is_event, without_late_lines
 from orchestrator.run_directory import JOURNAL
 from orchestrator.shell.storage.sender import Sender
 from ucp_core.storage import Store, appended_sizes, join, read_all_appended, read_appended
@@ -17,9 +17,9 @@ CHUNK_BYTES = 64 << 10
 
 
 def read_segments(store: Store, run_path: str) -> list[bytes]:
-    """Return the content of every segment in the run directory, oldest first."""
+    """Return what counts of every segment in the run directory, oldest first."""
     found = read_all_appended(store, join(run_path, JOURNAL))
-    return [found[name] for name in _segments(found)]
+    return without_late_lines([found[name] for name in _segments(found)])
 
 
 def segment_sizes(store: Store, run_path: str) -> list[int]:
@@ -29,11 +29,11 @@ def segment_sizes(store: Store, run_path: str) -> list[int]:
 
 
 def read_from(store: Store, run_path: str, *, number: int, offset_bytes: int) -> list[bytes]:
-    """Return segment ``number`` (from 1) from an offset on, and all later segments."""
+    """Return what counts of segment ``number`` (from 1) from an offset on, and of later ones."""
     directory = join(run_path, JOURNAL)
     first = _segments(appended_sizes(store, directory))[number - 1]
     found = read_all_appended(store, directory, first=first, offset_bytes=offset_bytes)
-    return [found[name] for name in _segments(found)]
+    return without_late_lines([found[name] for name in _segments(found)])
 
 
 def read_chunks(store: Store, run_path: str, *, number: int) -> Iterator[bytes]:

@@ -291,8 +291,8 @@ class StorageWriter:
             return
         assignment = self._assignment
         checkpoints = join(self._directory, CHECKPOINTS)
-        # One look in an attempt is enough for parts: a later life read of the attempt before it
-        # chose the number of its own, so it writes no files of these names.
+        # One look in an attempt is enough for parts: no later life gives the number of this
+        # attempt to one of its own, so it writes no files of these names.
         self._owner.require(within_s=math.inf)
         self._write_lines()
         saved = save_rank(

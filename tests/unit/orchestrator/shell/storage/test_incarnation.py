@@ -8,6 +8,7 @@ import pytest
 from orchestrator.core import ControllerStarted
 from orchestrator.core.events import RunResumed
 from orchestrator.driver import replay_run
+from orchestrator.run_directory import read_run
 from tests.support.journals import Journaled, config_at
 from ucp_core.errors import SupersededError
 
@@ -79,3 +80,28 @@ def test_a_life_that_was_superseded_begins_no_incarnation(tmp_path: Path) -> Non
 
     assert isinstance(newer.begin().first, ControllerStarted)
     assert sorted(path.name for path in Path(newer.path, "journal").iterdir()) == journal
+
+
+@pytest.mark.parametrize("is_compacting", [True, False])
+def test_what_a_superseded_controller_journals_counts_for_nobody(
+    tmp_path: Path, *, is_compacting: bool
+) -> None:
+    """It looks every few seconds who owns the directory, and decides on until then."""
+    older = Journaled(config_at(tmp_path), fault_every=50)
+    older.is_compacting = is_compacting
+    older.grow(300)
+    newer = Journaled(config_at(tmp_path), life=2, fault_every=50)
+    newer.grow(newer.seq + 1)
+    older.grow(older.seq + 8)
+    newer.grow(newer.seq + 200)
+    if is_compacting:
+        older.compact()
+
+    again = Journaled(config_at(tmp_path), life=2, fault_every=50)
+    assert again.seq > newer.seq > older.seq
+    assert again.state.attempt.number == newer.state.attempt.number
+    again.grow(again.seq + 20)
+    assert Journaled(config_at(tmp_path), life=3).state.lineage[:-1] == again.state.lineage
+    assert replay_run(str(tmp_path))["same_decisions"]
+    numbers = [record["seq"] for record in read_run(str(tmp_path)).journal]
+    assert numbers == sorted(set(numbers))
