@@ -64,7 +64,7 @@ async def silent(machines: Mapping[str, tuple[str, int]]) -> set[str]:
     left = dict(machines)
     try:
         for _ in range(_NUM_PROBES):
-            ask = functools.partial(unreached, left, within_s=_PROBE_S)
+            ask = functools.partial(unreached, left, within_s=_PROBE_S, size_bytes=0)
             names = await asyncio.get_running_loop().run_in_executor(_ASKING, ask)
             left = {name: left[name] for name in names}
     except OSError:

@@ -146,7 +146,7 @@ def explain(transition: Transition) -> None:
     cause, network = run.cause, run.network
     if cause is None or not _is_nameless(transition):
         return
-    found, seen = network.found, "no connection was made"
+    found, seen = network.found, "none that carries data"
     if not found:
         # The transport says it a second time: what it meets, a probe does not.
         found = tuple(way for way in network.suspects if way in network.suspects_before)

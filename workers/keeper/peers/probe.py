@@ -1,14 +1,20 @@
 """Whom this node reaches: one connection to each peer, all at once.
 
-A connection that is made, or refused, shows that packets go both ways. The kernels do all of it, so
-a keeper that is busy or stopped is reached all the same.
+A connection that is made, or refused, shows that packets go both ways; some bytes that the peer's
+kernel takes show that large ones arrive. A wrong MTU on the way swallows these alone. The kernels
+do all of it, so a keeper that is busy or stopped is reached all the same. For large packets the
+other way the peer asks.
 """
 
 from __future__ import annotations
 
+import contextlib
 import errno
+import fcntl
 import select
 import socket
+import sys
+import termios
 import time
 from collections.abc import Mapping, Sequence
 from typing import Final
@@ -19,50 +25,91 @@ __all__ = ["unreached"]
 PROBE_S: Final = 1.2
 #: So many connections are open at once: few beside the descriptors that a process may have.
 _BATCH: Final = 256
-_ANSWERS: Final = frozenset({0, errno.ECONNREFUSED})
+#: A listener hangs up on who sends such bytes, after it has read the first packet.
+_ANSWERS: Final = frozenset({0, errno.ECONNREFUSED, errno.ECONNRESET, errno.EPIPE})
+#: More than a packet holds, and less than what a kernel takes for a process that does not read.
+SIZE_BYTES: Final = 16 << 10
+#: Period of asking the kernel whether the bytes have arrived.
+_LOOK_S: Final = 0.005
 
 
-def unreached(peers: Mapping[str, tuple[str, int]], *, within_s: float = PROBE_S) -> list[str]:
-    """Return the names of the peers that no connection could be made to.
+def unreached(
+    peers: Mapping[str, tuple[str, int]],
+    *,
+    within_s: float = PROBE_S,
+    size_bytes: int = SIZE_BYTES,
+) -> list[str]:
+    """Return the names of the peers to which no connection can be made or no bytes can be sent.
 
     Args:
         peers: Address (host, port) by name.
         within_s: For every 256 of them.
+        size_bytes: Sent to each of them; with 0 a connection is enough.
     """
     left = list(peers.items())
     lost: list[str] = []
     while left:
         some, left = left[:_BATCH], left[_BATCH:]
-        lost += _unreached(some, within_s)
+        lost += _unreached(some, within_s, bytes(size_bytes))
     return lost
 
 
-def _unreached(peers: Sequence[tuple[str, tuple[str, int]]], within_s: float) -> list[str]:
-    poll = select.poll()
-    pending: dict[int, tuple[str, socket.socket]] = {}
-    lost: list[str] = []
-    for name, address in peers:
-        connection = socket.socket(socket.AF_INET, socket.SOCK_STREAM | socket.SOCK_NONBLOCK)
-        code = connection.connect_ex(address)
-        if code == errno.EINPROGRESS:
-            pending[connection.fileno()] = (name, connection)
-            poll.register(connection, select.POLLOUT)
-            continue
-        connection.close()
-        if code not in _ANSWERS:
-            lost.append(name)
+def _unreached(
+    peers: Sequence[tuple[str, tuple[str, int]]], within_s: float, payload: bytes
+) -> list[str]:
+    pending, lost = _connecting(peers)
+    poll, sent = select.poll(), set[int]()
+    for number in pending:
+        poll.register(number, select.POLLOUT)
     end_s = time.monotonic() + within_s
     while pending:
-        ready = poll.poll(max(0.0, end_s - time.monotonic()) * 1000.0)
-        for number, _ in ready:
-            name, connection = pending.pop(number)
-            poll.unregister(number)
-            if connection.getsockopt(socket.SOL_SOCKET, socket.SO_ERROR) not in _ANSWERS:
-                lost.append(name)
-            connection.close()
-        if not ready and time.monotonic() >= end_s:
+        left_s = max(0.0, end_s - time.monotonic())
+        ready = {
+            number for number, _ in poll.poll(1000.0 * (min(left_s, _LOOK_S) if sent else left_s))
+        }
+        for number in ready | sent:
+            name, connection = pending[number]
+            code = connection.getsockopt(socket.SOL_SOCKET, socket.SO_ERROR)
+            if not code and payload and number not in sent:
+                with contextlib.suppress(OSError):
+                    connection.send(payload)
+                sent.add(number)
+                # From now on only the end of the connection is reported.
+                poll.modify(number, 0)
+            elif number in ready or not _num_under_way(connection):
+                if code not in _ANSWERS:
+                    lost.append(name)
+                del pending[number]
+                sent.discard(number)
+                poll.unregister(number)
+                connection.close()
+        if not left_s:
             break
     for name, connection in pending.values():
         connection.close()
         lost.append(name)
     return lost
+
+
+def _connecting(
+    peers: Sequence[tuple[str, tuple[str, int]]],
+) -> tuple[dict[int, tuple[str, socket.socket]], list[str]]:
+    """Return the connections that are being made, by descriptor, and whom none can be made to."""
+    pending: dict[int, tuple[str, socket.socket]] = {}
+    lost: list[str] = []
+    for name, address in peers:
+        connection = socket.socket(socket.AF_INET, socket.SOCK_STREAM | socket.SOCK_NONBLOCK)
+        code = connection.connect_ex(address)
+        if code in (0, errno.EINPROGRESS):
+            pending[connection.fileno()] = (name, connection)
+            continue
+        connection.close()
+        if code not in _ANSWERS:
+            lost.append(name)
+    return pending, lost
+
+
+def _num_under_way(connection: socket.socket) -> int:
+    """Return how many bytes the peer's kernel has not acknowledged."""
+    answer = fcntl.ioctl(connection, termios.TIOCOUTQ, bytes(4))
+    return int.from_bytes(answer, sys.byteorder)
