@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING
 
 from ucp_core.conversion.work_items import Result, WorkItem
 from ucp_core.errors import StorageError, UcpError
-from ucp_core.native import UNFINISHED_NAME
+from ucp_core.native import CLAIM_NAME, UNFINISHED_NAME, in_use
 from ucp_core.numerics import crc32
 from ucp_core.reading import Check, Note
 
@@ -93,12 +93,14 @@ class Journal:
         """Open the journal; empty it unless it is of the conversion ``identity``.
 
         Raises:
-            UcpError: Another process converts to the same directory, or its folder of that name
-                is not one of a conversion: what is in it would be deleted.
+            UcpError: Another process converts or exports to the same directory, or its folder of
+                that name is not one of a conversion: what is in it would be deleted.
             StorageError: The directory cannot be written.
         """
         self.folder = Path(directory) / UNFINISHED_NAME
         try:
+            if (self.folder / CLAIM_NAME).exists():
+                raise in_use(directory)
             if not _is_ours(self.folder):
                 raise UcpError(
                     f"{self.folder} is not the folder of a conversion: move it away, or give "
@@ -121,6 +123,11 @@ class Journal:
                     path=directory,
                 )
             time.sleep(_LOCK_S / 100)
+        if (self.folder / CLAIM_NAME).exists():
+            # An export looked before this journal was there, and its result must not have one.
+            (self.folder / _NAME).unlink()
+            self.close()
+            raise in_use(directory)
         self.results = self._read(identity) if resume else []
         if not self.results:
             self._begin(identity)

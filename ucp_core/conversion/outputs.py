@@ -13,7 +13,13 @@ from ucp_core.conversion import journal
 from ucp_core.conversion.work_items import Result, Worker, WorkItem
 from ucp_core.errors import StorageError, UcpError
 from ucp_core.formats import TargetFile
-from ucp_core.native import MANIFEST_NAME, UNFINISHED_NAME
+from ucp_core.native import (
+    CLAIM_NAME,
+    MANIFEST_NAME,
+    UNFINISHED_NAME,
+    in_use,
+    is_of_export,
+)
 from ucp_core.numerics import BLOCK_BYTES, crc32
 from ucp_core.storage import Store, join, may_reserve
 
@@ -99,7 +105,7 @@ class Claim(NamedTuple):
     @property
     def path(self) -> str:
         """Return the path of the file ``begun``."""
-        return join(self.directory, UNFINISHED_NAME, "begun")
+        return join(self.directory, UNFINISHED_NAME, CLAIM_NAME)
 
     def check(self) -> None:
         """Check that no other conversion took the directory, or has ended there.
@@ -354,6 +360,8 @@ class StreamedFiles:
             self._claim.path, self._claim.content, fsync=False, exclusive=True
         )
         if self._is_second:
+            if is_of_export(store.read(self._claim.path)):
+                raise in_use(directory)
             store.write_atomic(self._claim.path, self._claim.content, fsync=False)
         self._complete: set[int] = set()
         self._written: list[Result] = []

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import os
+from contextlib import nullcontext
 from importlib import import_module
 from pathlib import PurePosixPath
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from ucp_core.errors import UcpError
-from ucp_core.native import reading
+from ucp_core.native import claimed, reading
 from ucp_core.storage import Store, is_local
 
 if TYPE_CHECKING:
@@ -86,7 +87,8 @@ def export(
         **options: Options of that format's writer.
 
     Raises:
-        UcpError: The format or the option is unknown, or the writer fails.
+        UcpError: The format or the option is unknown, another process writes to ``directory``, or
+            the writer fails.
     """
     writer = _WRITERS.get(format)
     if writer is None:
@@ -99,7 +101,9 @@ def export(
         )
     refuse_inside(checkpoint, store, directory)
     write = getattr(import_module(writer.module), writer.function)
-    with reading(checkpoint):
+    # A conversion has a claim of its own, which can be continued.
+    held = nullcontext() if format == "universal" else claimed(store, directory)
+    with reading(checkpoint), held:
         write(checkpoint, store, directory, memory_bytes=memory_bytes, progress=progress, **options)
 
 

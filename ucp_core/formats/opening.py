@@ -88,13 +88,13 @@ def _open(store: Store, directory: str, rules: Rules | None, tag: str | None) ->
             )
         return open_checkpoint(store, directory)
     # Its files may have their names already, which would pass for those of Hugging Face.
-    is_unfinished = store.exists(join(directory, UNFINISHED_NAME))
+    is_unfinished = bool(store.list(join(directory, UNFINISHED_NAME)))
     found = None if is_unfinished else _recognised(store, directory)
     if found is None:
         if is_unfinished:
             what = (
                 "holds a conversion that did not end: give the same ucp convert again, which "
-                "continues it"
+                "continues it; or an export, which does not go on: remove what it left"
             )
         elif not store.exists(directory):
             what = "does not exist"

@@ -11,6 +11,7 @@ from ucp_core.native.catalogue import (
     find_committed,
     unloadable,
 )
+from ucp_core.native.claims import CLAIM_NAME, claimed, in_use, is_of_export
 from ucp_core.native.opening import (
     MANIFEST_NAME,
     MEMORY_BYTES_MIN,
@@ -37,6 +38,7 @@ if TYPE_CHECKING:
     )
 
 __all__ = [
+    "CLAIM_NAME",
     "MANIFEST_NAME",
     "MEMORY_BYTES_MIN",
     "UNFINISHED_NAME",
@@ -53,8 +55,11 @@ __all__ = [
     "aligned",
     "check_memory",
     "checkpoint_name",
+    "claimed",
     "collect_garbage",
     "find_committed",
+    "in_use",
+    "is_of_export",
     "load",
     "load_together",
     "open_checkpoint",

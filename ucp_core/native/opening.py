@@ -27,7 +27,8 @@ if TYPE_CHECKING:
 MANIFEST_NAME = "manifest.json"
 #: With less, slabs would be smaller than the blocks that are read for them.
 MEMORY_BYTES_MIN = 8 * BLOCK_BYTES
-#: Folder of a destination in which an unfinished conversion keeps its work.
+#: Folder of a destination in which an unfinished conversion or export keeps its work; some
+#: storages keep it when it is empty.
 UNFINISHED_NAME = ".tmp-convert"
 #: The manifest of 10 TB takes a quarter of it.
 MANIFEST_BYTES_MAX = 1 << 30

@@ -7,6 +7,7 @@ from contextlib import contextmanager
 from typing import TYPE_CHECKING
 
 from ucp_core.errors import StorageError
+from ucp_core.storage.base import is_temporary
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator, Sequence
@@ -78,7 +79,7 @@ class MemoryStore:
         inside = _inside(directory)
         with self._lock:
             names = {k[len(inside) :].split("/")[0] for k in self._files if k.startswith(inside)}
-        return tuple(sorted(names))
+        return tuple(sorted(name for name in names if not is_temporary(name)))
 
     def sizes(self, directory: str) -> dict[str, int]:
         """Return the size of every file of ``list``."""
@@ -87,12 +88,16 @@ class MemoryStore:
             return {
                 key[len(inside) :]: len(self._files[key])
                 for key in sorted(self._files)
-                if key.startswith(inside) and "/" not in key[len(inside) :]
+                if key.startswith(inside)
+                and "/" not in key[len(inside) :]
+                and not is_temporary(key[len(inside) :])
             }
 
     def exists(self, path: str) -> bool:
         """Return whether a file or directory is there."""
-        return _key(path) in self._files or bool(self.list(path))
+        inside = _inside(path)
+        with self._lock:
+            return _key(path) in self._files or any(k.startswith(inside) for k in self._files)
 
     def size(self, path: str) -> int:
         """Return the size of a file."""

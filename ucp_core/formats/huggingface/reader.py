@@ -139,7 +139,7 @@ def read(
 
 def _refuse_unfinished(store: Store, directory: str) -> None:
     """Refuse a universal checkpoint without its manifest: its moments would be lost."""
-    if store.exists(join(directory, UNFINISHED_NAME)):
+    if store.list(join(directory, UNFINISHED_NAME)):
         raise CheckpointCorruptError(
             f"{directory} is an unfinished conversion: run ucp convert again to continue it, or "
             f"delete {UNFINISHED_NAME} to open the weights that are there",

@@ -65,6 +65,7 @@ def test_a_conversion_that_did_not_end_is_called_that(source: Path, tmp_path: Pa
     made = convert_to(opened, tmp_path / "half").checkpoint
     Path(made.manifest_path).unlink()
     (tmp_path / "half" / UNFINISHED_NAME).mkdir()
+    (tmp_path / "half" / UNFINISHED_NAME / "journal").touch()
 
     done = ucp("inspect", str(tmp_path / "half"))
 
