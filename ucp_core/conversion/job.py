@@ -8,6 +8,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from ucp_core.conversion.outputs import unclaimed_name
 from ucp_core.conversion.work_items import Job, Result, Worker, WorkItem
 from ucp_core.errors import CheckpointCorruptError, StorageError, UcpError
 from ucp_core.formats import (
@@ -98,6 +99,10 @@ class Conversion:
                 if result.item.target >= 0:
                     self.resumed_bytes += result.item.stop - result.item.start
 
+    def rename(self, targets: Sequence[TargetFile]) -> None:
+        """Give the targets other names."""
+        self.job = replace(self.job, targets=tuple(targets))
+
     def take(self, result: Result) -> None:
         """Take the result of an item that was done.
 
@@ -181,8 +186,8 @@ class Conversion:
             is_ours = self.store.write_atomic(path, content, fsync=fsync, exclusive=True)
             if not is_ours and self.store.read(path) != content:
                 raise UcpError(
-                    f"{path} is not from this conversion, which would replace it: move it away "
-                    "and give the same command again",
+                    f"{path} is not from this conversion: if no other one to {self.directory} is "
+                    "under way or has ended, move it away and give the same command again",
                     path=path,
                 )
 
@@ -220,7 +225,9 @@ def _check_contents(store: Store, directory: str, targets: Sequence[TargetFile])
     names = [name for name in store.list(directory) if not name.startswith(".")]
     if store.exists(join(directory, UNFINISHED_NAME)):
         own = {INDEX_NAME, extra_file("").partition("/")[0], *(target.name for target in targets)}
-        names = [n for n in names if n not in own or is_link(store, join(directory, n))]
+        names = [
+            n for n in names if unclaimed_name(n) not in own or is_link(store, join(directory, n))
+        ]
     if not names:
         return
     from ucp_core.formats import recognise

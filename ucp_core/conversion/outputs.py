@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import stat
 from contextlib import contextmanager, suppress
 from itertools import chain
@@ -29,6 +30,9 @@ if TYPE_CHECKING:
 
 _SUFFIX = ".safetensors"
 _MARKER_SUFFIX = f"{_SUFFIX}.json"
+#: Of the random part of a claim, which may be in the names of files.
+TOKEN_BYTES = 8
+_TOKEN = re.compile(rf"-[0-9a-f]{{{2 * TOKEN_BYTES}}}(?=\.safetensors$)")
 #: Items in a batch for another machine: at most 128 MiB, a fraction of a second.
 REMOTE_BATCH_ITEMS = 8
 
@@ -122,6 +126,16 @@ class Claim(NamedTuple):
             )
 
 
+def claimed_target(target: TargetFile, token: str) -> TargetFile:
+    """Return the target with a name that only the claim of this token has."""
+    return target._replace(name=f"{target.name.removesuffix(_SUFFIX)}-{token}{_SUFFIX}")
+
+
+def unclaimed_name(name: str) -> str:
+    """Return the name without the token of a claim."""
+    return _TOKEN.sub("", name)
+
+
 class Streamed(NamedTuple):
     """A whole file to write to a store, or an item to read only."""
 
@@ -159,7 +173,12 @@ def _marker(directory: str, target: TargetFile) -> str:
 
 
 class LocalFiles:
-    """Temporary files in the destination, renamed at the end, and their journal."""
+    """Temporary files in the destination, renamed at the end, and their journal.
+
+    Attributes:
+        targets: The files, by the names that they get.
+        paths: Where they are written.
+    """
 
     def __init__(
         self,
@@ -169,7 +188,7 @@ class LocalFiles:
         *,
         resume: bool,
     ) -> None:
-        self._targets = targets
+        self.targets = targets
         self._directory = Path(directory)
         self._journal = journal.Journal(directory, identity, resume=resume)
         self.paths = [str(self._journal.folder / target.name) for target in targets]
@@ -186,7 +205,7 @@ class LocalFiles:
     def _prepare(self) -> set[int]:
         """Create the missing files; return the others."""
         sound: set[int] = set()
-        for number, target in enumerate(self._targets):
+        for number, target in enumerate(self.targets):
             path = Path(self.paths[number])
             try:
                 if os.path.lexists(self._directory / target.name):
@@ -207,12 +226,12 @@ class LocalFiles:
         Raises:
             UcpError: The file of that name is another one.
         """
-        path, final = self.paths[number], self._directory / self._targets[number].name
+        path, final = self.paths[number], self._directory / self.targets[number].name
         results = [each for each in self._journal.results if each.item.target == number]
         if (
             not results
             or os.path.lexists(path)
-            or not _has_size(final, self._targets[number].num_bytes)
+            or not _has_size(final, self.targets[number].num_bytes)
             or not all(self._is_written(result, final) for result in results)
         ):
             raise _not_ours(str(final))
@@ -232,7 +251,7 @@ class LocalFiles:
         blocks: list[int] = []
         buffer = memoryview(bytearray(BLOCK_BYTES))
         with path.open("rb", buffering=0) as file:
-            for low, high in _blocks(self._targets[item.target], item):
+            for low, high in _blocks(self.targets[item.target], item):
                 file.seek(low)
                 done = file.readinto(buffer[: high - low])
                 blocks.append(crc32(buffer[:done]))
@@ -265,10 +284,10 @@ class LocalFiles:
         Raises:
             UcpError: Another file has one of them.
         """
-        for target in self._targets:
+        for target in self.targets:
             if os.path.lexists(self._directory / target.name):
                 raise _not_ours(str(self._directory / target.name))
-        for number, target in enumerate(self._targets):
+        for number, target in enumerate(self.targets):
             path = self.paths[number]
             if fsync:
                 fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
@@ -336,8 +355,11 @@ def _allocate(path: Path, target: TargetFile) -> None:
 class StreamedFiles:
     """Files that are written from the first byte to the last, to any store.
 
-    Where an earlier conversion began, it may live and write still. So every file is then read
-    before the commit, also what this one wrote.
+    Where an earlier conversion began, it may live and write still. So no two write to one name:
+    who is not the first has its claim in the names of its files.
+
+    Attributes:
+        targets: The files, by the names that they have.
     """
 
     def __init__(
@@ -350,12 +372,12 @@ class StreamedFiles:
         resume: bool,
     ) -> None:
         """Mark the destination before the first file appears."""
-        self._targets = targets
         self._store = store
         self._directory = directory
         self._resume = resume
         self._head = f"{identity}\n".encode()
-        self._claim = Claim(store, directory, self._head + os.urandom(16).hex().encode())
+        token = os.urandom(TOKEN_BYTES).hex()
+        self._claim = Claim(store, directory, self._head + token.encode())
         self._is_second = not store.write_atomic(
             self._claim.path, self._claim.content, fsync=False, exclusive=True
         )
@@ -363,41 +385,49 @@ class StreamedFiles:
             if is_of_export(store.read(self._claim.path)):
                 raise in_use(directory)
             store.write_atomic(self._claim.path, self._claim.content, fsync=False)
+        self._numbers = {target.name: number for number, target in enumerate(targets)}
+        self.targets = [
+            claimed_target(target, token) if self._is_second else target for target in targets
+        ]
         self._complete: set[int] = set()
-        self._written: list[Result] = []
+        self._is_over = False
+
+    def _markers(self) -> dict[str, str]:
+        """Return the paths of all markers, by the names of their files."""
+        folder = join(self._directory, UNFINISHED_NAME)
+        return {
+            name.removesuffix(_MARKER_SUFFIX) + _SUFFIX: join(folder, name)
+            for name in self._store.list(folder)
+            if name.endswith(_MARKER_SUFFIX)
+        }
 
     def resumed(self) -> Iterator[Result]:
         """Yield the results of the files that an earlier run completed: they are hashed again."""
-        for number, target in enumerate(self._targets):
-            path = _marker(self._directory, target)
-            if not self._is_second or not self._store.exists(path):
-                continue
+        markers = self._markers() if self._is_second and self._resume else {}
+        for name, path in markers.items():
+            number = self._numbers.get(unclaimed_name(name), -1)
             data = self._store.read(path)
-            goal = join(self._directory, target.name)
+            if number < 0 or number in self._complete or not data.startswith(self._head):
+                continue
+            target = self.targets[number]._replace(name=name)
+            goal = join(self._directory, name)
             results = journal.decode(data[len(self._head) :])
             if (
-                self._resume
-                and data.startswith(self._head)
-                and self._store.exists(goal)
+                self._store.exists(goal)
                 and self._store.size(goal) == target.num_bytes
-                and all(map(self._is_written, results))
+                and all(self._is_written(result, target) for result in results)
             ):
                 self._complete.add(number)
+                self.targets[number] = target
                 yield from results
-            else:
-                # Else a later run of its source would trust it for the file that this run writes.
-                self._store.delete(path)
 
-    def _is_written(self, result: Result) -> bool:
-        """Return whether the bytes of an item are in the destination."""
-        if result.item.target < 0:
-            return True
-        target = self._targets[result.item.target]
-        path = join(self._directory, target.name)
+    def _is_written(self, result: Result, target: TargetFile) -> bool:
+        """Return whether the bytes of an item are in the file."""
         spans = list(_blocks(target, result.item))
         buffers = [memoryview(bytearray(high - low)) for low, high in spans]
         self._store.read_ranges(
-            path, [(low, (buffer,)) for (low, _), buffer in zip(spans, buffers, strict=True)]
+            join(self._directory, target.name),
+            [(low, (buffer,)) for (low, _), buffer in zip(spans, buffers, strict=True)],
         )
         return tuple(map(crc32, buffers)) == result.blocks
 
@@ -409,46 +439,52 @@ class StreamedFiles:
         checks = by_file.pop(-1, [])
         work = [
             Streamed(self._claim, self._head, target, tuple(by_file.get(number, ())))
-            for number, target in enumerate(self._targets)
+            for number, target in enumerate(self.targets)
             if number not in self._complete
         ]
         return work + [Streamed(self._claim, b"", None, (item,)) for item in checks]
 
     def note(self, result: Result) -> None:
-        """Remember what to read again; complete files have markers."""
-        if self._is_second:
-            self._written.append(result)
+        """Do nothing: complete files have markers."""
 
     def finish(self, *, fsync: bool) -> None:
-        """Check that the files, which appeared when they were complete, are those of this run.
+        """Check that this run may commit; the files appeared when they were complete.
 
         Raises:
             UcpError: Another conversion writes there.
         """
         del fsync
-        if not all(map(self._is_written, self._written)):
-            raise UcpError(
-                f"another process wrote to {self._directory} during the conversion: give the same "
-                "command again when it is alone",
-                path=self._directory,
-            )
         self._claim.check()
 
     def remove(self) -> None:
-        """Delete the markers, also those of earlier conversions."""
-        folder = join(self._directory, UNFINISHED_NAME)
-        for name in self._store.list(folder):
-            if name.endswith(_MARKER_SUFFIX):
-                self._store.delete(join(folder, name))
+        """Delete the markers, and what else earlier conversions left, which cannot commit now."""
+        self._is_over = True
+        markers = self._markers()
+        names = {target.name for target in self.targets}
+        claimed = {n for n in self._store.list(self._directory) if unclaimed_name(n) != n}
+        self._store.delete_files(
+            [
+                join(self._directory, name)
+                for name in {*markers, *claimed} - names
+                if unclaimed_name(name) in self._numbers
+            ]
+        )
+        self._store.delete_files(list(markers.values()))
         self._store.delete(self._claim.path)
 
     def discard(self) -> None:
         """Delete what was written, unless another conversion has taken over."""
         with suppress(UcpError):
             self._claim.check()
-            for target in self._targets:
+            for target in self.targets:
                 self._store.delete(join(self._directory, target.name))
             self.remove()
 
     def close(self) -> None:
-        """Do nothing: nothing is open."""
+        """Delete what was written if another conversion has committed without it."""
+        path = join(self._directory, MANIFEST_NAME)
+        with suppress(StorageError):
+            if not self._is_over and self._store.exists(path):
+                data = self._store.read(path)
+                names = [t.name for t in self.targets if f'"{t.name}"'.encode() not in data]
+                self._store.delete_files([join(self._directory, name) for name in names])

@@ -106,14 +106,17 @@ def convert(  # noqa: PLR0913 - each is an option of the command
         workers=workers,
         progress=progress,
     )
-    small = conversion.small_files()
+    # What is not JSON is told before anything is written.
+    conversion.small_files()
     with tidied(store, directory), _kept(_files(conversion, resume=resume)) as files:
         conversion.resume(files.resumed())
+        conversion.rename(files.targets)
         with reading(checkpoint):
             used = _work(conversion, files, workers, runner)
+        small = conversion.small_files()
         manifest = conversion.manifest(small)
-        conversion.write_small(small, fsync=fsync)
         files.finish(fsync=fsync)
+        conversion.write_small(small, fsync=fsync)
         made = conversion.commit(manifest, fsync=fsync)
         # Readers ignore temporary files, so failing to delete them is no failure.
         with suppress(StorageError):
