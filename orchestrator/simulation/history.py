@@ -66,6 +66,10 @@ _STOP = 0.05
 _WITHOUT_STATE = "name another run.directory"
 #: Share of those whose head is lost while the run goes on.
 _HEAD_LOST = 0.1
+#: Share of those in which connections are reset for a while, and the longest such time: attempts
+#: fail in a row more often than a run survives for another reason.
+_RESETS = 0.05
+_RESETS_S = 160.0
 #: Share of the histories in which storage is away for a while.
 _OUTAGE = 0.1
 #: Share of those in which another run comes to the cluster, and goes again.
@@ -176,6 +180,7 @@ class History:
         self.healing = False
         # Whether links stay lost in the liveness phase.
         self.network_ails = apart.random() < 1 / 3
+        self.resets_until_s = 0.0
         self.died_at_the_end = False
         # Whether it failed because all that was committed is damaged, and can be repaired.
         self.is_lost = False
@@ -205,6 +210,9 @@ class History:
         other = Random(f"neighbour {self.seed}")  # noqa: S311  no secrets here
         if is_swarm and other.random() < _SHARED:
             cluster.at(1.0 + safety_s * other.random(), self._share, other)
+        resets = Random(f"resets {self.seed}")  # noqa: S311  no secrets here
+        if is_swarm and resets.random() < _RESETS:
+            cluster.at(1.0 + safety_s * resets.random(), self._reset_connections, resets)
 
     def _draw_ending(self) -> str:
         """Decide how the run is to end: most complete, some are stopped or have a bug."""
@@ -375,6 +383,12 @@ class History:
             self._count_fault()
             drawing.lose_head(self.cluster, rng)
 
+    def _reset_connections(self, rng: Random) -> None:
+        if self._may_inject() and self.state.phase not in TERMINAL:
+            self._count_fault()
+            self.resets_until_s = self.cluster.now_s + _RESETS_S * rng.random()
+            drawing.reset_connections(self.cluster, rng.choice((0.1, 1.0)), self.resets_until_s)
+
     def _share(self, rng: Random) -> None:
         if not self.healing:
             self.neighbour = Neighbour(self.cluster, rng)
@@ -421,7 +435,8 @@ class History:
             drawing.return_node(cluster, needed - room)
         elif self.network_ails:
             self._leave_links_lost(stay, needed)
-        cluster.at(LIVENESS_S, self._must_be_over)
+        resets_s = max(self.resets_until_s - cluster.now_s, 0.0)
+        cluster.at(resets_s + LIVENESS_S, self._must_be_over)
 
     def _leave_links_lost(self, nodes: Sequence[SimNode], needed: int) -> None:
         """Cut links for good, and let one flap, as long as enough workers reach each other."""

@@ -33,7 +33,7 @@ from orchestrator.core.handlers import fleet_events as on_fleet
 from orchestrator.core.handlers import member_events as on_members
 from orchestrator.core.state import MutableRunState, Node, Worker
 from orchestrator.core.transition import Transition
-from orchestrator.policies import RedundancyPlan, Share, links, versions
+from orchestrator.policies import RedundancyPlan, Share, budgets, links, versions
 from orchestrator.simulation.faults import drawing
 from orchestrator.simulation.history import run_history
 from orchestrator.simulation.violation import Violation
@@ -190,6 +190,10 @@ class Bug:
     single: drawing.Fault | None = None
 
 
+def _count_lost_peers(faults: Any, **named: Any) -> str:
+    return _OVERSPENT(faults, **{**named, "num_unexplained": 0})
+
+
 def _protect_nothing(*_: Any) -> RedundancyPlan:
     return RedundancyPlan()
 
@@ -267,6 +271,7 @@ BUGS = {
     "lets a keeper be silent": Bug(
         machine._HANDLERS, ev.KeeperSilent, _never_look, ("L2",), single=drawing.stop_keeper
     ),
+    "gives up on connections that are reset": Bug(budgets, "overspent", _count_lost_peers, ("L1",)),
     "takes lost links for whole": Bug(links, "apart", _no_pairs, ("L1",)),
     "does not look for lost links": Bug(searching, "begin", _never_look, ("L1",)),
     "never probes a lost link again": Bug(link_events, "ask", _never_look, ("L1",)),
@@ -289,6 +294,7 @@ BUGS = {
 }
 
 _PROCEED = recovery.proceed
+_OVERSPENT = budgets.overspent
 _OWN_SHARE = sharing.own_share
 _ALL_LEFT = planned.all_left
 _LEAVE_OUT = recovery.leave_out

@@ -170,6 +170,17 @@ def flap_pair(cluster: SimCluster, pair: tuple[str, str], period_s: float, num_t
         cluster.at(period_s, flap_pair, cluster, pair, period_s, num_times - 1)
 
 
+def reset_connections(cluster: SimCluster, period_s: float, until_s: float) -> None:
+    """Break connections between members every ``period_s``; a probe finds every link whole."""
+    attempt = cluster.attempts.get(cluster.monitor.attempt)
+    names = attempt.members if attempt is not None else ()
+    inside = [name for name in names if name in cluster.workers]
+    if inside:
+        cluster.shake(cluster.workers[cluster.rng.choice(inside)])
+    if cluster.now_s < until_s:
+        cluster.at(period_s, reset_connections, cluster, period_s, until_s)
+
+
 def lose_ways(cluster: SimCluster, ways: list[tuple[str, str]]) -> None:
     """Lose every packet on these ways from now on."""
     cluster.lost_ways.update(dict.fromkeys(ways))
