@@ -8,7 +8,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from ucp_core.conversion.outputs import unclaimed_name
+from ucp_core.conversion.streams import unclaimed_name
 from ucp_core.conversion.work_items import Job, Result, Worker, WorkItem
 from ucp_core.errors import CheckpointCorruptError, StorageError, UcpError
 from ucp_core.formats import (

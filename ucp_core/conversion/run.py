@@ -16,7 +16,8 @@ from time import perf_counter
 from typing import TYPE_CHECKING, TypeAlias
 
 from ucp_core.conversion.job import GENERAL_BYTES_MAX, Conversion
-from ucp_core.conversion.outputs import REMOTE_BATCH_ITEMS, LocalFiles, StreamedFiles
+from ucp_core.conversion.outputs import REMOTE_BATCH_ITEMS, LocalFiles
+from ucp_core.conversion.streams import StreamedFiles
 from ucp_core.conversion.work_items import Job, Result
 from ucp_core.conversion.workers import Batch, may_fork, run_here, run_processes, run_threads
 from ucp_core.errors import CheckpointCorruptError, StorageError, UcpError

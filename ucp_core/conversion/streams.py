@@ -1,0 +1,247 @@
+"""Where a conversion writes to a storage without locks: each file as a stream, by names of its own.
+
+There a claim cannot tell whether who made it lives; so the last one that began may commit.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+from contextlib import suppress
+from itertools import chain
+from typing import TYPE_CHECKING, NamedTuple
+
+from ucp_core.conversion import journal
+from ucp_core.conversion.outputs import blocks_of
+from ucp_core.conversion.work_items import Result, Worker, WorkItem
+from ucp_core.errors import StorageError, UcpError
+from ucp_core.formats import TargetFile
+from ucp_core.native import CLAIM_NAME, MANIFEST_NAME, UNFINISHED_NAME, in_use, is_of_export
+from ucp_core.numerics import crc32
+from ucp_core.storage import Store, join
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator, Sequence
+
+_SUFFIX = ".safetensors"
+_MARKER_SUFFIX = f"{_SUFFIX}.json"
+#: Of the random part of a claim, which may be in the names of files.
+_TOKEN_BYTES = 8
+_TOKEN = re.compile(rf"-[0-9a-f]{{{2 * _TOKEN_BYTES}}}(?=\.safetensors$)")
+
+
+class Claim(NamedTuple):
+    """Who converts to a directory of a store; such stores have no locks, so the last one does.
+
+    Attributes:
+        store: Of the destination.
+        directory: The destination.
+        content: What the file ``begun`` has as long as nobody else began.
+    """
+
+    store: Store
+    directory: str
+    content: bytes
+
+    @property
+    def path(self) -> str:
+        """Return the path of the file ``begun``."""
+        return join(self.directory, UNFINISHED_NAME, CLAIM_NAME)
+
+    def check(self) -> None:
+        """Check that no other conversion took the directory, or has ended there.
+
+        Raises:
+            UcpError: One did.
+        """
+        is_ours = self.store.exists(self.path) and self.store.read(self.path) == self.content
+        if not is_ours or self.store.exists(join(self.directory, MANIFEST_NAME)):
+            raise UcpError(
+                f"another process is converting to {self.directory}, or did so meanwhile: give "
+                "another destination, or the same command again when it is alone",
+                path=self.directory,
+            )
+
+
+def _claimed_target(target: TargetFile, token: str) -> TargetFile:
+    """Return the target with a name that only the claim of this token has."""
+    return target._replace(name=f"{target.name.removesuffix(_SUFFIX)}-{token}{_SUFFIX}")
+
+
+def unclaimed_name(name: str) -> str:
+    """Return the name without the token of a claim."""
+    return _TOKEN.sub("", name)
+
+
+class Streamed(NamedTuple):
+    """A whole file to write to a store, or an item to read only."""
+
+    claim: Claim
+    head: bytes
+    target: TargetFile | None
+    items: tuple[WorkItem, ...]
+
+    def do(self, worker: Worker) -> list[Result]:
+        """Write the file, then a marker that it is complete."""
+        results: list[Result] = []
+
+        def chunks() -> Iterator[memoryview]:
+            for item in self.items:
+                yield from worker.chunks(item)
+                results.append(worker.result(item))
+
+        if self.target is None:
+            for _ in chunks():
+                pass
+            return results
+        store, directory, _ = self.claim
+        path = join(directory, self.target.name)
+        content = chain([memoryview(self.target.header)], chunks())
+        self.claim.check()
+        store.write_file(path, content, fsync=False)
+        self.claim.check()
+        marker = self.head + journal.encode(results)
+        store.write_atomic(_marker(directory, self.target), marker, fsync=False)
+        return results
+
+
+def _marker(directory: str, target: TargetFile) -> str:
+    return join(directory, UNFINISHED_NAME, f"{target.name.removesuffix(_SUFFIX)}{_MARKER_SUFFIX}")
+
+
+class StreamedFiles:
+    """Files that are written from the first byte to the last, to any store.
+
+    Where an earlier conversion began, it may live and write still. So no two write to one name:
+    who is not the first has its claim in the names of its files.
+
+    Attributes:
+        targets: The files, by the names that they have.
+    """
+
+    def __init__(
+        self,
+        targets: Sequence[TargetFile],
+        store: Store,
+        directory: str,
+        identity: str,
+        *,
+        resume: bool,
+    ) -> None:
+        """Mark the destination before the first file appears."""
+        self._store = store
+        self._directory = directory
+        self._resume = resume
+        self._head = f"{identity}\n".encode()
+        token = os.urandom(_TOKEN_BYTES).hex()
+        self._claim = Claim(store, directory, self._head + token.encode())
+        self._is_second = not store.write_atomic(
+            self._claim.path, self._claim.content, fsync=False, exclusive=True
+        )
+        if self._is_second:
+            if is_of_export(store.read(self._claim.path)):
+                raise in_use(directory)
+            store.write_atomic(self._claim.path, self._claim.content, fsync=False)
+        self._numbers = {target.name: number for number, target in enumerate(targets)}
+        self.targets = [
+            _claimed_target(target, token) if self._is_second else target for target in targets
+        ]
+        self._complete: set[int] = set()
+        self._is_over = False
+
+    def _markers(self) -> dict[str, str]:
+        """Return the paths of all markers, by the names of their files."""
+        folder = join(self._directory, UNFINISHED_NAME)
+        return {
+            name.removesuffix(_MARKER_SUFFIX) + _SUFFIX: join(folder, name)
+            for name in self._store.list(folder)
+            if name.endswith(_MARKER_SUFFIX)
+        }
+
+    def resumed(self) -> Iterator[Result]:
+        """Yield the results of the files that an earlier run completed: they are hashed again."""
+        markers = self._markers() if self._is_second and self._resume else {}
+        for name, path in markers.items():
+            number = self._numbers.get(unclaimed_name(name), -1)
+            data = self._store.read(path)
+            if number < 0 or number in self._complete or not data.startswith(self._head):
+                continue
+            target = self.targets[number]._replace(name=name)
+            goal = join(self._directory, name)
+            results = journal.decode(data[len(self._head) :])
+            if (
+                self._store.exists(goal)
+                and self._store.size(goal) == target.num_bytes
+                and all(self._is_written(result, target) for result in results)
+            ):
+                self._complete.add(number)
+                self.targets[number] = target
+                yield from results
+
+    def _is_written(self, result: Result, target: TargetFile) -> bool:
+        """Return whether the bytes of an item are in the file."""
+        spans = list(blocks_of(target, result.item))
+        buffers = [memoryview(bytearray(high - low)) for low, high in spans]
+        self._store.read_ranges(
+            join(self._directory, target.name),
+            [(low, (buffer,)) for (low, _), buffer in zip(spans, buffers, strict=True)],
+        )
+        return tuple(map(crc32, buffers)) == result.blocks
+
+    def batches(self, left: Sequence[WorkItem], num_items: int) -> list[Streamed]:  # noqa: ARG002
+        """Return one batch for each file that is left, and one for each item that only reads."""
+        by_file: dict[int, list[WorkItem]] = {}
+        for item in left:
+            by_file.setdefault(item.target, []).append(item)
+        checks = by_file.pop(-1, [])
+        work = [
+            Streamed(self._claim, self._head, target, tuple(by_file.get(number, ())))
+            for number, target in enumerate(self.targets)
+            if number not in self._complete
+        ]
+        return work + [Streamed(self._claim, b"", None, (item,)) for item in checks]
+
+    def note(self, result: Result) -> None:
+        """Do nothing: complete files have markers."""
+
+    def finish(self, *, fsync: bool) -> None:
+        """Check that this run may commit; the files appeared when they were complete.
+
+        Raises:
+            UcpError: Another conversion writes there.
+        """
+        del fsync
+        self._claim.check()
+
+    def remove(self) -> None:
+        """Delete the markers, and what else earlier conversions left, which cannot commit now."""
+        self._is_over = True
+        markers = self._markers()
+        names = {target.name for target in self.targets}
+        claimed = {n for n in self._store.list(self._directory) if unclaimed_name(n) != n}
+        self._store.delete_files(
+            [
+                join(self._directory, name)
+                for name in {*markers, *claimed} - names
+                if unclaimed_name(name) in self._numbers
+            ]
+        )
+        self._store.delete_files(list(markers.values()))
+        self._store.delete(self._claim.path)
+
+    def discard(self) -> None:
+        """Delete what was written, unless another conversion has taken over."""
+        with suppress(UcpError):
+            self._claim.check()
+            for target in self.targets:
+                self._store.delete(join(self._directory, target.name))
+            self.remove()
+
+    def close(self) -> None:
+        """Delete what was written if another conversion has committed without it."""
+        path = join(self._directory, MANIFEST_NAME)
+        with suppress(StorageError):
+            if not self._is_over and self._store.exists(path):
+                data = self._store.read(path)
+                names = [t.name for t in self.targets if f'"{t.name}"'.encode() not in data]
+                self._store.delete_files([join(self._directory, name) for name in names])
