@@ -223,7 +223,7 @@ def _check_contents(store: Store, directory: str, targets: Sequence[TargetFile])
     Other formats use the same file names, so a mixed folder could be read as either.
     """
     names = [name for name in store.list(directory) if not name.startswith(".")]
-    if store.exists(join(directory, UNFINISHED_NAME)):
+    if store.list(join(directory, UNFINISHED_NAME)):
         own = {INDEX_NAME, extra_file("").partition("/")[0], *(target.name for target in targets)}
         names = [
             n for n in names if unclaimed_name(n) not in own or is_link(store, join(directory, n))

@@ -143,6 +143,15 @@ class StreamedFiles:
                 raise in_use(directory)
             store.write_atomic(self._claim.path, self._claim.content, fsync=False)
         self._numbers = {target.name: number for number, target in enumerate(targets)}
+        # Written between the look at the destination and the claim, and complete.
+        taken = [] if self._is_second else [n for n in store.list(directory) if n in self._numbers]
+        if taken:
+            store.delete(self._claim.path)
+            raise UcpError(
+                f"{directory} got {taken[0]} from another process meanwhile: give another "
+                "destination",
+                path=join(directory, taken[0]),
+            )
         self.targets = [
             _claimed_target(target, token) if self._is_second else target for target in targets
         ]

@@ -458,6 +458,18 @@ def test_a_stream_that_is_taken_over_at_any_moment_shares_no_file(
     )
 
 
+def test_a_stream_writes_over_nothing_that_came_before_its_claim(tmp_path: Path) -> None:
+    """Another one may have begun and ended since it looked at the destination."""
+    store = _Paused("/begun")
+    store.act = lambda: store.write_atomic(_WEIGHTS, b"theirs", fsync=False)
+
+    with pytest.raises(UcpError, match=r"out got model-.* from another process"):
+        _stream(native_source(tmp_path, large_state(2)), store)
+
+    assert store.read(_WEIGHTS) == b"theirs"
+    assert _files(store) == {_WEIGHTS.removeprefix("out/")}
+
+
 def test_a_stream_takes_over_a_file_though_another_one_came_between(tmp_path: Path) -> None:
     """The other one has written its own, under other names."""
     one, two, _ = _alike(tmp_path)

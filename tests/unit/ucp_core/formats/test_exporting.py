@@ -103,3 +103,18 @@ def test_an_export_that_was_killed_is_not_overwritten(
     assert store.read(claim) == left
     store.delete(f"{directory}/{UNFINISHED_NAME}")
     _write(sources["ours"], place, "dcp")
+
+
+def test_an_export_leaves_nothing_that_makes_its_folder_look_like_a_conversion_under_way(
+    sources: dict[str, Checkpoint], place: tuple[Store, str]
+) -> None:
+    """Some storages keep the empty folder of the claim; names of targets would pass for ours."""
+    store, directory = place
+    path = f"{directory}/model-00001-of-00001.safetensors"
+    with claimed(store, directory):
+        store.write_atomic(path, b"theirs", fsync=False)
+
+    with pytest.raises(UcpError, match="out holds"):
+        _write(sources["ours"], place, "universal")
+
+    assert store.read(path) == b"theirs"
