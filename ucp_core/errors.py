@@ -11,6 +11,7 @@
     + PatternError
     + RulesError
     + ForeignClassError
+    + MemoryBudgetError
     + StorageError
     + SupersededError
 
@@ -79,6 +80,10 @@ class RulesError(UcpError):
 
 class ForeignClassError(UcpError):
     """A foreign file needs an unknown class or kind of tensor; none of its code ran."""
+
+
+class MemoryBudgetError(UcpError):
+    """What a foreign checkpoint holds takes more memory than reading may take."""
 
 
 class StorageError(UcpError):

@@ -135,7 +135,7 @@ def convert_command(  # noqa: PLR0913 - options of a command
     from ucp_core.commands import conversion_facts, memory_size, open_any, progress
 
     memory_bytes = memory_size(memory)
-    checkpoint = open_any(source, rules=rules, rename=rename, tag=tag)
+    checkpoint = open_any(source, rules=rules, rename=rename, tag=tag, memory_bytes=memory_bytes)
     address = address or os.environ.get("RAY_ADDRESS")
     hosted = None
     if address is None or local_nodes is not None:

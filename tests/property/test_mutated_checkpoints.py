@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from tests.support.mutation_campaign import FORMATS, assert_sound, campaign
+from tests.support.mutations import BOMBS
 
 NUM_MUTATIONS = 6
 
@@ -13,3 +14,20 @@ def test_no_mutation_runs_code_touches_other_files_or_gives_wrong_tensors() -> N
 
     assert_sound(found)
     assert {outcome.result for _, outcome in found} >= {"refused", "equal"}
+
+
+#: Those that change what the readers keep or walk: client state, shapes, the model's own dict.
+_BOMBS = (
+    *(("deepspeed-zero1-small", number) for number in (-1, -7, -17, -21)),
+    *(("megatron", number) for number in (-4, -5, -7, -8, -13)),
+)
+
+
+def test_no_small_file_fills_memory_or_takes_for_ever() -> None:
+    """A pickle of a megabyte can describe gigabytes, and a client state is anything."""
+    found = campaign(_BOMBS)
+
+    assert_sound(found)
+    assert {outcome.result for _, outcome in found} == {"refused"}
+    bounded = {outcome.kind for _, outcome in found if "--memory" in outcome.what}
+    assert bounded == set(BOMBS)

@@ -20,7 +20,10 @@ from ucp_core.formats.dcp import reader as dcp
 from ucp_core.formats.megatron_core import reader as megatron_core
 from ucp_core.native import Checkpoint
 from ucp_core.storage import MemoryStore
-from ucp_core.torch_files import as_json, read_pickle, read_torch_file
+from ucp_core.torch_files import as_json, read_pickle, read_torch_file, reading_within
+
+#: Ten thousand values.
+_MEMORY_BYTES = 2 << 20
 
 
 def _torch_file() -> bytes:
@@ -97,7 +100,8 @@ def _survives(read: Callable[[], Any]) -> bool:
 def _read_file(data: bytes) -> Any:
     store = MemoryStore()
     store.write_atomic("d/a.pt", data, fsync=False)
-    return as_json(read_torch_file(store, "d", "a.pt").tree, tensor=list, nodes_max=10_000)
+    with reading_within(_MEMORY_BYTES):
+        return as_json(read_torch_file(store, "d", "a.pt").tree, tensor=list, where="d/a.pt")
 
 
 @given(_EDITS)
@@ -157,7 +161,8 @@ _WORDS = (
 def test_any_opcodes_raise_our_errors(parts: list[bytes]) -> None:
     """A machine of fifty opcodes has more states than anyone has thought of."""
     data = b"".join(parts) + b"."
-    _survives(lambda: as_json(read_pickle(data, where="p"), tensor=list, nodes_max=10_000))
+    with reading_within(_MEMORY_BYTES):
+        _survives(lambda: as_json(read_pickle(data, where="p"), tensor=list, where="p"))
 
 
 _VALUES = st.recursive(

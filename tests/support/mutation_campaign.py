@@ -28,7 +28,7 @@ import numpy as np
 from tests.support.checkpoints import random_state, save
 from tests.support.deepspeed_folders import Param, native
 from tests.support.megatron_folders import Megatron
-from tests.support.mutations import mutate
+from tests.support.mutations import BOMBS, mutate
 from ucp_core.conversion import convert
 from ucp_core.errors import UcpError
 from ucp_core.formats import export, open_source
@@ -164,7 +164,10 @@ VIOLATIONS = frozenset(("hang", "crash", "ran", "touched", "read", "memory"))
 
 
 def campaign(jobs: Sequence[tuple[str, int]]) -> list[tuple[str, Outcome]]:
-    """Try mutations, each given by its format and number; a child that hangs is replaced."""
+    """Try mutations, each given by its format and number; a child that hangs is replaced.
+
+    Negative numbers are those that fill memory: -1 the first of ``BOMBS``, and so on in turn.
+    """
     found: list[tuple[str, Outcome]] = []
     with tempfile.TemporaryDirectory(prefix="mutations-") as folder:
         while len(found) < len(jobs):
@@ -223,7 +226,8 @@ def child(work: Path) -> None:
         outside.mkdir(parents=True)
         (outside / "secret").write_bytes(b"secret" * 100)
         shutil.copytree(original, source)
-        mutation = mutate(source, random.Random(f"{name}/{number}"), outside)
+        kind = BOMBS[(-1 - number) % len(BOMBS)] if number < 0 else ""
+        mutation = mutate(source, random.Random(f"{name}/{number}"), outside, kind)
         _say(json.dumps([name, number, *mutation]))
         outcome = _outcome(source, place / "out", expected, watch)
         if (outside / "ran").exists():
@@ -259,7 +263,7 @@ def _outcome(
 
 
 def _converted(source: Path, out: Path) -> Checkpoint:
-    opened = open_source(LocalStore(), str(source))
+    opened = open_source(LocalStore(), str(source), memory_bytes=MEMORY_BYTES)
     result = convert(opened, LocalStore(), str(out), memory_bytes=MEMORY_BYTES, processes=1)
     return result.checkpoint
 

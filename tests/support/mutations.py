@@ -21,6 +21,7 @@ from tests.support.hostile_pickles import dumps, payloads
 from ucp_core.numerics import crc32
 
 _NUMBERS = (0, -1, 1, 3, 2**31, 2**62, 2**64, 10**30, float("nan"), 1e308)
+_TRIES = 100
 _JSON_SUFFIXES = (".json",)
 _ZIP_SUFFIXES = (".pt", ".bin", ".pth")
 
@@ -37,27 +38,32 @@ class Mutated(NamedTuple):
     told: str
 
 
-def mutate(folder: Path, rng: random.Random, outside: Path) -> Mutated:
+def mutate(folder: Path, rng: random.Random, outside: Path, kind: str = "") -> Mutated:
     """Change one thing in ``folder``.
 
     Args:
         folder: The copy of a checkpoint.
         rng: Chooses.
         outside: A folder with the file ``secret``, which links lead to; a payload makes ``ran``.
+        kind: Of the change; empty: any.
     """
-    while True:
-        kind = rng.choice(sorted(KINDS))
-        told = KINDS[kind](folder, rng, outside)
+    for _ in range(_TRIES):
+        chosen = kind or rng.choice(sorted(KINDS))
+        told = KINDS[chosen](folder, rng, outside)
         if told:
-            return Mutated(kind, told)
+            return Mutated(chosen, told)
+    return Mutated(kind, "nothing, because no file is of that kind")
 
 
 def _files(folder: Path) -> list[Path]:
     return sorted(path for path in folder.rglob("*") if path.is_file() and not path.is_symlink())
 
 
-def _some(folder: Path, rng: random.Random, suffixes: tuple[str, ...] = ()) -> Path | None:
+def _some(
+    folder: Path, rng: random.Random, suffixes: tuple[str, ...] = (), name: str = ""
+) -> Path | None:
     found = [p for p in _files(folder) if not suffixes or p.suffix in suffixes]
+    found = [p for p in found if name in p.name] or found
     return rng.choice(found) if found else None
 
 
@@ -266,33 +272,36 @@ def _edit_value(document: Any, rng: random.Random, outside: Path) -> str:
 
 
 def _edit_pickle(folder: Path, rng: random.Random, outside: Path) -> str:
-    """Edit an operation of a pickle; the checksums of its zip are those of the new content."""
-    path = _some(folder, rng, (*_ZIP_SUFFIXES, ".metadata", ""))
+    """Edit an operation of a pickle."""
+    return _with_pickle(folder, rng, lambda data: _edited_pickle(data, rng, outside))
+
+
+def _with_pickle(
+    folder: Path, rng: random.Random, edit: Callable[[bytes], tuple[bytes, str]], like: str = ""
+) -> str:
+    """Edit a pickle; the checksums of its zip are those of the new content."""
+    path = _some(folder, rng, (*_ZIP_SUFFIXES, ".metadata", ""), like)
     if path is None:
         return ""
     data = path.read_bytes()
     if not zipfile.is_zipfile(io.BytesIO(data)):
-        return _edited_file(path, data, rng, outside)
+        if not data.startswith(b"\x80"):
+            return ""
+        new, told = edit(data)
+        path.write_bytes(new)
+        return told and f"{path.name}: {told}"
     with zipfile.ZipFile(io.BytesIO(data)) as archive:
         names = archive.namelist()
         pickled = [name for name in names if name.endswith("data.pkl")]
         if not pickled:
             return ""
-        new, told = _edited_pickle(archive.read(pickled[0]), rng, outside)
+        new, told = edit(archive.read(pickled[0]))
         out = io.BytesIO()
         with zipfile.ZipFile(out, "w") as made:
             for name in names:
                 made.writestr(name, new if name == pickled[0] else archive.read(name))
     path.write_bytes(out.getvalue())
     return told and f"{path.relative_to(folder)}: {told}"
-
-
-def _edited_file(path: Path, data: bytes, rng: random.Random, outside: Path) -> str:
-    if not data.startswith(b"\x80"):
-        return ""
-    new, told = _edited_pickle(data, rng, outside)
-    path.write_bytes(new)
-    return told and f"{path.name}: {told}"
 
 
 def _edited_pickle(data: bytes, rng: random.Random, outside: Path) -> tuple[bytes, str]:
@@ -340,6 +349,72 @@ def _is_number(name: str, arg: Any) -> bool:
     return type(arg) is int and name in {"BININT", "BININT1", "BININT2", "LONG1", "INT", "LONG"}
 
 
+def _bomb(name: str) -> Callable[[Path, random.Random, Path], str]:
+    """Return a mutation that puts what fills memory, or takes for ever, into a dict of a pickle."""
+
+    def edit(data: bytes, rng: random.Random) -> tuple[bytes, str]:
+        places = [at or 0 for op, _, at in pickletools.genops(data) if op.name == "EMPTY_DICT"]
+        # Newer protocols number what they make, which these numbers would disturb.
+        if not places or data[1] != _PROTOCOL:
+            return data, ""
+        at = rng.choice((places[0], *places[:4])) + 1
+        return data[:at] + b"(" + _BOMBS[name]() + b"u" + data[at:], f"{name} at {at}"
+
+    def mutation(folder: Path, rng: random.Random, outside: Path) -> str:
+        del outside
+        # The others hold hardly more than tensors.
+        return _with_pickle(folder, rng, lambda data: edit(data, rng), "model_")
+
+    return mutation
+
+
+def _put(number: int) -> bytes:
+    return b"r" + (_FIRST_FREE + number).to_bytes(4, "little")
+
+
+def _get(number: int) -> bytes:
+    return b"j" + (_FIRST_FREE + number).to_bytes(4, "little")
+
+
+def _key(name: str) -> bytes:
+    return b"X" + len(name).to_bytes(4, "little") + name.encode()
+
+
+def _many_keys() -> bytes:
+    """A megabyte 60 times under each of ten keys."""
+    text = _key("x" * (1 << 20)) + _put(0) + b"0"
+    return text + b"".join(_key(f"k{i}") + b"(" + _get(0) * 60 + b"l" for i in range(10))
+
+
+def _large_integers() -> bytes:
+    """An integer of 4,290 digits, 200,000 times."""
+    data = (10**4289).to_bytes(1782, "little")
+    number = b"\x8b" + len(data).to_bytes(4, "little") + data + _put(0) + b"0"
+    return number + _key("n") + b"(" + _get(0) * 200_000 + b"l"
+
+
+def _nested() -> bytes:
+    """A dict that is twice in each of 64 dicts above it: 2**64 ways lead to it."""
+    made = b"}" + _put(0) + b"0"
+    for i in range(64):
+        made += b"}(" + _key("a") + _get(i) + _key("b") + _get(i) + b"u" + _put(i + 1) + b"0"
+    return made + _key("evil") + _get(64)
+
+
+#: No writer numbers so many values; and the protocol in which values are numbered by opcodes.
+_FIRST_FREE = 1 << 30
+_PROTOCOL = 2
+#: Pairs of keys and values, as a pickle has them between MARK and SETITEMS.
+_BOMBS: dict[str, Callable[[], bytes]] = {
+    "many keys": _many_keys,
+    "large integers": _large_integers,
+    "shared dicts": _nested,
+    # A set takes 216 bytes and one opcode.
+    "many objects": lambda: _key("sets") + b"(" + b"\x8f" * 2_000_000 + b"l",
+    "large pickle": lambda: _key("text") + _key("x" * (100 << 20)),
+}
+
+
 def _edit_zip(folder: Path, rng: random.Random, outside: Path) -> str:
     """Change a number in the directory at the end of a zip, or a record's name."""
     del outside
@@ -359,6 +434,7 @@ def _edit_zip(folder: Path, rng: random.Random, outside: Path) -> str:
     return f"{path.name}: 4 bytes at {at - place} of a record are {value:x}"
 
 
+BOMBS = tuple(_BOMBS)
 #: By name; each returns "" if the folder has nothing of that kind.
 KINDS: dict[str, Callable[[Path, random.Random, Path], str]] = {
     "flip": _flip,
@@ -376,4 +452,5 @@ KINDS: dict[str, Callable[[Path, random.Random, Path], str]] = {
     "edit header": _edit_header,
     "edit pickle": _edit_pickle,
     "edit zip": _edit_zip,
+    **{name: _bomb(name) for name in _BOMBS},
 }

@@ -54,7 +54,12 @@ Tag = Annotated[
 
 
 def open_any(
-    url: str, *, rules: str | None = None, rename: str | None = None, tag: str | None = None
+    url: str,
+    *,
+    rules: str | None = None,
+    rename: str | None = None,
+    tag: str | None = None,
+    memory_bytes: int | None = None,
 ) -> Checkpoint:
     """Return the checkpoint at a directory or URL, of any known format.
 
@@ -63,8 +68,9 @@ def open_any(
         rules: File of rules, or a family.
         rename: File of renamings.
         tag: Which of several.
+        memory_bytes: As of ``open_source``.
     """
-    return open_all([url], rules=rules, rename=rename, tag=tag)[0]
+    return open_all([url], rules=rules, rename=rename, tag=tag, memory_bytes=memory_bytes)[0]
 
 
 def open_all(
@@ -73,13 +79,15 @@ def open_all(
     rules: str | None = None,
     rename: str | None = None,
     tag: str | None = None,
+    memory_bytes: int | None = None,
 ) -> list[Checkpoint]:
     """Return several checkpoints; each rule and renaming must match a name of one of them."""
     from ucp_core.formats import open_source
 
     places = [open_store(url) for url in urls]
     read = read_rules(rules)
-    opened = [open_source(*place, rules=read, tag=tag) for place in places]
+    share = None if memory_bytes is None else memory_bytes // len(places)
+    opened = [open_source(*place, rules=read, tag=tag, memory_bytes=share) for place in places]
     names = [names_of(each) for each in opened]
     known = set().union(*names)
     if rename is not None:

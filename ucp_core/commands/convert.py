@@ -54,7 +54,7 @@ def convert_command(  # noqa: PLR0913 - options of a command
     from ucp_core.conversion import convert, memory_left
 
     memory_bytes = memory_size(memory)
-    opened = open_any(source, rules=rules, rename=rename, tag=tag)
+    opened = open_any(source, rules=rules, rename=rename, tag=tag, memory_bytes=memory_bytes)
     store, directory = open_store(destination)
     with progress("converting", as_json=as_json) as bar:
         result = convert(

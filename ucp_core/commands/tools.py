@@ -246,8 +246,8 @@ def export_command(  # noqa: PLR0913 - options of a command
     }
     options: dict[str, Any] = {name: value for name, value in given.items() if value is not None}
     _refuse_options(to, options)
-    options["memory_bytes"] = memory_size(memory)
-    opened = open_any(source, rules=rules, rename=rename, tag=tag)
+    options["memory_bytes"] = memory_bytes = memory_size(memory)
+    opened = open_any(source, rules=rules, rename=rename, tag=tag, memory_bytes=memory_bytes)
     if "rules" in options:
         options["rules"].refuse_idle(names_of(opened))
     store, directory = open_store(destination)

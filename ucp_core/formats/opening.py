@@ -46,6 +46,7 @@ def open_source(
     rules: Rules | None = None,
     rename: Mapping[str, str] | None = None,
     tag: str | None = None,
+    memory_bytes: int | None = None,
 ) -> Checkpoint:
     """Open a checkpoint of any known format; only headers and pickles are read.
 
@@ -55,16 +56,19 @@ def open_source(
         rules: How tensors are sharded, for sources that do not say so, and which are tied.
         rename: New fqn by the source's fqn; applies to every slot, group, tie and role.
         tag: Chooses one of several checkpoints in ``directory``, if the format has tags.
+        memory_bytes: Most memory for what another framework's files hold beside tensors. Default:
+            6 GiB.
 
     Raises:
         CheckpointNotFoundError: There is no checkpoint of a known format.
         CheckpointCorruptError: It contradicts itself, or a file is missing or damaged.
         PatternError: A tensor's pattern is unknown, or does not fit its shards.
         ForeignClassError: A pickle holds an unknown class; nothing was executed.
+        MemoryBudgetError: Its pickles, or small values, would take more than ``memory_bytes``.
         UnsupportedVersionError: The source says that it cannot be converted.
         StorageError: A file cannot be read.
     """
-    checkpoint = _open(within(store, directory), directory, rules, tag)
+    checkpoint = _open(within(store, directory), directory, rules, tag, memory_bytes)
     manifest = checkpoint.manifest
     if rules is not None and rules.ties:
         from ucp_core.language import tie
@@ -77,7 +81,13 @@ def open_source(
     return replace(checkpoint, manifest=manifest, given=directory)
 
 
-def _open(store: Store, directory: str, rules: Rules | None, tag: str | None) -> Checkpoint:
+def _open(
+    store: Store,
+    directory: str,
+    rules: Rules | None,
+    tag: str | None,
+    memory_bytes: int | None,
+) -> Checkpoint:
     if _is_native(store, directory):
         if tag is not None:
             raise CheckpointNotFoundError(
@@ -107,7 +117,10 @@ def _open(store: Store, directory: str, rules: Rules | None, tag: str | None) ->
             )
         raise CheckpointNotFoundError(f"{directory} {what}", path=directory)
     reader: Any = import_module(f"{__package__}.{found[0]}.reader")
-    opened: Checkpoint = reader.read(store, directory, rules=rules, tag=tag)
+    from ucp_core.torch_files import reading_within
+
+    with reading_within(memory_bytes):
+        opened: Checkpoint = reader.read(store, directory, rules=rules, tag=tag)
     return opened
 
 

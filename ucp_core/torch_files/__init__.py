@@ -3,9 +3,10 @@
 A torch file (``torch_reader``, ``torch_writer``) is a zip (``zip_reader``, ``zip_writer``) with a
 pickle (``pickle_reader``, ``pickle_writer``). A pickle holds names of classes
 (``pickle_classes``), tensors (``pickle_tensors``), arrays of numpy (``pickle_arrays``) and small
-values, which become JSON (``pickle_values``).
+values, which become JSON (``pickle_values``). What is made of them draws from a ``budget``.
 """
 
+from ucp_core.torch_files.budget import current_budget, reading_within, use_budget
 from ucp_core.torch_files.pickle_classes import Buildable, Global
 from ucp_core.torch_files.pickle_reader import collector_paused
 from ucp_core.torch_files.pickle_tensors import extents_of, known_dtype
@@ -44,12 +45,15 @@ __all__ = [
     "TorchFile",
     "as_json",
     "collector_paused",
+    "current_budget",
     "extents_of",
     "known_dtype",
     "pickle_tree",
     "read_pickle",
     "read_torch_file",
     "read_torch_part",
+    "reading_within",
     "torch_file_chunks",
+    "use_budget",
     "write_torch_file",
 ]

@@ -27,6 +27,7 @@ from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
 from ucp_core.errors import CheckpointCorruptError, UcpError
+from ucp_core.torch_files.budget import Budget, current_budget
 from ucp_core.torch_files.pickle_classes import (
     Allow,
     Array,
@@ -47,6 +48,41 @@ _LONG_BYTES_MAX = 4096
 _DEPTH_MAX = 1 << 20
 _COPIED_MIN = 1 << 16
 _SIZED = frozenset((list, tuple, dict, set, frozenset, str, bytes))
+#: About what an opcode takes at most, by CPython 3.11: its object with room to grow, its place on
+#: the stack, its number in the memo. The bytes of a pickle are counted, those in texts too, so the
+#: opcodes that are small letters pay when they come (``_pay``).
+_COSTS = {
+    b"]": 96,
+    b"}": 192,
+    b"\x8f": 256,
+    b"\x91": 256,
+    b"\x94": 72,
+    b"(": 40,
+    b")": 8,
+    b"N": 8,
+    b"K": 8,
+    b"M": 40,
+    b"J": 40,
+    b"G": 32,
+    b"X": 56,
+    b"C": 40,
+    b"h": 8,
+    b"\x81": 64,
+    b"\x85": 56,
+    b"\x86": 64,
+    b"\x87": 72,
+    b"\x88": 8,
+    b"\x89": 8,
+    b"\x8a": 40,
+    b"\x8c": 56,
+    b"\x93": 128,
+}
+#: Of every byte: a copy of it in a text, and a copy on the way there.
+_BYTE_COST = 2
+_OBJECT_BYTES = 256
+_ELEMENT_BYTES = 128
+#: Entries of the memo, or values of a container, that are paid for at once.
+_MANY = 1 << 12
 
 _INT32 = struct.Struct("<i").unpack_from
 _UINT32 = struct.Struct("<I").unpack_from
@@ -76,6 +112,7 @@ def read_pickle(
 
     Raises:
         ForeignClassError: Names a class that is not allowed, or data that cannot be read.
+        MemoryBudgetError: What it describes takes more memory than is left for the checkpoint.
         CheckpointCorruptError: Not a pickle of these protocols, cut short, or too large.
     """
     if len(data) > PICKLE_BYTES_MAX:
@@ -84,7 +121,12 @@ def read_pickle(
             "this is not a checkpoint",
             path=where,
         )
-    machine = _Machine(bytes(data), Resolver(allow, where), persistent)
+    budget = current_budget()
+    budget.draw(
+        _BYTE_COST * len(data) + sum(data.count(code) * cost for code, cost in _COSTS.items()),
+        where,
+    )
+    machine = _Machine(bytes(data), Resolver(allow, where), persistent, budget, where)
     try:
         with collector_paused():
             return machine.run()
@@ -117,6 +159,7 @@ class _Machine:
     """The stack machine. Each opcode has a method, except for the most frequent ones."""
 
     __slots__ = (
+        "budget",
         "copied",
         "copied_max",
         "data",
@@ -126,11 +169,19 @@ class _Machine:
         "pos",
         "resolver",
         "stack",
+        "where",
     )
 
     def __init__(
-        self, data: bytes, resolver: Resolver, persistent: Callable[[Any], Any] | None
+        self,
+        data: bytes,
+        resolver: Resolver,
+        persistent: Callable[[Any], Any] | None,
+        budget: Budget,
+        where: str,
     ) -> None:
+        self.budget = budget
+        self.where = where
         self.data = data
         self.pos = 0
         self.stack: list[Any] = []
@@ -210,9 +261,20 @@ class _Machine:
         self.pos = stop + 1
         return text
 
+    def _pay(self, num_bytes: int) -> None:
+        self.budget.draw(num_bytes, self.where)
+
+    def _text(self, data: bytes) -> str:
+        # One wide character makes all of a text's characters wide.
+        if len(data) > _COPIED_MIN and not data.isascii():
+            self._pay(4 * len(data))
+        return str(data, "utf-8", "surrogatepass")
+
     def _items(self) -> list[Any]:
         """Remove and return the values above the last mark."""
         mark = self.marks.pop()
+        if len(self.stack) - mark > _MANY:
+            self._pay(16 * (len(self.stack) - mark))
         items = self.stack[mark:]
         del self.stack[mark:]
         return items
@@ -241,6 +303,7 @@ class _Machine:
         self._items()
 
     def op_dup(self) -> None:
+        self._pay(_ELEMENT_BYTES)
         self.stack.append(self.stack[-1])
 
     # The memo: what is mentioned again.
@@ -251,6 +314,8 @@ class _Machine:
 
     def op_long_binput(self) -> None:
         self.memo[self._uint32()] = self.stack[-1]
+        if not len(self.memo) % _MANY:
+            self._pay(_MANY * _ELEMENT_BYTES)
 
     # Plain values.
 
@@ -288,10 +353,10 @@ class _Machine:
         self.stack.append(str(self.data[low:high], "utf-8", "surrogatepass"))
 
     def op_text(self) -> None:
-        self.stack.append(str(self._take(self._uint32()), "utf-8", "surrogatepass"))
+        self.stack.append(self._text(self._take(self._uint32())))
 
     def op_text8(self) -> None:
-        self.stack.append(str(self._take(self._uint64()), "utf-8", "surrogatepass"))
+        self.stack.append(self._text(self._take(self._uint64())))
 
     def op_short_bytes(self) -> None:
         self.stack.append(self._take(self._byte()))
@@ -327,6 +392,7 @@ class _Machine:
         self.stack.append(set())
 
     def op_list(self) -> None:
+        self._pay(_OBJECT_BYTES)
         self.stack.append(self._items())
 
     def op_tuple(self) -> None:
@@ -353,6 +419,7 @@ class _Machine:
         self.stack[-3:] = [(self.stack[-3], self.stack[-2], self.stack[-1])]
 
     def op_dict(self) -> None:
+        self._pay(_OBJECT_BYTES)
         items = self._items()
         self.stack.append(_filled({}, items))
 
@@ -381,6 +448,8 @@ class _Machine:
         if not mark or (len(stack) - mark) % 2:
             msg = "a key has no value, or no dict to be in"
             raise ValueError(msg)
+        if len(stack) - mark > _MANY:
+            self._pay(_ELEMENT_BYTES // 2 * (len(stack) - mark))
         target = _expect(stack[mark - 1], dict)
         for index in range(mark, len(stack), 2):
             key = stack[index]
@@ -417,13 +486,17 @@ class _Machine:
         self.stack[-1] = self._made(self.stack[-1], arguments)
 
     def _made(self, function: Any, arguments: tuple[Any, ...]) -> Any:
+        cost = _OBJECT_BYTES
         if arguments:
             for argument in arguments:
-                if type(argument) in _SIZED:
+                kind = type(argument)
+                if kind in _SIZED:
                     self.copied += len(argument)
+                    cost += len(argument) * (1 if kind in {str, bytes} else _ELEMENT_BYTES)
             if self.copied > self.copied_max:
                 msg = "the same values are copied again and again"
                 raise ValueError(msg)
+        self._pay(cost)
         return _expect(function, Global).make(*arguments)
 
     def op_newobj_ex(self) -> None:

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+from json.encoder import encode_basestring_ascii
 from math import prod
 from typing import TYPE_CHECKING, Any
 
 from ucp_core.errors import ForeignClassError
+from ucp_core.torch_files.budget import current_budget
 from ucp_core.torch_files.pickle_arrays import NumpyArray
 from ucp_core.torch_files.pickle_classes import Global, Opaque
 from ucp_core.torch_files.pickle_tensors import TensorRef
@@ -14,16 +16,22 @@ if TYPE_CHECKING:
     from collections.abc import Callable
 
 
-#: Bytes of texts and binary values; a text that repeats counts each time.
-_TEXT_BYTES_MAX = 64 << 20
 _DEPTH_MAX = 100
+#: What a value takes beside its text: its place, and the pieces of JSON around it.
+_NODE_BYTES = 256
+#: JSON is a text, the pieces of it, and the bytes of a file, some of them twice for a moment.
+_TEXT_COPIES = 4
+#: The budget has a lock, which is slower than converting a number.
+_OWED_MAX = 64 << 10
+#: Python neither prints nor reads longer integers.
+_INTEGER_BITS_MAX = 14_281
 
 
 def as_json(
     value: Any,
     *,
+    where: str,
     tensor: Callable[[TensorRef], Any] | None = None,
-    nodes_max: int = 1 << 20,
 ) -> Any:
     """Return ``value`` as JSON values: stand-ins and arrays as text or lists.
 
@@ -31,37 +39,54 @@ def as_json(
 
     Args:
         value: What ``read_pickle`` returns.
+        where: The file and the key of the value, for messages.
         tensor: Makes the value of a tensor; without it a tensor is an error.
-        nodes_max: Values that it may hold, shared ones counted each time.
 
     Raises:
-        ForeignClassError: It holds a tensor, or is deeper or larger than any small value.
+        ForeignClassError: It holds a tensor, or is deeper than any small value.
+        MemoryBudgetError: It takes more memory than is left for the checkpoint.
     """
-    return _Converter(tensor, nodes_max).convert(value, 0)
+    converter = _Converter(tensor, where)
+    made = converter.convert(value, 0)
+    converter.pay()
+    return made
 
 
 class _Converter:
-    """Converts with bounds: JSON repeats what a pickle shares."""
+    """Pays for every value beforehand: JSON repeats what a pickle shares."""
 
-    def __init__(self, tensor: Callable[[TensorRef], Any] | None, nodes_max: int) -> None:
+    def __init__(self, tensor: Callable[[TensorRef], Any] | None, where: str) -> None:
         self._tensor = tensor
-        self._nodes_left = nodes_max
-        self._bytes_left = _TEXT_BYTES_MAX
+        self._where = where
+        self._budget = current_budget()
+        self._owed = 0
 
     def _count(self, num_nodes: int, num_bytes: int = 0) -> None:
-        self._nodes_left -= num_nodes
-        self._bytes_left -= num_bytes
-        if self._nodes_left < 0 or self._bytes_left < 0:
-            raise ForeignClassError("a value is too large to be kept as JSON")
+        self._owed += num_nodes * _NODE_BYTES + num_bytes * _TEXT_COPIES
+        if self._owed > _OWED_MAX:
+            self.pay()
+
+    def pay(self) -> None:
+        """Draw what is owed from the budget."""
+        self._budget.draw(self._owed, self._where)
+        self._owed = 0
 
     def convert(self, value: Any, depth: int) -> Any:
         self._count(1)
         if depth > _DEPTH_MAX:
             raise ForeignClassError("a value is too deep to be kept as JSON")
         if isinstance(value, str):
-            self._count(0, len(value))
+            self._count(0, len(encode_basestring_ascii(value)))
             return value
-        if value is None or isinstance(value, bool | int):
+        if isinstance(value, int):
+            # Three bits are a digit or less. Printing takes time by the square of the digits.
+            self._count(0, value.bit_length() // 3)
+            if value.bit_length() > _INTEGER_BITS_MAX:
+                raise ForeignClassError(
+                    f"an integer of {value.bit_length()} bits is too large to be kept as JSON"
+                )
+            return value
+        if value is None:
             return value
         if isinstance(value, float):
             return value if abs(value) < float("inf") else repr(value)
@@ -108,7 +133,7 @@ class _Converter:
 
     def _key(self, key: Any) -> str:
         text = _text(key)
-        self._count(0, len(text))
+        self._count(0, len(encode_basestring_ascii(text)))
         return text
 
 

@@ -15,6 +15,7 @@ from ucp_core.errors import CheckpointCorruptError
 from ucp_core.geometry import DTYPE_BYTES, Extent
 from ucp_core.storage import join
 from ucp_core.torch_files import zip_reader
+from ucp_core.torch_files.budget import current_budget
 from ucp_core.torch_files.pickle_classes import Global, Opaque
 from ucp_core.torch_files.pickle_reader import PICKLE_BYTES_MAX, read_pickle
 from ucp_core.torch_files.pickle_tensors import Storage, StorageRef, TensorRef, known_dtype
@@ -116,6 +117,8 @@ def _small_names(records: Mapping[str, zip_reader.Record], where: str) -> list[s
             f"{where}: its pickle has {records[found[0]].num_bytes} bytes: not a checkpoint",
             path=where,
         )
+    # Before it is read.
+    current_budget().draw(records[found[0]].num_bytes, where)
     return [name for name in (found[0], f"{prefix}byteorder") if name in records]
 
 

@@ -133,9 +133,9 @@ class Container:
         data = self.store.read_range(path, blob.offset_bytes, blob.num_bytes)
         return self._parsed(data, blob, key)
 
-    def as_json(self, value: Any) -> Any:
-        """Return what an item holds as JSON; small tensors in it are read."""
-        return json_value(value, self.store, self.directory)
+    def as_json(self, value: Any, key: str) -> Any:
+        """Return what the item ``key`` holds as JSON; small tensors in it are read."""
+        return json_value(value, self.store, self.directory, key)
 
     def _parsed(self, data: bytes, blob: Blob, key: str) -> Any:
         def read(start: int, length: int) -> bytes:

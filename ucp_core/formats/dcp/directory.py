@@ -22,7 +22,7 @@ from ucp_core.formats.dcp.recognition import METADATA_NAME, metadata_names
 from ucp_core.formats.dcp.safetensors import find_safetensors
 from ucp_core.geometry import Box
 from ucp_core.storage import join
-from ucp_core.torch_files import collector_paused, known_dtype, read_pickle
+from ucp_core.torch_files import collector_paused, current_budget, known_dtype, read_pickle
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping, Sequence
@@ -60,6 +60,7 @@ def read_container(store: Store, directory: str, parts: Sequence[str] = ("",)) -
         container.metadata_names += tuple(prefix + name for name in names)
     for name in container.metadata_names:
         path = join(directory, name)
+        current_budget().draw(container.sizes[name], path)
         metadata = read_pickle(store.read(path), where=path, allow=CLASSES)
         prefix = name[: name.rfind("/") + 1]
         try:

@@ -158,7 +158,7 @@ def _number(container: Container, key: str) -> Any:
     """Return a small tensor as a number, or with the base64 of its bytes."""
     entries, _ = container.entries({key: TensorKey(key, "weight")})
     ref = _ref(entries[TensorKey(key, "weight")])
-    return container.as_json(ref)
+    return container.as_json(ref, key)
 
 
 def _ref(entry: TensorEntry) -> TensorRef:
@@ -238,7 +238,7 @@ def _add_values(state: State, container: Container, names: Names) -> None:
         if isinstance(value, int | float) and not isinstance(value, bool):
             state.put_number(TensorKey(fqn, slot), value)
         else:
-            others[fqn][slot] = container.as_json(value)
+            others[fqn][slot] = container.as_json(value, key)
     if others:
         state.extra["optimizer_state"] = dict(others)
 
@@ -248,7 +248,7 @@ def _add_groups(state: State, container: Container, names: Names) -> None:
     groups: dict[tuple[str, int | str], dict[str, Any]] = defaultdict(dict)
     values = dict(container.values(key for key in names.groups if key in container.blobs))
     for key, (root, group, name) in names.groups.items():
-        value = container.as_json(values[key]) if key in values else _number(container, key)
+        value = container.as_json(values[key], key) if key in values else _number(container, key)
         groups[root, group][name] = value
     merged: dict[str, dict[str, Any]] = {}
     for (root, group), fields in groups.items():
@@ -271,7 +271,7 @@ def _add_others(state: State, container: Container, names: Names, small: Iterabl
         if blobs is None:
             continue
         try:
-            values = [container.as_json(container.value(blob, key)) for blob in blobs]
+            values = [container.as_json(container.value(blob, key), key) for blob in blobs]
         except ForeignClassError as error:
             state.items[key] = Item("drop", f"its value is of an unknown class: {error}")
             continue

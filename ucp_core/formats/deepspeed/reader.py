@@ -105,7 +105,7 @@ def _read_native(store: Store, folder: Folder, rules: Rules | None) -> Checkpoin
     add_modules(native, modules)
     if not native.optim:
         add_without_zero(native, modules, scalars, groups, extras)
-    extras.add_model(native.first, num_ranks=native.tp * native.pp)
+    extras.add_model(native)
     extras.items |= modules.items
     layouts = _layouts(native, modules, rules)
     entries = {**shards.entries(layouts), **scalars.entries}
@@ -150,17 +150,20 @@ def _add_zero(
         files = native.files
         if is_zero3:
             refuse_swapped(files.store, files.directory, stage)
-        values = [_hyper(group, files.store, files.directory) for group in states[0].groups]
+        values = [
+            _hyper(group, native, f"{native.optim[0, mp]}: param_groups[{index}]")
+            for index, group in enumerate(states[0].groups)
+        ]
         values += [{}] * (len(stage.names) - len(values))
         names = [*stage.names, *[[]] * (len(values) - len(stage.names))]
         groups.add(list(zip(values, names, strict=True)))
         if mp == 0:
-            extras.add_optim(states[0].rest)
+            extras.add_optim(states[0].rest, native.optim[0, mp])
 
 
-def _hyper(group: Mapping[str, Any], store: Store, directory: str) -> dict[str, Any]:
+def _hyper(group: Mapping[str, Any], native: Native, where: str) -> dict[str, Any]:
     values = {key: value for key, value in group.items() if key != "params"}
-    found: dict[str, Any] = json_value(values, store, directory)
+    found: dict[str, Any] = json_value(values, native.files.store, native.files.directory, where)
     return found
 
 

@@ -33,6 +33,7 @@ from ucp_core.formats.shared import (
     Shards,
     json_value,
     number,
+    reading_pool,
     refuse_renamed,
     whole_tensor,
 )
@@ -125,7 +126,7 @@ def read_universal(
         layouts = layouts_of(found.native, modules)
         found.entries |= modules.shards.entries(layouts)
         found.patterns |= modules.shards.patterns
-        found.extras.add_model(found.native.first, num_ranks=found.native.tp * found.native.pp)
+        found.extras.add_model(found.native)
         found.extras.items |= modules.items
     _add_params(found, modules, layouts)
     groups = _groups(found)
@@ -135,7 +136,7 @@ def read_universal(
 def _open(store: Store, directory: str) -> _Folder:
     zero = join(directory, ZERO)
     names = [name for name in store.list(zero) if name != _OPTIMIZER]
-    with ThreadPoolExecutor(THREADS_MAX) as pool:
+    with reading_pool(len(names)) as pool:
         listed = list(pool.map(lambda name: store.list(join(zero, name)), names))
         files = {
             name: tuple(file.removesuffix(_SUFFIX) for file in found if file.endswith(_SUFFIX))
@@ -337,7 +338,7 @@ def _groups(found: _Folder) -> list[dict[str, Any]]:
     is_zero3 = isinstance(inner, dict)
     inner = inner if isinstance(inner, dict) else {}
     bulk = {"param_groups", "optimizer_state_dict", "fp32_flat_groups", "state"}
-    found.extras.add_optim({k: v for k, v in tree.items() if k not in bulk})
+    found.extras.add_optim({k: v for k, v in tree.items() if k not in bulk}, f"{ZERO}/{_OPTIMIZER}")
     if is_zero3:
         found.extras.items[f"{ZERO}/{_OPTIMIZER}: state"] = Item(
             "drop", "the first rank's part, which is in the parameters' folders too"
@@ -348,8 +349,13 @@ def _groups(found: _Folder) -> list[dict[str, Any]]:
     _check_steps(found, names)
     made = Groups()
     values = [
-        json_value({k: v for k, v in g.items() if k != "params"}, found.store, found.directory)
-        for g in groups
+        json_value(
+            {k: v for k, v in g.items() if k != "params"},
+            found.store,
+            found.directory,
+            f"{ZERO}/{_OPTIMIZER}: param_groups[{index}]",
+        )
+        for index, g in enumerate(groups)
     ]
     made.add(list(zip(values, names, strict=True)))
     return made.result()

@@ -29,7 +29,7 @@ from ucp_core.formats.shared import (
 from ucp_core.geometry import DTYPE_BYTES, TensorKey
 from ucp_core.language import Pattern, Replicated, Rules, Unique, builtin_rules
 from ucp_core.manifest import Item
-from ucp_core.torch_files import TensorRef
+from ucp_core.torch_files import TensorRef, current_budget
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping, Sequence
@@ -50,6 +50,8 @@ _HEADS = {
 #: Since this version the rows of a fused projection are grouped by head.
 _GROUPED_VERSION = 2.0
 _MASTERS = "fp32_from_fp16_params"
+#: Of an entry of a nested dict that is walked.
+_ENTRY_BYTES = 128
 _REMEDY = "save in torch_dist format"
 
 
@@ -192,7 +194,12 @@ def model_of(saved: RankFile, experts: Experts) -> list[ModelPart]:
         (int(match[1] or 0), key) for key in saved.tree if (match := _CHUNK.fullmatch(str(key)))
     )
     chunks = [
-        ModelPart(saved.rank, number, list(_flattened(saved.tree[key], "")), saved.expert)
+        ModelPart(
+            saved.rank,
+            number,
+            list(_tensors(saved.tree, key, saved.file)),
+            saved.expert,
+        )
         for number, key in keys
     ]
     for chunk in chunks:
@@ -204,19 +211,28 @@ def model_of(saved: RankFile, experts: Experts) -> list[ModelPart]:
     return chunks
 
 
-def has_experts(tree: Mapping[str, Any]) -> bool:
+def has_experts(tree: Mapping[str, Any], file: str) -> bool:
     """Return whether a rank's file has parameters of experts."""
     keys = [key for key in tree if _CHUNK.fullmatch(str(key))]
-    return any(is_expert(name) for key in keys for name, _ in _flattened(tree[key], ""))
+    return any(is_expert(name) for key in keys for name, _ in _tensors(tree, key, file))
 
 
-def _flattened(tree: Any, prefix: str) -> Iterator[tuple[str, TensorRef]]:
-    if isinstance(tree, TensorRef):
-        if not prefix.endswith("_extra_state"):
-            yield prefix, tree
-    elif isinstance(tree, dict):
-        for key, value in tree.items():
-            yield from _flattened(value, f"{prefix}.{key}" if prefix else str(key))
+def _tensors(tree: Mapping[str, Any], key: str, file: str) -> Iterator[tuple[str, TensorRef]]:
+    """Yield the tensors below a key of a rank's file, by their names below it."""
+    budget, where = current_budget(), f"{file}: {key}"
+
+    def walk(value: Any, prefix: str) -> Iterator[tuple[str, TensorRef]]:
+        if isinstance(value, TensorRef):
+            if not prefix.endswith("_extra_state"):
+                yield prefix, value
+        elif isinstance(value, dict):
+            for part, below in value.items():
+                name = f"{prefix}.{part}" if prefix else str(part)
+                # A dict that is twice in each dict above it is walked as often as it has names.
+                budget.draw(_ENTRY_BYTES + len(name), where)
+                yield from walk(below, name)
+
+    return walk(tree[key], "")
 
 
 class _Part(NamedTuple):
@@ -238,7 +254,7 @@ def _parts(saved: RankFile, model: Model) -> list[_Part]:
         return []
     trees = trees if isinstance(trees, list) else [trees]
     # A stage without experts has one optimizer where others chain two.
-    is_chained = model.has_expert_ranks and has_experts(saved.tree)
+    is_chained = model.has_expert_ranks and has_experts(saved.tree, saved.file)
     if len(trees) == 1 and not is_chained:
         return [_Part(trees[0], (0, 1), chunks)] if saved.expert == 0 else []
     if len(trees) != len((False, True)) or not is_chained:
@@ -288,8 +304,13 @@ def add_optimizer(
         else:
             names = _add_numbered(files, saved, part, model, shards, scalars, inner)
         values = [
-            json_value({k: v for k, v in g.items() if k != "params"}, files.store, files.directory)
-            for g in hyper
+            json_value(
+                {k: v for k, v in g.items() if k != "params"},
+                files.store,
+                files.directory,
+                f"{saved.file}: optimizer: param_groups[{index}]",
+            )
+            for index, g in enumerate(hyper)
         ]
         groups.add(list(zip(values, names, strict=True)))
         trained = {name for group in names for name in group}

@@ -104,7 +104,7 @@ def _read(store: Store, path: str, rules: Rules | None) -> Checkpoint:
         lambda key: key.fqn in tied or "replicated" in shards.patterns.get(key, ()),
     )
     first = files.trees[ranks[0].file]
-    extra, items = _extras(files, first, len(ranks))
+    extra, items = _extras(files, ranks[0].file, len(ranks))
     used = {f.file for entry in entries.values() for f in entry.fragments}
     known = {key.fqn for key in entries}
     items |= vocabulary_of(arguments).item(entries)
@@ -181,7 +181,9 @@ def _opened(store: Store, path: str) -> tuple[Files, list[RankFile], Mapping[str
     distributed = {n for n in wanted if _DISTRIBUTED_FILE in store.list(join(path, n))}
     for name, (_, expert) in sorted(wanted.items()) if distributed else ():
         # The first expert-parallel rank gathers the state of what all of them repeat.
-        is_needed = expert == 0 or has_experts(files.trees[f"{name}/{MODEL_FILE}"])
+        is_needed = expert == 0 or has_experts(
+            files.trees[f"{name}/{MODEL_FILE}"], f"{name}/{MODEL_FILE}"
+        )
         if is_needed and name not in distributed:
             raise CheckpointCorruptError(
                 f"{path}/{name} lacks {_DISTRIBUTED_FILE}, which other ranks have", path=path
@@ -238,18 +240,16 @@ def _iteration(first: Mapping[str, Any], file: str) -> int:
     return value
 
 
-def _extras(
-    files: Files, first: Mapping[str, Any], num_ranks: int
-) -> tuple[dict[str, Any], dict[str, Item]]:
+def _extras(files: Files, file: str, num_ranks: int) -> tuple[dict[str, Any], dict[str, Item]]:
     """Return the small values, and what became of every key."""
     extra: dict[str, Any] = {}
     items: dict[str, Item] = {}
-    for key, value in first.items():
+    for key, value in files.trees[file].items():
         if _MODEL_KEY.fullmatch(str(key)) or key == "optimizer":
             items[str(key)] = Item("reshard", "its tensors")
             continue
         try:
-            kept = json_value(value, files.store, files.directory)
+            kept = json_value(value, files.store, files.directory, f"{file}: {key}")
         except ForeignClassError as error:
             items[str(key)] = Item("drop", str(error))
             continue

@@ -198,7 +198,7 @@ class _Reader:
                 ((_, value),) = self.container.values([shard])
                 if not _is_nothing(value):
                     self.is_local = False
-                    found[shard] = self.container.as_json(value)
+                    found[shard] = self.container.as_json(value, shard)
             except ForeignClassError as error:
                 self.is_local = False
                 note = f"fp8 scaling is recomputed: the module's state cannot be kept: {error}"
@@ -338,7 +338,7 @@ class _Reader:
         for key, value in self.common.items():
             if key == "optimizer":
                 continue
-            self.result.extra[key] = self.container.as_json(value)
+            self.result.extra[key] = self.container.as_json(value, f"{COMMON}: {key}")
             self.result.items[key] = Item("replicate", "kept in extra")
         iteration = self.common.get("iteration")
         if isinstance(iteration, int) and iteration >= 0:
@@ -346,10 +346,11 @@ class _Reader:
 
     def _add_groups(self) -> None:
         """Name the parameters of the groups, and give each its step count."""
-        states = [self.container.as_json(self.common.get("optimizer"))]
+        states = [self.container.as_json(self.common.get("optimizer"), f"{COMMON}: optimizer")]
         for key in [key for key in self.objects if key.endswith(".optimizer")]:
             states += [
-                self.container.as_json(v) for k, v in self.container.values(self.objects.pop(key))
+                self.container.as_json(v, k)
+                for k, v in self.container.values(self.objects.pop(key))
             ]
         groups, steps, rest = key_names.split_optimizer(states)
         if rest:
@@ -385,7 +386,7 @@ class _Reader:
                 continue
             try:
                 values = {
-                    shard.rsplit("/", 1)[-1]: self.container.as_json(value)
+                    shard.rsplit("/", 1)[-1]: self.container.as_json(value, shard)
                     for shard, value in self.container.values(shards)
                 }
             except ForeignClassError as error:

@@ -27,7 +27,7 @@ from ucp_core.formats.shared.optimizer_order import (
 )
 from ucp_core.formats.shared.restored import restored
 from ucp_core.formats.shared.shards import FlatRun, Layouts, Rank, Shards
-from ucp_core.formats.shared.torch_files import THREADS_MAX, Files, refuse_renamed
+from ucp_core.formats.shared.torch_files import THREADS_MAX, Files, reading_pool, refuse_renamed
 from ucp_core.formats.shared.values import (
     NUMBER_DTYPES,
     Scalars,
@@ -60,6 +60,7 @@ __all__ = [
     "largest_shape",
     "match_masters",
     "number",
+    "reading_pool",
     "refuse_equal",
     "refuse_renamed",
     "refusing_nonsense",

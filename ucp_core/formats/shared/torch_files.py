@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 from ucp_core.errors import CheckpointCorruptError
 from ucp_core.storage import join
-from ucp_core.torch_files import TorchFile, read_torch_file
+from ucp_core.torch_files import TorchFile, current_budget, read_torch_file, use_budget
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Mapping
@@ -55,7 +55,7 @@ class Files:
         if len(wanted) <= 1:
             found = [self._read(name, kinds) for name in wanted]
         else:
-            with ThreadPoolExecutor(min(THREADS_MAX, len(wanted))) as pool:
+            with reading_pool(len(wanted)) as pool:
                 found = list(pool.map(self._read, wanted, repeat(kinds)))
         for name, file in zip(wanted, found, strict=True):
             self.saved_as[name] = file.saved_as
@@ -76,6 +76,12 @@ class Files:
     def path(self, name: str) -> str:
         """Return the path of a file, for errors."""
         return join(self.directory, name)
+
+
+def reading_pool(num_files: int) -> ThreadPoolExecutor:
+    """Return a pool for so many files, whose threads draw from the caller's budget."""
+    threads = min(THREADS_MAX, max(1, num_files))
+    return ThreadPoolExecutor(threads, initializer=use_budget, initargs=(current_budget(),))
 
 
 def refuse_renamed(directory: str, saved_as: Mapping[str, str]) -> None:

@@ -74,12 +74,18 @@ def number(store: Store, directory: str, ref: TensorRef) -> float | int | bool |
     return value
 
 
-def json_value(value: Any, store: Store, directory: str) -> Any:
+def json_value(value: Any, store: Store, directory: str, where: str) -> Any:
     """Return ``value`` as JSON; tensors of one element as numbers, other small ones in base64.
 
+    Args:
+        value: What a pickle holds.
+        store: Where its tensors are.
+        directory: In it.
+        where: The file in the directory and the key, for messages.
+
     Raises:
-        ForeignClassError: It holds a large tensor or an object that is no plain data, or it is
-            larger than any small value.
+        ForeignClassError: It holds a large tensor or an object that is no plain data.
+        MemoryBudgetError: It takes more memory than is left for the checkpoint.
         StorageError: A tensor cannot be read.
     """
 
@@ -98,7 +104,7 @@ def json_value(value: Any, store: Store, directory: str) -> Any:
             made["strides"] = list(ref.strides)
         return {**made, "base64": b64encode(data).decode()}
 
-    return as_json(value, tensor=tensor)
+    return as_json(value, where=join(directory, where), tensor=tensor)
 
 
 def whole_tensor(

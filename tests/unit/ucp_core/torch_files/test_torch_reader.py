@@ -24,6 +24,7 @@ from ucp_core.errors import (
     CheckpointCorruptError,
     ChecksumMismatchError,
     ForeignClassError,
+    MemoryBudgetError,
     UcpError,
 )
 from ucp_core.numerics import crc32
@@ -35,6 +36,7 @@ from ucp_core.torch_files import (
     read_pickle,
     read_torch_file,
     read_torch_part,
+    reading_within,
 )
 from ucp_core.torch_files.pickle_arrays import NumpyArray
 from ucp_core.torch_files.torch_reader import Global
@@ -280,7 +282,7 @@ def test_known_foreign_objects_are_only_described() -> None:
     assert found["args"].state["lr"] == 0.1
     assert type(found["args"].state["dtype"]) is Global
     assert found["args"].state["dtype"].name == "torch.bfloat16"
-    assert as_json(found["args"])["state"]["dtype"] == "torch.bfloat16"
+    assert as_json(found["args"], where="a")["state"]["dtype"] == "torch.bfloat16"
 
 
 @pytest.mark.parametrize(
@@ -292,7 +294,7 @@ def test_harmless_values_of_a_program_do_not_make_a_checkpoint_unreadable(value:
     """A client state has what the program put there: data cursors, generators, ratios."""
     found = _read(_saved({"mine": value}))["mine"]
     assert isinstance(found, Opaque | Global)
-    assert isinstance(as_json(found), dict | str)
+    assert isinstance(as_json(found, where="mine"), dict | str)
 
 
 def test_an_unknown_class_is_named_with_its_file_and_can_be_allowed() -> None:
@@ -456,32 +458,54 @@ def _kept(data: bytes) -> Any:
     """Return a value as a reader would keep it: what is nested beyond reason is refused there."""
     value = read_pickle(data, where="somewhere")
     try:
-        return as_json(value)
+        return as_json(value, where="somewhere")
     except ForeignClassError as error:
         raise CheckpointCorruptError(f"somewhere: {error}") from error
 
 
 def test_shared_values_cannot_blow_up_json() -> None:
     """Sixty doublings are 120 bytes of pickle and an exabyte of JSON."""
-    with pytest.raises(ForeignClassError, match="too large"):
-        as_json(read_pickle(b"]" + b"2\x86" * 60 + b".", where="p"), nodes_max=1000)
+    value = read_pickle(b"]" + b"2\x86" * 60 + b".", where="p")
+
+    with reading_within(4 << 20), pytest.raises(MemoryBudgetError, match="p: mine"):
+        as_json(value, where="p: mine")
 
 
-def test_a_text_that_repeats_cannot_blow_up_json() -> None:
+@pytest.mark.parametrize(
+    "value",
+    ["x" * (1 << 20), {"x" * (1 << 20): 1}, b"x" * (1 << 20), "\0" * (1 << 18), 10**4298],
+    ids=["text", "key", "bytes", "escaped", "integer"],
+)
+def test_what_repeats_cannot_blow_up_json(value: Any) -> None:
     """A pickle has it once, and JSON each time: 20,000 times a megabyte is 20 GB."""
-    text = "x" * (1 << 20)
-    assert as_json([text] * 60) == [text] * 60
-    for value in ([text] * 70, [{text: 1}] * 70, [text.encode()] * 70):
-        with pytest.raises(ForeignClassError, match="too large"):
-            as_json(value)
+    with reading_within(512 << 20):
+        assert as_json([value] * 10, where="p")
+        with pytest.raises(MemoryBudgetError, match=r"p: with this.*512.0 MiB.*--memory"):
+            as_json([value] * 30_000, where="p")
+
+
+def test_all_values_of_a_checkpoint_share_one_budget() -> None:
+    """Each of a thousand keys can stay below any bound of its own."""
+    with reading_within(64 << 20):
+        for number in range(15):
+            as_json("x" * (1 << 20), where=f"p: key {number}")
+        with pytest.raises(MemoryBudgetError, match="p: key 15"):
+            as_json("x" * (1 << 20), where="p: key 15")
+
+
+def test_an_integer_that_python_cannot_print_is_no_small_value() -> None:
+    """JSON would have it in decimal digits, of which Python prints 4,300."""
+    assert as_json(10**4298, where="p") == 10**4298
+    with pytest.raises(ForeignClassError, match=r"an integer of \d+ bits"):
+        as_json(10**4500, where="p")
 
 
 def test_an_array_of_no_elements_cannot_blow_up_json() -> None:
     """Its lists would be a billion, though it has no byte."""
     array = NumpyArray((1 << 30, 0), b"", "f4", "<", is_fortran=False)
 
-    with pytest.raises(ForeignClassError, match="too large"):
-        as_json([array, 1])
+    with pytest.raises(MemoryBudgetError):
+        as_json([array, 1], where="p")
 
 
 def test_a_store_without_the_file_says_so() -> None:

@@ -15,6 +15,7 @@ from ucp_core.manifest import Item
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
+    from ucp_core.formats.deepspeed.reading.topology import Native
     from ucp_core.storage import Store
 
 _TENSORS = "its tensors, or where they lie"
@@ -68,8 +69,9 @@ class Extras:
         self._store = store
         self._directory = directory
 
-    def add_model(self, tree: Mapping[str, Any], *, num_ranks: int) -> None:
-        """Add the keys of the first rank's model file; each of ``num_ranks`` has such a file."""
+    def add_model(self, native: Native) -> None:
+        """Add the keys of the first rank's model file; each rank has such a file."""
+        tree, file, num_ranks = native.first, native.model[0, 0], native.tp * native.pp
         counters = {key: tree[key] for key in _COUNTERS if isinstance(tree.get(key), int)}
         self.extra["counters"] = counters
         for key, value in tree.items():
@@ -80,29 +82,36 @@ class Extras:
             elif value is None and key in _NAMED:
                 self.items[key] = Item("drop", "it is None")
             elif key in _NAMED:
-                self._keep(self.extra, key, value, key, num_ranks)
+                self._keep(self.extra, key, value, key, file, num_ranks)
             else:
                 client = self.extra.setdefault("client_state", {})
-                self._keep(client, key, value, str(key), num_ranks)
+                self._keep(client, key, value, str(key), file, num_ranks)
 
-    def add_optim(self, rest: Mapping[str, Any]) -> None:
+    def add_optim(self, rest: Mapping[str, Any], file: str) -> None:
         """Add the keys of the first rank's optimizer state that are no tensors."""
         kept: dict[str, Any] = {}
         for key, value in rest.items():
             if key in _OPTIM:
                 self.items[f"optimizer.{key}"] = _OPTIM[key]
             elif key == "loss_scaler":
-                self._keep(self.extra, "loss_scaler", value, "optimizer.loss_scaler", 1)
+                self._keep(self.extra, "loss_scaler", value, "optimizer.loss_scaler", file)
             else:
-                self._keep(kept, key, value, f"optimizer.{key}", 1)
+                self._keep(kept, key, value, f"optimizer.{key}", file)
         if kept:
             self.extra["optimizer"] = kept
 
     def _keep(
-        self, target: dict[str, Any], key: Any, value: Any, item: str, num_ranks: int
+        self,
+        target: dict[str, Any],
+        key: Any,
+        value: Any,
+        item: str,
+        file: str,
+        num_ranks: int = 1,
     ) -> None:
         try:
-            target[str(key)] = json_value(value, self._store, self._directory)
+            where = f"{file}: {item}"
+            target[str(key)] = json_value(value, self._store, self._directory, where)
         except ForeignClassError as error:
             self.items[item] = Item("drop", str(error))
             return

@@ -9,7 +9,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from ucp_core.errors import CheckpointCorruptError, UcpError
+from ucp_core.errors import CheckpointCorruptError, MemoryBudgetError, UcpError
 from ucp_core.formats.deepspeed.recognition import Names
 from ucp_core.formats.shared import Files, Rank
 from ucp_core.manifest import Item
@@ -211,6 +211,8 @@ def _refuse_more_ranks(
     for rank in sorted(set(found) - set(model)):
         try:
             other = read_torch_file(files.store, files.directory, found[rank]).tree
+        except MemoryBudgetError:
+            raise
         except UcpError:
             continue
         keys = ("global_steps", "mp_world_size", "dp_world_size")

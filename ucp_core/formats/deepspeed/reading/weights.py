@@ -18,7 +18,7 @@ from ucp_core.formats.deepspeed.reading.zero import EXPERT
 from ucp_core.formats.shared import FlatRun, Rank, Shards, refuse_equal
 from ucp_core.geometry import DTYPE_BYTES, TensorKey
 from ucp_core.manifest import Item
-from ucp_core.torch_files import TensorRef
+from ucp_core.torch_files import TensorRef, extents_of
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator, Mapping
@@ -280,7 +280,7 @@ def _add_frozen_fragments(native: Native, modules: Modules) -> None:
         shapes = tree.get("frozen_param_shapes") or {}
         pieces = tree.get("frozen_param_fragments") or {}
         for name, dims in shapes.items():
-            shape = tuple(dims)
+            shape = extents_of(dims)
             ref = pieces.get(name)
             total = prod(shape)
             piece = -(-total // native.dp)

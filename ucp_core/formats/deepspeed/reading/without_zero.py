@@ -65,7 +65,7 @@ def add_without_zero(
     for number, source in enumerate(_sources(native, modules)):
         optimizer = _Optimizer(native, source)
         if number == 0:
-            extras.add_optim(optimizer.rest())
+            extras.add_optim(optimizer.rest(), source.file)
         if optimizer.is_unnamed:
             modules.items["optimizer.param_groups"] = Item(
                 "drop",
@@ -78,8 +78,13 @@ def add_without_zero(
         modules.roles |= {name: "frozen" for name, _ in source.params if name not in trained}
         store, directory = native.files.store, native.files.directory
         values = [
-            json_value({k: v for k, v in g.items() if k not in _NUMBERED}, store, directory)
-            for g in optimizer.groups
+            json_value(
+                {k: v for k, v in g.items() if k not in _NUMBERED},
+                store,
+                directory,
+                f"{source.file}: param_groups[{index}]",
+            )
+            for index, g in enumerate(optimizer.groups)
         ]
         groups.add(list(zip(values, optimizer.names, strict=True)))
 

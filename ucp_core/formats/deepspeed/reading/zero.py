@@ -16,6 +16,7 @@ from ucp_core.errors import CheckpointCorruptError, UnsupportedVersionError
 from ucp_core.formats.deepspeed.reading.partitions import MOMENTUM
 from ucp_core.formats.shared import FlatRun, Rank, Shards
 from ucp_core.geometry import DTYPE_BYTES, TensorKey
+from ucp_core.torch_files import extents_of
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping, Sequence
@@ -504,7 +505,7 @@ def param_shapes(tree: Mapping[str, Any], where: str) -> list[dict[str, tuple[in
     found: list[dict[str, tuple[int, ...]]] = []
     try:
         for group in groups:
-            shapes = {str(name): tuple(int(n) for n in shape) for name, shape in group.items()}
+            shapes = {str(name): extents_of(shape) for name, shape in group.items()}
             twice = seen & set(shapes)
             if twice:
                 raise CheckpointCorruptError(

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import pytest
 
-from ucp_core.errors import ForeignClassError
+from ucp_core.errors import MemoryBudgetError
 from ucp_core.formats.shared import json_value
 from ucp_core.storage import MemoryStore
-from ucp_core.torch_files import TensorRef
+from ucp_core.torch_files import TensorRef, reading_within
 
 
 def test_shared_lists_do_not_expand_for_ever() -> None:
@@ -16,8 +16,8 @@ def test_shared_lists_do_not_expand_for_ever() -> None:
     for _ in range(30):
         value = [value] * 10
 
-    with pytest.raises(ForeignClassError, match="too large"):
-        json_value({"mine": value}, MemoryStore(), "d")
+    with reading_within(64 << 20), pytest.raises(MemoryBudgetError, match="d/f: mine"):
+        json_value({"mine": value}, MemoryStore(), "d", "f: mine")
 
 
 def test_a_tensor_that_repeats_is_not_read_for_ever() -> None:
@@ -26,11 +26,11 @@ def test_a_tensor_that_repeats_is_not_read_for_ever() -> None:
     store.write_atomic("d/f", bytes(60_000), fsync=False)
     ref = TensorRef("U8", (60_000,), (1,), "f", 0, None)
 
-    with pytest.raises(ForeignClassError, match="too large"):
-        json_value([ref] * 2000, store, "d")
+    with reading_within(64 << 20), pytest.raises(MemoryBudgetError, match="d/f: mine"):
+        json_value([ref] * 2000, store, "d", "f: mine")
 
 
 def test_a_long_text_that_repeats_is_not_kept_for_ever() -> None:
     """A pickle mentions it by a number of its memo."""
-    with pytest.raises(ForeignClassError, match="too large"):
-        json_value(["x" * (1 << 20)] * 2000, MemoryStore(), "d")
+    with reading_within(64 << 20), pytest.raises(MemoryBudgetError, match="d/f: mine"):
+        json_value(["x" * (1 << 20)] * 2000, MemoryStore(), "d", "f: mine")

@@ -1,0 +1,74 @@
+"""The memory that all readers of one checkpoint may take together.
+
+A pickle of a megabyte can describe gigabytes, and a folder can hold many. So whatever is made of
+a foreign file is paid for beforehand, by what it would take, from one account.
+"""
+
+from __future__ import annotations
+
+from contextlib import contextmanager
+from contextvars import ContextVar
+from threading import Lock
+from typing import TYPE_CHECKING
+
+from ucp_core.errors import MemoryBudgetError
+from ucp_core.numerics import format_bytes
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+#: Where nobody gives a bound: the metadata of a million fragments take 4 GiB.
+_MEMORY_BYTES = 6 << 30
+
+
+class Budget:
+    """Bytes that are left; several threads may draw."""
+
+    def __init__(self, memory_bytes: int) -> None:
+        self.memory_bytes = self._left = memory_bytes
+        self._lock = Lock()
+
+    def draw(self, num_bytes: int, where: str) -> None:
+        """Take ``num_bytes`` for good.
+
+        Args:
+            num_bytes: About what comes next will take.
+            where: The file, and the key in it, for messages.
+
+        Raises:
+            MemoryBudgetError: There are not so many left.
+        """
+        with self._lock:
+            self._left -= num_bytes
+            is_enough = self._left >= 0
+        if not is_enough:
+            raise MemoryBudgetError(
+                f"{where}: with this, what the checkpoint's files hold beside tensors takes more "
+                f"than the {format_bytes(self.memory_bytes)} of memory that opening it may take. "
+                "It may be made to fill memory; if you trust it, give ucp convert more by --memory",
+                path=where,
+                memory_bytes=self.memory_bytes,
+            )
+
+
+_CURRENT: ContextVar[Budget | None] = ContextVar("ucp_budget", default=None)
+
+
+def current_budget() -> Budget:
+    """Return the budget of the checkpoint that is being opened; outside of that, a new one."""
+    return _CURRENT.get() or Budget(_MEMORY_BYTES)
+
+
+def use_budget(budget: Budget) -> None:
+    """Let this thread draw from ``budget``: a pool's threads do not inherit it."""
+    _CURRENT.set(budget)
+
+
+@contextmanager
+def reading_within(memory_bytes: int | None) -> Iterator[None]:
+    """Let all that the block reads draw from one budget."""
+    token = _CURRENT.set(Budget(memory_bytes or _MEMORY_BYTES))
+    try:
+        yield
+    finally:
+        _CURRENT.reset(token)
