@@ -171,8 +171,8 @@ class RecoverySection(Section):
         preemptions_max: Nodes taken with notice within an hour.
         user_errors_max: Exceptions of single ranks within an hour. A bug in the script is
             recognised sooner, because it repeats.
-        stuck_attempts_max: Attempts in a row without a new committed step. Those that lost a peer
-            without an explanation do not count, and end the run after an hour.
+        stuck_attempts_max: Attempts in a row without a new committed step. In a run that has
+            trained, those that lost a peer without an explanation end the run after an hour.
     """
 
     patience: float = Field(default=PATIENCE, ge=1.5, le=100.0)

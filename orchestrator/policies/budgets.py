@@ -45,10 +45,10 @@ class BudgetRules:
         undecided_max: Most hangs in a row after one and the same step that nobody could explain.
         stuck_max: Most failed attempts in a row without one new committed step, beside the
             unexplained ones.
-        unexplained_max: Most attempts in a row without one that lost a peer though no process died
-            and nothing was raised. With the pauses between them they take an hour: in that time
-            somebody mends a network that resets connections, while a program whose ranks call
-            different collectives fails likewise for ever.
+        unexplained_max: Most attempts in a row without one, of a run that has trained, that lost a
+            peer though no process died and nothing was raised. With the pauses between them they
+            take an hour: in that time somebody mends a network that resets connections, while a
+            program whose ranks call different collectives fails likewise for ever.
     """
 
     window_s: float = 3600.0

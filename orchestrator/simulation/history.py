@@ -384,7 +384,10 @@ class History:
             drawing.lose_head(self.cluster, rng)
 
     def _reset_connections(self, rng: Random) -> None:
-        if self._may_inject() and self.state.phase not in TERMINAL:
+        if not self.state.step_s:
+            # A run that never trained may give up.
+            self.cluster.at(1.0, self._reset_connections, rng)
+        elif self._may_inject() and self.state.phase not in TERMINAL:
             self._count_fault()
             self.resets_until_s = self.cluster.now_s + _RESETS_S * rng.random()
             drawing.reset_connections(self.cluster, rng.choice((0.1, 1.0)), self.resets_until_s)

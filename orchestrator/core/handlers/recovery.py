@@ -456,7 +456,10 @@ def _charge(transition: Transition) -> str:
         )
     progressed = run.committed[0] > run.attempt.committed_at_start[0]
     run.num_stuck = 0 if progressed else run.num_stuck + 1
-    run.num_unexplained = 0 if progressed else run.num_unexplained + (kind == "peer_lost")
+    # A program that never got through a step is more likely at fault than the network.
+    has_trained = run.step_s > 0 or run.committed[0] > 0
+    is_unexplained = kind == "peer_lost" and has_trained
+    run.num_unexplained = 0 if progressed else run.num_unexplained + is_unexplained
     if run.attempt.stepped and fault_class is not FaultClass.UNDECIDED:
         run.num_undecided = 0
     elif fault_class is FaultClass.UNDECIDED and searching.is_program(transition):

@@ -26,7 +26,7 @@ RULES = RunRules(run="test", min_workers=2, max_workers=4, total_steps=100_000)
 class _Run:
     """A run of four nodes with one worker each, in a world where some pairs are cut."""
 
-    def __init__(self, rules: RunRules = RULES) -> None:
+    def __init__(self, rules: RunRules = RULES, *, trains: bool = True) -> None:
         self.state, self.rules, self.at_s = RunState(), rules, 0.0
         self.cut: set[tuple[str, str]] = set()
         self.silent: set[str] = set()
@@ -38,7 +38,8 @@ class _Run:
             self.fold(ev.SlotGranted(at_s=0.0, slot=number, node=node))
         for number, (node, worker) in enumerate(self.names.items(), start=1):
             self.fold(ev.WorkerReady(at_s=self.at_s, worker=worker, node=node, pid=number))
-        self.train()
+        if trains:
+            self.train()
 
     def fold(self, event: ev.Event) -> None:
         self.state, actions = step(self.state, event, rules=self.rules)
@@ -242,6 +243,20 @@ def test_a_program_that_loses_its_peers_for_ever_ends() -> None:
     assert number == RULES.budgets.unexplained_max + 1
     assert 3600.0 < run.at_s < 2 * 3600.0
     assert "without a new committed step" in run.state.reason
+
+
+def test_a_program_that_never_got_through_a_step_is_given_up_within_minutes() -> None:
+    """Ranks whose collectives do not match are what a first try of a script looks like."""
+    run = _Run(trains=False)
+    number = 0
+    while run.state.phase is not Phase.FAILED:
+        number += 1
+        run.leave("peer_lost")
+        while run.state.phase is Phase.WAITING:
+            run.wait(next_deadline_s(run.state))
+
+    assert number == RULES.budgets.stuck_max + 1
+    assert run.at_s < 180.0
 
 
 def test_the_status_says_that_the_network_is_waited_for() -> None:
