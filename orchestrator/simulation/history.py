@@ -295,6 +295,9 @@ class History:
         if self.journal is not None:
             self.journal.resume()
         drawing.end_everything(cluster)
+        # It may know of no step, and a run that never trained gives up.
+        self._drop(drawing.reset_connections)
+        self.resets_until_s = 0.0
         cluster.num_incarnations += 1
         cluster.inbox.append(
             resume_event(before, at_s=cluster.now_s, incarnation=cluster.num_incarnations)
@@ -414,6 +417,12 @@ class History:
         self.num_faults += 1
         self.monitor.num_faults = self.num_faults
 
+    def _drop(self, kind: Callable[..., None]) -> None:
+        """End what goes on by itself."""
+        queue = self.cluster.queue
+        queue[:] = [entry for entry in queue if entry[2] is not kind]
+        heapify(queue)
+
     def _heal(self) -> None:
         """Enter the liveness phase: no new faults, and a core that is large enough stays up."""
         cluster = self.cluster
@@ -427,8 +436,7 @@ class History:
         for node in nodes:
             drawing.heal_node(cluster, node)
         # Flaps that were drawn before end now.
-        cluster.queue[:] = [entry for entry in cluster.queue if entry[2] is not drawing.flap_pair]
-        heapify(cluster.queue)
+        self._drop(drawing.flap_pair)
         cluster.lost_ways.clear()
         stay = [node for node in nodes if node.alive and node.draining_until_s is None]
         room = sum(node.room for node in stay)
