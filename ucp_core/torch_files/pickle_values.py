@@ -19,6 +19,8 @@ if TYPE_CHECKING:
 _DEPTH_MAX = 100
 #: What a value takes beside its text: its place, and the pieces of JSON around it.
 _NODE_BYTES = 256
+#: What a reader notes about each value that it keeps: its name, and what became of it.
+_NOTE_BYTES = 512
 #: JSON is a text, the pieces of it, and the bytes of a file, some of them twice for a moment.
 _TEXT_COPIES = 4
 #: The budget has a lock, which is slower than converting a number.
@@ -59,7 +61,7 @@ class _Converter:
         self._tensor = tensor
         self._where = where
         self._budget = current_budget()
-        self._owed = 0
+        self._owed = _NOTE_BYTES
 
     def _count(self, num_nodes: int, num_bytes: int = 0) -> None:
         self._owed += num_nodes * _NODE_BYTES + num_bytes * _TEXT_COPIES

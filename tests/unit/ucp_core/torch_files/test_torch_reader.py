@@ -493,6 +493,15 @@ def test_all_values_of_a_checkpoint_share_one_budget() -> None:
             as_json("x" * (1 << 20), where="p: key 15")
 
 
+def test_what_a_reader_notes_of_each_value_is_paid_for() -> None:
+    """A million keys of a client state are a million notes, whatever they hold."""
+    with reading_within(1 << 20):
+        for _ in range(1000):
+            as_json(None, where="p: key")
+        with pytest.raises(MemoryBudgetError, match="p: key"):
+            as_json([None] * 2000, where="p: key")
+
+
 def test_an_integer_that_python_cannot_print_is_no_small_value() -> None:
     """JSON would have it in decimal digits, of which Python prints 4,300."""
     assert as_json(10**4298, where="p") == 10**4298

@@ -18,7 +18,7 @@ from ucp_core.formats.deepspeed.reading.zero import EXPERT
 from ucp_core.formats.shared import FlatRun, Rank, Shards, refuse_equal
 from ucp_core.geometry import DTYPE_BYTES, TensorKey
 from ucp_core.manifest import Item
-from ucp_core.torch_files import TensorRef, extents_of
+from ucp_core.torch_files import TensorRef, current_budget, extents_of
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator, Mapping
@@ -28,6 +28,8 @@ if TYPE_CHECKING:
 WEIGHT = "weight"
 _LAYER_OF = re.compile(r"(\d+)\.")
 _TIED = "tied_modules."
+#: About what the note of what became of a key takes.
+_ITEM_BYTES = 512
 _EXTRA_STATE = "_extra_state"
 _ZERO3 = 3
 
@@ -209,10 +211,12 @@ def _is_excluded(
 
 
 def _tensors(module: Mapping[str, Any], items: dict[str, Item]) -> Iterator[tuple[str, TensorRef]]:
+    budget = current_budget()
     for name, value in module.items():
         if isinstance(value, TensorRef) and not str(name).endswith(_EXTRA_STATE):
             yield str(name), value
         else:
+            budget.draw(_ITEM_BYTES, f"a file of the model: module: {str(name)[:80]}")
             items[f"module.{name}"] = Item("drop", "a module's own state, not a tensor of weights")
 
 
