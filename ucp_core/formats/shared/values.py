@@ -39,6 +39,7 @@ _NONSENSE = (
     IndexError,
     KeyError,
     OverflowError,
+    RecursionError,
     TypeError,
     ValueError,
     struct.error,

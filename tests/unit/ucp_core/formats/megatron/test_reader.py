@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import zipfile
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -274,3 +275,21 @@ def test_experts_cut_over_other_ranks_than_the_rest_are_refused(tmp_path: Path) 
 
     with pytest.raises(UnsupportedVersionError, match="cut over 1 ranks"):
         read(made.write(tmp_path))
+
+
+def test_dicts_in_dicts_without_end_are_refused(tmp_path: Path) -> None:
+    """The model's tensors are searched in all dicts below it, however deep."""
+    made = Megatron(tp=1, pp=1)
+    folder = made.write(tmp_path)
+    (path,) = folder.rglob("model_optim_rng.pt")
+    deep = b"X\x01\x00\x00\x00a" + b"}(X\x01\x00\x00\x00a" * 3000 + b"N" + b"u" * 3000
+    with zipfile.ZipFile(path) as archive:
+        records = {info.filename: archive.read(info) for info in archive.infolist()}
+    with zipfile.ZipFile(path, "w") as archive:
+        for name, data in records.items():
+            at = data.index(b"}", data.index(b"model")) + 1 if name.endswith("data.pkl") else 0
+            more = b"(" + deep + b"u" if at else b""
+            archive.writestr(name, data[:at] + more + data[at:])
+
+    with pytest.raises(CheckpointCorruptError, match="recursion depth"):
+        read(folder)
