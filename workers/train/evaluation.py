@@ -40,7 +40,7 @@ def mean_over_samples(
 
     def take(number: int, returned: tuple[Tensor, int]) -> Tensor:
         one, (loss, tokens) = quota.passes[number], returned
-        if one.counts and mesh.counts:
+        if one.counts and mesh.counts and tokens:
             sums[0, one.micro_batch] = loss.double() * tokens
             sums[1, one.micro_batch] = tokens
         return loss
@@ -53,7 +53,8 @@ def mean_over_samples(
                 take(number, loss_of(batch))
     dist.all_reduce(sums)
     found = on_host(sums.reshape(-1))
-    return math.fsum(found[:num_micro_batches]) / math.fsum(found[num_micro_batches:])
+    tokens = math.fsum(found[num_micro_batches:])
+    return math.fsum(found[:num_micro_batches]) / tokens if tokens else math.nan
 
 
 def _nothing(_number: int) -> None:

@@ -313,7 +313,9 @@ class Session:
 
         def complete(step: Step) -> None:
             nonlocal begun_s
-            reached: dict[str, Any] = {"order_position": step.order_range[1], "loss": step.loss}
+            # JSON has no nan: such a step is saved all the same.
+            loss = step.loss if math.isfinite(step.loss) else None
+            reached: dict[str, Any] = {"order_position": step.order_range[1], "loss": loss}
             if isinstance(data, DataLoader) and data.is_stream:
                 reached[STREAM] = data.state()
             extra = {**cursor, **reached, **self._registered_values()}
@@ -511,7 +513,8 @@ class Session:
             sharded.try_unknown()
         if restored.step:
             set_optimizer(sharded, restored.without_state, restored.extra["optimizer"])
-            self._loss = restored.extra.get("loss", math.nan)
+            loss = restored.extra.get("loss")
+            self._loss = math.nan if loss is None else loss
             self._boundary.begin(self.step, sharded, restored.extra)
         elif self.settings.start.path:
             initial = start_from(sharded, self._context, self._buffer, tell=self.rank == 0)

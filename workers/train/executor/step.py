@@ -53,7 +53,8 @@ class Step:
     Attributes:
         number: This step, counted from 1.
         order_range: Positions of the data order that the step takes, half-open.
-        loss: Mean over the tokens of the global batch, on every worker; set by ``apply``.
+        loss: Mean over the tokens of the global batch, on every worker; set by ``apply``. It is
+            nan without tokens.
         grad_norm: Norm of the mean gradient before clipping; set by ``apply``.
         lr: Learning rate of the step; of the first optimizer if they have their own.
         tokens: Tokens in the global batch; set by ``apply``.
@@ -245,7 +246,9 @@ class Step:
         one, self._pass = self._pass, None
         assert one is not None, "no pass is open"
         if one.counts:
-            self._sums[one.micro_batch] = (loss.detach().double() * tokens, tokens)
+            # The mean over no tokens is nan, and no part of the sum.
+            summed = loss.detach().double() * tokens if tokens else torch.zeros(())
+            self._sums[one.micro_batch] = (summed, tokens)
         # With a weight of zero, too, the rank takes part in every collective of the pass.
         weighted = loss * float(tokens if one.counts else 0)
         scaler = self._sharded.registered.scaler
@@ -337,7 +340,7 @@ class Step:
         scale_gradients(sharded.shards, square, numbers[0] * scale, self._train.clip_norm)
         *head, squared = read()
         self.tokens, self.agreed = int(head[0]), Signals.from_sums(head[1 : len(said)])
-        self.loss = math.fsum(head[len(said) :]) / max(1, self.tokens)
+        self.loss = math.fsum(head[len(said) :]) / self.tokens if self.tokens else math.nan
         self.grad_norm = math.sqrt(squared) * (1.0 / (max(1, self.tokens) * scale))
 
     def _update(self) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import random
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -465,3 +466,56 @@ def test_numbers_of_the_script_belong_to_the_step_whose_body_runs(
         (2, {"after": None}),
         (2, {"end": 1}),
     ]
+
+
+def test_a_loss_that_is_not_finite_leaves_a_gap_in_the_curve_and_ends_nothing(
+    make_attempts: Callable[[str], Attempts], tmp_path: Path
+) -> None:
+    """JSON has no nan: the step could not be saved, and a restart would meet the same one."""
+    lost = {2: math.nan, 4: math.inf}
+    seen: dict[int, float] = {}
+
+    def train(session: Session) -> None:
+        model = session.model(Model)
+        session.optimizer(lambda named: torch.optim.SGD(named.values()))
+        for step in session.steps(len(INPUTS)):
+            for samples in step.micro_batches():
+                loss = model(INPUTS[samples]).sum() + lost.get(step.number, 0.0)
+                step.backward(loss, tokens=len(samples))
+            step.apply()
+            seen[step.number] = step.loss
+
+    attempts = make_attempts("run")
+    for steps, resume in ((2, (0, 0)), (2, (2, 1)), (4, (2, 1))):
+        assert isinstance(attempts.train(train, steps=steps, resume=resume), Completed)
+        assert json.loads((tmp_path / "run/run/result.json").read_text())["final_loss"] is None
+
+    assert [step for step, loss in seen.items() if not math.isfinite(loss)] == [2, 4]
+    lines = (tmp_path / "run/run/metrics/rank0.jsonl").read_text().splitlines()
+    assert [json.loads(line)["loss"] for line in lines] == [seen[1], None, seen[3], None]
+
+
+def test_a_micro_batch_without_tokens_is_no_part_of_the_mean(
+    make_attempts: Callable[[str], Attempts],
+) -> None:
+    """Where all labels are ignored, ``cross_entropy`` is nan, and nan times no tokens, too."""
+    seen: list[float] = []
+    labels: list[int] = []
+
+    def train(session: Session) -> None:
+        model = session.model(Model)
+        session.optimizer(lambda named: torch.optim.SGD(named.values()))
+
+        def loss_of(samples: Any) -> tuple[Tensor, int]:
+            label = labels.pop()
+            targets = torch.full((len(samples),), label)
+            return functional.cross_entropy(model(INPUTS[samples]), targets), 2 * (label >= 0)
+
+        for step in session.steps(len(INPUTS)):
+            labels[:] = [-100, 0] if step.number < 3 else [-100, -100]
+            session.train_step(loss_of)
+            labels[:] = [-100, 0] if step.number < 3 else [-100, -100]
+            seen.extend((step.loss, session.evaluate(loss_of, 4)))
+
+    assert isinstance(make_attempts("run").train(train, steps=3), Completed)
+    assert [math.isfinite(loss) for loss in seen] == [True] * 4 + [False] * 2
