@@ -23,7 +23,7 @@ STEPS = 12
 def _trainer(kind: Any, directory: Path, **given: Any) -> Any:
     from tests.support.ports.trainer_elastic import make_trainer
 
-    return make_trainer(kind, str(directory), max_steps=STEPS, **given)
+    return make_trainer(kind, str(directory), **{"max_steps": STEPS, **given})
 
 
 def _history(trainer: Any) -> list[dict[str, float]]:
@@ -33,6 +33,10 @@ def _history(trainer: Any) -> list[dict[str, float]]:
         for line in trainer.state.log_history
         if "train_runtime" not in line
     ]
+
+
+def _count(module: Any, _: Any) -> None:
+    module.passes += 1
 
 
 @pytest.mark.parametrize("scheduler", ["linear", "cosine_with_restarts"])
@@ -57,6 +61,110 @@ def test_alone_it_learns_as_trainer_does(tmp_path: Path, scheduler: str) -> None
     for name, value in theirs[2].items():
         torch.testing.assert_close(ours[2][name], value, rtol=1e-3, atol=1e-4)
     assert ours[3] == pytest.approx(theirs[3], rel=1e-4)
+
+
+def test_it_trains_in_training_mode_whatever_mode_the_model_was_in(tmp_path: Path) -> None:
+    from transformers import TrainerCallback
+
+    from everstep.integrations.transformers import ElasticTrainer
+
+    modes: list[tuple[bool, bool]] = []
+
+    class Watched(ElasticTrainer):
+        def compute_loss(self, model: Any, *args: Any, **given: Any) -> Any:
+            modes.append((torch.is_grad_enabled(), model.training))
+            return super().compute_loss(model, *args, **given)
+
+    class Generates(TrainerCallback):
+        def on_step_end(self, *_: Any, model: Any, **__: Any) -> None:
+            model.eval()
+
+    trainer = _trainer(Watched, tmp_path, max_steps=4)
+    trainer.add_callback(Generates())
+    trainer.model.eval()
+    trainer.train()
+
+    assert set(modes) == {(True, True), (False, False)}
+
+
+def test_a_batch_without_labels_counts_for_nothing(tmp_path: Path) -> None:
+    """Such as one whose prompt was cut to the whole length: the mean over it is no number."""
+    from everstep.integrations.transformers import ElasticTrainer
+
+    histories = []
+    for kind in (transformers.Trainer, ElasticTrainer):
+        trainer = _trainer(
+            kind, tmp_path / kind.__name__, max_steps=4, per_device_train_batch_size=1,
+            gradient_accumulation_steps=8, eval_strategy="no",
+        )  # fmt: skip
+        trainer.train_dataset[3]["labels"] = torch.full_like(
+            trainer.train_dataset[3]["labels"], -100
+        )
+        trainer.train()
+        histories.append(_history(trainer))
+
+    for line, expected in zip(*reversed(histories), strict=True):
+        assert line == pytest.approx(expected, rel=2e-4)
+
+
+def test_it_evaluates_on_every_sample(tmp_path: Path) -> None:
+    from everstep.integrations.transformers import ElasticTrainer
+
+    trainer = _trainer(
+        ElasticTrainer, tmp_path, max_steps=1, per_device_train_batch_size=4,
+        gradient_accumulation_steps=2,
+    )  # fmt: skip
+    trainer.eval_dataset = trainer.eval_dataset[:15]
+    trainer.train()
+
+    whole = {
+        name: torch.stack([one[name] for one in trainer.eval_dataset])
+        for name in ("input_ids", "labels")
+    }
+    trainer.model.eval()
+    with torch.no_grad():
+        expected = trainer.model(**whole).loss.item()
+    assert _history(trainer)[-1]["eval_loss"] == pytest.approx(expected, rel=1e-5)
+
+
+def test_it_goes_on_for_more_steps_when_the_arguments_say_so(tmp_path: Path) -> None:
+    from everstep.integrations.transformers import ElasticTrainer
+
+    for steps in (2, 6):
+        trainer = _trainer(ElasticTrainer, tmp_path, max_steps=steps, logging_steps=steps // 2)
+        assert trainer.train().global_step == steps
+
+    assert trainer.state.max_steps == 6
+    # Steps 1 and 2 were logged by the first one, 3 and 6 by the second.
+    assert [line["step"] for line in _history(trainer) if "loss" in line] == [1, 2, 3, 6]
+
+
+def test_adapters_are_trained_and_buffers_come_back(tmp_path: Path) -> None:
+    from everstep.integrations.transformers import ElasticTrainer
+
+    peft = pytest.importorskip("peft", reason="peft is not installed")
+    trained = []
+    for kind in (transformers.Trainer, ElasticTrainer):
+        made = _trainer(kind, tmp_path / kind.__name__, eval_strategy="no", max_steps=3)
+        norm = made.model.model.norm
+        norm.register_buffer("passes", torch.zeros(1))
+        norm.register_forward_pre_hook(_count)
+        torch.manual_seed(0)
+        adapters = peft.LoraConfig(r=2, target_modules=["q_proj", "v_proj"])
+        trainer = kind(
+            model=peft.get_peft_model(made.model, adapters),
+            args=made.args,
+            train_dataset=made.train_dataset,
+        )
+        trainer.train()
+        named = trainer.model.named_parameters()
+        trained.append({name: one.detach() for name, one in named if one.requires_grad})
+
+    assert trained[1].keys() == trained[0].keys()
+    for name, value in trained[0].items():
+        torch.testing.assert_close(trained[1][name], value, rtol=1e-3, atol=1e-4)
+    # Each of a step's micro-batches begins with the value before the step.
+    assert norm.passes.item() == 3
 
 
 def test_workers_may_change_in_the_middle(tmp_path: Path) -> None:

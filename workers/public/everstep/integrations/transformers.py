@@ -24,6 +24,7 @@ from typing import Any, Final
 import torch
 from numpy.typing import NDArray
 from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
 from transformers import EarlyStoppingCallback, Trainer, TrainerState
 from transformers.trainer_utils import TrainOutput
 
@@ -38,12 +39,17 @@ from everstep import (
     TrainSettings,
     run,
 )
-from workers.parallel import drop_gathered
+from workers.parallel import drop_gathered, own_names
 
 __all__ = ["ElasticTrainer"]
 
 #: Lines of ``state.log_history`` that are saved; older ones are in the logs of the callbacks.
 _HISTORY: Final = 500
+#: What is said of this worker, or by the arguments, and not by a checkpoint.
+_OWN: Final = (
+    "is_world_process_zero", "is_local_process_zero", "max_steps", "num_train_epochs",
+    "logging_steps", "eval_steps", "save_steps",
+)  # fmt: skip
 #: Labels that count for no loss.
 _IGNORED: Final = -100
 
@@ -94,16 +100,19 @@ class ElasticTrainer(Trainer):
             return metrics
         collate, read = self._reader(dataset, "evaluation")
 
+        number, batch = len(dataset), session.settings.train.micro_batch
+
         def loss_of(indices: NDArray[Any]) -> tuple[Tensor, int]:
-            return self._loss(self.model, collate(read(indices.tolist())))
+            # The last batch may be short.
+            return self._loss(self.model, collate(read(indices[indices < number].tolist())))
 
         begun_s = time.monotonic()
-        loss = session.evaluate(loss_of, len(dataset))
+        loss = session.evaluate(loss_of, math.ceil(number / batch) * batch)
         taken_s = time.monotonic() - begun_s
         metrics = {
             f"{metric_key_prefix}_loss": loss,
             f"{metric_key_prefix}_runtime": taken_s,
-            f"{metric_key_prefix}_samples_per_second": len(dataset) / taken_s,
+            f"{metric_key_prefix}_samples_per_second": number / taken_s,
         }
         self.log(metrics)
         self.control = self.callback_handler.on_evaluate(
@@ -122,6 +131,8 @@ class ElasticTrainer(Trainer):
         args: Any = self.args
         given: dict[str, bool] = {
             "train(resume_from_checkpoint=PATH); set run.init_from": isinstance(resume, str),
+            "train(resume_from_checkpoint=False); for a new run, delete args.output_dir": resume
+            is False,
             "train(trial=...)": trial is not None,
             "train(ignore_keys_for_eval=...)": ignored is not None,
             "an optimizer; use args.optim": self.optimizer is not None,
@@ -180,7 +191,7 @@ class ElasticTrainer(Trainer):
         }
         for one in source.parameters():
             empty[id(one)].requires_grad_(one.requires_grad)
-        named = dict(source.named_parameters())
+        named = own_names(source.named_parameters())
 
         def initialise(fqn: str, _shape: tuple[int, ...]) -> Tensor:
             return named[fqn].detach().float()
@@ -222,6 +233,8 @@ class ElasticTrainer(Trainer):
         assert self._session is not None
         train = self._session.settings.train
         self.control = self.callback_handler.on_step_begin(args, state, self.control)
+        # ``from_pretrained`` returns a model in evaluation mode, and a callback may leave it so.
+        model.train()
         for number, inputs in enumerate(step.micro_batches()):
             if number:
                 self.control = self.callback_handler.on_substep_end(args, state, self.control)
@@ -256,7 +269,9 @@ class ElasticTrainer(Trainer):
         if isinstance(labels, Tensor) and self.model_accepts_loss_kwargs:
             shifts = self._loss_shifts_labels and "shift_labels" not in inputs
             tokens = int((labels[..., 1:] if shifts else labels).ne(_IGNORED).sum())
-        return self.compute_loss(model, inputs), tokens
+        loss = self.compute_loss(model, inputs)
+        # The mean over no labels is no number, and counts for nothing.
+        return loss if tokens else loss.nan_to_num(nan=0.0), tokens
 
     def _loader(self) -> DataLoader:
         collate, read = self._reader(self.train_dataset, "training")
@@ -282,7 +297,7 @@ class ElasticTrainer(Trainer):
         whole = sorted({"params", "model", "optimizer_dict"} & given.keys())
         if whole or not isinstance(kind, type):
             raise TaskError(f"ElasticTrainer: args.optim={self.args.optim} needs whole matrices")
-        decaying = set(self.get_decay_parameter_names(self._source))
+        decaying = own_names((name, name) for name in self.get_decay_parameter_names(self._source))
         trained = {name: one for name, one in named.items() if one.requires_grad}
         groups = [
             {
@@ -321,12 +336,11 @@ class _Saved:
     def state_dict(self) -> dict[str, Any]:
         state = json.loads(json.dumps(vars(self._state), default=str))
         state["log_history"] = state["log_history"][-_HISTORY:]
-        # Each worker has its own.
-        del state["is_world_process_zero"], state["is_local_process_zero"]
         return {"state": state, "sums": asdict(self._sums)}
 
     def load_state_dict(self, saved: dict[str, Any]) -> None:
-        vars(self._state).update(saved["state"])
+        state = {name: value for name, value in saved["state"].items() if name not in _OWN}
+        vars(self._state).update(state)
         for name, value in saved["sums"].items():
             setattr(self._sums, name, value)
 
@@ -345,9 +359,14 @@ class _Many:
 
 
 def _copy_values(model: nn.Module, source: nn.Module) -> None:
-    """Put the trained weights into the script's own model."""
+    """Put the trained weights and the buffers into the script's own model."""
     drop_gathered(model)
-    trained: dict[str, Any] = dict(model.named_parameters())
+    trained = _values(model)
     with torch.no_grad():
-        for name, one in source.named_parameters():
-            one.copy_(trained[name].full_tensor())
+        for name, one in _values(source).items():
+            value = trained[name]
+            one.copy_(value.full_tensor() if isinstance(value, DTensor) else value)
+
+
+def _values(model: nn.Module) -> dict[str, Tensor]:
+    return own_names((*model.named_parameters(), *model.named_buffers()))
