@@ -14,11 +14,12 @@ if TYPE_CHECKING:
         local_parameters,
         set_scalars,
     )
-    from workers.state.optimizers import Optimizers, adopt, refuse_unfit
+    from workers.state.optimizers import CHANGED, Optimizers, adopt, refuse_unfit
     from workers.state.registered import Registered, Stateful
     from workers.state.replica_shares import ReplicaShare, replicas_of
 
 __all__ = [
+    "CHANGED",
     "DTYPES",
     "HostBuffer",
     "Optimizers",

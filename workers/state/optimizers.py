@@ -13,14 +13,18 @@ import itertools
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any, Final
 
-from torch import nn, optim
+import numpy as np
+from torch import Tensor, nn, optim
 
 from ucp_core.layout import ParallelLayout
 from workers.errors import StateError
 from workers.parallel import LocalShard
+from workers.state.registered import decode, encode
 
-__all__ = ["Optimizers", "adopt", "refuse_unfit"]
+__all__ = ["CHANGED", "Optimizers", "adopt", "refuse_unfit"]
 
+#: Where a version keeps the values of optimizers that changed.
+CHANGED: Final = "optimizer_changed"
 #: Refused for any number of workers (torch 2.13).
 _NEVER: Final[Mapping[type[optim.Optimizer], str]] = {
     optim.Adafactor: "scales by sums over whole rows, columns and parameters, and keeps the "
@@ -45,6 +49,9 @@ _ELEMENTWISE: Final = frozenset(
         optim.SGD,
     }
 )
+
+#: Values of groups that are not the optimizer's own: the session or a scheduler sets the rates.
+_SET_BY_OTHERS: Final = frozenset({"params", "lr", "initial_lr"})
 
 
 class Optimizers:
@@ -78,6 +85,45 @@ class Optimizers:
                             f"{type(one).__name__}); give each parameter to one",
                             fqn=fqn,
                         )
+        self._made = [
+            {key: _noted(value) for key, value in holder.items()} for holder in self._holders()
+        ]
+
+    def changed(self) -> list[dict[str, Any]]:
+        """Return the plain values that changed since the optimizers were made, as JSON.
+
+        Of groups, such as a count of steps, and attributes of kinds that are not torch's own. What
+        a script makes an optimizer with stays its choice.
+
+        Raises:
+            TaskError: One cannot be saved.
+        """
+        found = [
+            {
+                key: encode(value, f"the optimizer's {key}")
+                for key, value in holder.items()
+                if key not in _SET_BY_OTHERS
+                and not (key in made and _is_as_noted(value, made[key]))
+                and _is_plain(value)
+            }
+            for holder, made in zip(self._holders(), self._made, strict=False)
+        ]
+        return found if any(found) else []
+
+    def set_changed(self, values: Sequence[Mapping[str, Any]]) -> None:
+        """Set what ``changed`` returned."""
+        for holder, changed in zip(self._holders(), values, strict=False):
+            for key, value in changed.items():
+                held, saved = holder.get(key), decode(value)
+                if isinstance(held, Tensor):
+                    held.fill_(saved)
+                else:
+                    holder[key] = saved
+
+    def _holders(self) -> list[dict[str, Any]]:
+        """Return what holds values beside the state of parameters: attributes, then groups."""
+        own = [vars(one) for one in self.every if type(one) not in _ELEMENTWISE]
+        return [*own, *self.param_groups]
 
     @property
     def state(self) -> Mapping[Any, dict[str, Any]]:
@@ -123,6 +169,28 @@ class _States(Mapping[Any, dict[str, Any]]):
 
     def __len__(self) -> int:
         return sum(len(one.state) for one in self._optimizers.every)
+
+
+def _noted(value: Any) -> Any:
+    """Return what tells whether a value has changed, without a read from a device."""
+    if isinstance(value, Tensor):
+        return value, value._version  # noqa: SLF001
+    return list(value) if isinstance(value, list) else value
+
+
+def _is_as_noted(value: Any, noted: Any) -> bool:
+    if isinstance(value, Tensor):
+        held, version = noted if isinstance(noted, tuple) else (None, 0)
+        return held is value and version == value._version  # noqa: SLF001
+    return value is noted or (_is_plain(value) and bool(value == noted))
+
+
+def _is_plain(value: Any) -> bool:
+    if isinstance(value, list | tuple):
+        return all(map(_is_plain, value))
+    if isinstance(value, Tensor):
+        return value.dim() == 0
+    return value is None or isinstance(value, int | float | str | np.generic)
 
 
 def adopt(

@@ -23,7 +23,7 @@ from torch.optim.lr_scheduler import LRScheduler
 
 from workers.errors import TaskError
 
-__all__ = ["Registered", "Stateful"]
+__all__ = ["Registered", "Stateful", "decode", "encode"]
 
 #: Of all registered objects together: it is written after every step, as text.
 _BYTES_MAX: Final = 256 << 10
@@ -97,10 +97,10 @@ class Registered:
                 "session.optimizer returned; make the scheduler with that one",
                 name=name,
             )
-        _encode(stateful.state_dict(), name)
+        encode(stateful.state_dict(), name)
         if saved is not None:
             try:
-                stateful.load_state_dict(_decode(saved["state"]))
+                stateful.load_state_dict(decode(saved["state"]))
             except Exception as error:
                 raise TaskError(
                     f"session.register: {name} ({type(stateful).__name__}) does not take its saved "
@@ -110,7 +110,7 @@ class Registered:
             groups = stateful.optimizer.param_groups if isinstance(stateful, LRScheduler) else ()
             for group, values in zip(groups, saved["groups"], strict=False):
                 # A scheduler continues from what it had set: most do not set it again.
-                group.update(_decode(values))
+                group.update(decode(values))
         self._objects[name] = stateful
 
     def values(self) -> dict[str, Any]:
@@ -135,10 +135,10 @@ class Registered:
         groups: list[Any] = []
         if isinstance(one, LRScheduler):
             groups = [
-                _encode({key: value for key, value in group.items() if _is_plain(key, value)}, name)
+                encode({key: value for key, value in group.items() if _is_plain(key, value)}, name)
                 for group in one.optimizer.param_groups
             ]
-        return {"state": _encode(one.state_dict(), name), "groups": groups}
+        return {"state": encode(one.state_dict(), name), "groups": groups}
 
 
 def _is_plain(key: str, value: Any) -> bool:
@@ -153,8 +153,8 @@ def _is_number(value: Any) -> bool:
     return isinstance(value, Tensor) and value.dim() == 0
 
 
-def _encode(value: Any, path: str) -> Any:
-    """Return a value as JSON that ``_decode`` turns back.
+def encode(value: Any, path: str) -> Any:
+    """Return a value as JSON that ``decode`` turns back.
 
     Raises:
         TaskError: There is something else than numbers, texts, tensors and collections of them.
@@ -164,18 +164,18 @@ def _encode(value: Any, path: str) -> Any:
     if isinstance(value, float):
         return value if math.isfinite(value) else {"float": repr(value)}
     if isinstance(value, np.generic):
-        return _encode(value.item(), path)
+        return encode(value.item(), path)
     if isinstance(value, bytes):
         return {"base64": b64encode(value).decode()}
     if isinstance(value, Tensor | np.ndarray):
         return _encode_array(value, path)
     if isinstance(value, Mapping):
-        items = [(key, _encode(one, f"{path}.{key}")) for key, one in value.items()]
+        items = [(key, encode(one, f"{path}.{key}")) for key, one in value.items()]
         if all(isinstance(key, str) for key, _ in items) and value.keys() not in _TAGS:
             return dict(items)
-        return {"items": [[_encode(key, path), one] for key, one in items]}
+        return {"items": [[encode(key, path), one] for key, one in items]}
     if isinstance(value, list | tuple):
-        encoded = [_encode(one, f"{path}[{index}]") for index, one in enumerate(value)]
+        encoded = [encode(one, f"{path}[{index}]") for index, one in enumerate(value)]
         return encoded if isinstance(value, list) else {"tuple": encoded}
     raise _refusal(path, f"is a {type(value).__name__}")
 
@@ -206,18 +206,19 @@ def _refusal(path: str, what: str) -> TaskError:
     )
 
 
-def _decode(value: Any) -> Any:
+def decode(value: Any) -> Any:
+    """Return what ``encode`` made a JSON value of."""
     if isinstance(value, list):
-        return [_decode(one) for one in value]
+        return [decode(one) for one in value]
     if not isinstance(value, dict):
         return value
     match value:
         case {"float": text, **rest} if not rest:
             return float(text)
         case {"tuple": items, **rest} if not rest:
-            return tuple(_decode(one) for one in items)
+            return tuple(decode(one) for one in items)
         case {"items": items, **rest} if not rest:
-            return {_decode(key): _decode(one) for key, one in items}
+            return {decode(key): decode(one) for key, one in items}
         case {"base64": data, **rest} if not rest:
             return b64decode(data)
         case {"array": kind, "shape": shape, "base64": data}:
@@ -227,4 +228,4 @@ def _decode(value: Any) -> Any:
             raw = np.frombuffer(b64decode(data), dtype=np.uint8)
             held.reshape(-1).view(torch.uint8).numpy()[:] = raw
             return held
-    return {key: _decode(one) for key, one in value.items()}
+    return {key: decode(one) for key, one in value.items()}

@@ -49,7 +49,7 @@ def start_from(
         moved=context.progress.moved,
         tell=tell,
     )
-    set_optimizer(sharded, initial.without_state, initial.scalars)
+    set_optimizer(sharded, initial.without_state, initial.scalars, initial.changed)
     return initial
 
 
@@ -103,10 +103,14 @@ def fill(
 
 
 def set_optimizer(
-    sharded: ShardedModel, without_state: Collection[str], scalars: Mapping[str, Any]
+    sharded: ShardedModel,
+    without_state: Collection[str],
+    scalars: Mapping[str, Any],
+    changed: Sequence[Mapping[str, Any]],
 ) -> None:
     """Set what a version says of the optimizer, beside its tensors."""
     # ``prime`` made this state, and the version has none.
     bare = sharded.parameters.keys() & set(without_state)
     sharded.optimizers.forget(sharded.parameters[fqn] for fqn in bare)
     set_scalars(sharded.parameters, sharded.optimizers, scalars)
+    sharded.optimizers.set_changed(changed)

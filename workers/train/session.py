@@ -32,6 +32,7 @@ from workers.protocol import VALIDATION, VALUES, Assignment, Formed, WorkerPhase
 from workers.settings import Settings
 from workers.snapshot import SnapshotMemory
 from workers.state import (
+    CHANGED,
     HostBuffer,
     Optimizers,
     Registered,
@@ -512,10 +513,12 @@ class Session:
         if not restored.step:
             sharded.try_unknown()
         if restored.step:
-            set_optimizer(sharded, restored.without_state, restored.extra["optimizer"])
-            loss = restored.extra.get("loss")
+            extra = restored.extra
+            changed = extra.get(CHANGED, ())
+            set_optimizer(sharded, restored.without_state, extra["optimizer"], changed)
+            loss = extra.get("loss")
             self._loss = math.nan if loss is None else loss
-            self._boundary.begin(self.step, sharded, restored.extra)
+            self._boundary.begin(self.step, sharded, extra)
         elif self.settings.start.path:
             initial = start_from(sharded, self._context, self._buffer, tell=self.rank == 0)
             restored = replace(restored, sources=((INITIAL, initial.size_bytes),))

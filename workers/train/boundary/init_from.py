@@ -25,7 +25,7 @@ from workers.errors import TaskError
 from workers.models import as_in_module
 from workers.parallel import own_names
 from workers.settings import InitSettings
-from workers.state import DTYPES, HostBuffer, StateEntry
+from workers.state import CHANGED, DTYPES, HostBuffer, StateEntry
 from workers.train.boundary.restore import WEIGHT, Target, without_optimizer_state
 
 __all__ = ["INITIAL", "Initial", "Needed", "load_initial"]
@@ -62,12 +62,14 @@ class Initial:
         missing: Parameters that the checkpoint lacks, as ``init.missing`` allows.
         without_state: Parameters without optimizer state in it.
         scalars: The optimizer's scalars by name; see ``TrainingState.scalars``.
+        changed: Its values that changed; see ``Optimizers.changed``.
     """
 
     size_bytes: int
     missing: frozenset[str]
     without_state: frozenset[str] = frozenset()
     scalars: Mapping[str, Any] = field(default_factory=dict)
+    changed: Sequence[Mapping[str, Any]] = ()
 
 
 def load_initial(
@@ -133,6 +135,7 @@ def load_initial(
         missing=missing,
         without_state=bare | missing,
         scalars=scalars,
+        changed=checkpoint.extra.get(CHANGED, ()) if init.state == "all" else (),
     )
 
 

@@ -8,6 +8,7 @@ from typing import Any
 
 from workers.errors import TaskError
 from workers.snapshot import Captured
+from workers.state import CHANGED
 from workers.train.executor import ShardedModel, Step
 
 __all__ = ["LiveState", "capture"]
@@ -69,7 +70,11 @@ def capture(step: int, sharded: ShardedModel, extra: Mapping[str, Any]) -> Captu
         step=step,
         entries=state.saved(),
         guarded=state.guarded(),
-        extra={**extra, "optimizer": state.scalars()},
+        extra={
+            **extra,
+            "optimizer": state.scalars(),
+            CHANGED: sharded.optimizers.changed(),
+        },
         param_groups=state.param_groups(),
     )
 

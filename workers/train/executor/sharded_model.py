@@ -62,17 +62,8 @@ class ShardedModel:
         """
         if self.optimizers.are_known:
             return
-        groups = self.optimizers.param_groups
-        before = [
-            {key: copy.deepcopy(value) for key, value in group.items() if key != "params"}
-            for group in groups
-        ]
         with torch.compiler.set_stance("force_eager"):
             self.prime()
-        for group, values in zip(groups, before, strict=True):
-            params = group["params"]
-            group.clear()
-            group.update(values, params=params)
 
     def prime(self) -> None:
         """Make the optimizers allocate their state, all zero; weights stay as they are.
@@ -84,15 +75,17 @@ class ShardedModel:
             if parameter.requires_grad:
                 parameter.grad = torch.zeros_like(parameter)
         for optimizer in self.optimizers.every:
-            rates = [group["lr"] for group in optimizer.param_groups]
-            # A kind of one's own may count its steps.
+            # A kind of one's own may count its steps, there or in its groups.
             attributes = dict(vars(optimizer))
+            groups = [dict(group) for group in optimizer.param_groups]
             for group in optimizer.param_groups:
-                group["lr"] = 0.0 * group["lr"]
+                own = {key: value for key, value in group.items() if key != "params"}
+                group.update(copy.deepcopy(own), lr=0.0 * group["lr"])
             optimizer.step()
             optimizer.zero_grad(set_to_none=True)
-            for group, rate in zip(optimizer.param_groups, rates, strict=True):
-                group["lr"] = rate
+            for group, values in zip(optimizer.param_groups, groups, strict=True):
+                group.clear()
+                group.update(values)
             vars(optimizer).clear()
             vars(optimizer).update(attributes)
         self.state.entries()

@@ -37,6 +37,26 @@ class Lion(torch.optim.SGD):
     """As a user derives one whose update is its own, here of each element alone."""
 
 
+class Counting(torch.optim.SGD):
+    """Its updates depend on what it counts in its group, as ScheduleFree's, and in itself."""
+
+    num_steps = 0
+
+    def __init__(self, parameters: Any) -> None:
+        super().__init__(parameters)
+        self.param_groups[0].update(count=0, ratio=torch.tensor(1.0), pair=(0, 0.5))
+
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        self.num_steps += 1
+        (group,) = self.param_groups
+        group["count"] += 1
+        group["ratio"].mul_(0.5)
+        group["pair"] = (group["count"], 0.5)
+        counted = [group["count"], float(group["ratio"]), *group["pair"], self.num_steps]
+        group["weight_decay"] = sum(counted) / 100
+        super().step(closure)
+
+
 def over(
     kind: type[Any], weight: torch.Tensor = WEIGHT
 ) -> tuple[LocalShard, dict[str, nn.Parameter], Any]:
@@ -285,8 +305,9 @@ def test_an_optimizer_of_another_library_begins_its_first_step_as_it_was_made(
         functools.partial(torch.optim.AdamW, foreach=True, amsgrad=True),
         functools.partial(torch.optim.SGD, momentum=0.9, nesterov=True, fused=True),
         torch.optim.Adagrad,
+        Counting,
     ],
-    ids=["muon", "tensor as rate", "fused", "foreach", "fused sgd", "adagrad"],
+    ids=["muon", "tensor as rate", "fused", "foreach", "fused sgd", "adagrad", "counting"],
 )
 def test_an_optimizer_resumes_to_the_bit(kind: Callable[..., Any], tmp_path: Path) -> None:
     """It is let be only if all that it keeps is saved and loaded, however it computes."""
@@ -299,6 +320,28 @@ def test_an_optimizer_resumes_to_the_bit(kind: Callable[..., Any], tmp_path: Pat
     )
     assert resumed["final_loss"] == whole["final_loss"]
     assert resumed["weights_digest"] == whole["weights_digest"]
+
+
+def test_values_that_a_script_changes_come_back_and_those_it_is_made_with_do_not(
+    tmp_path: Path,
+) -> None:
+    seen: list[tuple[float, float]] = []
+
+    def task(session: Session) -> None:
+        model = session.model(lambda: nn.Linear(2, 2))
+        momentum = 0.25 * (1 + session.step)
+        optimizer = session.optimizer(lambda named: torch.optim.SGD(named.values(), 1, momentum))
+        (group,) = optimizer.param_groups
+        for step in session.steps(4):
+            seen.append((group["momentum"], group["weight_decay"]))
+            if step.number == 1:
+                group["weight_decay"] = 0.125
+            session.train_step(lambda _: model(torch.ones(1, 2)).sum())
+
+    for steps in (2, 3):
+        run(task, directory=str(tmp_path), steps=steps, global_batch=1, micro_batch=1)
+
+    assert seen == [(0.25, 0.0), (0.25, 0.125), (0.75, 0.125)]
 
 
 def test_an_optimizer_over_the_models_own_parameters_is_as_good(tmp_path: Path) -> None:
