@@ -48,6 +48,7 @@ from workers.train.boundary import (
     UNWRITTEN,
     Boundary,
     Initial,
+    Marks,
     Restored,
     StorageWriter,
     restore_state,
@@ -109,6 +110,7 @@ class Session:
         self._build: Callable[[], nn.Module] | None = None
         self._initialise: Initialise | None = None
         self._built: BuiltModel | None = None
+        self._unfilled: Marks | None = None
         self._sharded: ShardedModel | None = None
         self._reduction = Reduction()
         self._restored: dict[str, Any] = {}
@@ -171,6 +173,7 @@ class Session:
             averaged=average_buffers,
         )
         self._build, self._initialise = build, initialise
+        self._unfilled = Marks(self._built.shards)
         return self._built.called
 
     def optimizer(
@@ -189,7 +192,7 @@ class Session:
                 matrices (Muon, LAMB, SOAP, Shampoo) would depend on the number of workers.
 
         Raises:
-            TaskError: There is no model yet.
+            TaskError: There is no model yet, or something wrote to its weights, which this fills.
             StateError: The optimizer cannot work on shards, or its state cannot be saved.
         """
         if self._built is None:
@@ -198,6 +201,7 @@ class Session:
         built = self._built
         parameters = local_parameters(built.shards)
         made = make(parameters)
+        self._refuse_written()
         every = _as_optimizers(made)
         for one in every:
             refuse_unfit(one, self._mesh.layout, elementwise=elementwise)
@@ -463,6 +467,7 @@ class Session:
         if self._sharded is not None:
             self._sharded.rank_calls.end()
         self._built = self._build = self._initialise = self._sharded = self._current = None
+        self._unfilled = None
         if self._batches is not None:
             self._batches.close()
         is_closed, is_written = self._boundary.close(), self._storage.close()
@@ -490,6 +495,18 @@ class Session:
             self._mesh.data_rank,
             fixed_tree=self.settings.train.deterministic,
         )
+
+    def _refuse_written(self) -> None:
+        """Raise if the script wrote to weights that nothing has filled yet."""
+        unfilled, self._unfilled = self._unfilled, None
+        fqn = unfilled.written(frozen_too=True) if unfilled is not None else None
+        if fqn is not None:
+            raise TaskError(
+                f"parameter {fqn} was written to before session.optimizer returned, which fills "
+                "all weights: the values would be lost. Give them by build, initialise or "
+                "init_from, or write after session.optimizer `if session.step == 0:`",
+                fqn=fqn,
+            )
 
     def _load(self, sharded: ShardedModel) -> Restored:
         """Load the state, or initialise it; return what was loaded."""
@@ -534,6 +551,7 @@ class Session:
             initial=initial,
         )
         drop_gathered(sharded.model)
+        self._boundary.loaded(sharded)
         return restored
 
     def _agree_on_data(

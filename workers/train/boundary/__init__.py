@@ -7,6 +7,7 @@ from ucp_core.lazy import lazy_door
 if TYPE_CHECKING:
     from workers.train.boundary.between_steps import UNWRITTEN, Boundary, YieldSignal
     from workers.train.boundary.init_from import INITIAL, Initial, Needed, load_initial
+    from workers.train.boundary.live_state import Marks
     from workers.train.boundary.restore import Restored, UnloadableSignal, restore_state
     from workers.train.boundary.store import StorageWriter
 
@@ -15,6 +16,7 @@ __all__ = [
     "UNWRITTEN",
     "Boundary",
     "Initial",
+    "Marks",
     "Needed",
     "Restored",
     "StorageWriter",

@@ -18,6 +18,7 @@ import torch
 from torch import nn
 
 from ucp_core.storage import join
+from workers.errors import TaskError
 from workers.parallel import fsdp_modules
 from workers.protocol import METRICS, RESULT, Assignment, WorkerPhase
 from workers.snapshot import (
@@ -31,7 +32,7 @@ from workers.snapshot import (
 from workers.state import HostBuffer
 from workers.train.boundary.cadence import Cadence, Due
 from workers.train.boundary.costs import SaveMeter
-from workers.train.boundary.live_state import LiveState, capture
+from workers.train.boundary.live_state import LiveState, Marks, capture
 from workers.train.boundary.protection import ProtectionWait
 from workers.train.boundary.restore import LIVE_STATE
 from workers.train.boundary.store import SavedState, StorageWriter
@@ -103,6 +104,7 @@ class Boundary:
         self._due = Due()
         self._state: Captured | None = None
         self._live: LiveState | None = None
+        self._loaded: Marks | None = None
         self._reported_step = 0
         resumed = (assignment.resume_attempt, assignment.resume_step)
         self._fallback = Fallback(assignment.attempt, resumed)
@@ -116,6 +118,10 @@ class Boundary:
         """Prepare memory for snapshots, because the sizes of a loaded state are known."""
         if self._writer is not None:
             self._writer.prepare(capture(step, sharded, extra))
+
+    def loaded(self, sharded: ShardedModel) -> None:
+        """Note the weights that the attempt begins with."""
+        self._loaded = Marks(sharded.shards)
 
     def signals(self) -> Signals:
         """Return this rank's signals in the current step."""
@@ -148,14 +154,37 @@ class Boundary:
         """Allow the weights to change; every step calls it before they do.
 
         Raises:
-            TaskError: Something other than the last update changed them already.
+            TaskError: Something other than loading and the last update changed them already.
         """
         # During the update the state belongs to no step.
         live, self._live = self._live, None
+        loaded, self._loaded = self._loaded, None
         if live is not None:
             live.check()
+        if loaded is not None:
+            self._check_loaded(loaded)
         if self._writer is not None:
             self._writer.hold_update()
+
+    def _check_loaded(self, loaded: Marks) -> None:
+        """Refuse weights that the script wrote over loaded ones; warn if there were none yet."""
+        step, fqn = self._assignment.resume_step, loaded.written(frozen_too=False)
+        if fqn is None:
+            return
+        if step:
+            raise TaskError(
+                f"parameter {fqn} was written to after step {step} was loaded and before the next "
+                "update. What was learned would be lost each time the run resumes: write to "
+                "weights `if session.step == 0:`, or give them by build, initialise or init_from",
+                fqn=fqn,
+                step=step,
+            )
+        if self._assignment.rank == 0:
+            log.warning(
+                "parameter %s was written to after session.optimizer: write to weights "
+                "`if session.step == 0:`, or the run is refused when it resumes",
+                fqn,
+            )
 
     def line(self, step: int, **values: Any) -> dict[str, Any]:
         """Return a line of metrics: step, attempt and ``values``; nan becomes null."""
@@ -288,7 +317,7 @@ class Boundary:
 
     def close(self) -> bool:
         """End snapshots; return whether nothing uses their memory any more."""
-        self._live = self._state = None
+        self._live = self._loaded = self._state = None
         if self._unfollow is not None:
             self._unfollow()
         return self._writer is None or self._writer.close()

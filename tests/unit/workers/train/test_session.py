@@ -207,6 +207,53 @@ def test_weights_that_a_script_changes_between_two_updates_are_refused_by_name(
     assert "register_step_post_hook" in outcome.traceback
 
 
+def by_data(model: nn.Module) -> None:
+    for parameter in model.parameters():
+        parameter.data.fill_(0.05)
+
+
+@pytest.mark.parametrize("write", [clamp, by_data])
+def test_weights_that_a_script_writes_before_they_are_filled_are_refused_by_name(
+    make_attempts: Callable[[str], Attempts], write: Callable[[nn.Module], None]
+) -> None:
+    """They would be overwritten: by initial values, or by what a checkpoint has."""
+    outcome = make_attempts("run").train(lambda session: fit(session, look_first=write), steps=1)
+
+    assert isinstance(outcome, Raised)
+    assert "parameter layer.bias was written to before session.optimizer" in outcome.error
+
+
+@pytest.mark.parametrize("write", [clamp, by_data])
+def test_weights_that_a_script_writes_over_loaded_ones_are_refused_by_name(
+    make_attempts: Callable[[str], Attempts],
+    write: Callable[[nn.Module], None],
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    """Each attempt would begin anew. At step 0 they are right, and so are a teacher's at all."""
+
+    def train(session: Session, *, always: bool) -> None:
+        model = session.model(lambda: Model(has_frozen=True))
+        session.optimizer(lambda named: torch.optim.SGD(list(named.values())[2:]))
+        by_data(model.frozen)
+        clamp(model.frozen)
+        if always or session.step == 0:
+            write(model.layer)
+        for _ in session.steps(len(INPUTS)):
+            session.train_step(lambda samples: model(INPUTS[samples]).square().mean())
+
+    attempts = make_attempts("run")
+    for steps, resume in ((2, (0, 0)), (4, (2, 1))):
+        outcome = attempts.train(
+            lambda session: train(session, always=False), steps=steps, resume=resume
+        )
+        assert isinstance(outcome, Completed)
+    assert "frozen.bias was written to after session.optimizer" in caplog.text
+    outcome = attempts.train(lambda session: train(session, always=True), steps=6, resume=(4, 2))
+
+    assert isinstance(outcome, Raised)
+    assert "parameter layer.bias was written to after step 4 was loaded" in outcome.error
+
+
 def test_what_a_hook_of_the_optimizer_does_to_weights_is_part_of_the_step(
     make_attempts: Callable[[str], Attempts],
 ) -> None:
