@@ -192,15 +192,95 @@ def test_workers_may_change_in_the_middle(tmp_path: Path) -> None:
     assert curve(tmp_path / "disturbed") == curve(tmp_path / "undisturbed")
 
 
+def test_callbacks_hear_what_trainer_tells_them(tmp_path: Path) -> None:
+    """Also of epochs, of noise for embeddings, of checkpointed activations."""
+    from transformers import TrainerCallback
+
+    from everstep.integrations.transformers import ElasticTrainer
+
+    heard: list[list[Any]] = []
+
+    class Listens(TrainerCallback):
+        def __getattribute__(self, name: str) -> Any:
+            if not name.startswith("on_") or name == "on_init_end":
+                return super().__getattribute__(name)
+            return lambda *_, **given: self.note(name, **given)
+
+        def note(self, name: str, model: Any, logs: Any = None, **_: Any) -> None:
+            if "train_runtime" in (logs or {}):
+                return
+            graded = name == "on_pre_optimizer_step" and model.lm_head.weight.grad is not None
+            noise = getattr(model.model.embed_tokens, "neftune_noise_alpha", None)
+            heard[-1].append((name, graded, noise, model.is_gradient_checkpointing))
+
+    for kind in (transformers.Trainer, ElasticTrainer):
+        heard.append([])
+        trainer = _trainer(
+            kind, tmp_path / kind.__name__, max_steps=-1, num_train_epochs=2,
+            gradient_accumulation_steps=2, eval_strategy="epoch", logging_strategy="epoch",
+            save_strategy="epoch", save_only_model=True, per_device_eval_batch_size=2,
+            eval_on_start=True, activation_checkpointing=True, neftune_noise_alpha=5.0,
+        )  # fmt: skip
+        # A last batch that is short.
+        trainer.eval_dataset = trainer.eval_dataset[:3]
+        trainer.add_callback(Listens())
+        trainer.train()
+
+    assert heard[1] == heard[0]
+    assert {name for name, *_ in heard[0]} >= {"on_epoch_begin", "on_epoch_end", "on_evaluate"}
+    assert not hasattr(trainer.model.model.embed_tokens, "neftune_noise_alpha")
+
+
+def test_noise_for_embeddings_is_added(tmp_path: Path) -> None:
+    from everstep.integrations.transformers import ElasticTrainer
+
+    losses = [
+        _trainer(
+            ElasticTrainer, tmp_path / str(alpha), max_steps=1, neftune_noise_alpha=alpha
+        ).train().training_loss
+        for alpha in (None, 1e-9, 50.0)
+    ]  # fmt: skip
+
+    assert losses[1] == pytest.approx(losses[0], rel=1e-6)
+    assert abs(losses[2] - losses[0]) > 1e-3
+
+
 def test_what_cannot_be_kept_is_refused_by_name(tmp_path: Path) -> None:
     from everstep.integrations.transformers import ElasticTrainer
 
+    class Mine(ElasticTrainer):
+        def compute_loss(self, *args: Any, **given: Any) -> Any:
+            return super().compute_loss(*args, **given)
+
+        def training_step(self, *args: Any, **given: Any) -> Any:
+            return super().training_step(*args, **given)
+
+        def create_optimizer(self, *_: Any) -> Any:
+            return self.optimizer
+
     trainer = _trainer(
-        ElasticTrainer, tmp_path, load_best_model_at_end=True, save_strategy="steps",
-        eval_strategy="steps", save_steps=2, eval_steps=2,
+        Mine, tmp_path, load_best_model_at_end=True, save_strategy="steps",
+        eval_strategy="steps", save_steps=2, eval_steps=2, train_sampling_strategy="sequential",
+        auto_find_batch_size=True,
     )  # fmt: skip
     trainer.compute_metrics = lambda _: {}
+    trainer.get_train_dataloader = list
     with pytest.raises(TaskError, match=r"compute_metrics; args\.load_best_model_at_end") as raised:
-        trainer.train()
+        trainer.train(resume_from_checkpoint=False)
 
-    assert raised.value.facts["refused"] == ["compute_metrics", "args.load_best_model_at_end"]
+    *refused, overridden = raised.value.facts["refused"]
+    assert refused == [
+        "train(resume_from_checkpoint=False) (for a new run, delete args.output_dir)",
+        "compute_metrics",
+        "args.load_best_model_at_end",
+        "args.auto_find_batch_size (set per_device_train_batch_size)",
+        "args.train_sampling_strategy=sequential (the order is random)",
+    ]
+    assert overridden.startswith("overriding get_train_dataloader, create_optimizer, training_step")
+
+
+def test_a_scheduler_that_is_none_of_torch_is_refused(tmp_path: Path) -> None:
+    from everstep.integrations.transformers import ElasticTrainer
+
+    with pytest.raises(TaskError, match="GreedyLR, which is no LRScheduler of torch"):
+        _trainer(ElasticTrainer, tmp_path, lr_scheduler_type="greedy").train()

@@ -6,9 +6,10 @@ The script runs alone as before. Under everstep the configuration decides on ste
 the script is run up to ``trainer.train()``.
 
 Kept: the data collator, ``compute_loss`` and ``compute_loss_func``, the optimizer and scheduler of
-the arguments, callbacks, logging, evaluation of the loss, ``state``. The rest is refused by name
-when ``train`` is called (see ``_refusals``). Weights are sharded in float32; ``bf16=True`` computes
-in bfloat16.
+the arguments, callbacks, logging, evaluation of the loss, ``state``. An epoch ends with the step
+that completes a pass over the data. Checkpoints are everstep's. The rest is refused by name when
+``train`` is called (see ``refusals``). Weights are sharded in float32; ``bf16=True`` computes in
+bfloat16.
 """
 
 from __future__ import annotations
@@ -25,8 +26,10 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
-from transformers import EarlyStoppingCallback, Trainer, TrainerState
-from transformers.trainer_utils import TrainOutput
+from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
+from transformers import Trainer, TrainerState
+from transformers.integrations.neftune import activate_neftune, deactivate_neftune
+from transformers.trainer_utils import TrainOutput, align_special_tokens
 
 from everstep import (
     CheckpointSettings,
@@ -39,6 +42,7 @@ from everstep import (
     TrainSettings,
     run,
 )
+from everstep.integrations.refusals import refusals
 from workers.parallel import drop_gathered, own_names
 
 __all__ = ["ElasticTrainer"]
@@ -73,9 +77,16 @@ class ElasticTrainer(Trainer):
         Raises:
             TaskError: Something is asked for that cannot be kept; names everything.
         """
-        refused = self._refusals(resume_from_checkpoint, trial, ignore_keys_for_eval)
+        refused = refusals(
+            self,
+            ElasticTrainer,
+            resume=resume_from_checkpoint,
+            trial=trial,
+            ignored=ignore_keys_for_eval,
+        )
         if refused:
             raise TaskError(f"ElasticTrainer: not supported: {'; '.join(refused)}", refused=refused)
+        self._prepare_source()
         self._source = self.model
         run(self._train_elastically, directory=self.args.output_dir, settings=self._settings())
         loss = self._sums.total / max(1, self.state.global_step)
@@ -104,7 +115,9 @@ class ElasticTrainer(Trainer):
 
         def loss_of(indices: NDArray[Any]) -> tuple[Tensor, int]:
             # The last batch may be short.
-            return self._loss(self.model, collate(read(indices[indices < number].tolist())))
+            found = self._loss(self.model, collate(read(indices[indices < number].tolist())))
+            self._tell("on_prediction_step")
+            return found
 
         begun_s = time.monotonic()
         loss = session.evaluate(loss_of, math.ceil(number / batch) * batch)
@@ -126,32 +139,6 @@ class ElasticTrainer(Trainer):
 
     is_local_process_zero = is_world_process_zero
 
-    def _refusals(self, resume: Any, trial: Any, ignored: list[str] | None) -> list[str]:
-        """Return what the script asks for and would not get."""
-        args: Any = self.args
-        given: dict[str, bool] = {
-            "train(resume_from_checkpoint=PATH); set run.init_from": isinstance(resume, str),
-            "train(resume_from_checkpoint=False); for a new run, delete args.output_dir": resume
-            is False,
-            "train(trial=...)": trial is not None,
-            "train(ignore_keys_for_eval=...)": ignored is not None,
-            "an optimizer; use args.optim": self.optimizer is not None,
-            "optimizers=(..., scheduler); use args.lr_scheduler_type": self.lr_scheduler
-            is not None,
-            "compute_metrics": self.compute_metrics is not None,
-            "a train_dataset without a length": not hasattr(self.train_dataset, "__len__"),
-            "args.fp16; use bf16": args.fp16,
-            "args.load_best_model_at_end": args.load_best_model_at_end,
-            "args.push_to_hub": args.push_to_hub,
-            "args.group_by_length": bool(getattr(args, "group_by_length", False)),
-            "args.deepspeed": bool(args.deepspeed),
-            "args.fsdp; everstep shards": bool(args.fsdp),
-            "EarlyStoppingCallback": any(
-                isinstance(one, EarlyStoppingCallback) for one in self.callback_handler.callbacks
-            ),
-        }
-        return [what for what, is_given in given.items() if is_given]
-
     def _settings(self) -> Settings:
         """Return the settings of a script that runs alone, from its arguments."""
         args: Any = self.args
@@ -159,7 +146,9 @@ class ElasticTrainer(Trainer):
         global_batch = batch * args.gradient_accumulation_steps
         steps = args.max_steps
         if steps <= 0:
-            per_epoch = math.ceil(len(self.train_dataset) / global_batch)
+            batches = len(self.train_dataset) / batch
+            batches = math.floor(batches) if args.dataloader_drop_last else math.ceil(batches)
+            per_epoch = max(1, math.ceil(batches / args.gradient_accumulation_steps))
             steps = math.ceil(args.num_train_epochs * per_epoch)
         saves = args.save_strategy == "steps" and args.save_steps >= 1
         return Settings(
@@ -196,23 +185,64 @@ class ElasticTrainer(Trainer):
         def initialise(fqn: str, _shape: tuple[int, ...]) -> Tensor:
             return named[fqn].detach().float()
 
+        alpha = self.neftune_noise_alpha
+        noise = None if alpha is None else activate_neftune(source, alpha, self.accelerator)
         try:
             model = session.model(lambda: copy.deepcopy(source, dict(empty)), initialise)
             optimizer = session.optimizer(self._make_optimizer)
             self.model = self.model_wrapped = model
             self.optimizer = optimizer
             scheduler = self.create_scheduler(train.steps, optimizer)
+            if not isinstance(scheduler, LRScheduler):
+                raise TaskError(
+                    f"ElasticTrainer: not supported: {type(scheduler).__name__}, which is no "
+                    "LRScheduler of torch; set another args.lr_scheduler_type"
+                )
             session.register("lr_scheduler", scheduler)
             self._begin_state(session)
-            self.control = self.callback_handler.on_train_begin(args, self.state, self.control)
+            self._show_callbacks()
+            optimizer.register_step_pre_hook(lambda *_: self._tell("on_pre_optimizer_step"))
+            optimizer.register_step_post_hook(lambda *_: self._tell("on_optimizer_step"))
+            self._tell("on_train_begin")
+            if args.eval_on_start and not session.step:
+                self.evaluate()
+            begins_epoch = True
             for step in session.steps(self._loader()):
-                self._step(step, model, scheduler)
-            self.control = self.callback_handler.on_train_end(args, self.state, self.control)
+                if begins_epoch:
+                    self._tell("on_epoch_begin")
+                begins_epoch = self._step(step, model, scheduler)
+            self._tell("on_train_end")
             if session.world_size == 1:
                 _copy_values(model, source)
         finally:
             self._session = self.optimizer = self.lr_scheduler = None
             self.model = self.model_wrapped = source
+            self._show_callbacks()
+            if noise is not None:
+                deactivate_neftune(source, noise, self.accelerator)
+
+    def _prepare_source(self) -> None:
+        """Change the script's model as ``Trainer.train`` does."""
+        args: Any = self.args
+        if args.gradient_checkpointing:
+            given = dict(args.gradient_checkpointing_kwargs or {})
+            how = {name: given.pop(name) for name in ("every_n_layers", "offload") if name in given}
+            # Its name before transformers 5.24.
+            old = getattr(self.model, "gradient_checkpointing_enable", None)
+            enable = getattr(self.model, "activation_checkpointing_enable", old)
+            enable(given or None, **how)
+        if hasattr(self.processing_class, "special_tokens_map") and hasattr(self.model, "config"):
+            align_special_tokens(self.model, self.processing_class)
+
+    def _tell(self, event: str) -> None:
+        """Call the callbacks."""
+        call = getattr(self.callback_handler, event)
+        self.control = call(self.args, self.state, self.control)
+
+    def _show_callbacks(self) -> None:
+        """Have callbacks get what is trained now."""
+        for name in ("model", "optimizer", "lr_scheduler"):
+            setattr(self.callback_handler, name, getattr(self, name))
 
     def _begin_state(self, session: Session) -> None:
         """Begin, or go on with, the trainer's own state."""
@@ -228,45 +258,61 @@ class ElasticTrainer(Trainer):
         self._sums = _Sums()
         session.register("trainer", _Saved(self.state, self._sums))
 
-    def _step(self, step: Step, model: nn.Module, scheduler: Any) -> None:
+    def _step(self, step: Step, model: nn.Module, scheduler: Any) -> bool:
+        """Train a step; return whether an epoch ended with it."""
         args, state = self.args, self.state
         assert self._session is not None
         train = self._session.settings.train
-        self.control = self.callback_handler.on_step_begin(args, state, self.control)
+        self._tell("on_step_begin")
         # ``from_pretrained`` returns a model in evaluation mode, and a callback may leave it so.
         model.train()
         for number, inputs in enumerate(step.micro_batches()):
             if number:
-                self.control = self.callback_handler.on_substep_end(args, state, self.control)
+                self._tell("on_substep_end")
             step.backward(*self._loss(model, inputs))
         step.apply()
-        if not isinstance(scheduler, torch.optim.lr_scheduler.ReduceLROnPlateau):
+        if not isinstance(scheduler, ReduceLROnPlateau):
             scheduler.step()
         state.global_step = step.number
-        state.epoch = step.number * train.global_batch / len(self.train_dataset)
-        self._sums.add(step.loss)
-        self.control = self.callback_handler.on_step_end(args, state, self.control)
+        before, state.epoch = (
+            number * train.global_batch / len(self.train_dataset)
+            for number in (step.number - 1, step.number)
+        )
+        filters = args.logging_nan_inf_filter and not math.isfinite(step.loss)
+        self._sums.add(self._sums.mean if filters else step.loss)
+        self._tell("on_step_end")
+        self._log_evaluate_save(step, scheduler)
+        is_last = step.number == train.steps
+        if not is_last and (self.control.should_training_stop or self.control.should_epoch_stop):
+            raise TaskError(
+                "ElasticTrainer: a callback asked to stop before the last step, or to leave an "
+                "epoch; stop the run with `everstep stop`, or train for fewer steps"
+            )
+        ends_epoch = is_last or int(state.epoch) > int(before)
+        if ends_epoch:
+            self._tell("on_epoch_end")
+            self._log_evaluate_save(step, scheduler)
+        return ends_epoch
+
+    def _log_evaluate_save(self, step: Step, scheduler: Any) -> None:
+        """Do what the callbacks have asked for."""
         if self.control.should_log and self._sums.steps:
             loss = self._sums.take_mean()
             self.log({"loss": loss, "grad_norm": step.grad_norm, "learning_rate": step.lr})
         if self.control.should_evaluate:
             metrics = self.evaluate()
-            if isinstance(scheduler, torch.optim.lr_scheduler.ReduceLROnPlateau):
+            if isinstance(scheduler, ReduceLROnPlateau):
                 scheduler.step(metrics["eval_loss"])
         if self.control.should_save:
-            self.control = self.callback_handler.on_save(args, state, self.control)
-        if self.control.should_training_stop and step.number < train.steps:
-            raise TaskError(
-                "ElasticTrainer: a callback asked to stop before the last step; stop the run with "
-                "`everstep stop`, or train for fewer steps"
-            )
+            self._tell("on_save")
 
     def _loss(self, model: nn.Module, inputs: Any) -> tuple[Tensor, int]:
         """Return the mean loss of a batch, and how many labels or samples it is over."""
         inputs = self._prepare_inputs(inputs)
         labels = inputs.get("shift_labels", inputs.get("labels"))
         tokens = len(next(iter(inputs.values())))
-        if isinstance(labels, Tensor) and self.model_accepts_loss_kwargs:
+        counts = self.model_accepts_loss_kwargs or self.compute_loss_func is not None
+        if isinstance(labels, Tensor) and counts:
             shifts = self._loss_shifts_labels and "shift_labels" not in inputs
             tokens = int((labels[..., 1:] if shifts else labels).ne(_IGNORED).sum())
         loss = self.compute_loss(model, inputs)
@@ -321,8 +367,12 @@ class _Sums:
     def add(self, loss: float) -> None:
         self.total, self.loss, self.steps = self.total + loss, self.loss + loss, self.steps + 1
 
+    @property
+    def mean(self) -> float:
+        return self.loss / max(1, self.steps)
+
     def take_mean(self) -> float:
-        mean = self.loss / self.steps
+        mean = self.mean
         self.loss, self.steps = 0.0, 0
         return mean
 

@@ -1,0 +1,86 @@
+"""What a ``Trainer`` may ask for and ``ElasticTrainer`` does not do, by name."""
+
+from __future__ import annotations
+
+from typing import Any, Final
+
+from transformers import EarlyStoppingCallback, Trainer
+
+__all__ = ["refusals"]
+
+#: Arguments that are refused if they are set, and what to do instead.
+_ARGUMENTS: Final = {
+    "fp16": "use bf16",
+    "load_best_model_at_end": "",
+    "push_to_hub": "",
+    "deepspeed": "everstep shards",
+    "fsdp": "everstep shards",
+    "parallelism_config": "everstep shards",
+    "torch_compile": "compile the model where it is made",
+    "use_liger_kernel": "apply the kernels where the model is made",
+    "auto_find_batch_size": "set per_device_train_batch_size",
+    "enable_jit_checkpoint": "everstep saves when a worker is asked to leave",
+    "restore_callback_states_from_checkpoint": "",
+    "debug": "",
+}
+#: Methods that may be overridden because training calls them.
+_CALLED: Final = (
+    "compute_loss", "create_scheduler", "evaluate", "get_decay_parameter_names",
+    "get_optimizer_cls_and_kwargs", "log",
+)  # fmt: skip
+#: Others that are called, or only by the script or by ``Trainer.__init__``.
+_KEPT: Final = frozenset(
+    (
+        *_CALLED, "train", "predict", "save_model", "_save", "push_to_hub", "create_model_card",
+        "add_callback", "pop_callback", "remove_callback", "is_local_process_zero",
+        "is_world_process_zero", "floating_point_ops", "store_flos", "num_examples",
+        "get_test_dataloader", "call_model_init", "init_hf_repo", "_prepare_input",
+        "_prepare_inputs", "_get_collator_with_removed_columns",
+        "_set_signature_columns_if_needed", "_move_model_to_device", "_validate_args",
+        "_build_accelerator_args", "create_accelerator_and_postprocess",
+    )
+)  # fmt: skip
+
+
+def refusals(
+    trainer: Any, base: type, *, resume: Any, trial: Any, ignored: list[str] | None
+) -> list[str]:
+    """Return what a script asks for and would not get; ``base`` is the class whose code runs."""
+    args: Any = trainer.args
+    given = {
+        "train(resume_from_checkpoint=PATH) (set run.init_from)": isinstance(resume, str),
+        "train(resume_from_checkpoint=False) (for a new run, delete args.output_dir)": resume
+        is False,
+        "train(trial=...)": trial is not None,
+        "train(ignore_keys_for_eval=...)": ignored is not None,
+        "an optimizer (use args.optim)": trainer.optimizer is not None,
+        "optimizers=(..., scheduler) (use args.lr_scheduler_type)": trainer.lr_scheduler
+        is not None,
+        "compute_metrics": trainer.compute_metrics is not None,
+        "a train_dataset without a length": not hasattr(trainer.train_dataset, "__len__"),
+        "EarlyStoppingCallback": any(
+            isinstance(one, EarlyStoppingCallback) for one in trainer.callback_handler.callbacks
+        ),
+        **{
+            f"args.{name} ({advice})" if advice else f"args.{name}": bool(getattr(args, name, None))
+            for name, advice in _ARGUMENTS.items()
+        },
+        f"args.train_sampling_strategy={args.train_sampling_strategy} (the order is random)": (
+            args.train_sampling_strategy != "random"
+        ),
+        "args.save_strategy=best": args.save_strategy == "best",
+        "args.include_num_input_tokens_seen": args.include_num_input_tokens_seen != "no",
+    }
+    overridden = [name for name in vars(Trainer) if _is_overridden(trainer, base, name)]
+    given[
+        f"overriding {', '.join(overridden)} (not called; training calls {', '.join(_CALLED)} and "
+        "callbacks)"
+    ] = bool(overridden)
+    return [what for what, is_given in given.items() if is_given]
+
+
+def _is_overridden(trainer: Any, base: type, name: str) -> bool:
+    """Return whether a method that ``base`` does not call is not that of ``base``."""
+    if name.startswith("__") or name in _KEPT or not callable(getattr(base, name)):
+        return False
+    return name in vars(trainer) or getattr(type(trainer), name) is not getattr(base, name)
