@@ -384,7 +384,8 @@ class _Saved:
         self._state, self._sums = state, sums
 
     def state_dict(self) -> dict[str, Any]:
-        state = json.loads(json.dumps(vars(self._state), default=str))
+        reached = {name: value for name, value in vars(self._state).items() if name not in _OWN}
+        state = json.loads(json.dumps(reached, default=str))
         state["log_history"] = state["log_history"][-_HISTORY:]
         return {"state": state, "sums": asdict(self._sums)}
 
