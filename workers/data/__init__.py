@@ -11,7 +11,7 @@ if TYPE_CHECKING:
     from workers.data.order import DataOrder
     from workers.data.packing import pack
     from workers.data.parquet import ParquetRows
-    from workers.data.randomness import keeping_host_numbers, random_seed, seed_all, seeded
+    from workers.data.randomness import drawn, keeping_host_numbers, random_seed, seed_all, seeded
     from workers.data.text import find_source
 
 __all__ = [
@@ -20,6 +20,7 @@ __all__ = [
     "JsonLines",
     "ParquetRows",
     "Split",
+    "drawn",
     "find_source",
     "keeping_host_numbers",
     "micro_batches_of",

@@ -6,12 +6,12 @@ import hashlib
 import random
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import numpy as np
 import torch
 
-__all__ = ["Keyed", "keeping_host_numbers", "random_seed", "seed_all", "seeded"]
+__all__ = ["Keyed", "drawn", "keeping_host_numbers", "random_seed", "seed_all", "seeded"]
 
 _Argument = TypeVar("_Argument")
 _Result = TypeVar("_Result")
@@ -33,6 +33,13 @@ def seed_all(seed: int) -> None:
     # Scripts and their libraries use NumPy's global generator, not one of ours.
     np.random.seed(seed % 2**32)  # noqa: NPY002
     random.seed(seed)
+
+
+def drawn() -> tuple[object, ...]:
+    """Return the state of the generators on the CPU, which changes when a number is drawn."""
+    of_numpy: Any = np.random.get_state()  # noqa: NPY002
+    of_torch = torch.get_rng_state().numpy().tobytes()
+    return of_torch, of_numpy[1].tobytes(), of_numpy[2:], random.getstate()
 
 
 @contextmanager

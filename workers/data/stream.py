@@ -6,13 +6,14 @@ every sample once, in the stream's own order. The stream must be the same wherev
 
 from __future__ import annotations
 
+import itertools
 import json
 from collections.abc import Collection, Iterable, Iterator
 from typing import Any, Final
 
 import torch
 
-from workers.data.randomness import random_seed, seed_all
+from workers.data.randomness import drawn, random_seed, seed_all
 from workers.errors import DataError
 
 __all__ = ["Stream", "is_stream"]
@@ -70,7 +71,7 @@ class Stream:
             self._begin_epoch(known["epoch"])
             self._read_again(begun, step)
             return
-        self._begin_epoch(known["epoch"], held)
+        self._continue(known["epoch"], held)
         self._taken = known["taken"]
 
     def read(self, step: int, kept: Collection[int]) -> dict[int, Any]:
@@ -83,7 +84,8 @@ class Stream:
         Raises:
             DataError: The dataset has no samples.
         """
-        seed_all(random_seed("stream", self._seed, step))
+        if self._taken or not self._epoch:
+            seed_all(random_seed("stream", self._seed, step))
         found: dict[int, Any] = {}
         for place in range(self._global_batch):
             sample = self._next()
@@ -124,14 +126,34 @@ class Stream:
         self._taken += 1
         return sample
 
-    def _begin_epoch(self, epoch: int, state: Any = None) -> None:
+    def _begin_epoch(self, epoch: int) -> None:
         self._epoch, self._taken = epoch, 0
+        # Many choose their order as they give the first sample: the epoch's random numbers do.
+        self._iterator = _begun(self._iterate(epoch))
+
+    def _iterate(self, epoch: int, state: Any = None) -> Any:
         seed_all(random_seed("epoch", self._seed, epoch))
         if hasattr(self._dataset, "set_epoch"):
             self._dataset.set_epoch(epoch)
         if state is not None:
             self._dataset.load_state_dict(state)
-        self._iterator = iter(self._dataset)
+        return iter(self._dataset)
+
+    def _continue(self, epoch: int, state: Any) -> None:
+        """Continue where the dataset's state says, in the order that the epoch began with.
+
+        The next sample's random numbers are those of its step, unless the dataset draws some more
+        as it begins: then its order counts.
+        """
+        self._epoch = epoch
+        iterator = self._iterate(epoch, state)
+        before = drawn()
+        self._iterator = _begun(iterator)
+        if drawn() == before:
+            return
+        draws_as_it_begins = _draws_as_it_begins(self._iterate(epoch, state))
+        iterator = self._iterate(epoch, state)
+        self._iterator = _begun(iterator) if draws_as_it_begins else iterator
 
     def _read_again(self, begun: int, step: int) -> None:
         """Read what steps up to ``step`` took of the epoch that began at position ``begun``."""
@@ -147,6 +169,21 @@ class Stream:
             self.read(again, ())
 
 
+def _begun(iterator: Iterator[Any]) -> Iterator[Any]:
+    """Return an iterator of the same that has its first sample already."""
+    return itertools.chain(list(itertools.islice(iterator, 1)), iterator)
+
+
+def _draws_as_it_begins(iterator: Iterator[Any]) -> bool:
+    """Return whether the first sample takes other random numbers than the second one."""
+    taken = []
+    for _ in range(2):
+        seed_all(0)
+        next(iterator, None)
+        taken.append(drawn())
+    return taken[0] != taken[1]
+
+
 def _is_stateful(dataset: Any) -> bool:
     """Return whether a dataset continues exactly where its state says."""
     has_state = hasattr(dataset, "state_dict") and hasattr(dataset, "load_state_dict")
@@ -155,9 +192,11 @@ def _is_stateful(dataset: Any) -> bool:
 
 def _has_shuffle_buffer(dataset: Any) -> bool:
     """Return whether it is Hugging Face's, shuffled: its state lacks the samples in the buffer."""
-    part = getattr(dataset, "_ex_iterable", None)
-    while part is not None:
+    parts = [getattr(dataset, "_ex_iterable", None)]
+    for part in parts:
         if type(part).__name__.startswith("BufferShuffled"):
             return True
-        part = getattr(part, "ex_iterable", None)
+        inner = getattr(part, "ex_iterable", None)
+        # Interleaved and concatenated ones have several.
+        parts += [*([inner] if inner is not None else ()), *getattr(part, "ex_iterables", ())]
     return False

@@ -2,16 +2,12 @@
 
 from __future__ import annotations
 
-import random
 from collections.abc import Callable
-from typing import Any
 
-import numpy as np
-import torch
 from torch import Tensor, nn
 from torch.nn.modules.module import register_module_parameter_registration_hook
 
-from workers.data import seeded
+from workers.data import drawn, seeded
 from workers.parallel import own_names
 
 __all__ = ["initial_values"]
@@ -51,7 +47,7 @@ def _buffers_alone(build: Callable[[], nn.Module], seed: int) -> dict[str, Tenso
         return nn.Parameter(parameter.detach().to("meta"), parameter.requires_grad)
 
     with seeded(seed):
-        before = _drawn()
+        before = drawn()
         hook = register_module_parameter_registration_hook(
             without_values  # type: ignore[arg-type]  # a result replaces the parameter
         )
@@ -61,14 +57,7 @@ def _buffers_alone(build: Callable[[], nn.Module], seed: int) -> dict[str, Tenso
             return None
         finally:
             hook.remove()
-        if _drawn() != before:
+        if drawn() != before:
             return None
     buffers = own_names(model.named_buffers(remove_duplicate=False))
     return None if any(buffer.is_meta for buffer in buffers.values()) else buffers
-
-
-def _drawn() -> tuple[object, ...]:
-    """Return the state of all generators, which changes when a number is drawn."""
-    of_numpy: Any = np.random.get_state()  # noqa: NPY002
-    of_torch = torch.get_rng_state().numpy().tobytes()
-    return of_torch, of_numpy[1].tobytes(), of_numpy[2:], random.getstate()

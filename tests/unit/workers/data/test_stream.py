@@ -100,6 +100,24 @@ def take(
     return steps, states
 
 
+class Shuffled(Numbers):
+    """Chooses its order as it begins; an epoch ends where a step does."""
+
+    def __init__(self) -> None:
+        super().__init__(12)
+
+    def __iter__(self) -> Iterator[dict[str, float]]:
+        self.at, self.first = self.first, 0
+        order = torch.randperm(self.num).tolist()
+        while self.at < self.num:
+            self.at += 1
+            yield {"number": 100.0 * self.epoch + order[self.at - 1], "noise": 0.0}
+
+
+class ShuffledSeekable(Shuffled, Seekable):
+    """The same, which continues where its state says."""
+
+
 ONE, THREE = [[0, 1, 2]], [[0], [1], [2]]
 
 
@@ -113,7 +131,9 @@ def test_every_sample_comes_once_in_the_streams_order() -> None:
 
 
 @pytest.mark.parametrize(
-    "dataset", [Numbers(), Seekable(), OfTorch()], ids=lambda d: type(d).__name__
+    "dataset",
+    [Numbers(), Seekable(), OfTorch(), Shuffled(), ShuffledSeekable()],
+    ids=lambda d: type(d).__name__,
 )
 @pytest.mark.parametrize(
     ("ranks", "num_workers"),
@@ -219,7 +239,12 @@ def test_hugging_faces_streams_continue_exactly() -> None:
         {"number": [float(n) for n in range(40)], "noise": [0.0] * 40}
     )
     plain = rows.to_iterable_dataset(num_shards=4)
-    for stream in (plain, plain.shuffle(seed=3, buffer_size=7)):
+    shuffled = plain.shuffle(seed=3, buffer_size=7)
+    halves = [rows.select(range(begin, begin + 20)) for begin in (0, 20)]
+    mixed = datasets.concatenate_datasets(
+        [half.to_iterable_dataset().shuffle(seed=3, buffer_size=7) for half in halves]
+    )
+    for stream in (plain, shuffled, mixed):
         assert DataLoader(stream).is_stream
         expected, states = take(stream, 12, ranks=ONE)
         for resumed in (2, 9):
