@@ -152,6 +152,20 @@ def groups_elsewhere(
 def _check(model: nn.Module, averaged: Sequence[str]) -> None:
     """Raise ``TaskError`` if ``model`` keeps state that differs between workers."""
     for name, module in own_names(model.named_modules()).items():
+        if isinstance(module, nn.Embedding | nn.EmbeddingBag) and module.max_norm is not None:
+            raise TaskError(
+                f"module {name} ({type(module).__name__}) has max_norm={module.max_norm}: it would "
+                "change a gathered copy of its weight, which is dropped. Leave it out, and limit "
+                "the norm in a hook of the optimizer (optimizer.register_step_post_hook)",
+                module=name,
+            )
+        if type(module).get_extra_state is not nn.Module.get_extra_state:
+            raise TaskError(
+                f"module {name} ({type(module).__name__}) has get_extra_state, which no checkpoint "
+                "keeps: hold that in a persistent buffer or session.register it, and have the "
+                "class say get_extra_state = nn.Module.get_extra_state",
+                module=name,
+            )
         if isinstance(module, nn.modules.batchnorm._NormBase) and module.track_running_stats:  # noqa: SLF001
             own = [f"{name}.{key}" for key in ("running_mean", "running_var")]
             if any(not any(fnmatchcase(one, pattern) for pattern in averaged) for one in own):

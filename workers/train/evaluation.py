@@ -13,6 +13,7 @@ import torch.distributed as dist
 from numpy.typing import NDArray
 from torch import Tensor
 
+from workers.data import random_seed, seed_all, seeded
 from workers.parallel import Mesh
 from workers.train.executor import PassHooks, Pipeline, Quota, ShardedModel, on_host
 
@@ -31,7 +32,8 @@ def mean_over_samples(
     """Return the mean loss per token over ``num_micro_batches``, the same on every worker.
 
     Each micro-batch has its own element in the all-reduce, so the sum has one order for any number
-    of workers.
+    of workers. Its random numbers are keyed by its number, and the script's go on as if it drew
+    none.
     """
     device = mesh.sharding.device_type
     sums = torch.zeros(2, num_micro_batches, dtype=torch.float64, device=device)
@@ -45,20 +47,21 @@ def mean_over_samples(
             sums[1, one.micro_batch] = tokens
         return loss
 
-    with torch.no_grad():
+    def begin(number: int) -> None:
+        key = ("evaluation", quota.passes[number].micro_batch)
+        seed_all(random_seed(*key, mesh.stage) if mesh.stage else random_seed(*key))
+
+    with torch.no_grad(), seeded(0):
         if pipeline is not None:
-            pipeline.evaluate(batches, loss_of, PassHooks(begin=_nothing, weigh=take))
+            pipeline.evaluate(batches, loss_of, PassHooks(begin=begin, weigh=take))
         else:
             for number, batch in enumerate(batches):
+                begin(number)
                 take(number, loss_of(batch))
     dist.all_reduce(sums)
     found = on_host(sums.reshape(-1))
     tokens = math.fsum(found[num_micro_batches:])
     return math.fsum(found[:num_micro_batches]) / tokens if tokens else math.nan
-
-
-def _nothing(_number: int) -> None:
-    """Do nothing before a pass."""
 
 
 def weights_digest(sharded: ShardedModel) -> str:

@@ -566,3 +566,54 @@ def test_a_micro_batch_without_tokens_is_no_part_of_the_mean(
 
     assert isinstance(make_attempts("run").train(train, steps=3), Completed)
     assert [math.isfinite(loss) for loss in seen] == [True] * 4 + [False] * 2
+
+
+def test_random_numbers_of_an_evaluation_are_those_of_its_micro_batches(
+    make_attempts: Callable[[str], Attempts],
+) -> None:
+    """Else the result depends on the number of workers, and on what the script drew before."""
+    seen: list[float] = []
+    drawn: list[float] = []
+
+    def train(session: Session) -> None:
+        session.model(Model)
+        session.optimizer(lambda named: torch.optim.SGD(named.values()))
+
+        def loss_of(_samples: Any) -> tuple[Tensor, int]:
+            drawn.append(random.random() + float(torch.rand(())))
+            return torch.tensor(drawn[-1]), 2
+
+        torch.manual_seed(0)
+        random.seed(0)
+        seen.extend(session.evaluate(loss_of, 4) for _ in range(2))
+        seen.append(random.random() + float(torch.rand(())))
+
+    make_attempts("run").train(train, steps=1)
+    torch.manual_seed(0)
+    assert seen[0] == seen[1]
+    assert drawn[0] != drawn[1]
+    assert seen[2] == random.Random(0).random() + float(torch.rand(()))
+
+
+class Counting(nn.Linear):
+    """Keeps a number beside its weights."""
+
+    def get_extra_state(self) -> int:
+        return 1
+
+
+@pytest.mark.parametrize(
+    ("build", "told"),
+    [
+        (lambda: nn.Sequential(Counting(2, 2)), "module 0 (Counting) has get_extra_state"),
+        (lambda: nn.Sequential(nn.Embedding(2, 2, max_norm=1.0)), "(Embedding) has max_norm=1.0"),
+    ],
+)
+def test_state_beside_weights_and_buffers_is_refused_by_name(
+    make_attempts: Callable[[str], Attempts], build: Callable[[], nn.Module], told: str
+) -> None:
+    """It was in no checkpoint, or written to what is dropped."""
+    outcome = make_attempts("run").train(lambda session: session.model(build), steps=1)
+
+    assert isinstance(outcome, Raised)
+    assert told in outcome.error
