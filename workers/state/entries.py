@@ -84,10 +84,13 @@ def local_parameters(shards: Sequence[LocalShard]) -> dict[str, nn.Parameter]:
     With plain tensors an optimizer skips DTensor's dispatch, which takes longer than the update of
     a small parameter, and keeps no mesh alive.
     """
-    return {
-        shard.fqn: nn.Parameter(shard.local, requires_grad=shard.parameter.requires_grad)
-        for shard in shards
-    }
+    made: dict[str, nn.Parameter] = {}
+    for shard in shards:
+        own = nn.Parameter(shard.local, requires_grad=shard.parameter.requires_grad)
+        # Such as ``_no_weight_decay``, for the function that makes the optimizer.
+        vars(own).update(vars(shard.parameter))
+        made[shard.fqn] = own
+    return made
 
 
 def state_of(

@@ -10,14 +10,14 @@ torch's own are known by class; any other one is refused unless it is declared.
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any, Final
 
 import numpy as np
 from torch import Tensor, nn, optim
 
 from ucp_core.layout import ParallelLayout
-from workers.errors import StateError
+from workers.errors import StateError, TaskError
 from workers.parallel import LocalShard
 from workers.state.registered import decode, encode
 
@@ -85,6 +85,8 @@ class Optimizers:
                             f"{type(one).__name__}); give each parameter to one",
                             fqn=fqn,
                         )
+        #: The rates as they were set last.
+        self._rates = {id(group): (group, _noted(group["lr"])) for group in self.param_groups}
         self._made = [
             {key: _noted(value) for key, value in holder.items()} for holder in self._holders()
         ]
@@ -119,6 +121,40 @@ class Optimizers:
                     held.fill_(saved)
                 else:
                     holder[key] = saved
+
+    def set_rates(self, optimizer: optim.Optimizer, rate: float) -> None:
+        """Set the learning rates of ``optimizer``; ``lr_scale`` of a group is its part of it."""
+        for group in optimizer.param_groups:
+            own = rate * group.get("lr_scale", 1.0)
+            if isinstance(group["lr"], Tensor):
+                group["lr"].fill_(own)
+            else:
+                group["lr"] = own
+            self._rates[id(group)] = group, _noted(group["lr"])
+
+    def refuse_rates(self, step: int, is_scheduled: Callable[[optim.Optimizer], bool]) -> None:
+        """Raise if a script has set learning rates that the session will overwrite.
+
+        Waits for no device.
+
+        Raises:
+            TaskError: It has.
+        """
+        for group, noted in self._rates.values():
+            if _is_as_noted(group["lr"], noted):
+                continue
+            owner = next(one for one in self.every if any(group is g for g in one.param_groups))
+            if not is_scheduled(owner):
+                name = type(owner).__name__
+                raise TaskError(
+                    f"step {step}: the learning rate of {name} was set to {float(group['lr']):g} "
+                    "by the script, or by a scheduler that is not registered, and train.lr and "
+                    "train.schedule would overwrite it. Register the scheduler (session.register): "
+                    "one of torch's, or any with optimizer, step and get_last_lr; write a rule of "
+                    'your own as LambdaLR. For a ratio between groups set group["lr_scale"]',
+                    optimizer=name,
+                    step=step,
+                )
 
     def _holders(self) -> list[dict[str, Any]]:
         """Return what holds values beside the state of parameters: attributes, then groups."""

@@ -11,7 +11,7 @@ import math
 from base64 import b64decode, b64encode
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Final, Protocol, runtime_checkable
+from typing import Any, Final, Protocol, TypeGuard, runtime_checkable
 
 import numpy as np
 import torch
@@ -60,8 +60,7 @@ class Registered:
     def schedule(self, optimizer: torch.optim.Optimizer) -> bool:
         """Return whether one of them decides the learning rate of ``optimizer``."""
         return any(
-            isinstance(one, LRScheduler) and one.optimizer is optimizer
-            for one in self._objects.values()
+            _is_scheduler(one) and one.optimizer is optimizer for one in self._objects.values()
         )
 
     @property
@@ -89,7 +88,7 @@ class Registered:
                 "load_state_dict()",
                 name=name,
             )
-        if isinstance(stateful, LRScheduler) and not any(
+        if _is_scheduler(stateful) and not any(
             stateful.optimizer is one for one in self.optimizers
         ):
             raise TaskError(
@@ -107,7 +106,7 @@ class Registered:
                     f"state: {type(error).__name__}: {error}",
                     name=name,
                 ) from error
-            groups = stateful.optimizer.param_groups if isinstance(stateful, LRScheduler) else ()
+            groups = stateful.optimizer.param_groups if _is_scheduler(stateful) else ()
             for group, values in zip(groups, saved["groups"], strict=False):
                 # A scheduler continues from what it had set: most do not set it again.
                 group.update(decode(values))
@@ -133,12 +132,18 @@ class Registered:
 
     def _value(self, name: str, one: Stateful) -> dict[str, Any]:
         groups: list[Any] = []
-        if isinstance(one, LRScheduler):
+        if _is_scheduler(one):
             groups = [
                 encode({key: value for key, value in group.items() if _is_plain(key, value)}, name)
                 for group in one.optimizer.param_groups
             ]
         return {"state": encode(one.state_dict(), name), "groups": groups}
+
+
+def _is_scheduler(one: Any) -> TypeGuard[LRScheduler]:
+    """Return whether an object sets learning rates: a scheduler of torch, or one made alike."""
+    alike = ("optimizer", "step", "get_last_lr")
+    return isinstance(one, LRScheduler) or all(hasattr(one, name) for name in alike)
 
 
 def _is_plain(key: str, value: Any) -> bool:

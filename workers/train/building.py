@@ -25,7 +25,14 @@ from workers.parallel import (
 )
 from workers.settings import Settings
 from workers.state import Optimizers, PersistentBuffers
-from workers.train.executor import Pipeline, Reduction, on_host, use_all_to_all, use_tree
+from workers.train.executor import (
+    Pipeline,
+    Reduction,
+    on_host,
+    refuse_hooks,
+    use_all_to_all,
+    use_tree,
+)
 
 __all__ = ["BuiltModel", "build_model", "groups_elsewhere"]
 
@@ -74,6 +81,7 @@ def build_model(
         model = build()
     _check(model, averaged)
     parameters = own_names(model.named_parameters())
+    refuse_hooks(parameters)
     names = [name for name, _ in model.named_modules()]
     stages: list[nn.Module] = []
     if mesh.stages is not None:
@@ -100,11 +108,15 @@ def build_model(
         called = StageModel(model, mesh.stage, mesh.layout.pp)
         dtype = torch.bfloat16 if settings.train.precision == "bf16" else None
         pipeline = Pipeline(called, stages, mesh=mesh, device=device, dtype=dtype)
+    shards = local_shards(model, mesh)
+    for shard in shards:
+        # Sharding makes new parameters, without what the script has noted on them.
+        vars(shard.parameter).update(vars(parameters[shard.fqn]))
     return BuiltModel(
         model=model,
         called=called,
         shapes={name: tuple(one.shape) for name, one in parameters.items()},
-        shards=local_shards(model, mesh),
+        shards=shards,
         buffers=PersistentBuffers(model, averaged),
         keeps_gathered=keeps_gathered,
         pipeline=pipeline,

@@ -5,6 +5,7 @@ from typing import TYPE_CHECKING
 from ucp_core.lazy import lazy_door
 
 if TYPE_CHECKING:
+    from workers.train.executor.own_changes import refuse_hooks
     from workers.train.executor.pipeline import PassHooks, Pipeline
     from workers.train.executor.quotas import Quota, quota
     from workers.train.executor.rank_calls import RankCalls
@@ -30,6 +31,7 @@ __all__ = [
     "all_agree",
     "on_host",
     "quota",
+    "refuse_hooks",
     "use_all_to_all",
     "use_deterministic_kernels",
     "use_tree",

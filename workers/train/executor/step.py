@@ -27,6 +27,7 @@ from workers.records import ProgressRecord
 from workers.settings import TrainSettings
 from workers.train.executor.learning_rate import learning_rate
 from workers.train.executor.norm import row_squares, scale_gradients, sum_of_squares
+from workers.train.executor.own_changes import Marks, marked, refuse_changes
 from workers.train.executor.pipeline import PassHooks, Pipeline
 from workers.train.executor.quotas import Pass, Quota
 from workers.train.executor.sharded_model import ShardedModel
@@ -94,6 +95,7 @@ class Step:
         self._on_applied = on_applied
         self._pass: Pass | None = None
         self._sums: dict[int, tuple[Tensor, int]] = {}
+        self._marks: Marks = ()
 
     @property
     def leaves(self) -> bool:
@@ -239,7 +241,10 @@ class Step:
                 "step.backward was called outside step.micro_batches, or twice in one micro-batch"
             )
         self._progress.enter(WorkerPhase.BACKWARD)
+        is_last = self._pass is self._quota.passes[-1]
         self._weigh(loss, tokens).backward()
+        if is_last:
+            self._marks = marked(self._sharded.shards)
 
     def _weigh(self, loss: Tensor, tokens: int) -> Tensor:
         """Take the loss of the open pass; return what its gradient is computed of."""
@@ -263,7 +268,7 @@ class Step:
 
         Raises:
             TaskError: Called twice, not every micro-batch was computed, there is no gradient, or
-                the model depends on the number of workers.
+                the model depends on the number of workers; or the script changed gradients, rates.
         """
         if self.is_applied:
             raise TaskError(f"step.apply was called twice in step {self.number}")
@@ -274,6 +279,9 @@ class Step:
                 "iterate step.micro_batches() to its end first"
             )
         self._sharded.rank_calls.refuse()
+        refuse_changes(self._sharded.shards, self._marks, self.number)
+        self._marks = ()
+        self._sharded.optimizers.refuse_rates(self.number, self._sharded.registered.schedule)
         self._progress.enter(WorkerPhase.REDUCING)
         self._choose(optimizers)
         self._reduce()
@@ -373,12 +381,8 @@ class Step:
             groups = optimizer.param_groups
             if all(one.grad is None for group in groups for one in group["params"]):
                 continue
-            for group in () if sharded.registered.schedule(optimizer) else groups:
-                rate = lr * group.get("lr_scale", 1.0)
-                if isinstance(group["lr"], Tensor):
-                    group["lr"].fill_(rate)
-                else:
-                    group["lr"] = rate
+            if not sharded.registered.schedule(optimizer):
+                sharded.optimizers.set_rates(optimizer, lr)
             optimizer.step()
             optimizer.zero_grad(set_to_none=True)
 
