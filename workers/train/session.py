@@ -303,6 +303,8 @@ class Session:
         begun_s = time.perf_counter()
         first_step = self.step + 1
         took_steps = self.step < train.steps
+        if not took_steps and self.rank == 0:
+            log.warning("resumed at step %s of %s: no step is left", self.step, train.steps)
 
         step_s = 0.0
 

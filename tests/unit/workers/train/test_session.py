@@ -516,7 +516,7 @@ def test_numbers_of_the_script_belong_to_the_step_whose_body_runs(
 
 
 def test_a_loss_that_is_not_finite_leaves_a_gap_in_the_curve_and_ends_nothing(
-    make_attempts: Callable[[str], Attempts], tmp_path: Path
+    make_attempts: Callable[[str], Attempts], tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     """JSON has no nan: the step could not be saved, and a restart would meet the same one."""
     lost = {2: math.nan, 4: math.inf}
@@ -537,6 +537,7 @@ def test_a_loss_that_is_not_finite_leaves_a_gap_in_the_curve_and_ends_nothing(
         assert isinstance(attempts.train(train, steps=steps, resume=resume), Completed)
         assert json.loads((tmp_path / "run/run/result.json").read_text())["final_loss"] is None
 
+    assert caplog.text.count("resumed at step 2 of 2: no step is left") == 1
     assert [step for step, loss in seen.items() if not math.isfinite(loss)] == [2, 4]
     lines = (tmp_path / "run/run/metrics/rank0.jsonl").read_text().splitlines()
     assert [json.loads(line)["loss"] for line in lines] == [seen[1], None, seen[3], None]
