@@ -9,6 +9,7 @@ from __future__ import annotations
 import json
 import math
 from base64 import b64decode, b64encode
+from collections import Counter, OrderedDict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Final, Protocol, TypeGuard, runtime_checkable
@@ -29,7 +30,7 @@ __all__ = ["Registered", "Stateful", "decode", "encode"]
 _BYTES_MAX: Final = 256 << 10
 #: Keys of the dictionaries that stand for what JSON lacks.
 _TAGS: Final = ({"tensor", "shape", "base64"}, {"array", "shape", "base64"}, {"base64"},
-                {"items"}, {"tuple"}, {"float"})  # fmt: skip
+                {"items"}, {"tuple"}, {"float"}, {"as", "of"})  # fmt: skip
 
 
 @runtime_checkable
@@ -164,25 +165,29 @@ def encode(value: Any, path: str) -> Any:
     Raises:
         TaskError: There is something else than numbers, texts, tensors and collections of them.
     """
-    if value is None or isinstance(value, bool | int | str):
+    kind = type(value)
+    if value is None or kind in (bool, int, str):
         return value
-    if isinstance(value, float):
+    if kind is float:
         return value if math.isfinite(value) else {"float": repr(value)}
-    if isinstance(value, np.generic):
-        return encode(value.item(), path)
-    if isinstance(value, bytes):
+    if kind is bytes:
         return {"base64": b64encode(value).decode()}
-    if isinstance(value, Tensor | np.ndarray):
+    if isinstance(value, np.generic):
+        return {"as": "number", "of": _encode_array(np.asarray(value), path)}
+    if isinstance(value, Tensor) or kind is np.ndarray:
         return _encode_array(value, path)
-    if isinstance(value, Mapping):
+    # Schedulers of torch keep a Counter, modules an OrderedDict.
+    if kind in (dict, OrderedDict, Counter):
         items = [(key, encode(one, f"{path}.{key}")) for key, one in value.items()]
-        if all(isinstance(key, str) for key, _ in items) and value.keys() not in _TAGS:
+        if kind is Counter:
+            return {"as": "counter", "of": encode(dict(value), path)}
+        if all(type(key) is str for key, _ in items) and value.keys() not in _TAGS:
             return dict(items)
         return {"items": [[encode(key, path), one] for key, one in items]}
-    if isinstance(value, list | tuple):
+    if kind in (list, tuple):
         encoded = [encode(one, f"{path}[{index}]") for index, one in enumerate(value)]
-        return encoded if isinstance(value, list) else {"tuple": encoded}
-    raise _refusal(path, f"is a {type(value).__name__}")
+        return encoded if kind is list else {"tuple": encoded}
+    raise _refusal(path, f"is a {kind.__name__}")
 
 
 def _encode_array(value: Tensor | NDArray[Any], path: str) -> dict[str, Any]:
@@ -193,10 +198,12 @@ def _encode_array(value: Tensor | NDArray[Any], path: str) -> dict[str, Any]:
             path=path,
         )
     if isinstance(value, Tensor):
+        if type(value) is not Tensor:
+            raise _refusal(path, f"is a {type(value).__name__}")
         tag, kind = "tensor", str(value.dtype).removeprefix("torch.")
         data = value.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy().tobytes()
-    elif value.dtype.hasobject:
-        raise _refusal(path, "is an array of objects")
+    elif value.dtype.kind in "OV":
+        raise _refusal(path, "is an array of objects or of structures")
     else:
         tag, kind = "array", value.dtype.str
         data = np.ascontiguousarray(value).tobytes()
@@ -206,7 +213,7 @@ def _encode_array(value: Tensor | NDArray[Any], path: str) -> dict[str, Any]:
 def _refusal(path: str, what: str) -> TaskError:
     return TaskError(
         f"session.register: {path} {what}; state_dict() may hold numbers, texts, tensors, arrays, "
-        "and lists and dictionaries of them",
+        "and lists, tuples and dictionaries of them; another class would come back as one of these",
         path=path,
     )
 
@@ -222,6 +229,8 @@ def decode(value: Any) -> Any:
             return float(text)
         case {"tuple": items, **rest} if not rest:
             return tuple(decode(one) for one in items)
+        case {"as": kind, "of": held, **rest} if not rest:
+            return Counter(decode(held)) if kind == "counter" else decode(held)[()]
         case {"items": items, **rest} if not rest:
             return {decode(key): decode(one) for key, one in items}
         case {"base64": data, **rest} if not rest:

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import enum
 import math
 import random
+from collections import Counter, defaultdict
 from contextlib import nullcontext
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import pytest
@@ -17,6 +19,7 @@ from torch.optim import SGD, lr_scheduler
 
 from everstep import Session, Settings, TaskError, run
 from workers.settings import CheckpointSettings
+from workers.state import Registered
 
 INPUTS = torch.linspace(-1, 1, 32).reshape(16, 2)
 
@@ -124,6 +127,8 @@ def test_whatever_small_scripts_keep_comes_back(tmp_path: Path) -> None:
         "torch": torch.Generator().manual_seed(3).get_state(),
         "array": np.arange(6, dtype=np.int16).reshape(2, 3),
         "empty": torch.zeros(0, 3),
+        "kinds": [np.float32(0.1), np.longdouble(3), np.int8(4), Counter("aab"), True, (1, [2])],
+        "tags": [{"as": "number", "of": 1}],
         "numbers": {1: np.float32(2.5), None: -math.inf, (1, 2): b"bytes"},
         "words": {"base64": "no bytes", "nested": [{"float": "text"}, {"tuple": [1]}]},
     }
@@ -148,6 +153,33 @@ def test_whatever_small_scripts_keep_comes_back(tmp_path: Path) -> None:
     np.testing.assert_equal(seen[1].pop("array"), seen[0].pop("array"))
     assert seen[1].pop("empty").shape == seen[0].pop("empty").shape
     assert seen[1] == seen[0]
+    for was, now in zip(seen[0]["kinds"], seen[1]["kinds"], strict=True):
+        assert type(now) is type(was)
+
+
+class Phase(enum.IntEnum):
+    """A stage of a curriculum."""
+
+    LONG = 2
+
+
+class Point(NamedTuple):
+    """As many scripts have one."""
+
+    x: int
+
+
+@pytest.mark.parametrize(
+    "value",
+    [
+        Phase.LONG, Point(1), defaultdict(int), np.ma.zeros(3), nn.Parameter(torch.ones(2)),
+        np.zeros(2, dtype=[("a", "f4"), ("b", "i4")]), torch.Size([1]),
+    ],
+    ids=lambda value: type(value).__name__,
+)  # fmt: skip
+def test_what_would_come_back_as_another_kind_is_refused(value: Any) -> None:
+    with pytest.raises(TaskError, match=r"x\.value\.a .*; state_dict\(\) may hold"):
+        Registered(()).add("x", _holding({"a": value}), None)
 
 
 @pytest.mark.parametrize(
