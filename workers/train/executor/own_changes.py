@@ -3,16 +3,29 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from typing import NoReturn
 
+import torch
 from torch import Tensor, nn
 
 from workers.errors import TaskError
 from workers.parallel import LocalShard
 
-__all__ = ["Marks", "marked", "refuse_changes", "refuse_hooks"]
+__all__ = [
+    "Marks",
+    "Probe",
+    "marked",
+    "probe_of",
+    "refuse_changes",
+    "refuse_clipped",
+    "refuse_hooks",
+    "was_changed",
+]
 
 #: Gradients of shards with how often each was written to.
 Marks = Sequence[tuple[Tensor | None, int]]
+#: A shard, and a copy of its gradient.
+Probe = tuple[LocalShard, Tensor]
 _ADVICE = (
     "To limit the norm set clip_norm; else change gradients in a hook of the optimizer "
     "(optimizer.register_step_pre_hook), where they are means over the global batch"
@@ -54,6 +67,33 @@ def refuse_changes(shards: Sequence[LocalShard], marks: Marks, step: int) -> Non
                 fqn=shard.fqn,
                 step=step,
             )
+
+
+def probe_of(shards: Sequence[LocalShard]) -> Probe | None:
+    """Return the smallest gradient: torch 2.13 counts no writes of clip_grad_norm_, to all."""
+    held = [(shard, one) for shard in shards if (one := shard.gradient) is not None and one.numel()]
+    if not held:
+        return None
+    shard, gradient = min(held, key=lambda pair: pair[1].numel())
+    return shard, gradient.clone()
+
+
+def was_changed(probe: Probe | None, device: torch.device) -> Tensor:
+    """Return 1.0 if the gradient is another one now, else 0.0, float64; waits for no device."""
+    now = probe[0].gradient if probe is not None else None
+    if probe is None or now is None:
+        return torch.zeros(1, dtype=torch.float64, device=device)
+    differs = (probe[1] != now) & ~(probe[1].isnan() & now.isnan())
+    return differs.any().double().reshape(1)
+
+
+def refuse_clipped(step: int) -> NoReturn:
+    """Raise ``TaskError``: gradients were scaled."""
+    raise TaskError(
+        f"step {step}: gradients were changed between step.backward and step.apply, where each is "
+        f"a sum over tokens of one worker. {_ADVICE}",
+        step=step,
+    )
 
 
 def _mark(shard: LocalShard) -> tuple[Tensor | None, int]:

@@ -27,7 +27,15 @@ from workers.records import ProgressRecord
 from workers.settings import TrainSettings
 from workers.train.executor.learning_rate import learning_rate
 from workers.train.executor.norm import row_squares, scale_gradients, sum_of_squares
-from workers.train.executor.own_changes import Marks, marked, refuse_changes
+from workers.train.executor.own_changes import (
+    Marks,
+    Probe,
+    marked,
+    probe_of,
+    refuse_changes,
+    refuse_clipped,
+    was_changed,
+)
 from workers.train.executor.pipeline import PassHooks, Pipeline
 from workers.train.executor.quotas import Pass, Quota
 from workers.train.executor.sharded_model import ShardedModel
@@ -96,6 +104,7 @@ class Step:
         self._pass: Pass | None = None
         self._sums: dict[int, tuple[Tensor, int]] = {}
         self._marks: Marks = ()
+        self._probe: Probe | None = None
 
     @property
     def leaves(self) -> bool:
@@ -245,6 +254,7 @@ class Step:
         self._weigh(loss, tokens).backward()
         if is_last:
             self._marks = marked(self._sharded.shards)
+            self._probe = probe_of(self._sharded.shards)
 
     def _weigh(self, loss: Tensor, tokens: int) -> Tensor:
         """Take the loss of the open pass; return what its gradient is computed of."""
@@ -339,16 +349,19 @@ class Step:
         signals = replace(self._boundary.signals(), buffers=sharded.buffers.have_changed)
         said = [tokens, *signals.numbers()]
         counts = torch.tensor(said, dtype=torch.float64, device=sharded.device)
-        numbers = torch.cat((counts, losses, squares))
+        changed, first = was_changed(self._probe, device), len(said) + 1
+        numbers = torch.cat((counts, changed, losses, squares))
         dist.all_reduce(numbers)
-        square = numbers[len(said) + num_places :].sum()
-        read = reading(torch.cat((numbers[: len(said) + num_places], square.reshape(1))))
+        square = numbers[first + num_places :].sum()
+        read = reading(torch.cat((numbers[: first + num_places], square.reshape(1))))
         scaler = sharded.registered.scaler
         scale = scaler.get_scale() if scaler is not None else 1.0
         scale_gradients(sharded.shards, square, numbers[0] * scale, self._train.clip_norm)
         *head, squared = read()
+        if head[len(said)]:
+            refuse_clipped(self.number)
         self.tokens, self.agreed = int(head[0]), Signals.from_sums(head[1 : len(said)])
-        self.loss = math.fsum(head[len(said) :]) / self.tokens if self.tokens else math.nan
+        self.loss = math.fsum(head[first:]) / self.tokens if self.tokens else math.nan
         self.grad_norm = math.sqrt(squared) * (1.0 / (max(1, self.tokens) * scale))
 
     def _update(self) -> None:

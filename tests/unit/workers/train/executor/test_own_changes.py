@@ -70,8 +70,11 @@ def train(
 
 
 def clip(model: Any, *_: Any) -> None:
-    # torch 2.13 counts no writes of clip_grad_norm_(foreach=None) to sharded gradients.
-    nn.utils.clip_grad_norm_(model.parameters(), 1.0, foreach=False)
+    nn.utils.clip_grad_norm_(model.parameters(), 0.01)
+
+
+def clip_each(model: Any, *_: Any) -> None:
+    nn.utils.clip_grad_norm_(model.parameters(), 0.01, foreach=False)
 
 
 def mask(model: Any, *_: Any) -> None:
@@ -99,7 +102,8 @@ def hook_late(model: Any, *_: Any) -> None:
 @pytest.mark.parametrize(
     ("changes", "told"),
     [
-        ({"after_backward": clip}, "step 1: the gradient of bias was changed.*set clip_norm"),
+        ({"after_backward": clip}, "step 1: gradients were changed.*set clip_norm"),
+        ({"after_backward": clip_each}, "step 1: the gradient of bias was changed.*clip_norm"),
         ({"after_backward": mask}, "step 1: the gradient of weight.*register_step_pre_hook"),
         ({"after_backward": set_rate}, "step 1: the learning rate of SGD was set to 0.1 "),
         ({"after_backward": fill_rate, "rate": torch.tensor(0.5)}, "step 1: the learning rate"),
@@ -110,7 +114,16 @@ def hook_late(model: Any, *_: Any) -> None:
         ({"build": hooked}, "parameter weight has a hook"),
         ({"after_backward": hook_late}, "parameter weight has a hook"),
     ],
-    ids=["clip", "mask", "rate", "tensor as rate", "not registered", "hook", "hook after build"],
+    ids=[
+        "clip",
+        "clip each",
+        "mask",
+        "rate",
+        "tensor as rate",
+        "not registered",
+        "hook",
+        "hook after build",
+    ],
 )
 def test_what_a_step_would_drop_is_refused(
     tmp_path: Path, changes: dict[str, Any], told: str
