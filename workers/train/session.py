@@ -305,7 +305,6 @@ class Session:
         took_steps = self.step < train.steps
         if not took_steps and self.rank == 0:
             log.warning("resumed at step %s of %s: no step is left", self.step, train.steps)
-
         step_s = 0.0
 
         def applied(step: Step) -> None:
