@@ -34,6 +34,7 @@ from workers.train.executor.own_changes import (
     probe_of,
     refuse_changes,
     refuse_clipped,
+    refuse_unfrozen,
     was_changed,
 )
 from workers.train.executor.pipeline import PassHooks, Pipeline
@@ -291,6 +292,7 @@ class Step:
         self._sharded.rank_calls.refuse()
         refuse_changes(self._sharded.shards, self._marks, self.number)
         self._marks = ()
+        refuse_unfrozen(self._sharded.shards, self._sharded.parameters, self.number)
         self._sharded.optimizers.refuse_rates(self.number, self._sharded.registered.schedule)
         self._progress.enter(WorkerPhase.REDUCING)
         self._choose(optimizers)
