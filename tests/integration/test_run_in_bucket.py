@@ -185,6 +185,11 @@ def test_no_two_lives_give_one_number_to_an_attempt(url: str, proxy: Proxy, tmp_
     assert {number for number, _ in newer.state.lineage} & before == set(range(1, sent + 1))
     assert newer.sender is not None
     newer.sender.close()
+    # At last the older one's lines come through.
+    proxy.faults = []
+    assert older.sender is not None
+    older.sender.close()
+    assert replay_run(url)["same_decisions"]
 
 
 def test_a_checkpoint_costs_four_requests_a_rank(url: str, proxy: Proxy) -> None:

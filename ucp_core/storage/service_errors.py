@@ -61,6 +61,8 @@ _CREDENTIALS_CLASSES = {
 }
 _TAKEN_CODES = {"412", "ConditionalRequestConflict", "PreconditionFailed"}
 _MISSING_CODES = {"404", "NoSuchKey"}
+#: Of its own: a thread that stores takes none of the script's random numbers.
+_JITTER = random.Random()  # noqa: S311  no secrets here
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -92,7 +94,7 @@ class Retries:
                 if attempt == self.attempts or not _is_transient(error):
                     raise _described(error, path, attempt, needs_bucket=needs_bucket) from error
             pause_s = min(self.first_s * 2 ** (attempt - 1), self.longest_s)
-            time.sleep(pause_s * random.uniform(0.5, 1.0))  # noqa: S311  no secret in it
+            time.sleep(pause_s * _JITTER.uniform(0.5, 1.0))
         raise AssertionError("attempts is at least 1")
 
 
