@@ -6,6 +6,7 @@ wait of an attempt from outside. The record ring shows to any process what the g
 
 from workers.collectives.errors import AbortedError, CollectiveError, GroupError, unreached
 from workers.collectives.forming import abort, check, form, leave, set_timeout
+from workers.collectives.nccl import share_device
 
 __all__ = [
     "AbortedError",
@@ -16,5 +17,6 @@ __all__ = [
     "form",
     "leave",
     "set_timeout",
+    "share_device",
     "unreached",
 ]

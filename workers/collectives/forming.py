@@ -18,12 +18,10 @@ from datetime import timedelta
 from typing import Any, Final
 
 import torch.distributed as dist
-from torch.distributed import distributed_c10d
-from torch.distributed.tensor import _collective_utils, _redistribute
-from torch.distributed.tensor.debug import _clear_sharding_prop_cache
 
 from workers.collectives.attempt import Attempt, Leftovers
 from workers.collectives.group import BACKENDS, RecordedGroup, build_group
+from workers.collectives.torch_names import clear_mesh_caches, count_groups_anew, is_registered
 from workers.collectives.waiting import helpers
 
 #: Slack for gloo's threads to end after the timeout of an operation.
@@ -107,7 +105,7 @@ def form(
             store_host, store_port, timeout=current.timeout, wait_for_workers=False
         ),
     )
-    _count_groups_anew()
+    count_groups_anew()
     dist.init_process_group(
         BACKENDS[backend],
         store=dist.PrefixStore(f"attempt{attempt}", store),
@@ -172,7 +170,7 @@ def leave() -> None:
         dist.destroy_process_group()
     # init_process_group wraps the hook each time.
     sys.excepthook = _process.excepthook
-    _clear_caches()
+    clear_mesh_caches()
     leftovers = current.leave()
     # Cycles of modules and hooks hold groups, and with them sockets and threads.
     gc.collect()
@@ -187,19 +185,10 @@ def leave() -> None:
             helpers.submit(each.drop)
 
 
-def _count_groups_anew() -> None:
-    """Have torch name the next groups as in a process that has made none.
-
-    It names groups by a count, and a group that was aborted while it formed stays counted. A new
-    process would wait for it under another name, until the timeout.
-    """
-    distributed_c10d._world.group_count = 0  # noqa: SLF001 - no public way
-
-
 def _register() -> None:
     devices = {"gloo": ["cpu"], "nccl": ["cuda", "cpu"]}
     for backend, name in BACKENDS.items():
-        if name.upper() not in dist.Backend._plugins:  # noqa: SLF001 - no public way to ask
+        if not is_registered(name):
             dist.Backend.register_backend(
                 name, _create, extended_api=True, devices=devices[backend]
             )
@@ -215,15 +204,3 @@ def _create(options: Any, _backend_options: Any) -> RecordedGroup:
 def _drop_expired() -> None:
     now_s = time.monotonic()
     _process.leftovers = [one for one in _process.leftovers if one[0] > now_s]
-
-
-def _clear_caches() -> None:
-    """Drop DTensor's four caches of meshes.
-
-    A mesh equals another of the same shape whatever groups it has (torch 2.13), so a cached plan
-    would call groups of the old attempt; and the caches keep those groups alive.
-    """
-    _clear_sharding_prop_cache()
-    _redistribute.clear_redistribute_planner_cache()
-    _redistribute._gen_transform_infos.cache_clear()  # noqa: SLF001
-    _collective_utils.MeshTopoInfo.build_from_mesh.cache_clear()

@@ -18,6 +18,11 @@ from torch.distributed import distributed_c10d
 
 from workers.collectives import nccl
 from workers.collectives.attempt import Attempt
+from workers.collectives.torch_names import (
+    REDUCE_SCATTER,
+    REDUCE_SCATTER_COALESCED,
+    check_exchange,
+)
 from workers.collectives.work import Call, RecordedWork, StreamWork
 
 #: torch knows the recorded groups by these names.
@@ -44,6 +49,8 @@ _COLLECTIVES: Final = {
     "gather": "gather",
     "scatter": "scatter",
 }
+#: Those that may be called without the sizes of their splits.
+_SPLIT: Final = frozenset({"alltoall_base", "all_to_all_single"})
 #: In place of a member, if it may be any.
 _ANY: Final = -1
 #: Collectives that name their outputs first; their payload is the second argument.
@@ -152,8 +159,10 @@ class RecordedGroup(dist.ProcessGroup):
     def barrier(self, opts: Any = None) -> dist.Work:
         """Wait for every member."""
         on_device = "cuda" in self._backends
+        opts = opts if opts is not None else dist.BarrierOptions()
         call = self._enter("barrier", (0, 0), on_device=on_device)
-        work = self._inner.barrier(opts if opts is not None else dist.BarrierOptions())
+        _return_work(opts, on_device=on_device)
+        work = self._inner.barrier(opts)
         return self._returned(call, work, on_device=on_device)
 
     def reduce_scatter_single(self, output: Any, value: Any, opts: Any = None) -> dist.Work:
@@ -182,6 +191,7 @@ class RecordedGroup(dist.ProcessGroup):
         opts = opts if opts is not None else dist.ReduceScatterOptions()
         on_device = outputs[0].is_cuda
         call = self._enter("reduce_scatter", _payload(values), on_device=on_device)
+        _return_work(opts, on_device=on_device)
         work = self._inner.reduce_scatter(outputs, values, opts)
         keep = (outputs, values)
         return self._returned(call, work, on_device=on_device, keep=keep, sliced=False)
@@ -234,10 +244,11 @@ class RecordedGroup(dist.ProcessGroup):
         on_device = outputs[0].is_cuda
         call = self._enter("reduce_scatter", _payload(values), on_device=on_device)
         if on_device:
+            _return_work(opts, on_device=True)
             if single:
-                work = self._inner.reduce_scatter_single(outputs[0], values[0], opts)
+                work = getattr(self._inner, REDUCE_SCATTER)(outputs[0], values[0], opts)
             else:
-                work = self._inner.reduce_scatter_single_coalesced(outputs, values, opts)
+                work = getattr(self._inner, REDUCE_SCATTER_COALESCED)(outputs, values, opts)
             return self._returned(call, work, on_device=True)
         # Like gloo's own (torch 2.13, ProcessGroupGloo::reduce_scatter_tensor_coalesced): an
         # all-reduce of a copy, but one that can be waited for in slices.
@@ -300,8 +311,13 @@ def _collective(method: str, op: str) -> Callable[..., dist.Work]:
 
     def call(self: RecordedGroup, *args: Any, **kwargs: Any) -> dist.Work:
         payload = args[payload_at]
-        on_device = len(self._backends) > 1 and _on_device(payload)
+        on_device = "cuda" in self._backends and _on_device(payload)
         entered = self._enter(op, _payload(payload), on_device=on_device)
+        if on_device:
+            for option in (*args, *kwargs.values()):
+                _return_work(option, on_device=True)
+            if method in _SPLIT:
+                args = _with_splits(args, len(self._ranks))
         work = getattr(self._inner, method)(*args, **kwargs)
         return self._returned(entered, work, on_device=on_device, keep=args)
 
@@ -326,6 +342,29 @@ def group_name(description: str, ranks: tuple[int, ...], world_size: int) -> str
     if len(ranks) > _NUM_RANKS_NAMED:
         return f"{axis}[{ranks[0]}..{ranks[-1]} of {len(ranks)}]"
     return f"{axis}[{','.join(map(str, ranks))}]"
+
+
+def _return_work(option: Any, *, on_device: bool) -> None:
+    """Have NCCL return the work of a call; without one nothing shows where the device is.
+
+    Since torch 2.8 a synchronous call returns none. torch waits for the work of such a call itself:
+    the current stream then waits for the device, as it would have.
+    """
+    if on_device and hasattr(option, "asyncOp"):
+        option.asyncOp = True
+
+
+def _with_splits(args: tuple[Any, ...], num_ranks: int) -> tuple[Any, ...]:
+    """Return the arguments of an all-to-all with the sizes of its splits.
+
+    Without sizes torch calls NCCL's own all-to-all (NCCL 2.28 and later) and takes "in progress",
+    the answer of a communicator that does not block, for an error.
+    """
+    output, value, *splits = args
+    sizes, rest = splits[:2], splits[2:]
+    equal = ([len(tensor) // num_ranks] * num_ranks for tensor in (output, value))
+    given = [list(size) or even for size, even in zip(sizes or ((), ()), equal, strict=True)]
+    return (output, value, *given, *rest)
 
 
 def _payload(value: Any) -> tuple[int, int]:
@@ -386,7 +425,7 @@ def batch_isend_irecv(p2p_op_list: list[dist.P2POp]) -> list[dist.Work]:
     device = p2p_op_list[0].tensor.device if p2p_op_list else torch.device("cpu")
     if not isinstance(group, RecordedGroup) or device.type != "cuda":
         return _torch_batch_isend_irecv(p2p_op_list)
-    distributed_c10d._check_p2p_op_list(p2p_op_list)  # noqa: SLF001 - as torch's own does
+    check_exchange(p2p_op_list)
     group._start_coalescing(device)  # noqa: SLF001 - torch's name
     try:
         for one in p2p_op_list:

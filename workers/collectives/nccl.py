@@ -20,7 +20,15 @@ import torch.distributed as dist
 
 from workers.collectives.waiting import helpers
 
-__all__ = ["ENVIRONMENT", "Start", "abort_together", "connect", "options", "prepare"]
+__all__ = [
+    "ENVIRONMENT",
+    "Start",
+    "abort_together",
+    "connect",
+    "options",
+    "prepare",
+    "share_device",
+]
 
 log = logging.getLogger(__name__)
 
@@ -43,6 +51,9 @@ ENVIRONMENT: Final = {
     "TORCH_NCCL_SHOW_EAGER_INIT_P2P_SERIALIZATION_WARNING": "0",
 }
 
+#: NCCL's channels of all ranks on one GPU.
+_CHANNELS_MAX: Final = 8
+
 
 def prepare(timeout: timedelta) -> None:
     """Set what torch reads when it makes its first NCCL group of this process.
@@ -52,6 +63,24 @@ def prepare(timeout: timedelta) -> None:
     """
     os.environ.update(ENVIRONMENT)
     os.environ["TORCH_NCCL_NONBLOCKING_TIMEOUT"] = str(math.ceil(timeout.total_seconds()))
+
+
+def share_device(worker: str, share: float) -> None:
+    """Set what NCCL reads once per process, for ranks of which several have the same GPU.
+
+    NCCL 2.30 has a switch for that. Before, ranks may share a GPU only if they seem to be on
+    different hosts: then they exchange data through the network, also with the other GPUs.
+
+    Args:
+        worker: Differs from that of every other rank.
+        share: The part of the GPU that this rank has. Many channels of many ranks would not fit on
+            the GPU at the same time, and wait for each other for ever.
+    """
+    has_switch = torch.cuda.nccl.version() >= (2, 30)
+    apart = {"NCCL_MULTI_RANK_GPU_ENABLE": "1"} if has_switch else {"NCCL_HOSTID": worker}
+    limits = {"NCCL_MAX_CTAS": str(max(1, round(_CHANNELS_MAX * share))), "NCCL_NVLS_ENABLE": "0"}
+    for name, value in {**apart, **limits}.items():
+        os.environ.setdefault(name, value)
 
 
 def options(timeout: timedelta, ranks: Iterable[int]) -> Any:

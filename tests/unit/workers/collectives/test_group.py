@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
+import torch.distributed._functional_collectives as functional
+from torch import Tensor
 from torch._C._distributed_c10d import FakeProcessGroup
 from torch._subclasses.fake_tensor import FakeTensorMode
 
@@ -17,6 +19,9 @@ from workers.collectives.attempt import Attempt
 from workers.collectives.group import RecordedGroup
 
 NAME = "everstep_test_device"
+#: Renamed in torch 2.12; the old names warn.
+all_gather_single = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+reduce_scatter_single = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
 
 
 class Reached:
@@ -26,6 +31,54 @@ class Reached:
         return True
 
 
+class Ended:
+    """Work that the device has ended."""
+
+    def wait(self) -> bool:
+        return True
+
+    def is_completed(self) -> bool:
+        return True
+
+    def exception(self) -> None:
+        return None
+
+    def get_future(self) -> None:
+        return None
+
+
+class NcclHabits:
+    """In place of torch's group with NCCL: what its calls return on a device since torch 2.8.
+
+    A synchronous call returns no work, and no call does while calls are collected. An all-to-all
+    without sizes of its splits fails, because the communicator does not block.
+    """
+
+    def __init__(self) -> None:
+        self.collected: list[bool] | None = None
+
+    def _start_coalescing(self, _: torch.device) -> None:
+        self.collected = []
+
+    def _end_coalescing(self, _: torch.device) -> Ended | None:
+        collected, self.collected = self.collected, None
+        return Ended() if any(collected or ()) else None
+
+    def __getattr__(self, name: str) -> Callable[..., Ended | None]:
+        assert hasattr(dist.ProcessGroup, name), f"torch's group has no {name}"
+
+        def call(*args: Any) -> Ended | None:
+            if name in {"alltoall_base", "all_to_all_single"} and not (args[2] or args[3]):
+                raise RuntimeError("NCCL Error 7: NCCL operation in progress")
+            is_async = all(getattr(each, "asyncOp", True) for each in args)
+            if self.collected is not None:
+                self.collected.append(is_async)
+                return None
+            return Ended() if is_async else None
+
+        return call
+
+
 @pytest.fixture
 def attempt(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Attempt]:
     """An attempt of two ranks, whose world is a recorded group on a device."""
@@ -33,13 +86,11 @@ def attempt(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Attempt
     path = str(tmp_path / "w0.ring")
     found = Attempt(1, backend="gloo", world_size=2, timeout_s=60.0, ring_path=path)
 
-    def create(options: Any, _: Any) -> RecordedGroup:
+    def create(_options: Any, _: Any) -> RecordedGroup:
         kind = dist.ProcessGroup.BackendType.CUSTOM
         made: Any = FakeProcessGroup
         fake = made._create_internal(0, 2, made.Options())
-        inner = dist.ProcessGroup(options.store, 0, 2)
-        inner._register_backend(torch.device("cuda"), kind, fake)
-        inner._set_default_backend(kind)
+        inner: Any = NcclHabits()
         group = RecordedGroup(found, inner, {"cuda": (kind, fake)}, ranks=(0, 1), rank=0)
         found.add(group)
         return group
@@ -50,6 +101,75 @@ def attempt(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Attempt
     dist.destroy_process_group()
     found.leave()
     dist.Backend._plugins.pop(NAME.upper())
+
+
+def world() -> dist.ProcessGroup:
+    assert dist.group.WORLD is not None
+    return dist.group.WORLD
+
+
+def device(size: int = 2) -> Tensor:
+    return torch.empty(size, device="cuda")
+
+
+def broadcast() -> None:
+    # torch's function of this name asks the device about itself.
+    options = dist.BroadcastOptions()
+    options.asyncOp = False
+    world().broadcast([device()], options)
+
+
+def coalesced() -> None:
+    with dist._coalescing_manager(group=world(), device=torch.device("cuda")):
+        dist.reduce(device(), 0)
+        dist.reduce(device(), 0)
+
+
+#: Every collective of torch that waits for its end, as scripts and torch itself call it.
+SYNCHRONOUS: dict[str, Callable[[], Any]] = {
+    "all_reduce": lambda: dist.all_reduce(device()),
+    "broadcast": broadcast,
+    "reduce": lambda: dist.reduce(device(), 0),
+    "all_gather": lambda: dist.all_gather([device(), device()], device()),
+    "all_gather_single": lambda: all_gather_single(device(4), device()),
+    "gather": lambda: dist.gather(device(), [device(), device()], 0),
+    "scatter": lambda: dist.scatter(device(), [device(), device()], 0),
+    "reduce_scatter": lambda: dist.reduce_scatter(device(), [device(), device()]),
+    "reduce_scatter_single": lambda: reduce_scatter_single(device(), device(4)),
+    "all_to_all": lambda: dist.all_to_all([device(), device()], [device(), device()]),
+    "all_to_all_single": lambda: dist.all_to_all_single(device(4), device(4)),
+    "uneven": lambda: dist.all_to_all_single(device(4), device(4), [1, 3], [3, 1]),
+    "barrier": dist.barrier,
+    "coalesced": coalesced,
+    "send": lambda: dist.send(device(), 1),
+    "recv": lambda: dist.recv(device(), 1),
+}
+
+
+@pytest.mark.parametrize("name", SYNCHRONOUS)
+def test_a_synchronous_call_on_a_device_is_seen_to_its_end(attempt: Attempt, name: str) -> None:
+    """torch returns no work for it, and without work nothing shows where the device is."""
+    with FakeTensorMode():
+        SYNCHRONOUS[name]()
+    begun = attempt.ring.num_in_flight()
+
+    attempt.look_at_devices()
+
+    assert begun == (2 if name == "coalesced" else 1)
+    assert attempt.ring.num_in_flight() == 0
+
+
+def test_functional_collectives_and_their_futures_are_seen_to_their_end(attempt: Attempt) -> None:
+    """DTensor calls them; torch makes their calls in C++."""
+    with FakeTensorMode():
+        functional.all_reduce(device(), "sum", world())
+        functional.all_to_all_single(device(4), None, None, world())
+        work = dist.all_reduce(device(), async_op=True)
+        work.get_future()
+
+    attempt.look_at_devices()
+
+    assert attempt.ring.num_in_flight() == 0
 
 
 def exchange() -> list[dist.Work]:

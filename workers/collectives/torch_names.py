@@ -1,0 +1,60 @@
+"""torch's names that this room uses and torch does not promise. Checked on 2.11, 2.13 and 2.14.
+
+``make test-torch`` runs the tests with the oldest and the newest release.
+"""
+
+from __future__ import annotations
+
+from typing import Final
+
+import torch.distributed as dist
+from torch.distributed import distributed_c10d
+from torch.distributed.tensor import _collective_utils, _redistribute
+from torch.distributed.tensor.debug import _clear_sharding_prop_cache
+
+__all__ = [
+    "REDUCE_SCATTER",
+    "REDUCE_SCATTER_COALESCED",
+    "check_exchange",
+    "clear_mesh_caches",
+    "count_groups_anew",
+    "is_registered",
+]
+
+_HAS_NEW_NAMES: Final = hasattr(dist.ProcessGroup, "reduce_scatter_single")
+#: The methods of ``ProcessGroup``, renamed in torch 2.12.
+REDUCE_SCATTER: Final = "reduce_scatter_single" if _HAS_NEW_NAMES else "_reduce_scatter_base"
+REDUCE_SCATTER_COALESCED: Final = (
+    "reduce_scatter_single_coalesced" if _HAS_NEW_NAMES else "reduce_scatter_tensor_coalesced"
+)
+
+
+def is_registered(backend: str) -> bool:
+    """Return whether torch knows a backend of this name."""
+    return backend.upper() in dist.Backend._plugins  # noqa: SLF001
+
+
+def count_groups_anew() -> None:
+    """Have torch name the next groups as in a process that has made none.
+
+    It names groups by a count, and a group that was aborted while it formed stays counted. A new
+    process would wait for it under another name, until the timeout.
+    """
+    distributed_c10d._world.group_count = 0  # noqa: SLF001
+
+
+def check_exchange(operations: list[dist.P2POp]) -> None:
+    """Raise as torch's ``batch_isend_irecv`` does if ``operations`` cannot be one batch."""
+    distributed_c10d._check_p2p_op_list(operations)  # noqa: SLF001
+
+
+def clear_mesh_caches() -> None:
+    """Drop DTensor's four caches of meshes.
+
+    A mesh equals another of the same shape whatever groups it has, so a cached plan would call
+    groups of the old attempt; and the caches keep those groups alive.
+    """
+    _clear_sharding_prop_cache()
+    _redistribute.clear_redistribute_planner_cache()
+    _redistribute._gen_transform_infos.cache_clear()  # noqa: SLF001
+    _collective_utils.MeshTopoInfo.build_from_mesh.cache_clear()
