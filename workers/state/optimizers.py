@@ -9,6 +9,7 @@ torch's own are known by class; any other one is refused unless it is declared.
 
 from __future__ import annotations
 
+import copy
 import itertools
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any, Final
@@ -85,6 +86,13 @@ class Optimizers:
                             f"{type(one).__name__}); give each parameter to one",
                             fqn=fqn,
                         )
+        #: State that an optimizer makes when it is made, as Adagrad does before torch 2.12.
+        self._made_state = {
+            parameter: copy.deepcopy(state)
+            for one in self.every
+            for parameter, state in one.state.items()
+            if state
+        }
         #: The rates as they were set last.
         self._rates = {id(group): (group, _noted(group["lr"])) for group in self.param_groups}
         self._made = [
@@ -181,10 +189,20 @@ class Optimizers:
         return self._owners.get(id(parameter))
 
     def forget(self, parameters: Iterable[nn.Parameter]) -> None:
-        """Drop the state of ``parameters``."""
+        """Give ``parameters`` the state that they had when the optimizers were made, or none.
+
+        Call it before ``begin``.
+        """
         for parameter in parameters:
             for one in self.every:
                 one.state.pop(parameter, None)
+            owner = self.owner(parameter)
+            if owner is not None and parameter in self._made_state:
+                owner.state[parameter] = copy.deepcopy(self._made_state[parameter])
+
+    def begin(self) -> None:
+        """Drop the copies that ``forget`` needs: from now on training changes the state."""
+        self._made_state = {}
 
 
 class _States(Mapping[Any, dict[str, Any]]):

@@ -552,6 +552,7 @@ class Session:
             initial=initial,
         )
         drop_gathered(sharded.model)
+        sharded.optimizers.begin()
         self._boundary.loaded(sharded)
         return restored
 
