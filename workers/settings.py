@@ -231,10 +231,12 @@ class ParallelSettings:
         collective_timeout_s: Time after which a collective fails; ten times as long while ranks
             load or commit a version. A backstop: faults are usually found much sooner. Raise it
             if one rank works for longer while the others wait for it, or it is judged to hang.
+        gpu_share: The part of its GPU that a worker has; below 1 others share the GPU.
     """
 
     reshard_after_forward: bool = True
     collective_timeout_s: float = 300.0
+    gpu_share: float = 1.0
 
     @property
     def forming_timeout_s(self) -> float:

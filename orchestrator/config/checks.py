@@ -115,7 +115,7 @@ def _capacity_problems(config: RunConfig) -> list[tuple[str, str]]:
     for number, each in enumerate(config.capacity):
         where, num_gpus = f"capacity.{number}", config.cluster.gpus_per_worker
         if each.resources.get("GPU", num_gpus) != num_gpus:
-            message = f"must be cluster.gpus_per_worker={num_gpus}, or left out"
+            message = f"must be cluster.gpus_per_worker={num_gpus:g}, or left out"
             found.append((f"{where}.resources.GPU", message))
         if is_priced and "usd_per_hour" not in each.model_fields_set:
             message = (

@@ -30,6 +30,7 @@ from orchestrator.config.sources import (
 from orchestrator.errors import ConfigError
 from ucp_core.errors import UcpError
 from ucp_core.storage import open_store
+from workers.process import gpus_here, share_of_gpu
 from workers.settings import AUTO, STDLIB
 
 __all__ = ["demo_config", "load"]
@@ -67,7 +68,8 @@ def load(
 def demo_config(directory: str, overrides: Sequence[str] = ()) -> RunConfig:
     """Return the configuration of ``everstep demo`` for ``directory``, under ``overrides``.
 
-    It brings its own nodes, so ``RAY_ADDRESS`` is ignored.
+    It brings its own nodes, so ``RAY_ADDRESS`` is ignored. Workers share the GPUs of this machine,
+    if it has some.
     """
     text = files("orchestrator.driver").joinpath("demo.yaml").read_text(encoding="utf-8")
     source = parse(text, name="demo.yaml")
@@ -75,6 +77,11 @@ def demo_config(directory: str, overrides: Sequence[str] = ()) -> RunConfig:
     config = _validate(source)
     if config is None:
         raise _refused(source)
+    num_gpus = len(gpus_here())
+    if num_gpus and "gpus_per_worker" not in config.cluster.model_fields_set:
+        share = share_of_gpu(config.workers.max, config.cluster.local_nodes, num_gpus)
+        cluster = config.cluster.model_copy(update={"gpus_per_worker": share})
+        config = config.model_copy(update={"cluster": cluster})
     return _resolved(config)
 
 

@@ -23,6 +23,7 @@ from ucp_core.storage import LocalStore, Store, join, open_store
 from workers.data import find_source
 from workers.errors import WorkerError
 from workers.models import ModelShape, num_parameters
+from workers.process import gpus_here, share_of_gpu
 from workers.settings import model_shape
 
 __all__ = ["run_preflight", "worker_memory_bytes"]
@@ -50,9 +51,29 @@ def run_preflight(config: RunConfig, doubtful: Collection[str] = ()) -> list[Pro
         found += _data_problems(config)
     found += [problem for problem in _file_problems(config) if problem.path not in doubtful]
     found += _logging_problems(config)
+    found += [problem for problem in _gpu_problems(config) if problem.path not in doubtful]
     if not doubtful:
         found += _memory_problems(config)
     return found
+
+
+def _gpu_problems(config: RunConfig) -> list[Problem]:
+    """Return why this machine has too few GPUs for its simulated nodes."""
+    share, workers = config.cluster.gpus_per_worker, config.workers.max
+    if config.cluster.address is not None or not share:
+        return []
+    num_gpus = len(gpus_here())
+    fits = share_of_gpu(workers, config.cluster.local_nodes, num_gpus) if num_gpus else 0.0
+    if share <= fits:
+        return []
+    advice = "write 0 to train on the CPU, or name a cluster by cluster.address"
+    if num_gpus:
+        advice = f"write {fits:g} to have workers share a GPU, or lower workers.max"
+    message = (
+        f"{share:g} is too much for workers.max={workers} on cluster.local_nodes="
+        f"{config.cluster.local_nodes}: torch finds {num_gpus} GPUs on this machine; {advice}"
+    )
+    return [Problem(path="cluster.gpus_per_worker", message=message)]
 
 
 def worker_memory_bytes(config: RunConfig, num_workers: int) -> int:

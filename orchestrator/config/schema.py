@@ -89,7 +89,7 @@ class RunConfig(Section):
         """Return what one worker needs, in Ray's terms."""
         resources = {"CPU": self.cluster.cpus_per_worker}
         if self.cluster.gpus_per_worker:
-            resources["GPU"] = float(self.cluster.gpus_per_worker)
+            resources["GPU"] = self.cluster.gpus_per_worker
         return resources
 
     def alternative_names(self) -> list[str]:
@@ -122,6 +122,7 @@ class RunConfig(Section):
         parallel = ParallelSettings(
             reshard_after_forward=self.parallel.reshard_after_forward,
             collective_timeout_s=self.parallel.collective_timeout_s,
+            gpu_share=self.cluster.gpus_per_worker or 1.0,
         )
         return Settings(
             model=self.model,

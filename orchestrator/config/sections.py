@@ -71,7 +71,8 @@ class ClusterSection(Section):
             that is set, else simulated nodes on this machine.
         local_nodes: Number of simulated nodes.
         cpus_per_worker: CPUs that Ray reserves for one worker.
-        gpus_per_worker: GPUs of one worker; 0 trains on the CPU.
+        gpus_per_worker: GPUs of one worker; 0 trains on the CPU. With 0.25, four workers share a
+            GPU: each has a quarter of its memory, and they take turns.
         memory_gib_per_worker: Memory of a worker's device, to refuse models that cannot fit.
             Default: this machine's memory for simulated nodes; elsewhere it is not checked.
         metrics_host: Who can reach the metrics and status page: ``cluster`` (the head's address),
@@ -85,7 +86,7 @@ class ClusterSection(Section):
     address: str | None = Field(default=None, min_length=1)
     local_nodes: int = Field(default=2, ge=1, le=256)
     cpus_per_worker: float = Field(default=1.0, gt=0)
-    gpus_per_worker: int = Field(default=0, ge=0, le=1)
+    gpus_per_worker: float = Field(default=0.0, ge=0, le=1)
     memory_gib_per_worker: float | None = Field(default=None, gt=0)
     metrics_host: str = AUTO
     metrics_port: int = Field(default=0, ge=0, le=65535)

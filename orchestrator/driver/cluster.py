@@ -14,6 +14,7 @@ from orchestrator.driver.status import RunFiles
 from orchestrator.errors import CapacityError, OrchestratorError
 from orchestrator.shell import HostedCluster, RunNames, connect_ray, run_id, why_silent
 from ucp_core.errors import UcpError
+from workers.process import gpus_here
 from workers.protocol import LEAVE_SHARE
 from workers.records import lease_s
 
@@ -127,7 +128,9 @@ def open_cluster(config: RunConfig) -> HostedCluster | None:
     address = config.cluster.address
     if address is None:
         cluster = HostedCluster(
-            num_nodes=config.cluster.local_nodes, cpus_per_node=config.cpus_per_local_node()
+            num_nodes=config.cluster.local_nodes,
+            cpus_per_node=config.cpus_per_local_node(),
+            gpus=gpus_here() if config.cluster.gpus_per_worker else (),
         )
         address = cluster.address
     try:

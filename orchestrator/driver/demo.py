@@ -23,6 +23,7 @@ from orchestrator.errors import ConfigError
 from orchestrator.report import write_report
 from orchestrator.run_directory import read_run
 from ucp_core.numerics import format_bytes
+from workers.process import gpus_here
 
 #: In each run directory of a demo, which the next demo may delete.
 _MARK = "made_by_demo"
@@ -67,6 +68,11 @@ def demo_directories(directory: str) -> list[str]:
 def run_demo(undisturbed: RunConfig, disturbed: RunConfig, *, console: Console) -> DemoResult:
     """Train both on the same simulated nodes, print what happens and write the report."""
     console.print("Starting simulated nodes on this machine ...", highlight=False)
+    share = undisturbed.cluster.gpus_per_worker
+    if share:
+        shared = f", {share:g} of one each: they take turns" if share < 1 else ""
+        what = f"{undisturbed.workers.max} workers train on {len(gpus_here())} GPU"
+        console.print(f"{what}{shared}", highlight=False)
     cluster = open_cluster(undisturbed)
     assert cluster is not None, "the demo has its own nodes"
     try:

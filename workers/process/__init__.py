@@ -7,6 +7,7 @@ from ucp_core.lazy import lazy_door
 if TYPE_CHECKING:
     from workers.process.actor import OPTIONS, Worker
     from workers.process.environment import TUNABLE, VARIABLE, copies_past_caches, tuned
+    from workers.process.gpus import gpus_here, gpus_of_node, share_of_gpu
 
 __all__ = [
     "OPTIONS",
@@ -14,6 +15,9 @@ __all__ = [
     "VARIABLE",
     "Worker",
     "copies_past_caches",
+    "gpus_here",
+    "gpus_of_node",
+    "share_of_gpu",
     "tuned",
 ]
 

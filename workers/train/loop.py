@@ -117,8 +117,8 @@ class _Attempt:
         assignment, context = self._assignment, self._context
         task = task or task_of(context.settings)
         device_type = "cuda" if torch.cuda.is_available() else "cpu"
-        if device_type == "cuda" and context.settings.train.deterministic:
-            use_deterministic_kernels()
+        if device_type == "cuda":
+            _prepare_device(context)
         collectives.form(
             backend="nccl" if device_type == "cuda" else "gloo",
             store_host=assignment.store_host,
@@ -177,6 +177,17 @@ class _Attempt:
         # and one that is being restarted is waited for.
         if _Process.memory is not None and not _Process.memory.tell():
             _Process.hand_over = HandOver(_Process.memory)
+
+
+def _prepare_device(context: WorkerContext) -> None:
+    """Set what holds for this process on its GPU, before it uses it."""
+    share = context.settings.parallel.gpu_share
+    if share < 1:
+        # A rank that needs more than its part fails, and none of those beside it.
+        torch.cuda.set_per_process_memory_fraction(share)
+        collectives.share_device(context.worker, share)
+    if context.settings.train.deterministic:
+        use_deterministic_kernels()
 
 
 def _free_device_memory() -> None:

@@ -212,7 +212,7 @@ def diagnose(
         between = [finding for finding in between if finding.level is not Level.OK] + [_NOBODY]
     findings += between
     if config is not None:
-        findings += _capacity(nodes, config)
+        findings += [*_sharing(config), *_capacity(nodes, config)]
     return findings
 
 
@@ -317,6 +317,19 @@ def _notices(nodes: Sequence[NodeFacts]) -> Finding:
         good=f"{' and '.join(watched)}: asked, and it answers" if watched else nobody,
         advice="do as the brackets say; a node that is taken is else found when it is gone",
     )
+
+
+def _sharing(config: RunConfig) -> list[Finding]:
+    """Return how many workers share a GPU, and what that costs."""
+    share = config.cluster.gpus_per_worker
+    if not 0 < share < 1:
+        return []
+    message = (
+        f"up to {int(1 / share)} workers share a GPU: each has {share:.0%} of its memory, and they "
+        "take turns, so a step takes as long as all of theirs together, and a collective some "
+        "milliseconds more"
+    )
+    return [Finding(level=Level.OK, about="sharing", message=message)]
 
 
 def _capacity(nodes: Sequence[NodeFacts], config: RunConfig) -> list[Finding]:

@@ -20,7 +20,7 @@ import tempfile
 import threading
 import time
 import traceback
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -32,7 +32,7 @@ from orchestrator.shell.names import RunNames, run_id
 from orchestrator.shell.serve import withdraw
 from ucp_core.errors import StorageError
 from ucp_core.storage import join, open_store
-from workers.process import tuned
+from workers.process import gpus_of_node, tuned
 
 #: Ray notices the death of a simulated node after about 3 s instead of 12 s to 62 s. The run does
 #: not wait for that, but a returned node must not meet the entry of the dead one for long. A killed
@@ -151,9 +151,10 @@ class LocalCluster:
     Args:
         num_nodes: Nodes beside the head, which holds no workers.
         cpus_per_node: Workers that fit on each.
+        gpus: This machine's GPUs, which the nodes divide among themselves.
     """
 
-    def __init__(self, *, num_nodes: int, cpus_per_node: int) -> None:
+    def __init__(self, *, num_nodes: int, cpus_per_node: int, gpus: Sequence[str] = ()) -> None:
         os.environ.update(_environment())
         from ray.cluster_utils import Cluster
 
@@ -170,6 +171,8 @@ class LocalCluster:
             },
         )
         self._nodes: dict[str, Any] = {}
+        self._num_nodes, self._gpus = num_nodes, tuple(gpus)
+        self._places: dict[str, int] = {}
         for _ in range(num_nodes):
             self.add_node()
 
@@ -184,10 +187,17 @@ class LocalCluster:
 
     def add_node(self) -> str:
         """Start one more node and return its Ray id. Blocks for one to two seconds."""
+        taken = {self._places[node] for node in self._nodes}
+        place = next(place for place in range(len(taken) + 1) if place not in taken)
+        gpus = gpus_of_node(place % max(1, self._num_nodes), self._num_nodes, self._gpus)
         node = self._cluster.add_node(
-            wait=False, num_cpus=self._cpus, object_store_memory=OBJECT_STORE_BYTES
+            wait=False,
+            num_cpus=self._cpus,
+            num_gpus=len(gpus),
+            object_store_memory=OBJECT_STORE_BYTES,
+            env_vars={"CUDA_VISIBLE_DEVICES": ",".join(gpus)},
         )
-        self._nodes[node.node_id] = node
+        self._nodes[node.node_id], self._places[node.node_id] = node, place
         return str(node.node_id)
 
     def kill_node(self, node: str) -> None:
@@ -212,12 +222,13 @@ class HostedCluster:
     Args:
         num_nodes: Nodes beside the head.
         cpus_per_node: Workers that fit on each.
+        gpus: This machine's GPUs, which the nodes divide among themselves.
     """
 
-    def __init__(self, *, num_nodes: int, cpus_per_node: int) -> None:
+    def __init__(self, *, num_nodes: int, cpus_per_node: int, gpus: Sequence[str] = ()) -> None:
         deadline_s = time.monotonic() + START_S_MAX
         for number in range(1, STARTS_MAX + 1):
-            self._start(num_nodes, cpus_per_node)
+            self._start(num_nodes, cpus_per_node, gpus)
             try:
                 address = self._wait_ready(deadline_s)
             except BaseException:
@@ -277,10 +288,11 @@ class HostedCluster:
         self._process.wait()
         _remove_traces(self._folder)
 
-    def _start(self, num_nodes: int, cpus_per_node: int) -> None:
+    def _start(self, num_nodes: int, cpus_per_node: int, gpus: Sequence[str]) -> None:
         self._folder = Path(tempfile.mkdtemp(prefix=_PREFIX))
         command = [sys.executable, "-m", "orchestrator.shell.local.cluster"]
-        command += [str(self._folder), str(num_nodes), str(cpus_per_node), str(os.getpid())]
+        command += [str(self._folder), str(os.getpid())]
+        command += [str(num_nodes), str(cpus_per_node), *gpus]
         with (self._folder / "log").open("wb") as log:
             self._process = subprocess.Popen(  # noqa: S603  our own module
                 command,
@@ -327,9 +339,9 @@ class _Host:
         self._directory = -1
         threading.Thread(target=self._end_when_unneeded, name="unneeded", daemon=True).start()
 
-    def serve(self, num_nodes: int, cpus_per_node: int) -> None:
+    def serve(self, num_nodes: int, cpus_per_node: int, gpus: Sequence[str]) -> None:
         """Host a cluster until it is told to shut down."""
-        self._cluster = LocalCluster(num_nodes=num_nodes, cpus_per_node=cpus_per_node)
+        self._cluster = LocalCluster(num_nodes=num_nodes, cpus_per_node=cpus_per_node, gpus=gpus)
         try:
             with socket.socket(socket.AF_UNIX) as listener:
                 listener.bind(str(self._folder / "control"))
@@ -442,7 +454,8 @@ def _raise_exit(_signal: int, _frame: Any) -> None:
 if __name__ == "__main__":
     signal.signal(signal.SIGTERM, _raise_exit)
     try:
-        _Host(Path(sys.argv[1]), int(sys.argv[4])).serve(int(sys.argv[2]), int(sys.argv[3]))
+        _, folder, starter_pid, nodes, cpus, *gpus = sys.argv
+        _Host(Path(folder), int(starter_pid)).serve(int(nodes), int(cpus), gpus)
     except Exception:
         # Now, because the end of our process group ends this process too.
         traceback.print_exc()

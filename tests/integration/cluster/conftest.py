@@ -20,13 +20,17 @@ STOP_S_MAX = 240.0
 
 @pytest.fixture(scope="session")
 def cluster() -> Iterator[Any]:
-    """Two simulated nodes with room for two workers each, and this process connected."""
+    """Two simulated nodes with room for two workers each, and this process connected.
+
+    Both have the same GPU.
+    """
     os.environ["RAY_AUTH_MODE"] = "disabled"
     import ray
 
     from orchestrator.shell import HostedCluster, connect_ray
 
-    hosted = HostedCluster(num_nodes=2, cpus_per_node=2)
+    # Ray takes our word for the GPU; a worker that is given it finds none, and trains on the CPU.
+    hosted = HostedCluster(num_nodes=2, cpus_per_node=2, gpus=("0",))
     connect_ray(hosted.address)
     yield hosted
     ray.shutdown()

@@ -114,6 +114,29 @@ def test_the_world_is_not_asked_about_what_nobody_wrote(
     assert list(tmp_path.iterdir()) == []
 
 
+@pytest.mark.parametrize(
+    ("gpus", "share", "told"),
+    [
+        ((), 1.0, "torch finds 0 GPUs on this machine; write 0"),
+        (("0",), 0.5, "torch finds 1 GPUs on this machine; write 0.25"),
+        (("0", "1", "2"), 1.0, "torch finds 3 GPUs on this machine; write 0.5"),
+        (("0",), 0.25, ""),
+        (("0", "1", "2", "3"), 1.0, ""),
+    ],
+)
+def test_simulated_nodes_have_no_more_than_the_gpus_of_this_machine(
+    gpus: tuple[str, ...], share: float, told: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Workers that Ray has no room for would be waited for without end."""
+    monkeypatch.setattr("orchestrator.config.preflight.gpus_here", lambda: gpus)
+    config = _config(tmp_path, f"cluster.gpus_per_worker={share}")
+
+    messages = [problem.message for problem in run_preflight(config)]
+
+    assert len(messages) == bool(told)
+    assert all(told in message for message in messages)
+
+
 def test_min_workers_at_which_the_model_does_not_fit_are_refused(tmp_path: Path) -> None:
     """It fits at the start with all workers, and would die at the first loss of one."""
     config = _config(

@@ -41,6 +41,14 @@ def test_nothing_is_wrong_with_a_good_cluster() -> None:
     assert {"storage", "network", "clocks", "capacity"} < findings.keys()
 
 
+def test_workers_that_share_a_gpu_are_told_what_that_costs() -> None:
+    """Their steps take as long as all of theirs together, and nothing else says so."""
+    text = "run: {directory: runs/x}\nworkers: {max: 4}\ncluster: {gpus_per_worker: 0.25}"
+
+    assert "up to 4 workers share a GPU" in found(NODES, load(text))["sharing"].message
+    assert "sharing" not in found(NODES)
+
+
 @pytest.mark.parametrize(
     ("about", "level", "wrong", "said"),
     [
