@@ -15,7 +15,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.fsdp import fully_shard
+from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 
 from tests.benchmarks.common import paired
 from tests.benchmarks.steps import Job, Meter, batch
@@ -32,11 +32,12 @@ from workers.train.executor import use_all_to_all
 from workers.train.lm import adamw
 
 WAYS: Final = ("bare", "alike", "session")
+#: Samples in a pass, unless a job says otherwise.
 MICRO_BATCH: Final = 2
 NUM_SAMPLES: Final = 1 << 20
 #: Llama as transformers builds it, in about the sizes of our presets.
 LLAMAS: Final = {"llama-small": "small", "llama-10m": "10m", "llama-125m": "125m"}
-MODELS: Final = (*(name for name in PRESETS if name in {"tiny", "small", "10m", "125m"}), *LLAMAS)
+MODELS: Final = ("tiny", "small", "10m", "125m", "350m", *LLAMAS)
 RUN_S_MAX: Final = 3600.0
 
 
@@ -55,12 +56,19 @@ class Kind:
     vocab_size: int
 
 
-def kind_of(model: str) -> Kind:
-    """Return the model of a name in ``MODELS``."""
+def kind_of(model: str, *, compiled: bool = False) -> Kind:
+    """Return the model of a name in ``MODELS``, its blocks compiled if ``compiled``."""
     shape = PRESETS[LLAMAS.get(model, model)]
     if model not in LLAMAS:
+
+        def build() -> nn.Module:
+            decoder = Decoder(shape)
+            for layer in decoder.layers.values() if compiled else ():
+                layer.compile()
+            return decoder
+
         return Kind(
-            build=lambda: Decoder(shape),
+            build=build,
             loss_of=lambda model, inputs, targets: mean_loss(model(inputs), targets),
             vocab_size=shape.vocab_size,
         )
@@ -85,28 +93,36 @@ class Loop(Protocol):
         """Return the loss of the step."""
 
 
-def plain_loop(kind: Kind, mesh: DeviceMesh, num_micro_batches: int, *, alike: bool) -> Loop:
+def plain_loop(kind: Kind, mesh: DeviceMesh, job: Job, *, alike: bool) -> Loop:
     """Return a plain loop of FSDP2 that reads the loss of all ranks after every step.
 
     Args:
         kind: The model.
         mesh: The ranks to shard over.
-        num_micro_batches: Of a step, on this rank.
+        job: What a step is.
         alike: Whether it has the units and the reduction of a session, instead of a unit a layer.
     """
+    num_micro_batches = job.global_batch // job.micro_batch // mesh.size()
     device = torch.device(mesh.device_type)
     model: Any = kind.build().to(device)
     keeps_gathered = False
     if alike:
         layout = ParallelLayout(dp_shard=mesh.size())
         ours = Mesh(sharding=mesh, layout=layout, rank=mesh.get_rank())
-        keeps_gathered = shard_model(model, ours, precision="fp32", reshard_after_forward=True)
+        keeps_gathered = shard_model(
+            model, ours, precision=job.precision, reshard_after_forward=True
+        )
         if device.type == "cpu":
             use_all_to_all(model)
     else:
+        is_bf16 = job.precision == "bf16"
+        policy = MixedPrecisionPolicy(
+            param_dtype=torch.bfloat16 if is_bf16 else None,
+            reduce_dtype=torch.float32 if is_bf16 else None,
+        )
         for layer in _layers(model):
-            fully_shard(layer, mesh=mesh)
-        fully_shard(model, mesh=mesh)
+            fully_shard(layer, mesh=mesh, mp_policy=policy)
+        fully_shard(model, mesh=mesh, mp_policy=policy)
     if isinstance(model, Decoder):
         model.tie()
     scale = 1 / num_micro_batches / (mesh.size() if alike else 1)
@@ -121,8 +137,9 @@ def plain_loop(kind: Kind, mesh: DeviceMesh, num_micro_batches: int, *, alike: b
             if keeps_gathered:
                 for module in fsdp_modules(model):
                     module.set_reshard_after_backward(is_last, recurse=False)
-            drawn = [next(samples) for _ in range(MICRO_BATCH)]
-            inputs, targets = (each.to(device) for each in batch(drawn, kind.vocab_size))
+            drawn = [next(samples) for _ in range(job.micro_batch)]
+            tokens = batch(drawn, kind.vocab_size, job.sequence_length)
+            inputs, targets = (each.to(device) for each in tokens)
             loss = kind.loss_of(model, inputs, targets)
             (loss * scale).backward()
             total += loss.detach() / num_micro_batches
@@ -135,7 +152,7 @@ def plain_loop(kind: Kind, mesh: DeviceMesh, num_micro_batches: int, *, alike: b
     return step
 
 
-def session_loop(kind: Kind, session: Session) -> tuple[Loop, Iterator[Any]]:
+def session_loop(kind: Kind, session: Session, job: Job) -> tuple[Loop, Iterator[Any]]:
     """Return a loop that trains a step of ``session``, and the steps that it takes."""
     model = session.model(kind.build)
     session.optimizer(lambda parameters: adamw(parameters, session.settings.train))
@@ -144,7 +161,7 @@ def session_loop(kind: Kind, session: Session) -> tuple[Loop, Iterator[Any]]:
     def step() -> float:
         one = next(steps)
         for samples in one.micro_batches():
-            drawn = batch(samples.tolist(), kind.vocab_size)
+            drawn = batch(samples.tolist(), kind.vocab_size, job.sequence_length)
             inputs, targets = (each.to(session.device) for each in drawn)
             one.backward(kind.loss_of(model, inputs, targets), targets.numel())
         one.apply()
@@ -168,7 +185,7 @@ def compare(job: Job, model: str, folder: Path) -> dict[str, Any]:
         "device": "cuda" if torch.cuda.is_available() else "cpu",
         "step_ms": {way: round(1e3 * statistics.median(wall_s[way]), 2) for way in job.ways},
     }
-    for plain in ("bare", "alike"):
+    for plain in job.ways[:-1]:
         found[f"session_of_{plain}"] = {
             "wall": paired(wall_s["session"], wall_s[plain]),
             "processor": paired(used_s["session"], used_s[plain]),
@@ -191,7 +208,8 @@ def _rank(place: Place, *, job: Job, model: str) -> dict[str, Any]:
             train=TrainSettings(
                 steps=ours,
                 global_batch=job.global_batch,
-                micro_batch=MICRO_BATCH,
+                micro_batch=job.micro_batch,
+                precision=job.precision,
                 warmup_steps=0,
                 schedule="constant",
             ),
@@ -215,23 +233,20 @@ def _rank(place: Place, *, job: Job, model: str) -> dict[str, Any]:
         resume_attempt=0,
         lineage=((1, 0),),
     )
-    task = functools.partial(_take_turns, job=job, kind=kind_of(model), meter=meter)
+    kind = kind_of(model, compiled=job.compiled)
+    task = functools.partial(_take_turns, job=job, kind=kind, meter=meter)
     outcome = run_attempt(assignment, context, task)
     assert isinstance(outcome, Completed), outcome
     return meter.seen()
 
 
 def _take_turns(session: Session, *, job: Job, kind: Kind, meter: Meter) -> None:
-    ours, steps = session_loop(kind, session)
+    ours, steps = session_loop(kind, session, job)
     is_cuda = session.device.type == "cuda"
     group = dist.new_group(backend="nccl" if is_cuda else "gloo")
     mesh = DeviceMesh.from_group(group, session.device.type)
-    each = job.global_batch // MICRO_BATCH // job.workers
-    loops = {
-        "session": ours,
-        "bare": plain_loop(kind, mesh, each, alike=False),
-        "alike": plain_loop(kind, mesh, each, alike=True),
-    }
+    plain = {way: plain_loop(kind, mesh, job, alike=way == "alike") for way in job.ways[:-1]}
+    loops: dict[str, Loop] = {"session": ours, **plain}
     for number in range(1, job.num_steps + 1):
         meter.tick()
         # Its return waits for the device, since the loss is read.

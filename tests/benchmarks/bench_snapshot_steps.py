@@ -83,7 +83,8 @@ def settings(job: Job) -> Settings:
         train=TrainSettings(
             steps=job.num_steps,
             global_batch=job.global_batch,
-            micro_batch=2,
+            micro_batch=job.micro_batch,
+            precision=job.precision,
             warmup_steps=0,
             schedule="constant",
         ),
@@ -169,7 +170,8 @@ def task(session: Session, *, job: Job, meter: Meter) -> None:
         releases.SPREAD = 0.0 if way == "at_once" else SPREAD
         for samples in step.micro_batches():
             inputs, targets = (
-                tokens.to(device) for tokens in batch(samples.tolist(), job.shape.vocab_size)
+                tokens.to(device)
+                for tokens in batch(samples.tolist(), job.shape.vocab_size, job.sequence_length)
             )
             step.backward(mean_loss(model(inputs), targets), targets.numel())
         step.apply()

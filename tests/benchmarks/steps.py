@@ -6,7 +6,7 @@ import threading
 import time
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any, Self
+from typing import Any, Final, Self
 
 import torch
 from torch import Tensor
@@ -15,7 +15,7 @@ from tests.benchmarks.common import processor_s
 from tests.benchmarks.decoder_parts import shape_of
 from workers.models import ModelShape
 
-SEQUENCE_LENGTH = 128
+SEQUENCE_LENGTH: Final = 128
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -29,6 +29,10 @@ class Job:
         rounds: Each has a block of every way.
         block: Steps in a block.
         ways: To save; the first is none.
+        micro_batch: Samples in a pass.
+        sequence_length: Tokens in a sample.
+        precision: Of the passes, as in ``TrainSettings``.
+        compiled: Whether every block is compiled.
     """
 
     shape: ModelShape
@@ -37,6 +41,10 @@ class Job:
     rounds: int
     block: int
     ways: tuple[str, ...]
+    micro_batch: int = 2
+    sequence_length: int = SEQUENCE_LENGTH
+    precision: str = "fp32"
+    compiled: bool = False
 
     @classmethod
     def of_size(
@@ -140,11 +148,13 @@ def _thread_s(name: str) -> float:
     return sum(time.clock_gettime(time.pthread_getcpuclockid(one)) for one in idents if one)
 
 
-def batch(samples: Sequence[int], vocab_size: int) -> tuple[Tensor, Tensor]:
+def batch(
+    samples: Sequence[int], vocab_size: int, sequence_length: int = SEQUENCE_LENGTH
+) -> tuple[Tensor, Tensor]:
     """Return tokens and what follows each, ``(samples, sequence)``, drawn by sample."""
     rows = []
     for sample in samples:
         generator = torch.Generator().manual_seed(sample)
-        rows.append(torch.randint(vocab_size, (SEQUENCE_LENGTH + 1,), generator=generator))
+        rows.append(torch.randint(vocab_size, (sequence_length + 1,), generator=generator))
     tokens = torch.stack(rows)
     return tokens[:, :-1], tokens[:, 1:]

@@ -12,7 +12,9 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from tests.benchmarks.bare_loop import Loop, kind_of, plain_loop, session_loop
+from tests.benchmarks.steps import Job
 from tests.unit.workers.train.test_session import Attempts
+from workers.models import PRESETS
 from workers.protocol import Completed
 from workers.train import Session
 
@@ -69,10 +71,13 @@ def test_a_step_reads_no_more_from_the_device_than_a_bare_loop(
     def compare(session: Session) -> None:
         mesh = session._mesh.sharding
         kind = kind_of("tiny")
-        ours, steps = session_loop(kind, session)
+        job = Job(
+            shape=PRESETS["tiny"], workers=1, global_batch=4, rounds=1, block=1, ways=("bare",)
+        )
+        ours, steps = session_loop(kind, session, job)
         loops: dict[str, Loop] = {
             "session": ours,
-            "bare": plain_loop(kind, mesh, 2, alike=False),
+            "bare": plain_loop(kind, mesh, job, alike=False),
         }
         for name, loop in loops.items():
             loop()  # what is done once: the optimizer's state, a comparison of buffers

@@ -1,0 +1,132 @@
+"""Run the parts, some side by side, and print one table; see ``tests.gpu``."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Sequence
+from dataclasses import asdict
+from pathlib import Path
+from typing import Final
+
+import torch
+
+from tests.gpu.parts import PARTS, Lab, perform
+from tests.gpu.rows import Row
+
+ROOT: Final = Path(__file__).parents[2]
+#: Each group of parts has a process of its own. Groups of a wave run at the same time, where there
+#: are processors enough: what they show does not depend on time. The others have the machine alone.
+WAVES: Final = (
+    (("card",),),
+    (("tests", "groups"), ("faults",), ("equal",), ("layouts",), ("demo",)),
+    (("kills",),),
+    (("snapshot", "pinning"),),
+    (("overhead",),),
+    (("models",),),
+)
+PROCESSORS_MIN: Final = 8
+#: A part that takes longer has failed.
+PART_S_MAX: Final = {"groups": 70.0, "tests": 60.0, "kills": 130.0, "pinning": 40.0}
+OTHERS_S_MAX: Final = 100.0
+
+
+def main() -> int:
+    """Run what was asked for; return 1 if a row is not as it is to be, or a part failed."""
+    parser = argparse.ArgumentParser(prog="python -m tests.gpu", description=__doc__)
+    parser.add_argument("parts", nargs="*", help=f"of {', '.join(PARTS)}; default: all")
+    parser.add_argument("--on-cpu", action="store_true", help="stand-ins without a GPU")
+    parser.add_argument("--quick", action="store_true", help="the smallest settings")
+    parser.add_argument("--json", action="store_true", help="rows as JSON, a line each")
+    parser.add_argument("--logs", type=Path, help="folder that keeps run directories and output")
+    parser.add_argument("--here", action="store_true", help=argparse.SUPPRESS)
+    options = parser.parse_args()
+    unknown = [part for part in options.parts if part not in PARTS]
+    if unknown:
+        parser.error(f"there is no part {', '.join(unknown)}; there are {', '.join(PARTS)}")
+    if options.here:
+        perform(options.parts, Lab(options.on_cpu, options.quick, options.logs))
+        return 0
+    if not options.on_cpu and not torch.cuda.is_available():
+        print("skipped: torch sees no GPU on this machine; --on-cpu runs stand-ins")  # noqa: T201
+        return 0
+    rows: list[Row] = []
+    with tempfile.TemporaryDirectory() as folder:
+        logs = options.logs or Path(folder)
+        logs.mkdir(parents=True, exist_ok=True)
+        for wave in WAVES:
+            asked = [[part for part in group if part in (options.parts or PARTS)] for group in wave]
+            groups = [group for group in asked if group]
+            is_wide = (os.cpu_count() or 1) >= PROCESSORS_MIN
+            for together in [groups] if is_wide else [[group] for group in groups]:
+                begun = [_Process(group, options, logs) for group in together]
+                for process in begun:
+                    rows += process.rows()
+    if not options.json:
+        print_table(rows)
+    return int(any(row.ok is False for row in rows))
+
+
+class _Process:
+    """Parts that run in a process of their own, one after the other."""
+
+    def __init__(self, parts: Sequence[str], options: argparse.Namespace, logs: Path) -> None:
+        self._parts, self._as_json = parts, options.json
+        command = [sys.executable, "-m", "tests.gpu", "--here", *parts]
+        for flag in ("--on-cpu", "--quick"):
+            command += [flag] if getattr(options, flag[2:].replace("-", "_")) else []
+        command += ["--logs", str(options.logs)] if options.logs else []
+        self._log = logs / f"gpu-{'-'.join(parts)}.log"
+        found = filter(None, os.environ.get("PYTHONPATH", "").split(os.pathsep))
+        places = os.pathsep.join([str(ROOT), str(ROOT / "workers/public"), *found])
+        limit_s = sum(PART_S_MAX.get(part, OTHERS_S_MAX) for part in parts)
+        self._until_s = time.monotonic() + limit_s * (3 if options.on_cpu else 1)
+        with self._log.open("wb") as log:
+            self._process = subprocess.Popen(
+                command,
+                cwd=ROOT,
+                env={**os.environ, "PYTHONPATH": places, "OMP_NUM_THREADS": "1"},
+                stdout=subprocess.PIPE,
+                stderr=log,
+                text=True,
+                start_new_session=True,
+            )
+
+    def rows(self) -> list[Row]:
+        """Return what the parts told, once they have ended; print it."""
+        try:
+            left_s = max(1.0, self._until_s - time.monotonic())
+            output, _ = self._process.communicate(timeout=left_s)
+        except subprocess.TimeoutExpired:
+            os.killpg(self._process.pid, signal.SIGKILL)
+            output, _ = self._process.communicate()
+        rows = [row for line in output.splitlines() if (row := Row.of(line)) is not None]
+        if self._process.returncode:
+            said = self._log.read_text(errors="replace").strip().splitlines() or ["nothing"]
+            seen = f"ended with {self._process.returncode}: {said[-1][:200]}"
+            part = "/".join(self._parts)
+            rows.append(Row(part=part, what="the part itself", seen=seen, bar="ends", ok=False))
+        with self._log.open("a") as log:
+            log.write(output)
+        for row in rows:
+            line = f"{row.part}: {row.what}: {row.seen}"
+            print(json.dumps(asdict(row)) if self._as_json else line, flush=True)  # noqa: T201
+        return rows
+
+
+def print_table(rows: Sequence[Row]) -> None:
+    """Print all rows as a table of Markdown, which RESULTS.md takes as it is."""
+    print("\n| part | what | seen | to be | |\n|---|---|---|---|---|")  # noqa: T201
+    for row in rows:
+        verdict = {True: "ok", False: "**missed**", None: ""}[row.ok]
+        print(f"| {row.part} | {row.what} | {row.seen} | {row.bar} | {verdict} |")  # noqa: T201
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,202 @@
+"""Groups of four ranks on one device: form, use, abort, form again; a peer that dies."""
+
+from __future__ import annotations
+
+import functools
+import os
+import threading
+import time
+from typing import Any, Final
+
+import torch
+import torch.distributed as dist
+
+from tests.gpu.parts import Lab
+from tests.gpu.rows import tell
+from tests.support.ranks import Place, running, until
+from workers import collectives
+from workers.collectives import AbortedError, CollectiveError
+from workers.records.ring import RingReader
+
+NUM_RANKS: Final = 4
+#: Formed, aborted and left so often; the first ones fill caches that stay.
+ATTEMPTS: Final = 20
+SETTLED: Final = 4
+LEAK_BYTES_MAX: Final = 64 << 20
+RUN_S_MAX: Final = 150.0
+#: A rank waits when it does so for longer than for a late one.
+WAITED_S: Final = 0.2
+#: A peer that dies closes its sockets, which NCCL sees or not.
+NOTICED_S_MAX: Final = 10.0
+
+
+def groups(lab: Lab) -> None:
+    """Tell what four ranks saw."""
+    attempts = 6 if lab.quick else ATTEMPTS
+    play = functools.partial(_play, on_cpu=lab.on_cpu, attempts=attempts)
+    with lab.folder("groups") as folder, running(play, NUM_RANKS, folder) as ranks:
+        seen = [one for one in ranks.results(RUN_S_MAX) if one is not None]
+    first = seen[0]
+    formed, unblocked = (max(one[name] for one in seen) for name in ("form_s", "unblock_s"))
+    wrong = [name for one in seen for name in one["wrong"]]
+    tell("groups", f"{NUM_RANKS} ranks: collectives right", wrong or "all", "all", ok=not wrong)
+    tell("groups", "forming, slowest of the last", f"{formed:.2f} s")
+    tell("groups", "one small all-reduce", f"{1e3 * first['small_s']:.2f} ms")
+    tell("groups", "abort to unblocked, slowest", f"{unblocked:.3f} s", "<= 2 s", ok=unblocked <= 2)
+    leaked = max(one["leaked_bytes"] for one in seen)
+    what = f"device memory after {attempts} attempts over {SETTLED}"
+    tell("groups", what, f"{leaked / 2**20:.0f} MiB", "<= 64", ok=leaked <= LEAK_BYTES_MAX)
+    tell("groups", "recv from a dead peer", first["dead"], "raises", ok=first["dead_raised"])
+
+
+def _play(place: Place, *, on_cpu: bool, attempts: int) -> Any:
+    if not on_cpu:
+        torch.cuda.set_per_process_memory_fraction(1 / NUM_RANKS)
+        collectives.share_device(f"rank{place.rank}", 1 / NUM_RANKS)
+    device = torch.device("cpu" if on_cpu else "cuda")
+    store = dist.TCPStore("127.0.0.1", place.port, wait_for_workers=False)
+    seen: dict[str, Any] = {"wrong": [], "leaked_bytes": 0, "unblock_s": 0.0}
+    settled_bytes = 0
+    for attempt in range(1, attempts + 1):
+        begun_s = time.monotonic()
+        _form(place, attempt, on_cpu=on_cpu)
+        seen["form_s"] = time.monotonic() - begun_s
+        if attempt == 1:
+            seen["wrong"] = _wrong(device, place.rank)
+            seen["small_s"] = _small_s(device)
+        unblocked_s = _abort_in_flight(place, attempt, device)
+        if attempt > 1:
+            seen["unblock_s"] = max(seen["unblock_s"], unblocked_s)
+        collectives.leave()
+        _meet(store, f"left-{attempt}")
+        if not on_cpu:
+            torch.cuda.empty_cache()
+            free, total = torch.cuda.mem_get_info()
+            _meet(store, f"measured-{attempt}")
+            if attempt == SETTLED:
+                settled_bytes = total - free
+            seen["leaked_bytes"] = total - free - settled_bytes if settled_bytes else 0
+    dead = _recv_from_dead(place, attempts + 1, device, on_cpu=on_cpu)
+    return seen | dead
+
+
+def _form(place: Place, attempt: int, *, on_cpu: bool) -> None:
+    how = place.formation(attempt, NUM_RANKS) | {"backend": "gloo" if on_cpu else "nccl"}
+    collectives.form(**how)
+
+
+def _meet(store: dist.TCPStore, name: str) -> None:
+    """Return when every rank has come here."""
+    if store.add(name, 1) == NUM_RANKS:
+        store.set(f"{name}-all", "")
+    store.wait([f"{name}-all"])
+
+
+def _wrong(device: torch.device, rank: int) -> list[str]:
+    """Return the names of the collectives whose results are wrong."""
+    ones = torch.ones(NUM_RANKS, device=device)
+    mine = ones * rank
+    wrong = []
+    summed = ones.clone()
+    dist.all_reduce(summed)
+    received = torch.empty_like(ones)
+    dist.all_to_all_single(received, mine)
+    halves = torch.empty_like(ones)
+    dist.all_to_all_single(halves, mine, [1] * NUM_RANKS, [1] * NUM_RANKS)
+    sent = mine.clone()
+    dist.broadcast(sent, 2)
+    gathered = [torch.empty_like(ones) for _ in range(NUM_RANKS)]
+    dist.all_gather(gathered, mine)
+    part = torch.empty(1, device=device)
+    dist.scatter(part, [ones[:1] * n for n in range(NUM_RANKS)] if rank == 0 else None, 0)
+    dist.barrier()
+    pair = dist.new_group([0, 2])
+    if rank in {0, 2}:
+        two = ones[:1].clone()
+        dist.all_reduce(two, group=pair)
+        wrong += ["sub-group"] if two.item() != 2 else []
+    expected = {
+        "all_reduce": (summed, ones * NUM_RANKS),
+        "all_to_all": (received, torch.arange(NUM_RANKS, device=device) * ones),
+        "all_to_all, sizes": (halves, torch.arange(NUM_RANKS, device=device) * ones),
+        "broadcast": (sent, ones * 2),
+        "all_gather": (torch.stack(gathered)[:, 0], torch.arange(NUM_RANKS, device=device) * ones),
+        "scatter": (part, ones[:1] * rank),
+    }
+    return wrong + [name for name, (got, right) in expected.items() if not torch.equal(got, right)]
+
+
+def _small_s(device: torch.device, count: int = 20) -> float:
+    tensor = torch.ones(1, device=device)
+    dist.all_reduce(tensor)
+    tensor.item()
+    begun_s = time.monotonic()
+    for _ in range(count):
+        dist.all_reduce(tensor)
+    tensor.item()
+    return (time.monotonic() - begun_s) / count
+
+
+def _abort_in_flight(place: Place, attempt: int, device: torch.device) -> float:
+    """Wait for a rank that does not come, abort that, and return how long the wait went on."""
+    dist.barrier()
+    if place.rank == NUM_RANKS - 1:
+        return 0.0
+    tensor = torch.ones(1 << 20, device=device)
+    aborted: list[float] = []
+    is_over = threading.Event()
+
+    def waits() -> bool:
+        # The abort of another rank may have ended the wait by closing the connection.
+        return is_over.is_set() or any(one.waiting_s > WAITED_S for one in reader.attempt()[1])
+
+    def abort() -> None:
+        until(waits, "waiting")
+        aborted.append(time.monotonic())
+        collectives.abort(attempt)
+
+    reader = RingReader(place.ring_path)
+    thread = threading.Thread(target=abort)
+    thread.start()
+    try:
+        dist.all_reduce(tensor)
+        tensor[0].item()
+        collectives.check()
+    except (AbortedError, CollectiveError):
+        pass
+    ended_s = time.monotonic()
+    is_over.set()
+    thread.join()
+    return max(0.0, ended_s - aborted[0])
+
+
+def _recv_from_dead(
+    place: Place, attempt: int, device: torch.device, *, on_cpu: bool
+) -> dict[str, Any]:
+    """Receive from a rank that has died; abort if the transport does not notice."""
+    _form(place, attempt, on_cpu=on_cpu)
+    dist.barrier()
+    if place.rank == NUM_RANKS - 1:
+        os._exit(0)
+    timer = threading.Timer(NOTICED_S_MAX, collectives.abort, [attempt])
+    timer.start()
+    begun_s = time.monotonic()
+    told = ""
+    try:
+        tensor = torch.zeros(4, device=device)
+        if place.rank == 0:
+            dist.recv(tensor, NUM_RANKS - 1)
+        else:
+            dist.recv(tensor, 0)
+        tensor[0].item()
+        while time.monotonic() - begun_s < NOTICED_S_MAX + 5:
+            # On a device the error comes from the thread that looks at it.
+            collectives.check()
+            time.sleep(0.01)
+    except (AbortedError, CollectiveError) as error:
+        told = type(error).__name__
+        collectives.abort(attempt)
+    timer.cancel()
+    took_s = time.monotonic() - begun_s
+    collectives.leave()
+    return {"dead": f"{told or 'nothing'} after {took_s:.2f} s", "dead_raised": bool(told)}
