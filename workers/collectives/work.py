@@ -24,6 +24,8 @@ from workers.collectives.nccl import Start
 from workers.collectives.waiting import helpers
 from workers.records import ABORTED, FAILED, FINISHED
 
+#: torch's ``WorkResult::SUCCESS``.
+_SUCCESS: Final = 0
 #: Between two checks of the abort flag; bounds how late an abort is noticed.
 _SLICE: Final = timedelta(milliseconds=5)
 
@@ -269,10 +271,11 @@ class StreamWork(dist.Work):
 
         A failure aborts the attempt: nothing else would end what the device waits for.
         """
+        error: BaseException | None
         try:
             if not self._inner.is_completed():
                 return False
-            error = self._inner.exception()
+            error = self._failure()
         except RuntimeError as failure:
             error = failure
         aborted = self._calls[-1].attempt.aborted.is_set()
@@ -289,11 +292,25 @@ class StreamWork(dist.Work):
 
     def is_success(self) -> bool:
         """Return whether the device is done and nothing failed."""
-        return bool(self._inner.is_completed()) and self._inner.exception() is None
+        return self.is_completed() and self._failure() is None
 
     def exception(self) -> Any:
         """Return the device's error, or None."""
-        return self._inner.exception()
+        return self._failure() if self.is_completed() else None
+
+    def _failure(self) -> BaseException | None:
+        """Return the error of work that has ended, or None.
+
+        NCCL's work has ``exception`` and ``is_success`` too, but a call from Python always raises.
+        """
+        result = self._inner.get_future_result()
+        if not result.done() or result.value() == _SUCCESS:
+            return None
+        try:
+            self._inner.wait()
+        except RuntimeError as error:
+            return error
+        return RuntimeError(f"NCCL says {result.value()}")
 
     def result(self) -> list[torch.Tensor]:
         """Return the inner work's tensors."""

@@ -6,35 +6,17 @@ The device is simulated: a test says where it is.
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from tests.support.device_work import DeviceWork
 from workers.collectives import AbortedError, CollectiveError
 from workers.collectives.attempt import Attempt
 from workers.collectives.work import Call, StreamWork
 from workers.protocol import GroupState
 from workers.records import RingReader
-
-
-@dataclass
-class OnDevice:
-    """A collective of a simulated device: its start, and torch's work."""
-
-    has_begun: bool = False
-    has_ended: bool = False
-    error: Exception | None = None
-
-    def is_reached(self) -> bool:
-        return self.has_begun
-
-    def is_completed(self) -> bool:
-        return self.has_ended or self.error is not None
-
-    def exception(self) -> Exception | None:
-        return self.error
 
 
 @pytest.fixture
@@ -49,9 +31,9 @@ def attempt(path: Path) -> Iterator[Attempt]:
     found.leave()
 
 
-def called(attempt: Attempt, group: int, op: str = "all_reduce") -> OnDevice:
+def called(attempt: Attempt, group: int, op: str = "all_reduce") -> DeviceWork:
     """Call a collective on the simulated device."""
-    device = OnDevice()
+    device = DeviceWork()
     seq, number = attempt.ring.enter(group, op, 64, on_device=True)
     start: Any = device
     call = Call(attempt, group, "a group", op, number, seq, start)

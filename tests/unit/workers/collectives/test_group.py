@@ -14,7 +14,8 @@ from torch import Tensor
 from torch._C._distributed_c10d import FakeProcessGroup
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-from workers.collectives import AbortedError, nccl
+from tests.support.device_work import DeviceWork
+from workers.collectives import AbortedError, CollectiveError, nccl
 from workers.collectives.attempt import Attempt
 from workers.collectives.group import RecordedGroup
 
@@ -31,22 +32,6 @@ class Reached:
         return True
 
 
-class Ended:
-    """Work that the device has ended."""
-
-    def wait(self) -> bool:
-        return True
-
-    def is_completed(self) -> bool:
-        return True
-
-    def exception(self) -> None:
-        return None
-
-    def get_future(self) -> None:
-        return None
-
-
 class NcclHabits:
     """In place of torch's group with NCCL: what its calls return on a device since torch 2.8.
 
@@ -56,25 +41,26 @@ class NcclHabits:
 
     def __init__(self) -> None:
         self.collected: list[bool] | None = None
+        self.error: Exception | None = None
 
     def _start_coalescing(self, _: torch.device) -> None:
         self.collected = []
 
-    def _end_coalescing(self, _: torch.device) -> Ended | None:
+    def _end_coalescing(self, _: torch.device) -> DeviceWork | None:
         collected, self.collected = self.collected, None
-        return Ended() if any(collected or ()) else None
+        return DeviceWork(has_ended=True) if any(collected or ()) else None
 
-    def __getattr__(self, name: str) -> Callable[..., Ended | None]:
+    def __getattr__(self, name: str) -> Callable[..., DeviceWork | None]:
         assert hasattr(dist.ProcessGroup, name), f"torch's group has no {name}"
 
-        def call(*args: Any) -> Ended | None:
+        def call(*args: Any) -> DeviceWork | None:
             if name in {"alltoall_base", "all_to_all_single"} and not (args[2] or args[3]):
                 raise RuntimeError("NCCL Error 7: NCCL operation in progress")
             is_async = all(getattr(each, "asyncOp", True) for each in args)
             if self.collected is not None:
                 self.collected.append(is_async)
                 return None
-            return Ended() if is_async else None
+            return DeviceWork(has_ended=True, error=self.error) if is_async else None
 
         return call
 
@@ -170,6 +156,25 @@ def test_functional_collectives_and_their_futures_are_seen_to_their_end(attempt:
     attempt.look_at_devices()
 
     assert attempt.ring.num_in_flight() == 0
+
+
+def test_an_error_on_the_device_is_told_and_ends_the_attempt(
+    attempt: Attempt, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The host calls nothing that would raise it: it waits for the device, for ever."""
+    monkeypatch.setattr(nccl, "abort_together", lambda _: None)
+    group: Any = world()
+    group._inner.error = RuntimeError("remote error")
+    with FakeTensorMode():
+        work = dist.all_reduce(device(), async_op=True)
+    assert work is not None
+
+    attempt.look_at_devices()
+
+    assert attempt.aborted.is_set()
+    assert not work.is_success()
+    with pytest.raises(CollectiveError, match=r"all_reduce number 1 of group world.*remote error"):
+        work.wait()
 
 
 def exchange() -> list[dist.Work]:

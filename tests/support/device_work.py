@@ -1,0 +1,44 @@
+"""Work of a simulated device, with the answers of torch's own for NCCL when Python asks."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+
+@dataclass
+class DeviceWork:
+    """A collective of a simulated device: where the device is, and torch's work."""
+
+    has_begun: bool = False
+    has_ended: bool = False
+    error: Exception | None = None
+
+    def is_reached(self) -> bool:
+        return self.has_begun
+
+    def is_completed(self) -> bool:
+        return self.has_ended or self.error is not None
+
+    def wait(self) -> bool:
+        if self.error is not None:
+            raise dist.DistBackendError(str(self.error))
+        return True
+
+    def is_success(self) -> bool:
+        raise RuntimeError("WorkNCCL::isSuccess() is deprecated")
+
+    def exception(self) -> None:
+        raise TypeError("Unable to convert function return value to a Python type!")
+
+    def get_future(self) -> None:
+        return None
+
+    def get_future_result(self) -> Any:
+        result: torch.futures.Future[int] = torch.futures.Future()
+        if self.error is not None:
+            result.set_result(2)
+        return result
