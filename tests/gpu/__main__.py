@@ -33,8 +33,8 @@ WAVES: Final = (
 )
 PROCESSORS_MIN: Final = 8
 #: A part that takes longer has failed.
-PART_S_MAX: Final = {"groups": 70.0, "tests": 60.0, "kills": 130.0, "pinning": 40.0}
-OTHERS_S_MAX: Final = 100.0
+PART_S_MAX: Final = {"groups": 70.0, "tests": 60.0, "kills": 150.0, "pinning": 40.0}
+OTHERS_S_MAX: Final = 140.0
 
 
 def main() -> int:
