@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import argparse
+import contextlib
 import json
 import os
 import signal
 import subprocess
 import sys
 import tempfile
+import threading
 import time
 from collections.abc import Sequence
 from dataclasses import asdict
@@ -22,15 +24,20 @@ from tests.gpu.rows import Row
 
 ROOT: Final = Path(__file__).parents[2]
 #: Each group of parts has a process of its own. Groups of a wave run at the same time, where there
-#: are processors enough: what they show does not depend on time. The others have the machine alone.
+#: are processors enough: what they show does not depend on time. More than two slow each other down
+#: so much that waits run out: the ranks of all take turns on the GPU.
 WAVES: Final = (
     (("card",),),
-    (("tests", "groups"), ("faults",), ("equal",), ("layouts",), ("demo",)),
+    (("tests", "groups"), ("layouts",)),
+    (("faults",), ("equal",)),
     (("kills",),),
     (("snapshot", "pinning"),),
     (("overhead",),),
+    (("demo",),),
     (("models",),),
 )
+#: Those that only run when they are named.
+EXTRA: Final = frozenset({"demo", "models"})
 PROCESSORS_MIN: Final = 8
 #: A part that takes longer has failed.
 PART_S_MAX: Final = {"groups": 70.0, "tests": 60.0, "kills": 150.0, "pinning": 40.0}
@@ -40,7 +47,11 @@ OTHERS_S_MAX: Final = 140.0
 def main() -> int:
     """Run what was asked for; return 1 if a row is not as it is to be, or a part failed."""
     parser = argparse.ArgumentParser(prog="python -m tests.gpu", description=__doc__)
-    parser.add_argument("parts", nargs="*", help=f"of {', '.join(PARTS)}; default: all")
+    parser.add_argument(
+        "parts",
+        nargs="*",
+        help=f"of {', '.join(PARTS)}; default: all but {' and '.join(sorted(EXTRA))}",
+    )
     parser.add_argument("--on-cpu", action="store_true", help="stand-ins without a GPU")
     parser.add_argument("--quick", action="store_true", help="the smallest settings")
     parser.add_argument("--json", action="store_true", help="rows as JSON, a line each")
@@ -56,18 +67,25 @@ def main() -> int:
     if not options.on_cpu and not torch.cuda.is_available():
         print("skipped: torch sees no GPU on this machine; --on-cpu runs stand-ins")  # noqa: T201
         return 0
+    chosen = options.parts or [part for part in PARTS if part not in EXTRA]
+    # A command that is ended ends its parts, too.
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(1))
     rows: list[Row] = []
     with tempfile.TemporaryDirectory() as folder:
         logs = options.logs or Path(folder)
         logs.mkdir(parents=True, exist_ok=True)
         for wave in WAVES:
-            asked = [[part for part in group if part in (options.parts or PARTS)] for group in wave]
+            asked = [[part for part in group if part in chosen] for group in wave]
             groups = [group for group in asked if group]
             is_wide = (os.cpu_count() or 1) >= PROCESSORS_MIN
             for together in [groups] if is_wide else [[group] for group in groups]:
                 begun = [_Process(group, options, logs) for group in together]
-                for process in begun:
-                    rows += process.rows()
+                try:
+                    for process in begun:
+                        rows += process.rows()
+                finally:
+                    for process in begun:
+                        process.end()
     if not options.json:
         print_table(rows)
     return int(any(row.ok is False for row in rows))
@@ -99,25 +117,34 @@ class _Process:
             )
 
     def rows(self) -> list[Row]:
-        """Return what the parts told, once they have ended; print it."""
-        try:
-            left_s = max(1.0, self._until_s - time.monotonic())
-            output, _ = self._process.communicate(timeout=left_s)
-        except subprocess.TimeoutExpired:
-            os.killpg(self._process.pid, signal.SIGKILL)
-            output, _ = self._process.communicate()
-        rows = [row for line in output.splitlines() if (row := Row.of(line)) is not None]
-        if self._process.returncode:
-            said = self._log.read_text(errors="replace").strip().splitlines() or ["nothing"]
-            seen = f"ended with {self._process.returncode}: {said[-1][:200]}"
+        """Return what the parts tell until they end; print it as it comes."""
+        rows: list[Row] = []
+        timer = threading.Timer(max(1.0, self._until_s - time.monotonic()), self.end)
+        timer.start()
+        for line in self._process.stdout or ():
+            with self._log.open("a") as log:
+                log.write(line)
+            if (row := Row.of(line)) is not None:
+                self._show(row)
+                rows.append(row)
+        timer.cancel()
+        if self._process.wait():
+            said = self._log.read_text(errors="replace").strip().splitlines()
+            last = next((line for line in reversed(said) if Row.of(line) is None), "nothing")
+            seen = f"ended with {self._process.returncode}: {last[:200]}"
             part = "/".join(self._parts)
             rows.append(Row(part=part, what="the part itself", seen=seen, bar="ends", ok=False))
-        with self._log.open("a") as log:
-            log.write(output)
-        for row in rows:
-            line = f"{row.part}: {row.what}: {row.seen}"
-            print(json.dumps(asdict(row)) if self._as_json else line, flush=True)  # noqa: T201
+            self._show(rows[-1])
         return rows
+
+    def end(self) -> None:
+        """End the process and all that it started."""
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(self._process.pid, signal.SIGKILL)
+
+    def _show(self, row: Row) -> None:
+        line = f"{row.part}: {row.what}: {row.seen}"
+        print(json.dumps(asdict(row)) if self._as_json else line, flush=True)  # noqa: T201
 
 
 def print_table(rows: Sequence[Row]) -> None:

@@ -16,6 +16,8 @@ from tests.gpu.runs import NUM_WORKERS, cluster_for
 from workers.process import gpus_here, share_of_gpu
 
 RUN_S_MAX: Final = 150.0
+#: A rank whose kernel hangs seems to compute: nothing else bounds that.
+TIMEOUT_S: Final = 15
 SCRIPT: Final = Path(__file__).with_name("train_faulty.py")
 #: Of the step at which it happens: which rank does what. The last one ends the run.
 ONCE: Final = {6: (1, "illegal"), 14: (2, "hang"), 22: (3, "out of memory")}
@@ -51,6 +53,7 @@ def _config(
 run: {{directory: {folder / "run"}, script: {SCRIPT}, arguments: [{folder}]}}
 cluster: {{local_nodes: 2, gpus_per_worker: {share}}}
 workers: {{max: {NUM_WORKERS}, standby_per_node: 1}}
+parallel: {{collective_timeout_s: {TIMEOUT_S}}}
 train: {{steps: 60, global_batch: 16, micro_batch: 2, lr: 0.01}}
 snapshot: {{every_steps: 1}}
 """

@@ -64,7 +64,7 @@ def _play(place: Place, *, on_cpu: bool, attempts: int) -> Any:
         if attempt == 1:
             seen["wrong"] = _wrong(device, place.rank)
             seen["small_s"] = _small_s(device)
-        unblocked_s = _abort_in_flight(place, attempt, device)
+        unblocked_s = _abort_in_flight(place, attempt, device, store)
         if attempt > 1:
             seen["unblock_s"] = max(seen["unblock_s"], unblocked_s)
         collectives.leave()
@@ -137,10 +137,15 @@ def _small_s(device: torch.device, count: int = 20) -> float:
     return (time.monotonic() - begun_s) / count
 
 
-def _abort_in_flight(place: Place, attempt: int, device: torch.device) -> float:
+def _abort_in_flight(
+    place: Place, attempt: int, device: torch.device, store: dist.TCPStore
+) -> float:
     """Wait for a rank that does not come, abort that, and return how long the wait went on."""
     dist.barrier()
     if place.rank == NUM_RANKS - 1:
+        # Its end would end the wait of the others.
+        _meet(store, f"unblocked-{attempt}")
+        collectives.abort(attempt)
         return 0.0
     tensor = torch.ones(1 << 20, device=device)
     aborted: list[float] = []
@@ -167,6 +172,7 @@ def _abort_in_flight(place: Place, attempt: int, device: torch.device) -> float:
     ended_s = time.monotonic()
     is_over.set()
     thread.join()
+    _meet(store, f"unblocked-{attempt}")
     return max(0.0, ended_s - aborted[0])
 
 

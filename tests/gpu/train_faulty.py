@@ -17,13 +17,8 @@ FOLDER = Path(sys.argv[1])
 PLAN = json.loads((FOLDER / "plan.json").read_text())
 
 
-class Everything:
-    """Memory of the device that belongs to nobody: a small tensor's, and a terabyte behind it."""
-
-    def __init__(self, start: torch.Tensor) -> None:
-        self.__cuda_array_interface__ = {
-            "shape": (1 << 40,), "typestr": "|u1", "version": 2, "data": (start.data_ptr(), False),
-        }  # fmt: skip
+#: Writes where there is no memory.
+ILLEGAL = 'extern "C" __global__ void illegal(char* at) { at[1ll << 46] = 1; }'
 
 
 def fail(kind: str, device: torch.device) -> None:
@@ -32,8 +27,10 @@ def fail(kind: str, device: torch.device) -> None:
         case "illegal" if on_cpu:
             os._exit(70)
         case "illegal":
-            start = torch.zeros(1, dtype=torch.uint8, device=device)
-            torch.as_tensor(Everything(start), device=device)[1 << 39].item()
+            write = torch.cuda._compile_kernel(ILLEGAL, "illegal")
+            tensor = torch.zeros(1, dtype=torch.uint8, device=device)
+            write((1, 1, 1), (1, 1, 1), (tensor,))
+            tensor.item()
         case "hang" if on_cpu:
             threading.Event().wait()
         case "hang":

@@ -160,6 +160,9 @@ class RecordedGroup(dist.ProcessGroup):
         """Wait for every member."""
         on_device = "cuda" in self._backends
         opts = opts if opts is not None else dist.BarrierOptions()
+        if on_device:
+            # By the name of the group's backend torch takes it for one on the host.
+            opts.device = torch.device("cuda")
         call = self._enter("barrier", (0, 0), on_device=on_device)
         _return_work(opts, on_device=on_device)
         work = self._inner.barrier(opts)
