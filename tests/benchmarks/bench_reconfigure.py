@@ -5,16 +5,16 @@
 Four processes of this machine call collectives in a loop. A fault hits one of them: SIGKILL
 (``killed``), SIGSTOP (``stopped``), or it calls no more (``late``). The three others get out of
 their collectives, form a group of three, do 20 steps, form a group of four with a new process (or
-with the late one) and do 20 steps again. With ``told`` each survivor calls ``abort`` at once, in a
-second thread; without, the transport alone tells it. Each line of output is one kind of fault with
-one kind of groups:
+with the late one) and do 20 steps again. With ``told`` each survivor calls ``abort`` at once in a
+second thread. Without it, a survivor learns of the fault from gloo alone. Each line of output is
+one kind of fault with one kind of groups:
 
 - ``unblocked_ms``: from the fault until the last survivor is out.
 - ``by_abort_ms``: the same, from the order to abort.
 - ``by_timeout``: how many survivors got out by the timeout only.
 - ``to_three_ms``, ``to_four_ms``: from the order to form until the first collective was right on
   all ranks. A handshake over the store is in it, as is the rendezvous of either kind.
-- ``step_ms``: a step before the fault, and one in the new groups; each is checked.
+- ``step_before_ms``, ``step_three_ms``, ``step_four_ms``: the median step. Each one is checked.
 - ``sockets``, ``threads``: of rank 0 after the first formation, and after all rounds.
 
 ``--limits`` adds what torch's reconfigure does not do (``peer_reconfigure``). All of this needs
@@ -85,7 +85,7 @@ KINDS: Final[dict[str, Any]] = {"everstep": Ours, "torch": Reconfigured}
 
 
 class Round(NamedTuple):
-    """Who takes part in a fault, by number of the process, in order of ranks."""
+    """One fault: the processes that it concerns, by their numbers, in order of ranks."""
 
     number: int
     members: list[int]

@@ -1,8 +1,8 @@
 """The peer of everstep's groups: torch's reconfigure (2.14), and what it does not do.
 
-A group that was made with ``enable_reconfigure`` connects anew to other members. Each of them has a
-handle, and all must be told the same handles and the same number, by somebody else: here, by a
-board in the store.
+A group that was made with ``enable_reconfigure`` can connect to other members later. Each member
+has a handle. All of them must call with the same handles and the same number, which they exchange
+here by a board in the store.
 """
 
 from __future__ import annotations
@@ -248,7 +248,7 @@ def _life(look: _Look, place: Place, *, num_first: int, timeout_s: float) -> Non
     seen = look(place, groups)
     if place.rank == 0:
         groups.board.post("found", seen)
-    # Whoever ends closes its connections.
+    # A process that ends closes its connections, and the others would see that.
     groups.board.read("end")
 
 
