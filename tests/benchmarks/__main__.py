@@ -37,6 +37,7 @@ QUICK: Final = {
     "bench_parity": "--mib 1 --repeat 1",
     "bench_planning": "--ranks 1",
     "bench_recomputation": "--megabytes 3 --rounds 1",
+    "bench_reconfigure": "--rounds 1 --timeout 1",
     "bench_recorder": "--blocks 2",
     "bench_recovery": "--kills 1 --shrinks 1 --nodes 1",
     "bench_replicas": "--megabytes 1 --rounds 1",

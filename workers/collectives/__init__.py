@@ -2,6 +2,22 @@
 
 ``form`` an attempt's groups, use ``torch.distributed`` as usual, ``leave``. ``abort`` ends every
 wait of an attempt from outside. The record ring shows to any process what the groups do.
+
+torch 2.14 can form a group anew by itself (``dist._reconfigure``). It is not used:
+
+    four ranks over gloo, medians          these groups      torch's reconfigure
+    abort ends a wait                      in 6 ms           no, the timeout does
+    three survivors form                   15 ms             7 ms
+    four form, one of them new             45 ms             18 ms
+    a member dies while the rest form      abort ends that   ends at the timeout
+    sub-groups and meshes                  formed anew       keep their old members
+    sub-groups with a new process          yes               no, their names differ
+    a new process with a new store         yes               no
+    a stopped process shows its calls      yes               no
+
+A wait that nothing ends keeps one of the two threads of a gloo group. After two of them the group
+that reconfigure formed does no work until their timeout. The 8 to 27 ms that it saves are small
+beside a lost timeout. Figures: ``tests/benchmarks/RESULTS.md``.
 """
 
 from workers.collectives.errors import AbortedError, CollectiveError, GroupError, unreached
