@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import re
+
 from tests.arch.tree import PACKAGES, ROOT, python_files, relative
 
 #: Folders of tests/unit that mirror no package.
@@ -30,3 +32,20 @@ def test_unit_tests_mirror_the_packages() -> None:
     ]
 
     assert strays == []
+
+
+def test_names_that_torch_does_not_promise_are_in_one_file_a_room() -> None:
+    """Whoever moves to another torch reads these files, and the tests of what they name."""
+    private = re.compile(
+        r"^(from torch\S* import .*\b_[a-z]\w+|from torch\S*\._\S* import|import torch\S*\._)"
+        r"|\bdistributed_c10d\._|torch\._C\b|^from torch\S* import .*distributed_c10d"
+    )
+    found = [
+        f"{relative(path)}:{number}"
+        for path in python_files("workers", "orchestrator")
+        if path.name != "torch_names.py"
+        for number, line in enumerate(path.read_text().splitlines(), start=1)
+        if private.search(line)
+    ]
+
+    assert found == []

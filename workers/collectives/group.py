@@ -14,7 +14,6 @@ from typing import Any, Final, cast
 
 import torch
 import torch.distributed as dist
-from torch.distributed import distributed_c10d
 
 from workers.collectives import nccl
 from workers.collectives.attempt import Attempt
@@ -22,6 +21,7 @@ from workers.collectives.torch_names import (
     REDUCE_SCATTER,
     REDUCE_SCATTER_COALESCED,
     check_exchange,
+    distributed_c10d,
 )
 from workers.collectives.work import Call, RecordedWork, StreamWork
 
@@ -47,6 +47,7 @@ _COLLECTIVES: Final = {
     "broadcast": "broadcast",
     "reduce": "reduce",
     "gather": "gather",
+    "gather_single": "gather",
     "scatter": "scatter",
 }
 #: Those that may be called without the sizes of their splits.

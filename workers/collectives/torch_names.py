@@ -18,6 +18,7 @@ __all__ = [
     "check_exchange",
     "clear_mesh_caches",
     "count_groups_anew",
+    "distributed_c10d",
     "is_registered",
 ]
 

@@ -13,10 +13,11 @@ from dataclasses import dataclass
 from typing import Any
 
 from torch.distributed.tensor import DTensor
-from torch.distributed.tensor.placement_types import Shard, _StridedShard
+from torch.distributed.tensor.placement_types import Shard
 
 from ucp_core.geometry import Box
 from ucp_core.layout import ParallelLayout
+from workers.parallel.torch_names import StridedShard
 
 __all__ = ["Cut", "boxes_of", "cuts_of", "replicas_over"]
 
@@ -49,7 +50,7 @@ def cuts_of(tensor: DTensor) -> list[Cut]:
     place = mesh.get_coordinate()
     cuts: list[Cut] = []
     for number, placement in enumerate(tensor.placements):
-        if isinstance(placement, Shard | _StridedShard):
+        if isinstance(placement, Shard | StridedShard):
             cut = Cut(
                 axis=mesh.mesh_dim_names[number],
                 dim=placement.dim,

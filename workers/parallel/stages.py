@@ -7,11 +7,11 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.utils import _pytree as pytree
 
 from workers.errors import TaskError
 from workers.parallel.fsdp import own_names
 from workers.parallel.plan import ModelPlan
+from workers.parallel.torch_names import tree_map
 
 __all__ = ["StageModel", "cut_stages", "described"]
 
@@ -64,8 +64,8 @@ def described(
         of_dtype = dtype if value.is_floating_point() else None
         return torch.empty_like(value, device="meta", dtype=of_dtype)
 
-    found: list[tuple[Tensor, ...]] = [pytree.tree_map(without_value, tuple(args))]
-    named = pytree.tree_map(without_value, kwargs)
+    found: list[tuple[Tensor, ...]] = [tree_map(without_value, tuple(args))]
+    named = tree_map(without_value, kwargs)
     with torch.no_grad():
         for stage in stages:
             returned = stage.to(dtype)(*found[-1], **named)

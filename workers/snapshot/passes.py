@@ -10,15 +10,16 @@ from typing import Any, Protocol
 
 import torch
 from torch import Tensor, nn
-from torch.autograd import Variable
-from torch.utils._pytree import tree_iter
 
 from workers.memory import is_recording_graph
+from workers.snapshot.torch_names import (
+    NO_BACKWARD,
+    call_behind_backward,
+    current_backward,
+    tree_iter,
+)
 
 __all__ = ["Told", "on_passes"]
-
-#: No backward pass is under way in this thread.
-_NONE = -1
 
 
 class Told(Protocol):
@@ -55,7 +56,7 @@ class _Hooks:
 
     def __init__(self, told: Told) -> None:
         self._told = told
-        self._last = _NONE
+        self._last = NO_BACKWARD
 
     # A compiled block would be split there, and compiled again for each ``told``.
     @torch.compiler.disable
@@ -70,7 +71,7 @@ class _Hooks:
         if not torch.is_grad_enabled():
             return
         # A forward pass within a backward pass (recomputation) continues it.
-        if _backward() == _NONE:
+        if current_backward() == NO_BACKWARD:
             self._tell(ends=True)
         for one in tree_iter(output):
             if isinstance(one, Tensor) and one.requires_grad:
@@ -80,9 +81,9 @@ class _Hooks:
 
     def _before_backward(self, _gradient: Tensor) -> None:
         self._tell(ends=False)
-        if self._last != _backward():
-            self._last = _backward()
-            Variable._execution_engine.queue_callback(self._behind_backward)  # noqa: SLF001  as FSDP2
+        if self._last != current_backward():
+            self._last = current_backward()
+            call_behind_backward(self._behind_backward)
 
     def _behind_backward(self) -> None:
         self._tell(ends=True)
@@ -90,8 +91,3 @@ class _Hooks:
     def _tell(self, *, ends: bool) -> None:
         if not is_recording_graph():
             self._told(ends=ends)
-
-
-def _backward() -> int:
-    """Return the id of the backward call that this thread is in; ``_NONE`` if in none."""
-    return int(torch._C._current_graph_task_id())  # noqa: SLF001  nothing else tells

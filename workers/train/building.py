@@ -178,7 +178,7 @@ def _check(model: nn.Module, averaged: Sequence[str]) -> None:
                 "class say get_extra_state = nn.Module.get_extra_state",
                 module=name,
             )
-        if isinstance(module, nn.modules.batchnorm._NormBase) and module.track_running_stats:  # noqa: SLF001
+        if isinstance(getattr(module, "running_mean", None), torch.Tensor):
             own = [f"{name}.{key}" for key in ("running_mean", "running_var")]
             if any(not any(fnmatchcase(one, pattern) for pattern in averaged) for one in own):
                 raise TaskError(

@@ -11,15 +11,13 @@ from types import FrameType
 from typing import Any, Final
 
 from torch import nn
-from torch.distributed import distributed_c10d
 
 from workers.errors import TaskError
+from workers.train.executor.torch_names import ABOUT_RANKS, distributed_c10d
 
 __all__ = ["RankCalls"]
 
-#: Every function of torch.distributed that is about ranks calls it first (torch 2.13 to 2.15).
-_ASKED: Final = "_rank_not_in_group"
-_REAL: Final = getattr(distributed_c10d, _ASKED, None)
+_REAL: Final = getattr(distributed_c10d, ABOUT_RANKS, None)
 _WITHIN: Final = ("torch.distributed.distributed_c10d", "torch.distributed.c10d_logger")
 #: FSDP and DTensor may ask. Dynamo asks when it compiles a forward pass that does.
 _OWN: Final = ("torch.", "workers.")
@@ -43,13 +41,13 @@ class RankCalls:
     def begin(self) -> None:
         """Begin, unless a step was watched already."""
         if not self._is_done and _REAL is not None:
-            setattr(distributed_c10d, _ASKED, self._asked)
+            setattr(distributed_c10d, ABOUT_RANKS, self._asked)
 
     def end(self) -> None:
         """End for good."""
         self._is_done = True
         if _REAL is not None:
-            setattr(distributed_c10d, _ASKED, _REAL)
+            setattr(distributed_c10d, ABOUT_RANKS, _REAL)
 
     def refuse(self) -> None:
         """End, and raise ``TaskError`` if the result of a module may depend on the ranks."""

@@ -20,10 +20,10 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed.fsdp._fully_shard._fsdp_api import ReduceScatter
 from torch.utils import deterministic
 
 from workers.parallel import fsdp_modules
+from workers.train.executor.torch_names import ReduceScatter
 
 __all__ = ["Reduction", "SumTree", "use_all_to_all", "use_deterministic_kernels", "use_tree"]
 

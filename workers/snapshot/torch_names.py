@@ -1,0 +1,24 @@
+"""torch's names that this room uses and torch does not promise. Checked on 2.11, 2.13 and 2.14."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+from torch.autograd import Variable
+from torch.utils._pytree import tree_iter
+
+__all__ = ["NO_BACKWARD", "call_behind_backward", "current_backward", "tree_iter"]
+
+#: No backward pass is under way in this thread.
+NO_BACKWARD = -1
+
+
+def current_backward() -> int:
+    """Return the id of the backward call that this thread is in; ``NO_BACKWARD`` if in none."""
+    return int(torch._C._current_graph_task_id())  # noqa: SLF001  nothing else tells
+
+
+def call_behind_backward(callback: Callable[[], None]) -> None:
+    """Have ``callback`` called when the backward call of this thread has ended, as FSDP2 does."""
+    Variable._execution_engine.queue_callback(callback)  # noqa: SLF001

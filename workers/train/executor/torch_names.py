@@ -1,0 +1,13 @@
+"""torch's names that this room uses and torch does not promise. Checked on 2.11, 2.13 and 2.14."""
+
+from __future__ import annotations
+
+from typing import Final
+
+from torch.distributed import distributed_c10d
+from torch.distributed.fsdp._fully_shard._fsdp_api import ReduceScatter
+
+__all__ = ["ABOUT_RANKS", "ReduceScatter", "distributed_c10d"]
+
+#: In ``distributed_c10d``; every function of torch.distributed that is about ranks calls it first.
+ABOUT_RANKS: Final = "_rank_not_in_group"
