@@ -7,13 +7,16 @@ PYTHONS := $(or $(PYTHON),python3 python3.11 python3.12 python3.13)
 STAMP  := $(VENV)/.everstep-installed
 PEERS  := $(VENV)/.everstep-peers-installed
 BENCH  := $(VENV)/.everstep-bench-installed
+# The oldest and the newest release that the tests pass with.
+TORCHES := 2.11.0 2.14.1
 # One compute thread per process: tests and the demo start several on few cores.
 export OMP_NUM_THREADS ?= 1
 export RAY_USAGE_STATS_ENABLED := 0
 export PIP_DISABLE_PIP_VERSION_CHECK := 1
 
 .DEFAULT_GOAL := help
-.PHONY: help venv demo test test-fast test-py312 test-ray test-chaos chaos-network check rooms format bench bench-quick clean
+.PHONY: help venv demo test test-fast test-py312 test-ray test-torch test-peerless test-gpu test-chaos \
+  chaos-network check rooms format bench bench-quick clean
 
 help:
 	@echo "make demo        train twice, once with faults, and compare (under 5 minutes on 2 cores)"
@@ -22,7 +25,9 @@ help:
 	@echo "make rooms       which room of the packages imports which"
 	@echo "make test-fast   what needs no Ray: unit, property, simulation, golden, arch"
 	@echo "make test-py312  the same with Python 3.12, in .venv-py312"
+	@echo "make test-torch  all but interop, with the oldest and the newest torch"
 	@echo "make test-ray    what starts a real local Ray"
+	@echo "make test-gpu    what only a GPU can show, on one that ranks share (PARTS=\"kills groups\")"
 	@echo "make test-chaos  long runs under random faults"
 	@echo "make chaos-network  faults of networks and machines on a real cluster (root; half an hour)"
 	@echo "make bench       every measurement, beside its peers (hours; tests/benchmarks/RESULTS.md)"
@@ -52,7 +57,8 @@ $(STAMP): pyproject.toml constraints.txt
 	    exit 1; }; \
 	fi; \
 	echo "venv: installing everstep with constraints.txt (first time: some minutes, about 2 GB)"; \
-	$(BIN)/python -m pip install --quiet --progress-bar off -c constraints.txt -e '.[dev]'
+	sed '$(if $(TORCH),s/^torch==.*/torch==$(TORCH)/)' constraints.txt > $(VENV)/constraints.txt; \
+	$(BIN)/python -m pip install --quiet --progress-bar off -c $(VENV)/constraints.txt -e '.[dev]'
 	@touch $@
 
 # DeepSpeed needs no compiler without its operators; where it cannot be had, its tests skip.
@@ -79,6 +85,21 @@ test-ray: $(STAMP)
 # The fast suite with a second interpreter, in an environment of its own.
 test-py312:
 	$(MAKE) VENV=.venv-py312 PYTHON="$(or $(PYTHON),python3.12)" test-fast
+
+# With the oldest and the newest torch that everstep takes, each in an environment of its own. pip
+# takes CPU builds where an index has them (PIP_EXTRA_INDEX_URL); else CUDA builds, 6 GB each.
+test-torch:
+	@set -e; for release in $(or $(TORCH),$(TORCHES)); do \
+	  $(MAKE) VENV=.venv-torch-$$release TORCH=$$release test-peerless; \
+	done
+
+test-peerless: $(STAMP)
+	$(BIN)/python -m pytest -n 2 --dist loadfile --no-loadscope-reorder --max-worker-restart 0 \
+	  -m "not interop and not gpu and not chaos"
+
+# It takes the Python of the environment, or any other one that has torch and sees a GPU.
+test-gpu: $(STAMP)
+	$(BIN)/python -m tests.gpu $(PARTS)
 
 test-chaos: $(STAMP)
 	$(BIN)/python -m pytest -m chaos
@@ -114,5 +135,5 @@ bench-quick: $(BENCH)
 	$(BIN)/python -m tests.benchmarks --quick
 
 clean:
-	rm -rf $(VENV) .venv-py312 build dist .pytest_cache .mypy_cache .ruff_cache .hypothesis .import_linter_cache
+	rm -rf $(VENV) .venv-py312 .venv-torch-* build dist .pytest_cache .mypy_cache .ruff_cache .hypothesis .import_linter_cache
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +
