@@ -1,0 +1,42 @@
+"""The parts of ``tests.gpu`` with stand-ins for the GPU: that they work when a GPU is at hand."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.gpu import faults
+from tests.gpu.parts import Lab, perform
+from tests.gpu.rows import Row
+
+pytestmark = pytest.mark.ray
+
+#: The others differ from these in settings, and each takes as long as all of them.
+PARTS = ("groups", "faults", "pinning", "models")
+
+
+@pytest.mark.parametrize("part", PARTS)
+def test_a_part_sees_what_is_to_be_seen(
+    part: str,
+    nodes: Any,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    """A part that fails of itself on a lent machine costs the machine's time."""
+
+    @contextlib.contextmanager
+    def here(_: Any) -> Iterator[Any]:
+        yield nodes
+
+    monkeypatch.setattr(faults, "cluster_for", here)
+
+    perform([part], Lab(on_cpu=True, quick=True, logs=tmp_path))
+
+    rows = [row for line in capsys.readouterr().out.splitlines() if (row := Row.of(line))]
+    assert rows
+    assert [row for row in rows if row.ok is False] == []
