@@ -301,10 +301,14 @@ class Completed:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Yielded:
-    """The worker left at a step boundary because it was asked to; ``step`` is committed."""
+    """The worker left at a step boundary because it was asked to; ``step`` is committed.
+
+    ``why`` says what asked it, if not the controller: its process ends next.
+    """
 
     attempt: int
     step: int
+    why: str = ""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -428,6 +432,16 @@ class WorkerPhase(StrEnum):
 NOT_FORMED: Final = frozenset({WorkerPhase.IDLE, WorkerPhase.FORMING, WorkerPhase.LOADING})
 #: The kernel's letters for a process that will not run again.
 GONE: Final = frozenset("XZ")
+
+
+@dataclass(frozen=True, slots=True)
+class Ending:
+    """How a process ended, in one line for people; "" if nobody knows."""
+
+    text: str
+    is_out_of_memory: bool = False
+
+
 #: Period of a worker's beat.
 BEAT_S: Final = 0.1
 

@@ -187,8 +187,8 @@ class WorkerExited:
     """The process of ``worker`` is gone.
 
     Attributes:
-        cause: "crash" (its process died), "node" (its node died), "killed" (we killed it),
-            "preempted" (its node had been given notice).
+        cause: "crash" (its process died), "out_of_memory" (for want of memory), "node" (its node
+            died), "killed" (we killed it), "preempted" (its node had been given notice).
         detail: One line for people.
     """
 
@@ -251,7 +251,7 @@ class WorkerLeft:
         how: "completed", "yielded", "fenced", "peer_lost" (a collective failed under it) or
             "unloadable" (it, or a peer, could not load the version to resume from).
         step: The last step it completed.
-        detail: One line for people.
+        detail: One line for people. With "yielded": what told its process to end; "" if we did.
         damaged: Sources of that version whose bytes are not the bytes that were written.
         unread: Sources of it that could not be read this time.
         skipped: A line for people for each source that failed.

@@ -6,6 +6,7 @@ document each: the status, a recovery plan, the bounds of waits, a list of runs.
 
 from __future__ import annotations
 
+import re
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from datetime import datetime
@@ -88,6 +89,11 @@ class RunView:
         cause = status["cause"]
         if cause is not None:
             self._say("cause", _cause_line(cause), key=cause["at_s"])
+        if waits_for := status.get("waits_for"):
+            # A number in it may grow all the time.
+            self._say("waits", f"waits for {waits_for}", key=re.sub(r"\d+", "", waits_for))
+        else:
+            self._said.pop("waits", None)
         if status["phase"] == "running":
             for line in status["passed_over"]:
                 self._say(f"passed over {line}", f"passed over {line}", key=status["attempt"])

@@ -199,10 +199,7 @@ class Run:
             names=self._names,
             at_s=at_s,
             post=post,
-            is_draining=self._nodes.is_draining,
-            is_gone=self._nodes.is_gone,
-            kill_on_node=self._nodes.kill_worker,
-            look_around=self._nodes.look_around,
+            nodes=self._nodes,
             boot={**boot, "on_cpu": "GPU" not in self._config.worker_resources()},
         )
         self._observer = Observer(
@@ -330,8 +327,13 @@ class Run:
             raise TokenError("that is not the token of the run")
 
     def request_stop(self, reason: str) -> None:
-        """Stop at the next step boundary. On the loop."""
+        """Stop at the next step boundary. On the loop.
+
+        What memory holds is stored at once: a step may take longer than anybody waits for the end.
+        """
         self._post(StopRequested(at_s=self._clock.at_s(), reason=reason))
+        if self._config.snapshot.every_steps:
+            self._spawn(self._snapshots.flush(self._state.lineage))
 
     def note_fault(self, fault: str, target: str) -> None:
         """Journal that a fault is being injected now. On the loop."""

@@ -25,7 +25,17 @@ import ray
 
 from ucp_core.errors import SupersededError
 from workers.parent_death import end_with_parent
-from workers.protocol import Assignment, Fenced, Formed, Outcome, Pace, Raised, SaveCosts
+from workers.process import termination
+from workers.protocol import (
+    Assignment,
+    Fenced,
+    Formed,
+    Outcome,
+    Pace,
+    Raised,
+    SaveCosts,
+    Yielded,
+)
 
 log = logging.getLogger(__name__)
 
@@ -79,6 +89,8 @@ class Worker:
         ).start()
         prepared.result()
         gc.enable()
+        termination.explain_handlers()
+        termination.on_termination(self._runner.terminate)
         # Then an attempt waits for it: a process that is not ready for long would be killed.
         self._has_read.wait(_SCRIPT_S)
 
@@ -154,3 +166,6 @@ class Worker:
                 log.critical("superseded", extra={"why": outcome.error})
                 time.sleep(_ANSWER_S)
                 os._exit(1)
+            if isinstance(outcome, Yielded) and outcome.why:
+                time.sleep(_ANSWER_S)
+                os._exit(termination.EXIT_CODE)

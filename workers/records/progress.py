@@ -23,7 +23,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Final, NamedTuple
 
-from workers.protocol import BEAT_S, GroupState, WorkerPhase, WorkerReport
+from workers.protocol import BEAT_S, GONE, GroupState, WorkerPhase, WorkerReport
 from workers.records.ring import map_draft
 
 _MAGIC: Final = b"everpage"
@@ -263,7 +263,7 @@ def report_on(
             step=0, micro_batch=0, moved_bytes=0, phase_s=0.0, beat_age_s=0.0, processor_s=0.0,
             step_s=0.0, loss=math.nan, groups=(),
         )  # fmt: skip
-    letter, started_ticks, processor_s = process_state(view.pid)
+    letter, started_ticks, processor_s, _ = process_state(view.pid)
     beat_age_ns = max(0, now_ns - view.beat_ns)
     if letter in _SLEEPS and beat_age_ns > _LATE_BEATS * BEAT_S * 1e9 and view.beater > 0:
         # The beating thread may only wait for a processor, or for a page of its memory.
@@ -290,11 +290,15 @@ def report_on(
 
 
 class ProcessState(NamedTuple):
-    """What the kernel says of a process or of one of its threads."""
+    """What the kernel says of a process or of one of its threads.
+
+    ``exit_status`` is as ``waitpid`` gives it, and None of a process that lives or is gone.
+    """
 
     letter: str
     started_ticks: int
     processor_s: float
+    exit_status: int | None = None
 
 
 def process_state(pid: int, *, thread: int = 0) -> ProcessState:
@@ -310,7 +314,9 @@ def process_state(pid: int, *, thread: int = 0) -> ProcessState:
     # The command name may contain spaces and brackets, what follows its last bracket not.
     fields = stat[stat.rindex(b")") + 2 :].split()
     processor_s = (int(fields[11]) + int(fields[12])) / _TICKS_PER_S
-    return ProcessState(fields[0].decode(), int(fields[19]), processor_s)
+    letter = fields[0].decode()
+    status = int(fields[49]) if letter in GONE else None
+    return ProcessState(letter, int(fields[19]), processor_s, status)
 
 
 def _read_at_once(path: str) -> bytes:

@@ -112,7 +112,9 @@ def worker_left(transition: Transition, event: WorkerLeft) -> None:
     if event.how in ("yielded", "completed"):
         # It left only after it had seen the commit.
         _know(run, event.step, in_memory=event.how == "yielded")
-    if run.phase is Phase.FENCING:
+    if event.how == "yielded" and event.detail:
+        _was_told_to_end(transition, number, event)
+    elif run.phase is Phase.FENCING:
         recovery.proceed(transition)
     elif event.how == "completed":
         planned.member_completed(transition, event.step)
@@ -126,6 +128,13 @@ def worker_left(transition: Transition, event: WorkerLeft) -> None:
         # A collective failed. That shows that a peer is gone, not which one.
         recovery.fault(transition, "peer_lost", (), f"{worker.name} left: {event.detail}")
         recovery.proceed(transition)
+
+
+def _was_told_to_end(transition: Transition, number: int, event: WorkerLeft) -> None:
+    """Continue without a worker that somebody else has told to end: nothing is lost."""
+    fleet.kill_worker(transition, number, event.detail)
+    recovery.fault(transition, "preemption", (event.worker,), event.detail)
+    recovery.proceed(transition)
 
 
 def _gone(transition: Transition, event: WorkerFormed | WorkerLeft) -> None:

@@ -43,6 +43,7 @@ _WEIGHT = {
     "exception": 2,
     "preemption": 3,
     "crash": 3,
+    "out_of_memory": 3,
     "node_loss": 3,
 }
 _CLASS = {
