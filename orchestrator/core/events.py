@@ -251,12 +251,13 @@ class WorkerLeft:
         how: "completed", "yielded", "fenced", "peer_lost" (a collective failed under it) or
             "unloadable" (it, or a peer, could not load the version to resume from).
         step: The last step it completed.
-        detail: One line for people. With "yielded": what told its process to end; "" if we did.
+        detail: One line for people.
         damaged: Sources of that version whose bytes are not the bytes that were written.
         unread: Sources of it that could not be read this time.
         skipped: A line for people for each source that failed.
         unreached: With "peer_lost": the node that its transport could not reach; "" if it named
             none.
+        told: With "yielded": what told its process to end; "" if nobody did.
     """
 
     at_s: float
@@ -269,6 +270,7 @@ class WorkerLeft:
     unread: tuple[Source, ...] = ()
     skipped: tuple[str, ...] = ()
     unreached: str = ""
+    told: str = ""
 
 
 @value

@@ -112,7 +112,7 @@ def worker_left(transition: Transition, event: WorkerLeft) -> None:
     if event.how in ("yielded", "completed"):
         # It left only after it had seen the commit.
         _know(run, event.step, in_memory=event.how == "yielded")
-    if event.how == "yielded" and event.detail:
+    if event.told:
         _was_told_to_end(transition, number, event)
     elif run.phase is Phase.FENCING:
         recovery.proceed(transition)
@@ -132,8 +132,8 @@ def worker_left(transition: Transition, event: WorkerLeft) -> None:
 
 def _was_told_to_end(transition: Transition, number: int, event: WorkerLeft) -> None:
     """Continue without a worker that somebody else has told to end: nothing is lost."""
-    fleet.kill_worker(transition, number, event.detail)
-    recovery.fault(transition, "preemption", (event.worker,), event.detail)
+    fleet.kill_worker(transition, number, event.told)
+    recovery.fault(transition, "preemption", (event.worker,), event.told)
     recovery.proceed(transition)
 
 

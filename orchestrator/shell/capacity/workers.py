@@ -446,7 +446,8 @@ def _left(at_s: float, worker: str, outcome: Outcome, unreached: str) -> Event:
         worker=worker,
         how=_HOW[type(outcome)],
         step=outcome.step,
-        detail=outcome.detail if isinstance(outcome, PeerLost) else getattr(outcome, "why", ""),
+        detail=outcome.detail if isinstance(outcome, PeerLost) else "",
+        told=outcome.why if isinstance(outcome, Yielded) else "",
         unreached=unreached,
     )
     if not isinstance(outcome, Unloadable):
