@@ -577,6 +577,7 @@ class SaveCosts:
         checkpoint_stall_s: Time that training waits for a checkpoint.
         checkpoint_busy_s: Time until a checkpoint is in storage, seen between steps.
         pace: The current intervals.
+        trouble: Why nothing can be stored now; "" if nothing is wrong.
     """
 
     step_s: float
@@ -585,3 +586,4 @@ class SaveCosts:
     checkpoint_stall_s: float
     checkpoint_busy_s: float
     pace: Pace
+    trouble: str = ""

@@ -591,7 +591,7 @@ class Run:
             alternatives=self._config.alternative_names(),
             cost=cost_document(self._record.stats, self._config),
             directory=self._config.run.directory,
-            redundancy=self._protection.redundancy(self._state),
+            redundancy=self._redundancy(),
             cadence=self._cadence.document(self._state),
             loaded=self._record.stats.loaded,
             passed_over=list(self._record.stats.passed_over),
@@ -602,6 +602,12 @@ class Run:
             logging=self._loggers.document(),
             longest_pause_s=round(self._watch.longest_pause_s, 3),
         )
+
+    def _redundancy(self) -> dict[str, Any]:
+        document = self._protection.redundancy(self._state)
+        trouble = self._journal.trouble
+        waits = f"nothing is decided until the journal can be written: {trouble}"
+        return {**document, "problems": [*([waits] if trouble else []), *document["problems"]]}
 
     async def _close(self, page: StatusPage) -> None:
         # If the run was over when this incarnation began, it knows none of the processes yet.

@@ -17,10 +17,9 @@ from typing import Any, Final, NoReturn, cast
 import torch
 from torch import nn
 
-from ucp_core.storage import join
 from workers.errors import TaskError
 from workers.parallel import fsdp_modules
-from workers.protocol import METRICS, RESULT, Assignment, WorkerPhase
+from workers.protocol import METRICS, Assignment, SaveCosts, WorkerPhase
 from workers.snapshot import (
     FINAL_S_MAX,
     Captured,
@@ -112,7 +111,11 @@ class Boundary:
         # Costs may be asked for after the attempt: the callback must not hold the state.
         meter, cadence = SaveMeter(), self._cadence
         self._meter = meter
-        context.on_costs(assignment.attempt, lambda: meter.costs(cadence.intervals))
+
+        def costs() -> SaveCosts:
+            return replace(meter.costs(cadence.intervals), trouble=storage.trouble)
+
+        context.on_costs(assignment.attempt, costs)
 
     def begin(self, step: int, sharded: ShardedModel, extra: Mapping[str, Any]) -> None:
         """Prepare memory for snapshots, because the sizes of a loaded state are known."""
@@ -336,11 +339,7 @@ class Boundary:
             result = self.line(
                 step, weights_digest=digest, final_loss=loss, validation_loss=validation_loss
             )
-            self._context.store.write_atomic(
-                join(self._context.directory, RESULT),
-                json.dumps(result, indent=1).encode(),
-                fsync=False,
-            )
+            self._storage.write_result(json.dumps(result, indent=1).encode())
 
     def _step_line(self, step: Step, step_s: float, **more: Any) -> dict[str, Any]:
         start, stop = step.order_range

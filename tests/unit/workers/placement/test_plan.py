@@ -49,7 +49,8 @@ def test_the_line_names_what_did_not_fit() -> None:
     rules = replace(RULES, tolerance=2)
     chosen = place(_nodes(4, 1100), RANK_BYTES, rules)
     assert chosen.reason == (
-        "snapshots: ring parity, for the loss of 1 of 4 nodes, 800 B a node and version, 600 B sent; "
+        "snapshots: ring parity, for the loss of 1 of 4 nodes, 800 B a node and version, "
+        "600 B sent; "
         "partner copy for 2 needs 1.758 KiB on n0, 1.074 KiB are free; "
         "double parity for 2 needs 1.172 KiB on n0, 1.074 KiB are free; "
         "partner copy for 1 needs 1.172 KiB on n0, 1.074 KiB are free"
