@@ -262,4 +262,4 @@ def _read_step(reader: _Reader, cut: _Cut, step: int) -> tuple[list[Any], dict[s
     }
     found = reader.stream.read(step, {place for places in each.values() for place in places})
     batches = [reader.collate([found[at] for at in each[number]]) for number in cut.numbers]
-    return batches, reader.stream.state()
+    return batches, reader.stream.state(step)
