@@ -7,6 +7,7 @@ from ucp_core.errors import FactsError
 __all__ = [
     "ArenaError",
     "DataError",
+    "NotFiniteError",
     "ParityError",
     "SettingsError",
     "StateError",
@@ -37,6 +38,10 @@ class StateError(WorkerError):
 
 class TaskError(WorkerError):
     """A training script uses the session wrongly."""
+
+
+class NotFiniteError(TaskError):
+    """The run ends because updates were NaN or infinite; every rank raises it at the same step."""
 
 
 class ArenaError(WorkerError):

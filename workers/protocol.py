@@ -293,10 +293,14 @@ class Assignment:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Completed:
-    """The run reached its last step, and that step is committed to storage."""
+    """The run reached its last step, and that step is committed to storage.
+
+    ``ended`` says why the script made this step the last one; "" if it is that of the settings.
+    """
 
     attempt: int
     step: int
+    ended: str = ""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -395,6 +399,21 @@ class Formed:
     load_s: float
     sources: tuple[tuple[str, int], ...]
     found: FoundBad = field(default_factory=FoundBad)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Noted:
+    """Something happened in an attempt that goes on, and is to be put on record.
+
+    Attributes:
+        attempt: The attempt.
+        step: The step.
+        text: One line for people.
+    """
+
+    attempt: int
+    step: int
+    text: str
 
 
 #: Kinds of source beside storage, as ``Formed`` names them.

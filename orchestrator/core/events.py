@@ -251,7 +251,7 @@ class WorkerLeft:
         how: "completed", "yielded", "fenced", "peer_lost" (a collective failed under it) or
             "unloadable" (it, or a peer, could not load the version to resume from).
         step: The last step it completed.
-        detail: One line for people.
+        detail: One line for people; with "completed" why the script stopped before the last step.
         damaged: Sources of that version whose bytes are not the bytes that were written.
         unread: Sources of it that could not be read this time.
         skipped: A line for people for each source that failed.
@@ -281,6 +281,22 @@ class WorkerRaised:
     step: int
     error: str
     traceback: str
+
+
+@value
+class NotFiniteFound:
+    """The loss or the gradient of a step, or an evaluation, is not finite; the attempt goes on.
+
+    Attributes:
+        number: Counts these in the attempt, from 1.
+        evidence: One line for people.
+    """
+
+    at_s: float
+    attempt: int
+    step: int
+    number: int
+    evidence: str
 
 
 @value
@@ -445,6 +461,7 @@ Event: TypeAlias = (
     | CheckpointCommitted
     | WorkerLeft
     | WorkerRaised
+    | NotFiniteFound
     | HangFound
     | AttemptStalled
     | MembersAtWork

@@ -24,6 +24,10 @@ DATA_ERRORS = frozenset(
 )
 
 
+#: Raised by all ranks or by none (``workers.errors``): one that was heard is proof.
+OF_ALL = frozenset({"NotFiniteError"})
+
+
 class FaultClass(StrEnum):
     """Which budget a failed attempt is charged to."""
 
@@ -81,6 +85,16 @@ class UserError:
     def error_type(self) -> str:
         """Return the part before the message, without its module, as in ``ValueError``."""
         return self.error.split(":", 1)[0].rsplit(".", 1)[-1]
+
+    @property
+    def message(self) -> str:
+        """Return the part behind the type."""
+        return self.error.partition(": ")[2]
+
+    @property
+    def is_of_all(self) -> bool:
+        """Return whether every rank raised it, whatever else happened to some of them."""
+        return self.error_type in OF_ALL
 
     @property
     def is_of_data(self) -> bool:
@@ -144,7 +158,8 @@ def pause_s(num_stuck: int) -> float:
 def user_bug(now: Sequence[UserError], before: Sequence[UserError]) -> UserError | None:
     """Return the error that proves a bug in the user's code, or None.
 
-    One rank's exception may come from its machine, and is survived once. The same type on two
+    One rank's exception may come from its machine, and is survived once. What all ranks agree on
+    does not. The same type on two
     ranks in one attempt, or again at the same step in a later attempt, comes from the code.
 
     Args:
@@ -153,6 +168,8 @@ def user_bug(now: Sequence[UserError], before: Sequence[UserError]) -> UserError
     """
     now = [error for error in now if not error.is_of_data]
     for index, error in enumerate(now):
+        if error.is_of_all:
+            return error
         for other in now[:index]:
             if other.rank != error.rank and other.error_type == error.error_type:
                 return now[0]

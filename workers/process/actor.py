@@ -25,7 +25,7 @@ import ray
 
 from ucp_core.errors import SupersededError
 from workers.parent_death import end_with_parent
-from workers.protocol import Assignment, Fenced, Formed, Outcome, Pace, Raised, SaveCosts
+from workers.protocol import Assignment, Fenced, Formed, Noted, Outcome, Pace, Raised, SaveCosts
 
 log = logging.getLogger(__name__)
 
@@ -104,6 +104,13 @@ class Worker:
     async def attend(self, attempt: int) -> Outcome:
         """Return how this worker left ``attempt``, once it has."""
         return await asyncio.wrap_future(self._future(attempt))
+
+    async def notes(self, attempt: int, num_heard: int) -> tuple[Noted, ...]:
+        """Return what the training noted in ``attempt``, but the first ``num_heard``.
+
+        Returns once there is more, or () once the attempt is left.
+        """
+        return await self._runner.notes.after(attempt, num_heard, left=self._future(attempt))
 
     async def formed(self, attempt: int) -> Formed | None:
         """Return how ``attempt`` was formed; None if it is not formed yet."""

@@ -5,6 +5,8 @@ from __future__ import annotations
 import hashlib
 import math
 from collections.abc import Callable
+from dataclasses import replace
+from math import isfinite
 from typing import Any
 
 import numpy as np
@@ -14,54 +16,86 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from workers.data import random_seed, seed_all, seeded
-from workers.parallel import Mesh
-from workers.train.executor import PassHooks, Pipeline, Quota, ShardedModel, on_host
+from workers.train.executor import PassHooks, ShardedModel, on_host, quota
 
 __all__ = ["mean_over_samples", "weights_digest"]
 
 
 def mean_over_samples(
     loss_of: Callable[[NDArray[Any]], tuple[Tensor, int]],
+    num_samples: int,
     *,
-    quota: Quota,
-    num_micro_batches: int,
-    samples_each: int,
-    mesh: Mesh,
-    pipeline: Pipeline | None,
-) -> float:
-    """Return the mean loss per token over ``num_micro_batches``, the same on every worker.
+    micro_batch: int,
+    sharded: ShardedModel,
+    done: Callable[[int], None],
+) -> tuple[float, str]:
+    """Return the mean loss per token over samples ``0 .. num_samples - 1``, on every worker.
+
+    Beside it the samples whose loss is not finite, for people; "" if there are none.
 
     Each micro-batch has its own element in the all-reduce, so the sum has one order for any number
     of workers. Its random numbers are keyed by its number, and the script's go on as if it drew
     none.
+
+    Args:
+        loss_of: Returns the mean loss over samples, and its number of tokens.
+        num_samples: At least 1.
+        micro_batch: Samples of a micro-batch; the last one has what is left.
+        sharded: The model; it is in evaluation mode meanwhile.
+        done: Called before each pass with the number of passes that this rank has begun.
     """
-    device = mesh.sharding.device_type
-    sums = torch.zeros(2, num_micro_batches, dtype=torch.float64, device=device)
-    starts = [one.micro_batch * samples_each for one in quota.passes]
-    batches = [np.arange(start, start + samples_each) for start in starts]
+    mesh = sharded.mesh
+    starts = range(0, num_samples, micro_batch)
+    sums = torch.zeros(2, len(starts), dtype=torch.float64, device=mesh.sharding.device_type)
+    num_begun = 0
 
-    def take(number: int, returned: tuple[Tensor, int]) -> Tensor:
-        one, (loss, tokens) = quota.passes[number], returned
-        if one.counts and mesh.counts and tokens:
-            sums[0, one.micro_batch] = loss.double() * tokens
-            sums[1, one.micro_batch] = tokens
-        return loss
+    def run(numbers: range) -> None:
+        """Compute micro-batches of one size, shared by all workers."""
+        passes = [
+            replace(one, micro_batch=numbers[one.micro_batch])
+            for one in quota(len(numbers), mesh.layout.dp, mesh.data_rank, fixed_tree=False).passes
+        ]
+        firsts = [starts[one.micro_batch] for one in passes]
+        batches = [np.arange(first, min(first + micro_batch, num_samples)) for first in firsts]
 
-    def begin(number: int) -> None:
-        key = ("evaluation", quota.passes[number].micro_batch)
-        seed_all(random_seed(*key, mesh.stage) if mesh.stage else random_seed(*key))
+        def take(number: int, returned: tuple[Tensor, int]) -> Tensor:
+            one, (loss, tokens) = passes[number], returned
+            if one.counts and mesh.counts and tokens:
+                sums[0, one.micro_batch] = loss.double() * tokens
+                sums[1, one.micro_batch] = tokens
+            return loss
 
+        def begin(number: int) -> None:
+            nonlocal num_begun
+            num_begun += 1
+            done(num_begun)
+            key = ("evaluation", passes[number].micro_batch)
+            seed_all(random_seed(*key, mesh.stage) if mesh.stage else random_seed(*key))
+
+        if sharded.pipeline is not None:
+            hooks = PassHooks(begin=begin, weigh=take)
+            sharded.pipeline.evaluate(batches, loss_of, hooks)
+            return
+        for number, batch in enumerate(batches):
+            begin(number)
+            take(number, loss_of(batch))
+
+    num_whole = num_samples // micro_batch
+    trained = [module for module in sharded.model.modules() if module.training]
+    sharded.model.eval()
     with torch.no_grad(), seeded(0):
-        if pipeline is not None:
-            pipeline.evaluate(batches, loss_of, PassHooks(begin=begin, weigh=take))
-        else:
-            for number, batch in enumerate(batches):
-                begin(number)
-                take(number, loss_of(batch))
+        # In a pipeline all micro-batches have one shape.
+        for numbers in filter(len, (range(num_whole), range(num_whole, len(starts)))):
+            run(numbers)
+    for module in trained:
+        module.training = True
     dist.all_reduce(sums)
     found = on_host(sums.reshape(-1))
-    tokens = math.fsum(found[num_micro_batches:])
-    return math.fsum(found[:num_micro_batches]) / tokens if tokens else math.nan
+    losses, tokens = found[: len(starts)], math.fsum(found[len(starts) :])
+    bad = next((start for start, one in zip(starts, losses, strict=True) if not isfinite(one)), -1)
+    if bad >= 0:
+        return math.nan, f"samples {bad} to {min(bad + micro_batch, num_samples) - 1}"
+    return (math.fsum(losses) / tokens if tokens else math.nan), ""
 
 
 def weights_digest(sharded: ShardedModel) -> str:

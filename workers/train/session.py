@@ -118,6 +118,7 @@ class Session:
         self._current: Step | None = None
         self._batches: Generator[Any] | None = None
         self._loss = self._validation_loss = math.nan
+        self._evaluates_badly = False
         self._timeout_s = self.settings.parallel.collective_timeout_s
         self._storage = StorageWriter(
             store=context.store,
@@ -325,6 +326,7 @@ class Session:
             if isinstance(data, DataLoader) and data.is_stream:
                 reached[STREAM] = data.state()
             extra = {**cursor, **reached, **self._registered_values()}
+            extra |= self._boundary.finiteness.values()
             # The wait for protection happens once, so it does not count as time of the next step.
             begun_s += self._boundary.completed(step, step_s, sharded, extra)
 
@@ -381,7 +383,7 @@ class Session:
 
         Args:
             loss_of: Returns the mean loss over a micro-batch, and its number of tokens.
-            num_samples: Held-out samples, at least 1; rounded down to whole micro-batches.
+            num_samples: Held-out samples, at least 1. The last micro-batch may be smaller.
 
         Raises:
             TaskError: ``num_samples`` is less than 1.
@@ -390,28 +392,17 @@ class Session:
             raise TaskError(f"evaluate: num_samples={num_samples} must be at least 1")
         sharded, progress = self._ready(), self._context.progress
         progress.enter(WorkerPhase.SCRIPT)
-        num_done = 0
-
-        def counted(samples: NDArray[Any]) -> tuple[Tensor, int]:
-            nonlocal num_done
-            num_done += 1
-            progress.micro_batch(num_done)
-            return loss_of(samples)
-
-        samples_each = min(self.settings.train.micro_batch, num_samples)
-        num_micro_batches = num_samples // samples_each
-        trained = [module for module in sharded.model.modules() if module.training]
-        sharded.model.eval()
-        loss = mean_over_samples(
-            counted,
-            quota=self._quota(num_micro_batches),
-            num_micro_batches=num_micro_batches,
-            samples_each=samples_each,
-            mesh=self._mesh,
-            pipeline=sharded.pipeline,
+        loss, bad = mean_over_samples(
+            loss_of,
+            num_samples,
+            micro_batch=min(self.settings.train.micro_batch, num_samples),
+            sharded=sharded,
+            done=progress.micro_batch,
         )
-        for module in trained:
-            module.training = True
+        if bad and not self._evaluates_badly:
+            what = f"the loss of an evaluation after step {self.step} is not finite: {bad}"
+            self._boundary.tell(self.step, what)
+        self._evaluates_badly = bool(bad)
         self._validation_loss = loss
         if self.rank == 0:
             self._storage.append(VALIDATION, self._boundary.line(self.step, loss=loss))
@@ -553,7 +544,7 @@ class Session:
         )
         drop_gathered(sharded.model)
         sharded.optimizers.begin()
-        self._boundary.loaded(sharded)
+        self._boundary.loaded(sharded, self._restored)
         return restored
 
     def _agree_on_data(

@@ -41,12 +41,14 @@ _WEIGHT = {
     "unloadable": 1,
     "hang": 3,
     "exception": 2,
+    "not_finite": 2,
     "preemption": 3,
     "crash": 3,
     "node_loss": 3,
 }
 _CLASS = {
     "exception": FaultClass.USER,
+    "not_finite": FaultClass.USER,
     "preemption": FaultClass.PREEMPTION,
     "undecided": FaultClass.UNDECIDED,
 }
@@ -433,6 +435,8 @@ def _charge(transition: Transition) -> str:
     """Charge the attempt to its budget; return why the run must fail, or ""."""
     run, rules = transition.run, transition.rules.budgets
     bug = budgets.user_bug(run.attempt.raised, run.raised_before)
+    if bug is not None and bug.is_of_all:
+        return bug.message
     if bug is not None:
         return (
             f"{bug.traceback.rstrip()}\n\nrank {bug.rank} raised at step {bug.step}: {bug.error} "

@@ -20,7 +20,7 @@ from torch import nn
 from ucp_core.storage import join
 from workers.errors import TaskError
 from workers.parallel import fsdp_modules
-from workers.protocol import METRICS, RESULT, Assignment, WorkerPhase
+from workers.protocol import METRICS, RESULT, Assignment, Noted, WorkerPhase
 from workers.snapshot import (
     FINAL_S_MAX,
     Captured,
@@ -38,7 +38,7 @@ from workers.train.boundary.restore import LIVE_STATE
 from workers.train.boundary.store import SavedState, StorageWriter
 from workers.train.context import WorkerContext
 from workers.train.evaluation import weights_digest
-from workers.train.executor import ShardedModel, Signals, Step, all_agree
+from workers.train.executor import Finiteness, ShardedModel, Signals, Step, all_agree
 
 __all__ = ["UNWRITTEN", "Boundary", "YieldSignal"]
 
@@ -69,6 +69,9 @@ class Boundary:
         buffer: Host memory for copies of the state.
         memory: Memory at the keeper; None if there is none.
         storage: Writes metrics and checkpoints.
+
+    Attributes:
+        finiteness: Decides about updates that are not finite.
     """
 
     def __init__(
@@ -100,6 +103,8 @@ class Boundary:
                 fenced=lambda: context.fenced(assignment.attempt),
                 told=self._wait_metrics,
             )
+        train = settings.train
+        self.finiteness = Finiteness(train.not_finite, train.num_micro_batches, tell=self.tell)
         self._unfollow: Callable[[], None] | None = None
         self._due = Due()
         self._state: Captured | None = None
@@ -119,9 +124,16 @@ class Boundary:
         if self._writer is not None:
             self._writer.prepare(capture(step, sharded, extra))
 
-    def loaded(self, sharded: ShardedModel) -> None:
-        """Note the weights that the attempt begins with."""
+    def loaded(self, sharded: ShardedModel, extra: Mapping[str, Any]) -> None:
+        """Note the weights that the attempt begins with, and what their version says of them."""
         self._loaded = Marks(sharded.shards)
+        self.finiteness.load(extra)
+
+    def tell(self, step: int, text: str) -> None:
+        """Say in the terminal, and have put on record, what the attempt survives."""
+        if self._assignment.rank == 0:
+            log.warning(text)
+            self._context.on_note(Noted(attempt=self._assignment.attempt, step=step, text=text))
 
     def signals(self) -> Signals:
         """Return this rank's signals in the current step."""
@@ -352,6 +364,7 @@ class Boundary:
             tokens=step.tokens,
             samples=stop - start,
             step_s=step_s,
+            **({"skipped": True} if step.is_skipped else {}),
             **more,
             num_workers=self._assignment.layout.world_size,
             layout=str(self._assignment.layout),
