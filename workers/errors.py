@@ -5,6 +5,7 @@ from __future__ import annotations
 from ucp_core.errors import FactsError
 
 __all__ = [
+    "ApartError",
     "ArenaError",
     "DataError",
     "NotFiniteError",
@@ -38,6 +39,10 @@ class StateError(WorkerError):
 
 class TaskError(WorkerError):
     """A training script uses the session wrongly."""
+
+
+class ApartError(TaskError):
+    """A script does on some workers what all must do; it says which line each of them is in."""
 
 
 class NotFiniteError(TaskError):

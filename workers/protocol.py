@@ -33,6 +33,10 @@ VALUES: Final = "metrics/values.jsonl"
 LOGS: Final = "logs"
 #: Written by rank 0 when it completes the last step.
 RESULT: Final = "result.json"
+#: Written by rank 0 when the script ends the run before its last step: the version it ends with.
+STOPPED: Final = "stopped.json"
+#: What scripts save for themselves by ``session.save``, a folder each.
+SAVED: Final = "saved"
 
 #: A source of a state: ``(step, attempt, node, arena, slot, sequence)`` of a slot in the memory of
 #: a node; node and arena are "" for the version in storage.
@@ -498,6 +502,7 @@ class WorkerReport:
         step_s: Duration of the last completed step; 0.0 before the first.
         loss: Loss of the last completed step, ``nan`` before the first.
         groups: State of its process groups, from the record ring.
+        place: Line of the script at which it has waited for others for long; "" if it does not.
     """
 
     worker: str
@@ -515,6 +520,7 @@ class WorkerReport:
     step_s: float
     loss: float
     groups: tuple[GroupState, ...]
+    place: str = ""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

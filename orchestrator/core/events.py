@@ -306,12 +306,15 @@ class HangFound:
     Attributes:
         guilty: Workers proven to hold the others up; empty if it could not be decided.
         evidence: One line for people: the rule that fired and the numbers.
+        is_program: Whether ranks are proven to have called different collectives: no machine does
+            that, and they will do it again.
     """
 
     at_s: float
     attempt: int
     guilty: tuple[str, ...]
     evidence: str
+    is_program: bool = False
 
 
 @value

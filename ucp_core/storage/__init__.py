@@ -12,6 +12,7 @@ from ucp_core.storage.base import (
     RefusingStore,
     Store,
     ask_ahead,
+    is_temporary,
     join,
 )
 from ucp_core.storage.local import LocalStore, is_link, is_local, may_reserve, open_file, within
@@ -35,6 +36,7 @@ __all__ = [
     "claim",
     "is_link",
     "is_local",
+    "is_temporary",
     "join",
     "may_reserve",
     "next_life",

@@ -197,6 +197,7 @@ def hang_found(transition: Transition, event: HangFound) -> None:
             fleet.strike(transition, worker.node)
     if guilty or run.phase is not Phase.FENCING:
         kind = "hang" if guilty else "undecided"
+        run.attempt.is_program |= event.is_program
         recovery.fault(transition, kind, tuple(guilty), event.evidence)
         recovery.proceed(transition)
 

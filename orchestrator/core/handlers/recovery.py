@@ -52,6 +52,7 @@ _CLASS = {
     "preemption": FaultClass.PREEMPTION,
     "undecided": FaultClass.UNDECIDED,
 }
+_TWICE = "; seen twice, so it is taken for a bug"
 #: Share of ``read_s`` after which keepers are asked again while one of them restarts, at first.
 _READ_AGAIN = 0.1
 
@@ -440,7 +441,7 @@ def _charge(transition: Transition) -> str:
     if bug is not None:
         return (
             f"{bug.traceback.rstrip()}\n\nrank {bug.rank} raised at step {bug.step}: {bug.error} "
-            f"(attempt {run.attempt.number}; seen twice, so it is taken for a bug)"
+            f"(attempt {run.attempt.number}{'' if bug.is_proven else _TWICE})"
         )
     # The last 64 are enough: what is to be recognised comes back at the same step, at once.
     run.raised_before = (*run.raised_before, *run.attempt.raised)[-64:]
@@ -451,9 +452,7 @@ def _charge(transition: Transition) -> str:
     if kind == "unloadable" and len(run.bad) > run.attempt.num_bad_at_start:
         # Nobody failed. It cannot repeat for ever: the next attempt has fewer sources.
         return ""
-    fault_class = _CLASS.get(kind, FaultClass.INFRASTRUCTURE)
-    if kind == "exception" and all(error.is_of_data for error in run.attempt.raised):
-        fault_class = FaultClass.INFRASTRUCTURE
+    fault_class = _class_of(run, kind)
     if kind not in ("growth", "move", "share", "drain", "stop", "controller_restart", "peer_lost"):
         run.faults = budgets.charge(
             run.faults, Fault(at_s=transition.now_s, fault_class=fault_class), rules
@@ -484,6 +483,15 @@ def _charge(transition: Transition) -> str:
     lines = (f"the last failure: {run.cause.kind}: {run.cause.evidence}", problem)
     shown = [error.traceback.rstrip() for error in run.attempt.raised[:1]]
     return "\n".join((*shown, *lines))
+
+
+def _class_of(run: MutableRunState, kind: str) -> FaultClass:
+    """Return the budget that a failed attempt is charged to."""
+    if kind == "undecided" and run.attempt.is_program:
+        return FaultClass.PROGRAM
+    if kind == "exception" and all(error.is_of_data for error in run.attempt.raised):
+        return FaultClass.INFRASTRUCTURE
+    return _CLASS.get(kind, FaultClass.INFRASTRUCTURE)
 
 
 def note_raised(transition: Transition, error: UserError) -> None:

@@ -39,6 +39,7 @@ class Attempt(Part):
         was_stuck: Whether a member did not leave when it was fenced, and was killed.
         judged: Whether its end was put on record and charged.
         raised: Errors of its training code.
+        is_program: Whether its ranks are proven to have called different collectives.
         num_noted: Numbers that were not finite and are on record.
         unread: Sources that members could not read, and did not prove bad.
         from_storage: Whether a member loaded from storage.
@@ -69,6 +70,7 @@ class Attempt(Part):
     was_stuck: bool = False
     judged: bool = False
     raised: tuple[UserError, ...] = ()
+    is_program: bool = False
     num_noted: int = 0
     unread: tuple[Source, ...] = ()
     from_storage: bool = False
