@@ -16,6 +16,7 @@ from orchestrator.errors import ConfigError
 from orchestrator.run_directory import CHECKPOINTS, CONFIG, SUMMARY
 from ucp_core.native import newest_finite
 from ucp_core.storage import Store, join, open_store
+from workers.protocol import STOPPED
 from workers.settings import IGNORE
 
 #: Sections and keys that a history with committed steps depends on.
@@ -47,11 +48,17 @@ def require_resumable(config: RunConfig) -> None:
         return
     if store.exists(join(path, SUMMARY)):
         steps = json.loads(store.read(join(path, SUMMARY)))["steps"]
+        stopped = _stopped(store, path)
+        line = ""
         if steps >= config.train.steps:
+            line = f"train.steps: all {steps} steps are done; raise it to train on"
+        elif stopped.get("step") == steps:
             line = (
-                f"train.steps: all {steps} steps are done; raise it to train on, or name another "
-                "run.directory"
+                f"train.steps: it is complete, the script stopped it behind step {steps}: "
+                f"{stopped['reason']}; delete {STOPPED} there to train on"
             )
+        if line:
+            line += ", or name another run.directory"
             _refuse(f"the run in {config.run.directory} is over:", [line])
     if not store.list(join(path, CHECKPOINTS)):
         return
@@ -63,6 +70,13 @@ def require_resumable(config: RunConfig) -> None:
             "changes; undo them, or name another run.directory:",
             broken,
         )
+
+
+def _stopped(store: Store, path: str) -> dict[str, Any]:
+    """Return the version with which a script ended its run; {} if none did."""
+    path = join(path, STOPPED)
+    found: dict[str, Any] = json.loads(store.read(path)) if store.exists(path) else {}
+    return found
 
 
 def _require_finite(config: RunConfig, store: Store, checkpoints: str) -> None:

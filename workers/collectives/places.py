@@ -30,6 +30,8 @@ _LOOK_S: Final = 0.25
 #: How often a meeting is looked at; the others usually come within milliseconds.
 _MEET_S: Final = 0.005
 _APART_S: Final = 0.25
+#: In place of a line, where the training thread is out of the script.
+_BEHIND: Final = "the end of the script"
 #: Code that is not the script's.
 _OURS: Final = str(Path(__file__).parents[1])
 _LIBRARIES: Final = (
@@ -175,7 +177,7 @@ class Places:
             return
 
     def _say_place(self, waited: Waited) -> None:
-        line = script_line(sys._current_frames().get(self._trainer))  # noqa: SLF001
+        line = script_line(sys._current_frames().get(self._trainer)) or _BEHIND  # noqa: SLF001
         self.tell(line)
         place = {
             "group": waited.group,

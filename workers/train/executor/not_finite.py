@@ -126,8 +126,8 @@ class Finiteness:
         broken = self._sound_step is not None
         if action == STOP or self.in_a_row >= most:
             raise NotFiniteError(
-                f"step {step.number}: {where}. {_row(self.in_a_row)} not finite (see "
-                f"train.not_finite); step {last} is the last that is. {_advice(broken=broken)}",
+                f"step {step.number} is not finite: {where}. {_row(self.in_a_row)}the last finite "
+                f"step is {last} (train.not_finite). {_advice(broken=broken)}",
                 step=step.number,
                 last_finite_step=last,
             )
@@ -189,13 +189,13 @@ def described_numbers(found: list[int], num: int) -> str:
 
 
 def _row(in_a_row: int) -> str:
-    return f"{in_a_row} updates in a row were" if in_a_row > 1 else "The update is"
+    return f"{in_a_row} updates in a row are not; " if in_a_row > 1 else ""
 
 
 def _advice(*, broken: bool) -> str:
     if broken:
         return (
-            "The weights behind it are not finite: lower the learning rate or mend the data, and "
+            "The weights behind that are not finite: lower the learning rate or mend the data, and "
             "run it again with run.resume_from=finite; a script that runs alone resumes from "
             "the step before once the newer folders in checkpoints/ are deleted"
         )

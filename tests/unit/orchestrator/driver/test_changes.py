@@ -60,6 +60,19 @@ def test_a_run_with_all_its_steps_is_over(directory: Path) -> None:
     require_resumable(_config(directory, "train.steps=21"))
 
 
+def test_a_run_that_its_script_has_stopped_is_over(directory: Path) -> None:
+    """It says why, and how to train on all the same."""
+    (directory / "summary.json").write_text(json.dumps({"steps": 8}))
+    told = {"step": 8, "attempt": 1, "reason": "no progress"}
+    (directory / "stopped.json").write_text(json.dumps(told))
+
+    with pytest.raises(ConfigError, match=r"is complete, .* behind step 8: no progress; delete st"):
+        require_resumable(_config(directory))
+    # It was trained on since.
+    (directory / "summary.json").write_text(json.dumps({"steps": 12}))
+    require_resumable(_config(directory))
+
+
 def test_a_run_that_is_under_way_cannot_be_given_other_settings(directory: Path) -> None:
     """They would be taken for granted and never come into force."""
     require_same(_config(directory, "cluster.local_nodes=3"))

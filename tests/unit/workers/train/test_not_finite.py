@@ -206,10 +206,10 @@ def test_too_many_in_a_row_end_the_run_and_name_the_last_finite_step(tmp_path: P
         train(tmp_path, always)
 
     assert "3 updates in a row" in str(raised.value)
-    assert "step 3 is the last" in str(raised.value)
+    assert "the last finite step is 3 " in str(raised.value)
     assert [row["step"] for row in lines(tmp_path)] == [1, 2, 3, 4, 5]
     # The rows of an older attempt count: a run that is killed in between ends alike.
-    with pytest.raises(TaskError, match="step 6: "):
+    with pytest.raises(TaskError, match="step 6 is not finite: "):
         train(tmp_path, always)
     found = train(tmp_path, {4: BOTH, 5: BOTH, 6: BOTH}, most=4)
     assert found.skipped == [6]
@@ -224,7 +224,7 @@ def test_two_in_a_row_again_and_again_end_nothing(tmp_path: Path) -> None:
 
 def test_stop_ends_the_run_with_the_first_one(tmp_path: Path) -> None:
     """Nothing of the step is taken, so the same command does it again."""
-    with pytest.raises(TaskError, match="step 4: "):
+    with pytest.raises(TaskError, match="step 4 is not finite: "):
         train(tmp_path, {4: FIRST}, action="stop")
 
     assert [row["step"] for row in lines(tmp_path)] == [1, 2, 3]
