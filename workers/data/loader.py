@@ -123,6 +123,9 @@ class DataLoader:
         digest: Identifies the data; by default ``dataset.digest`` if there is one. Workers, and a
             run and its checkpoint, must have the same.
 
+    Attributes:
+        epoch: See ``DataOrder``; positions without a sample are read as index -1.
+
     Raises:
         DataError: The dataset has no samples, can be iterated only once, or makes batches.
     """
@@ -150,6 +153,7 @@ class DataLoader:
         self._collate = collate_fn or torch.utils.data.default_collate
         self._num_workers = min(1, num_workers) if self.is_stream else num_workers
         self._draws = draws
+        self.epoch: tuple[int, int] | None = None
         self._readers: Readers | None = None
         self._state: dict[str, Any] | None = None
 

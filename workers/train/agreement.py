@@ -41,12 +41,14 @@ def agree_on_data(
         DataError: Workers, or this run and its checkpoint, have different data.
     """
     loader = data if isinstance(data, DataLoader) else None
-    cursor = {
+    cursor: dict[str, Any] = {
         "data_digest": digest or (loader.digest if loader is not None else ""),
         "num_samples": None if loader is not None and loader.is_stream else order.num_samples,
         "global_batch": order.global_batch,
         "data_seed": order.seed,
     }
+    if order.epoch is not None:
+        cursor["epoch"] = list(order.epoch)
     before = {name: restored.get(name, value) for name, value in cursor.items()}
     changed = [
         f"{name} is {value} but the checkpoint of step {step} was made with {before[name]}"

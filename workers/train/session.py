@@ -307,6 +307,7 @@ class Session:
             seed=self.settings.data.seed,
             num_samples=num_samples,
             global_batch=self.settings.train.global_batch,
+            epoch=read.epoch if isinstance(read, DataLoader) else None,
         )
         cursor = agree_on_data(
             read,
