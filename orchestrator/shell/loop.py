@@ -571,7 +571,8 @@ class Run:
         found = adopted(self._state, alive)
         self._observer.begin(self._state.attempt.number, found.members, self._state.attempt.step)
         for worker in found.inside:
-            self._workers.attend(worker, self._state.attempt.number)
+            is_first = worker == found.members[0]
+            self._workers.attend(worker, self._state.attempt.number, is_first=is_first)
         self._post(
             WorkersSurveyed(
                 at_s=self._clock.at_s(),

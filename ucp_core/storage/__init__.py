@@ -12,6 +12,7 @@ from ucp_core.storage.base import (
     RefusingStore,
     Store,
     ask_ahead,
+    is_temporary,
     join,
 )
 from ucp_core.storage.local import (
@@ -44,6 +45,7 @@ __all__ = [
     "is_full",
     "is_link",
     "is_local",
+    "is_temporary",
     "join",
     "may_reserve",
     "next_life",

@@ -7,7 +7,7 @@ from ucp_core.lazy import lazy_door
 if TYPE_CHECKING:
     from workers.data.dataset import Split, open_texts
     from workers.data.lines import JsonLines
-    from workers.data.loader import DataLoader, micro_batches_of
+    from workers.data.loader import DataLoader, Dataset, as_data, micro_batches_of
     from workers.data.order import DataOrder
     from workers.data.packing import pack
     from workers.data.parquet import ParquetRows
@@ -17,9 +17,11 @@ if TYPE_CHECKING:
 __all__ = [
     "DataLoader",
     "DataOrder",
+    "Dataset",
     "JsonLines",
     "ParquetRows",
     "Split",
+    "as_data",
     "drawn",
     "find_source",
     "keeping_host_numbers",

@@ -30,6 +30,7 @@ from workers.protocol import (
     Assignment,
     Fenced,
     Formed,
+    Noted,
     Outcome,
     Pace,
     Raised,
@@ -116,6 +117,13 @@ class Worker:
     async def attend(self, attempt: int) -> Outcome:
         """Return how this worker left ``attempt``, once it has."""
         return await asyncio.wrap_future(self._future(attempt))
+
+    async def notes(self, attempt: int, num_heard: int) -> tuple[Noted, ...]:
+        """Return what the training noted in ``attempt``, but the first ``num_heard``.
+
+        Returns once there is more, or () once the attempt is left.
+        """
+        return await self._runner.notes.after(attempt, num_heard, left=self._future(attempt))
 
     async def formed(self, attempt: int) -> Formed | None:
         """Return how ``attempt`` was formed; None if it is not formed yet."""

@@ -20,6 +20,7 @@ from ucp_core.storage import open_store
 from workers import collectives
 from workers.keeper import progress_path, ring_path
 from workers.process import device, termination
+from workers.process.notes import Notes
 from workers.process.output import HeldOutput, OutputLog, log_of
 from workers.process.warm_up import import_for, run_top_level, warm_up
 from workers.protocol import (
@@ -71,6 +72,7 @@ class AttemptRunner:
         self._costs: dict[int, Callable[[], SaveCosts]] = {}
         self._lock = threading.Lock()
         self._held = HeldOutput()
+        self.notes = Notes()
         self._progress = ProgressRecord.create(progress_path(directory, worker), worker=worker)
         self._context = WorkerContext(
             worker=worker,
@@ -87,6 +89,7 @@ class AttemptRunner:
             on_formed=self._note_formed,
             pace=lambda attempt: self._paces.get(attempt, Pace()),
             on_costs=self._note_costs,
+            on_note=self.notes.add,
         )
         self.attempt = 0
 

@@ -52,7 +52,7 @@ class Cause:
 
     Attributes:
         kind: crash, node_loss, preemption, hang, link, undecided, exception, peer_lost, unloadable,
-            growth, move, share, drain, stop, controller_restart, resume or completed.
+            not_finite, growth, move, share, drain, stop, controller_restart, resume or completed.
         guilty: Workers proven to have caused it.
         evidence: One line for people.
         at_s: When it was found.

@@ -22,6 +22,7 @@ from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 from orchestrator.core import (
     UNKNOWN_ATTEMPT,
     Event,
+    NotFiniteFound,
     WorkerExited,
     WorkerFormed,
     WorkerLeft,
@@ -38,6 +39,7 @@ from workers.protocol import (
     Ending,
     Fenced,
     Formed,
+    Noted,
     Outcome,
     Pace,
     PeerLost,
@@ -150,15 +152,19 @@ class Workers:
         if member is None:
             return  # its WorkerExited is on the way
         member.handle.enter.remote(assignment, gpu_ids)
-        self.attend(worker, assignment.attempt)
+        self.attend(worker, assignment.attempt, is_first=assignment.rank == 0)
 
-    def attend(self, worker: str, attempt: int) -> None:
-        """Hold the call that returns how ``worker`` left ``attempt``; one per attempt."""
+    def attend(self, worker: str, attempt: int, *, is_first: bool = False) -> None:
+        """Hold the call that returns how ``worker`` left ``attempt``; one per attempt.
+
+        The first rank is also asked what happens meanwhile: a ``NotFiniteFound`` each.
+        """
         member = self._members.get(worker)
         if member is None or attempt in member.attended:
             return
         member.attended.add(attempt)
-        self._spawn(self._attend(worker, member.handle.attend.remote(attempt)))
+        hearing = self._spawn(self._hear(member.handle, attempt)) if is_first else None
+        self._spawn(self._attend(worker, member.handle.attend.remote(attempt), hearing))
 
     def fence(self, attempt: int, workers: Iterable[str]) -> None:
         """Abort ``attempt`` in ``workers``; every one that lives answers by an event.
@@ -269,9 +275,29 @@ class Workers:
         except RayError as error:
             self._ended(worker, error)
 
-    async def _attend(self, worker: str, held: Any) -> None:
+    async def _hear(self, handle: Any, attempt: int) -> None:
+        """Post what the first rank notes, until it has left the attempt."""
+        num_heard = 0
+        with contextlib.suppress(RayError):  # its end is on the way
+            while notes := await _noted(handle, attempt, num_heard):
+                for number, note in enumerate(notes, start=num_heard + 1):
+                    self._post(
+                        NotFiniteFound(
+                            at_s=self._at_s(),
+                            attempt=attempt,
+                            step=note.step,
+                            number=number,
+                            evidence=note.text,
+                        )
+                    )
+                num_heard += len(notes)
+
+    async def _attend(self, worker: str, held: Any, hearing: asyncio.Task[None] | None) -> None:
         try:
             outcome = await held
+            if hearing is not None:
+                # What it noted last comes before its end, which may be that of the run.
+                await hearing
         except RayError as error:
             self._ended(worker, error)
             return
@@ -421,6 +447,11 @@ async def _paced(handle: Any, attempt: int, pace: Pace) -> SaveCosts | None:
     return costs
 
 
+async def _noted(handle: Any, attempt: int, num_heard: int) -> tuple[Noted, ...]:
+    notes: tuple[Noted, ...] = await handle.notes.remote(attempt, num_heard)
+    return notes
+
+
 async def _end_actor(handle: Any) -> None:
     with contextlib.suppress(RayError, ValueError):
         await in_thread(RAY, ray.kill, handle, no_restart=True)
@@ -446,7 +477,7 @@ def _left(at_s: float, worker: str, outcome: Outcome, unreached: str) -> Event:
         worker=worker,
         how=_HOW[type(outcome)],
         step=outcome.step,
-        detail=outcome.detail if isinstance(outcome, PeerLost) else "",
+        detail=_detail(outcome),
         told=outcome.why if isinstance(outcome, Yielded) else "",
         unreached=unreached,
     )
@@ -460,6 +491,12 @@ def _left(at_s: float, worker: str, outcome: Outcome, unreached: str) -> Event:
         unread=found.unread,
         skipped=found.reasons,
     )
+
+
+def _detail(outcome: Outcome) -> str:
+    if isinstance(outcome, Completed):
+        return outcome.ended
+    return outcome.detail if isinstance(outcome, PeerLost) else ""
 
 
 def _first_line(error: BaseException) -> str:

@@ -21,6 +21,7 @@ class Signals:
 
     Attributes:
         buffers: A pass changed a persistent buffer.
+        stops: Its script asked to end the run.
         leaves: It was asked to leave.
         leaves_durably: The state that it leaves with must be in storage.
         no_memory: It has no memory for a snapshot.
@@ -31,6 +32,7 @@ class Signals:
     """
 
     buffers: bool = False
+    stops: bool = False
     leaves: bool = False
     leaves_durably: bool = False
     no_memory: bool = False
