@@ -12,9 +12,11 @@ if TYPE_CHECKING:
     from workers.data.packing import pack
     from workers.data.parquet import ParquetRows
     from workers.data.randomness import drawn, keeping_host_numbers, random_seed, seed_all, seeded
+    from workers.data.stream import KEEPS_ORDER
     from workers.data.text import find_source
 
 __all__ = [
+    "KEEPS_ORDER",
     "DataLoader",
     "DataOrder",
     "Dataset",

@@ -12,14 +12,21 @@ from typing import Any, Final
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
 __all__ = ["fingerprint"]
 
 #: Bytes of each of three pieces: first, middle and last.
-_PIECE_BYTES: Final = 256
+_PIECE_BYTES: Final = 128
 #: Items of a list that are looked at, of either end, and how deep.
 _ITEMS_MAX, _DEPTH_MAX = 8, 4
+#: What NumPy has instead of torch's own types.
+_OF_TORCH_ONLY: Final = {
+    torch.bfloat16: torch.int16,
+    torch.float8_e4m3fn: torch.uint8,
+    torch.float8_e5m2: torch.uint8,
+}
 _PLAIN: Final = (bool, int, float, complex, type(None))
 
 
@@ -45,7 +52,7 @@ def fingerprint(value: Any, before: int = 0, depth: int = 0) -> int:
         return before
     if isinstance(value, list | tuple):
         before = zlib.crc32(str(len(value)).encode(), before)
-        items = value if len(value) <= 2 * _ITEMS_MAX else [*value[:_ITEMS_MAX], *value[-_ITEMS_MAX:]]
+        items = [*value[:_ITEMS_MAX], *value[max(_ITEMS_MAX, len(value) - _ITEMS_MAX) :]]
         if items and isinstance(items[0], _PLAIN):
             # Token ids, most often: the numbers of one list at once.
             return zlib.crc32(repr(items).encode(), before)
@@ -59,22 +66,23 @@ def fingerprint(value: Any, before: int = 0, depth: int = 0) -> int:
 
 
 def _of_tensor(tensor: Tensor, before: int) -> int:
-    if tensor.device.type != "cpu" or tensor.layout is not torch.strided or tensor.is_quantized:
+    if (bits := _OF_TORCH_ONLY.get(tensor.dtype)) is not None:
+        tensor = tensor.view(bits)
+    if not tensor.is_cpu or tensor.layout is not torch.strided or tensor.is_quantized:
         # To look inside would wait for the device.
-        return zlib.crc32(repr((tensor.dtype, tensor.shape)).encode(), before)
-    if tensor.dtype in {torch.bfloat16, torch.float8_e4m3fn, torch.float8_e5m2}:
-        # NumPy has none of these.
-        tensor = tensor.view(torch.int16 if tensor.dtype.itemsize == 2 else torch.uint8)
+        return zlib.crc32(f"{tensor.dtype}{tensor.shape}".encode(), before)
     return _of_array(tensor.numpy(force=True), before)
 
 
-def _of_array(array: Any, before: int) -> int:
-    before = zlib.crc32(repr((array.dtype.str, array.shape)).encode(), before)
+def _of_array(array: NDArray[Any], before: int) -> int:
     if array.dtype.hasobject:
         return fingerprint(array.flat[:_ITEMS_MAX].tolist(), before, _DEPTH_MAX - 1)
-    each = max(1, _PIECE_BYTES // array.itemsize)
-    if array.size <= 3 * each:
-        return zlib.crc32(array.tobytes(), before)
-    for first in (0, (array.size - each) // 2, array.size - each):
-        before = zlib.crc32(array.flat[first : first + each].tobytes(), before)
-    return before
+    flat, size = array.flat, array.size
+    each = _PIECE_BYTES // array.itemsize or 1
+    if size <= 3 * each:
+        data = array.tobytes()
+    else:
+        middle = (size - each) // 2
+        data = flat[:each].tobytes() + flat[middle : middle + each].tobytes()
+        data += flat[size - each :].tobytes()
+    return zlib.crc32(f"{array.dtype.num}{array.shape}".encode() + data, before)

@@ -165,6 +165,14 @@ class DataLoader:
         """Return where a stream is behind the step of the last batch; None for other datasets."""
         return self._state
 
+    @property
+    def read_digest(self) -> int:
+        """Return a digest, below 2 ** 20, of what a stream gave up to the step of the last batch.
+
+        It is 0 for other datasets, whose order is the run's.
+        """
+        return self._state["digest"] % (1 << 20) if self._state is not None else 0
+
     def batches(
         self,
         order: DataOrder,

@@ -18,22 +18,23 @@ from workers.data.fingerprint import fingerprint
 from workers.data.randomness import drawn, random_seed, seed_all
 from workers.errors import DataError
 
-__all__ = ["Stream", "is_stream"]
+__all__ = ["KEEPS_ORDER", "Stream", "is_stream"]
 
 #: A version keeps the state of a stream among its small values.
 _STATE_BYTES_MAX: Final = 256 << 10
-#: The digest takes one of so many samples of a step: a lost one shifts all that follow.
-_SAMPLES_EACH: Final = 4
+#: The digest takes one of so many samples of a step, and the first of an epoch: a lost one shifts
+#: all that follow.
+_SAMPLES_EACH: Final = 8
 #: What the digest of the next sample is at the end of an epoch.
 _NONE_LEFT: Final = 0
 
 
 #: What is wrong with a stream that gives other samples when it is read again.
-_KEEPS_ORDER: Final = (
-    "Samples would be lost or seen twice. It must give the same samples each time it is read: keep "
-    "no state from one reading to the next (a generator, a cursor), take random numbers from "
-    "torch, NumPy or Python themselves, which are seeded here, or have the order depend on "
-    "set_epoch(number) alone"
+KEEPS_ORDER: Final = (
+    "Samples would be lost or seen twice. It must give the same samples whoever reads it, and "
+    "each time: keep no state from one reading to the next (a generator, a cursor), draw random "
+    "numbers by torch.rand, numpy.random or random, whose seeds are set here, or have the order "
+    "depend on set_epoch(number) alone"
 )
 
 
@@ -95,7 +96,7 @@ class Stream:
             if known.get("digest", self._digest) != self._digest:
                 raise DataError(
                     f"DataLoader: the stream {type(self._dataset).__name__} was read again up to "
-                    f"step {step}, and gave other samples than before. {_KEEPS_ORDER}"
+                    f"step {step}, and gave other samples than before. {KEEPS_ORDER}"
                 )
             return
         self._next_digest = known.get("next_digest")
@@ -185,7 +186,7 @@ class Stream:
         if self._next_digest is not None:
             self._check_next(fingerprint(sample))
         self._taken += 1
-        if place % _SAMPLES_EACH == 0:
+        if place % _SAMPLES_EACH == 0 or self._taken == 1:
             self._digest = fingerprint(sample, self._digest)
         return sample
 

@@ -88,6 +88,7 @@ class Steps:
             TaskError: A step was left without ``apply``.
         """
         self._cursor, self._stream = cursor, stream
+        self._boundary.reads(stream)
         train = self._settings.train
         if self._boundary.ending.resumed():
             self._boundary.end(self.step, self._sharded, self._restored)

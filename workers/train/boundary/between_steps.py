@@ -17,6 +17,7 @@ from typing import Any, Final, NoReturn, cast
 import torch
 from torch import nn
 
+from workers.data import DataLoader
 from workers.errors import TaskError
 from workers.parallel import fsdp_modules
 from workers.protocol import METRICS, Assignment, Noted, SaveCosts, WorkerPhase
@@ -90,6 +91,7 @@ class Boundary:
         self._device = device
         self._buffer = buffer
         self._storage = storage
+        self._stream: DataLoader | None = None
         settings = context.settings
         self._cadence = Cadence(
             snapshot_every=max(1, settings.snapshot.first_every),
@@ -142,12 +144,23 @@ class Boundary:
             log.warning(text)
             self._context.on_note(Noted(attempt=self._assignment.attempt, step=step, text=text))
 
+    def reads(self, stream: DataLoader | None) -> None:
+        """Have ``signals`` say what a stream gave from now on."""
+        self._stream = stream
+
     def signals(self) -> Signals:
         """Return this rank's signals in the current step."""
         context, attempt, writer = self._context, self._assignment.attempt, self._writer
         leaves = context.yield_requested(attempt)
         leaves_durably = leaves and context.yield_durable(attempt)
-        signals = Signals(stops=self.ending.is_asked, leaves=leaves, leaves_durably=leaves_durably)
+        read = self._stream.read_digest if self._stream is not None else 0
+        signals = Signals(
+            stops=self.ending.is_asked,
+            leaves=leaves,
+            leaves_durably=leaves_durably,
+            read=read,
+            read_squared=read**2,
+        )
         if self._assignment.rank == 0:
             pace = context.pace(attempt)
             signals = replace(

@@ -41,7 +41,7 @@ from workers.train.executor.own_changes import (
 from workers.train.executor.pipeline import PassHooks, Pipeline
 from workers.train.executor.quotas import Pass, Quota
 from workers.train.executor.sharded_model import ShardedModel
-from workers.train.executor.signals import Signals, reading
+from workers.train.executor.signals import Signals, reading, refuse_readings
 
 __all__ = ["Step"]
 
@@ -378,6 +378,7 @@ class Step:
         if head[len(said)]:
             refuse_clipped(self.number)
         self.tokens, self.agreed = int(head[0]), Signals.from_sums(head[1 : len(said)])
+        refuse_readings(self.agreed, signals, step=self.number, device=device)
         self.loss = math.fsum(head[first:]) / self.tokens if self.tokens else math.nan
         self.grad_norm = math.sqrt(squared) * (1.0 / (max(1, self.tokens) * scale))
 

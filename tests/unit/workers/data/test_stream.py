@@ -391,7 +391,7 @@ def test_hugging_faces_buffer_behind_a_wrapper_is_found() -> None:
             first_step=behind + 1,
             state=states[behind - 1],
         )
-        with pytest.raises(DataError, match="Wrapper (does not continue|has no samples in epoch)"):
+        with pytest.raises(DataError, match=r"Wrapper (does not continue|has no samples in epoch)"):
             next(batches)
 
 
