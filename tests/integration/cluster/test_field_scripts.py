@@ -69,7 +69,7 @@ def test_a_nan_a_save_and_an_early_stop_with_a_kill_between(
     assert {name: tuple(one.shape) for name, one in load_file(saved / "model.safetensors").items()}
     assert open_checkpoint(LocalStore(), f"{directory}/checkpoints/step-{last:08d}").step == last
     with pytest.raises(
-        ConfigError, match=rf"it is complete, the script stopped it behind step {last}"
+        ConfigError, match=rf"is complete, the script stopped it behind step {last}"
     ):
         require_resumable(config)
 

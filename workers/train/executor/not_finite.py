@@ -24,6 +24,8 @@ __all__ = ["Finiteness", "described_numbers"]
 
 #: So many micro-batches are named.
 _TOLD: Final = 8
+#: So many rows of updates are told in an attempt, and then those whose number is a power of two.
+_ROWS_TOLD: Final = 8
 #: With a larger scale a gradient may overflow because of the scale.
 _SMALLEST_SCALE: Final = 1.0
 
@@ -59,7 +61,7 @@ class Finiteness:
     ) -> None:
         self._settings = settings
         self._num_micro_batches = num_micro_batches
-        self._tell = tell
+        self._tell_all, self._num_rows = tell, 0
         self.in_a_row = 0
         #: The newest step behind which the weights are finite, if they are not now.
         self._sound_step: int | None = None
@@ -110,6 +112,7 @@ class Finiteness:
     ) -> None:
         """Tell of an update that is not finite, or raise if the run ends before it."""
         action, most = self._settings.action, self._settings.most
+        self._num_rows += self.in_a_row == 1
         last = step.number - self.in_a_row
         if action == IGNORE:
             self._is_watched = self._sound_step is None
@@ -137,6 +140,12 @@ class Finiteness:
             f"step {step.number} is not finite: {where}. The update was left out on all workers; "
             f"{most - self.in_a_row} more in a row end the run (train.not_finite){was}",
         )
+
+    def _tell(self, step: int, text: str) -> None:
+        """Tell, but of data that is often not finite ever more seldom."""
+        num = self._num_rows
+        if num <= _ROWS_TOLD or num & (num - 1) == 0:
+            self._tell_all(step, text if num < _ROWS_TOLD else f"{text} (number {num} so far)")
 
     def updated(self, number: int, sharded: ShardedModel) -> None:
         """Look at the weights if an update was made that is not finite; every rank calls it."""

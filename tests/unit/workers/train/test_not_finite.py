@@ -222,6 +222,18 @@ def test_two_in_a_row_again_and_again_end_nothing(tmp_path: Path) -> None:
     assert found.skipped == [2, 3, 5, 6, 8]
 
 
+def test_what_happens_again_and_again_is_told_ever_more_seldom(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Each is an incident with a folder of its own, and a line in the terminal."""
+    found = train(tmp_path, dict.fromkeys(range(2, 74, 2), FIRST), steps=74, every=10, keep=2)
+
+    assert len(found.skipped) == 36
+    told = [record.message for record in caplog.records if "is not finite" in record.message]
+    assert len(told) == 10
+    assert told[-1].endswith("(number 32 so far)")
+
+
 def test_stop_ends_the_run_with_the_first_one(tmp_path: Path) -> None:
     """Nothing of the step is taken, so the same command does it again."""
     with pytest.raises(TaskError, match="step 4 is not finite: "):
