@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+import copy
 import io
 import sys
 import time
+from pathlib import Path
 from typing import Any
 
 import torch
+import torch.distributed.checkpoint as dcp
 from torch import Tensor, nn
+from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict
 
 from everstep import Session, run
 
@@ -62,8 +66,12 @@ def do(what: str, session: Session, model: Any) -> bool:
         torch.save(model.state_dict(), io.BytesIO())
     elif what == "whole":
         # As who knows FSDP: on all ranks.
-        assert all(one.shape for one in model.state_dict().values())
         model.layers[0].state_dict()["weight"].full_tensor()
+        copy.deepcopy(model.state_dict())
+        whole = get_model_state_dict(model, options=StateDictOptions(full_state_dict=True))
+        torch.save(whole, io.BytesIO())
+        folder = Path(session.save("best")).parent
+        dcp.save({"model": model.state_dict()}, checkpoint_id=folder / "dcp")
     elif what == "norm":
         # Of a shard: its sum needs the other ranks.
         print(next(model.parameters()).norm().full_tensor())
