@@ -108,6 +108,16 @@ def test_the_file_of_whole_weights_is_the_version_of_its_step(
     assert all(torch.isfinite(one).all() for one in saved.values())
 
 
+def test_storage_that_takes_no_file_is_told_by_every_rank(run: Run) -> None:
+    """Rank 0 alone writes; the others would wait for it in the next tensor."""
+    (run.directory / "saved").write_text("in the way")
+    lefts = run.train(script("3:save"), num_workers=3)
+
+    for left in lefts:
+        assert isinstance(left.outcome, Raised)
+        assert left.outcome.error.startswith("StorageError: ")
+
+
 @pytest.mark.parametrize(
     ("arguments", "steps", "why"),
     [

@@ -12,7 +12,6 @@ from ucp_core.storage.base import (
     RefusingStore,
     Store,
     ask_ahead,
-    is_temporary,
     join,
 )
 from ucp_core.storage.local import (
@@ -45,7 +44,6 @@ __all__ = [
     "is_full",
     "is_link",
     "is_local",
-    "is_temporary",
     "join",
     "may_reserve",
     "next_life",

@@ -7,6 +7,7 @@ the others can still come: one that waits for this rank in a collective cannot.
 
 from __future__ import annotations
 
+import contextlib
 import json
 import sys
 import sysconfig
@@ -106,7 +107,7 @@ class Places:
     def say(self, name: str, text: str) -> None:
         """Have all ranks hear a text; one that says nothing new may be late."""
         if self._world_size > 1:
-            self._store.set(f"said/{name}", text)
+            self._put(f"said/{name}", text)
 
     def heard(self, name: str) -> str:
         """Return what a rank said last; "" if none did, or the store is gone."""
@@ -163,18 +164,14 @@ class Places:
 
     def _watch(self) -> None:
         told: Waited | None = None
-        try:
-            while not self._left.wait(_LOOK_S) and not self._is_over():
-                waited = self._ring.waited(time.monotonic_ns() - int(_LONG_S * 1e9))
-                if waited is not None and waited != told:
-                    self._say_place(waited)
-                elif waited is None and told is not None:
-                    self.tell("")
-                    self._store.delete_key(f"place/{self._rank}")
-                told = waited
-        except (RuntimeError, dist.DistError):
-            # Without a store nobody meets; the line in the progress record stays.
-            return
+        while not self._left.wait(_LOOK_S) and not self._is_over():
+            waited = self._ring.waited(time.monotonic_ns() - int(_LONG_S * 1e9))
+            if waited is not None and waited != told:
+                self._say_place(waited)
+            elif waited is None and told is not None:
+                # What the store has of it proves nothing any more.
+                self.tell("")
+            told = waited
 
     def _say_place(self, waited: Waited) -> None:
         line = script_line(sys._current_frames().get(self._trainer)) or _BEHIND  # noqa: SLF001
@@ -186,7 +183,12 @@ class Places:
             "op": waited.op,
             "line": line,
         }
-        self._store.set(f"place/{self._rank}", json.dumps(place))
+        self._put(f"place/{self._rank}", json.dumps(place))
+
+    def _put(self, key: str, text: str) -> None:
+        # Without a store nobody meets.
+        with contextlib.suppress(RuntimeError, dist.DistError):
+            self._store.set(key, text)
 
 
 def script_line(frame: FrameType | None) -> str:

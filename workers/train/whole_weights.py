@@ -18,7 +18,7 @@ from torch import Tensor
 from ucp_core.errors import StorageError, UcpError
 from ucp_core.formats import print_header
 from ucp_core.storage import Buffer
-from workers.parallel import own_names
+from workers.parallel import drop_gathered, own_names
 from workers.state import DTYPES
 from workers.train.executor import ShardedModel, all_agree, on_host
 
@@ -54,6 +54,8 @@ def write_weights(
     Raises:
         StorageError: Rank 0 could not write it.
     """
+    # A gathered parameter is another object than its shard.
+    drop_gathered(sharded.model)
     tensors = sorted(_described(sharded), key=lambda one: (-one.dtype.itemsize, one.name))
     header = print_header(
         [(one.name, DTYPES[one.dtype], one.shape) for one in tensors], {"format": "pt", **metadata}

@@ -37,7 +37,7 @@ from ucp_core.native import (
     open_checkpoint,
     save_rank,
 )
-from ucp_core.storage import RECENT_S, Buffer, Owner, Store, is_full, is_temporary, join
+from ucp_core.storage import RECENT_S, Buffer, Owner, Store, is_full, join
 from workers.collectives import AbortedError, CollectiveError
 from workers.protocol import CHECKPOINTS, RESULT, Assignment
 from workers.settings import CheckpointSettings
@@ -152,24 +152,16 @@ class StorageWriter:
     def write(self, path: str, chunks: Iterable[Buffer]) -> None:
         """Write a file of the run directory now; it appears when the last chunk is written.
 
-        From the training thread. What a writer of the file that was killed has left is deleted.
+        From the training thread.
 
         Raises:
             AbortedError: The attempt was fenced.
             SupersededError: A later life of the run owns the directory.
             StorageError: It cannot be written.
         """
-        folder, _, name = path.rpartition("/")
-        folder = join(self._directory, folder)
         try:
             self._owner.require(within_s=RECENT_S)
-            left = [
-                join(folder, other)
-                for other in self._store.list(folder)
-                if is_temporary(other) and other.endswith(f"-{name}")
-            ]
-            self._store.delete_files(left)
-            self._store.write_file(join(folder, name), chunks, fsync=self._settings.fsync)
+            self._store.write_file(join(self._directory, path), chunks, fsync=self._settings.fsync)
         except _WriteRefused as refused:
             raise AbortedError(
                 f"attempt {self._assignment.attempt} was fenced while {path} was written",
