@@ -46,7 +46,7 @@ from everstep import (
 from everstep.integrations.epochs import Epoch, Samples
 from everstep.integrations.refusals import refusals
 from workers.parallel import drop_gathered, own_names
-from workers.train.executor import all_agree
+from workers.train import all_agree
 
 __all__ = ["ElasticTrainer"]
 
