@@ -5,8 +5,10 @@ from __future__ import annotations
 from ucp_core.errors import FactsError
 
 __all__ = [
+    "ApartError",
     "ArenaError",
     "DataError",
+    "NotFiniteError",
     "ParityError",
     "SettingsError",
     "StateError",
@@ -37,6 +39,14 @@ class StateError(WorkerError):
 
 class TaskError(WorkerError):
     """A training script uses the session wrongly."""
+
+
+class ApartError(TaskError):
+    """A script does on some workers what all must do; it says which line each of them is in."""
+
+
+class NotFiniteError(TaskError):
+    """The run ends because updates were NaN or infinite; every rank raises it at the same step."""
 
 
 class ArenaError(WorkerError):

@@ -33,6 +33,10 @@ VALUES: Final = "metrics/values.jsonl"
 LOGS: Final = "logs"
 #: Written by rank 0 when it completes the last step.
 RESULT: Final = "result.json"
+#: Written by rank 0 when the script ends the run before its last step: the version it ends with.
+STOPPED: Final = "stopped.json"
+#: What scripts save for themselves by ``session.save``, a folder each.
+SAVED: Final = "saved"
 
 #: A source of a state: ``(step, attempt, node, arena, slot, sequence)`` of a slot in the memory of
 #: a node; node and arena are "" for the version in storage.
@@ -293,18 +297,26 @@ class Assignment:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Completed:
-    """The run reached its last step, and that step is committed to storage."""
+    """The run reached its last step, and that step is committed to storage.
+
+    ``ended`` says why the script made this step the last one; "" if it is that of the settings.
+    """
 
     attempt: int
     step: int
+    ended: str = ""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Yielded:
-    """The worker left at a step boundary because it was asked to; ``step`` is committed."""
+    """The worker left at a step boundary because it was asked to; ``step`` is committed.
+
+    ``why`` says what asked it, if not the controller: its process ends next.
+    """
 
     attempt: int
     step: int
+    why: str = ""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -397,6 +409,21 @@ class Formed:
     found: FoundBad = field(default_factory=FoundBad)
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Noted:
+    """Something happened in an attempt that goes on, and is to be put on record.
+
+    Attributes:
+        attempt: The attempt.
+        step: The step.
+        text: One line for people.
+    """
+
+    attempt: int
+    step: int
+    text: str
+
+
 #: Kinds of source beside storage, as ``Formed`` names them.
 LOCAL_MEMORY: Final = "local memory"
 PEER_MEMORY: Final = "peer memory"
@@ -428,6 +455,16 @@ class WorkerPhase(StrEnum):
 NOT_FORMED: Final = frozenset({WorkerPhase.IDLE, WorkerPhase.FORMING, WorkerPhase.LOADING})
 #: The kernel's letters for a process that will not run again.
 GONE: Final = frozenset("XZ")
+
+
+@dataclass(frozen=True, slots=True)
+class Ending:
+    """How a process ended, in one line for people; "" if nobody knows."""
+
+    text: str
+    is_out_of_memory: bool = False
+
+
 #: Period of a worker's beat.
 BEAT_S: Final = 0.1
 
@@ -479,6 +516,7 @@ class WorkerReport:
         step_s: Duration of the last completed step; 0.0 before the first.
         loss: Loss of the last completed step, ``nan`` before the first.
         groups: State of its process groups, from the record ring.
+        place: Line of the script at which it has waited for others for long; "" if it does not.
     """
 
     worker: str
@@ -496,6 +534,7 @@ class WorkerReport:
     step_s: float
     loss: float
     groups: tuple[GroupState, ...]
+    place: str = ""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -563,6 +602,7 @@ class SaveCosts:
         checkpoint_stall_s: Time that training waits for a checkpoint.
         checkpoint_busy_s: Time until a checkpoint is in storage, seen between steps.
         pace: The current intervals.
+        trouble: Why nothing can be stored now; "" if nothing is wrong.
     """
 
     step_s: float
@@ -571,3 +611,4 @@ class SaveCosts:
     checkpoint_stall_s: float
     checkpoint_busy_s: float
     pace: Pace
+    trouble: str = ""

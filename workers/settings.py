@@ -22,6 +22,7 @@ __all__ = [
     "DataSettings",
     "InitSettings",
     "ModelSettings",
+    "NotFiniteSettings",
     "ParallelSettings",
     "Settings",
     "SnapshotSettings",
@@ -32,6 +33,7 @@ __all__ = [
 
 SCHEDULES: Final = ("cosine", "linear", "constant")
 PRECISIONS: Final = ("fp32", "bf16")
+SKIP, STOP, IGNORE = "skip", "stop", "ignore"
 #: An interval chosen from measured costs and failures.
 AUTO: Final = "auto"
 #: The intervals before anything was measured.
@@ -111,6 +113,20 @@ class DataSettings:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class NotFiniteSettings:
+    """What to do with an update whose loss or gradient norm is NaN or infinite on any worker.
+
+    Attributes:
+        action: "skip" leaves it out on all workers: weights, buffers and optimizer stay as they
+            were, and the step counts. "stop" ends the run before it, "ignore" takes it.
+        most: With "skip", so many in a row end the run.
+    """
+
+    action: str = SKIP
+    most: int = 3
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class TrainSettings:
     """The optimization, the same for any number of workers.
 
@@ -131,6 +147,7 @@ class TrainSettings:
         deterministic: Sum gradients in one order for any number of workers, so that the weights
             are bit-identical.
         validation_every: Steps between two validations; 0 to validate at the end only.
+        not_finite: Updates that are NaN or infinite.
     """
 
     steps: int = 200
@@ -148,6 +165,13 @@ class TrainSettings:
     seed: int = 0
     deterministic: bool = False
     validation_every: int = 0
+    not_finite: NotFiniteSettings = field(default_factory=NotFiniteSettings)
+
+    def __post_init__(self) -> None:
+        """Take a dictionary of ``not_finite``, too."""
+        given: Any = self.not_finite
+        if isinstance(given, Mapping):
+            object.__setattr__(self, "not_finite", NotFiniteSettings(**given))
 
     @property
     def num_warmup_steps(self) -> int:
@@ -441,6 +465,11 @@ def _train_problems(train: TrainSettings) -> list[str]:
         ),
         _one_of("schedule", train.schedule, SCHEDULES),
         _one_of("precision", train.precision, PRECISIONS),
+        _one_of("not_finite.action", train.not_finite.action, (SKIP, STOP, IGNORE)),
+        (
+            train.not_finite.most >= 1,
+            f"not_finite.most: {train.not_finite.most} must be at least 1",
+        ),
     ]
     return found + [f"train.{text}" for right, text in checks if not right]
 

@@ -198,6 +198,9 @@ def _known_keys(path: KeyPath) -> list[str]:
     kind = next(iter(get_args(kind)), kind)  # that of one in a list
     if len(path) > 1 and path[0] == "logging":
         kind = next(iter(get_args(kind.model_fields[str(path[1])].annotation)))
+    for part in path[1:]:
+        if is_dataclass(kind):
+            kind = next(field.default_factory for field in fields(kind) if field.name == part)
     if is_dataclass(kind):
         return [field.name for field in fields(kind)]
     return list(kind.model_fields)

@@ -45,6 +45,8 @@ class RunSection(Section):
         script: A training script that calls ``everstep.run``. Without one the built-in language
             model is trained.
         arguments: Of that script, each as one text: ``["--width", "512"]``.
+        resume_from: The version that a resume continues from: "newest", or "finite" for the newest
+            with finite weights, behind which steps are trained again.
         init_from: A checkpoint that a new run starts from, a path or URL, in any format that
             ``ucp`` opens: Hugging Face, DeepSpeed, Megatron, torch DCP, everstep.
         init_state: "weights", or "all" to also load the optimizer state.
@@ -57,6 +59,7 @@ class RunSection(Section):
     priority: int = 0
     script: str = ""
     arguments: tuple[str, ...] = ()
+    resume_from: Literal["newest", "finite"] = "newest"
     init_from: str = ""
     init_state: str = "weights"
     init_rename: dict[str, str] = Field(default_factory=dict)

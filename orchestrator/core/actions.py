@@ -197,10 +197,13 @@ class SetCadence:
 class ReportIncident:
     """Put on record why ``attempt`` ended. Its line in the journal is the whole effect.
 
+    It may go on after one of kind not_finite.
+
     Attributes:
         attempt: The one that ended.
         incident: crash, node_loss, preemption, hang, link, undecided, exception, peer_lost,
-            unloadable, controller_restart; or planned: growth, move, share, drain, stop.
+            unloadable, not_finite, controller_restart; or planned: growth, move, share, drain,
+            stop.
         guilty: Workers proven to have caused it.
         evidence: One line for people.
         found_s: When it was found, or when the members were asked to leave.

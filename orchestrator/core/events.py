@@ -187,8 +187,8 @@ class WorkerExited:
     """The process of ``worker`` is gone.
 
     Attributes:
-        cause: "crash" (its process died), "node" (its node died), "killed" (we killed it),
-            "preempted" (its node had been given notice).
+        cause: "crash" (its process died), "out_of_memory" (for want of memory), "node" (its node
+            died), "killed" (we killed it), "preempted" (its node had been given notice).
         detail: One line for people.
     """
 
@@ -251,12 +251,13 @@ class WorkerLeft:
         how: "completed", "yielded", "fenced", "peer_lost" (a collective failed under it) or
             "unloadable" (it, or a peer, could not load the version to resume from).
         step: The last step it completed.
-        detail: One line for people.
+        detail: One line for people; with "completed" why the script stopped before the last step.
         damaged: Sources of that version whose bytes are not the bytes that were written.
         unread: Sources of it that could not be read this time.
         skipped: A line for people for each source that failed.
         unreached: With "peer_lost": the node that its transport could not reach; "" if it named
             none.
+        told: With "yielded": what told its process to end; "" if nobody did.
     """
 
     at_s: float
@@ -269,6 +270,7 @@ class WorkerLeft:
     unread: tuple[Source, ...] = ()
     skipped: tuple[str, ...] = ()
     unreached: str = ""
+    told: str = ""
 
 
 @value
@@ -284,18 +286,37 @@ class WorkerRaised:
 
 
 @value
+class NotFiniteFound:
+    """The loss or the gradient of a step, or an evaluation, is not finite; the attempt goes on.
+
+    Attributes:
+        number: Counts these in the attempt, from 1.
+        evidence: One line for people.
+    """
+
+    at_s: float
+    attempt: int
+    step: int
+    number: int
+    evidence: str
+
+
+@value
 class HangFound:
     """Detection reached a verdict on an attempt that makes no progress.
 
     Attributes:
         guilty: Workers proven to hold the others up; empty if it could not be decided.
         evidence: One line for people: the rule that fired and the numbers.
+        is_program: Whether ranks are proven to have called different collectives: no machine does
+            that, and they will do it again.
     """
 
     at_s: float
     attempt: int
     guilty: tuple[str, ...]
     evidence: str
+    is_program: bool = False
 
 
 @value
@@ -445,6 +466,7 @@ Event: TypeAlias = (
     | CheckpointCommitted
     | WorkerLeft
     | WorkerRaised
+    | NotFiniteFound
     | HangFound
     | AttemptStalled
     | MembersAtWork

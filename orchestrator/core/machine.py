@@ -51,6 +51,7 @@ _HANDLERS: dict[type, Callable[[Transition, Any], None]] = {
     ev.CheckpointCommitted: on_members.checkpoint_committed,
     ev.WorkerLeft: on_members.worker_left,
     ev.WorkerRaised: on_members.worker_raised,
+    ev.NotFiniteFound: on_members.not_finite_found,
     ev.HangFound: on_members.hang_found,
     ev.AttemptStalled: on_members.attempt_stalled,
     ev.MembersAtWork: on_members.members_at_work,

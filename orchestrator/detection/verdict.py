@@ -22,7 +22,7 @@ When all members are stopped, nobody holds anybody up and there is no verdict.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from math import inf
 from typing import TypeAlias
@@ -55,6 +55,7 @@ class Verdict:
         rule: The rule that fired, by its name above.
         evidence: One line for people.
         waited_s: For how long no member was seen to progress.
+        is_program: Whether ranks are proven to have called different collectives.
     """
 
     attempt: int
@@ -63,6 +64,7 @@ class Verdict:
     rule: str
     evidence: str
     waited_s: float
+    is_program: bool = False
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -288,16 +290,30 @@ def _undecided(case: _Case) -> Verdict | None:
         return None
     wrong = mismatch(case.rows)
     if wrong is not None:
-        return case.verdict("undecided", [], wrong)
+        return replace(case.verdict("undecided", [], wrong), is_program=True)
     waiting = case.graph.waits_for
     if not waiting and case.still_s < case.limits.forming_s:
         # All may do the same for long, as to read data; nobody is held up by another.
         return None
+    where = _where(case)
     if len(waiting) < len(case.members):
-        return case.verdict("undecided", [], "no member waits for another")
+        return case.verdict("undecided", [], f"no member waits for another{where}")
     if any(waiting.values()):
-        return case.verdict("undecided", [], "the members wait for each other in a circle")
-    return case.verdict("undecided", [], "every member waits and none is missing: the network")
+        return case.verdict("undecided", [], f"the members wait for each other in a circle{where}")
+    nobody = "every member waits and none is missing: the network"
+    return case.verdict("undecided", [], nobody)
+
+
+def _where(case: _Case) -> str:
+    """Return the lines of the script at which the members wait, if they differ."""
+    by_place: dict[str, list[str]] = {}
+    for rank, row in sorted(case.rows.items()):
+        if row is not None and row.place:
+            by_place.setdefault(row.place, []).append(str(rank))
+    if len(by_place) < 2:  # noqa: PLR2004  one place says nothing
+        return ""
+    told = (f"rank {', '.join(ranks[:8])} at {place}" for place, ranks in by_place.items())
+    return f" ({'; '.join(told)})"
 
 
 def _bound_s(case: _Case, rank: int) -> float:

@@ -78,17 +78,19 @@ def mismatch(reports: Mapping[int, WorkerReport | None]) -> str | None:
     """Return how members of one group wait in different operations of the same number, if so.
 
     That is a mistake in the program, or ranks that disagree about data; nobody is to blame for
-    it as a machine.
+    it as a machine. Each rank's line of the script is named, if it is known.
     """
-    seen: dict[tuple[str, int], tuple[int, str]] = {}
+    seen: dict[tuple[str, int], tuple[int, str, str]] = {}
     for rank, row in sorted(reports.items()):
         for group in waits(row) if row is not None else ():
             if group.entered_seq != group.finished_seq + 1:
                 continue
-            first, op = seen.setdefault((group.group, group.entered_seq), (rank, group.op))
+            at = f" at {row.place}" if row is not None and row.place else ""
+            key = (group.group, group.entered_seq)
+            first, op, first_at = seen.setdefault(key, (rank, group.op, at))
             if op != group.op:
                 return (
-                    f"rank {first} called {op} and rank {rank} called {group.op} "
+                    f"rank {first} called {op}{first_at} and rank {rank} called {group.op}{at} "
                     f"as number {group.entered_seq} of group {group.group}"
                 )
     return None

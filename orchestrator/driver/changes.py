@@ -11,9 +11,13 @@ import json
 from typing import Any
 
 from orchestrator.config import RunConfig, load
+from orchestrator.driver.status import RunFiles
 from orchestrator.errors import ConfigError
 from orchestrator.run_directory import CHECKPOINTS, CONFIG, SUMMARY
-from ucp_core.storage import join, open_store
+from ucp_core.native import newest_finite
+from ucp_core.storage import Store, join, open_store
+from workers.protocol import STOPPED
+from workers.settings import IGNORE
 
 #: Sections and keys that a history with committed steps depends on.
 _FIXED = ("model", "data", "train.seed", "train.global_batch")
@@ -44,14 +48,21 @@ def require_resumable(config: RunConfig) -> None:
         return
     if store.exists(join(path, SUMMARY)):
         steps = json.loads(store.read(join(path, SUMMARY)))["steps"]
+        stopped = _stopped(store, path)
+        line = ""
         if steps >= config.train.steps:
+            line = f"train.steps: all {steps} steps are done; raise it to train on"
+        elif stopped.get("step") == steps:
             line = (
-                f"train.steps: all {steps} steps are done; raise it to train on, or name another "
-                "run.directory"
+                f"train.steps: it is complete, the script stopped it behind step {steps}: "
+                f"{stopped['reason']}; delete {STOPPED} there to train on"
             )
+        if line:
+            line += ", or name another run.directory"
             _refuse(f"the run in {config.run.directory} is over:", [line])
     if not store.list(join(path, CHECKPOINTS)):
         return
+    _require_finite(config, store, join(path, CHECKPOINTS))
     broken = [line for path, line in _changes(_last(config), config) if _is_fixed(path)]
     if broken:
         _refuse(
@@ -59,6 +70,30 @@ def require_resumable(config: RunConfig) -> None:
             "changes; undo them, or name another run.directory:",
             broken,
         )
+
+
+def _stopped(store: Store, path: str) -> dict[str, Any]:
+    """Return the version with which a script ended its run; {} if none did."""
+    path = join(path, STOPPED)
+    found: dict[str, Any] = json.loads(store.read(path)) if store.exists(path) else {}
+    return found
+
+
+def _require_finite(config: RunConfig, store: Store, checkpoints: str) -> None:
+    """Raise if weights that are not finite would be trained on, unless the user says so."""
+    if config.run.resume_from == "finite" or config.train.not_finite.action == IGNORE:
+        return
+    lineage = RunFiles(config.run.directory).state().lineage
+    newest, finite = newest_finite(store, checkpoints, lineage=lineage)
+    if finite < newest:
+        line = (
+            f"run.resume_from: step {finite} is the newest version with finite weights; mend what "
+            "went wrong, and add run.resume_from=finite to train on from there"
+            if finite
+            else "run.directory: no version there has finite weights; name another one"
+        )
+        what = f"the weights behind step {newest} of {config.run.directory} are not finite:"
+        _refuse(what, [line])
 
 
 def _last(config: RunConfig) -> RunConfig:

@@ -6,6 +6,7 @@ document each: the status, a recovery plan, the bounds of waits, a list of runs.
 
 from __future__ import annotations
 
+import re
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from datetime import datetime
@@ -88,6 +89,12 @@ class RunView:
         cause = status["cause"]
         if cause is not None:
             self._say("cause", _cause_line(cause), key=cause["at_s"])
+        if waits_for := status.get("waits_for"):
+            # A number in it may grow all the time.
+            self._say("waits", f"waits for {waits_for}", key=re.sub(r"\d+", "", waits_for))
+        else:
+            self._said.pop("waits", None)
+        self._say_problems(status)
         if status["phase"] == "running":
             for line in status["passed_over"]:
                 self._say(f"passed over {line}", f"passed over {line}", key=status["attempt"])
@@ -96,6 +103,15 @@ class RunView:
         if not self._console.is_terminal and now_s - self._printed_s >= PLAIN_LINE_S:
             self._printed_s = now_s
             self.say(f"step {status['step']}/{self._total}  {_facts(status)}")
+
+    def _say_problems(self, status: Mapping[str, Any]) -> None:
+        """Print what is wrong when that changes; the numbers in it change all the time."""
+        for topic in ("redundancy", "cadence"):
+            found = status.get(topic, {}).get("problems", ())
+            kinds = {re.sub(r"[0-9a-f]*\d[0-9a-f]*", "", problem): problem for problem in found}
+            for kind in kinds.keys() - self._said.get(topic, frozenset()):
+                self.say(f"problem: {kinds[kind]}")
+            self._said[topic] = frozenset(kinds)
 
     def say(self, text: str, *, style: str = "") -> None:
         """Print one line above the live display."""

@@ -24,6 +24,12 @@ DATA_ERRORS = frozenset(
 )
 
 
+#: What all ranks raise or none (``workers.errors``), and what a rank knows of all others: one that
+#: was heard is proof.
+OF_ALL = frozenset({"NotFiniteError"})
+PROVEN = frozenset({"ApartError", *OF_ALL})
+
+
 class FaultClass(StrEnum):
     """Which budget a failed attempt is charged to."""
 
@@ -31,6 +37,7 @@ class FaultClass(StrEnum):
     PREEMPTION = "preemption"
     USER = "user"
     UNDECIDED = "undecided"
+    PROGRAM = "program"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -42,6 +49,8 @@ class BudgetRules:
         infrastructure_max: Most infrastructure faults in a window.
         preemption_max: Most preemptions in a window.
         user_max: Most single-rank user errors in a window.
+        program_max: Most hangs in a window in which ranks called different collectives. Any of them
+            may come from a rank that read other data; two come from the program.
         undecided_max: Most hangs in a row after one and the same step that nobody could explain.
         stuck_max: Most failed attempts in a row without one new committed step, beside the
             unexplained ones.
@@ -55,6 +64,7 @@ class BudgetRules:
     infrastructure_max: int = 1000
     preemption_max: int = 10000
     user_max: int = 3
+    program_max: int = 1
     undecided_max: int = 4
     stuck_max: int = 12
     unexplained_max: int = 240
@@ -81,6 +91,21 @@ class UserError:
     def error_type(self) -> str:
         """Return the part before the message, without its module, as in ``ValueError``."""
         return self.error.split(":", 1)[0].rsplit(".", 1)[-1]
+
+    @property
+    def message(self) -> str:
+        """Return the part behind the type."""
+        return self.error.partition(": ")[2]
+
+    @property
+    def is_of_all(self) -> bool:
+        """Return whether every rank raised it, whatever else happened to some of them."""
+        return self.error_type in OF_ALL
+
+    @property
+    def is_proven(self) -> bool:
+        """Return whether no machine can be at fault."""
+        return self.error_type in PROVEN
 
     @property
     def is_of_data(self) -> bool:
@@ -110,6 +135,7 @@ def overspent(
         FaultClass.INFRASTRUCTURE: rules.infrastructure_max,
         FaultClass.PREEMPTION: rules.preemption_max,
         FaultClass.USER: rules.user_max,
+        FaultClass.PROGRAM: rules.program_max,
     }
     for fault_class, limit in limits.items():
         count = sum(fault.fault_class is fault_class for fault in faults)
@@ -144,7 +170,8 @@ def pause_s(num_stuck: int) -> float:
 def user_bug(now: Sequence[UserError], before: Sequence[UserError]) -> UserError | None:
     """Return the error that proves a bug in the user's code, or None.
 
-    One rank's exception may come from its machine, and is survived once. The same type on two
+    One rank's exception may come from its machine, and is survived once. What it has proof of does
+    not. The same type on two
     ranks in one attempt, or again at the same step in a later attempt, comes from the code.
 
     Args:
@@ -153,6 +180,8 @@ def user_bug(now: Sequence[UserError], before: Sequence[UserError]) -> UserError
     """
     now = [error for error in now if not error.is_of_data]
     for index, error in enumerate(now):
+        if error.is_proven:
+            return error
         for other in now[:index]:
             if other.rank != error.rank and other.error_type == error.error_type:
                 return now[0]

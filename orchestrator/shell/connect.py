@@ -6,17 +6,24 @@ import logging
 import os
 import signal
 import socket
+import tempfile
 import threading
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from urllib.request import getproxies, proxy_bypass
 
 import ray
+from ray import _raylet
 from ray._private import worker as ray_worker
 
 from orchestrator.errors import ConfigError
 from orchestrator.shell.local import local_clusters
 
 #: A cluster that is there accepts a connection in milliseconds, also from far away.
-ANSWER_S = 10.0
+ANSWER_S = 5.0
+#: What a client of gRPC says first, with empty settings; a server answers with its own.
+_HTTP2_HELLO = b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n" + bytes((0, 0, 0, 4, 0, 0, 0, 0, 0))
+_SETTINGS_TYPE, _HEAD_BYTES = 4, 9
 #: Ray's own words do not say so: whoever asks without the token is turned away like a stranger.
 _AUTH = "if it asks for a token, set RAY_AUTH_MODE=token and RAY_AUTH_TOKEN_PATH"
 _OWN_NAMES = frozenset({"127.0.0.1", "localhost"})
@@ -30,7 +37,7 @@ def connect_ray(address: str, *, namespace: str | None = None) -> None:
         RayError: What answers does not want this process.
         ConfigError: This process has another version of Ray or Python than the cluster.
     """
-    why = why_silent(address)
+    why = why_silent(address) or _why_no_head(address)
     if why:  # Ray would look for a cluster for minutes
         raise ConnectionError(why)
     os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
@@ -50,6 +57,8 @@ def connect_ray(address: str, *, namespace: str | None = None) -> None:
         )
     except ConnectionError as error:
         raise ConnectionError(f"{error}; {_AUTH}") from error
+    except ValueError as error:
+        raise ConnectionError(f"an address is HOST:PORT of a head, or auto; {error}") from error
     except RuntimeError as error:
         said = " ".join(str(error).split())
         raise ConfigError(
@@ -64,22 +73,74 @@ def connect_ray(address: str, *, namespace: str | None = None) -> None:
 def why_silent(address: str, *, timeout_s: float = ANSWER_S) -> str:
     """Return why nothing accepts a connection at ``address``; "" if something does.
 
-    Addresses such as "auto" and "ray://host:port" are Ray's to understand: nothing is said of them.
+    Addresses such as "auto" are Ray's to understand: nothing is said of them.
     """
-    host, _, port = address.rpartition(":")
-    if not port.isdecimal() or "/" in host:
+    host, port = _parts(address.removeprefix("ray://"))
+    if not port:
         return ""
     # A head may listen at its node's address only, which Ray uses for the machine's own names.
     own = [ray.util.get_node_ip_address()] if host in _OWN_NAMES else []
     why = ""
-    for name in (host.strip("[]"), *own):
+    for name in (host, *own):
         try:
-            socket.create_connection((name, int(port)), timeout=timeout_s).close()
+            socket.create_connection((name, port), timeout=timeout_s).close()
         except OSError as error:
             why = str(error)
         else:
             return ""
     return why
+
+
+def _parts(address: str) -> tuple[str, int]:
+    """Return host and port; port 0 if the address is none of these."""
+    host, _, port = address.rpartition(":")
+    return host.strip("[]"), int(port) if port.isdecimal() and "/" not in host else 0
+
+
+def _why_no_head(address: str) -> str:
+    """Return why what answers at HOST:PORT is no head of Ray; "" if it is one."""
+    host, port = _parts(address)
+    if not port:
+        return ""
+    why = "it does not speak Ray's protocol"
+    if os.environ.get("RAY_USE_TLS", "0") == "1" or _speaks_http2(host, port):
+        try:
+            with _quiet_descriptor(2):
+                _raylet.GcsClient(address=address)
+        except Exception as error:  # noqa: BLE001  of Ray's own kinds, which are not public
+            why = str(error)
+        else:
+            return ""
+    proxies = [f"{kind}_proxy" for kind in getproxies() if not proxy_bypass(host)]
+    through = f"; {' and '.join(proxies)} is set, and no_proxy lacks this host" if proxies else ""
+    return (
+        f"something answers, but not the head of a cluster: {why}{through}. The port is the one "
+        "that `ray start` prints, 6379 by default, not the dashboard's (8265) or clients' (10001)"
+    )
+
+
+def _speaks_http2(host: str, port: int) -> bool:
+    """Return whether a server answers as one of gRPC does."""
+    try:
+        with socket.create_connection((host, port), timeout=ANSWER_S) as connection:
+            connection.sendall(_HTTP2_HELLO)
+            head = connection.recv(_HEAD_BYTES, socket.MSG_WAITALL)
+    except OSError:
+        return False
+    return len(head) == _HEAD_BYTES and head[3] == _SETTINGS_TYPE
+
+
+@contextmanager
+def _quiet_descriptor(number: int) -> Iterator[None]:
+    """Drop what is written to a file descriptor: Ray's library in C++ logs to it."""
+    kept = os.dup(number)
+    try:
+        with tempfile.TemporaryFile() as dropped:
+            os.dup2(dropped.fileno(), number)
+            yield
+    finally:
+        os.dup2(kept, number)
+        os.close(kept)
 
 
 def head_returns(environment: Mapping[str, str]) -> bool:

@@ -13,9 +13,11 @@ import logging
 import os
 import threading
 import time
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NoReturn
 
 import ray
+
+from ucp_core.errors import StorageError
 
 if TYPE_CHECKING:
     from workers.protocol import NodeReport
@@ -59,7 +61,15 @@ class Controller:
 
         self._loop = asyncio.new_event_loop()
         self._self = ray.get_runtime_context().current_actor
-        self._run = Run(run_id=run_id, config=config, life=life, token=token, controller=self._self)
+        try:
+            self._run = Run(
+                run_id=run_id, config=config, life=life, token=token, controller=self._self
+            )
+        except StorageError as error:
+            # An actor whose constructor raised is not started again, and the run would be lost.
+            if ray.get_runtime_context().was_current_actor_reconstructed:
+                _give_way("cannot_begin", error)
+            raise
         threading.Thread(target=self._serve, name="run", daemon=True).start()
 
     # Nobody waits for an answer, and one of nothing costs a tenth of the call.
@@ -94,10 +104,15 @@ class Controller:
         asyncio.set_event_loop(self._loop)
         try:
             self._loop.run_until_complete(self._run.serve())
-        except Exception:
+        except Exception as error:  # noqa: BLE001  whatever ended the loop
             # As where the journal cannot be written. A process whose loop has ended would be taken
             # for a controller for ever: it is ended, so that Ray starts the next one.
-            log.critical("controller_failed", exc_info=True)
-            time.sleep(GIVE_WAY_S)
-            os._exit(1)
+            _give_way("controller_failed", error)
         ray.kill(self._self, no_restart=True)
+
+
+def _give_way(what: str, error: Exception) -> NoReturn:
+    """End this process so that Ray starts the next controller."""
+    log.critical(what, exc_info=error)
+    time.sleep(GIVE_WAY_S)
+    os._exit(1)

@@ -199,10 +199,7 @@ class Run:
             names=self._names,
             at_s=at_s,
             post=post,
-            is_draining=self._nodes.is_draining,
-            is_gone=self._nodes.is_gone,
-            kill_on_node=self._nodes.kill_worker,
-            look_around=self._nodes.look_around,
+            nodes=self._nodes,
             boot={**boot, "on_cpu": "GPU" not in self._config.worker_resources()},
         )
         self._observer = Observer(
@@ -330,8 +327,13 @@ class Run:
             raise TokenError("that is not the token of the run")
 
     def request_stop(self, reason: str) -> None:
-        """Stop at the next step boundary. On the loop."""
+        """Stop at the next step boundary. On the loop.
+
+        What memory holds is stored at once: a step may take longer than anybody waits for the end.
+        """
         self._post(StopRequested(at_s=self._clock.at_s(), reason=reason))
+        if self._config.snapshot.every_steps:
+            self._spawn(self._snapshots.flush(self._state.lineage))
 
     def note_fault(self, fault: str, target: str) -> None:
         """Journal that a fault is being injected now. On the loop."""
@@ -569,7 +571,8 @@ class Run:
         found = adopted(self._state, alive)
         self._observer.begin(self._state.attempt.number, found.members, self._state.attempt.step)
         for worker in found.inside:
-            self._workers.attend(worker, self._state.attempt.number)
+            is_first = worker == found.members[0]
+            self._workers.attend(worker, self._state.attempt.number, is_first=is_first)
         self._post(
             WorkersSurveyed(
                 at_s=self._clock.at_s(),
@@ -589,7 +592,7 @@ class Run:
             alternatives=self._config.alternative_names(),
             cost=cost_document(self._record.stats, self._config),
             directory=self._config.run.directory,
-            redundancy=self._protection.redundancy(self._state),
+            redundancy=self._redundancy(),
             cadence=self._cadence.document(self._state),
             loaded=self._record.stats.loaded,
             passed_over=list(self._record.stats.passed_over),
@@ -600,6 +603,12 @@ class Run:
             logging=self._loggers.document(),
             longest_pause_s=round(self._watch.longest_pause_s, 3),
         )
+
+    def _redundancy(self) -> dict[str, Any]:
+        document = self._protection.redundancy(self._state)
+        trouble = self._journal.trouble
+        waits = f"nothing is decided until the journal can be written: {trouble}"
+        return {**document, "problems": [*([waits] if trouble else []), *document["problems"]]}
 
     async def _close(self, page: StatusPage) -> None:
         # If the run was over when this incarnation began, it knows none of the processes yet.

@@ -154,6 +154,7 @@ class Observer:
                     attempt=self._attempt,
                     guilty=verdict.guilty,
                     evidence=verdict.evidence,
+                    is_program=verdict.is_program,
                 )
             )
         waited_s = verdict.waited_s if isinstance(verdict, Stalled) else 0.0

@@ -62,6 +62,9 @@ _DEATH = 0.004
 #: Share of the histories whose training code has a bug, and of those that are stopped.
 _BUG = 0.05
 _STOP = 0.05
+#: Share of those whose script ends before the last step, and whose numbers are not finite at times.
+_ENDS_EARLY = 0.05
+_NOT_FINITE = 0.2
 #: Said of a failure for want of a version to load.
 _WITHOUT_STATE = "name another run.directory"
 #: Share of those whose head is lost while the run goes on.
@@ -190,6 +193,7 @@ class History:
         for room in rooms:
             drawing.return_node(cluster, room, apart.choice(("", "", "r0", "r1")))
         self.expected = self._draw_ending()
+        self._draw_script()
         self.neighbour: Neighbour | None = None
         cluster.begin_life = self._begin_life
         self._draw_faults(apart, is_swarm=kinds is None)
@@ -226,6 +230,15 @@ class History:
             cluster.at(at_s, self._stop)
             return "stopped"
         return "completed"
+
+    def _draw_script(self) -> None:
+        """Decide what the script does beside its steps."""
+        script = Random(f"script {self.seed}")  # noqa: S311  no secrets here
+        if script.random() < _ENDS_EARLY and self.expected != "failed":
+            self.cluster.ends_at = script.randint(1, self.rules.total_steps)
+        if script.random() < _NOT_FINITE:
+            steps = range(1, self.rules.total_steps + 1)
+            self.cluster.not_finite_at = {step for step in steps if script.random() < _NOT_FINITE}
 
     def _stop(self) -> None:
         # A run that was resumed meanwhile is to complete.
@@ -501,7 +514,9 @@ class History:
             require(self.expected != "failed" or outcome.outcome == "failed", "L1", why)
             return
         require(self.expected != "failed", "L1", "a bug of the user's code was not seen")
-        total = self.rules.total_steps
+        total = min(self.rules.total_steps, cluster.ends_at)
+        says = "the script stopped" in outcome.reason
+        require(not says or total < self.rules.total_steps, "L1", f"nobody stopped: {why}")
         done = any(
             step >= total and self.monitor.counts(step, attempt)
             for step, attempt in self.cluster.storage.commits

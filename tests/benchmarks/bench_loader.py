@@ -14,6 +14,9 @@ draw no random numbers. It is not told of ``keyed`` ones, which are cheap ones o
 ``noisy`` ones draw from NumPy and Python. The two take turns in every round; ratios are medians
 over rounds of the ratio within a round. Without processes all work is this thread's, so its
 processor time counts, and what else runs on the machine hardly does.
+
+``stream`` is what a digest of a stream's samples costs: processor time for each micro-batch read,
+beside the same with a digest that does nothing.
 """
 
 from __future__ import annotations
@@ -25,9 +28,10 @@ import statistics
 import tempfile
 import time
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import numpy as np
 import torch
@@ -37,6 +41,7 @@ from torchdata.stateful_dataloader import StatefulDataLoader
 from everstep import DataLoader, JsonLines, pack
 from tests.benchmarks.common import load_average, paired, spread
 from workers.data import DataOrder
+from workers.data.fingerprint import fingerprint
 
 SEEK_STEP, SEEK_BATCH = 1_000_000, 512
 TOKENS, BATCH = 1024, 8
@@ -161,6 +166,41 @@ def throughput(dataset: Any, num_workers: int, *, rounds: int, num: int) -> dict
     return {**medians, "ratio": paired(rates["everstep"], rates["torchdata"])}
 
 
+class Rows(Iterable[Any]):
+    """Cheap samples as a stream."""
+
+    def __iter__(self) -> Iterator[Any]:
+        cheap = Cheap()
+        return ({"input_ids": x, "labels": y} for x, y in map(cheap.__getitem__, range(100_000)))
+
+
+class Placed(Rows):
+    """The same, which says where it is."""
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return the place."""
+        return {"at": 0}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Do nothing; it is never resumed here."""
+
+
+def digests(dataset: Rows, *, rounds: int, num: int) -> dict[str, Any]:
+    """Return microseconds per micro-batch of a step of 4, with and without the digest."""
+    found: dict[str, list[float]] = {"with": [], "without": []}
+    order = DataOrder(seed=0, num_samples=1, global_batch=4 * BATCH)
+    for _ in range(rounds):
+        for name, digest in (("with", fingerprint), ("without", _nothing)):
+            with mock.patch("workers.data.stream.fingerprint", digest):
+                batches = DataLoader(dataset).batches(order, seed=0, micro_batch=BATCH, numbers=[0])
+                found[name].append(1e6 / rate(batches, num, time.thread_time) / 4)
+    return {name: spread(times) for name, times in found.items()}
+
+
+def _nothing(*_: object) -> int:
+    return 0
+
+
 def main() -> None:
     """Measure and print."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
@@ -196,6 +236,10 @@ def main() -> None:
             (Noisy(), (0,), 10 * given.batches),
         )
         for num_workers in all_workers
+    }
+    found["stream_us"] = {
+        type(dataset).__name__.lower(): digests(dataset, rounds=given.rounds, num=given.batches)
+        for dataset in (Rows(), Placed())
     }
     if given.json:
         print(json.dumps(found))

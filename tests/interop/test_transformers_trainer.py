@@ -168,11 +168,14 @@ def test_adapters_are_trained_and_buffers_come_back(tmp_path: Path) -> None:
 
 
 def test_workers_may_change_in_the_middle(tmp_path: Path) -> None:
-    """Scheduler, callbacks and log go on; the curve is that of one undisturbed worker."""
+    """Scheduler, callbacks and log go on; the curve is that of one undisturbed worker.
+
+    Every second step is the last of an epoch, and has one batch of three.
+    """
     settings = Settings(
         script=str(SCRIPT),
         arguments=(str(tmp_path / "output"),),
-        train=TrainSettings(steps=STEPS, global_batch=8, micro_batch=2, deterministic=True),
+        train=TrainSettings(steps=STEPS, global_batch=6, micro_batch=2, deterministic=True),
         checkpoint=CheckpointSettings(every_steps=1, keep=0),
     )
 
@@ -243,6 +246,132 @@ def test_noise_for_embeddings_is_added(tmp_path: Path) -> None:
 
     assert losses[1] == pytest.approx(losses[0], rel=1e-6)
     assert abs(losses[2] - losses[0]) > 1e-3
+
+
+class Sized(torch.nn.Module):
+    """A model that takes no ``num_items_in_batch``; its loss shows how batches are weighted."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = torch.nn.Parameter(torch.zeros(2))
+
+    def forward(self, x: Any, labels: Any = None) -> Any:  # noqa: ARG002  Trainer looks for it
+        return {"loss": self.weight.sum() * len(x) + (self.weight**2).sum(), "logits": x}
+
+
+@pytest.mark.parametrize(
+    ("model", "given", "num_steps"),
+    [
+        ("causal", {"num_train_epochs": 2}, 6),
+        ("sized", {"num_train_epochs": 1.5}, 5),
+        ("sized", {"num_train_epochs": 2, "dataloader_drop_last": True}, 4),
+        ("sized", {"max_steps": 4}, 4),
+    ],
+    ids=["causal", "half", "drop_last", "max_steps"],
+)
+def test_epochs_are_cut_as_trainer_cuts_them(
+    tmp_path: Path, model: str, given: dict[str, Any], num_steps: int
+) -> None:
+    """13 samples, batches of 2, accumulation 3: 7 batches, the last of one, in steps of 3, 3, 1.
+
+    4 epochs asked were 5.33 trained. All samples are alike, so that their order does not count.
+    """
+    from everstep.integrations.transformers import ElasticTrainer
+
+    seen: list[list[int]] = []
+    histories, weights = [], []
+    for kind in (transformers.Trainer, ElasticTrainer):
+
+        class Watched(kind):  # type: ignore[misc, valid-type]
+            def compute_loss(self, model: Any, inputs: Any, *args: Any, **named: Any) -> Any:
+                if model.training:
+                    seen[-1].append(len(next(iter(inputs.values()))))
+                return super().compute_loss(model, inputs, *args, **named)
+
+        seen.append([])
+        trainer = _trainer(
+            Watched, tmp_path / kind.__name__, gradient_accumulation_steps=3, logging_steps=1,
+            eval_strategy="no", warmup_steps=0, **{"max_steps": -1, **given},
+        )  # fmt: skip
+        trainer.train_dataset = [trainer.train_dataset[0]] * 13
+        if model == "sized":
+            torch.manual_seed(0)
+            trainer = Watched(
+                model=Sized(), args=trainer.args,
+                train_dataset=[{"x": torch.ones(3), "labels": torch.ones(1)}] * 13,
+            )  # fmt: skip
+        output = trainer.train()
+        assert output.global_step == num_steps
+        histories.append(_history(trainer))
+        weights.append([one.detach().clone() for one in trainer.model.parameters()])
+
+    # What stands in for a batch that is not there counts for nothing, and is one sample.
+    num_batches = 6 if "dataloader_drop_last" in given else 7
+    assert seen[0] == _without_stand_ins(seen[1], seen[0], num_batches)
+    assert len(histories[0]) == num_steps
+    for line, expected in zip(histories[1], histories[0], strict=True):
+        assert line == pytest.approx(expected, rel=1e-4)
+    for mine, theirs in zip(*reversed(weights), strict=True):
+        torch.testing.assert_close(mine, theirs, rtol=1e-4, atol=1e-5)
+
+
+def _without_stand_ins(ours: list[int], theirs: list[int], num_batches: int) -> list[int]:
+    """Return our sizes of batches without those that fill up the last step of an epoch."""
+    kept, rest = [], iter(ours)
+    for at in range(len(theirs)):
+        kept.append(next(rest))
+        if at % num_batches == num_batches - 1:
+            assert all(next(rest) == 1 for _ in range(-num_batches % 3))
+    assert not list(rest)
+    return kept
+
+
+@pytest.mark.parametrize("drops", [False, True])
+def test_an_epoch_takes_each_sample_once(tmp_path: Path, drops: bool) -> None:  # noqa: FBT001
+    """In another order each time; what is dropped is another one, too."""
+    from everstep.integrations.transformers import ElasticTrainer
+
+    seen: list[tuple[int, ...]] = []
+
+    class Watched(ElasticTrainer):
+        def compute_loss(self, model: Any, inputs: Any, *args: Any, **named: Any) -> Any:
+            seen.extend(tuple(row) for row in inputs["input_ids"].tolist())
+            return super().compute_loss(model, inputs, *args, **named)
+
+    trainer = _trainer(
+        Watched, tmp_path, max_steps=-1, num_train_epochs=2, eval_strategy="no",
+        gradient_accumulation_steps=2, per_device_train_batch_size=3, dataloader_drop_last=drops,
+    )  # fmt: skip
+    trainer.train()
+
+    rows = {tuple(one["input_ids"].tolist()) for one in trainer.train_dataset}
+    taken = 6 if drops else 8
+    # Two batches of 3, and one of 2 with one that stands in for its neighbour.
+    epochs = [seen[:taken], seen[len(seen) // 2 :][:taken]]
+    assert all(len(set(epoch)) == taken and set(epoch) <= rows for epoch in epochs)
+    assert epochs[0] != epochs[1]
+
+
+def test_a_callback_ends_the_training_where_trainer_ends(tmp_path: Path) -> None:
+    """Early stopping is the usual one. The run is complete, and a restart trains no more."""
+    from transformers import EarlyStoppingCallback
+
+    from everstep.integrations.transformers import ElasticTrainer
+
+    found = []
+    for kind in (transformers.Trainer, ElasticTrainer):
+        trainer = _trainer(
+            kind, tmp_path / kind.__name__, max_steps=24, eval_steps=2, logging_steps=2,
+            learning_rate=0.5, metric_for_best_model="loss", greater_is_better=False,
+        )  # fmt: skip
+        trainer.add_callback(EarlyStoppingCallback(early_stopping_patience=2))
+        output = trainer.train()
+        found.append((output.global_step, [line["step"] for line in _history(trainer)]))
+
+    assert found[1] == found[0]
+    assert 4 <= found[0][0] < 24
+    again = _trainer(ElasticTrainer, tmp_path / "ElasticTrainer", max_steps=24)
+    assert again.train().global_step == found[0][0]
 
 
 def test_what_cannot_be_kept_is_refused_by_name(tmp_path: Path) -> None:

@@ -13,6 +13,7 @@ import numpy as np
 
 from ucp_core.geometry import DTYPE_BYTES, Box, TensorKey, flat_range
 from ucp_core.native import (
+    NOT_FINITE,
     Checkpoint,
     LocalTensor,
     SaveResult,
@@ -163,6 +164,25 @@ def save(
         )
         for rank in (range(world_size) if ranks is None else ranks)
     ]
+
+
+def save_not_finite(
+    store: Store, state: State, *, step: int, sound_step: int, root: str = ROOT
+) -> None:
+    """Save ``state`` by one rank, which says that step ``sound_step`` is the newest finite one."""
+    save_rank(
+        store,
+        join(root, checkpoint_name(step)),
+        step=step,
+        attempt=1,
+        rank=0,
+        world_size=1,
+        tensors=local_tensors(state, random_sharding(random.Random(step), state, 1)[0]),
+        extra={NOT_FINITE: {"in_a_row": 1, "sound_step": sound_step}},
+        param_groups=[],
+        source={},
+        fsync=False,
+    )
 
 
 def whole_need(state: State) -> list[LocalTensor]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Awaitable, Callable, Coroutine
+from dataclasses import dataclass, field
 from typing import Any
 
 from orchestrator.core import Bounds
@@ -11,7 +12,7 @@ from orchestrator.shell import RunNames
 from orchestrator.shell.capacity.nodes import Nodes, NodeView
 from orchestrator.shell.memory.snapshots import Answer, Snapshots
 from ucp_core.storage import Store
-from workers.protocol import Held, HeldPart, Inventory, KeeperOrder
+from workers.protocol import Ending, Held, HeldPart, Inventory, KeeperOrder
 
 ROOT = "run/checkpoints"
 LINEAGE = ((1, 0),)
@@ -110,3 +111,26 @@ def version_of(answer: Answer | None) -> tuple[int, str] | None:
     assert answer is not None
     found = answer.version
     return None if found is None else (found.step, found.source)
+
+
+@dataclass
+class SoundNodes:
+    """Sound nodes that know of processes what they were told."""
+
+    kill: Callable[[str, str], Awaitable[bool]] | None = None
+    endings: dict[int, Ending] = field(default_factory=dict)
+
+    def is_draining(self, _node: str) -> bool:
+        return False
+
+    async def is_gone(self, _node: str) -> bool:
+        return False
+
+    async def ending(self, _node: str, pid: int) -> Ending:
+        return self.endings.get(pid, Ending(""))
+
+    async def kill_worker(self, node: str, worker: str) -> bool:
+        return await self.kill(node, worker) if self.kill is not None else True
+
+    def look_around(self, host: str) -> str:  # noqa: ARG002
+        return ""

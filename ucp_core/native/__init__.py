@@ -4,11 +4,13 @@ from typing import TYPE_CHECKING
 
 from ucp_core.lazy import lazy_door
 from ucp_core.native.catalogue import (
+    NOT_FINITE,
     Collector,
     Found,
     checkpoint_name,
     collect_garbage,
     find_committed,
+    newest_finite,
     unloadable,
 )
 from ucp_core.native.claims import CLAIM_NAME, claimed, in_use, is_of_export
@@ -41,6 +43,7 @@ __all__ = [
     "CLAIM_NAME",
     "MANIFEST_NAME",
     "MEMORY_BYTES_MIN",
+    "NOT_FINITE",
     "UNFINISHED_NAME",
     "Checkpoint",
     "Collector",
@@ -62,6 +65,7 @@ __all__ = [
     "is_of_export",
     "load",
     "load_together",
+    "newest_finite",
     "open_checkpoint",
     "rank_name",
     "reading",

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import math
 import re
@@ -25,12 +26,14 @@ from ucp_core.native.saving import try_commit
 from ucp_core.storage import Store, is_link, join
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator
+    from collections.abc import Callable, Iterable, Iterator
 
     from ucp_core.lineage import Lineage
 
 #: Reading 1 TB at 300 MB/s takes less.
 GRACE_S = 3600.0
+#: Where ``extra`` says that weights are not finite: ``sound_step`` is the newest step whose are.
+NOT_FINITE = "not_finite"
 
 _STEP_NAME = re.compile(r"step-(\d{8,})")
 _WITHDRAWN_NAME = "withdrawn.json"
@@ -145,6 +148,52 @@ def unloadable(
     return tuple(found)
 
 
+def newest_finite(store: Store, checkpoints_directory: str, *, lineage: Lineage) -> tuple[int, int]:
+    """Return the newest step that counts, and the newest of them whose weights are finite.
+
+    0 for none. A later checkpoint may say that an earlier one is not finite.
+
+    Raises:
+        StorageError: The storage refused to show a checkpoint.
+    """
+    found: list[tuple[str, tuple[int, int]]] = []
+    for name in step_names(store, checkpoints_directory):
+        try:
+            checkpoint = _open_valid(store, join(checkpoints_directory, name), lineage)
+            _check_files(checkpoint)
+        except StorageError as error:
+            if not error.facts.get("missing"):
+                raise
+            continue
+        except UcpError:
+            continue
+        found.append((name, (checkpoint.step, _sound_step(checkpoint))))
+        finite = _newest_finite(found)
+        if finite:
+            return found[0][1][0], checkpoint.step
+    return (found[0][1][0], 0) if found else (0, 0)
+
+
+def _newest_finite(newest_first: Iterable[tuple[str, tuple[int, int]]]) -> str:
+    """Return the name of the newest checkpoint with finite weights; "" without one.
+
+    Args:
+        newest_first: Of each its name, its step, and the newest finite step that it knows of.
+    """
+    bound = math.inf
+    for name, (step, sound_step) in newest_first:
+        bound = min(bound, sound_step)
+        if step <= bound:
+            return name
+    return ""
+
+
+def _sound_step(checkpoint: Checkpoint) -> int:
+    told = checkpoint.manifest.extra.get(NOT_FINITE)
+    found = told.get("sound_step") if isinstance(told, dict) else None
+    return found if isinstance(found, int) else checkpoint.step
+
+
 def step_names(store: Store, checkpoints_directory: str) -> list[str]:
     """Return the names of checkpoint directories, newest step first, committed or not."""
     names = store.list(checkpoints_directory)
@@ -223,9 +272,9 @@ class Collector:
     """Deletes the directories that are older than the ``keep`` newest valid checkpoints.
 
     Newer directories may be unfinished and are left. With fewer than ``keep`` valid checkpoints
-    nothing is deleted. A checkpoint that a reader holds (``reading``) is left for the next call.
-    On storages without locks a checkpoint is first withdrawn, so that nobody opens it any more;
-    a call at least ``grace_s`` later deletes it.
+    nothing is deleted. The newest one with finite weights never is. A checkpoint that a reader
+    holds (``reading``) is left for the next call. On storages without locks a checkpoint is first
+    withdrawn, so that nobody opens it any more; a call at least ``grace_s`` later deletes it.
 
     What the next life of the run resumes from is never deleted: it is at least as new as the newest
     checkpoint here, because that life begins after ``require_owner`` was asked.
@@ -252,8 +301,8 @@ class Collector:
         assert keep >= 1, f"keep={keep} would delete the last committed checkpoint"
         self._store, self._directory = store, checkpoints_directory
         self._keep, self._grace_s, self._now_s = keep, grace_s, now_s
-        #: Step and attempt of those that were seen to be complete.
-        self._complete: dict[str, tuple[int, int]] = {}
+        #: Step, attempt and newest finite step of those that were seen to be complete.
+        self._complete: dict[str, tuple[int, int, int]] = {}
         #: When those were withdrawn that are not deleted yet.
         self._withdrawn_s: dict[str, float] = {}
         self._collected_s = -math.inf
@@ -272,10 +321,12 @@ class Collector:
         """
         self._collected_s = self._now_s()
         names = step_names(self._store, self._directory)
-        kept = list(islice((n for n in names if self._counts(n, lineage)), self._keep))
+        valid = ((name, one) for name in names if (one := self._look(name, lineage)))
+        kept = list(islice(valid, self._keep))
         if len(kept) < self._keep:
             return []
-        doomed = names[names.index(kept[-1]) + 1 :]
+        finite = _newest_finite(itertools.chain(kept, valid))
+        doomed = [name for name in names[names.index(kept[-1][0]) + 1 :] if name != finite]
         if doomed:
             require_owner()
         return [name for name in doomed if self._delete(name)]
@@ -289,7 +340,8 @@ class Collector:
         if self._store.appends or not is_recent:
             self.collect(lineage, require_owner=require_owner)
 
-    def _counts(self, name: str, lineage: Lineage) -> bool:
+    def _look(self, name: str, lineage: Lineage) -> tuple[int, int] | None:
+        """Return step and newest finite step of a checkpoint; None if it does not count."""
         found = self._complete.get(name)
         if found is None or not counts(step=found[0], attempt=found[1], lineage=lineage):
             try:
@@ -297,11 +349,12 @@ class Collector:
                 _check_files(checkpoint)
             except UcpError:
                 self._complete.pop(name, None)
-                return False
+                return None
+            found = checkpoint.step, checkpoint.attempt, _sound_step(checkpoint)
             if not self._store.appends:
-                self._complete[name] = checkpoint.step, checkpoint.attempt
+                self._complete[name] = found
             self._withdrawn_s.pop(name, None)
-        return True
+        return found[0], found[2]
 
     def _delete(self, name: str) -> bool:
         """Delete one checkpoint if nobody can be reading it; return whether it is gone.

@@ -14,7 +14,15 @@ from ucp_core.storage.base import (
     ask_ahead,
     join,
 )
-from ucp_core.storage.local import LocalStore, is_link, is_local, may_reserve, open_file, within
+from ucp_core.storage.local import (
+    LocalStore,
+    is_full,
+    is_link,
+    is_local,
+    may_reserve,
+    open_file,
+    within,
+)
 from ucp_core.storage.memory import MemoryStore
 from ucp_core.storage.ownership import RECENT_S, Owner, claim, next_life
 from ucp_core.storage.undoing import tidied, undone
@@ -33,6 +41,7 @@ __all__ = [
     "appended_sizes",
     "ask_ahead",
     "claim",
+    "is_full",
     "is_link",
     "is_local",
     "join",

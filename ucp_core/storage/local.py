@@ -552,6 +552,11 @@ def _storage_error(path: str, error: OSError) -> StorageError:
     )
 
 
+def is_full(error: StorageError) -> bool:
+    """Return whether the storage has no room, or the user may have no more of it."""
+    return error.facts.get("errno") in {errno.ENOSPC, errno.EDQUOT}
+
+
 def within(store: Store, directory: str) -> Store:
     """Return a store that reads only regular files inside ``directory``, where there are links."""
     return store.within(directory) if isinstance(store, LocalStore) else store

@@ -21,17 +21,22 @@ beside a lost timeout. Figures: ``tests/benchmarks/RESULTS.md``.
 """
 
 from workers.collectives.errors import AbortedError, CollectiveError, GroupError, unreached
-from workers.collectives.forming import abort, check, form, leave, set_timeout
+from workers.collectives.forming import abort, check, form, leave, places, set_timeout
 from workers.collectives.nccl import share_device
+from workers.collectives.places import Places, described, script_line
 
 __all__ = [
     "AbortedError",
     "CollectiveError",
     "GroupError",
+    "Places",
     "abort",
     "check",
+    "described",
     "form",
     "leave",
+    "places",
+    "script_line",
     "set_timeout",
     "share_device",
     "unreached",

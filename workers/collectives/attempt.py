@@ -9,8 +9,11 @@ from collections.abc import Callable
 from datetime import timedelta
 from typing import Any, Final, Protocol, TypeVar
 
+import torch.distributed as dist
+
 from workers.collectives import nccl
 from workers.collectives.errors import AbortedError, CollectiveError
+from workers.collectives.places import Places
 from workers.collectives.waiting import Waiter, helpers
 from workers.records import RecordRing
 
@@ -47,6 +50,7 @@ class Attempt:
         world_size: Members of the attempt.
         aborted: Set once, by ``abort`` or ``fail``.
         ring: Where the groups record.
+        places: Where the ranks are; None until this one is connected to the store.
     """
 
     def __init__(
@@ -58,6 +62,7 @@ class Attempt:
         self.timeout = timedelta(seconds=timeout_s)
         self.aborted = threading.Event()
         self.ring = RecordRing(ring_path, attempt=number, num_ranks=world_size)
+        self.places: Places | None = None
         self._lock = threading.Lock()
         self._waiters: weakref.WeakSet[Waiter] = weakref.WeakSet()
         self._groups: list[_Group] = []
@@ -69,6 +74,29 @@ class Attempt:
         if backend == "nccl":
             nccl.prepare(self.timeout)
             threading.Thread(target=self._settle, daemon=True, name="settle").start()
+
+    def connect(self, store_host: str, store_port: int, rank: int) -> dist.Store:
+        """Return a client of the rendezvous store, and begin to say where this rank waits.
+
+        Raises:
+            AbortedError: The attempt was aborted.
+            CollectiveError: The store does not answer.
+        """
+        # A client per attempt: an old connection may have been left in mid-request.
+        store = self.interruptible(
+            f"connecting to the store at {store_host}:{store_port}",
+            lambda: dist.TCPStore(
+                store_host, store_port, timeout=self.timeout, wait_for_workers=False
+            ),
+        )
+        self.places = Places(
+            dist.PrefixStore(f"places{self.number}", store),
+            self.ring,
+            rank=rank,
+            world_size=self.world_size,
+            is_over=self.aborted.is_set,
+        )
+        return store
 
     def abort(self) -> int:
         """Wake every thread that waits in this attempt; return how many waits there were.
@@ -173,6 +201,8 @@ class Attempt:
         """Close the records and release the groups; return what an abort left in flight."""
         self._left.set()
         self.look_at_devices()
+        if self.places is not None:
+            self.places.close()
         self.ring.close()
         with self._lock:
             groups, self._groups = self._groups, []

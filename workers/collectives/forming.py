@@ -21,6 +21,7 @@ import torch.distributed as dist
 
 from workers.collectives.attempt import Attempt, Leftovers
 from workers.collectives.group import BACKENDS, RecordedGroup, build_group
+from workers.collectives.places import Places
 from workers.collectives.torch_names import clear_mesh_caches, count_groups_anew, is_registered
 from workers.collectives.waiting import helpers
 
@@ -98,13 +99,7 @@ def form(
             current.abort()
         # Attempts only grow: older ones are not asked for again.
         _process.aborted = {number for number in _process.aborted if number >= attempt}
-    # A client per attempt: an old connection may have been left in mid-request.
-    store = current.interruptible(
-        f"connecting to the store at {store_host}:{store_port}",
-        lambda: dist.TCPStore(
-            store_host, store_port, timeout=current.timeout, wait_for_workers=False
-        ),
-    )
+    store = current.connect(store_host, store_port, rank)
     count_groups_anew()
     dist.init_process_group(
         BACKENDS[backend],
@@ -144,6 +139,13 @@ def check() -> None:
     current = _process.current
     if current is not None and current.aborted.is_set():
         raise current.error("; what its collectives have left counts for nothing", "check")
+
+
+def places() -> Places:
+    """Return where the ranks of the attempt are; for the training thread, as ``set_timeout``."""
+    assert _process.current is not None, "form() an attempt first"
+    assert _process.current.places is not None, "form() has not returned"
+    return _process.current.places
 
 
 def set_timeout(timeout_s: float) -> None:

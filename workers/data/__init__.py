@@ -7,19 +7,23 @@ from ucp_core.lazy import lazy_door
 if TYPE_CHECKING:
     from workers.data.dataset import Split, open_texts
     from workers.data.lines import JsonLines
-    from workers.data.loader import DataLoader, micro_batches_of
+    from workers.data.loader import DataLoader, Dataset, as_data, micro_batches_of
     from workers.data.order import DataOrder
     from workers.data.packing import pack
     from workers.data.parquet import ParquetRows
     from workers.data.randomness import drawn, keeping_host_numbers, random_seed, seed_all, seeded
+    from workers.data.stream import KEEPS_ORDER
     from workers.data.text import find_source
 
 __all__ = [
+    "KEEPS_ORDER",
     "DataLoader",
     "DataOrder",
+    "Dataset",
     "JsonLines",
     "ParquetRows",
     "Split",
+    "as_data",
     "drawn",
     "find_source",
     "keeping_host_numbers",

@@ -13,8 +13,9 @@ import functools
 import itertools
 import weakref
 from collections import deque
-from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
+from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from numbers import Integral
 from typing import Any, Final, Protocol, TypeAlias, cast
 
 import numpy as np
@@ -27,7 +28,7 @@ from workers.data.readers import Readers
 from workers.data.stream import Stream, is_stream
 from workers.errors import DataError
 
-__all__ = ["DataLoader", "Dataset", "micro_batches_of"]
+__all__ = ["DataLoader", "Dataset", "as_data", "micro_batches_of"]
 
 #: Batches that each process reads ahead.
 _AHEAD: Final = 2
@@ -37,6 +38,32 @@ _SAMPLES_AT_ONCE: Final = 1 << 14
 
 #: What a reader does next: a function of it, and further arguments.
 _Call: TypeAlias = tuple[Callable[..., Any], tuple[Any, ...]]
+
+
+def as_data(data: Any) -> int | DataLoader:
+    """Return what ``session.steps`` reads: a number of samples, or a ``DataLoader`` of a dataset.
+
+    Raises:
+        DataError: It is a loader of batches, or nothing that can be read; says what to hand over.
+    """
+    if isinstance(data, DataLoader):
+        return data
+    return int(data) if isinstance(data, Integral) else DataLoader(data)
+
+
+def _refuse_batches(data: Any) -> None:
+    """Raise ``DataError`` for what makes batches by itself, or is no dataset."""
+    kind = type(data).__name__
+    is_loader = isinstance(data, torch.utils.data.DataLoader)
+    if is_loader and (data.batch_size is not None or data.batch_sampler is not None):
+        raise DataError(
+            "a DataLoader of torch makes batches, in an order of its own, and here the run does "
+            "both: train.micro_batch samples each, in an order that kills do not change. Hand over "
+            "its dataset: everstep.DataLoader(loader.dataset, collate_fn=loader.collate_fn, "
+            f"num_workers={data.num_workers})"
+        )
+    if isinstance(data, str | bytes | Mapping):
+        raise DataError(f"a {kind} is no dataset; hand over samples by index: a list, a Dataset")
 
 
 class Dataset(Protocol):
@@ -96,8 +123,11 @@ class DataLoader:
         digest: Identifies the data; by default ``dataset.digest`` if there is one. Workers, and a
             run and its checkpoint, must have the same.
 
+    Attributes:
+        epoch: See ``DataOrder``; positions without a sample are read as index -1.
+
     Raises:
-        DataError: The dataset has no samples, or can be iterated only once.
+        DataError: The dataset has no samples, can be iterated only once, or makes batches.
     """
 
     def __init__(
@@ -109,6 +139,7 @@ class DataLoader:
         draws: bool = True,
         digest: str = "",
     ) -> None:
+        _refuse_batches(dataset)
         self.dataset = cast("Any", dataset)
         self.is_stream = is_stream(dataset)
         if self.is_stream:
@@ -122,6 +153,7 @@ class DataLoader:
         self._collate = collate_fn or torch.utils.data.default_collate
         self._num_workers = min(1, num_workers) if self.is_stream else num_workers
         self._draws = draws
+        self.epoch: tuple[int, int] | None = None
         self._readers: Readers | None = None
         self._state: dict[str, Any] | None = None
 
@@ -132,6 +164,14 @@ class DataLoader:
     def state(self) -> dict[str, Any] | None:
         """Return where a stream is behind the step of the last batch; None for other datasets."""
         return self._state
+
+    @property
+    def read_digest(self) -> int:
+        """Return a digest, below 2 ** 20, of what a stream gave up to the step of the last batch.
+
+        It is 0 for other datasets, whose order is the run's.
+        """
+        return self._state["digest"] % (1 << 20) if self._state is not None else 0
 
     def batches(
         self,
@@ -262,4 +302,4 @@ def _read_step(reader: _Reader, cut: _Cut, step: int) -> tuple[list[Any], dict[s
     }
     found = reader.stream.read(step, {place for places in each.values() for place in places})
     batches = [reader.collate([found[at] for at in each[number]]) for number in cut.numbers]
-    return batches, reader.stream.state()
+    return batches, reader.stream.state(step)

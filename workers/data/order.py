@@ -32,15 +32,21 @@ class DataOrder:
         seed: Selects the order.
         num_samples: Number of samples, at least 1; a sample is an index below this.
         global_batch: Samples per step, at least 1; may exceed ``num_samples``.
+        epoch: Samples that an epoch takes, and its positions: those beyond have no sample (-1). So
+            an epoch ends with a step. None to take all, in as many positions.
     """
 
     seed: int
     num_samples: int
     global_batch: int
+    epoch: tuple[int, int] | None = None
 
     def __post_init__(self) -> None:
         assert self.num_samples >= 1, "an order needs at least one sample"
         assert self.global_batch >= 1, "a step needs at least one sample"
+        if self.epoch is not None:
+            taken, length = self.epoch
+            assert 1 <= taken <= min(self.num_samples, length), f"an epoch of {self.epoch}"
 
     def positions(self, step: int) -> tuple[int, int]:
         """Return the half-open range of positions that ``step`` (from 1) takes."""
@@ -63,7 +69,9 @@ class DataOrder:
         """
         if not positions.size:
             return np.empty(positions.shape, np.int64)
-        epochs, places = np.divmod(positions, self.num_samples)
+        taken, length = self.epoch or (self.num_samples, self.num_samples)
+        epochs, places = np.divmod(positions, length)
+        is_there = places < taken
         first, last = int(epochs.flat[0]), int(epochs.flat[-1])
         # (rounds, epochs); those of a position are a column.
         keys = np.array(
@@ -75,13 +83,14 @@ class DataOrder:
         )
         columns = (epochs - first).ravel()
         half_bits = max(1, ((self.num_samples - 1).bit_length() + 1) // 2)
-        values, outside = places.ravel().astype(np.uint64), np.arange(positions.size)
+        values, outside = places.ravel().astype(np.uint64), np.flatnonzero(is_there)
         while outside.size:
             of_each = keys if first == last else keys[:, columns[outside]]
             walked = _feistel(values[outside], half_bits, of_each)
             values[outside] = walked
             outside = outside[walked >= self.num_samples]
-        return values.reshape(positions.shape).astype(np.int64)
+        found = values.reshape(positions.shape).astype(np.int64)
+        return found if self.epoch is None else np.where(is_there, found, -1)
 
 
 def _feistel(

@@ -1,7 +1,8 @@
 """Samples that come only one after the other, cut into steps.
 
 Every worker reads the whole stream and keeps its part of each step, so any number of workers sees
-every sample once, in the stream's own order. The stream must be the same wherever it is read.
+every sample once, in the stream's own order. The stream must be the same wherever it is read: a
+digest of what was read says if it is, to the other workers and after a resume.
 """
 
 from __future__ import annotations
@@ -13,13 +14,28 @@ from typing import Any, Final
 
 import torch
 
+from workers.data.fingerprint import fingerprint
 from workers.data.randomness import drawn, random_seed, seed_all
 from workers.errors import DataError
 
-__all__ = ["Stream", "is_stream"]
+__all__ = ["KEEPS_ORDER", "Stream", "is_stream"]
 
 #: A version keeps the state of a stream among its small values.
 _STATE_BYTES_MAX: Final = 256 << 10
+#: The digest takes one of so many samples of a step, and the first of an epoch: a lost one shifts
+#: all that follow.
+_SAMPLES_EACH: Final = 8
+#: What the digest of the next sample is at the end of an epoch.
+_NONE_LEFT: Final = 0
+
+
+#: What is wrong with a stream that gives other samples when it is read again.
+KEEPS_ORDER: Final = (
+    "Samples would be lost or seen twice. It must give the same samples whoever reads it, and "
+    "each time: keep no state from one reading to the next (a generator, a cursor), draw random "
+    "numbers by torch.rand, numpy.random or random, whose seeds are set here, or have the order "
+    "depend on set_epoch(number) alone"
+)
 
 
 def is_stream(dataset: Any) -> bool:
@@ -54,6 +70,9 @@ class Stream:
         self._seed, self._global_batch = seed, global_batch
         self._iterator: Any = iter(())
         self._epoch = self._taken = 0
+        #: Over samples read so far, and where the epoch began.
+        self._digest = self._epoch_digest = 0
+        self._next_digest: int | None = None
 
     def seek(self, step: int, state: dict[str, Any] | None) -> None:
         """Continue behind ``step``, 0 for the beginning.
@@ -64,14 +83,25 @@ class Stream:
         Args:
             step: The last step whose samples were taken.
             state: What ``state`` returned after it; None if nobody knows, then all is read again.
+
+        Raises:
+            DataError: It was read again, and gave other samples.
         """
         known = state or {"epoch": 0, "taken": step * self._global_batch, "dataset": None}
         begun, held = step * self._global_batch - known["taken"], known["dataset"]
+        self._digest = known.get("epoch_digest", 0)
         if held is None or not _is_stateful(self._dataset):
             self._begin_epoch(known["epoch"])
             self._read_again(begun, step)
+            if known.get("digest", self._digest) != self._digest:
+                raise DataError(
+                    f"DataLoader: the stream {type(self._dataset).__name__} was read again up to "
+                    f"step {step}, and gave other samples than before. {KEEPS_ORDER}"
+                )
             return
+        self._next_digest = known.get("next_digest")
         self._continue(known["epoch"], held)
+        self._epoch_digest, self._digest = self._digest, known.get("digest", 0)
         self._taken = known["taken"]
 
     def read(self, step: int, kept: Collection[int]) -> dict[int, Any]:
@@ -82,19 +112,18 @@ class Stream:
             kept: Places, ``0 <= place < global_batch``; the others are read and dropped.
 
         Raises:
-            DataError: The dataset has no samples.
+            DataError: The dataset has no samples, or its ``state_dict`` led to another one.
         """
-        if self._taken or not self._epoch:
-            seed_all(random_seed("stream", self._seed, step))
         found: dict[int, Any] = {}
         for place in range(self._global_batch):
-            sample = self._next()
+            self._seed_place(step, place)
+            sample = self._next(place)
             if place in kept:
                 found[place] = sample
         return found
 
-    def state(self) -> dict[str, Any]:
-        """Return where the stream is, as JSON values.
+    def state(self, step: int) -> dict[str, Any]:
+        """Return where the stream is behind ``step``, as JSON values; may read a sample ahead.
 
         Raises:
             DataError: The dataset's own state is too large, or not made of JSON values.
@@ -113,21 +142,56 @@ class Stream:
                 )
             # A copy: the dataset goes on.
             held = json.loads(text)
-        return {"epoch": self._epoch, "taken": self._taken, "dataset": held}
+        where: dict[str, Any] = {"epoch": self._epoch, "taken": self._taken, "dataset": held}
+        where |= {"epoch_digest": self._epoch_digest, "digest": self._digest}
+        if held is not None:
+            # Not every state_dict leads to where it was taken: the next sample will tell.
+            self._seed_place(step + 1, 0)
+            first = list(itertools.islice(self._iterator, 1))
+            where["next_digest"] = fingerprint(first[0]) if first else _NONE_LEFT
+            self._iterator = itertools.chain(first, self._iterator)
+        return where
 
-    def _next(self) -> Any:
+    def _seed_place(self, step: int, place: int) -> None:
+        """Seed the numbers of a sample and those that follow, if it begins some of its own."""
+        if place == 0 and (self._taken or not self._epoch):
+            seed_all(random_seed("stream", self._seed, step))
+        elif place == 1:
+            # The first one may have been read ahead.
+            seed_all(random_seed("stream", self._seed, step, place))
+
+    def _check_next(self, found: int) -> None:
+        """Raise unless ``found`` is the digest of the sample behind the state, if that is known."""
+        expected, self._next_digest = self._next_digest, None
+        if expected not in {None, found}:
+            raise DataError(
+                f"DataLoader: the stream {type(self._dataset).__name__} does not continue where "
+                "its state_dict says: another sample comes next, so samples would be lost or seen "
+                "twice. Have state_dict hold all of its state (a shuffle buffer too); or remove "
+                "state_dict, and the stream is read again from the beginning of the epoch"
+            )
+
+    def _next(self, place: int) -> Any:
         try:
             sample = next(self._iterator)
         except StopIteration:
+            self._check_next(_NONE_LEFT)
             if not self._taken:
-                raise DataError("DataLoader: the stream has no samples in an epoch") from None
+                kind = type(self._dataset).__name__
+                raise DataError(
+                    f"DataLoader: the stream {kind} has no samples in epoch {self._epoch}"
+                ) from None
             self._begin_epoch(self._epoch + 1)
-            return self._next()
+            return self._next(place)
+        if self._next_digest is not None:
+            self._check_next(fingerprint(sample))
         self._taken += 1
+        if place % _SAMPLES_EACH == 0 or self._taken == 1:
+            self._digest = fingerprint(sample, self._digest)
         return sample
 
     def _begin_epoch(self, epoch: int) -> None:
-        self._epoch, self._taken = epoch, 0
+        self._epoch, self._taken, self._epoch_digest = epoch, 0, self._digest
         # Many choose their order as they give the first sample: the epoch's random numbers do.
         self._iterator = _begun(self._iterate(epoch))
 
@@ -163,8 +227,8 @@ class Stream:
                 f"the stream was saved at sample {step * self._global_batch - begun} of an epoch, "
                 f"which is beyond step {step}: the checkpoint is of another global batch"
             )
-        for _ in range(rest):
-            self._next()
+        for place in range(self._global_batch - rest, self._global_batch):
+            self._next(place)
         for again in range(first + bool(rest), step + 1):
             self.read(again, ())
 

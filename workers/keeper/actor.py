@@ -32,7 +32,7 @@ from workers.keeper.peers import unreached
 from workers.keeper.reach import Reach
 from workers.keeper.watch import STILL_S, NodeWatch, clear
 from workers.parent_death import end_with_parent
-from workers.protocol import GONE, Inventory, KeeperOrder, NodeReport, Notice
+from workers.protocol import GONE, Ending, Inventory, KeeperOrder, NodeReport, Notice
 from workers.records import Lease, lease_s
 from workers.settings import Settings
 
@@ -54,6 +54,8 @@ STILL_PERIOD_S_EACH = 5e-4
 #: A process that was killed is gone after milliseconds, unless a device holds it. Below the time
 #: that the controller waits for the answer.
 KILLED_S = 0.3
+#: How a process ended is known about when the end of its connection is: recovery waits for it.
+ENDED_S = 0.02
 
 OPTIONS = {
     "num_cpus": 0,
@@ -151,6 +153,10 @@ class Keeper:
                 while self._watch.lives(worker):  # noqa: ASYNC110  the kernel tells its parent only
                     await asyncio.sleep(KILLED_S / 30)
         return not self._watch.lives(worker)
+
+    async def ending(self, pid: int) -> Ending:
+        """Return how a process of this node ended, as far as that is known at once."""
+        return await asyncio.to_thread(self._watch.endings.of, pid, ENDED_S)
 
     async def clear(self) -> None:
         """Remove the node's memory and unfinished checkpoints: the run is over."""

@@ -10,6 +10,7 @@ import socket
 import time
 from pathlib import Path
 
+from workers.keeper.endings import Endings
 from workers.protocol import GONE, NOT_FORMED, NodeReport, WorkerPhase, WorkerReport
 from workers.records import (
     ProgressReader,
@@ -118,6 +119,7 @@ class NodeWatch:
         self._milestones: dict[str, tuple[int, bool, bool]] = {}
         self._gone_at_s: dict[str, float] = {}
         self.num_ranks = 0
+        self.endings = Endings()
 
     def look(self) -> bool:
         """Return whether a trainer passed a milestone since the last look.
@@ -172,6 +174,8 @@ class NodeWatch:
             reader = None if path.stem in self._readers else open_progress(path)
             if reader is not None:
                 self._readers[path.stem] = reader
+                if (view := reader.view()) is not None:
+                    self.endings.follow(view.pid)
                 self._rings[path.stem] = RingReader(path.with_suffix(RING_SUFFIX))
         # Last: if a file could not be opened, the next look tries again.
         self._paths, self._listed_s = paths, now_s

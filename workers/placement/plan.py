@@ -171,7 +171,7 @@ def _protect(
                     continue
             worst = max((each.memory_bytes for each in costs.values()), default=0)
             sent = max((each.network_bytes for each in costs.values()), default=0)
-            reason = f"snapshots: {mechanism}, survives {tolerance} of {smallest} nodes"
+            reason = f"snapshots: {mechanism}, for the loss of {tolerance} of {smallest} nodes"
             if rank_bytes:
                 reason += f", {sized(worst)} a node and version, {sized(sent)} sent"
             holders = tuple((node, *others) for node, others in keepers.items())

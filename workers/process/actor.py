@@ -25,7 +25,18 @@ import ray
 
 from ucp_core.errors import SupersededError
 from workers.parent_death import end_with_parent
-from workers.protocol import Assignment, Fenced, Formed, Outcome, Pace, Raised, SaveCosts
+from workers.process import termination
+from workers.protocol import (
+    Assignment,
+    Fenced,
+    Formed,
+    Noted,
+    Outcome,
+    Pace,
+    Raised,
+    SaveCosts,
+    Yielded,
+)
 
 log = logging.getLogger(__name__)
 
@@ -79,6 +90,8 @@ class Worker:
         ).start()
         prepared.result()
         gc.enable()
+        termination.explain_handlers()
+        termination.on_termination(self._runner.terminate)
         # Then an attempt waits for it: a process that is not ready for long would be killed.
         self._has_read.wait(_SCRIPT_S)
 
@@ -104,6 +117,13 @@ class Worker:
     async def attend(self, attempt: int) -> Outcome:
         """Return how this worker left ``attempt``, once it has."""
         return await asyncio.wrap_future(self._future(attempt))
+
+    async def notes(self, attempt: int, num_heard: int) -> tuple[Noted, ...]:
+        """Return what the training noted in ``attempt``, but the first ``num_heard``.
+
+        Returns once there is more, or () once the attempt is left.
+        """
+        return await self._runner.notes.after(attempt, num_heard, left=self._future(attempt))
 
     async def formed(self, attempt: int) -> Formed | None:
         """Return how ``attempt`` was formed; None if it is not formed yet."""
@@ -154,3 +174,6 @@ class Worker:
                 log.critical("superseded", extra={"why": outcome.error})
                 time.sleep(_ANSWER_S)
                 os._exit(1)
+            if isinstance(outcome, Yielded) and outcome.why:
+                time.sleep(_ANSWER_S)
+                os._exit(termination.EXIT_CODE)

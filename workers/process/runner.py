@@ -12,13 +12,15 @@ import os
 import threading
 import traceback
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 from ucp_core.storage import open_store
 from workers import collectives
 from workers.keeper import progress_path, ring_path
-from workers.process import device
+from workers.process import device, termination
+from workers.process.notes import Notes
 from workers.process.output import HeldOutput, OutputLog, log_of
 from workers.process.warm_up import import_for, run_top_level, warm_up
 from workers.protocol import (
@@ -30,6 +32,7 @@ from workers.protocol import (
     Raised,
     SaveCosts,
     WorkerPhase,
+    Yielded,
 )
 from workers.records import ProgressRecord, has_run_out
 from workers.settings import Settings
@@ -64,10 +67,12 @@ class AttemptRunner:
         self._fenced: set[int] = set()
         self._yielding: set[int] = set()
         self._durably: set[int] = set()
+        self._is_terminated = False
         self._paces: dict[int, Pace] = {}
         self._costs: dict[int, Callable[[], SaveCosts]] = {}
         self._lock = threading.Lock()
         self._held = HeldOutput()
+        self.notes = Notes()
         self._progress = ProgressRecord.create(progress_path(directory, worker), worker=worker)
         self._context = WorkerContext(
             worker=worker,
@@ -84,6 +89,7 @@ class AttemptRunner:
             on_formed=self._note_formed,
             pace=lambda attempt: self._paces.get(attempt, Pace()),
             on_costs=self._note_costs,
+            on_note=self.notes.add,
         )
         self.attempt = 0
 
@@ -139,6 +145,8 @@ class AttemptRunner:
                 error=f"{type(error).__name__}: {error}",
                 traceback=traceback.format_exc(),
             )
+        if isinstance(outcome, Yielded) and self._is_terminated:
+            outcome = replace(outcome, why=f"process {os.getpid()} got SIGTERM")
         if isinstance(outcome, Raised):
             output.add(outcome.traceback)
         if device.has_failed() and not device.is_of_script(outcome):
@@ -187,8 +195,19 @@ class AttemptRunner:
                 self._durably.add(attempt)
             self._yielding.add(attempt)
 
+    def terminate(self) -> None:
+        """Have the process end at the next step boundary; at once if it is in no attempt."""
+        self._is_terminated = True
+        if not self.attempt:
+            os._exit(termination.EXIT_CODE)
+
     def _leaves(self, attempt: int) -> bool:
-        """Return whether to leave ``attempt``: it was asked to, or has long lost its controller."""
+        """Return whether to leave ``attempt``.
+
+        It was asked to, its process was, or it has long lost its controller.
+        """
+        if self._is_terminated:
+            self.yield_at_boundary(attempt, durable=False)
         if attempt not in self._yielding and has_run_out(self._directory):
             log.warning("lease_ran_out", extra={"attempt": attempt})
             self.yield_at_boundary(attempt, durable=True)

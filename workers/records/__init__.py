@@ -10,7 +10,7 @@ from workers.records.progress import (
     read_progress,
     report_on,
 )
-from workers.records.ring import ABORTED, FAILED, FINISHED, RecordRing, RingReader
+from workers.records.ring import ABORTED, FAILED, FINISHED, RecordRing, RingReader, Waited
 
 __all__ = [
     "ABORTED",
@@ -22,6 +22,7 @@ __all__ = [
     "ProgressView",
     "RecordRing",
     "RingReader",
+    "Waited",
     "has_run_out",
     "lease_s",
     "open_progress",

@@ -23,11 +23,11 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Final, NamedTuple
 
-from workers.protocol import BEAT_S, GroupState, WorkerPhase, WorkerReport
+from workers.protocol import BEAT_S, GONE, GroupState, WorkerPhase, WorkerReport
 from workers.records.ring import map_draft
 
 _MAGIC: Final = b"everpage"
-_VERSION: Final = 2
+_VERSION: Final = 3
 # magic, version, pid, start time of the process in clock ticks since boot, worker id
 _HEADER = struct.Struct("<8sQQQ32s")
 _BEAT_AT: Final = 64
@@ -36,6 +36,9 @@ _BEATER_AT: Final = 72
 # store, attempt, rank, phase, phase_since_ns, step, micro_batch, moved_bytes, step_s, loss, store
 _STATE = struct.Struct("<QQqQQQQQddQ")
 _STATE_AT: Final = 128
+#: Length of a text, and the text.
+_PLACE_AT: Final = 1024
+_PLACE_BYTES_MAX: Final = 200
 _PAGE_BYTES: Final = 4096
 _PHASES: Final = tuple(WorkerPhase)
 _PHASE_CODES: Final = {phase: code for code, phase in enumerate(_PHASES)}
@@ -70,6 +73,7 @@ class ProgressView:
         loss: Its loss; ``nan`` before the first.
         beat_ns: Last beat of the process.
         beater: The kernel's id of the beating thread; 0 before its first beat.
+        place: Line of the script at which it has waited for others for long; "" if it does not.
     """
 
     worker: str
@@ -86,6 +90,7 @@ class ProgressView:
     loss: float
     beat_ns: int
     beater: int
+    place: str
 
 
 class ProgressRecord:
@@ -134,6 +139,7 @@ class ProgressRecord:
             self._micro_batch = self._moved_bytes = 0
             self._step_s, self._loss = 0.0, math.nan
             self._store()
+        self.waits_at("")
 
     def enter(self, phase: WorkerPhase) -> None:
         """Store that ``phase`` begins."""
@@ -164,6 +170,15 @@ class ProgressRecord:
         with self._lock:
             self._step, self._step_s, self._loss, self._micro_batch = step, step_s, loss, 0
             self._store()
+
+    def waits_at(self, place: str) -> None:
+        """Store at which line of the script the worker waits for others; "" if it does not."""
+        text = place.encode()[:_PLACE_BYTES_MAX]
+        with self._lock:
+            # A reader takes what has the same length before and after.
+            _WORD.pack_into(self._memory, _PLACE_AT, 0)
+            self._memory[_PLACE_AT + 8 : _PLACE_AT + 8 + len(text)] = text
+            _WORD.pack_into(self._memory, _PLACE_AT, len(text))
 
     def _store(self) -> None:
         stores = self._stores = self._stores + 1
@@ -220,6 +235,7 @@ class ProgressReader:
             loss=loss,
             beat_ns=_WORD.unpack_from(memory, _BEAT_AT)[0],
             beater=_WORD.unpack_from(memory, _BEATER_AT)[0],
+            place=_read_place(memory),
         )
 
 
@@ -263,7 +279,7 @@ def report_on(
             step=0, micro_batch=0, moved_bytes=0, phase_s=0.0, beat_age_s=0.0, processor_s=0.0,
             step_s=0.0, loss=math.nan, groups=(),
         )  # fmt: skip
-    letter, started_ticks, processor_s = process_state(view.pid)
+    letter, started_ticks, processor_s, _ = process_state(view.pid)
     beat_age_ns = max(0, now_ns - view.beat_ns)
     if letter in _SLEEPS and beat_age_ns > _LATE_BEATS * BEAT_S * 1e9 and view.beater > 0:
         # The beating thread may only wait for a processor, or for a page of its memory.
@@ -286,15 +302,20 @@ def report_on(
         step_s=view.step_s,
         loss=view.loss,
         groups=groups if attempt == view.attempt else (),
+        place=view.place,
     )
 
 
 class ProcessState(NamedTuple):
-    """What the kernel says of a process or of one of its threads."""
+    """What the kernel says of a process or of one of its threads.
+
+    ``exit_status`` is as ``waitpid`` gives it, and None of a process that lives or is gone.
+    """
 
     letter: str
     started_ticks: int
     processor_s: float
+    exit_status: int | None = None
 
 
 def process_state(pid: int, *, thread: int = 0) -> ProcessState:
@@ -310,7 +331,9 @@ def process_state(pid: int, *, thread: int = 0) -> ProcessState:
     # The command name may contain spaces and brackets, what follows its last bracket not.
     fields = stat[stat.rindex(b")") + 2 :].split()
     processor_s = (int(fields[11]) + int(fields[12])) / _TICKS_PER_S
-    return ProcessState(fields[0].decode(), int(fields[19]), processor_s)
+    letter = fields[0].decode()
+    status = int(fields[49]) if letter in GONE else None
+    return ProcessState(letter, int(fields[19]), processor_s, status)
 
 
 def _read_at_once(path: str) -> bytes:
@@ -334,6 +357,13 @@ def _read_state(
         if whole:
             return max(whole)
     return None
+
+
+def _read_place(memory: mmap.mmap) -> str:
+    (length,) = _WORD.unpack_from(memory, _PLACE_AT)
+    text = memory[_PLACE_AT + 8 : _PLACE_AT + 8 + min(length, _PLACE_BYTES_MAX)]
+    is_whole = _WORD.unpack_from(memory, _PLACE_AT)[0] == length
+    return text.decode(errors="replace") if is_whole else ""
 
 
 _COPIES_AT: Final = (_STATE_AT, _STATE_AT + _STATE.size)

@@ -108,16 +108,32 @@ class Record:
     flags: int
 
 
+class Waited(NamedTuple):
+    """A collective that this process waits for.
+
+    Attributes:
+        group: Name of the group.
+        ranks: Its members.
+        seq: Number of the collective in it.
+        op: The operation.
+    """
+
+    group: str
+    ranks: tuple[int, ...]
+    seq: int
+    op: str
+
+
 class _GroupWriter:
     """The writer's memory of one group."""
 
     __slots__ = (
-        "called", "entered", "finished", "in_flight", "offset", "on_device", "op", "size_bytes",
-        "stores", "waited",
+        "called", "entered", "finished", "in_flight", "name", "offset", "on_device", "op", "ranks",
+        "size_bytes", "stores", "waited",
     )  # fmt: skip
 
-    def __init__(self, offset: int) -> None:
-        self.offset = offset
+    def __init__(self, offset: int, name: str, ranks: tuple[int, ...]) -> None:
+        self.offset, self.name, self.ranks = offset, name, ranks
         # On a device, those that were called are entered when the device reaches them.
         self.called = self.entered = self.finished = 0
         self.stores = self.size_bytes = self.op = 0
@@ -125,6 +141,12 @@ class _GroupWriter:
         # Number and entered_ns of the one that a thread waits for.
         self.waited = (0, 0)
         self.on_device = False
+
+    def now_waited(self) -> tuple[int, int]:
+        """Return number and entered_ns of what is waited for; on a device of the first one."""
+        if self.on_device and self.in_flight and self.in_flight[0].entered_ns:
+            return self.in_flight[0][:2]
+        return self.waited
 
 
 class _InFlight(NamedTuple):
@@ -175,7 +197,7 @@ class RecordRing:
             at = offset + 2 * _STATE.size
             _NAME.pack_into(self._memory, at, len(encoded), encoded, first, len(ranks))
             self._num_ints_used += len(ranks)
-            self._groups.append(_GroupWriter(offset))
+            self._groups.append(_GroupWriter(offset, unique, ranks))
             # Last: a reader reads no more groups than this.
             self._words[_NUM_GROUPS_WORD] = index + 1
             return index
@@ -261,6 +283,21 @@ class RecordRing:
                     state.waited = (0, 0)
                 self._store(state)
 
+    def waited(self, since_ns: int) -> Waited | None:
+        """Return a collective that is waited for since then, or since longer; None without one."""
+        with self._lock:
+            for state in self._groups:
+                seq, entered_ns = state.now_waited()
+                if 0 < entered_ns <= since_ns:
+                    op = next((one.op for one in state.in_flight if one.seq == seq), 0)
+                    return Waited(state.name, state.ranks, seq, OPS[op])
+        return None
+
+    def entered(self, name: str) -> int:
+        """Return the number of collectives that this process has entered in a group."""
+        with self._lock:
+            return next((state.called for state in self._groups if state.name == name), 0)
+
     def num_in_flight(self) -> int:
         """Return how many collectives were called and not seen to end."""
         with self._lock:
@@ -273,16 +310,13 @@ class RecordRing:
 
     def _store(self, state: _GroupWriter) -> None:
         stores = state.stores = state.stores + 1
-        waited = state.waited
-        if state.on_device and state.in_flight and state.in_flight[0].entered_ns:
-            waited = state.in_flight[0][:2]
         _STATE.pack_into(
             self._memory,
             state.offset + stores % 2 * _STATE.size,
             stores,
             state.entered,
             state.finished,
-            *waited,
+            *state.now_waited(),
             state.size_bytes,
             state.op,
             stores,

@@ -6,7 +6,7 @@ from ucp_core.lazy import lazy_door
 
 if TYPE_CHECKING:
     from workers.train.context import WorkerContext
-    from workers.train.executor import Step
+    from workers.train.executor import Step, all_agree
     from workers.train.loop import run_attempt, task_of
     from workers.train.script import Task, hand_over
     from workers.train.session import Session
@@ -17,6 +17,7 @@ __all__ = [
     "Step",
     "Task",
     "WorkerContext",
+    "all_agree",
     "attempt_alone",
     "hand_over",
     "run",

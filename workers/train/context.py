@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from ucp_core.storage import Store
-from workers.protocol import Formed, Pace, SaveCosts
+from workers.protocol import Formed, Noted, Pace, SaveCosts
 from workers.records import ProgressRecord
 from workers.settings import Settings
 
@@ -36,6 +36,7 @@ class WorkerContext:
         pace: Returns how often to save in an attempt.
         on_costs: Called at the start of an attempt with a function that returns the costs of its
             steps and saves so far; any thread may call that.
+        on_note: Called by rank 0 with what is to be put on record.
     """
 
     worker: str
@@ -53,3 +54,4 @@ class WorkerContext:
     on_formed: Callable[[Formed], None] = lambda _formed: None
     pace: Callable[[int], Pace] = lambda _attempt: Pace()
     on_costs: Callable[[int, Callable[[], SaveCosts]], None] = lambda _attempt, _costs: None
+    on_note: Callable[[Noted], None] = lambda _noted: None

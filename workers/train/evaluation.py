@@ -1,10 +1,9 @@
-"""Measure a model without changing it: mean loss over samples, digest of the weights."""
+"""Measure a model without changing it: mean loss over samples."""
 
 from __future__ import annotations
 
-import hashlib
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import numpy as np
@@ -14,72 +13,99 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from workers.data import random_seed, seed_all, seeded
-from workers.parallel import Mesh
-from workers.train.executor import PassHooks, Pipeline, Quota, ShardedModel, on_host
+from workers.train.executor import PassHooks, ShardedModel, on_host, quota
 
-__all__ = ["mean_over_samples", "weights_digest"]
+__all__ = ["mean_over_samples"]
 
 
 def mean_over_samples(
     loss_of: Callable[[NDArray[Any]], tuple[Tensor, int]],
+    num_samples: int,
     *,
-    quota: Quota,
-    num_micro_batches: int,
-    samples_each: int,
-    mesh: Mesh,
-    pipeline: Pipeline | None,
-) -> float:
-    """Return the mean loss per token over ``num_micro_batches``, the same on every worker.
+    micro_batch: int,
+    sharded: ShardedModel,
+    done: Callable[[int], None],
+) -> tuple[float, str]:
+    """Return the mean loss per token over samples ``0 .. num_samples - 1``, on every worker.
+
+    Beside it the samples whose loss is not finite, for people; "" if there are none.
 
     Each micro-batch has its own element in the all-reduce, so the sum has one order for any number
     of workers. Its random numbers are keyed by its number, and the script's go on as if it drew
     none.
+
+    Args:
+        loss_of: Returns the mean loss over samples, and its number of tokens.
+        num_samples: At least 1.
+        micro_batch: Samples of a micro-batch; the last one has what is left.
+        sharded: The model; it is in evaluation mode meanwhile.
+        done: Called before each pass with the number of passes that this rank has begun.
     """
-    device = mesh.sharding.device_type
-    sums = torch.zeros(2, num_micro_batches, dtype=torch.float64, device=device)
-    starts = [one.micro_batch * samples_each for one in quota.passes]
-    batches = [np.arange(start, start + samples_each) for start in starts]
-
-    def take(number: int, returned: tuple[Tensor, int]) -> Tensor:
-        one, (loss, tokens) = quota.passes[number], returned
-        if one.counts and mesh.counts and tokens:
-            sums[0, one.micro_batch] = loss.double() * tokens
-            sums[1, one.micro_batch] = tokens
-        return loss
-
-    def begin(number: int) -> None:
-        key = ("evaluation", quota.passes[number].micro_batch)
-        seed_all(random_seed(*key, mesh.stage) if mesh.stage else random_seed(*key))
-
+    starts = range(0, num_samples, micro_batch)
+    batches = [np.arange(start, min(start + micro_batch, num_samples)) for start in starts]
+    passes = _Passes(loss_of, batches, sharded, done)
+    num_whole = num_samples // micro_batch
+    trained = [module for module in sharded.model.modules() if module.training]
+    sharded.model.eval()
     with torch.no_grad(), seeded(0):
-        if pipeline is not None:
-            pipeline.evaluate(batches, loss_of, PassHooks(begin=begin, weigh=take))
-        else:
-            for number, batch in enumerate(batches):
-                begin(number)
-                take(number, loss_of(batch))
-    dist.all_reduce(sums)
-    found = on_host(sums.reshape(-1))
-    tokens = math.fsum(found[num_micro_batches:])
-    return math.fsum(found[:num_micro_batches]) / tokens if tokens else math.nan
+        # In a pipeline all micro-batches have one shape.
+        for numbers in filter(len, (range(num_whole), range(num_whole, len(starts)))):
+            passes.run(numbers)
+    for module in trained:
+        module.training = True
+    dist.all_reduce(passes.sums)
+    found = on_host(passes.sums.reshape(-1))
+    losses, tokens = found[: len(starts)], math.fsum(found[len(starts) :])
+    for batch, loss in zip(batches, losses, strict=True):
+        if not math.isfinite(loss):
+            return math.nan, f"samples {batch[0]} to {batch[-1]}"
+    return (math.fsum(losses) / tokens if tokens else math.nan), ""
 
 
-def weights_digest(sharded: ShardedModel) -> str:
-    """Return a SHA-256 over all weights, as float32, in the order of their names, hexadecimal.
+class _Passes:
+    """Forward passes over micro-batches, shared by all workers.
 
-    The same for every layout. Every rank calls it; one full parameter is in memory at a time.
+    Attributes:
+        sums: Summed losses, and tokens, of this rank's micro-batches, by number.
     """
-    digest = hashlib.sha256()
-    shards = {shard.fqn: shard for shard in sharded.shards}
-    for fqn, shape in sorted(sharded.shapes.items()):
-        # As integers: a sum of one rank's bits and zeros changes none, whatever they stand for.
-        whole = torch.zeros(shape, dtype=torch.int32, device=sharded.device)
-        shard = shards.get(fqn)
-        if shard is not None and shard.replicas[0] == sharded.mesh.rank:
-            for box, local in shard.pieces(shard.local):
-                whole[tuple(map(slice, box.start, box.stop))] = local.float().view(torch.int32)
-        dist.all_reduce(whole)
-        weights: Any = whole.cpu().numpy()
-        digest.update(fqn.encode())
-        digest.update(memoryview(weights))
-    return digest.hexdigest()
+
+    def __init__(
+        self,
+        loss_of: Callable[[NDArray[Any]], tuple[Tensor, int]],
+        batches: Sequence[NDArray[Any]],
+        sharded: ShardedModel,
+        done: Callable[[int], None],
+    ) -> None:
+        self._loss_of, self._batches = loss_of, batches
+        self._sharded, self._done = sharded, done
+        self._num_begun = 0
+        device = sharded.mesh.sharding.device_type
+        self.sums = torch.zeros(2, len(batches), dtype=torch.float64, device=device)
+
+    def run(self, numbers: range) -> None:
+        """Compute these micro-batches, which are of one size."""
+        mesh, pipeline = self._sharded.mesh, self._sharded.pipeline
+        shares = quota(len(numbers), mesh.layout.dp, mesh.data_rank, fixed_tree=False)
+        passes = [(numbers[one.micro_batch], one.counts) for one in shares.passes]
+
+        def take(number: int, returned: tuple[Tensor, int]) -> Tensor:
+            (micro_batch, counts), (loss, tokens) = passes[number], returned
+            if counts and mesh.counts and tokens:
+                self.sums[0, micro_batch] = loss.double() * tokens
+                self.sums[1, micro_batch] = tokens
+            return loss
+
+        def begin(number: int) -> None:
+            self._num_begun += 1
+            self._done(self._num_begun)
+            key = ("evaluation", passes[number][0])
+            seed_all(random_seed(*key, mesh.stage) if mesh.stage else random_seed(*key))
+
+        batches = [self._batches[micro_batch] for micro_batch, _ in passes]
+        if pipeline is not None:
+            hooks = PassHooks(begin=begin, weigh=take)
+            pipeline.evaluate(batches, self._loss_of, hooks)
+            return
+        for number, batch in enumerate(batches):
+            begin(number)
+            take(number, self._loss_of(batch))

@@ -129,6 +129,7 @@ class _Attempt:
             ring_path=context.ring_path,
             timeout_s=context.settings.parallel.forming_timeout_s,
         )
+        collectives.places().tell = context.progress.waits_at
         mesh = build_mesh(
             assignment.layout,
             device_type=device_type,
@@ -139,7 +140,9 @@ class _Attempt:
         self._session = Session(assignment, context, mesh, _Process.buffer, _memory(context))
         task(self._session)
         self._session.finish()
-        return Completed(attempt=assignment.attempt, step=self._session.step)
+        return Completed(
+            attempt=assignment.attempt, step=self._session.step, ended=self._session.ended
+        )
 
     def _outcome_of(self, error: BaseException) -> Outcome:
         attempt = self._assignment.attempt

@@ -6,29 +6,29 @@ too. A session belongs to one thread and one attempt.
 
 from __future__ import annotations
 
-import hashlib
 import json
 import logging
 import math
+import re
 import time
-from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
+from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import Any, Final, TypeVar
 
 import torch
-import torch.distributed as dist
 from numpy.typing import NDArray
 from torch import Tensor, nn
 
+from ucp_core.storage import join
 from workers import collectives
-from workers.data import DataLoader, DataOrder, micro_batches_of
-from workers.errors import DataError, TaskError
+from workers.data import DataLoader, DataOrder, Dataset, as_data, micro_batches_of
+from workers.errors import ApartError, TaskError
 from workers.parallel import (
     Mesh,
     ModelPlan,
     drop_gathered,
 )
-from workers.protocol import VALIDATION, VALUES, Assignment, Formed, WorkerPhase
+from workers.protocol import SAVED, VALIDATION, VALUES, Assignment, Formed, WorkerPhase
 from workers.settings import Settings
 from workers.snapshot import SnapshotMemory
 from workers.state import (
@@ -43,6 +43,7 @@ from workers.state import (
     local_parameters,
     refuse_unfit,
 )
+from workers.train.agreement import agree_on_data, is_everywhere
 from workers.train.boundary import (
     INITIAL,
     UNWRITTEN,
@@ -62,19 +63,19 @@ from workers.train.executor import (
     Reduction,
     ShardedModel,
     Step,
-    on_host,
     quota,
 )
 from workers.train.filling import Initialise, fill, set_optimizer, start_from
+from workers.train.state_dicts import guard_state_dicts
+from workers.train.steps import REGISTERED, STREAM, Steps
+from workers.train.whole_weights import write_weights
 
 __all__ = ["Initialise", "Session"]
 
 log = logging.getLogger(__name__)
 
-#: Where a version keeps what a script registered.
-REGISTERED: Final = "registered"
-#: Where a version keeps the place in a stream.
-STREAM: Final = "stream"
+#: Of a file that a script saves.
+_PLAIN_NAME: Final = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.-]*")
 
 _T = TypeVar("_T")
 
@@ -87,7 +88,6 @@ class Session:
         device: The device to compute on.
         rank: This worker's rank.
         world_size: Number of workers in the attempt.
-        step: Last completed step; before the first, the step that the attempt resumes from.
     """
 
     def __init__(
@@ -102,7 +102,6 @@ class Session:
         self.device = torch.device(mesh.sharding.device_type)
         self.rank = assignment.rank
         self.world_size = assignment.layout.world_size
-        self.step = assignment.resume_step
         self._assignment = assignment
         self._context = context
         self._mesh = mesh
@@ -115,10 +114,11 @@ class Session:
         self._reduction = Reduction()
         self._restored: dict[str, Any] = {}
         self._has_begun = False
-        self._current: Step | None = None
+        self._steps: Steps | None = None
+        self._resumed_step = assignment.resume_step
         self._batches: Generator[Any] | None = None
-        self._loss = self._validation_loss = math.nan
-        self._timeout_s = self.settings.parallel.collective_timeout_s
+        self._validation_loss = math.nan
+        self._evaluates_badly = False
         self._storage = StorageWriter(
             store=context.store,
             directory=context.directory,
@@ -135,6 +135,16 @@ class Session:
             memory=memory,
             storage=self._storage,
         )
+
+    @property
+    def step(self) -> int:
+        """Return the last completed step; before the first, the one that was resumed from."""
+        return self._steps.step if self._steps is not None else self._resumed_step
+
+    @property
+    def ended(self) -> str:
+        """Return why the run has ended before its last step; "" if it has not."""
+        return self._boundary.ending.reason
 
     def model(
         self,
@@ -174,6 +184,7 @@ class Session:
         )
         self._build, self._initialise = build, initialise
         self._unfilled = Marks(self._built.shards)
+        guard_state_dicts(self._built.model)
         return self._built.called
 
     def optimizer(
@@ -234,7 +245,7 @@ class Session:
         )
         began_s = time.monotonic()
         restored = self._load(self._sharded)
-        collectives.set_timeout(self._timeout_s)
+        collectives.set_timeout(self.settings.parallel.collective_timeout_s)
         self._context.progress.resumed(self.step)
         self._context.on_formed(
             Formed(
@@ -273,76 +284,49 @@ class Session:
         self._sharded.registered.add(name, stateful, saved)
         return stateful
 
-    def steps(self, data: int | DataLoader, *, data_digest: str = "") -> Iterator[Step]:
+    def steps(
+        self, data: int | DataLoader | Dataset | Iterable[Any], *, data_digest: str = ""
+    ) -> Iterator[Step]:
         """Yield the remaining steps, one at a time; call ``train_step`` in each.
 
         Between two steps the session saves, reports, and leaves if it was asked to.
 
         Args:
             data: The number of samples of the training data, each of which is an index below this;
-                or a ``DataLoader``, whose batches the steps then give.
+                or a ``DataLoader``, whose batches the steps then give; or a dataset for one.
             data_digest: Identifies the data; workers with different digests refuse to start.
 
         Raises:
             DataError: Workers, or this run and its checkpoint, have different data.
             TaskError: A step was left without ``apply``, or workers registered different state.
         """
-        sharded = self._ready()
         self._agree_on_registered()
-        train = self.settings.train
-        num_samples = _num_samples(data)
+        read = as_data(data)
+        num_samples = read if isinstance(read, int) else 1 if read.is_stream else len(read)
         order = DataOrder(
             seed=self.settings.data.seed,
-            num_samples=num_samples or 1,
-            global_batch=train.global_batch,
+            num_samples=num_samples,
+            global_batch=self.settings.train.global_batch,
+            epoch=read.epoch if isinstance(read, DataLoader) else None,
         )
-        digest = data_digest or (data.digest if isinstance(data, DataLoader) else "")
-        cursor = self._agree_on_data(order, digest, num_samples)
-        plan = self._quota(train.num_micro_batches)
-        samples = self._samples_of(data, order, plan)
-        begun_s = time.perf_counter()
-        first_step = self.step + 1
-        took_steps = self.step < train.steps
-        if not took_steps and self.rank == 0:
-            log.warning("resumed at step %s of %s: no step is left", self.step, train.steps)
-        step_s = 0.0
-
-        def applied(step: Step) -> None:
-            nonlocal begun_s, step_s
-            self.step, self._loss = step.number, step.loss
-            step_s, begun_s = time.perf_counter() - begun_s, time.perf_counter()
-            if step.number > first_step:
-                self._extend_timeout(step_s)
-            if not sharded.registered:
-                complete(step)
-            self._context.progress.enter(WorkerPhase.SCRIPT)
-
-        def complete(step: Step) -> None:
-            nonlocal begun_s
-            # JSON has no nan: such a step is saved all the same.
-            loss = step.loss if math.isfinite(step.loss) else None
-            reached: dict[str, Any] = {"order_position": step.order_range[1], "loss": loss}
-            if isinstance(data, DataLoader) and data.is_stream:
-                reached[STREAM] = data.state()
-            extra = {**cursor, **reached, **self._registered_values()}
-            # The wait for protection happens once, so it does not count as time of the next step.
-            begun_s += self._boundary.completed(step, step_s, sharded, extra)
-
-        while self.step < train.steps:
-            self._current = step = Step(
-                self.step + 1,
-                samples=samples,
-                quota=plan,
-                train=train,
-                sharded=sharded,
-                progress=self._context.progress,
-                boundary=self._boundary,
-                on_applied=applied,
-            )
-            yield step
-            self._end(step, complete)
-        if took_steps:
-            self._boundary.commit(self.step)
+        cursor = agree_on_data(
+            read,
+            order,
+            data_digest,
+            restored=self._restored,
+            step=self.step,
+            rank=self.rank,
+            device=self.device,
+        )
+        plan = quota(
+            self.settings.train.num_micro_batches,
+            self._mesh.layout.dp,
+            self._mesh.data_rank,
+            fixed_tree=self.settings.train.deterministic,
+        )
+        stream = read if isinstance(read, DataLoader) and read.is_stream else None
+        assert self._steps is not None, "the state is loaded"
+        yield from self._steps.each(self._samples_of(read, order, plan), plan, cursor, stream)
 
     def train_step(
         self,
@@ -367,10 +351,11 @@ class Session:
             TaskError: There is no step, it has begun, ``loss_of`` returned something else, or
                 nothing has a gradient.
         """
-        if self._current is None:
+        current = self._steps.current if self._steps is not None else None
+        if current is None:
             raise TaskError("session.train_step: call it in `for step in session.steps(...)`")
-        self._current.train(loss_of, optimizers)
-        return self._current
+        current.train(loss_of, optimizers)
+        return current
 
     def evaluate(
         self, loss_of: Callable[[NDArray[Any]], tuple[Tensor, int]], num_samples: int
@@ -381,7 +366,7 @@ class Session:
 
         Args:
             loss_of: Returns the mean loss over a micro-batch, and its number of tokens.
-            num_samples: Held-out samples, at least 1; rounded down to whole micro-batches.
+            num_samples: Held-out samples, at least 1. The last micro-batch may be smaller.
 
         Raises:
             TaskError: ``num_samples`` is less than 1.
@@ -390,32 +375,69 @@ class Session:
             raise TaskError(f"evaluate: num_samples={num_samples} must be at least 1")
         sharded, progress = self._ready(), self._context.progress
         progress.enter(WorkerPhase.SCRIPT)
-        num_done = 0
-
-        def counted(samples: NDArray[Any]) -> tuple[Tensor, int]:
-            nonlocal num_done
-            num_done += 1
-            progress.micro_batch(num_done)
-            return loss_of(samples)
-
-        samples_each = min(self.settings.train.micro_batch, num_samples)
-        num_micro_batches = num_samples // samples_each
-        trained = [module for module in sharded.model.modules() if module.training]
-        sharded.model.eval()
-        loss = mean_over_samples(
-            counted,
-            quota=self._quota(num_micro_batches),
-            num_micro_batches=num_micro_batches,
-            samples_each=samples_each,
-            mesh=self._mesh,
-            pipeline=sharded.pipeline,
+        loss, bad = mean_over_samples(
+            loss_of,
+            num_samples,
+            micro_batch=min(self.settings.train.micro_batch, num_samples),
+            sharded=sharded,
+            done=progress.micro_batch,
         )
-        for module in trained:
-            module.training = True
+        if bad and not self._evaluates_badly:
+            what = f"the loss of an evaluation after step {self.step} is not finite: {bad}"
+            self._boundary.tell(self.step, what)
+        self._evaluates_badly = bool(bad)
         self._validation_loss = loss
         if self.rank == 0:
             self._storage.append(VALIDATION, self._boundary.line(self.step, loss=loss))
         return loss
+
+    def save(self, name: str) -> str:
+        """Write the whole weights to ``RUN_DIR/saved/NAME/model.safetensors``; return its path.
+
+        Every worker calls it, at any time between two steps; blocks until the file is there, whole,
+        in place of an older one of the name. It holds what ``state_dict()`` of the whole model
+        does, as of the last completed step, whose number is among its metadata.
+
+        Args:
+            name: A file name, such as ``best``.
+
+        Raises:
+            ApartError: Not every worker calls it.
+            StorageError: It cannot be written.
+            TaskError: There is no model yet, or ``name`` is no plain name.
+        """
+        sharded = self._ready()
+        if not _PLAIN_NAME.fullmatch(name):
+            raise TaskError(f"session.save: {name!r} must be of letters, digits, '.', '-' and '_'")
+        apart = collectives.places().meet(f"session.save({name!r})")
+        if apart:
+            raise ApartError(
+                f"session.save({name!r}) is called by some workers only, and each has a part of "
+                f"the weights: {collectives.described(apart)}. Call it on all workers"
+            )
+        self._context.progress.enter(WorkerPhase.SAVING)
+        path = join(SAVED, name, "model.safetensors")
+        write_weights(
+            sharded,
+            lambda chunks: self._storage.write(path, chunks),
+            step=str(self.step),
+            attempt=str(self._assignment.attempt),
+        )
+        self._context.progress.enter(WorkerPhase.SCRIPT)
+        return join(self._context.directory, path)
+
+    def stop(self, reason: str) -> None:
+        """End the run before its last step, complete; one worker that calls it is enough.
+
+        If all call it in the body of one step, that is the last one. If only some do, or one does
+        before the step is applied, the step that all learn it in is. The loop ends there on all
+        workers, and the step is committed.
+
+        Args:
+            reason: For people: in the terminal, the summary and the status.
+        """
+        self._ready()
+        self._boundary.ending.ask(reason)
 
     def log(self, values: Mapping[str, float | Tensor]) -> None:
         """Write numbers of the script's own to the run's metrics, and so to its loggers.
@@ -440,23 +462,24 @@ class Session:
                 ) from error
             numbers[name] = number if math.isfinite(number) else None
         if self.rank == 0:
-            step = self._current.number if self._current is not None else self.step
+            current = self._steps.current if self._steps is not None else None
+            step = current.number if current is not None else self.step
             self._storage.append(VALUES, self._boundary.line(step, values=numbers))
 
     def finish(self) -> None:
         """Write the run's result. Every worker calls it when its script has ended.
 
         Raises:
-            TaskError: The script ended before the last step.
+            TaskError: The script ended before the last step, without ``stop``.
         """
-        steps = self.settings.train.steps
-        if self._sharded is None or self.step < steps:
-            raise TaskError(
-                f"the script ended after step {self.step} of train.steps={steps}; iterate "
-                "session.steps() to its end"
-            )
+        if self._sharded is None or self._steps is None:
+            raise TaskError("the script ended without session.model and session.optimizer")
+        self._steps.finish()
         self._boundary.finish(
-            self.step, loss=self._loss, validation_loss=self._validation_loss, sharded=self._sharded
+            self.step,
+            loss=self._steps.loss,
+            validation_loss=self._validation_loss,
+            sharded=self._sharded,
         )
 
     def take_final(self) -> None:
@@ -467,7 +490,7 @@ class Session:
         """Release the model and end writing; return whether all memory is free again."""
         if self._sharded is not None:
             self._sharded.rank_calls.end()
-        self._built = self._build = self._initialise = self._sharded = self._current = None
+        self._built = self._build = self._initialise = self._sharded = self._steps = None
         self._unfilled = None
         if self._batches is not None:
             self._batches.close()
@@ -477,25 +500,10 @@ class Session:
             self._boundary.leave_memory()
         return is_closed and is_written
 
-    def _extend_timeout(self, step_s: float) -> None:
-        """Make collectives wait for longer than it takes to find a hung rank."""
-        timeout_s = self.settings.parallel.timeout_s(step_s)
-        if timeout_s > self._timeout_s:
-            self._timeout_s = timeout_s
-            collectives.set_timeout(timeout_s)
-
     def _ready(self) -> ShardedModel:
         if self._sharded is None:
             raise TaskError("call session.model and session.optimizer first")
         return self._sharded
-
-    def _quota(self, num_micro_batches: int) -> Quota:
-        return quota(
-            num_micro_batches,
-            self._mesh.layout.dp,
-            self._mesh.data_rank,
-            fixed_tree=self.settings.train.deterministic,
-        )
 
     def _refuse_written(self) -> None:
         """Raise if the script wrote to weights that nothing has filled yet."""
@@ -524,7 +532,7 @@ class Session:
             device=self.device,
             replicas=self._mesh.replicas,
         )
-        self.step, self._restored = restored.step, restored.extra
+        self._resumed_step, self._restored = restored.step, restored.extra
         for path, line in restored.extra.pop(UNWRITTEN, ()):
             self._storage.append_text(path, line)
         initial: Initial | None = None
@@ -534,8 +542,6 @@ class Session:
             extra = restored.extra
             changed = extra.get(CHANGED, ())
             set_optimizer(sharded, restored.without_state, extra["optimizer"], changed)
-            loss = extra.get("loss")
-            self._loss = math.nan if loss is None else loss
             self._boundary.begin(self.step, sharded, extra)
         elif self.settings.start.path:
             initial = start_from(sharded, self._context, self._buffer, tell=self.rank == 0)
@@ -553,43 +559,16 @@ class Session:
         )
         drop_gathered(sharded.model)
         sharded.optimizers.begin()
-        self._boundary.loaded(sharded)
+        self._boundary.loaded(sharded, self._restored)
+        self._steps = Steps(
+            self.step,
+            self._restored,
+            settings=self.settings,
+            sharded=sharded,
+            boundary=self._boundary,
+            progress=self._context.progress,
+        )
         return restored
-
-    def _agree_on_data(
-        self, order: DataOrder, digest: str, num_samples: int | None
-    ) -> dict[str, Any]:
-        """Return what a checkpoint records about the data; raise if workers have different data."""
-        cursor = {
-            "data_digest": digest,
-            "num_samples": num_samples,
-            "global_batch": order.global_batch,
-            "data_seed": order.seed,
-        }
-        before = {name: self._restored.get(name, value) for name, value in cursor.items()}
-        changed = [
-            f"{name} is {value} but the checkpoint of step {self.step} was made with {before[name]}"
-            for name, value in cursor.items()
-            if before[name] != value
-        ]
-        if changed:
-            raise DataError(
-                f"{'; '.join(changed)}. Samples would be lost or seen twice. Resume with the same "
-                "data and batch, or start a new run",
-                found=cursor,
-                expected=before,
-            )
-        differing = [
-            f"{name} (rank {self.rank} has {value})"
-            for name, value in cursor.items()
-            if not self._is_everywhere(repr(value))
-        ]
-        if differing:
-            raise DataError(
-                f"the workers have different training data: {', '.join(differing)}; give all nodes "
-                "the same files, and with data.source=stdlib the same Python"
-            )
-        return cursor
 
     def _samples_of(self, data: int | DataLoader, order: DataOrder, plan: Quota) -> Iterator[Any]:
         """Return the batches, or indices, of this rank's micro-batches from the next step on."""
@@ -603,21 +582,6 @@ class Session:
             return self._batches
         return (samples for _, _, samples in micro_batches_of(order, numbers=numbers, **first))
 
-    def _end(self, step: Step, complete: Callable[[Step], None]) -> None:
-        """Do what is due once the body of the loop has ended."""
-        if not step.is_applied:
-            raise TaskError(f"step {step.number} was left without step.apply(); call it once")
-        if self._ready().registered:
-            # What the script does after ``apply`` belongs to the step: a scheduler's step, say.
-            complete(step)
-            self._context.progress.enter(WorkerPhase.SCRIPT)
-        if step.leaves and step.number < self.settings.train.steps:
-            self._boundary.leave(step.number)
-
-    def _registered_values(self) -> dict[str, Any]:
-        values = self._ready().registered.values()
-        return {REGISTERED: values} if values else {}
-
     def _agree_on_registered(self) -> None:
         """Raise if the state that the script registered is not the same on every worker."""
         self._has_begun = True
@@ -626,27 +590,11 @@ class Session:
         if unknown and self.rank == 0:
             told = ", ".join(unknown)
             log.warning("step %s has state of %s, which nobody registers now", self.step, told)
-        if values and not self._is_everywhere(json.dumps(values, sort_keys=True)):
+        if values and not is_everywhere(json.dumps(values, sort_keys=True), self.device):
             raise TaskError(
                 f"the registered state ({', '.join(values)}) differs between workers; register "
                 "what is the same on all of them"
             )
-
-    def _is_everywhere(self, text: str) -> bool:
-        """Return whether all workers have the same text; every worker calls it."""
-        key = hashlib.sha256(text.encode()).digest()
-        number = int.from_bytes(key[:8], "little") >> 2
-        ends = torch.tensor([number, -number], device=self.device)
-        dist.all_reduce(ends, op=dist.ReduceOp.MIN)
-        least, negative = on_host(ends)
-        return bool(least == -negative)
-
-
-def _num_samples(data: int | DataLoader) -> int | None:
-    """Return the number of samples; a stream has none."""
-    if isinstance(data, int):
-        return data
-    return None if data.is_stream else len(data)
 
 
 def _as_optimizers(made: Any) -> list[torch.optim.Optimizer]:

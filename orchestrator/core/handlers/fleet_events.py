@@ -196,16 +196,17 @@ def worker_exited(transition: Transition, event: WorkerExited) -> None:
         lose_node(transition, worker.node, event.detail)
         return
     fleet.drop_worker(transition, number)
-    failed_start = worker.status is WorkerStatus.STARTING and event.cause == "crash"
-    if failed_start:
+    has_died = event.cause in ("crash", "out_of_memory")
+    if worker.status is WorkerStatus.STARTING and has_died:
         demand.note_failed_start(transition, worker.node, event.detail)
-    elif worker.status is WorkerStatus.READY and event.cause == "crash":
+    elif worker.status is WorkerStatus.READY and has_died:
         fleet.strike(transition, worker.node)
     demand.release_failing_slots(transition, worker.node)
     if not worker.inside:
         return
     if worker.status is not WorkerStatus.DYING:
         preempted = event.cause == "preempted" or node.draining
-        kind = "preemption" if preempted else "crash"
+        kind = "out_of_memory" if event.cause == "out_of_memory" else "crash"
+        kind = "preemption" if preempted else kind
         recovery.fault(transition, kind, (worker.name,), event.detail)
     recovery.proceed(transition)

@@ -11,13 +11,14 @@ from orchestrator.core.events import (
     CommittedRead,
     HangFound,
     MembersAtWork,
+    NotFiniteFound,
     StepCompleted,
     WorkerFormed,
     WorkerLeft,
     WorkerRaised,
 )
 from orchestrator.core.handlers import fleet, planned, protection, recovery, searching
-from orchestrator.core.state import ACTIVE, MutableRunState, Phase, Worker
+from orchestrator.core.state import ACTIVE, Cause, MutableRunState, Phase, Worker
 from orchestrator.core.transition import Transition
 from orchestrator.policies import STORAGE, UserError
 
@@ -112,10 +113,12 @@ def worker_left(transition: Transition, event: WorkerLeft) -> None:
     if event.how in ("yielded", "completed"):
         # It left only after it had seen the commit.
         _know(run, event.step, in_memory=event.how == "yielded")
-    if run.phase is Phase.FENCING:
+    if event.told:
+        _was_told_to_end(transition, number, event)
+    elif run.phase is Phase.FENCING:
         recovery.proceed(transition)
     elif event.how == "completed":
-        planned.member_completed(transition, event.step)
+        planned.member_completed(transition, event.step, event.detail)
     elif event.how == "yielded" and run.phase is Phase.YIELDING:
         planned.member_yielded(transition, event.step)
     elif event.how == "yielded":
@@ -126,6 +129,13 @@ def worker_left(transition: Transition, event: WorkerLeft) -> None:
         # A collective failed. That shows that a peer is gone, not which one.
         recovery.fault(transition, "peer_lost", (), f"{worker.name} left: {event.detail}")
         recovery.proceed(transition)
+
+
+def _was_told_to_end(transition: Transition, number: int, event: WorkerLeft) -> None:
+    """Continue without a worker that somebody else has told to end: nothing is lost."""
+    fleet.kill_worker(transition, number, event.told)
+    recovery.fault(transition, "preemption", (event.worker,), event.told)
+    recovery.proceed(transition)
 
 
 def _gone(transition: Transition, event: WorkerFormed | WorkerLeft) -> None:
@@ -156,8 +166,12 @@ def worker_raised(transition: Transition, event: WorkerRaised) -> None:
     number, worker = found
     rank = transition.run.attempt.members.index(number)
     _leave(transition, number, worker, event.step - 1)
-    recovery.note_raised(transition, UserError(rank, event.step, event.error, event.traceback))
-    recovery.fault(transition, "exception", (worker.name,), event.error)
+    error = UserError(rank, event.step, event.error, event.traceback)
+    recovery.note_raised(transition, error)
+    if error.is_of_all:
+        recovery.fault(transition, "not_finite", (), error.message)
+    else:
+        recovery.fault(transition, "exception", (worker.name,), event.error)
     recovery.proceed(transition)
 
 
@@ -166,6 +180,15 @@ def _leave(transition: Transition, number: int, worker: Worker, step: int) -> No
     fleet.put_worker(transition, number, worker._replace(inside=False))
     step = max(step, 0)
     run.attempt.left_step = step if run.attempt.left_step < 0 else min(run.attempt.left_step, step)
+
+
+def not_finite_found(transition: Transition, event: NotFiniteFound) -> None:
+    """Put a number that is not finite on record; a restarted controller hears of it again."""
+    attempt = transition.run.attempt
+    if event.attempt == attempt.number and event.number > attempt.num_noted:
+        attempt.num_noted = event.number
+        found = Cause("not_finite", (), event.evidence, transition.now_s)
+        transition.report(found, fenced_s=transition.now_s)
 
 
 def hang_found(transition: Transition, event: HangFound) -> None:
@@ -183,6 +206,7 @@ def hang_found(transition: Transition, event: HangFound) -> None:
             fleet.strike(transition, worker.node)
     if guilty or run.phase is not Phase.FENCING:
         kind = "hang" if guilty else "undecided"
+        run.attempt.is_program |= event.is_program
         recovery.fault(transition, kind, tuple(guilty), event.evidence)
         recovery.proceed(transition)
 

@@ -181,10 +181,14 @@ def member_yielded(transition: Transition, step: int) -> None:
     all_left(transition)
 
 
-def member_completed(transition: Transition, step: int) -> None:
-    """Note that a member reached the last step, and give the others time to reach it too."""
+def member_completed(transition: Transition, step: int, ended: str) -> None:
+    """Note that a member reached the last step, and give the others time to reach it too.
+
+    ``ended`` says why the script made it the last one; "" if it is the last of the run.
+    """
     run = transition.run
     run.attempt.completed = True
+    run.attempt.ended = run.attempt.ended or ended
     if run.phase is not Phase.YIELDING:
         run.phase = Phase.YIELDING
         run.cause = Cause("completed", (), f"step {step} is committed", transition.now_s)
@@ -199,7 +203,8 @@ def all_left(transition: Transition) -> None:
         return
     run.attempt.fenced_s = transition.now_s
     if run.attempt.completed:
-        transition.finish("completed", f"step {run.committed[0]} is committed")
+        why = f"; the script stopped: {run.attempt.ended}" if run.attempt.ended else ""
+        transition.finish("completed", f"step {run.committed[0]} is committed{why}")
         return
     if run.attempt.yielded_step == _DIFFER:
         # They did not agree, so the committed step must be read.

@@ -41,15 +41,19 @@ _WEIGHT = {
     "unloadable": 1,
     "hang": 3,
     "exception": 2,
+    "not_finite": 2,
     "preemption": 3,
     "crash": 3,
+    "out_of_memory": 3,
     "node_loss": 3,
 }
 _CLASS = {
     "exception": FaultClass.USER,
+    "not_finite": FaultClass.USER,
     "preemption": FaultClass.PREEMPTION,
     "undecided": FaultClass.UNDECIDED,
 }
+_TWICE = "; seen twice, so it is taken for a bug"
 #: Share of ``read_s`` after which keepers are asked again while one of them restarts, at first.
 _READ_AGAIN = 0.1
 
@@ -433,10 +437,12 @@ def _charge(transition: Transition) -> str:
     """Charge the attempt to its budget; return why the run must fail, or ""."""
     run, rules = transition.run, transition.rules.budgets
     bug = budgets.user_bug(run.attempt.raised, run.raised_before)
+    if bug is not None and bug.is_of_all:
+        return bug.message
     if bug is not None:
         return (
             f"{bug.traceback.rstrip()}\n\nrank {bug.rank} raised at step {bug.step}: {bug.error} "
-            f"(attempt {run.attempt.number}; seen twice, so it is taken for a bug)"
+            f"(attempt {run.attempt.number}{'' if bug.is_proven else _TWICE})"
         )
     # The last 64 are enough: what is to be recognised comes back at the same step, at once.
     run.raised_before = (*run.raised_before, *run.attempt.raised)[-64:]
@@ -447,9 +453,7 @@ def _charge(transition: Transition) -> str:
     if kind == "unloadable" and len(run.bad) > run.attempt.num_bad_at_start:
         # Nobody failed. It cannot repeat for ever: the next attempt has fewer sources.
         return ""
-    fault_class = _CLASS.get(kind, FaultClass.INFRASTRUCTURE)
-    if kind == "exception" and all(error.is_of_data for error in run.attempt.raised):
-        fault_class = FaultClass.INFRASTRUCTURE
+    fault_class = _class_of(run, kind)
     if kind not in ("growth", "move", "share", "drain", "stop", "controller_restart", "peer_lost"):
         run.faults = budgets.charge(
             run.faults, Fault(at_s=transition.now_s, fault_class=fault_class), rules
@@ -480,6 +484,15 @@ def _charge(transition: Transition) -> str:
     lines = (f"the last failure: {run.cause.kind}: {run.cause.evidence}", problem)
     shown = [error.traceback.rstrip() for error in run.attempt.raised[:1]]
     return "\n".join((*shown, *lines))
+
+
+def _class_of(run: MutableRunState, kind: str) -> FaultClass:
+    """Return the budget that a failed attempt is charged to."""
+    if kind == "undecided" and run.attempt.is_program:
+        return FaultClass.PROGRAM
+    if kind == "exception" and all(error.is_of_data for error in run.attempt.raised):
+        return FaultClass.INFRASTRUCTURE
+    return _CLASS.get(kind, FaultClass.INFRASTRUCTURE)
 
 
 def note_raised(transition: Transition, error: UserError) -> None:

@@ -21,7 +21,12 @@ from orchestrator.core.transition import Transition
 
 
 def resume_event(
-    state: RunState, *, at_s: float, incarnation: int, num_unknown: int = 0
+    state: RunState,
+    *,
+    at_s: float,
+    incarnation: int,
+    num_unknown: int = 0,
+    back_to: int | None = None,
 ) -> RunResumed:
     """Return the event that resumes the run from ``state``, the last one of its journal.
 
@@ -30,6 +35,8 @@ def resume_event(
         at_s: When.
         incarnation: Of the controller.
         num_unknown: Most attempts that may have begun since, of which the journal does not know.
+        back_to: The step of a version in storage that the user goes back to; newer ones do not
+            count any more. None to continue from the newest.
     """
     num_unknown = 0 if state.phase in TERMINAL else num_unknown
     if state.phase in TERMINAL:
@@ -38,18 +45,23 @@ def resume_event(
         why = f"it {outcome}: {state.reason.rstrip().rpartition(chr(10))[2]}"
     else:
         why = f"its cluster was gone while it was {state.phase}"
+    attempt, lineage, stored = state.attempt.number + num_unknown, state.lineage, state.stored
+    if back_to is not None:
+        # As if an attempt had resumed there and ended at once.
+        attempt, stored = attempt + 1, back_to
+        lineage = (*lineage, (attempt, back_to))
     return RunResumed(
         at_s=at_s,
         incarnation=incarnation,
-        attempt=state.attempt.number + num_unknown,
-        lineage=state.lineage,
+        attempt=attempt,
+        lineage=lineage,
         # Where the run failed for it, a person was asked to put a sound copy back.
         bad=() if state.lost and state.phase in TERMINAL else state.bad,
         next_worker=state.fleet.next_worker,
         next_slot=state.fleet.next_slot,
         why=why,
         faults_seen=state.faults_seen,
-        stored=state.stored,
+        stored=stored,
     )
 
 

@@ -76,8 +76,8 @@ class Incident:
     @property
     def who(self) -> str:
         """Return the faulty workers for people, "undecided" if nothing was proven."""
-        # Damaged data and a lost link are nobody's fault either.
-        is_blameless = self.is_planned or self.kind in ("unloadable", "link")
+        # Damaged data, a lost link and what a model computes are nobody's fault either.
+        is_blameless = self.is_planned or self.kind in ("unloadable", "link", "not_finite")
         nobody = "\N{EN DASH}" if is_blameless else "undecided"
         return ", ".join(self.guilty) or nobody
 

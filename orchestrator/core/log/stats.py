@@ -225,8 +225,9 @@ class RunStats:
         last.t_fence_s = record["fenced_s"]
         if kind == "unloadable":
             last.skipped = tuple(self._skipped)
-        # A stop is asked for and is no loss of service that ends with a step.
-        if kind == "stop":
+        # A stop is asked for, and training goes on behind a skipped update: no loss of service
+        # that ends with a step.
+        if kind in ("stop", "not_finite"):
             self._open.pop()
 
     def _recovering(self, _record: Mapping[str, Any], at_s: float) -> None:

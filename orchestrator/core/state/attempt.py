@@ -32,12 +32,15 @@ class Attempt(Part):
         yield_asked: Whether the members were asked to leave.
         yielded_step: Step at which all members so far yielded; -1 none yet, -2 they differ.
         completed: Whether a member reported the last step as committed.
+        ended: Why the script stopped before the last step; "" if it did not.
         fenced_s: When the last member was out.
         leave_by_s: By when fenced members must have left that are not at work.
         at_work: Members that were fenced and have not left because they compute.
         was_stuck: Whether a member did not leave when it was fenced, and was killed.
         judged: Whether its end was put on record and charged.
         raised: Errors of its training code.
+        is_program: Whether its ranks are proven to have called different collectives.
+        num_noted: Numbers that were not finite and are on record.
         unread: Sources that members could not read, and did not prove bad.
         from_storage: Whether a member loaded from storage.
         newcomer_since_s: When a worker that it lacks first became usable; infinity: none.
@@ -60,12 +63,15 @@ class Attempt(Part):
     yield_asked: bool = False
     yielded_step: int = -1
     completed: bool = False
+    ended: str = ""
     fenced_s: float = 0.0
     leave_by_s: float = inf
     at_work: tuple[int, ...] = ()
     was_stuck: bool = False
     judged: bool = False
     raised: tuple[UserError, ...] = ()
+    is_program: bool = False
+    num_noted: int = 0
     unread: tuple[Source, ...] = ()
     from_storage: bool = False
     newcomer_since_s: float = inf

@@ -52,7 +52,7 @@ class Cause:
 
     Attributes:
         kind: crash, node_loss, preemption, hang, link, undecided, exception, peer_lost, unloadable,
-            growth, move, share, drain, stop, controller_restart, resume or completed.
+            not_finite, growth, move, share, drain, stop, controller_restart, resume or completed.
         guilty: Workers proven to have caused it.
         evidence: One line for people.
         at_s: When it was found.
@@ -250,7 +250,10 @@ def describe(state: RunState) -> dict[str, Any]:
 
 
 def _waits_for(state: RunState) -> str:
-    """Return what a recovery cannot go on without; "" where nothing takes longer than usual."""
+    """Return what the run cannot go on without; "" where nothing takes longer than usual."""
+    if state.phase is Phase.WAITING and state.fleet.num_failed_starts:
+        died = f"{state.fleet.num_failed_starts} in a row died at start"
+        return f"a worker process that starts: {died}, the last: {state.fleet.failed_start}"
     is_held = state.phase is Phase.WAITING and state.deadline_s == state.hold_until_s
     if is_held and state.num_unexplained:
         what = f"{state.num_unexplained} attempts in a row lost a peer, and nobody is to blame"

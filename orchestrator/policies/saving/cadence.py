@@ -38,7 +38,7 @@ __all__ = [
 #: At half or twice Young's interval saving and redone work together cost a quarter more.
 _WORTH: Final = 1.5
 _NODE_FAULTS: Final = frozenset({"node_loss", "preemption"})
-_PROCESS_FAULTS: Final = frozenset({"crash", "hang", "exception"})
+_PROCESS_FAULTS: Final = frozenset({"crash", "out_of_memory", "hang", "exception"})
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

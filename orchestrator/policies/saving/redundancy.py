@@ -237,7 +237,8 @@ def _redundant_copies(facts: RedundancyFacts, tolerance: int) -> RedundancyPlan 
         groups=tuple(dict.fromkeys(tuple(sorted(nodes)) for nodes in holders)),
         reason=(
             f"snapshots: {Mechanism.REDUNDANT_COPY}, {layout.dp_replicate} replicas save a share "
-            f"each and those of {tolerance} others, survives {tolerance} nodes, {size}, 0 B sent"
+            f"each and those of {tolerance} others, for the loss of {tolerance} nodes, {size}, "
+            "0 B sent"
         ),
         is_final=bool(facts.rank_bytes) or not is_free,
         guards=guards,
@@ -270,7 +271,8 @@ def _replica_parity(facts: RedundancyFacts, tolerance: int) -> RedundancyPlan | 
         tolerance=1,
         groups=groups,
         reason=(
-            f"snapshots: {what}, survives 1 of {smallest} nodes, {_size(need_bytes)}, records sent"
+            f"snapshots: {what}, for the loss of 1 of {smallest} nodes, {_size(need_bytes)}, "
+            "records sent"
         ),
         is_final=bool(facts.rank_bytes),
         rank_groups=tuple(rank_groups[rank] for rank in range(len(facts.nodes))),

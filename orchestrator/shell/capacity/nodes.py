@@ -38,7 +38,7 @@ from orchestrator.shell.clock import wall_time
 from orchestrator.shell.names import RunNames
 from orchestrator.shell.threads import RAY, in_thread
 from workers.keeper import OPTIONS, Keeper, NoticeWatch, hung_up, silent
-from workers.protocol import LEASE_S, Notice
+from workers.protocol import LEASE_S, Ending, Notice
 
 log = logging.getLogger(__name__)
 
@@ -60,6 +60,8 @@ RETURN_S = 5.0
 PROBED_S = 2.5
 #: A raylet's port answers or refuses in microseconds, also across a data center.
 PROBE_S = 0.5
+#: A keeper has so long to say how a process ended: the recovery waits for it.
+ENDING_S = 0.1
 #: One that lives hangs up on who says nothing after two minutes, and is called again. So is one
 #: that dies, in case its port outlived the connection.
 RECALL_S = 0.05
@@ -308,6 +310,14 @@ class Nodes:
         with contextlib.suppress(RayError, TimeoutError):
             return await asyncio.wait_for(_kill(view.keeper, worker), PROBE_S)
         return False
+
+    async def ending(self, node: str, pid: int) -> Ending:
+        """Return how a process on ``node`` ended, if its keeper says so at once."""
+        view = self.views.get(node)
+        if view is not None and view.keeper is not None and not view.is_dead:
+            with contextlib.suppress(RayError, TimeoutError):
+                return await asyncio.wait_for(_ending(view.keeper, pid), ENDING_S)
+        return Ending("")
 
     async def end_keepers(self) -> None:
         """End every keeper of the run; those that can be reached leave nothing behind."""
@@ -621,6 +631,11 @@ async def _probed(keeper: Any, peers: dict[str, tuple[str, int]]) -> list[str] |
             lost: list[str] = await keeper.probe.remote(peers)
             return lost
     return None
+
+
+async def _ending(keeper: Any, pid: int) -> Ending:
+    found: Ending = await keeper.ending.remote(pid)
+    return found
 
 
 async def _kill(keeper: Any, worker: str) -> bool:

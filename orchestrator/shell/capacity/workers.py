@@ -10,9 +10,10 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-from collections.abc import Awaitable, Callable, Iterable
+import re
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field, replace
-from typing import Any
+from typing import Any, Protocol
 
 import ray
 from ray.exceptions import ActorDiedError, RayError
@@ -21,6 +22,7 @@ from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 from orchestrator.core import (
     UNKNOWN_ATTEMPT,
     Event,
+    NotFiniteFound,
     WorkerExited,
     WorkerFormed,
     WorkerLeft,
@@ -34,8 +36,10 @@ from workers.protocol import (
     LEASE_S,
     Assignment,
     Completed,
+    Ending,
     Fenced,
     Formed,
+    Noted,
     Outcome,
     Pace,
     PeerLost,
@@ -58,6 +62,9 @@ _HOW = {
 KILL_CONFIRM_S = 0.5
 #: It is killed again so often, until its node says that it is gone, or it has ended itself.
 KILL_AGAIN_S = 1.0
+#: Ray's words in the error of an actor that is gone.
+_IN_START = "error raised in its creation task"
+_SHORT_OF_MEMORY = "running low on memory"
 #: A worker answers in 1 to 50 ms, also while it trains.
 PACE_S = 2.0
 
@@ -73,6 +80,20 @@ class _Member:
     attended: set[int] = field(default_factory=set)
 
 
+class _Nodes(Protocol):
+    """What is asked of the run's nodes; see ``orchestrator.shell.capacity.nodes``."""
+
+    def is_draining(self, node: str) -> bool: ...
+
+    async def is_gone(self, node: str) -> bool: ...
+
+    async def ending(self, node: str, pid: int) -> Ending: ...
+
+    async def kill_worker(self, node: str, worker: str) -> bool: ...
+
+    def look_around(self, host: str) -> str: ...
+
+
 class Workers:
     """Handles of the run's workers; turns what happens to them into events.
 
@@ -80,11 +101,7 @@ class Workers:
         names: The run's names.
         at_s: The run's clock.
         post: Where events go; called on the event loop.
-        is_draining: Whether a node had been given notice.
-        is_gone: Finds out whether a node is lost.
-        kill_on_node: Has the keeper of a worker's node kill it; returns whether it is gone.
-        look_around: Checks every node for loss, without waiting, when a transport failed; takes
-            the address that it could not reach, or "", and returns the node there, or "".
+        nodes: The nodes that they are on.
         boot: Keyword arguments of ``workers.process.actor.Worker`` that are equal for all workers.
     """
 
@@ -94,19 +111,13 @@ class Workers:
         names: RunNames,
         at_s: Callable[[], float],
         post: Callable[[Event], None],
-        is_draining: Callable[[str], bool],
-        is_gone: Callable[[str], Awaitable[bool]],
-        kill_on_node: Callable[[str, str], Awaitable[bool]],
-        look_around: Callable[[str], str],
+        nodes: _Nodes,
         boot: dict[str, Any],
     ) -> None:
         self._names = names
         self._at_s = at_s
         self._post = post
-        self._is_draining = is_draining
-        self._is_gone = is_gone
-        self._kill_on_node = kill_on_node
-        self._look_around = look_around
+        self._nodes = nodes
         self._boot = boot
         self._members: dict[str, _Member] = {}
         self._tasks: set[asyncio.Task[None]] = set()
@@ -141,15 +152,19 @@ class Workers:
         if member is None:
             return  # its WorkerExited is on the way
         member.handle.enter.remote(assignment, gpu_ids)
-        self.attend(worker, assignment.attempt)
+        self.attend(worker, assignment.attempt, is_first=assignment.rank == 0)
 
-    def attend(self, worker: str, attempt: int) -> None:
-        """Hold the call that returns how ``worker`` left ``attempt``; one per attempt."""
+    def attend(self, worker: str, attempt: int, *, is_first: bool = False) -> None:
+        """Hold the call that returns how ``worker`` left ``attempt``; one per attempt.
+
+        The first rank is also asked what happens meanwhile: a ``NotFiniteFound`` each.
+        """
         member = self._members.get(worker)
         if member is None or attempt in member.attended:
             return
         member.attended.add(attempt)
-        self._spawn(self._attend(worker, member.handle.attend.remote(attempt)))
+        hearing = self._spawn(self._hear(member.handle, attempt)) if is_first else None
+        self._spawn(self._attend(worker, member.handle.attend.remote(attempt), hearing))
 
     def fence(self, attempt: int, workers: Iterable[str]) -> None:
         """Abort ``attempt`` in ``workers``; every one that lives answers by an event.
@@ -260,16 +275,36 @@ class Workers:
         except RayError as error:
             self._ended(worker, error)
 
-    async def _attend(self, worker: str, held: Any) -> None:
+    async def _hear(self, handle: Any, attempt: int) -> None:
+        """Post what the first rank notes, until it has left the attempt."""
+        num_heard = 0
+        with contextlib.suppress(RayError):  # its end is on the way
+            while notes := await _noted(handle, attempt, num_heard):
+                for number, note in enumerate(notes, start=num_heard + 1):
+                    self._post(
+                        NotFiniteFound(
+                            at_s=self._at_s(),
+                            attempt=attempt,
+                            step=note.step,
+                            number=number,
+                            evidence=note.text,
+                        )
+                    )
+                num_heard += len(notes)
+
+    async def _attend(self, worker: str, held: Any, hearing: asyncio.Task[None] | None) -> None:
         try:
             outcome = await held
+            if hearing is not None:
+                # What it noted last comes before its end, which may be that of the run.
+                await hearing
         except RayError as error:
             self._ended(worker, error)
             return
         unreached = ""
         if isinstance(outcome, PeerLost):
             # The survivor's transport is often the first to know; Ray needs 1.5 s for a machine.
-            unreached = self._look_around(outcome.unreached)
+            unreached = self._nodes.look_around(outcome.unreached)
         self._post(_left(self._at_s(), worker, outcome, unreached))
 
     def note_formed(self, worker: str, attempt: int, at_s: float) -> None:
@@ -317,7 +352,7 @@ class Workers:
 
     async def _kill_once(self, worker: str, member: _Member) -> bool:
         # First, because Ray calls an actor dead when it has asked it to go.
-        is_gone = await self._kill_on_node(member.node, worker)
+        is_gone = await self._nodes.kill_worker(member.node, worker)
         await _end_actor(member.handle)
         return is_gone
 
@@ -362,19 +397,39 @@ class Workers:
 
     async def _find_cause(self, worker: str, member: _Member, error: RayError) -> None:
         """Say that ``worker`` is gone, and whether its whole node is."""
-        is_node = not member.killed and await self._is_gone(member.node)
+        is_node = not member.killed and await self._nodes.is_gone(member.node)
         if not isinstance(error, ActorDiedError) and not is_node:
             # Unreachable is perhaps alive: end it, so that "exited" is true.
             await self._end(worker, member)
-        died = isinstance(error, ActorDiedError)
-        detail = "its node is lost" if is_node else f"process {member.pid} died" if died else ""
-        cause = "node" if is_node else self._cause(member)
-        self._exited(worker, cause, detail or _first_line(error))
+        if is_node:
+            self._exited(worker, "node", "its node is lost")
+            return
+        found = Ending(_first_line(error))
+        if isinstance(error, ActorDiedError):
+            died = Ending(f"process {member.pid} died")
+            found = died if member.killed else await self._how(member, error)
+        self._exited(worker, self._cause(member, found), found.text)
 
-    def _cause(self, member: _Member) -> str:
+    def _cause(self, member: _Member, found: Ending) -> str:
         if member.killed:
             return "killed"
-        return "preempted" if self._is_draining(member.node) else "crash"
+        if self._nodes.is_draining(member.node):
+            return "preempted"
+        return "out_of_memory" if found.is_out_of_memory else "crash"
+
+    async def _how(self, member: _Member, error: ActorDiedError) -> Ending:
+        """Return how a process ended: Ray says neither a signal nor an exit code."""
+        told = str(error)
+        pid = member.pid or int(next(iter(re.findall(r"pid[:=] ?(\d+)", told)), 0))
+        if _IN_START in told:
+            lines = [line for line in told.splitlines() if line.strip()]
+            raised = [line for line in lines if not line.startswith((" ", "The actor", "\t"))]
+            return Ending(f"process {pid} raised at start: {(raised or lines)[-1]}")
+        if _SHORT_OF_MEMORY in told:
+            text = f"Ray ended process {pid}: its node was running low on memory"
+            return Ending(text, is_out_of_memory=True)
+        found = await self._nodes.ending(member.node, pid)
+        return found if found.text else Ending(f"process {pid} died")
 
     def _exited(self, worker: str, cause: str, detail: str) -> None:
         member = self._members.get(worker)
@@ -390,6 +445,11 @@ class Workers:
 async def _paced(handle: Any, attempt: int, pace: Pace) -> SaveCosts | None:
     costs: SaveCosts | None = await handle.keep_pace.remote(attempt, pace)
     return costs
+
+
+async def _noted(handle: Any, attempt: int, num_heard: int) -> tuple[Noted, ...]:
+    notes: tuple[Noted, ...] = await handle.notes.remote(attempt, num_heard)
+    return notes
 
 
 async def _end_actor(handle: Any) -> None:
@@ -417,7 +477,8 @@ def _left(at_s: float, worker: str, outcome: Outcome, unreached: str) -> Event:
         worker=worker,
         how=_HOW[type(outcome)],
         step=outcome.step,
-        detail=outcome.detail if isinstance(outcome, PeerLost) else "",
+        detail=_detail(outcome),
+        told=outcome.why if isinstance(outcome, Yielded) else "",
         unreached=unreached,
     )
     if not isinstance(outcome, Unloadable):
@@ -430,6 +491,12 @@ def _left(at_s: float, worker: str, outcome: Outcome, unreached: str) -> Event:
         unread=found.unread,
         skipped=found.reasons,
     )
+
+
+def _detail(outcome: Outcome) -> str:
+    if isinstance(outcome, Completed):
+        return outcome.ended
+    return outcome.detail if isinstance(outcome, PeerLost) else ""
 
 
 def _first_line(error: BaseException) -> str:

@@ -72,7 +72,7 @@ class CadenceWatch:
             "checkpoint_stall_s": costs.checkpoint_stall_s if costs is not None else None,
             "cost_share": self._share(costs) if costs is not None else None,
             "cost_share_max": self._rules.cost_share_max,
-            "problems": [self._problem] if self._problem else [],
+            "problems": [each for each in (self._problem, costs.trouble if costs else "") if each],
             "reason": state.pace_reason or unmeasured,
         }
 
@@ -107,7 +107,7 @@ class CadenceWatch:
 
     async def _ask(self, worker: str, attempt: int, pace: Pace) -> None:
         costs = await self._workers.keep_pace(worker, attempt, pace)
-        if costs is not None and costs.step_s:
+        if costs is not None and (costs.step_s or costs.trouble):
             self.show(costs)
             self._post(SavesMeasured(at_s=self._at_s(), attempt=attempt, costs=costs))
 

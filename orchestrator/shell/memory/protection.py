@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict
 from typing import Any
 
@@ -27,7 +27,6 @@ class ProtectionWatch:
         self._snapshots = snapshots
         self._wanted = wanted
         self._time = ReducedTime()
-        self._survived = 0
         self._told: tuple[object, ...] = ()
 
     def look(self, state: RunState, at_s: float) -> bool:
@@ -39,9 +38,9 @@ class ProtectionWatch:
         """
         if self._time.looked_s is not None and at_s - self._time.looked_s < LOOK_S:
             return False
-        self._survived = self._snapshots.protection(state.lineage).node_losses_survived
+        survived = self._snapshots.protection(state.lineage).node_losses_survived
         # Before anything was trained there is nothing to protect.
-        is_reduced = self._survived < self._wanted and state.attempt.step > 0
+        is_reduced = survived < self._wanted and state.attempt.step > 0
         self._time = noted(self._time, at_s, is_reduced=is_reduced)
         emptied = [n for n in state.fleet.emptied if state.fleet.nodes[n].alive]
         told = (state.attempt.number, *emptied)
@@ -62,11 +61,14 @@ class ProtectionWatch:
             **document,
             "reduced_s": round(self._time.total_s, 1),
             "reduced_for_s": round(self._time.for_s, 1),
-            "problems": [*self._alerts(), *document["problems"]],
+            "problems": [*self._alerts(document), *document["problems"]],
         }
 
-    def _alerts(self) -> tuple[str, ...]:
-        return alert(self._time, survived=self._survived, wanted=self._wanted)
+    def _alerts(self, document: Mapping[str, Any]) -> tuple[str, ...]:
+        # What is held now, as the rest of the document says: the last look may be a second old.
+        survived = document["node_losses_survived"]
+        is_whole = survived >= self._wanted
+        return () if is_whole else alert(self._time, survived=survived, wanted=self._wanted)
 
 
 def stored_step(snapshots: Snapshots, state: RunState) -> int:

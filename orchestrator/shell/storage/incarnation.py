@@ -17,11 +17,12 @@ from datetime import UTC, datetime
 
 from orchestrator.config import RunConfig, load
 from orchestrator.core import ControllerStarted, Event, RunState, RunStats, resume_event, starts
-from orchestrator.run_directory import CONFIG, RESULT, SETTINGS, SUMMARY
+from orchestrator.run_directory import CHECKPOINTS, CONFIG, RESULT, SETTINGS, SUMMARY
 from orchestrator.shell.clock import RunClock, wall_time
 from orchestrator.shell.storage.compaction import read_journal
 from orchestrator.shell.storage.journal import read_chunks, segment_sizes
 from orchestrator.shell.storage.sender import send_rest
+from ucp_core.native import newest_finite
 from ucp_core.storage import Store, claim, join
 
 #: Where lines are sent in the background, those of so many attempts may be lost with the head. The
@@ -102,7 +103,11 @@ def begin_incarnation(
         if folded.seq >= 0:
             num_unknown = 0 if store.appends else UNSENT_ATTEMPTS
             first = resume_event(
-                folded.state, at_s=clock.at_s(), incarnation=number, num_unknown=num_unknown
+                folded.state,
+                at_s=clock.at_s(),
+                incarnation=number,
+                num_unknown=num_unknown,
+                back_to=_step_to_go_back_to(store, run_path, config, folded.state),
             )
         _write_config(store, run_path, config, number)
         for name in (SUMMARY, RESULT):
@@ -121,6 +126,17 @@ def begin_incarnation(
         # The compacted journal of a run that is resumed was made under the earlier settings.
         compacted_bytes=0 if is_first else reading.compacted_bytes,
     )
+
+
+def _step_to_go_back_to(
+    store: Store, run_path: str, config: RunConfig, state: RunState
+) -> int | None:
+    """Return the step that a resume is to go back to; None if it continues from the newest."""
+    if config.run.resume_from != "finite":
+        return None
+    checkpoints = join(run_path, CHECKPOINTS)
+    newest, finite = newest_finite(store, checkpoints, lineage=state.lineage)
+    return finite if finite < newest else None
 
 
 def config_of(store: Store, run_path: str, segments: Sequence[bytes]) -> RunConfig:

@@ -3,14 +3,26 @@
 from __future__ import annotations
 
 import json
+import logging
+import time
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
 from zlib import crc32
 
 from orchestrator.core import Place, is_event, without_late_lines
 from orchestrator.run_directory import JOURNAL
-from orchestrator.shell.storage.sender import Sender
-from ucp_core.storage import Store, appended_sizes, join, read_all_appended, read_appended
+from orchestrator.shell.storage.sender import PAUSE_S, Sender
+from ucp_core.errors import StorageError
+from ucp_core.storage import (
+    Store,
+    appended_sizes,
+    is_full,
+    join,
+    read_all_appended,
+    read_appended,
+)
+
+log = logging.getLogger(__name__)
 
 #: A segment is scanned by so much at a time.
 CHUNK_BYTES = 64 << 10
@@ -86,17 +98,41 @@ class JournalFile:
         self._size_bytes = 0
         self._last_line = b""
         self._last: Mapping[str, Any] = {}
+        #: Why nothing can be written now; nothing is decided meanwhile.
+        self.trouble = ""
 
     def append(self, records: Sequence[Mapping[str, Any]]) -> None:
         """Append ``records``, at least one."""
         lines = [json.dumps(record, separators=(",", ":")).encode() + b"\n" for record in records]
         data = b"".join(lines)
         if self._sender is None:
-            self._store.append(self._path, data)
+            self._append(data)
         else:
             self._sender.add(data, hurry=not all(map(is_event, records)))
         self._size_bytes += len(data)
         self._last_line, self._last = lines[-1], records[-1]
+
+    def _append(self, data: bytes) -> None:
+        """Append once there is room: a full disk is emptied by people."""
+        try:
+            self._store.append(self._path, data)
+        except StorageError as error:
+            if not is_full(error):
+                raise
+            log.warning("journal_waits", extra={"error": str(error)})
+            self.trouble = str(error)
+        else:
+            return
+        while self.trouble:
+            time.sleep(PAUSE_S)
+            # The part that there was room for is there already.
+            there = self._store.size(self._path) if self._store.exists(self._path) else 0
+            try:
+                self._store.append(self._path, data[there - self._size_bytes :])
+                self.trouble = ""
+            except StorageError as error:
+                if not is_full(error):
+                    raise
 
     @property
     def last(self) -> Mapping[str, Any]:

@@ -217,10 +217,15 @@ class SimCluster(World):
             worker=worker.name,
             how=how,
             step=worker.completed,
-            detail=how,
+            detail=self._why(worker, how),
             unreached=unreached,
             **found,
         )
+
+    def _why(self, worker: SimWorker, how: str) -> str:
+        if how != "completed":
+            return how
+        return "enough" if worker.completed < self.rules.total_steps else ""
 
     def _start_keeper(self, action: act.StartKeeper) -> None:
         node = self.nodes[action.node]
@@ -423,7 +428,7 @@ class SimCluster(World):
         self.post(ev.WorkerFormed, attempt=attempt.number, worker=name, damaged=damaged)
         attempt.formed.add(name)
         if len(attempt.formed) == len(attempt.members):
-            self.at(STEP_S, self._step, attempt)
+            self.at(STEP_S, self._step if attempt.step < self.ends_at else self._end, attempt)
 
     def present(self, attempt: SimAttempt) -> list[SimWorker] | None:
         """Return the members if all can take part in a collective, else None."""
@@ -456,7 +461,12 @@ class SimCluster(World):
             worker.completed = step
         self.monitor.stepped(attempt.number, step)
         self.post_or_lose(ev.StepCompleted, attempt=attempt.number, step=step, step_s=STEP_S)
-        last = step >= self.rules.total_steps
+        if step in self.not_finite_at:
+            number = sum(attempt.begun_step < bad <= step for bad in self.not_finite_at)
+            self.post_or_lose(
+                ev.NotFiniteFound, attempt=attempt.number, step=step, number=number, evidence="nan"
+            )
+        last = step >= min(self.rules.total_steps, self.ends_at)
         stored = save_step(self, attempt, members, last=last)
         if self.tiers.costs is not None:
             pace = Pace(
@@ -470,6 +480,13 @@ class SimCluster(World):
             self.at(_COMMIT_S, self._leave_together, attempt, "yielded", stored)
         else:
             self.at(STEP_S, self._step, attempt)
+
+    def _end(self, attempt: SimAttempt) -> None:
+        """End an attempt that resumed from the step that the script made the last one."""
+        members = self.present(attempt)
+        if members is not None:
+            stored = save_step(self, attempt, members, last=True)
+            self.at(_COMMIT_S, self._leave_together, attempt, "completed", stored)
 
     def _stall(self, attempt: SimAttempt) -> None:
         """Let an attempt wait for a link until it is whole, or until that is noticed."""

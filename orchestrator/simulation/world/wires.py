@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Collection
 from heapq import heappop, heappush
 from itertools import count
+from math import inf
 from random import Random
 from typing import Any, Protocol
 
@@ -131,6 +132,9 @@ class World:
         self.start_failure = 0.0
         self.raises_at: dict[int, tuple[int, ...]] = {}
         self.raises_once: set[int] = set()
+        # The step that the script makes the last one, and those whose numbers are not finite.
+        self.ends_at: float = inf
+        self.not_finite_at: set[int] = set()
 
     def at(self, delay_s: float, do: Callable[..., None], *args: Any) -> None:
         """Do something after ``delay_s``."""

@@ -86,7 +86,7 @@ def test_on_a_slow_link_snapshots_are_fewer_and_outlive_a_node_still(
         timeout_s=ACT_S_MAX,
     )
     assert seen is not None
-    assert "partner copy, survives 1 of 2 nodes" in seen["redundancy"]["reason"]
+    assert "partner copy, for the loss of 1 of 2 nodes" in seen["redundancy"]["reason"]
     kill_node_of(run, 3)
     assert wait_for(
         run,

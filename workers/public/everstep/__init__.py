@@ -71,6 +71,12 @@ The contract:
 - With ``parallel.tp`` or ``parallel.pp`` above 1, a model of your own needs a plan:
   ``session.model(build, plan=ModelPlan(tensor={"layers.*.up": ColwiseParallel()}, ...))``. Pipeline
   stages need ``session.train_step``, whose function must call the model once.
+- ``session.save("best")``, on every worker, writes the whole weights to one file.
+  ``model.state_dict()`` has a worker's part of each weight, and raises on some workers alone.
+- ``session.stop(reason)``, on any worker, ends the run with this step or the next one; so does
+  ``break`` on every worker.
+- An update that is not finite is left out on all workers (``not_finite``); the third in a row ends
+  the run. ``step.is_skipped`` says so.
 - Code after the loop runs once, when the last step is committed.
 - ``step.loss`` is the mean over the global batch; a loss that you compute is of one micro-batch.
   A worker may repeat a micro-batch to keep pace with the others; such a loss does not count.
@@ -86,13 +92,22 @@ from ucp_core.lazy import lazy_door
 
 if TYPE_CHECKING:
     from workers.data import DataLoader, JsonLines, ParquetRows, pack
-    from workers.errors import DataError, SettingsError, StateError, TaskError, WorkerError
+    from workers.errors import (
+        ApartError,
+        DataError,
+        NotFiniteError,
+        SettingsError,
+        StateError,
+        TaskError,
+        WorkerError,
+    )
     from workers.parallel import ModelPlan
     from workers.settings import (
         CheckpointSettings,
         DataSettings,
         InitSettings,
         ModelSettings,
+        NotFiniteSettings,
         ParallelSettings,
         Settings,
         SnapshotSettings,
@@ -101,6 +116,7 @@ if TYPE_CHECKING:
     from workers.train import Session, Step, Task, run
 
 __all__ = [
+    "ApartError",
     "CheckpointSettings",
     "DataError",
     "DataLoader",
@@ -109,6 +125,8 @@ __all__ = [
     "JsonLines",
     "ModelPlan",
     "ModelSettings",
+    "NotFiniteError",
+    "NotFiniteSettings",
     "ParallelSettings",
     "ParquetRows",
     "Session",

@@ -17,10 +17,10 @@ from typing import Any, Final, NoReturn, cast
 import torch
 from torch import nn
 
-from ucp_core.storage import join
+from workers.data import DataLoader
 from workers.errors import TaskError
 from workers.parallel import fsdp_modules
-from workers.protocol import METRICS, RESULT, Assignment, WorkerPhase
+from workers.protocol import METRICS, Assignment, Noted, SaveCosts, WorkerPhase
 from workers.snapshot import (
     FINAL_S_MAX,
     Captured,
@@ -32,13 +32,14 @@ from workers.snapshot import (
 from workers.state import HostBuffer
 from workers.train.boundary.cadence import Cadence, Due
 from workers.train.boundary.costs import SaveMeter
+from workers.train.boundary.ending import Ending
 from workers.train.boundary.live_state import LiveState, Marks, capture
 from workers.train.boundary.protection import ProtectionWait
 from workers.train.boundary.restore import LIVE_STATE
 from workers.train.boundary.store import SavedState, StorageWriter
 from workers.train.context import WorkerContext
-from workers.train.evaluation import weights_digest
-from workers.train.executor import ShardedModel, Signals, Step, all_agree
+from workers.train.executor import Finiteness, ShardedModel, Signals, Step, all_agree
+from workers.train.whole_weights import digest_of_weights
 
 __all__ = ["UNWRITTEN", "Boundary", "YieldSignal"]
 
@@ -69,6 +70,10 @@ class Boundary:
         buffer: Host memory for copies of the state.
         memory: Memory at the keeper; None if there is none.
         storage: Writes metrics and checkpoints.
+
+    Attributes:
+        finiteness: Decides about updates that are not finite.
+        ending: Ends the run before its last step, if the script asks for it.
     """
 
     def __init__(
@@ -86,6 +91,7 @@ class Boundary:
         self._device = device
         self._buffer = buffer
         self._storage = storage
+        self._stream: DataLoader | None = None
         settings = context.settings
         self._cadence = Cadence(
             snapshot_every=max(1, settings.snapshot.first_every),
@@ -100,9 +106,13 @@ class Boundary:
                 fenced=lambda: context.fenced(assignment.attempt),
                 told=self._wait_metrics,
             )
+        train = settings.train
+        self.finiteness = Finiteness(train.not_finite, train.num_micro_batches, tell=self.tell)
+        self.ending = Ending(assignment, context, storage.write)
         self._unfollow: Callable[[], None] | None = None
         self._due = Due()
         self._state: Captured | None = None
+        self._is_taken = False
         self._live: LiveState | None = None
         self._loaded: Marks | None = None
         self._reported_step = 0
@@ -112,23 +122,45 @@ class Boundary:
         # Costs may be asked for after the attempt: the callback must not hold the state.
         meter, cadence = SaveMeter(), self._cadence
         self._meter = meter
-        context.on_costs(assignment.attempt, lambda: meter.costs(cadence.intervals))
+
+        def costs() -> SaveCosts:
+            return replace(meter.costs(cadence.intervals), trouble=storage.trouble)
+
+        context.on_costs(assignment.attempt, costs)
 
     def begin(self, step: int, sharded: ShardedModel, extra: Mapping[str, Any]) -> None:
         """Prepare memory for snapshots, because the sizes of a loaded state are known."""
         if self._writer is not None:
             self._writer.prepare(capture(step, sharded, extra))
 
-    def loaded(self, sharded: ShardedModel) -> None:
-        """Note the weights that the attempt begins with."""
+    def loaded(self, sharded: ShardedModel, extra: Mapping[str, Any]) -> None:
+        """Note the weights that the attempt begins with, and what their version says of them."""
         self._loaded = Marks(sharded.shards)
+        self.finiteness.load(extra)
+
+    def tell(self, step: int, text: str) -> None:
+        """Say in the terminal, and have put on record, what the attempt survives."""
+        if self._assignment.rank == 0:
+            log.warning(text)
+            self._context.on_note(Noted(attempt=self._assignment.attempt, step=step, text=text))
+
+    def reads(self, stream: DataLoader | None) -> None:
+        """Have ``signals`` say what a stream gave from now on."""
+        self._stream = stream
 
     def signals(self) -> Signals:
         """Return this rank's signals in the current step."""
         context, attempt, writer = self._context, self._assignment.attempt, self._writer
         leaves = context.yield_requested(attempt)
         leaves_durably = leaves and context.yield_durable(attempt)
-        signals = Signals(leaves=leaves, leaves_durably=leaves_durably)
+        read = self._stream.read_digest if self._stream is not None else 0
+        signals = Signals(
+            stops=self.ending.is_asked,
+            leaves=leaves,
+            leaves_durably=leaves_durably,
+            read=read,
+            read_squared=read**2,
+        )
         if self._assignment.rank == 0:
             pace = context.pace(attempt)
             signals = replace(
@@ -222,7 +254,7 @@ class Boundary:
         if due.snapshot or due.storage:
             self._context.progress.enter(WorkerPhase.SAVING)
             self._state = self._state or capture(step.number, sharded, extra)
-        is_taken = due.snapshot and self._take(self._state)
+        is_taken = self._is_taken = due.snapshot and self._take(self._state)
         snapshot_s = time.monotonic() - taking_s if due.snapshot else 0.0
         if self._reports():
             how = "taken" if is_taken else "skipped" if due.snapshot or due.skipped else "none"
@@ -255,6 +287,33 @@ class Boundary:
         self._context.progress.enter(WorkerPhase.SAVING)
         timeout_s = self._context.settings.parallel.patient_timeout_s
         self._storage.wait_committed(step, timeout_s=timeout_s)
+
+    def end(self, step: int, sharded: ShardedModel, extra: Mapping[str, Any]) -> None:
+        """Return when the state after ``step`` is committed, and noted as the end of the run.
+
+        Args:
+            step: The last completed step, or the one that the attempt resumed from.
+            sharded: The model with its state.
+            extra: The small named values of the version that the attempt resumed from.
+
+        Raises:
+            AbortedError: The attempt was fenced.
+            CollectiveError: A peer did not write its part.
+        """
+        self._context.progress.enter(WorkerPhase.SAVING)
+        live, due, assignment = self._live, self._due, self._assignment
+        is_loaded = live is None and not assignment.memory
+        if is_loaded and step == assignment.resume_step:
+            # It was loaded from storage.
+            return
+        self.ending.end(step)
+        is_mine = due.storage or (self._is_taken and due.pin)
+        if not all_agree(is_mine, self._device):
+            held = live.extra if live is not None else extra
+            kept = {name: value for name, value in held.items() if name != LIVE_STATE}
+            self._state, self._due = capture(step, sharded, kept), Due(storage=True)
+            self._store()
+        self.commit(step)
 
     def leave(self, step: int) -> NoReturn:
         """Leave after ``step``, as all ranks agreed to, once its state is safe.
@@ -331,16 +390,14 @@ class Boundary:
         self, step: int, *, loss: float, validation_loss: float, sharded: ShardedModel
     ) -> None:
         """Write the run's result. Every rank calls it."""
-        digest = weights_digest(sharded)
+        digest = digest_of_weights(sharded)
         if self._assignment.rank == 0:
             result = self.line(
                 step, weights_digest=digest, final_loss=loss, validation_loss=validation_loss
             )
-            self._context.store.write_atomic(
-                join(self._context.directory, RESULT),
-                json.dumps(result, indent=1).encode(),
-                fsync=False,
-            )
+            if self.ending.reason:
+                result["ended"] = self.ending.reason
+            self._storage.write_result(json.dumps(result, indent=1).encode())
 
     def _step_line(self, step: Step, step_s: float, **more: Any) -> dict[str, Any]:
         start, stop = step.order_range
@@ -352,6 +409,7 @@ class Boundary:
             tokens=step.tokens,
             samples=stop - start,
             step_s=step_s,
+            **({"skipped": True} if step.is_skipped else {}),
             **more,
             num_workers=self._assignment.layout.world_size,
             layout=str(self._assignment.layout),

@@ -21,6 +21,7 @@ import torch.distributed as dist
 from ucp_core.errors import CheckpointCorruptError, UcpError
 from ucp_core.geometry import TensorEntry, TensorKey
 from ucp_core.native import (
+    NOT_FINITE,
     Checkpoint,
     LocalTensor,
     checkpoint_name,
@@ -246,18 +247,20 @@ def _said(error: UcpError) -> str:
     return f"{type(error).__name__}: {error}"
 
 
-def without_optimizer_state(held: Iterable[TensorKey]) -> frozenset[str]:
+def without_optimizer_state(
+    held: Iterable[TensorKey], *, has_updated: bool = True
+) -> frozenset[str]:
     """Return the parameters of a version that have a weight and no optimizer state.
 
     An optimizer keeps no state for parameters without gradients: frozen ones, and those in no
-    loss. If no parameter has optimizer state, another optimizer made the version; then return
-    none, so that the missing state is reported.
+    loss. If no parameter has optimizer state though ``has_updated``, another optimizer made the
+    version; then return none, so that the missing state is reported.
     """
     weights: set[str] = set()
     kept: set[str] = set()
     for key in held:
         (weights if key.slot == WEIGHT else kept).add(key.fqn)
-    return frozenset(weights - kept) if kept else frozenset()
+    return frozenset(weights - kept) if kept or not has_updated else frozenset()
 
 
 def misfits(
@@ -354,7 +357,11 @@ class Target:
         return misfits(self._needed(checkpoint), held, same_weights=same_weights)
 
     def _needed(self, checkpoint: Checkpoint) -> list[LocalTensor]:
-        self.without_state = without_optimizer_state(checkpoint.state_map.entries)
+        told = checkpoint.manifest.extra.get(NOT_FINITE)
+        has_updated = not isinstance(told, dict) or told.get("has_updated", True)
+        self.without_state = without_optimizer_state(
+            checkpoint.state_map.entries, has_updated=has_updated
+        )
         return [
             one for one in self._tensors if one.slot == WEIGHT or one.fqn not in self.without_state
         ]

@@ -37,9 +37,9 @@ from ucp_core.native import (
     open_checkpoint,
     save_rank,
 )
-from ucp_core.storage import RECENT_S, Buffer, Owner, Store, join
+from ucp_core.storage import RECENT_S, Buffer, Owner, Store, is_full, join
 from workers.collectives import AbortedError, CollectiveError
-from workers.protocol import CHECKPOINTS, Assignment
+from workers.protocol import CHECKPOINTS, RESULT, Assignment
 from workers.settings import CheckpointSettings
 from workers.snapshot import source_of
 
@@ -51,6 +51,8 @@ _LOOK_S: Final = 0.02
 _LOOK_REMOTE_S: Final = 1.0
 #: How long closing waits for a write that was under way at the fence.
 _CLOSE_S_MAX: Final = 5.0
+#: Between two tries to write to a storage that is full.
+_FULL_PAUSE_S: Final = 2.0
 #: Where a write is a request, lines are held back until they are so many or so old.
 _HELD_LINES: Final = 10
 _HELD_S: Final = 10.0
@@ -118,7 +120,11 @@ class StorageWriter:
         self._idle = threading.Event()
         self._idle.set()
         self._error: Exception | None = None
+        self._ended, self._moved = threading.Event(), moved
+        #: Why nothing can be saved now.
+        self.trouble = ""
         self._ends_line: set[str] = set()
+        self._refuses_lines = False
         self._thread = threading.Thread(target=self._run, name="storing", daemon=True)
         self._thread.start()
 
@@ -142,6 +148,25 @@ class StorageWriter:
             self._tasks.put(self._try_due_lines if self.holds_lines else self._try_lines)
         elif len(self._lines) > _UNWRITTEN_LINES_MAX:
             self._lines.popleft()
+
+    def write(self, path: str, chunks: Iterable[Buffer]) -> None:
+        """Write a file of the run directory now; it appears when the last chunk is written.
+
+        From the training thread.
+
+        Raises:
+            AbortedError: The attempt was fenced.
+            SupersededError: A later life of the run owns the directory.
+            StorageError: It cannot be written.
+        """
+        try:
+            self._owner.require(within_s=RECENT_S)
+            self._store.write_file(join(self._directory, path), chunks, fsync=self._settings.fsync)
+        except _WriteRefused as refused:
+            raise AbortedError(
+                f"attempt {self._assignment.attempt} was fenced while {path} was written",
+                attempt=self._assignment.attempt,
+            ) from refused
 
     def unwritten(self) -> list[tuple[str, str]]:
         """Return the path and the text of the newest lines that may not be written yet."""
@@ -168,7 +193,25 @@ class StorageWriter:
     def save(self, state: SavedState) -> None:
         """Write ``state``. Do not change its tensors before ``wait_idle`` returns."""
         self._idle.clear()
-        self._tasks.put(lambda: self._save(state))
+        what = f"step {state.step}"
+        self._tasks.put(lambda: self._when_there_is_room(what, lambda: self._save(state)))
+
+    def write_result(self, document: bytes) -> None:
+        """Write the result of the run; return when that is done.
+
+        Raises:
+            AbortedError: The attempt was fenced.
+            UcpError: The write failed.
+        """
+        path = join(self._directory, RESULT)
+        self._idle.clear()
+
+        def write() -> None:
+            self._store.write_atomic(path, document, fsync=False)
+            self._idle.set()
+
+        self._tasks.put(lambda: self._when_there_is_room("the result", write))
+        self.wait_idle()
 
     @property
     def is_idle(self) -> bool:
@@ -223,6 +266,7 @@ class StorageWriter:
 
         What is queued is written first, unless the attempt is fenced.
         """
+        self._ended.set()
         self._tasks.put(self._try_lines)
         self._tasks.put(None)
         self._thread.join(_CLOSE_S_MAX)
@@ -244,6 +288,7 @@ class StorageWriter:
             except Exception as error:  # noqa: BLE001  raised again in the training thread
                 self._error = error
                 self._idle.set()
+            self.trouble = ""
 
     def _next_task(self) -> Callable[[], None] | None:
         try:
@@ -268,7 +313,12 @@ class StorageWriter:
         try:
             self._write_lines()
         except StorageError as error:
-            log.warning("line_not_written", extra={"line": self._lines[0], "error": str(error)})
+            if not self._refuses_lines:
+                extra = {"line": self._lines[0], "error": str(error)}
+                log.warning("lines_not_written", extra=extra)
+            self._refuses_lines = True
+        else:
+            self._refuses_lines = False
 
     def _write_lines(self) -> None:
         while self._lines and self._writes_lines and not self._is_closed_to_lines():
@@ -285,6 +335,23 @@ class StorageWriter:
             self._ends_line.add(path)
             for _ in lines:
                 self._lines.popleft()
+
+    def _when_there_is_room(self, what: str, write: Callable[[], None]) -> None:
+        """Write; while the storage is full, wait for people who make room."""
+        while True:
+            try:
+                write()
+            except StorageError as error:
+                if not is_full(error):
+                    raise
+                self.trouble = f"{what} is not stored, which is tried again: {error}"
+                log.warning("not_stored", extra={"what": what, "error": str(error)})
+            else:
+                return
+            # It stands still for a reason: no rank is to be taken for hung.
+            self._moved(1)
+            if self._ended.wait(_FULL_PAUSE_S) or self._fenced():
+                raise _WriteRefused("the attempt ended before there was room")
 
     def _save(self, state: SavedState) -> None:
         if self._fenced():

@@ -5,6 +5,7 @@ from typing import TYPE_CHECKING
 from ucp_core.lazy import lazy_door
 
 if TYPE_CHECKING:
+    from workers.train.executor.not_finite import Finiteness, described_numbers
     from workers.train.executor.own_changes import refuse_hooks
     from workers.train.executor.pipeline import PassHooks, Pipeline
     from workers.train.executor.quotas import Quota, quota
@@ -20,6 +21,7 @@ if TYPE_CHECKING:
     from workers.train.executor.step import Step
 
 __all__ = [
+    "Finiteness",
     "PassHooks",
     "Pipeline",
     "Quota",
@@ -29,6 +31,7 @@ __all__ = [
     "Signals",
     "Step",
     "all_agree",
+    "described_numbers",
     "on_host",
     "quota",
     "refuse_hooks",

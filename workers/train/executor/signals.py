@@ -11,8 +11,10 @@ import torch.distributed as dist
 from torch import Tensor
 
 from workers import collectives
+from workers.data import KEEPS_ORDER
+from workers.errors import DataError
 
-__all__ = ["Signals", "all_agree", "on_host", "reading"]
+__all__ = ["Signals", "all_agree", "on_host", "reading", "refuse_readings"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -21,6 +23,7 @@ class Signals:
 
     Attributes:
         buffers: A pass changed a persistent buffer.
+        stops: Its script asked to end the run.
         leaves: It was asked to leave.
         leaves_durably: The state that it leaves with must be in storage.
         no_memory: It has no memory for a snapshot.
@@ -28,9 +31,12 @@ class Signals:
         storage_busy: One of its snapshots waits to be stored.
         snapshot_steps: Steps between two snapshots from now on, set by one rank; 0 for no change.
         storage_steps: Steps between two versions in storage from now on, likewise.
+        read: Digest of what it has read of a stream, below 2 ** 20; the sum over ranks.
+        read_squared: Its square, likewise.
     """
 
     buffers: bool = False
+    stops: bool = False
     leaves: bool = False
     leaves_durably: bool = False
     no_memory: bool = False
@@ -38,6 +44,8 @@ class Signals:
     storage_busy: bool = False
     snapshot_steps: int = 0
     storage_steps: int = 0
+    read: int = 0
+    read_squared: int = 0
 
     def numbers(self) -> list[int]:
         """Return the numbers to sum over all ranks, for ``from_sums``."""
@@ -82,6 +90,31 @@ def reading(numbers: Tensor) -> Callable[[], list[float]]:
         return found
 
     return read
+
+
+def refuse_readings(agreed: Signals, mine: Signals, *, step: int, device: torch.device) -> None:
+    """Raise ``DataError`` on every rank if not all have read the same of a stream.
+
+    Args:
+        agreed: What all ranks signalled.
+        mine: What this one did.
+        step: The step.
+        device: For tensors of collectives.
+    """
+    num = dist.get_world_size()
+    # By Cauchy and Schwarz: numbers whose squares sum up so are equal.
+    if num * agreed.read_squared == agreed.read**2:
+        return
+    found = torch.zeros(num, dtype=torch.int64, device=device)
+    found[dist.get_rank()] = mine.read
+    dist.all_reduce(found)
+    ranks: dict[float, list[int]] = {}
+    for rank, digest in enumerate(on_host(found)):
+        ranks.setdefault(digest, []).append(rank)
+    parts = " and ".join(f"rank {', '.join(map(str, alike))}" for alike in ranks.values())
+    raise DataError(
+        f"step {step}: {parts} have read different samples of the stream. {KEEPS_ORDER}"
+    )
 
 
 def all_agree(agreed: bool, device: torch.device) -> bool:  # noqa: FBT001  the vote itself

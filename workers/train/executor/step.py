@@ -27,6 +27,7 @@ from workers.records import ProgressRecord
 from workers.settings import TrainSettings
 from workers.train.executor.learning_rate import learning_rate
 from workers.train.executor.norm import row_squares, scale_gradients, sum_of_squares
+from workers.train.executor.not_finite import Finiteness
 from workers.train.executor.own_changes import (
     Marks,
     Probe,
@@ -40,13 +41,19 @@ from workers.train.executor.own_changes import (
 from workers.train.executor.pipeline import PassHooks, Pipeline
 from workers.train.executor.quotas import Pass, Quota
 from workers.train.executor.sharded_model import ShardedModel
-from workers.train.executor.signals import Signals, reading
+from workers.train.executor.signals import Signals, reading, refuse_readings
 
 __all__ = ["Step"]
 
 
 class StepBoundary(Protocol):
-    """What a step needs of the boundary after it: ``workers.train.boundary.Boundary``."""
+    """What a step needs of the boundary after it: ``workers.train.boundary.Boundary``.
+
+    Attributes:
+        finiteness: Decides about updates that are not finite.
+    """
+
+    finiteness: Finiteness
 
     def signals(self) -> Signals:
         """Return this rank's signals to the others."""
@@ -69,6 +76,8 @@ class Step:
         lr: Learning rate of the step; of the first optimizer if they have their own.
         tokens: Tokens in the global batch; set by ``apply``.
         is_applied: Whether ``apply`` was called.
+        is_skipped: Whether the update was left out because it was not finite, or overflowed under a
+            ``GradScaler``; set by ``apply``.
         agreed: The signals of all workers, equal on all; set by ``apply``.
     """
 
@@ -92,7 +101,7 @@ class Step:
             self.lr = float(first.param_groups[0]["lr"])
         self.loss = self.grad_norm = math.nan
         self.tokens = 0
-        self.is_applied = False
+        self.is_applied = self.is_skipped = False
         self.agreed = Signals()
         self._samples = samples
         self._has_begun = False
@@ -101,6 +110,7 @@ class Step:
         self._sharded = sharded
         self._progress = progress
         self._boundary = boundary
+        self._finiteness = boundary.finiteness
         self._on_applied = on_applied
         self._pass: Pass | None = None
         self._sums: dict[int, tuple[Tensor, int]] = {}
@@ -280,6 +290,7 @@ class Step:
         Raises:
             TaskError: Called twice, not every micro-batch was computed, there is no gradient, or
                 the model depends on the number of workers; or the script changed gradients, rates.
+            NotFiniteError: The update is not finite, and the run ends for it.
         """
         if self.is_applied:
             raise TaskError(f"step.apply was called twice in step {self.number}")
@@ -297,13 +308,17 @@ class Step:
         self._progress.enter(WorkerPhase.REDUCING)
         self._choose(optimizers)
         self._reduce()
+        self.is_skipped = self._finiteness.leaves_out(self, self._sums, self._sharded)
         self._progress.enter(WorkerPhase.UPDATING)
         self._boundary.before_update()
-        if self.agreed.buffers:
+        if self.agreed.buffers and self._finiteness.in_a_row and self.is_skipped:
+            self._sharded.buffers.restore()
+        elif self.agreed.buffers:
             self._sharded.buffers.end_step(
                 self.number, self._train.num_micro_batches, in_order=self._train.deterministic
             )
         self._update()
+        self._finiteness.updated(self.number, self._sharded)
         self.is_applied = True
         self._on_applied(self)
 
@@ -363,6 +378,7 @@ class Step:
         if head[len(said)]:
             refuse_clipped(self.number)
         self.tokens, self.agreed = int(head[0]), Signals.from_sums(head[1 : len(said)])
+        refuse_readings(self.agreed, signals, step=self.number, device=device)
         self.loss = math.fsum(head[first:]) / self.tokens if self.tokens else math.nan
         self.grad_norm = math.sqrt(squared) * (1.0 / (max(1, self.tokens) * scale))
 
@@ -370,17 +386,17 @@ class Step:
         sharded = self._sharded
         for shard in sharded.shards:
             sharded.parameters[shard.fqn].grad = shard.gradient
-        if sharded.registered.scaler is None or self._has_fit(sharded.registered.scaler):
+        if sharded.registered.scaler is not None:
+            self._adapt(sharded.registered.scaler)
+        if not self.is_skipped:
             self._step_optimizers()
-        elif not any(sharded.optimizers.state.values()):
-            # A version whose parameters have no state at all is one of another optimizer.
-            sharded.prime()
+            self._finiteness.has_updated = True
         for shard in sharded.shards:
             sharded.parameters[shard.fqn].grad = shard.parameter.grad = None
         drop_gathered(sharded.model)
 
-    def _has_fit(self, scaler: GradScaler) -> bool:
-        """Return whether no gradient overflowed; have the scale adapt, equally on all workers."""
+    def _adapt(self, scaler: GradScaler) -> None:
+        """Have the scale adapt to whether a gradient overflowed, equally on all workers."""
         fits = math.isfinite(self.grad_norm)
         flag = nn.Parameter(torch.zeros(1, device=self._sharded.device))
         flag.grad = torch.full_like(flag, 0.0 if fits else math.inf)
@@ -388,7 +404,6 @@ class Step:
         scaler.scale(flag.detach())
         scaler.unscale_(torch.optim.SGD([flag], lr=0.0))
         scaler.update()
-        return fits
 
     def _step_optimizers(self) -> None:
         sharded, lr = self._sharded, learning_rate(self._train, self.number)

@@ -2,6 +2,8 @@ import math
 from dataclasses import replace
 from typing import get_args
 
+import pytest
+
 from orchestrator.core import (
     Action,
     FenceAttempt,
@@ -17,7 +19,7 @@ from orchestrator.core import (
     step,
 )
 from orchestrator.core import events as ev
-from orchestrator.core.actions import FinishRun, StartWorker, YieldAttempt
+from orchestrator.core.actions import FinishRun, KillWorker, StartWorker, YieldAttempt
 from orchestrator.core.handlers.survey import Adopted
 from orchestrator.core.state import freeze, thaw
 from workers.protocol import Source
@@ -479,7 +481,7 @@ def test_a_start_that_fails_for_ever_ends_the_run_with_the_last_words() -> None:
         ev.SlotGranted(at_s=0.0, slot=1, node="a"),
         rules=rules,
     )
-    at_s = 0.0
+    at_s, waits_for = 0.0, []
     for _ in range(20):
         if state.phase is Phase.FAILED:
             break
@@ -488,8 +490,42 @@ def test_a_start_that_fails_for_ever_ends_the_run_with_the_last_words() -> None:
         granted = ev.SlotGranted(at_s=at_s, slot=state.fleet.next_slot - 1, node="a")
         at_s += 100.0
         state = _fold(state, died, ev.Ticked(at_s=at_s), granted, rules=rules)
+        waits_for.append(describe(state)["waits_for"])
+    assert any("2 in a row died at start, the last: no module torch" in w for w in waits_for)
     assert state.phase is Phase.FAILED
     assert "no module torch" in state.reason
+
+
+@pytest.mark.parametrize("order", [("w0001", "w0002"), ("w0002", "w0001")])
+def test_a_worker_that_was_told_to_end_is_replaced_and_nothing_is_lost(
+    order: tuple[str, str],
+) -> None:
+    """It is ready to be put to work again, and would die in the middle of the next attempt."""
+    state = _running()
+    told = {"w0001": "process 7 got SIGTERM", "w0002": ""}
+    actions: list[Action] = []
+    for worker in order:
+        left = ev.WorkerLeft(
+            at_s=31.0, attempt=1, worker=worker, how="yielded", step=9, detail="",
+            told=told[worker],
+        )  # fmt: skip
+        state, more = step(state, left, rules=RULES)
+        actions += more
+
+    assert state.cause is not None
+    assert (state.cause.kind, state.cause.guilty) == ("preemption", ("w0001",))
+    assert state.cause.evidence == "process 7 got SIGTERM"
+    assert [a.worker for a in actions if isinstance(a, KillWorker)] == ["w0001"]
+    assert state.committed == (9, 1)
+
+
+def test_a_process_that_died_for_want_of_memory_is_an_incident_of_its_own_kind() -> None:
+    """What to do about it differs from a crash."""
+    died = ev.WorkerExited(at_s=31.0, worker="w0001", cause="out_of_memory", detail="4 GiB")
+    state, _ = step(_running(), died, rules=RULES)
+
+    assert state.cause is not None
+    assert (state.cause.kind, state.cause.guilty) == ("out_of_memory", ("w0001",))
 
 
 def test_a_run_without_machines_ends_with_an_outcome_of_its_own() -> None:

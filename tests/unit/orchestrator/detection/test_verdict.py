@@ -226,7 +226,15 @@ def test_different_operations_of_one_number_are_told_but_blame_nobody() -> None:
     verdict = verdict_on(rows_with(w2=other), for_s=4.0)
 
     assert verdict.undecided
+    assert verdict.is_program
     assert "rank 0 called all_reduce and rank 2 called broadcast as number 9" in verdict.evidence
+
+    places = {"w0": "train.py:55", "w1": "train.py:55", "w2": "train.py:57", "w3": "train.py:55"}
+    rows = [replace(row, place=places[row.worker]) for row in rows_with(w2=other)]
+    assert (
+        "all_reduce at train.py:55 and rank 2 called broadcast at train.py:57"
+        in verdict_on(rows, for_s=4.0).evidence
+    )
 
 
 @pytest.mark.parametrize("letter", ["X", "Z"])

@@ -6,6 +6,8 @@ import pytest
 from orchestrator.config import RunConfig, load
 from orchestrator.driver.changes import require_resumable, require_same
 from orchestrator.errors import ConfigError
+from tests.support.checkpoints import save, save_not_finite, small_state
+from ucp_core.storage import LocalStore
 
 
 def _config(directory: Path, *overrides: str) -> RunConfig:
@@ -58,6 +60,19 @@ def test_a_run_with_all_its_steps_is_over(directory: Path) -> None:
     require_resumable(_config(directory, "train.steps=21"))
 
 
+def test_a_run_that_its_script_has_stopped_is_over(directory: Path) -> None:
+    """It says why, and how to train on all the same."""
+    (directory / "summary.json").write_text(json.dumps({"steps": 8}))
+    told = {"step": 8, "attempt": 1, "reason": "no progress"}
+    (directory / "stopped.json").write_text(json.dumps(told))
+
+    with pytest.raises(ConfigError, match=r"is complete, .* behind step 8: no progress; delete st"):
+        require_resumable(_config(directory))
+    # It was trained on since.
+    (directory / "summary.json").write_text(json.dumps({"steps": 12}))
+    require_resumable(_config(directory))
+
+
 def test_a_run_that_is_under_way_cannot_be_given_other_settings(directory: Path) -> None:
     """They would be taken for granted and never come into force."""
     require_same(_config(directory, "cluster.local_nodes=3"))
@@ -66,3 +81,17 @@ def test_a_run_that_is_under_way_cannot_be_given_other_settings(directory: Path)
         ConfigError, match=r"everstep stop .*\n  train.steps: 30 here, 20 in the run"
     ):
         require_same(_config(directory, "train.steps=30"))
+
+
+def test_weights_that_are_not_finite_are_not_trained_on(tmp_path: Path) -> None:
+    """Each step of it would be NaN. The newest finite version is offered."""
+    store, root = LocalStore(), str(tmp_path / "checkpoints")
+    for step in (10, 20):
+        save(store, small_state(), step=step, root=root)
+    save_not_finite(store, small_state(), step=30, sound_step=19, root=root)
+    (tmp_path / "config.yaml").write_text(_config(tmp_path, "train.steps=50").to_yaml())
+
+    with pytest.raises(ConfigError, match=r"behind step 30 (?s:.*) step 10 is the newest version"):
+        require_resumable(_config(tmp_path, "train.steps=50"))
+    for override in ("run.resume_from=finite", "train.not_finite={action: ignore}"):
+        require_resumable(_config(tmp_path, "train.steps=50", override))

@@ -7,9 +7,16 @@ from pathlib import Path
 
 import pytest
 
-from tests.support.checkpoints import assert_loaded, save, small_state, whole_need
+from tests.support.checkpoints import assert_loaded, save, save_not_finite, small_state, whole_need
 from ucp_core.errors import CheckpointNotFoundError
-from ucp_core.native import collect_garbage, find_committed, load, open_checkpoint, reading
+from ucp_core.native import (
+    collect_garbage,
+    find_committed,
+    load,
+    newest_finite,
+    open_checkpoint,
+    reading,
+)
 from ucp_core.storage import LocalStore, MemoryStore, Store, join, open_store
 
 STATE = small_state()
@@ -98,3 +105,29 @@ def test_what_was_never_committed_has_no_reader_to_wait_for() -> None:
     save(store, STATE, step=2, root=root)
 
     assert collect_garbage(store, root, keep=1, lineage=LINEAGE) == ["step-00000001"]
+
+
+@pytest.mark.parametrize("has_locks", [True, False])
+def test_the_newest_finite_version_is_never_deleted(has_locks: bool) -> None:  # noqa: FBT001
+    """NaN at step 50, ``keep: 3``: the finite ones were rotated out (pocket-tts#262).
+
+    Step 4 says of itself that it is well. The one after it knows better: its loss is NaN.
+    """
+    store, root = (MemoryStore(), "run") if has_locks else without_locks()
+    for step in (1, 2, 3, 4):
+        save(store, STATE, step=step, root=root)
+    for step in (5, 6, 7, 8):
+        save_not_finite(store, STATE, step=step, sound_step=3, root=root)
+        collect_garbage(store, root, keep=2, lineage=LINEAGE, grace_s=0.0)
+        collect_garbage(store, root, keep=2, lineage=LINEAGE, grace_s=0.0)
+
+    assert sorted(store.list(root)) == [f"step-{step:08d}" for step in (3, 7, 8)]
+    assert newest_finite(store, root, lineage=LINEAGE) == (8, 3)
+    # A later attempt that went back to it.
+    lineage = [*LINEAGE, (2, 3)]
+    assert newest_finite(store, root, lineage=lineage) == (3, 3)
+    for step in (4, 5):
+        save(store, STATE, step=step, root=root, attempt=2)
+    collect_garbage(store, root, keep=2, lineage=lineage, grace_s=0.0)
+    collect_garbage(store, root, keep=2, lineage=lineage, grace_s=0.0)
+    assert "step-00000003" not in store.list(root)

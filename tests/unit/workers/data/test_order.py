@@ -50,3 +50,17 @@ def test_the_order_is_for_ever() -> None:
     order = DataOrder(seed=7, num_samples=1000, global_batch=8)
 
     assert order.step(3).tolist() == [421, 467, 521, 684, 906, 593, 109, 822]
+
+
+def test_an_epoch_may_end_with_positions_that_have_no_sample() -> None:
+    """Each epoch takes as many samples as are to be taken, of all that there are."""
+    order = DataOrder(seed=1, num_samples=13, global_batch=6, epoch=(12, 18))
+    epochs = order.samples(0, 54).reshape(3, 18)
+
+    for epoch in epochs:
+        assert len(set(epoch[:12].tolist())) == 12
+        assert epoch[12:].tolist() == [-1] * 6
+    assert set(epochs[:, :12].ravel().tolist()) == set(range(13))
+    whole = DataOrder(seed=1, num_samples=13, global_batch=6, epoch=(13, 18))
+    plain = DataOrder(seed=1, num_samples=13, global_batch=6)
+    assert whole.samples(18, 31).tolist() == plain.samples(13, 26).tolist()

@@ -179,7 +179,7 @@ def test_what_cannot_be_a_stream_is_refused() -> None:
         DataLoader(number for number in range(3))
     with pytest.raises(DataError, match="int can be iterated only once"):
         DataLoader(3)  # type: ignore[arg-type]
-    with pytest.raises(DataError, match="no samples in an epoch"):
+    with pytest.raises(DataError, match="no samples in epoch 0"):
         take(Numbers(0), 1, ranks=ONE)
 
     class Large(Seekable):
@@ -258,3 +258,147 @@ def test_hugging_faces_streams_continue_exactly() -> None:
             assert goes_on == expected[resumed:]
         first = [number for step in expected for batch in step for number, _ in batch][:40]
         assert sorted(first) == [float(n) for n in range(40)]
+
+
+class OwnGenerator(Numbers):
+    """Its order comes from a generator that goes on from epoch to epoch."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.generator = torch.Generator().manual_seed(3)
+
+    def __iter__(self) -> Iterator[dict[str, float]]:
+        for number in torch.randperm(self.num, generator=self.generator).tolist():
+            yield {"number": 1.0 * number, "noise": 0.0}
+
+
+class CountsEpochs(Numbers):
+    """Counts by itself how often it was begun."""
+
+    def __iter__(self) -> Iterator[dict[str, float]]:
+        self.first += 1
+        for number in range(self.num):
+            yield {"number": float((number + self.first) % self.num), "noise": 0.0}
+
+
+class KeepsCursor(Numbers):
+    """Goes on where it was left."""
+
+    def __iter__(self) -> Iterator[dict[str, float]]:
+        for _ in range(self.num):
+            self.at += 1
+            yield {"number": float(self.at % 7), "noise": 0.0}
+
+
+class Unseeded(Numbers):
+    """Draws from the system."""
+
+    def __iter__(self) -> Iterator[dict[str, float]]:
+        for number in range(self.num):
+            yield {"number": float(number), "noise": random.SystemRandom().random()}
+
+
+class Buffered(Numbers):
+    """Has a buffer that its state lacks."""
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"at": self.at}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self.first = state["at"]
+
+    def __iter__(self) -> Iterator[dict[str, float]]:
+        buffer: list[dict[str, float]] = []
+        for row in super().__iter__():
+            buffer.append({**row, "noise": 0.0})
+            if len(buffer) == 4:
+                yield buffer.pop(0)
+        yield from buffer
+
+
+class OffByOne(Seekable):
+    """Its state is a sample behind."""
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"at": max(0, self.at - 1)}
+
+
+@pytest.mark.parametrize("num_workers", [0, 1])
+@pytest.mark.parametrize("kind", [OwnGenerator, CountsEpochs, KeepsCursor, Unseeded])
+def test_a_stream_with_an_order_of_its_own_is_found_when_it_is_read_again(
+    kind: type[Numbers], num_workers: int
+) -> None:
+    """A survivor has read it before; so has a newcomer, if that is in a later epoch."""
+    survivor = kind()
+    _, states = take(survivor, 5, ranks=ONE)
+    loader = DataLoader(survivor, num_workers=num_workers)
+    list(itertools.islice(loader.batches(order(), seed=5, micro_batch=2, numbers=[0]), 3))
+    for dataset, behind in ((loader, 1), (DataLoader(kind(), num_workers=num_workers), 4)):
+        batches = dataset.batches(
+            order(),
+            seed=5,
+            micro_batch=MICRO_BATCH,
+            numbers=[0],
+            first_step=behind + 1,
+            state=states[behind - 1],
+        )
+        with pytest.raises(DataError, match=f"{kind.__name__} was read again up to step {behind}"):
+            next(batches)
+
+
+@pytest.mark.parametrize("behind", [1, 2, 3])
+@pytest.mark.parametrize("kind", [Buffered, OffByOne])
+def test_a_state_that_leads_elsewhere_is_found(kind: type[Numbers], behind: int) -> None:
+    """At any step, also where the epoch ends."""
+    _, states = take(kind(), 5, ranks=ONE)
+    batches = DataLoader(kind()).batches(
+        order(),
+        seed=5,
+        micro_batch=MICRO_BATCH,
+        numbers=[0],
+        first_step=behind + 1,
+        state=states[behind - 1],
+    )
+    with pytest.raises(DataError, match=f"{kind.__name__} does not continue where its state_dict"):
+        next(batches)
+
+
+def test_hugging_faces_buffer_behind_a_wrapper_is_found() -> None:
+    datasets = pytest.importorskip("datasets", reason="the extra hf is not installed")
+
+    class Wrapper:
+        def __init__(self) -> None:
+            rows = datasets.Dataset.from_dict({"number": [float(n) for n in range(12)]})
+            self.rows = rows.to_iterable_dataset().shuffle(seed=3, buffer_size=5)
+
+        def __iter__(self) -> Iterator[dict[str, float]]:
+            for row in self.rows:
+                yield {**row, "noise": 0.0}
+
+        def state_dict(self) -> dict[str, Any]:
+            return dict(self.rows.state_dict())
+
+        def load_state_dict(self, state: dict[str, Any]) -> None:
+            self.rows.load_state_dict(state)
+
+    _, states = take(Wrapper(), 6, ranks=ONE)
+    for behind in range(1, 6):
+        batches = DataLoader(Wrapper()).batches(
+            order(),
+            seed=5,
+            micro_batch=2,
+            numbers=[0],
+            first_step=behind + 1,
+            state=states[behind - 1],
+        )
+        with pytest.raises(DataError, match=r"Wrapper (does not continue|has no samples in epoch)"):
+            next(batches)
+
+
+def test_states_of_earlier_releases_have_no_digest_and_continue() -> None:
+    for dataset in (Numbers(), Seekable()):
+        expected, states = take(dataset, 4, ranks=ONE)
+        known = states[1]
+        assert known is not None
+        old = {name: known[name] for name in ("epoch", "taken", "dataset")}
+        assert take(dataset, 2, ranks=ONE, first_step=3, state=old)[0] == expected[2:]

@@ -49,7 +49,8 @@ def test_the_line_names_what_did_not_fit() -> None:
     rules = replace(RULES, tolerance=2)
     chosen = place(_nodes(4, 1100), RANK_BYTES, rules)
     assert chosen.reason == (
-        "snapshots: ring parity, survives 1 of 4 nodes, 800 B a node and version, 600 B sent; "
+        "snapshots: ring parity, for the loss of 1 of 4 nodes, 800 B a node and version, "
+        "600 B sent; "
         "partner copy for 2 needs 1.758 KiB on n0, 1.074 KiB are free; "
         "double parity for 2 needs 1.172 KiB on n0, 1.074 KiB are free; "
         "partner copy for 1 needs 1.172 KiB on n0, 1.074 KiB are free"
@@ -59,7 +60,7 @@ def test_the_line_names_what_did_not_fit() -> None:
 def test_a_size_that_is_not_known_is_not_said_to_be_nothing() -> None:
     """Before the first snapshot nobody knows it, and 0 B would be good news."""
     chosen = place(_nodes(4, 1100), 0, RULES)
-    assert chosen.reason == "snapshots: partner copy, survives 1 of 4 nodes"
+    assert chosen.reason == "snapshots: partner copy, for the loss of 1 of 4 nodes"
 
 
 def test_nodes_of_several_ranks_pay_for_all_of_them() -> None:

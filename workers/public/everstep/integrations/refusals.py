@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any, Final
 
-from transformers import EarlyStoppingCallback, Trainer
+from transformers import Trainer
 
 __all__ = ["refusals"]
 
@@ -58,9 +58,6 @@ def refusals(
         is not None,
         "compute_metrics": trainer.compute_metrics is not None,
         "a train_dataset without a length": not hasattr(trainer.train_dataset, "__len__"),
-        "EarlyStoppingCallback": any(
-            isinstance(one, EarlyStoppingCallback) for one in trainer.callback_handler.callbacks
-        ),
         **{
             f"args.{name} ({advice})" if advice else f"args.{name}": bool(getattr(args, name, None))
             for name, advice in _ARGUMENTS.items()

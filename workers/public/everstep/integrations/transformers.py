@@ -6,10 +6,10 @@ The script runs alone as before. Under everstep the configuration decides on ste
 the script is run up to ``trainer.train()``.
 
 Kept: the data collator, ``compute_loss`` and ``compute_loss_func``, the optimizer and scheduler of
-the arguments, callbacks, logging, evaluation of the loss, ``state``. An epoch ends with the step
-that completes a pass over the data. Checkpoints are everstep's. The rest is refused by name when
-``train`` is called (see ``refusals``). Weights are sharded in float32; ``bf16=True`` computes in
-bfloat16.
+the arguments, callbacks, logging, evaluation of the loss, ``state``. An epoch takes each sample
+once, in an order of everstep's, and its last step takes what is left. A callback may end the
+training. Checkpoints are everstep's. The rest is refused by name when ``train`` is called (see
+``refusals``). Weights are sharded in float32; ``bf16=True`` computes in bfloat16.
 """
 
 from __future__ import annotations
@@ -29,6 +29,7 @@ from torch.distributed.tensor import DTensor
 from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
 from transformers import Trainer, TrainerState
 from transformers.integrations.neftune import activate_neftune, deactivate_neftune
+from transformers.trainer_callback import ExportableState
 from transformers.trainer_utils import TrainOutput, align_special_tokens
 
 from everstep import (
@@ -42,8 +43,10 @@ from everstep import (
     TrainSettings,
     run,
 )
+from everstep.integrations.epochs import Epoch, Samples
 from everstep.integrations.refusals import refusals
 from workers.parallel import drop_gathered, own_names
+from workers.train import all_agree
 
 __all__ = ["ElasticTrainer"]
 
@@ -111,16 +114,16 @@ class ElasticTrainer(Trainer):
             return metrics
         collate, read = self._reader(dataset, "evaluation")
 
-        number, batch = len(dataset), session.settings.train.micro_batch
+        number = len(dataset)
 
         def loss_of(indices: NDArray[Any]) -> tuple[Tensor, int]:
-            # The last batch may be short.
-            found = self._loss(self.model, collate(read(indices[indices < number].tolist())))
+            inputs = collate(read(indices.tolist()))
+            found = self._loss(self.model, inputs, len(indices))
             self._tell("on_prediction_step")
             return found
 
         begun_s = time.monotonic()
-        loss = session.evaluate(loss_of, math.ceil(number / batch) * batch)
+        loss = session.evaluate(loss_of, number)
         taken_s = time.monotonic() - begun_s
         metrics = {
             f"{metric_key_prefix}_loss": loss,
@@ -144,12 +147,10 @@ class ElasticTrainer(Trainer):
         args: Any = self.args
         batch = args.per_device_train_batch_size
         global_batch = batch * args.gradient_accumulation_steps
+        epoch = Epoch.of(self, batch, args.gradient_accumulation_steps)
         steps = args.max_steps
         if steps <= 0:
-            batches = len(self.train_dataset) / batch
-            batches = math.floor(batches) if args.dataloader_drop_last else math.ceil(batches)
-            per_epoch = max(1, math.ceil(batches / args.gradient_accumulation_steps))
-            steps = math.ceil(args.num_train_epochs * per_epoch)
+            steps = math.ceil(args.num_train_epochs * epoch.num_steps)
         saves = args.save_strategy == "steps" and args.save_steps >= 1
         return Settings(
             data=DataSettings(seed=args.seed if args.data_seed is None else args.data_seed),
@@ -211,6 +212,8 @@ class ElasticTrainer(Trainer):
                 if begins_epoch:
                     self._tell("on_epoch_begin")
                 begins_epoch = self._step(step, model, scheduler)
+                if self.control.should_training_stop and step.number < train.steps:
+                    session.stop("a callback of the trainer asked for it (should_training_stop)")
             self._tell("on_train_end")
             if session.world_size == 1:
                 _copy_values(model, source)
@@ -250,13 +253,20 @@ class ElasticTrainer(Trainer):
         self.state = TrainerState()
         self.state.compute_steps(args, steps)
         self.state.max_steps = steps
-        self.state.num_train_epochs = math.ceil(
-            steps * session.settings.train.global_batch / len(self.train_dataset)
-        )
+        train = session.settings.train
+        self._epoch = Epoch.of(self, train.micro_batch, train.num_micro_batches)
+        self.state.num_train_epochs = math.ceil(steps / self._epoch.num_steps)
+        if args.max_steps <= 0 and steps == math.ceil(
+            args.num_train_epochs * self._epoch.num_steps
+        ):
+            self.state.num_train_epochs = math.ceil(args.num_train_epochs)
         self.state.is_world_process_zero = self.state.is_local_process_zero = session.rank == 0
         self.state.global_step = session.step
         self._sums = _Sums()
-        session.register("trainer", _Saved(self.state, self._sums))
+        callbacks = self.callback_handler.callbacks
+        session.register("trainer", _Saved(self.state, self._sums, callbacks))
+        # What transformers' own callbacks ask for follows from the state, which is the same on all.
+        self._votes = any(not type(one).__module__.startswith("transformers.") for one in callbacks)
 
     def _step(self, step: Step, model: nn.Module, scheduler: Any) -> bool:
         """Train a step; return whether an epoch ended with it."""
@@ -266,33 +276,41 @@ class ElasticTrainer(Trainer):
         self._tell("on_step_begin")
         # ``from_pretrained`` returns a model in evaluation mode, and a callback may leave it so.
         model.train()
-        for number, inputs in enumerate(step.micro_batches()):
-            if number:
+        for number, (num_samples, inputs) in enumerate(step.micro_batches()):
+            if number and num_samples:
                 self._tell("on_substep_end")
-            step.backward(*self._loss(model, inputs))
+            step.backward(*self._loss(model, inputs, num_samples))
         step.apply()
         if not isinstance(scheduler, ReduceLROnPlateau):
             scheduler.step()
-        state.global_step = step.number
-        before, state.epoch = (
-            number * train.global_batch / len(self.train_dataset)
-            for number in (step.number - 1, step.number)
-        )
+        state.global_step, state.epoch = step.number, self._epoch.at(step.number)
         filters = args.logging_nan_inf_filter and not math.isfinite(step.loss)
         self._sums.add(self._sums.mean if filters else step.loss)
         self._tell("on_step_end")
         self._log_evaluate_save(step, scheduler)
-        is_last = step.number == train.steps
-        if not is_last and (self.control.should_training_stop or self.control.should_epoch_stop):
-            raise TaskError(
-                "ElasticTrainer: a callback asked to stop before the last step, or to leave an "
-                "epoch; stop the run with `everstep stop`, or train for fewer steps"
-            )
-        ends_epoch = is_last or int(state.epoch) > int(before)
-        if ends_epoch:
+        ends_epoch = step.number % self._epoch.num_steps == 0 or step.number == train.steps
+        self._agree_on_control(step, is_last=step.number == train.steps)
+        if ends_epoch or self.control.should_training_stop:
             self._tell("on_epoch_end")
             self._log_evaluate_save(step, scheduler)
+            self._agree_on_control(step, is_last=step.number == train.steps)
         return ends_epoch
+
+    def _agree_on_control(self, step: Step, *, is_last: bool) -> None:
+        """Have what a callback asks for on one worker hold on all."""
+        control, session = self.control, self._session
+        assert session is not None
+        for name in ("should_training_stop", "should_epoch_stop"):
+            wanted = bool(getattr(control, name))
+            if self._votes and session.world_size > 1:
+                wanted = not all_agree(not wanted, session.device)
+            setattr(control, name, wanted)
+        if control.should_epoch_stop and not control.should_training_stop and not is_last:
+            raise TaskError(
+                f"ElasticTrainer: a callback asked to leave the epoch of step {step.number} "
+                "(should_epoch_stop), whose samples would be lost; should_training_stop ends the "
+                "training"
+            )
 
     def _log_evaluate_save(self, step: Step, scheduler: Any) -> None:
         """Do what the callbacks have asked for."""
@@ -301,31 +319,38 @@ class ElasticTrainer(Trainer):
             self.log({"loss": loss, "grad_norm": step.grad_norm, "learning_rate": step.lr})
         if self.control.should_evaluate:
             metrics = self.evaluate()
+            self._determine_best_metric(metrics, None)
             if isinstance(scheduler, ReduceLROnPlateau):
                 scheduler.step(metrics["eval_loss"])
         if self.control.should_save:
             self._tell("on_save")
 
-    def _loss(self, model: nn.Module, inputs: Any) -> tuple[Tensor, int]:
-        """Return the mean loss of a batch, and how many labels or samples it is over."""
+    def _loss(self, model: nn.Module, inputs: Any, num_samples: int) -> tuple[Tensor, int]:
+        """Return the mean loss of a batch, and its weight: labels, or else batches count alike."""
         inputs = self._prepare_inputs(inputs)
         labels = inputs.get("shift_labels", inputs.get("labels"))
-        tokens = len(next(iter(inputs.values())))
+        assert self._session is not None, "it trains"
+        is_evaluation = not model.training
+        # A mean over batches is what Trainer makes of them; an evaluation is one over samples.
+        tokens = num_samples if is_evaluation else self._session.settings.train.micro_batch
         counts = self.model_accepts_loss_kwargs or self.compute_loss_func is not None
         if isinstance(labels, Tensor) and counts:
             shifts = self._loss_shifts_labels and "shift_labels" not in inputs
             tokens = int((labels[..., 1:] if shifts else labels).ne(_IGNORED).sum())
+        tokens = tokens if num_samples else 0
         loss = self.compute_loss(model, inputs)
         # The mean over no labels is no number, and counts for nothing.
         return loss if tokens else loss.nan_to_num(nan=0.0), tokens
 
     def _loader(self) -> DataLoader:
         collate, read = self._reader(self.train_dataset, "training")
-        return DataLoader(
-            _Many(self.train_dataset, read),
-            collate_fn=collate,
+        loader = DataLoader(
+            Samples(self.train_dataset, read),
+            collate_fn=lambda held: (held.num_samples, collate(held)),
             num_workers=self.args.dataloader_num_workers,
         )
+        loader.epoch = self._epoch.taken, self._epoch.num_positions
+        return loader
 
     def _reader(
         self, dataset: Any, what: str
@@ -380,33 +405,27 @@ class _Sums:
 class _Saved:
     """What is saved of a trainer beside model, optimizer and scheduler."""
 
-    def __init__(self, state: TrainerState, sums: _Sums) -> None:
+    def __init__(self, state: TrainerState, sums: _Sums, callbacks: Sequence[Any]) -> None:
         self._state, self._sums = state, sums
+        stateful = [one for one in callbacks if isinstance(one, ExportableState)]
+        self._callbacks = {
+            f"{number} {type(one).__name__}": one for number, one in enumerate(stateful)
+        }
 
     def state_dict(self) -> dict[str, Any]:
         reached = {name: value for name, value in vars(self._state).items() if name not in _OWN}
         state = json.loads(json.dumps(reached, default=str))
         state["log_history"] = state["log_history"][-_HISTORY:]
-        return {"state": state, "sums": asdict(self._sums)}
+        counted = {name: dict(one.state()["attributes"]) for name, one in self._callbacks.items()}
+        return {"state": state, "sums": asdict(self._sums), "callbacks": counted}
 
     def load_state_dict(self, saved: dict[str, Any]) -> None:
         state = {name: value for name, value in saved["state"].items() if name not in _OWN}
         vars(self._state).update(state)
         for name, value in saved["sums"].items():
             setattr(self._sums, name, value)
-
-
-class _Many:
-    """A dataset that is read by many indices at once."""
-
-    def __init__(self, dataset: Any, read: Callable[[Sequence[int]], list[Any]]) -> None:
-        self._dataset, self.__getitems__ = dataset, read
-
-    def __len__(self) -> int:
-        return len(self._dataset)
-
-    def __getitem__(self, index: int) -> Any:
-        return self._dataset[index]
+        for name, callback in self._callbacks.items():
+            vars(callback).update(saved["callbacks"].get(name, {}))
 
 
 def _copy_values(model: nn.Module, source: nn.Module) -> None:

@@ -206,3 +206,19 @@ def test_the_numbers_go_on_and_nothing_stays_open() -> None:
     assert not stats.is_open(stop)
     assert not stats.is_open(resume)
     assert (stats.outcome, stats.step, stats.attempt, stats.lost_steps) == ("", 3, 2, 0)
+
+
+def test_a_run_goes_back_to_the_version_that_the_user_names() -> None:
+    """Newer ones are not finite: they do not count any more, in storage or wherever they are."""
+    stopped, _, _ = _journal(RunState(), STOPPED, RULES, seq=0)
+    event = resume_event(stopped, at_s=2.7, incarnation=2, back_to=1)
+    read = ev.CommittedRead(
+        at_s=3.0, attempt=2, step=1, committed_by=1, skipped=(), number=1, stored=1
+    )
+    state, actions, _ = _journal(RunState(), (event, read, *_went_on(2)[1:3]), RULES, seq=0)
+
+    (asked,) = (action for action in actions if isinstance(action, act.ReadCommitted))
+    assert asked.lineage == ((1, 0), (2, 1))
+    (start,) = (action for action in actions if isinstance(action, act.StartAttempt))
+    assert (start.attempt, start.resume_step, start.lineage) == (3, 1, ((1, 0), (2, 1), (3, 1)))
+    assert state.phase is Phase.FORMING

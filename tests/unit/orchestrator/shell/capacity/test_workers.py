@@ -14,17 +14,10 @@ from ray.exceptions import ActorDiedError, ActorUnavailableError, RayError
 from orchestrator.core import Event, WorkerExited, WorkerReady
 from orchestrator.shell import RunNames
 from orchestrator.shell.capacity.workers import Workers
-from tests.support.keeper_handles import Call
+from tests.support.keeper_handles import Call, SoundNodes
+from workers.protocol import Ending
 
 NODE = "a1b2" * 14
-
-
-async def _false(_node: str) -> bool:
-    return False
-
-
-async def _done(_node: str, _worker: str) -> bool:
-    return True
 
 
 @pytest.mark.parametrize(
@@ -46,10 +39,7 @@ def test_a_worker_that_cannot_be_reached_after_a_restart_is_killed(
         names=RunNames("test"),
         at_s=lambda: 0.0,
         post=posted.append,
-        is_draining=lambda _: False,
-        is_gone=_false,
-        kill_on_node=_done,
-        look_around=lambda _: "",
+        nodes=SoundNodes(),
         boot={},
     )
 
@@ -103,10 +93,7 @@ def test_nobody_is_put_beside_a_worker_that_may_still_live(
         names=RunNames("test"),
         at_s=lambda: 0.0,
         post=post,
-        is_draining=lambda _: False,
-        is_gone=_false,
-        kill_on_node=kill,
-        look_around=lambda _: "",
+        nodes=SoundNodes(kill),
         boot={},
     )
 
@@ -161,10 +148,7 @@ def test_ray_that_does_not_answer_holds_up_nobody_and_what_it_starts_late_is_end
         names=RunNames("test"),
         at_s=lambda: 0.0,
         post=posted.append,
-        is_draining=lambda _: False,
-        is_gone=_false,
-        kill_on_node=_done,
-        look_around=lambda _: "",
+        nodes=SoundNodes(),
         boot={},
     )
 
@@ -185,3 +169,61 @@ def test_ray_that_does_not_answer_holds_up_nobody_and_what_it_starts_late_is_end
 
     assert killed == [handle]
     assert [type(event) for event in posted] == ([WorkerExited] if why == "killed" else [])
+
+
+#: What Ray 2.60 says of an actor's process.
+DIED = (
+    "The actor died unexpectedly before finishing this task.\n\tclass_name: Worker\n\tpid: 77\n"
+    "The actor is dead because its worker process has died. Worker exit type: SYSTEM_ERROR"
+)
+RAISED = (
+    "The actor died because of an error raised in its creation task, ray::Worker.__init__() "
+    '(pid=77, ip=10.0.0.2)\n  File "x.py", line 1, in <module>\nImportError: no libfoo.so\n'
+    "The actor never ran - it was cancelled before it started running."
+)
+SHORT = f"{DIED} Task was killed due to the node running low on memory.\nMemory used: 31 of 32 GB"
+
+
+@pytest.mark.parametrize(
+    ("told", "known", "cause", "detail"),
+    [
+        (DIED, Ending("process 77 died of SIGSEGV"), "crash", "process 77 died of SIGSEGV"),
+        (DIED, Ending(""), "crash", "process 77 died"),
+        (DIED, Ending("process 77 ...", is_out_of_memory=True), "out_of_memory", "process 77 ..."),
+        (RAISED, Ending(""), "crash", "process 77 raised at start: ImportError: no libfoo.so"),
+        (SHORT, Ending(""), "out_of_memory", "Ray ended process 77: its node was running low on"),
+    ],
+)
+def test_why_a_process_died_is_told_as_far_as_anybody_knows(
+    told: str, known: Ending, cause: str, detail: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Ray's own words name three possible causes, and a person would have to look at the node."""
+
+    class DiedError(ActorDiedError):
+        def __str__(self) -> str:
+            return told
+
+    async def refuse() -> None:
+        raise DiedError
+
+    posted: list[Event] = []
+    workers = Workers(
+        names=RunNames("test"),
+        at_s=lambda: 0.0,
+        post=posted.append,
+        nodes=SoundNodes(endings={77: known}),
+        boot={},
+    )
+    handle = SimpleNamespace(hello=Call(refuse), hold=Call(refuse))
+
+    async def play() -> None:
+        monkeypatch.setattr(workers, "_create", lambda _worker, _node: handle)
+        workers.start("w0001", NODE)
+        while not posted:
+            await asyncio.gather(*workers._tasks)
+
+    asyncio.run(play())
+    (event,) = posted
+    assert isinstance(event, WorkerExited)
+    assert event.cause == cause
+    assert event.detail.startswith(detail)

@@ -9,16 +9,9 @@ from orchestrator.policies import CadenceRules
 from orchestrator.shell import RunNames
 from orchestrator.shell.capacity.workers import Workers
 from orchestrator.shell.memory.cadence import CadenceWatch
+from tests.support.keeper_handles import SoundNodes
 from workers.protocol import Pace, SaveCosts
 from workers.settings import CheckpointSettings, SnapshotSettings
-
-
-async def _false(_node: str) -> bool:
-    return False
-
-
-async def _done(_node: str, _worker: str) -> bool:
-    return True
 
 
 def _watch() -> CadenceWatch:
@@ -26,10 +19,7 @@ def _watch() -> CadenceWatch:
         names=RunNames("test"),
         at_s=lambda: 0.0,
         post=lambda _: None,
-        is_draining=lambda _: False,
-        is_gone=_false,
-        kill_on_node=_done,
-        look_around=lambda _: "",
+        nodes=SoundNodes(),
         boot={},
     )
     return CadenceWatch(

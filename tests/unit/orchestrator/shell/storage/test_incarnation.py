@@ -9,8 +9,10 @@ from orchestrator.core import ControllerStarted
 from orchestrator.core.events import RunResumed
 from orchestrator.driver import replay_run
 from orchestrator.run_directory import read_run
+from tests.support.checkpoints import save, save_not_finite, small_state
 from tests.support.journals import Journaled, config_at
 from ucp_core.errors import SupersededError
+from ucp_core.storage import LocalStore
 
 
 def _tear(run: Journaled, number: int) -> None:
@@ -105,3 +107,20 @@ def test_what_a_superseded_controller_journals_counts_for_nobody(
     assert replay_run(str(tmp_path))["same_decisions"]
     numbers = [record["seq"] for record in read_run(str(tmp_path)).journal]
     assert numbers == sorted(set(numbers))
+
+
+def test_a_resume_goes_back_to_the_newest_finite_version_if_it_is_told_to(tmp_path: Path) -> None:
+    """Newer ones do not count any more: as if an attempt had resumed there."""
+    run = Journaled(config_at(tmp_path))
+    run.grow(60)
+    store, root = LocalStore(), f"{run.path}/checkpoints"
+    for step in (10, 20):
+        save(store, small_state(), step=step, root=root)
+    save_not_finite(store, small_state(), step=30, sound_step=19, root=root)
+    run.config, run.life = config_at(tmp_path, "run.resume_from=finite"), 2
+    first = run.begin().first
+
+    assert isinstance(first, RunResumed)
+    number = run.state.attempt.number + 1
+    assert (first.attempt, first.stored) == (number, 10)
+    assert first.lineage == (*run.state.lineage, (number, 10))

@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import errno
 import json
 import threading
 import time
@@ -8,6 +9,7 @@ from typing import Any
 
 import pytest
 
+from tests.support.snapshots import eventually
 from ucp_core.errors import StorageError, SupersededError
 from ucp_core.geometry import Box
 from ucp_core.layout import ParallelLayout
@@ -16,6 +18,7 @@ from ucp_core.storage import Buffer, MemoryStore, claim
 from workers.collectives import AbortedError, CollectiveError
 from workers.protocol import CHECKPOINTS, Assignment
 from workers.settings import CheckpointSettings
+from workers.train.boundary import store as store_module
 from workers.train.boundary.store import SavedState, StorageWriter
 
 
@@ -101,13 +104,14 @@ class _Filling(MemoryStore):
     """Takes half of what is appended while it is full."""
 
     is_full = False
+    why = errno.EIO
 
     def append(self, path: str, data: Buffer, *, fsync: bool = False) -> None:
         if not self.is_full:
             super().append(path, data, fsync=fsync)
             return
         super().append(path, bytes(data)[: len(bytes(data)) // 2], fsync=fsync)
-        raise StorageError(f"{path} failed: No space left on device", path=path)
+        raise StorageError(f"{path} failed: No space left on device", path=path, errno=self.why)
 
 
 def test_lines_that_did_not_fit_are_written_once_they_do() -> None:
@@ -134,6 +138,42 @@ def test_no_step_is_committed_whose_line_does_not_fit() -> None:
 
     with pytest.raises(StorageError, match="No space left"):
         writer.wait_committed(1, timeout_s=20)
+    assert writer.close()
+    assert committed_step(store) == 0
+
+
+def test_a_step_waits_for_room_and_is_stored_then(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The attempt failed at its last step, again and again, and said nothing."""
+    monkeypatch.setattr(store_module, "_FULL_PAUSE_S", 0.01)
+    store = _Filling()
+    writer = storing(store, threading.Event())
+    store.is_full, store.why = True, errno.ENOSPC
+    writer.append("metrics/rank0.jsonl", {"step": 1})
+    writer.save(state(1))
+    assert eventually(lambda: "step 1 is not stored" in writer.trouble)
+    assert not writer.is_idle
+
+    store.is_full = False
+    writer.wait_committed(1, timeout_s=20)
+    writer.write_result(b"{}")
+
+    assert writer.trouble == ""
+    assert writer.close()
+    assert committed_step(store) == 1
+
+
+def test_nobody_waits_for_room_after_the_fence(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The next attempt needs the process."""
+    monkeypatch.setattr(store_module, "_FULL_PAUSE_S", 0.01)
+    store, fenced = _Filling(), threading.Event()
+    writer = storing(store, fenced)
+    store.is_full, store.why = True, errno.ENOSPC
+    writer.append("metrics/rank0.jsonl", {"step": 1})
+    writer.save(state(1))
+    assert eventually(lambda: bool(writer.trouble))
+
+    fenced.set()
+
     assert writer.close()
     assert committed_step(store) == 0
 

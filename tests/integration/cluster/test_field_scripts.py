@@ -1,0 +1,88 @@
+"""Scripts as people write them, as ``everstep run`` runs them, with a kill."""
+
+from __future__ import annotations
+
+import json
+import signal
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+from safetensors.torch import load_file
+
+from orchestrator.config import RunConfig
+from orchestrator.driver.changes import require_resumable
+from orchestrator.driver.faults import signal_rank, wait_for
+from orchestrator.driver.launch import Launched
+from orchestrator.errors import ConfigError
+from tests.support import train_field
+from ucp_core.native import open_checkpoint
+from ucp_core.storage import LocalStore
+
+pytestmark = pytest.mark.timeout(900)
+
+ACT_S_MAX = 240.0
+
+
+def _config(make: Callable[..., RunConfig], *arguments: str) -> RunConfig:
+    return make(
+        run__script=train_field.__file__, run__arguments=json.dumps(arguments), workers__max=2,
+        workers__standby_per_node=0, train__steps=40, train__global_batch=8, train__micro_batch=2,
+    )  # fmt: skip
+
+
+def test_a_nan_a_save_and_an_early_stop_with_a_kill_between(
+    nodes: Any, make_config: Callable[..., RunConfig], tmp_path: Path
+) -> None:
+    """The worker is killed behind the skipped update and the save; the run is complete at the end.
+
+    It is told in the terminal, which shows what rank 0 logs, and by an incident.
+    """
+    config = _config(make_config, str(tmp_path / "goes on"))
+    directory = Path(config.run.directory)
+    run = Launched(config, nodes)
+    reached = wait_for(run, lambda s: s["step"] >= train_field.HALT, timeout_s=ACT_S_MAX)
+    assert reached is not None, run.summary()
+    signal_rank(run, 1, signal.SIGKILL)
+    (tmp_path / "goes on").touch()
+    summary = run.follow(lambda _: None)
+
+    last = summary["steps"]
+    # The others of the last attempt, if there are any, hear of it in the next step.
+    assert last in (train_field.STOP, train_field.STOP + 1)
+    assert summary["outcome"] == "completed"
+    assert summary["reason"].endswith("the script stopped: the target is reached")
+    found = {one["kind"]: one for one in summary["incidents"]}
+    assert found.keys() == {"not_finite", "crash"}
+    assert "step 3 is not finite: the loss of micro-batch" in found["not_finite"]["evidence"]
+    assert found["not_finite"]["guilty"] == []
+    logs = "".join(path.read_text() for path in directory.glob("logs/*/rank0.log"))
+    assert found["not_finite"]["evidence"] in logs
+    text = (directory / "metrics/rank0.jsonl").read_text()
+    rows = [json.loads(one) for one in text.splitlines()]
+    assert {row["step"] for row in rows if row.get("skipped")} == {train_field.BAD}
+    assert sorted({row["step"] for row in rows}) == list(range(1, last + 1))
+    # The file is the version of its step, and there is nothing beside it.
+    saved = directory / "saved/best"
+    assert [path.name for path in saved.iterdir()] == ["model.safetensors"]
+    assert {name: tuple(one.shape) for name, one in load_file(saved / "model.safetensors").items()}
+    assert open_checkpoint(LocalStore(), f"{directory}/checkpoints/step-{last:08d}").step == last
+    with pytest.raises(
+        ConfigError, match=rf"is complete, the script stopped it behind step {last}"
+    ):
+        require_resumable(config)
+
+
+def test_a_state_dict_of_one_rank_ends_the_run_at_once_and_says_what_to_use(
+    nodes: Any, make_config: Callable[..., RunConfig], tmp_path: Path
+) -> None:
+    """4 attempts in 20 steps, nobody guilty, and a file with a third of each weight."""
+    summary = Launched(_config(make_config, str(tmp_path), "alone"), nodes).follow(lambda _: None)
+
+    assert (summary["outcome"], summary["attempts"]) == ("failed", 1)
+    rows = Path(train_field.__file__).read_text().splitlines()
+    line = next(number for number, row in enumerate(rows, 1) if "torch.save" in row)
+    assert f"model.state_dict() was called at train_field.py:{line} by some" in summary["reason"]
+    assert 'session.save("best") on all workers' in summary["reason"]
+    assert not list(tmp_path.rglob("best.pt"))

@@ -1,0 +1,154 @@
+"""What a script does on some workers and not on others, on real ones."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+from tests.support.attempts import lines, newest, result
+from tests.support.trainers import Run
+from ucp_core import open as open_any
+from ucp_core.layout import ParallelLayout
+from workers.protocol import Completed, Outcome, Raised
+from workers.settings import CheckpointSettings, Settings, TrainSettings
+
+SUPPORT = Path(__file__).parents[1] / "support"
+ALONE = SUPPORT / "train_alone_on_rank.py"
+
+
+def script(*arguments: str, path: Path = ALONE, **train: Any) -> Settings:
+    chosen: dict[str, Any] = {"steps": 8, "global_batch": 8, "micro_batch": 2, **train}
+    return Settings(
+        script=str(path),
+        arguments=arguments,
+        train=TrainSettings(**chosen, warmup_steps=2),
+        checkpoint=CheckpointSettings(every_steps=3, keep=0),
+    )
+
+
+def line_of(text: str, path: Path = ALONE) -> str:
+    """Return the line of the script that holds ``text``, as errors name it."""
+    rows = path.read_text().splitlines()
+    return f"{path.name}:{next(n for n, row in enumerate(rows, 1) if text in row)}"
+
+
+def fenced(run: Run, chosen: Settings, raises: int, num_workers: int) -> Outcome:
+    """Return how one rank left; the others, which wait for it, are fenced then."""
+    members = run.begin(chosen, num_workers=num_workers)
+    outcome = members[raises].left().outcome
+    for rank, member in enumerate(members):
+        if rank != raises:
+            member.fence(len(run.lineage))
+            member.left()
+    return outcome
+
+
+def test_what_one_rank_calls_alone_raises_there_and_names_where_the_others_are(run: Run) -> None:
+    """The next step waited for ever, and nobody was named; ``state_dict`` is told likewise."""
+    outcome = fenced(run, script("3:save:1"), raises=1, num_workers=3)
+
+    assert isinstance(outcome, Raised)
+    assert "session.save('best') is called by some workers only" in outcome.error
+    where = line_of("session.train_step(loss_of)")
+    assert f"ranks 0, 2 are in all_to_all ({where})" in outcome.error
+    assert outcome.step == 4
+
+
+def test_parts_are_not_pickled_though_all_ranks_called_for_them(run: Run) -> None:
+    """``state = model.state_dict()`` on all, and ``torch.save`` on rank 0: the same file."""
+    lefts = run.train(script("3:state_dict"), num_workers=2)
+
+    for left in lefts:
+        assert isinstance(left.outcome, Raised)
+        assert "layers.0.weight is this worker's part of a weight" in left.outcome.error
+
+
+def test_who_knows_what_parts_are_may_call_for_them_on_all_ranks(run: Run) -> None:
+    """However late one of them comes."""
+    lefts = run.train(script("3:sleep:1", "3:whole"), num_workers=3)
+
+    assert [left.outcome for left in lefts] == [Completed(attempt=1, step=8)] * 3
+
+
+@pytest.mark.parametrize(
+    "layout",
+    [
+        ParallelLayout(dp_shard=3),
+        ParallelLayout(dp_replicate=2, dp_shard=2),
+        ParallelLayout(dp_shard=2, pp=2),
+    ],
+    ids=str,
+)
+def test_the_file_of_whole_weights_is_the_version_of_its_step(
+    run: Run, layout: ParallelLayout
+) -> None:
+    """Element by element, also where a rank has neither a layer nor its name."""
+    path = SUPPORT / "train_saves.py"
+    run.train(script(path=path), num_workers=layout.world_size, layout=layout)
+
+    saved = load_file(run.directory / "saved/best/model.safetensors")
+    step, _ = newest(run)
+    version = open_any(f"{run.directory}/checkpoints/step-{step:08d}")
+    expected = {key.fqn: entry.shape for key, entry in version.state_map.entries.items()
+                if key.slot == "weight"}  # fmt: skip
+    assert {name: tuple(one.shape) for name, one in saved.items()} == expected
+    digest = result(run)["weights_digest"]
+    found = hashlib.sha256()
+    for name in sorted(saved):
+        if not name.endswith("scale"):
+            found.update(name.encode())
+            found.update(saved[name].numpy().tobytes())
+    assert found.hexdigest() == digest
+    assert all(torch.isfinite(one).all() for one in saved.values())
+
+
+def test_storage_that_takes_no_file_is_told_by_every_rank(run: Run) -> None:
+    """Rank 0 alone writes; the others would wait for it in the next tensor."""
+    (run.directory / "saved").write_text("in the way")
+    lefts = run.train(script("3:save"), num_workers=3)
+
+    for left in lefts:
+        assert isinstance(left.outcome, Raised)
+        assert left.outcome.error.startswith("StorageError: ")
+
+
+@pytest.mark.parametrize(
+    ("arguments", "steps", "why"),
+    [
+        (["4:stop"], 4, "enough"),
+        (["4:stop:1"], 5, "enough"),
+        (["4:sleep:0", "4:stop"], 4, "enough"),
+        (["4:break"], 4, "the script left its loop behind step 4"),
+    ],
+    ids=["all", "one", "one late", "break"],
+)
+def test_an_early_end_is_agreed_on_by_all_ranks(
+    run: Run, arguments: list[str], steps: int, why: str
+) -> None:
+    """All that ask in one body end behind it. If one asks alone, the next step is the last."""
+    lefts = run.train(script(*arguments), num_workers=3)
+
+    assert [left.outcome for left in lefts] == [Completed(attempt=1, step=steps, ended=why)] * 3
+    assert [line["step"] for line in lines(run)] == list(range(1, steps + 1))
+    assert newest(run) == (steps, 1)
+    # An attempt after a death at the very end has nothing to do.
+    lefts = run.train(script(*arguments), num_workers=2, resume=(steps, 1))
+    assert [left.outcome for left in lefts] == [Completed(attempt=2, step=steps, ended=why)] * 2
+    assert len(lines(run)) == steps
+    assert json.loads((run.directory / "stopped.json").read_text())["attempt"] == 1
+
+
+def test_a_loop_that_only_one_rank_leaves_is_an_error_that_names_both_lines(run: Run) -> None:
+    """The others would wait in the next step for ever."""
+    outcome = fenced(run, script("4:break:2"), raises=2, num_workers=3)
+
+    assert isinstance(outcome, Raised)
+    assert "left the loop over session.steps behind step 4 on rank 2" in outcome.error
+    assert f"ranks 0, 1 are in all_to_all ({line_of('session.train_step')})" in outcome.error
+    assert "session.stop" in outcome.error

@@ -1,0 +1,88 @@
+"""A script that does on some ranks what it is told to; the arguments are ``STEP:WHAT[:RANK]``."""
+
+from __future__ import annotations
+
+import copy
+import io
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed.checkpoint as dcp
+from torch import Tensor, nn
+from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict
+
+from everstep import Session, run
+
+INPUTS = torch.linspace(-1, 1, 128).reshape(64, 2)
+
+
+class Layers(nn.Module):
+    """Two layers with a buffer."""
+
+    scale: Tensor
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList([nn.Linear(2, 5), nn.Linear(5, 2)])
+        self.register_buffer("scale", torch.tensor([2.0]))
+
+    def forward(self, x: Tensor) -> Tensor:
+        for layer in self.layers:
+            x = torch.tanh(layer(x)) * self.scale
+        return x
+
+
+def train(session: Session) -> None:
+    """Train, evaluate as nanoGPT does, and do what the arguments say."""
+    told = [argument.split(":") for argument in sys.argv[1:]]
+    model = session.model(Layers)
+    session.optimizer(lambda named: torch.optim.AdamW(named.values()))
+
+    def loss_of(samples: Any) -> Tensor:
+        loss: Tensor = (model(INPUTS[samples]) - 0.5).square().mean()
+        return loss
+
+    for step in session.steps(len(INPUTS)):
+        session.train_step(loss_of)
+        with torch.no_grad():
+            # It leaves the weights gathered on every rank.
+            model(INPUTS)
+        mine = [
+            what
+            for number, what, *ranks in told
+            if int(number) == step.number and (not ranks or session.rank == int(ranks[0]))
+        ]
+        for what in mine:
+            if do(what, session, model):
+                return
+
+
+def do(what: str, session: Session, model: Any) -> bool:
+    """Do one thing; return whether to leave the loop."""
+    if what == "state_dict":
+        torch.save(model.state_dict(), io.BytesIO())
+    elif what == "whole":
+        # As who knows FSDP: on all ranks.
+        model.layers[0].state_dict()["weight"].full_tensor()
+        copy.deepcopy(model.state_dict())
+        whole = get_model_state_dict(model, options=StateDictOptions(full_state_dict=True))
+        torch.save(whole, io.BytesIO())
+        folder = Path(session.save("best")).parent
+        dcp.save({"model": model.state_dict()}, checkpoint_id=folder / "dcp")
+    elif what == "norm":
+        # Of a shard: its sum needs the other ranks.
+        print(next(model.parameters()).norm().full_tensor())
+    elif what == "save":
+        session.save("best")
+    elif what == "stop":
+        session.stop("enough")
+    elif what == "sleep":
+        time.sleep(1.5)
+    return what == "break"
+
+
+if __name__ == "__main__":
+    run(train, directory="runs/alone", steps=8, global_batch=8, micro_batch=2)

@@ -1,0 +1,34 @@
+"""What a script is told that sets a signal handler in a worker."""
+
+from __future__ import annotations
+
+import signal
+import threading
+
+import pytest
+
+from workers.errors import TaskError
+from workers.process.termination import explain_handlers
+
+
+def test_a_script_in_a_worker_is_told_that_it_needs_no_handler(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Python says "signal only works in main thread", which helps nobody."""
+    monkeypatch.setattr(signal, "signal", signal.signal)
+    explain_handlers()
+    told: list[str] = []
+
+    def script() -> None:
+        try:
+            signal.signal(signal.SIGTERM, signal.SIG_DFL)
+        except TaskError as error:
+            told.append(str(error))
+
+    thread = threading.Thread(target=script)
+    thread.start()
+    thread.join()
+
+    assert "signal.signal(SIGTERM, ...): a worker leaves by itself" in told[0]
+    # In the main thread, where a script runs alone, it works.
+    assert signal.signal(signal.SIGUSR2, signal.getsignal(signal.SIGUSR2)) is not None

@@ -1,0 +1,116 @@
+"""What ``session.steps`` takes for data, and what it says to what it does not take."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch.utils.data import DataLoader as TorchLoader
+from torch.utils.data import IterableDataset, TensorDataset
+
+from everstep import DataError, DataLoader, Session, TaskError, run
+
+ROWS = torch.linspace(-1, 1, 32).reshape(16, 2)
+
+
+class Rows(IterableDataset[Any]):
+    def __iter__(self) -> Any:
+        return iter(ROWS)
+
+
+def seen_in(directory: Path, data: Any) -> list[Any]:
+    """Train four steps of four samples on ``data``; return the batches."""
+    seen: list[Any] = []
+
+    def task(session: Session) -> None:
+        model = session.model(lambda: nn.Linear(2, 2))
+        session.optimizer(lambda named: torch.optim.SGD(named.values()))
+
+        def loss_of(batch: Any) -> Any:
+            seen.append(batch)
+            return model(batch[0] if isinstance(batch, list) else batch).square().mean()
+
+        for _ in session.steps(data):
+            session.train_step(loss_of)
+
+    run(task, directory=str(directory), steps=4, global_batch=4, micro_batch=2)
+    return seen
+
+
+@pytest.mark.parametrize(
+    ("data", "is_in_order"),
+    [
+        (list(ROWS), False),
+        (ROWS, False),
+        (TensorDataset(ROWS), False),
+        (Rows(), True),
+        # Of samples, one after the other: there is nothing to choose.
+        (TorchLoader(TensorDataset(ROWS), batch_size=None), True),
+    ],
+    ids=["list", "tensor", "dataset", "iterable", "samples"],
+)
+def test_a_dataset_is_read_as_by_a_loader_of_ours(
+    tmp_path: Path,
+    data: Any,
+    is_in_order: bool,  # noqa: FBT001
+) -> None:
+    """AttributeError: ... 'is_stream' was all that was said."""
+    batches = seen_in(tmp_path, data)
+
+    assert len(batches) == 8
+    rows = torch.cat([one[0] if isinstance(one, list) else one for one in batches])
+    assert rows.shape == (16, 2)
+    assert torch.equal(rows, ROWS) == is_in_order
+    assert {tuple(row) for row in rows.tolist()} == {tuple(row) for row in ROWS.tolist()}
+
+
+@pytest.mark.parametrize(
+    "loader",
+    [
+        TorchLoader(TensorDataset(ROWS), batch_size=2, shuffle=True),
+        TorchLoader(TensorDataset(ROWS)),
+        TorchLoader(TensorDataset(ROWS), batch_sampler=[[0, 1], [2, 3]]),
+        TorchLoader(Rows(), batch_size=4),
+    ],
+    ids=["shuffled", "single", "batch_sampler", "iterable"],
+)
+def test_a_loader_of_batches_is_told_what_to_hand_over(tmp_path: Path, loader: Any) -> None:
+    """Its batches would be taken for samples, and a step would see twice as many."""
+    with pytest.raises(DataError, match=r"everstep\.DataLoader\(loader\.dataset, collate_fn="):
+        DataLoader(loader)
+    with pytest.raises(TaskError, match=r"Hand over its dataset"):
+        seen_in(tmp_path, loader)
+
+
+@pytest.mark.parametrize("data", [{"text": ["a"]}, "train.jsonl", iter(ROWS)])
+def test_what_is_no_dataset_is_refused_by_name(tmp_path: Path, data: Any) -> None:
+    """A dictionary has a length and is indexed, by other things than numbers."""
+    with pytest.raises(TaskError, match=r"DataError: .*(no dataset|only once)"):
+        seen_in(tmp_path, data)
+
+
+def test_an_evaluation_counts_every_sample(tmp_path: Path) -> None:
+    """``evaluate(f, 21)`` counted 20."""
+    counted: list[int] = []
+    found: list[float] = []
+    rows = torch.arange(21.0)
+
+    def task(session: Session) -> None:
+        model = session.model(lambda: nn.Linear(2, 2))
+        session.optimizer(lambda named: torch.optim.SGD(named.values()))
+
+        def loss_of(indices: Any) -> Any:
+            counted.extend(indices.tolist())
+            return rows[indices].mean(), len(indices)
+
+        for _ in session.steps(len(ROWS)):
+            session.train_step(lambda indices: model(ROWS[indices]).square().mean())
+            found.append(session.evaluate(loss_of, 21))
+
+    run(task, directory=str(tmp_path), steps=1, global_batch=4, micro_batch=2)
+
+    assert counted == list(range(21))
+    assert found == [10.0]

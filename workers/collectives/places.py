@@ -1,0 +1,215 @@
+"""Where the ranks of an attempt are in their script, for a rank that waits for the others.
+
+A collective that only some ranks call waits for ever, and so do the others in the next one. So a
+rank that has waited for long says where, and ``meet`` finds out without a bound on time whether
+the others can still come: one that waits for this rank in a collective cannot.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import sys
+import sysconfig
+import threading
+import time
+from collections.abc import Callable, Iterable, Mapping
+from pathlib import Path
+from types import FrameType
+from typing import Any, Final
+
+import torch
+import torch.distributed as dist
+
+from workers.records import RecordRing, Waited
+
+__all__ = ["Places", "described", "script_line"]
+
+#: A collective that is waited for for so long is told, and looked at this often.
+_LONG_S: Final = 1.0
+_LOOK_S: Final = 0.25
+#: How often a meeting is looked at; the others usually come within milliseconds.
+_MEET_S: Final = 0.005
+_APART_S: Final = 0.25
+#: In place of a line, where the training thread is out of the script.
+_BEHIND: Final = "the end of the script"
+#: Code that is not the script's.
+_OURS: Final = str(Path(__file__).parents[1])
+_LIBRARIES: Final = (
+    *{sysconfig.get_path(name) for name in ("stdlib", "platstdlib", "purelib", "platlib")},
+    str(Path(torch.__file__).parent),
+    "<frozen",
+)
+#: The built-in training is the user's script.
+_BUILT_IN: Final = str(Path(__file__).parents[1] / "train/lm.py")
+
+
+class Places:
+    """Says where this rank is when it waits for long, and learns where the others are.
+
+    Made by the training thread. It works until ``close``.
+
+    Args:
+        store: Of the attempt.
+        ring: What this rank has called.
+        rank: Its rank.
+        world_size: Number of ranks.
+        is_over: Returns whether the attempt was aborted.
+
+    Attributes:
+        tell: Called with the line of the script at which this rank has waited for long; "" when
+            that is over.
+    """
+
+    def __init__(
+        self,
+        store: Any,
+        ring: RecordRing,
+        *,
+        rank: int,
+        world_size: int,
+        is_over: Callable[[], bool],
+    ) -> None:
+        self._store, self._ring = store, ring
+        self._rank, self._world_size = rank, world_size
+        self._is_over = is_over
+        self.tell: Callable[[str], None] = lambda _line: None
+        self._trainer = threading.get_ident()
+        self._num_met = 0
+        self._left = threading.Event()
+        if world_size > 1:
+            threading.Thread(target=self._watch, daemon=True, name="places").start()
+
+    @property
+    def are_several(self) -> bool:
+        """Return whether there is any other rank."""
+        return self._world_size > 1
+
+    def close(self) -> None:
+        """Say nothing any more."""
+        self._left.set()
+
+    def meet(self, what: str) -> dict[int, str] | None:
+        """Wait until every rank has called this as often, for the same ``what``.
+
+        Returns:
+            None once all have. Else where others are that cannot come, by rank: they wait for this
+            one in a collective, or for something else here. Also {} if the store is gone.
+        """
+        if self._world_size == 1:
+            return None
+        try:
+            return self._meet(what)
+        except (RuntimeError, dist.DistError):
+            # The controller that held the store was restarted.
+            return {}
+
+    def say(self, name: str, text: str) -> None:
+        """Have all ranks hear a text; one that says nothing new may be late."""
+        if self._world_size > 1:
+            self._put(f"said/{name}", text)
+
+    def heard(self, name: str) -> str:
+        """Return what a rank said last; "" if none did, or the store is gone."""
+        try:
+            key = f"said/{name}"
+            is_there = self._world_size > 1 and self._store.check([key])
+            return self._store.get(key).decode() if is_there else ""
+        except (RuntimeError, dist.DistError):
+            return ""
+
+    def _meet(self, what: str) -> dict[int, str] | None:
+        number, line = self._num_met + 1, script_line(sys._getframe(2))  # noqa: SLF001
+        counter = f"met/{number}/{what}"
+        num_there = self._store.add(counter, 1)
+        apart_s = time.monotonic() + _LONG_S
+        is_told = False
+        try:
+            while num_there < self._world_size:
+                if self._is_over():
+                    return {}
+                if time.monotonic() >= apart_s:
+                    if not is_told:
+                        place = {"met": number, "what": what, "line": line}
+                        self._store.set(f"place/{self._rank}", json.dumps(place))
+                        is_told = True
+                    apart_s = time.monotonic() + _APART_S
+                    if self._apart(number, what):
+                        # Others that wait there may be about to say so.
+                        self._left.wait(2 * _LOOK_S)
+                        self._store.add(counter, -1)
+                        return self._apart(number, what)
+                self._left.wait(_MEET_S)
+                num_there = self._store.add(counter, 0)
+        finally:
+            if is_told:
+                self._store.delete_key(f"place/{self._rank}")
+        self._num_met = number
+        return None
+
+    def _apart(self, number: int, what: str) -> dict[int, str]:
+        """Return where the ranks are that cannot come before this one leaves."""
+        found: dict[int, str] = {}
+        for rank in range(self._world_size):
+            key = f"place/{rank}"
+            if rank == self._rank or not self._store.check([key]):
+                continue
+            place = json.loads(self._store.get(key))
+            if "met" in place:
+                if (place["met"], place["what"]) != (number, what):
+                    found[rank] = f"in {place['what']} ({place['line']})"
+            elif self._ring.entered(place["group"]) < place["seq"] and self._rank in place["ranks"]:
+                found[rank] = f"in {place['op']} ({place['line']})"
+        return found
+
+    def _watch(self) -> None:
+        told: Waited | None = None
+        while not self._left.wait(_LOOK_S) and not self._is_over():
+            waited = self._ring.waited(time.monotonic_ns() - int(_LONG_S * 1e9))
+            if waited is not None and waited != told:
+                self._say_place(waited)
+            elif waited is None and told is not None:
+                # What the store has of it proves nothing any more.
+                self.tell("")
+            told = waited
+
+    def _say_place(self, waited: Waited) -> None:
+        line = script_line(sys._current_frames().get(self._trainer)) or _BEHIND  # noqa: SLF001
+        self.tell(line)
+        place = {
+            "group": waited.group,
+            "ranks": list(waited.ranks),
+            "seq": waited.seq,
+            "op": waited.op,
+            "line": line,
+        }
+        self._put(f"place/{self._rank}", json.dumps(place))
+
+    def _put(self, key: str, text: str) -> None:
+        # Without a store nobody meets.
+        with contextlib.suppress(RuntimeError, dist.DistError):
+            self._store.set(key, text)
+
+
+def script_line(frame: FrameType | None) -> str:
+    """Return the script's line that a frame is in, as ``train.py:57``; "" if there is none."""
+    while frame is not None:
+        file = frame.f_code.co_filename
+        if file == _BUILT_IN or not file.startswith((_OURS, *_LIBRARIES)):
+            return f"{Path(file).name}:{frame.f_lineno}"
+        frame = frame.f_back
+    return ""
+
+
+def described(places: Mapping[int, str] | Iterable[tuple[int, str]]) -> str:
+    """Return where ranks are, for people: those at one place together."""
+    by_place: dict[str, list[int]] = {}
+    for rank, place in sorted(dict(places).items()):
+        by_place.setdefault(place, []).append(rank)
+    return "; ".join(f"{_ranks(ranks)} {place}" for place, ranks in by_place.items())
+
+
+def _ranks(ranks: list[int]) -> str:
+    if len(ranks) == 1:
+        return f"rank {ranks[0]} is"
+    return f"ranks {', '.join(map(str, ranks[:8]))}{' and more' if ranks[8:] else ''} are"

@@ -1,0 +1,61 @@
+"""SIGTERM of a worker process, and signal handlers of scripts.
+
+Only a process's main thread may set a signal handler. In a worker of Ray that is Ray's own thread;
+actors and scripts run in others. Ray's handler would end the process in the middle of a step.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+import threading
+from collections.abc import Callable
+from typing import Any, Final
+
+import ray._private.worker
+
+from workers.errors import TaskError
+
+__all__ = ["EXIT_CODE", "explain_handlers", "on_termination"]
+
+#: As shells tell of a process that SIGTERM ended.
+EXIT_CODE: Final = 128 + signal.SIGTERM
+#: What Ray's handler calls by this name of its module, in its main thread (Ray 2.60).
+_ENDS: Final = "raise_sys_exit_with_custom_error_message"
+
+
+def on_termination(act: Callable[[], None]) -> None:
+    """Call ``act`` in the main thread for each SIGTERM; does nothing if this Ray is another.
+
+    Ray's handler is called once, with something else to do: to set ours.
+    """
+    module: Any = ray._private.worker  # noqa: SLF001  no public way
+    handler: Any = signal.getsignal(signal.SIGTERM)
+    names = getattr(getattr(handler, "__code__", None), "co_names", ())
+    if _ENDS not in names:
+        return
+    theirs = getattr(module, _ENDS)
+
+    def install(*_: Any, **__: Any) -> None:
+        setattr(module, _ENDS, theirs)
+        signal.signal(signal.SIGTERM, lambda _number, _frame: act())
+
+    setattr(module, _ENDS, install)
+    os.kill(os.getpid(), signal.SIGTERM)
+
+
+def explain_handlers() -> None:
+    """Have a script that sets a signal handler be told what to do instead."""
+    real = signal.signal
+
+    def set_handler(number: int, handler: Any) -> Any:
+        if threading.current_thread() is threading.main_thread():
+            return real(number, handler)
+        raise TaskError(
+            f"signal.signal({signal.Signals(number).name}, ...): a worker leaves by itself when it "
+            "is told to end, at the next step boundary and with that step saved. Leave the handler "
+            "out, or set it only where the script runs alone: `if threading.current_thread() is "
+            "threading.main_thread():`"
+        )
+
+    signal.signal = set_handler  # type: ignore[assignment]

@@ -1,0 +1,85 @@
+"""What all workers of an attempt must have alike: their data, and what a script registers."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from workers.data import DataLoader, DataOrder
+from workers.errors import DataError
+from workers.train.executor import on_host
+
+__all__ = ["agree_on_data", "is_everywhere"]
+
+
+def agree_on_data(
+    data: int | DataLoader,
+    order: DataOrder,
+    digest: str,
+    *,
+    restored: Mapping[str, Any],
+    step: int,
+    rank: int,
+    device: torch.device,
+) -> dict[str, Any]:
+    """Return what a checkpoint records about the data.
+
+    Args:
+        data: The number of samples, or what reads them.
+        order: Their order.
+        digest: Identifies them; "" for that of the loader.
+        restored: The small named values of the version of ``step``.
+        step: The step that the attempt resumes from.
+        rank: This worker's rank.
+        device: For tensors of collectives.
+
+    Raises:
+        DataError: Workers, or this run and its checkpoint, have different data.
+    """
+    loader = data if isinstance(data, DataLoader) else None
+    cursor: dict[str, Any] = {
+        "data_digest": digest or (loader.digest if loader is not None else ""),
+        "num_samples": None if loader is not None and loader.is_stream else order.num_samples,
+        "global_batch": order.global_batch,
+        "data_seed": order.seed,
+    }
+    if order.epoch is not None:
+        cursor["epoch"] = list(order.epoch)
+    before = {name: restored.get(name, value) for name, value in cursor.items()}
+    changed = [
+        f"{name} is {value} but the checkpoint of step {step} was made with {before[name]}"
+        for name, value in cursor.items()
+        if before[name] != value
+    ]
+    if changed:
+        raise DataError(
+            f"{'; '.join(changed)}. Samples would be lost or seen twice. Resume with the same "
+            "data and batch, or start a new run",
+            found=cursor,
+            expected=before,
+        )
+    differing = [
+        f"{name} (rank {rank} has {value})"
+        for name, value in cursor.items()
+        if not is_everywhere(repr(value), device)
+    ]
+    if differing:
+        raise DataError(
+            f"the workers have different training data: {', '.join(differing)}; give all nodes "
+            "the same files, and with data.source=stdlib the same Python"
+        )
+    return cursor
+
+
+def is_everywhere(text: str, device: torch.device) -> bool:
+    """Return whether all workers have the same text; every worker calls it."""
+    key = hashlib.sha256(text.encode()).digest()
+    number = int.from_bytes(key[:8], "little") >> 2
+    ends = torch.tensor([number, -number], device=device)
+    dist.all_reduce(ends, op=dist.ReduceOp.MIN)
+    least, negative = on_host(ends)
+    return bool(least == -negative)

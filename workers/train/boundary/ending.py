@@ -1,0 +1,108 @@
+"""How a script ends its run before the last step: by ``session.stop``, or by leaving its loop.
+
+One worker that asks is enough. All that ask in the body of one step end the run behind that step.
+If only some do, the others learn of it in the next step, which is then the last one. ``STOPPED`` in
+the run directory names the version that the run ends with: who resumes from it has nothing to do.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+from collections.abc import Callable, Iterable
+from typing import Any
+
+from ucp_core.errors import StorageError
+from ucp_core.storage import join
+from workers import collectives
+from workers.errors import ApartError
+from workers.protocol import STOPPED, Assignment
+from workers.train.context import WorkerContext
+
+__all__ = ["Ending"]
+
+log = logging.getLogger(__name__)
+
+#: The name under which a reason travels.
+_STOP = "stop"
+
+
+class Ending:
+    """The end of a run, as one worker of one attempt knows it.
+
+    Args:
+        assignment: The attempt.
+        context: The worker.
+        write: Writes a file of the run directory, unless the attempt is fenced.
+
+    Attributes:
+        is_asked: Whether this worker's script has asked for the end.
+        reason: Why the run has ended before its last step; "" if it has not.
+    """
+
+    def __init__(
+        self,
+        assignment: Assignment,
+        context: WorkerContext,
+        write: Callable[[str, Iterable[bytes]], None],
+    ) -> None:
+        self._assignment, self._context, self._write = assignment, context, write
+        self._wish = ""
+        self.is_asked = False
+        self.reason = ""
+
+    def ask(self, reason: str) -> None:
+        """Take the script's wish to end the run."""
+        if not self.is_asked:
+            self.is_asked, self._wish = True, reason or "no reason was given"
+            collectives.places().say(_STOP, self._wish)
+
+    def is_due(self, *, agreed: bool) -> bool:
+        """Return whether the run ends behind a step whose body has ended; equal on all workers.
+
+        Args:
+            agreed: Whether a worker had asked before the step's reduction.
+        """
+        # Those that did not ask would wait for this worker in the next step.
+        return agreed or (self.is_asked and collectives.places().meet("session.stop") is None)
+
+    def leave_loop(self, step: int) -> None:
+        """Take the end of a script that left its loop behind ``step``.
+
+        Raises:
+            ApartError: Others are still in the loop.
+        """
+        apart = collectives.places().meet("the end of the script")
+        if apart:
+            raise ApartError(
+                f"the script left the loop over session.steps behind step {step} on rank "
+                f"{self._assignment.rank}, and {collectives.described(apart)}: leave it on all "
+                "workers in the same step, or call session.stop(reason) on any of them"
+            )
+        self._wish = f"the script left its loop behind step {step}"
+
+    def end(self, step: int) -> None:
+        """Note that the run ends with the version of ``step`` and of this attempt."""
+        self.reason = self._wish or collectives.places().heard(_STOP) or "another worker asked"
+        if self._assignment.rank == 0:
+            log.warning("the run ends with step %s: %s", step, self.reason)
+            told = {"step": step, "attempt": self._assignment.attempt, "reason": self.reason}
+            self._write(STOPPED, [json.dumps(told).encode()])
+
+    def resumed(self) -> bool:
+        """Return whether the run has ended with the version that the attempt resumes from."""
+        assignment, context = self._assignment, self._context
+        path = join(context.directory, STOPPED)
+        try:
+            told: dict[str, Any] = json.loads(context.store.read(path))
+        except StorageError as error:
+            if not error.facts.get("missing"):
+                raise
+            return False
+        version = (told["step"], told["attempt"])
+        if version != (assignment.resume_step, assignment.resume_attempt):
+            return False
+        self.reason = self._wish = told["reason"]
+        if assignment.rank == 0:
+            log.warning("the run has ended with step %s: %s", assignment.resume_step, self.reason)
+        return True

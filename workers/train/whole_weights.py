@@ -1,0 +1,163 @@
+"""Whole weights of a sharded model: their digest, and a file of them for other tools.
+
+Every rank calls each function. One whole tensor is in memory at a time.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import itertools
+import json
+from collections.abc import Callable, Iterable
+from typing import Any, NamedTuple
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from ucp_core.errors import StorageError, UcpError
+from ucp_core.formats import print_header
+from ucp_core.storage import Buffer
+from workers.parallel import drop_gathered, own_names
+from workers.state import DTYPES
+from workers.train.executor import ShardedModel, all_agree, on_host
+
+__all__ = ["digest_of_weights", "write_weights"]
+
+
+def digest_of_weights(sharded: ShardedModel) -> str:
+    """Return a SHA-256 over all weights, as float32, in the order of their names, hexadecimal.
+
+    The same for every layout.
+    """
+    digest = hashlib.sha256()
+    for fqn, shape in sorted(sharded.shapes.items()):
+        whole = _whole_parameter(sharded, fqn, shape, torch.float32)
+        digest.update(fqn.encode())
+        digest.update(_bytes(whole))
+    return digest.hexdigest()
+
+
+def write_weights(
+    sharded: ShardedModel, write: Callable[[Iterable[Buffer]], None], **metadata: str
+) -> None:
+    """Write parameters and persistent buffers to a safetensors file, by rank 0.
+
+    Names and values are those of ``state_dict()`` of the whole model, shared parameters under each
+    of their names.
+
+    Args:
+        sharded: The model.
+        write: Writes chunks to the file.
+        **metadata: Of the file.
+
+    Raises:
+        StorageError: Rank 0 could not write it.
+    """
+    # A gathered parameter is another object than its shard.
+    drop_gathered(sharded.model)
+    tensors = sorted(_described(sharded), key=lambda one: (-one.dtype.itemsize, one.name))
+    header = print_header(
+        [(one.name, DTYPES[one.dtype], one.shape) for one in tensors], {"format": "pt", **metadata}
+    )
+    wholes = (_whole(sharded, one) for one in tensors)
+    error: UcpError | None = None
+    if sharded.mesh.rank == 0:
+        try:
+            write(itertools.chain([header], map(_bytes, wholes)))
+        except UcpError as failure:
+            error = failure
+    # The others have no file, and after a failure they are still to be answered.
+    for _ in wholes:
+        pass
+    if not all_agree(error is None, sharded.device):
+        raise error or StorageError("rank 0 could not write the weights, and says why")
+
+
+class _Tensor(NamedTuple):
+    """A tensor of the file.
+
+    Attributes:
+        name: Its name there.
+        dtype: Its dtype.
+        shape: Its shape.
+        source: The parameter that it is, or "" for a buffer.
+        holder: The rank that has a buffer.
+    """
+
+    name: str
+    dtype: torch.dtype
+    shape: tuple[int, ...]
+    source: str
+    holder: int
+
+
+def _described(sharded: ShardedModel) -> list[_Tensor]:
+    """Return every tensor of the model, those of other pipeline stages included."""
+    owners = {id(shard.parameter): shard.fqn for shard in sharded.shards}
+    named = own_names(sharded.model.named_parameters(remove_duplicate=False))
+    rank = sharded.mesh.rank if sharded.pipeline is not None else 0
+    mine = [
+        _Tensor(name, one.dtype, tuple(one.shape), owners[id(one)], rank)
+        for name, one in named.items()
+    ]
+    mine += [
+        _Tensor(name, one.dtype, tuple(one.shape), "", rank)
+        for name, one in sharded.buffers.named().items()
+    ]
+    if sharded.pipeline is None:
+        return mine
+    found: dict[str, _Tensor] = {}
+    dtypes = {name: dtype for dtype, name in DTYPES.items()}
+    for rows in _exchanged([[*one[:1], DTYPES[one.dtype], *one[2:]] for one in mine], sharded):
+        for name, dtype, shape, source, holder in rows:
+            found.setdefault(name, _Tensor(name, dtypes[dtype], tuple(shape), source, holder))
+    return list(found.values())
+
+
+def _exchanged(value: Any, sharded: ShardedModel) -> list[Any]:
+    """Return the JSON values of all ranks, by rank."""
+    text = json.dumps(value).encode()
+    size, rank, device = sharded.mesh.layout.world_size, sharded.mesh.rank, sharded.device
+    lengths = torch.zeros(size, dtype=torch.int64, device=device)
+    lengths[rank] = len(text)
+    dist.all_reduce(lengths)
+    found = list(map(int, on_host(lengths)))
+    texts = torch.zeros(size, max(found), dtype=torch.uint8, device=device)
+    texts[rank, : len(text)] = torch.frombuffer(bytearray(text), dtype=torch.uint8)
+    dist.all_reduce(texts)
+    rows = texts.cpu()
+    return [json.loads(bytes(rows[at, :length].numpy())) for at, length in enumerate(found)]
+
+
+def _whole(sharded: ShardedModel, one: _Tensor) -> Tensor:
+    if one.source:
+        return _whole_parameter(sharded, one.source, one.shape, one.dtype)
+    whole = torch.zeros(one.shape, dtype=one.dtype, device=sharded.device)
+    if one.holder == sharded.mesh.rank:
+        whole.copy_(sharded.buffers.named()[one.name])
+    return _summed(whole)
+
+
+def _whole_parameter(
+    sharded: ShardedModel, fqn: str, shape: tuple[int, ...], dtype: torch.dtype
+) -> Tensor:
+    """Return a parameter of this shape, on every rank."""
+    whole = torch.zeros(shape, dtype=dtype, device=sharded.device)
+    shard = next((shard for shard in sharded.shards if shard.fqn == fqn), None)
+    if shard is not None and shard.replicas[0] == sharded.mesh.rank:
+        for box, local in shard.pieces(shard.local):
+            whole[tuple(map(slice, box.start, box.stop))] = local
+    return _summed(whole)
+
+
+def _summed(whole: Tensor) -> Tensor:
+    """Return what one rank has of each element; the others have zeros."""
+    # As bytes: a sum of one rank's bits and zeros changes none, whatever they stand for.
+    dist.all_reduce(whole.reshape(-1).view(torch.uint8))
+    return whole
+
+
+def _bytes(whole: Tensor) -> memoryview:
+    values: Any = whole.cpu().reshape(-1).view(torch.uint8).numpy()
+    return memoryview(values)
