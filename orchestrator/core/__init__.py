@@ -49,7 +49,7 @@ from orchestrator.core.events import (
     WorkerReady,
     WorkersSurveyed,
 )
-from orchestrator.core.handlers import adopted, own_share, resume_event
+from orchestrator.core.handlers import adopted, own_share, resume_event, resume_without_journal
 from orchestrator.core.log import (
     PHASES,
     Basis,
@@ -159,6 +159,7 @@ __all__ = [
     "next_deadline_s",
     "own_share",
     "resume_event",
+    "resume_without_journal",
     "starts",
     "step",
     "transition_records",

@@ -9,6 +9,7 @@ from ucp_core.native.catalogue import (
     checkpoint_name,
     collect_garbage,
     find_committed,
+    last_attempt,
     unloadable,
 )
 from ucp_core.native.claims import CLAIM_NAME, claimed, in_use, is_of_export
@@ -60,6 +61,7 @@ __all__ = [
     "find_committed",
     "in_use",
     "is_of_export",
+    "last_attempt",
     "load",
     "load_together",
     "open_checkpoint",

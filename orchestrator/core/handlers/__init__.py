@@ -13,7 +13,7 @@ from orchestrator.core.handlers import (
     sharing,
     survey,
 )
-from orchestrator.core.handlers.resume import resume_event
+from orchestrator.core.handlers.resume import resume_event, resume_without_journal
 from orchestrator.core.handlers.sharing import own_share
 from orchestrator.core.handlers.survey import adopted
 
@@ -30,6 +30,7 @@ __all__ = [
     "protection",
     "resume",
     "resume_event",
+    "resume_without_journal",
     "sharing",
     "survey",
 ]

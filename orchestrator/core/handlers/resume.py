@@ -21,7 +21,7 @@ from orchestrator.core.transition import Transition
 
 
 def resume_event(
-    state: RunState, *, at_s: float, incarnation: int, num_unknown: int = 0
+    state: RunState, *, at_s: float, incarnation: int, num_unknown: int = 0, last_attempt: int = 0
 ) -> RunResumed:
     """Return the event that resumes the run from ``state``, the last one of its journal.
 
@@ -30,6 +30,7 @@ def resume_event(
         at_s: When.
         incarnation: Of the controller.
         num_unknown: Most attempts that may have begun since, of which the journal does not know.
+        last_attempt: The highest that has a file in storage.
     """
     num_unknown = 0 if state.phase in TERMINAL else num_unknown
     if state.phase in TERMINAL:
@@ -41,7 +42,7 @@ def resume_event(
     return RunResumed(
         at_s=at_s,
         incarnation=incarnation,
-        attempt=state.attempt.number + num_unknown,
+        attempt=max(state.attempt.number + num_unknown, last_attempt),
         lineage=state.lineage,
         # Where the run failed for it, a person was asked to put a sound copy back.
         bad=() if state.lost and state.phase in TERMINAL else state.bad,
@@ -50,6 +51,33 @@ def resume_event(
         why=why,
         faults_seen=state.faults_seen,
         stored=state.stored,
+    )
+
+
+def resume_without_journal(
+    attempt: int, stored: int, *, at_s: float, incarnation: int
+) -> RunResumed:
+    """Return the event that resumes from checkpoints that no journal tells of.
+
+    A script that ran alone left them, or the journal is gone.
+
+    Args:
+        attempt: The highest that has a file there.
+        stored: The newest step that was committed there; 0 for none.
+        at_s: When.
+        incarnation: Of the controller.
+    """
+    fleet = Fleet()
+    return RunResumed(
+        at_s=at_s,
+        incarnation=incarnation,
+        attempt=attempt,
+        lineage=(),
+        bad=(),
+        next_worker=fleet.next_worker,
+        next_slot=fleet.next_slot,
+        why=f"checkpoints/ has step {stored}, and there was no journal",
+        stored=stored,
     )
 
 

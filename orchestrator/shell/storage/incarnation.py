@@ -16,12 +16,21 @@ from dataclasses import dataclass
 from datetime import UTC, datetime
 
 from orchestrator.config import RunConfig, load
-from orchestrator.core import ControllerStarted, Event, RunState, RunStats, resume_event, starts
-from orchestrator.run_directory import CONFIG, RESULT, SETTINGS, SUMMARY
+from orchestrator.core import (
+    ControllerStarted,
+    Event,
+    RunState,
+    RunStats,
+    resume_event,
+    resume_without_journal,
+    starts,
+)
+from orchestrator.run_directory import CHECKPOINTS, CONFIG, RESULT, SETTINGS, SUMMARY
 from orchestrator.shell.clock import RunClock, wall_time
 from orchestrator.shell.storage.compaction import read_journal
 from orchestrator.shell.storage.journal import read_chunks, segment_sizes
 from orchestrator.shell.storage.sender import send_rest
+from ucp_core.native import find_committed, last_attempt, unloadable
 from ucp_core.storage import Store, claim, join
 
 #: Where lines are sent in the background, those of so many attempts may be lost with the head. The
@@ -99,11 +108,20 @@ def begin_incarnation(
         state = folded.state
     first: Event = ControllerStarted(at_s=clock.at_s(), incarnation=number)
     if is_first:
+        checkpoints = join(run_path, CHECKPOINTS)
+        # A script that ran alone has attempts, too.
+        attempt = last_attempt(store, checkpoints, store.list(checkpoints))
         if folded.seq >= 0:
-            num_unknown = 0 if store.appends else UNSENT_ATTEMPTS
             first = resume_event(
-                folded.state, at_s=clock.at_s(), incarnation=number, num_unknown=num_unknown
+                folded.state,
+                at_s=clock.at_s(),
+                incarnation=number,
+                num_unknown=0 if store.appends else UNSENT_ATTEMPTS,
+                last_attempt=attempt,
             )
+        elif attempt:
+            stored = _step_in_storage(store, checkpoints, config)
+            first = resume_without_journal(attempt, stored, at_s=clock.at_s(), incarnation=number)
         _write_config(store, run_path, config, number)
         for name in (SUMMARY, RESULT):
             # They say that the run is over.
@@ -121,6 +139,16 @@ def begin_incarnation(
         # The compacted journal of a run that is resumed was made under the earlier settings.
         compacted_bytes=0 if is_first else reading.compacted_bytes,
     )
+
+
+def _step_in_storage(store: Store, checkpoints: str, config: RunConfig) -> int:
+    """Return the newest step that may have been committed; 0 if only a first save was cut off."""
+    found = find_committed(store, checkpoints, lineage=())
+    if found is not None:
+        return found.step
+    steps = [step for step, _ in unloadable(store, checkpoints, lineage=(), with_data=True)]
+    newest = max(steps, default=0)
+    return newest if newest > config.checkpoint.first_every else 0
 
 
 def config_of(store: Store, run_path: str, segments: Sequence[bytes]) -> RunConfig:
