@@ -120,7 +120,7 @@ def _outputs(checkpoint: Checkpoint, target: str | None, *, keep_tied: bool) -> 
     found = [
         _Output(key.fqn, entry, target if target and entry.dtype in FLOATS else entry.dtype)
         for key, entry in checkpoint.state_map.entries.items()
-        if key.slot == "weight"
+        if key.slot == "weight" and checkpoint.manifest.roles.get(key.fqn) != "extra"
     ]
     if not found:
         raise UcpError(
