@@ -71,8 +71,8 @@ def loss_of(models: Any, batch: Tensor) -> Tensor:
     with torch.autocast("cpu", torch.bfloat16):
         outputs = student(batch)
     error = (outputs.float() - teacher(batch)).square().mean()
-    judged: Tensor = critic(outputs.float().detach()).square().mean()
-    return error + judged
+    total: Tensor = error + critic(outputs.float().detach()).square().mean()
+    return total
 
 
 def train(session: Session) -> None:

@@ -19,6 +19,7 @@ from orchestrator.config import RunConfig, load
 from orchestrator.core import (
     ControllerStarted,
     Event,
+    Folded,
     RunState,
     RunStats,
     resume_event,
@@ -106,22 +107,10 @@ def begin_incarnation(
         assert folded.seq >= 0, "a restart has a journal before it"
         clock = RunClock(last_at_s=folded.at_s, last_wall_time=folded.wall_time)
         state = folded.state
-    first: Event = ControllerStarted(at_s=clock.at_s(), incarnation=number)
+    started = ControllerStarted(at_s=clock.at_s(), incarnation=number)
+    first: Event = started
     if is_first:
-        checkpoints = join(run_path, CHECKPOINTS)
-        # A script that ran alone has attempts, too.
-        attempt = last_attempt(store, checkpoints, store.list(checkpoints))
-        if folded.seq >= 0:
-            first = resume_event(
-                folded.state,
-                at_s=clock.at_s(),
-                incarnation=number,
-                num_unknown=0 if store.appends else UNSENT_ATTEMPTS,
-                last_attempt=attempt,
-            )
-        elif attempt:
-            stored = _step_in_storage(store, checkpoints, config)
-            first = resume_without_journal(attempt, stored, at_s=clock.at_s(), incarnation=number)
+        first = _resumed(store, run_path, config, folded, started) or started
         _write_config(store, run_path, config, number)
         for name in (SUMMARY, RESULT):
             # They say that the run is over.
@@ -139,6 +128,28 @@ def begin_incarnation(
         # The compacted journal of a run that is resumed was made under the earlier settings.
         compacted_bytes=0 if is_first else reading.compacted_bytes,
     )
+
+
+def _resumed(
+    store: Store, run_path: str, config: RunConfig, folded: Folded, started: ControllerStarted
+) -> Event | None:
+    """Return how the run resumes; None if there is nothing of it."""
+    checkpoints = join(run_path, CHECKPOINTS)
+    at_s, number = started.at_s, started.incarnation
+    # A script that ran alone has attempts, too.
+    attempt = last_attempt(store, checkpoints, store.list(checkpoints))
+    if folded.seq >= 0:
+        return resume_event(
+            folded.state,
+            at_s=at_s,
+            incarnation=number,
+            num_unknown=0 if store.appends else UNSENT_ATTEMPTS,
+            last_attempt=attempt,
+        )
+    if not attempt:
+        return None
+    stored = _step_in_storage(store, checkpoints, config)
+    return resume_without_journal(attempt, stored, at_s=at_s, incarnation=number)
 
 
 def _step_in_storage(store: Store, checkpoints: str, config: RunConfig) -> int:

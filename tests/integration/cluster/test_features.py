@@ -248,8 +248,8 @@ def test_a_model_of_the_hub_is_tuned_by_the_command_and_exported(
     made.pre_tokenizer = tokenizers.pre_tokenizers.Whitespace()
     made.save(str(base / "tokenizer.json"))
     for number in range(40):
-        words = " ".join(f"w{(number + at * 7) % 590 + 2}" for at in range(300))
-        (tmp_path / f"{number}.txt").write_text(words)
+        text = " ".join(f"w{(number + at * 7) % 590 + 2}" for at in range(300))
+        (tmp_path / f"{number}.txt").write_text(text)
     settings = {
         "run.directory": directory, "run.init_from": base, "model.preset": f"hf:{base}",
         "data.tokenizer": base / "tokenizer.json", "data.source": f"{tmp_path}/*.txt",

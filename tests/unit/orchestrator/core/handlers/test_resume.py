@@ -76,12 +76,19 @@ def test_a_stopped_run_goes_on_behind_its_last_committed_step() -> None:
 def test_a_run_without_a_journal_goes_on_behind_what_storage_has() -> None:
     """A script that ran alone left it. None of its attempts' numbers is given again."""
     event = resume_without_journal(4, 2, at_s=2.7, incarnation=1)
-    events: list[ev.Event] = [event]
-    for one in _went_on(1):
-        # Its attempts are 1 and 2.
-        number = getattr(one, "attempt", 0)
-        events.append(replace(one, attempt=number + 3) if number else one)
-    state, actions, _ = _journal(RunState(), tuple(events), RULES, seq=0)
+    read, granted, ready, formed, completed = _went_on(1)
+    assert isinstance(read, ev.CommittedRead)
+    assert isinstance(formed, ev.WorkerFormed)
+    assert isinstance(completed, ev.StepCompleted)
+    events = (
+        event,
+        replace(read, attempt=4),
+        granted,
+        ready,
+        replace(formed, attempt=5),
+        replace(completed, attempt=5),
+    )
+    state, actions, _ = _journal(RunState(), events, RULES, seq=0)
 
     (start,) = (action for action in actions if isinstance(action, act.StartAttempt))
     assert (start.attempt, start.resume_step, start.resume_attempt) == (5, 2, 1)
