@@ -21,6 +21,8 @@ __all__ = ["export_run"]
 #: A run may commit a step and delete an older one while this looks; not so often in a row.
 _TRIES_MAX: Final = 10
 _CONFIGURATION: Final = "config.json"
+#: Of adapters of ``peft``, which loads what they are for from where it says.
+_ADAPTERS: Final = "adapter_config.json"
 #: Beginnings and ends of the files that Hugging Face keeps beside weights.
 _HUB_BEGINNINGS: Final = (
     "added_tokens",
@@ -130,7 +132,8 @@ def _beside(config: RunConfig) -> str:
 def _with_configuration(checkpoint: Checkpoint, beside: str) -> Checkpoint:
     """Return the checkpoint with the configuration of the model that the run started from.
 
-    The writer sets the dtype of the weights in it, to which transformers casts on loading.
+    The writer sets the dtype of the weights in it, to which transformers casts on loading. Adapters
+    say that they are for that model.
     """
     if not beside:
         return checkpoint
@@ -139,7 +142,10 @@ def _with_configuration(checkpoint: Checkpoint, beside: str) -> Checkpoint:
         config = json.loads(source.read(join(path, _CONFIGURATION)))
     except (UcpError, ValueError):
         return checkpoint
-    extra = {**checkpoint.manifest.extra, "huggingface": {_CONFIGURATION: config}}
+    documents = {**checkpoint.manifest.extra.get("huggingface", {}), _CONFIGURATION: config}
+    if _ADAPTERS in documents:
+        documents[_ADAPTERS] = {**documents[_ADAPTERS], "base_model_name_or_path": beside}
+    extra = {**checkpoint.manifest.extra, "huggingface": documents}
     return replace(checkpoint, manifest=replace(checkpoint.manifest, extra=extra))
 
 

@@ -23,6 +23,7 @@ from torch import Tensor, nn
 from workers import collectives
 from workers.data import DataLoader, DataOrder, micro_batches_of
 from workers.errors import DataError, TaskError
+from workers.models import adapter_documents
 from workers.parallel import (
     Mesh,
     ModelPlan,
@@ -298,6 +299,7 @@ class Session:
         )
         digest = data_digest or (data.digest if isinstance(data, DataLoader) else "")
         cursor = self._agree_on_data(order, digest, num_samples)
+        cursor |= adapter_documents(sharded.model)
         plan = self._quota(train.num_micro_batches)
         samples = self._samples_of(data, order, plan)
         begun_s = time.perf_counter()

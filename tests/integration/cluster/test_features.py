@@ -111,6 +111,12 @@ def _save_base(folder: Path, **more: Any) -> Any:
     return model
 
 
+def _load_by_transformers(folder: Path | str) -> Any:
+    import transformers
+
+    return transformers.AutoModelForCausalLM.from_pretrained(folder)
+
+
 def _train_adapters(
     base: Any, arguments: list[str], config: RunConfig, num_steps: int
 ) -> tuple[list[float], dict[str, Tensor]]:
@@ -180,6 +186,11 @@ def test_adapters_on_a_base_of_the_hub(
     assert found.keys() == weights.keys()
     for name, value in weights.items():
         torch.testing.assert_close(found[name], value, atol=TOLERANCE, rtol=0, msg=name)
+    tuned = _load_by_transformers(tmp_path / "last")
+    adapters = {n: v for n, v in tuned.state_dict().items() if ".lora_" in n}
+    assert len(adapters) == sum(".lora_" in name for name in weights)
+    for name, value in adapters.items():
+        torch.testing.assert_close(value, weights[name], atol=TOLERANCE, rtol=0, msg=name)
     assert 0 < exported["step"] <= num_steps
     curve = in_tensorboard(Path(directory, "tensorboard"))
     assert [step for step, _ in curve["train/loss"]] == list(range(1, num_steps + 1))
@@ -239,8 +250,6 @@ def test_a_model_of_the_hub_is_tuned_by_the_command_and_exported(
 ) -> None:
     """As README and GUIDE say it, to a folder that transformers opens: it has the loss we told."""
     tokenizers = pytest.importorskip("tokenizers", reason="the extra hf is not installed")
-    import transformers
-
     base, directory, out = tmp_path / "base", str(tmp_path / "run"), str(tmp_path / "tuned")
     _save_base(base, vocab_size=600, tie_word_embeddings=True)
     vocabulary = {"<unk>": 0, "</s>": 1} | {f"w{n}": n for n in range(2, 600)}
@@ -270,7 +279,7 @@ def test_a_model_of_the_hub_is_tuned_by_the_command_and_exported(
     assert exported.returncode == 0, exported.stderr
     lines = Path(directory, "metrics/validation.jsonl").read_text().splitlines()
     told = {line["step"]: line["loss"] for line in map(json.loads, lines)}
-    model = transformers.AutoModelForCausalLM.from_pretrained(out)
+    model = _load_by_transformers(out)
     assert model.dtype == torch.float32
     held_out = open_texts(config.data).held_out
     numbers = range(min(config.data.validation_samples, held_out.num_samples) // 2 * 2)
