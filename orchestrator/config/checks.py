@@ -80,7 +80,8 @@ def _axis_problems(config: RunConfig) -> list[tuple[str, str]]:
     """Return what tensor parallelism cannot cut, and what gives stages too little to do."""
     found: list[tuple[str, str]] = []
     parallel, rules = config.parallel, config.parallel.layout_rules()
-    most = choose(config.workers.max, rules)
+    # What is wrong with the batch itself is reported elsewhere.
+    most = choose(config.workers.max, rules) if config.train.micro_batch > 0 else None
     passes = -(-config.train.num_micro_batches // most.dp) if most is not None else parallel.pp
     if passes < parallel.pp:
         message = (

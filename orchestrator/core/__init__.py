@@ -50,7 +50,13 @@ from orchestrator.core.events import (
     WorkerReady,
     WorkersSurveyed,
 )
-from orchestrator.core.handlers import adopted, own_share, resume_event
+from orchestrator.core.handlers import (
+    adopted,
+    go_back,
+    own_share,
+    resume_event,
+    resume_without_journal,
+)
 from orchestrator.core.log import (
     PHASES,
     Basis,
@@ -155,12 +161,14 @@ __all__ = [
     "events",
     "fold",
     "fold_on",
+    "go_back",
     "is_event",
     "layout_text",
     "machine",
     "next_deadline_s",
     "own_share",
     "resume_event",
+    "resume_without_journal",
     "starts",
     "step",
     "transition_records",

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import json
+from dataclasses import replace
 from typing import Any, Final
 
+from orchestrator.config import RunConfig
 from orchestrator.driver.status import RunFiles
 from orchestrator.errors import RunNotFoundError
 from orchestrator.run_directory import CHECKPOINTS, CONFIG
@@ -17,6 +20,9 @@ __all__ = ["export_run"]
 
 #: A run may commit a step and delete an older one while this looks; not so often in a row.
 _TRIES_MAX: Final = 10
+_CONFIGURATION: Final = "config.json"
+#: Of adapters of ``peft``, which loads what they are for from where it says.
+_ADAPTERS: Final = "adapter_config.json"
 #: Beginnings and ends of the files that Hugging Face keeps beside weights.
 _HUB_BEGINNINGS: Final = (
     "added_tokens",
@@ -63,6 +69,7 @@ def export_run(
     checkpoints = join(path, CHECKPOINTS)
     is_of_command = store.exists(join(path, CONFIG))
     target_store, target = open_store(destination)
+    beside = _beside(run.config()) if is_of_command else ""
     tries = 0
     while True:
         # The lineage grows with the attempts: what is newest may be of a later one by now.
@@ -70,6 +77,8 @@ def export_run(
         tries += 1
         try:
             checkpoint = _open(store, checkpoints, lineage, step, run_url)
+            if format == "huggingface":
+                checkpoint = _with_configuration(checkpoint, beside)
             export(
                 checkpoint,
                 target_store,
@@ -83,9 +92,7 @@ def export_run(
             # It was deleted after it was found, or between a listing and a look at it.
             if tries == _TRIES_MAX:
                 raise
-    copied: list[str] = []
-    if format == "huggingface" and is_of_command:
-        copied = _copy_beside(run.config().run.init_from, target_store, target)
+    copied = _copy_beside(beside, target_store, target) if format == "huggingface" else []
     return {
         "checkpoint": destination,
         "format": format,
@@ -117,14 +124,44 @@ def _open(
         ) from error
 
 
-def _copy_beside(init_from: str, store: Store, directory: str) -> list[str]:
-    """Copy the configuration and tokenizer that the run started from; return their names."""
-    if not init_from:
+def _beside(config: RunConfig) -> str:
+    """Return the folder of Hugging Face that the run's model is from; "" for none."""
+    return ("" if config.run.script else config.model.folder) or config.run.init_from
+
+
+def _with_configuration(checkpoint: Checkpoint, beside: str) -> Checkpoint:
+    """Return the checkpoint with the configuration of the model that the run started from.
+
+    The writer sets the dtype of the weights in it, to which transformers casts on loading. Adapters
+    say that they are for that model.
+    """
+    if not beside:
+        return checkpoint
+    try:
+        source, path = open_store(beside)
+        config = json.loads(source.read(join(path, _CONFIGURATION)))
+    except (UcpError, ValueError):
+        return checkpoint
+    documents = {**checkpoint.manifest.extra.get("huggingface", {}), _CONFIGURATION: config}
+    if _ADAPTERS in documents:
+        documents[_ADAPTERS] = {**documents[_ADAPTERS], "base_model_name_or_path": beside}
+    extra = {**checkpoint.manifest.extra, "huggingface": documents}
+    return replace(checkpoint, manifest=replace(checkpoint.manifest, extra=extra))
+
+
+def _copy_beside(beside: str, store: Store, directory: str) -> list[str]:
+    """Copy what else lies beside the weights that the run started from, such as the tokenizer.
+
+    Return the names of all that comes from there.
+    """
+    if not beside:
         return []
     copied: list[str] = []
     try:
-        source, path = open_store(init_from)
+        source, path = open_store(beside)
         for name in source.list(path):
+            if name == _CONFIGURATION and store.exists(join(directory, name)):
+                copied.append(name)
             is_wanted = name.startswith(_HUB_BEGINNINGS) and name.endswith(_HUB_ENDS)
             if is_wanted and not store.exists(join(directory, name)):
                 data = source.read(join(path, name))

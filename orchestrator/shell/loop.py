@@ -495,6 +495,7 @@ class Run:
             action.lineage,
             enough_step=newest_step,
             stored_step=_stored_step(state),
+            has_stored=state.stored > 0,
             bad=action.bad,
             unreached=action.unreached,
         )

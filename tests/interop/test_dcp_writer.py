@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import random
 import subprocess
 import sys
@@ -15,6 +16,7 @@ import torch
 import torch.distributed.checkpoint as dcp
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
+from safetensors.torch import load_file
 from torch.distributed.checkpoint import FileSystemReader
 from torch.distributed.checkpoint.default_planner import _EmptyStateDictLoadPlanner
 from torch.distributed.checkpoint.metadata import TensorStorageMetadata
@@ -23,7 +25,7 @@ from torch.distributed.checkpoint.state_dict_loader import _load_state_dict
 from tests.support.checkpoints import ROOT, State, Whole, random_state, save, small_state
 from ucp_core.conversion import convert
 from ucp_core.errors import UcpError
-from ucp_core.formats import open_source
+from ucp_core.formats import export, left_behind, open_source
 from ucp_core.formats.dcp import writer as dcp_writer
 from ucp_core.geometry import TensorKey
 from ucp_core.native import Checkpoint, open_checkpoint
@@ -199,6 +201,86 @@ def test_extra_values_lie_where_dcp_would_put_them(tmp_path: Path) -> None:
     target: dict[str, Any] = {"train": {"step": 0}, "seed": 0}
     dcp.load(target, checkpoint_id=str(tmp_path / "out"), no_dist=True)
     assert target == {"train": {"step": 4}, "seed": 3}
+
+
+USER = {
+    "step": 3,
+    "seen": torch.tensor(7),
+    "scale": torch.tensor(0.1),
+    "best": float("inf"),
+    "plain": [1, [2, 3], "x", []],
+    "tuple": (1, 2.5, None),
+    "deep": {"t": (1, (2, [3, (4,)]), {5: float("-inf")}), "lists": [[1, 2], [3]]},
+    "of tuples": [(1, 2), (3, 4)],
+    "of dicts": [{"a": 1}, {"b": [1, 2]}],
+    "with tensors": [torch.arange(3.0), {"a": torch.ones(2, 2), "b": (5, 6)}, 7],
+    "tuple of tensors": (torch.ones(2), torch.zeros(1, dtype=torch.int16)),
+    "average": {"0.weight": torch.full((4, 3), 0.5)},
+    "empty": [(), []],
+    "rng": torch.get_rng_state(),
+    "python": random.Random(5).getstate(),
+    "half": torch.ones(3, dtype=torch.float16),
+    "truth": torch.tensor(data=True),
+}
+
+
+def _assert_same(found: Any, expected: Any, where: str) -> None:
+    """By type and value, to the bit."""
+    assert type(found) is type(expected), where
+    if isinstance(expected, dict):
+        assert found.keys() == expected.keys(), where
+        for key, value in expected.items():
+            _assert_same(found[key], value, f"{where}.{key}")
+    elif isinstance(expected, list | tuple):
+        assert len(found) == len(expected), where
+        for number, (one, other) in enumerate(zip(found, expected, strict=True)):
+            _assert_same(one, other, f"{where}[{number}]")
+    elif isinstance(expected, torch.Tensor):
+        assert (found.dtype, found.shape) == (expected.dtype, expected.shape), where
+        assert torch.equal(found, expected), where
+    else:
+        assert found == expected, where
+
+
+def test_what_a_user_saved_beside_the_model_comes_back_as_torch_gives_it(tmp_path: Path) -> None:
+    """A random state is a tuple, and nobody takes a list for one. Both ways, and both twice."""
+    weights = {"0.weight": torch.randn(4, 3), "0.bias": torch.randn(4)}
+    dcp.save({"model": weights, "mine": USER}, checkpoint_id=tmp_path / "in", no_dist=True)
+    expected = _everything(str(tmp_path / "in"))
+    source = open_source(LocalStore(), str(tmp_path / "in"))
+    convert(source, LocalStore(), str(tmp_path / "universal"), memory_bytes=MEMORY, processes=1)
+    universal = open_checkpoint(LocalStore(), str(tmp_path / "universal"))
+    direct = _written(source, tmp_path / "direct")
+    again = open_source(LocalStore(), _written(universal, tmp_path / "by universal"))
+
+    _assert_same(expected["mine"], USER, "torch")
+    for directory in (direct, again.directory, _written(again, tmp_path / "again")):
+        found = _everything(directory)
+        assert found.keys() == expected.keys()
+        _assert_same(found["mine"], expected["mine"], directory)
+    assert again.extra == source.extra
+    assert again.step == 3
+
+
+def test_tensors_of_a_user_are_in_no_file_of_weights(tmp_path: Path) -> None:
+    """Other tools load all that is there, and may find a name of their model among them."""
+    weights = {"0.weight": torch.randn(4, 3), "0.bias": torch.randn(4)}
+    dcp.save({"model": weights, "mine": USER}, checkpoint_id=tmp_path / "in", no_dist=True)
+    source = open_source(LocalStore(), str(tmp_path / "in"))
+
+    for form in ("huggingface", "universal"):
+        where = LocalStore(), str(tmp_path / form)
+        export(source, *where, format=form, memory_bytes=MEMORY)
+    left = left_behind(source, format="huggingface")
+
+    assert load_file(tmp_path / "huggingface/model.safetensors").keys() == weights.keys()
+    assert "tensor mine.average.0.weight" in left
+    universal = tmp_path / "universal"
+    index = json.loads((universal / "model.safetensors.index.json").read_text())
+    (model,) = universal.glob("model-*.safetensors")
+    (outside,) = universal.glob("outside-*.safetensors")
+    assert index["weight_map"].keys() == load_file(model).keys() == weights.keys()
+    assert torch.equal(load_file(outside)["mine.average.0.weight"], torch.full((4, 3), 0.5))
 
 
 def test_a_tensor_outside_the_model_keeps_its_key(tmp_path: Path) -> None:

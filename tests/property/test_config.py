@@ -3,7 +3,7 @@ from __future__ import annotations
 from typing import Any
 
 import yaml
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from orchestrator.config import RunConfig, load
@@ -32,6 +32,7 @@ GOOD = {"run": {"directory": "runs/x"}, "workers": {"max": 4}}
 
 
 @given(document=DOCUMENTS, complete=st.booleans())
+@example(document={"train": {"micro_batch": 0}}, complete=True)
 @settings(max_examples=300, deadline=None)
 def test_any_document_is_a_configuration_or_a_list_of_problems(
     document: dict[str, Any], *, complete: bool

@@ -150,7 +150,9 @@ class Journaled:
                         at_s=at_s,
                         attempt=attempt,
                         step=known,
-                        committed_by=self.state.lineage[-1][0] if known else 0,
+                        committed_by=self.state.lineage[-1][0]
+                        if known and self.state.lineage
+                        else 0,
                         skipped=(),
                         number=number,
                     )

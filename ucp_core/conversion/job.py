@@ -322,7 +322,7 @@ def _job(
         directory=checkpoint.directory,
         state_map=checkpoint.state_map,
         files=files,
-        targets=target_files(checkpoint.state_map),
+        targets=target_files(checkpoint.state_map, checkpoint.manifest.roles),
         extents=plan_extents(checkpoint.state_map, files),
         chunk_bytes=chunk,
         general_bytes=max(1, min(GENERAL_BYTES_MAX // BLOCK_BYTES, share // 4)) * BLOCK_BYTES,

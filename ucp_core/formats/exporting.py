@@ -58,7 +58,7 @@ _WRITERS = {
 #: Formats that hold only weights.
 _WEIGHTS_ONLY = frozenset({"huggingface"})
 #: Formats that hold only tensors of the model and its optimizer.
-_MODEL_ONLY = frozenset({"deepspeed", "deepspeed-universal"})
+_MODEL_ONLY = frozenset({"deepspeed", "deepspeed-universal", "huggingface"})
 #: Whether every file must survive a loss of power before the commit.
 _COMMON = frozenset({"fsync"})
 #: Names of the formats.
@@ -162,12 +162,13 @@ def exported(checkpoint: Checkpoint, *, format: str) -> list[TensorEntry]:  # no
 def left_behind(checkpoint: Checkpoint, *, format: str) -> list[str]:  # noqa: A002 - as above
     """Return what the format cannot hold of the checkpoint, for people."""
     roles = checkpoint.manifest.roles
+    found: list[str] = []
     if format in _MODEL_ONLY:
-        return [f"tensor {fqn}" for fqn in sorted(roles) if roles[fqn] == "extra"]
+        found = [f"tensor {fqn}" for fqn in sorted(roles) if roles[fqn] == "extra"]
     if format not in _WEIGHTS_ONLY:
-        return []
+        return found
     slots = sorted({key.slot for key in checkpoint.state_map.entries} - {"weight"})
-    found = [f"slot {slot}" for slot in slots]
+    found += [f"slot {slot}" for slot in slots]
     if checkpoint.param_groups:
         found.append("param_groups")
     found += [f"extra {name}" for name in sorted(checkpoint.extra) if name != format]

@@ -18,6 +18,8 @@ if TYPE_CHECKING:
 #: The default size of the Hugging Face tools.
 FILE_BYTES_MAX = 5_000_000_000
 INDEX_NAME = "model.safetensors.index.json"
+#: The family of tensors that are no part of the model; no slot has this one.
+OUTSIDE = "outside"
 _SAFE_SLOT = re.compile(r"[A-Za-z0-9_]+")
 
 
@@ -37,14 +39,18 @@ class TargetFile(NamedTuple):
     num_bytes: int
 
 
-def target_files(state_map: StateMap) -> tuple[TargetFile, ...]:
-    """Return a family of files for each slot of ``state_map``."""
-    by_slot: dict[str, list[TensorEntry]] = {}
-    for _, entry in sorted(state_map.entries.items()):
-        by_slot.setdefault(entry.key.slot, []).append(entry)
+def target_files(state_map: StateMap, roles: Mapping[str, str]) -> tuple[TargetFile, ...]:
+    """Return a family of files for each slot of ``state_map``.
+
+    Tensors that are no part of the model have one of their own: other tools load all weights.
+    """
+    by_family: dict[str, list[TensorEntry]] = {}
+    for key, entry in sorted(state_map.entries.items()):
+        is_outside = key.slot == "weight" and roles.get(key.fqn) == "extra"
+        family = OUTSIDE if is_outside else _family(key.slot)
+        by_family.setdefault(family, []).append(entry)
     files: list[TargetFile] = []
-    for slot, entries in sorted(by_slot.items()):
-        family = _family(slot)
+    for family, entries in sorted(by_family.items()):
         groups = _groups(entries)
         for number, group in enumerate(groups, start=1):
             name = f"{family}-{number:05d}-of-{len(groups):05d}.safetensors"
@@ -58,7 +64,7 @@ def small_files(files: Sequence[TargetFile], extra: Mapping[str, Any]) -> dict[s
         (tensor.entry, file.name)
         for file in files
         for tensor in file.tensors
-        if tensor.entry.key.slot == "weight"
+        if tensor.entry.key.slot == "weight" and not file.name.startswith(f"{OUTSIDE}-")
     ]
     weights.sort(key=lambda weight: weight[0].key)
     index = {
@@ -109,7 +115,7 @@ def _family(slot: str) -> str:
     """Return the prefix of a slot's files; other tools look for ``model``."""
     if slot == "weight":
         return "model"
-    if slot == "model" or not _SAFE_SLOT.fullmatch(slot):
+    if slot in ("model", OUTSIDE) or not _SAFE_SLOT.fullmatch(slot):
         return f"slot-{_file_name(slot)}"
     return slot
 

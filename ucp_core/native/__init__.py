@@ -10,6 +10,7 @@ from ucp_core.native.catalogue import (
     checkpoint_name,
     collect_garbage,
     find_committed,
+    last_attempt,
     newest_finite,
     unloadable,
 )
@@ -63,6 +64,7 @@ __all__ = [
     "find_committed",
     "in_use",
     "is_of_export",
+    "last_attempt",
     "load",
     "load_together",
     "newest_finite",

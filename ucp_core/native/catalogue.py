@@ -36,6 +36,8 @@ GRACE_S = 3600.0
 NOT_FINITE = "not_finite"
 
 _STEP_NAME = re.compile(r"step-(\d{8,})")
+#: The data of a rank, which is whole, or its record.
+_RANK_FILE = re.compile(r"a(\d{4,})-r\d{5,}\.(?:bin|json)")
 _WITHDRAWN_NAME = "withdrawn.json"
 
 
@@ -120,12 +122,19 @@ def find_committed(
 
 
 def unloadable(
-    store: Store, checkpoints_directory: str, *, lineage: Lineage
+    store: Store, checkpoints_directory: str, *, lineage: Lineage, with_data: bool = False
 ) -> tuple[tuple[int, str], ...]:
     """Return ``(step, reason)`` of checkpoints that were committed and count, newest first.
 
     Ask when ``find_committed`` finds nothing: a run must not restart beside these, because somebody
     may repair one. The reason is empty if only loading the bytes shows the damage.
+
+    Args:
+        store: Where.
+        checkpoints_directory: See ``find_committed``.
+        lineage: See ``ucp_core.lineage``.
+        with_data: Also return those that have data but no manifest. That is also what a save leaves
+            that was cut off, so ask for them if something was committed.
 
     Raises:
         StorageError: The storage refused to show a checkpoint.
@@ -139,7 +148,9 @@ def unloadable(
                 continue
             _check_files(checkpoint)
         except CheckpointNotFoundError:
-            continue
+            if not with_data or not _attempts(store, join(checkpoints_directory, name)):
+                continue
+            reason = f"it has data and no {MANIFEST_NAME}"
         except StorageError:
             raise
         except UcpError as error:
@@ -192,6 +203,21 @@ def _sound_step(checkpoint: Checkpoint) -> int:
     told = checkpoint.manifest.extra.get(NOT_FINITE)
     found = told.get("sound_step") if isinstance(told, dict) else None
     return found if isinstance(found, int) else checkpoint.step
+
+
+def last_attempt(store: Store, checkpoints_directory: str, names: Iterable[str]) -> int:
+    """Return the highest attempt that has a file in the directories ``names``; 0 without any.
+
+    A later attempt needs a higher number: one of this number would take the files for its own.
+    """
+    found = (_attempts(store, join(checkpoints_directory, name)) for name in names)
+    return max((attempt for attempts in found for attempt in attempts), default=0)
+
+
+def _attempts(store: Store, directory: str) -> set[int]:
+    """Return the attempts that have a file in a checkpoint's directory."""
+    matches = map(_RANK_FILE.fullmatch, store.list(directory))
+    return {int(match[1]) for match in matches if match}
 
 
 def step_names(store: Store, checkpoints_directory: str) -> list[str]:

@@ -34,21 +34,25 @@ def as_json(
     *,
     where: str,
     tensor: Callable[[TensorRef], Any] | None = None,
+    exact: bool = False,
 ) -> Any:
     """Return ``value`` as JSON values: stand-ins and arrays as text or lists.
 
-    Bytes become ``{"base64": ...}``; complex numbers, non-finite floats and keys become text.
+    Bytes become ``{"base64": ...}``; complex numbers, non-finite floats and keys become text,
+    tuples become lists.
 
     Args:
         value: What ``read_pickle`` returns.
         where: The file and the key of the value, for messages.
         tensor: Makes the value of a tensor; without it a tensor is an error.
+        exact: Mark what JSON does not have, so that it can be converted back: ``{"tuple": [...]}``,
+            ``{"float": "inf"}``, and ``{"dict": [[key, value], ...]}`` if a key is a number.
 
     Raises:
         ForeignClassError: It holds a tensor, or is deeper than any small value.
         MemoryBudgetError: It takes more memory than is left for the checkpoint.
     """
-    converter = _Converter(tensor, where)
+    converter = _Converter(tensor, where, exact=exact)
     made = converter.convert(value, 0)
     converter.pay()
     return made
@@ -57,8 +61,11 @@ def as_json(
 class _Converter:
     """Pays for every value beforehand: JSON repeats what a pickle shares."""
 
-    def __init__(self, tensor: Callable[[TensorRef], Any] | None, where: str) -> None:
+    def __init__(
+        self, tensor: Callable[[TensorRef], Any] | None, where: str, *, exact: bool
+    ) -> None:
         self._tensor = tensor
+        self._exact = exact
         self._where = where
         self._budget = current_budget()
         self._owed = _NOTE_BYTES
@@ -91,12 +98,20 @@ class _Converter:
         if value is None:
             return value
         if isinstance(value, float):
-            return value if abs(value) < float("inf") else repr(value)
-        if type(value) is dict:
-            return {self._key(k): self.convert(v, depth + 1) for k, v in value.items()}
-        if type(value) in {list, tuple}:
-            return [self.convert(item, depth + 1) for item in value]
+            if abs(value) < float("inf"):
+                return value
+            return {"float": repr(value)} if self._exact else repr(value)
+        if type(value) in {dict, list, tuple}:
+            return self._container(value, depth + 1)
         return self._object(value, depth)
+
+    def _container(self, value: Any, depth: int) -> Any:
+        if type(value) is not dict:
+            items = [self.convert(item, depth) for item in value]
+            return {"tuple": items} if self._exact and type(value) is tuple else items
+        if self._exact and any(type(key) in {int, float, bool} for key in value):
+            return {"dict": self.convert([list(pair) for pair in value.items()], depth)}
+        return {self._key(key): self.convert(item, depth) for key, item in value.items()}
 
     def _object(self, value: Any, depth: int) -> Any:
         if isinstance(value, bytes):

@@ -7,7 +7,12 @@ from ucp_core.lazy import lazy_door
 if TYPE_CHECKING:
     from workers.models.decoder import Decoder, initial_value, mean_loss, tensor_plan
     from workers.models.hub_layout import as_in_module
-    from workers.models.huggingface import causal_lm, causal_lm_loss, initial_parameter
+    from workers.models.huggingface import (
+        adapter_documents,
+        causal_lm,
+        causal_lm_loss,
+        initial_parameter,
+    )
     from workers.models.shape import (
         BYTE_VOCAB_SIZE,
         PRESETS,
@@ -22,6 +27,7 @@ __all__ = [
     "PRESETS",
     "Decoder",
     "ModelShape",
+    "adapter_documents",
     "as_in_module",
     "causal_lm",
     "causal_lm_loss",

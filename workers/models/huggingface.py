@@ -4,14 +4,20 @@ from __future__ import annotations
 
 import copy
 import hashlib
-from typing import Any
+import json
+import tempfile
+from pathlib import Path
+from typing import Any, Final
 
 import torch
 from torch import Tensor, nn
 
 from workers.errors import TaskError
 
-__all__ = ["causal_lm", "causal_lm_loss", "initial_parameter"]
+__all__ = ["adapter_documents", "causal_lm", "causal_lm_loss", "initial_parameter"]
+
+#: How ``peft`` calls the configuration of adapters in a folder.
+_ADAPTERS: Final = "adapter_config.json"
 
 
 def causal_lm(folder: str) -> Any:
@@ -48,6 +54,21 @@ def causal_lm_loss(model: Any, inputs: Tensor, targets: Tensor) -> Tensor:
     if aux_loss is not None and model.training:
         loss = loss + model.config.router_aux_loss_coef * aux_loss
     return loss
+
+
+def adapter_documents(model: nn.Module) -> dict[str, Any]:
+    """Return the configuration of a model's adapters of ``peft``, for an export; {} without any.
+
+    It is a small value of a checkpoint. Nothing else in one tells how to scale the adapters.
+    """
+    for module in model.modules():
+        configs = getattr(module, "peft_config", None)
+        if isinstance(configs, dict) and "default" in configs:
+            with tempfile.TemporaryDirectory(prefix="everstep-") as folder:
+                configs["default"].save_pretrained(folder)
+                document = json.loads(Path(folder, _ADAPTERS).read_text())
+            return {"huggingface": {_ADAPTERS: document}}
+    return {}
 
 
 def initial_parameter(model: Any, fqn: str, *, seed: int) -> Tensor:

@@ -22,7 +22,7 @@ from workers.keeper import progress_path, ring_path
 from workers.process import device, termination
 from workers.process.notes import Notes
 from workers.process.output import HeldOutput, OutputLog, log_of
-from workers.process.warm_up import import_for, run_top_level, warm_up
+from workers.process.warm_up import import_for, open_built_in, run_top_level, warm_up
 from workers.protocol import (
     Assignment,
     Completed,
@@ -101,6 +101,8 @@ class AttemptRunner:
         settings = self._context.settings
         if settings.script:
             import_for(settings.script)
+        else:
+            open_built_in(settings)
         if on_cpu:
             warm_up(settings)
         # Imports stay: garbage collection after an attempt need not look at them.

@@ -11,36 +11,72 @@ import ast
 import contextlib
 import importlib
 import importlib.util
-from dataclasses import replace
+import json
+import tempfile
 from pathlib import Path
 from typing import Final
 
+import torch
+
 from ucp_core.storage import MemoryStore
+from workers.data import open_texts
 from workers.errors import WorkerError
+from workers.models import causal_lm
 from workers.protocol import Completed, Raised
-from workers.settings import ModelSettings, Settings
+from workers.settings import DataSettings, ModelSettings, Settings, TrainSettings
 from workers.train import attempt_alone, task_of
 
 #: The number of no attempt of a run.
 WARM_UP_ATTEMPT = 0
 #: Folders of packages that no user's project is.
 _INSTALLED: Final = frozenset({"site-packages", "dist-packages"})
+#: Enough that some are held out.
+_NUM_DOCUMENTS: Final = 16
 
 
 def warm_up(settings: Settings) -> None:
     """Train one step of a tiny model in this process; only warm caches remain.
 
+    The model, its text and its settings are the warm-up's own. Of the run it takes what chooses
+    other kernels.
+
     Raises:
         WorkerError: It failed, so this worker cannot train.
     """
-    train = replace(
-        settings.train, steps=1, warmup_steps=0, global_batch=settings.train.micro_batch
-    )
-    small = replace(settings, model=ModelSettings(preset="tiny"), train=train, script="")
-    outcome = attempt_alone(small, MemoryStore(), "warm-up", attempt=WARM_UP_ATTEMPT)
+    with tempfile.TemporaryDirectory(prefix="everstep-") as folder:
+        line = json.dumps({"text": "warm-up " * 8})
+        Path(folder, "text.jsonl").write_text(f"{line}\n" * _NUM_DOCUMENTS)
+        small = Settings(
+            model=ModelSettings(preset="tiny"),
+            data=DataSettings(
+                source=f"{folder}/*.jsonl",
+                sequence_length=16,
+                validation_share=0.5,
+                cache_directory=folder,
+            ),
+            train=TrainSettings(
+                steps=1,
+                global_batch=2,
+                precision=settings.train.precision,
+                deterministic=settings.train.deterministic,
+            ),
+        )
+        outcome = attempt_alone(small, MemoryStore(), "warm-up", attempt=WARM_UP_ATTEMPT)
     if not isinstance(outcome, Completed):
         detail = outcome.traceback if isinstance(outcome, Raised) else repr(outcome)
         raise WorkerError(f"the warm-up failed, so this worker cannot train: {detail}")
+
+
+def open_built_in(settings: Settings) -> None:
+    """Read the text of the built-in training, and import what its model needs. Never fails.
+
+    The others of an attempt would wait for both. What is wrong with them, the attempt tells.
+    """
+    with contextlib.suppress(Exception):
+        open_texts(settings.data)
+    if settings.model.folder:
+        with contextlib.suppress(Exception), torch.device("meta"):
+            causal_lm(settings.model.folder)
 
 
 def import_for(script: str) -> None:

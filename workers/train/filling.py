@@ -8,11 +8,12 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from ucp_core.native import Checkpoint
 from workers.parallel import own_names
 from workers.state import HostBuffer, StateEntry, set_scalars
-from workers.train.boundary import Initial, Needed, load_initial
+from workers.train.boundary import Initial, Needed, Target, load_initial
 from workers.train.context import WorkerContext
-from workers.train.executor import ShardedModel
+from workers.train.executor import ShardedModel, all_agree
 from workers.train.initial_values import initial_values
 
 __all__ = ["Initialise", "fill", "set_optimizer", "start_from"]
@@ -38,15 +39,18 @@ def start_from(
             sharded.prime()
         return sharded.state.entries()
 
+    def load(checkpoint: Checkpoint, need: Sequence[StateEntry]) -> int:
+        target = Target(need, buffer, context.settings.checkpoint.threads, context.progress.moved)
+        return target.fill(checkpoint, widen=True)
+
     sharded.optimizers.forget(sharded.parameters.values())
     initial = load_initial(
         init,
         needed,
         to_fill,
         model=sharded.model,
-        buffer=buffer,
-        threads=context.settings.checkpoint.threads,
-        moved=context.progress.moved,
+        load=load,
+        everywhere=lambda agreed: all_agree(agreed, sharded.device),
         tell=tell,
     )
     set_optimizer(sharded, initial.without_state, initial.scalars, initial.changed)

@@ -23,6 +23,7 @@ from ucp_core.storage import join
 from workers import collectives
 from workers.data import DataLoader, DataOrder, Dataset, as_data, micro_batches_of
 from workers.errors import ApartError, TaskError
+from workers.models import adapter_documents
 from workers.parallel import (
     Mesh,
     ModelPlan,
@@ -318,6 +319,7 @@ class Session:
             rank=self.rank,
             device=self.device,
         )
+        cursor |= adapter_documents(self._ready().model)
         plan = quota(
             self.settings.train.num_micro_batches,
             self._mesh.layout.dp,

@@ -9,7 +9,6 @@ most one checkpoint interval.
 from __future__ import annotations
 
 import logging
-import re
 import tempfile
 from dataclasses import replace
 from pathlib import Path
@@ -18,7 +17,14 @@ from typing import Any
 import torch.distributed as dist
 
 from ucp_core.layout import ParallelLayout
-from ucp_core.native import MANIFEST_NAME, Found, checkpoint_name, find_committed, unloadable
+from ucp_core.native import (
+    MANIFEST_NAME,
+    Found,
+    checkpoint_name,
+    find_committed,
+    last_attempt,
+    unloadable,
+)
 from ucp_core.storage import Store, join, open_store
 from workers.errors import SettingsError, StateError, TaskError
 from workers.protocol import (
@@ -96,7 +102,9 @@ def _train(train: Task, settings: Settings, directory: str) -> Outcome:
         found = find_committed(store, checkpoints, lineage=(), exclude=frozenset(skipped))
         _skip_damaged(store, checkpoints, found, skipped, settings.checkpoint.first_every)
         # Above every attempt that has files: a later commit rewrites the skipped checkpoints.
-        attempt = _last_attempt(store, checkpoints, found) + 1
+        names = [name for name, _ in found.skipped] if found else store.list(checkpoints)
+        known = found.attempt if found else 0
+        attempt = max(known, last_attempt(store, checkpoints, names)) + 1
         resume = (found.step, found.attempt) if found is not None else (0, 0)
         outcome = attempt_alone(settings, store, path, attempt=attempt, resume=resume, task=train)
         if not isinstance(outcome, Unloadable):
@@ -121,11 +129,12 @@ def _skip_damaged(
         StateError: No checkpoint loads, and one was committed after step ``steps_lost_max``.
             Up to one checkpoint interval may be lost, so training then restarts.
     """
-    lost = unloadable(store, checkpoints, lineage=()) if found is None else ()
+    lost = unloadable(store, checkpoints, lineage=(), with_data=True) if found is None else ()
     rows = [(checkpoint_name(step), reason) for step, reason in lost]
     for name, reason in found.skipped if found is not None else rows:
-        # An interrupted save never counted: nothing is lost with it.
-        if name not in skipped and store.exists(join(checkpoints, name, MANIFEST_NAME)):
+        # An interrupted save behind a whole one never counted: nothing is lost with it.
+        is_known = found is None or store.exists(join(checkpoints, name, MANIFEST_NAME))
+        if is_known and name not in skipped:
             _warn(name, reason, skipped)
     if max((step for step, _ in lost), default=0) > steps_lost_max:
         told = "; ".join(f"{name}: {reason}" for name, reason in skipped.items())
@@ -208,16 +217,3 @@ def attempt_alone(
             return run_attempt(assignment, context, task)
         finally:
             progress.close()
-
-
-def _last_attempt(store: Store, checkpoints: str, found: Found | None) -> int:
-    """Return the highest attempt that has a file in ``checkpoints``; 0 if there is none."""
-    if found is None:
-        directories, highest = list(store.list(checkpoints)), 0
-    else:
-        directories, highest = [name for name, _ in found.skipped], found.attempt
-    for name in directories:
-        for file in store.list(join(checkpoints, name)):
-            match = re.match(r"a(\d+)-r\d+\.", file)
-            highest = max(highest, int(match[1]) if match else 0)
-    return highest

@@ -13,7 +13,7 @@ from orchestrator.core.handlers import (
     sharing,
     survey,
 )
-from orchestrator.core.handlers.resume import resume_event
+from orchestrator.core.handlers.resume import go_back, resume_event, resume_without_journal
 from orchestrator.core.handlers.sharing import own_share
 from orchestrator.core.handlers.survey import adopted
 
@@ -23,6 +23,7 @@ __all__ = [
     "deadlines",
     "demand",
     "fleet_events",
+    "go_back",
     "link_events",
     "member_events",
     "own_share",
@@ -30,6 +31,7 @@ __all__ = [
     "protection",
     "resume",
     "resume_event",
+    "resume_without_journal",
     "sharing",
     "survey",
 ]

@@ -6,6 +6,8 @@ run resumes from the state that the earlier journal leads to, carried by one eve
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 from orchestrator.core.events import RunResumed
 from orchestrator.core.handlers import recovery
 from orchestrator.core.state import (
@@ -21,12 +23,7 @@ from orchestrator.core.transition import Transition
 
 
 def resume_event(
-    state: RunState,
-    *,
-    at_s: float,
-    incarnation: int,
-    num_unknown: int = 0,
-    back_to: int | None = None,
+    state: RunState, *, at_s: float, incarnation: int, num_unknown: int = 0, last_attempt: int = 0
 ) -> RunResumed:
     """Return the event that resumes the run from ``state``, the last one of its journal.
 
@@ -35,8 +32,7 @@ def resume_event(
         at_s: When.
         incarnation: Of the controller.
         num_unknown: Most attempts that may have begun since, of which the journal does not know.
-        back_to: The step of a version in storage that the user goes back to; newer ones do not
-            count any more. None to continue from the newest.
+        last_attempt: The highest that has a file in storage.
     """
     num_unknown = 0 if state.phase in TERMINAL else num_unknown
     if state.phase in TERMINAL:
@@ -45,22 +41,52 @@ def resume_event(
         why = f"it {outcome}: {state.reason.rstrip().rpartition(chr(10))[2]}"
     else:
         why = f"its cluster was gone while it was {state.phase}"
-    attempt, lineage, stored = state.attempt.number + num_unknown, state.lineage, state.stored
-    if back_to is not None:
-        # As if an attempt had resumed there and ended at once.
-        attempt, stored = attempt + 1, back_to
-        lineage = (*lineage, (attempt, back_to))
     return RunResumed(
         at_s=at_s,
         incarnation=incarnation,
-        attempt=attempt,
-        lineage=lineage,
+        attempt=max(state.attempt.number + num_unknown, last_attempt),
+        lineage=state.lineage,
         # Where the run failed for it, a person was asked to put a sound copy back.
         bad=() if state.lost and state.phase in TERMINAL else state.bad,
         next_worker=state.fleet.next_worker,
         next_slot=state.fleet.next_slot,
         why=why,
         faults_seen=state.faults_seen,
+        stored=state.stored,
+    )
+
+
+def go_back(resumed: RunResumed, step: int) -> RunResumed:
+    """Return ``resumed`` going back to ``step`` in storage; newer ones count no more."""
+    # As if an attempt had resumed there and ended at once.
+    attempt = resumed.attempt + 1
+    lineage = (*resumed.lineage, (attempt, step))
+    return replace(resumed, attempt=attempt, lineage=lineage, stored=step)
+
+
+def resume_without_journal(
+    attempt: int, stored: int, *, at_s: float, incarnation: int
+) -> RunResumed:
+    """Return the event that resumes from checkpoints that no journal tells of.
+
+    A script that ran alone left them, or the journal is gone.
+
+    Args:
+        attempt: The highest that has a file there.
+        stored: The newest step that was committed there; 0 for none.
+        at_s: When.
+        incarnation: Of the controller.
+    """
+    fleet = Fleet()
+    return RunResumed(
+        at_s=at_s,
+        incarnation=incarnation,
+        attempt=attempt,
+        lineage=(),
+        bad=(),
+        next_worker=fleet.next_worker,
+        next_slot=fleet.next_slot,
+        why=f"checkpoints/ has step {stored}, and there was no journal",
         stored=stored,
     )
 

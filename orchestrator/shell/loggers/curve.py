@@ -45,7 +45,8 @@ class Curve:
     samples, so the first values stay.
 
     Attributes:
-        attempt: Of the newest line. Older attempts are fenced, their lines do not count.
+        attempt: Of the newest line. Older attempts are fenced: their lines of later steps than it
+            began with do not count.
         given: The last step that was given out; -1 before any.
         pending: What is known of later steps.
     """
@@ -54,19 +55,27 @@ class Curve:
     given: int = -1
     pending: dict[int, Point] = field(default_factory=dict)
     _newest: int = -1
+    #: The first step of each attempt.
+    _begun: dict[int, int] = field(default_factory=dict)
 
     def add(self, path: str, lines: Iterable[str]) -> None:
         """Take in whole lines of a file of metrics; see ``FILES`` for their order."""
         for line in lines:
             document = _document(line)
-            if document is None or int(document.get("attempt", 0)) < self.attempt:
+            if document is None:
                 continue
-            step = int(document["step"])
-            if document["attempt"] > self.attempt:
+            attempt, step = int(document["attempt"]), int(document["step"])
+            # Of a file that is read later, the lines before a new attempt are still to come.
+            if any(first <= step for later, first in self._begun.items() if later > attempt) or (
+                path == METRICS and attempt < self.attempt
+            ):
+                continue
+            first = step if path == METRICS else step + 1
+            self._begun[attempt] = min(self._begun.get(attempt, first), first)
+            if attempt > self.attempt:
                 # It begins after a commit; what was seen of later steps is lost.
-                self.attempt = document["attempt"]
+                self.attempt = attempt
                 self._newest = min(self._newest, step)
-                first = step if path == METRICS else step + 1
                 self.pending = {at: one for at, one in self.pending.items() if at < first}
             if path == METRICS:
                 self._newest = max(self._newest, step)
@@ -94,13 +103,15 @@ class Curve:
             "given": self.given,
             "newest": self._newest,
             "pending": rows,
+            "begun": list(self._begun.items()),
         }
 
     @classmethod
     def from_json(cls, document: Mapping[str, Any]) -> Curve:
         """Return the curve that ``to_json`` was called on."""
         pending = {step: Point(step, at, values) for step, at, values in document["pending"]}
-        return cls(document["attempt"], document["given"], pending, document["newest"])
+        begun = dict(document.get("begun", ()))
+        return cls(document["attempt"], document["given"], pending, document["newest"], begun)
 
 
 def _document(line: str) -> dict[str, Any] | None:

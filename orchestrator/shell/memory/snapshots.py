@@ -145,6 +145,7 @@ class Snapshots:
         *,
         enough_step: int,
         stored_step: int = 0,
+        has_stored: bool = False,
         bad: Sequence[Source] = (),
         unreached: Sequence[str] = (),
     ) -> Answer | None:
@@ -156,6 +157,7 @@ class Snapshots:
                 storage can be newer. -1 if nobody can say that.
             stored_step: Known to be committed in storage: if that does not answer, no older
                 version is taken in its place.
+            has_stored: Whether anything was ever committed there.
             bad: What is not to be loaded from.
             unreached: Nodes whose memory cannot be loaded from.
         """
@@ -163,6 +165,7 @@ class Snapshots:
             lineage,
             enough_step=enough_step,
             stored_step=stored_step,
+            has_stored=has_stored,
             total_steps=self._total_steps,
             bad=bad,
             unreached=unreached,
@@ -171,7 +174,7 @@ class Snapshots:
         return answer
 
     def _begin_look(
-        self, lineage: Lineage, excluded: frozenset[str]
+        self, lineage: Lineage, excluded: frozenset[str], *, has_stored: bool
     ) -> asyncio.Future[tuple[Found | None, tuple[str, ...], tuple[int, ...]]]:
         """Look into storage in a thread; a look that waits for one is cancelled by a newer one.
 
@@ -179,7 +182,8 @@ class Snapshots:
         somebody else needs.
         """
         self._waiting.cancel()
-        self._waiting = self._looks.submit(_look, self._store, self._checkpoints, lineage, excluded)
+        where = self._store, self._checkpoints, lineage, excluded
+        self._waiting = self._looks.submit(_look, *where, has_stored=has_stored)
         stored = asyncio.wrap_future(self._waiting)
         stored.add_done_callback(_seen)
         return stored
@@ -191,12 +195,13 @@ class Snapshots:
         enough_step: int,
         total_steps: int,
         stored_step: int = 0,
+        has_stored: bool = False,
         bad: Sequence[Source] = (),
         unreached: Sequence[str] = (),
         held_only: bool = False,
     ) -> Answer | None:
         excluded = frozenset(map(checkpoint_name, bad_sources.in_storage(bad)))
-        stored = self._begin_look(lineage, excluded)
+        stored = self._begin_look(lineage, excluded, has_stored=has_stored)
 
         def newest(inventories: Sequence[Inventory], other: tuple[int, int]) -> Version | None:
             good = bad_sources.good(inventories, bad, unreached)
@@ -497,7 +502,12 @@ def _seen(future: asyncio.Future[Any]) -> None:
 
 
 def _look(
-    store: Store, checkpoints: str, lineage: Lineage, excluded: frozenset[str]
+    store: Store,
+    checkpoints: str,
+    lineage: Lineage,
+    excluded: frozenset[str],
+    *,
+    has_stored: bool,
 ) -> tuple[Found | None, tuple[str, ...], tuple[int, ...]]:
     """Return the newest version in storage that counts, what was passed over, and what is lost.
 
@@ -508,7 +518,7 @@ def _look(
     if found is not None:
         rows = found.skipped
     else:
-        lost = unloadable(store, checkpoints, lineage=lineage)
+        lost = unloadable(store, checkpoints, lineage=lineage, with_data=has_stored)
         damaged = {checkpoint_name(step): reason for step, reason in lost}
         told = "does not count; if it is damaged, `ucp verify` says where"
         names = sorted(store.list(checkpoints), reverse=True)

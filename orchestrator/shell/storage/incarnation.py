@@ -16,13 +16,24 @@ from dataclasses import dataclass
 from datetime import UTC, datetime
 
 from orchestrator.config import RunConfig, load
-from orchestrator.core import ControllerStarted, Event, RunState, RunStats, resume_event, starts
+from orchestrator.core import (
+    ControllerStarted,
+    Event,
+    Folded,
+    RunState,
+    RunStats,
+    go_back,
+    resume_event,
+    resume_without_journal,
+    starts,
+)
+from orchestrator.core.events import RunResumed
 from orchestrator.run_directory import CHECKPOINTS, CONFIG, RESULT, SETTINGS, SUMMARY
 from orchestrator.shell.clock import RunClock, wall_time
 from orchestrator.shell.storage.compaction import read_journal
 from orchestrator.shell.storage.journal import read_chunks, segment_sizes
 from orchestrator.shell.storage.sender import send_rest
-from ucp_core.native import newest_finite
+from ucp_core.native import find_committed, last_attempt, newest_finite, unloadable
 from ucp_core.storage import Store, claim, join
 
 #: Where lines are sent in the background, those of so many attempts may be lost with the head. The
@@ -98,17 +109,10 @@ def begin_incarnation(
         assert folded.seq >= 0, "a restart has a journal before it"
         clock = RunClock(last_at_s=folded.at_s, last_wall_time=folded.wall_time)
         state = folded.state
-    first: Event = ControllerStarted(at_s=clock.at_s(), incarnation=number)
+    started = ControllerStarted(at_s=clock.at_s(), incarnation=number)
+    first: Event = started
     if is_first:
-        if folded.seq >= 0:
-            num_unknown = 0 if store.appends else UNSENT_ATTEMPTS
-            first = resume_event(
-                folded.state,
-                at_s=clock.at_s(),
-                incarnation=number,
-                num_unknown=num_unknown,
-                back_to=_step_to_go_back_to(store, run_path, config, folded.state),
-            )
+        first = _resumed(store, run_path, config, folded, started) or started
         _write_config(store, run_path, config, number)
         for name in (SUMMARY, RESULT):
             # They say that the run is over.
@@ -128,15 +132,42 @@ def begin_incarnation(
     )
 
 
-def _step_to_go_back_to(
-    store: Store, run_path: str, config: RunConfig, state: RunState
-) -> int | None:
-    """Return the step that a resume is to go back to; None if it continues from the newest."""
-    if config.run.resume_from != "finite":
-        return None
+def _resumed(
+    store: Store, run_path: str, config: RunConfig, folded: Folded, started: ControllerStarted
+) -> RunResumed | None:
+    """Return how the run resumes; None if there is nothing of it."""
     checkpoints = join(run_path, CHECKPOINTS)
-    newest, finite = newest_finite(store, checkpoints, lineage=state.lineage)
-    return finite if finite < newest else None
+    at_s, number = started.at_s, started.incarnation
+    # A script that ran alone has attempts, too.
+    attempt = last_attempt(store, checkpoints, store.list(checkpoints))
+    if folded.seq >= 0:
+        resumed = resume_event(
+            folded.state,
+            at_s=at_s,
+            incarnation=number,
+            num_unknown=0 if store.appends else UNSENT_ATTEMPTS,
+            last_attempt=attempt,
+        )
+    elif attempt:
+        stored = _step_in_storage(store, checkpoints, config)
+        resumed = resume_without_journal(attempt, stored, at_s=at_s, incarnation=number)
+    else:
+        return None
+    if config.run.resume_from == "finite":
+        newest, finite = newest_finite(store, checkpoints, lineage=resumed.lineage)
+        if finite < newest:
+            return go_back(resumed, finite)
+    return resumed
+
+
+def _step_in_storage(store: Store, checkpoints: str, config: RunConfig) -> int:
+    """Return the newest step that may have been committed; 0 if only a first save was cut off."""
+    found = find_committed(store, checkpoints, lineage=())
+    if found is not None:
+        return found.step
+    steps = [step for step, _ in unloadable(store, checkpoints, lineage=(), with_data=True)]
+    newest = max(steps, default=0)
+    return newest if newest > config.checkpoint.first_every else 0
 
 
 def config_of(store: Store, run_path: str, segments: Sequence[bytes]) -> RunConfig:

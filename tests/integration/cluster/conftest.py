@@ -55,7 +55,8 @@ def begin_endless(
     begun: list[Launched] = []
 
     def begin(**overrides: object) -> Launched:
-        begun.append(Launched(make_config(train__steps=100_000, **overrides), nodes))
+        chosen = {"train__steps": 100_000, **overrides}
+        begun.append(Launched(make_config(**chosen), nodes))
         return begun[-1]
 
     yield begin

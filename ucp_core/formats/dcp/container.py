@@ -133,9 +133,9 @@ class Container:
         data = self.store.read_range(path, blob.offset_bytes, blob.num_bytes)
         return self._parsed(data, blob, key)
 
-    def as_json(self, value: Any, key: str) -> Any:
-        """Return what the item ``key`` holds as JSON; small tensors in it are read."""
-        return json_value(value, self.store, self.directory, key)
+    def as_json(self, value: Any, key: str, *, exact: bool = False) -> Any:
+        """Return what the item ``key`` holds as JSON; see ``json_value``."""
+        return json_value(value, self.store, self.directory, key, exact=exact)
 
     def _parsed(self, data: bytes, blob: Blob, key: str) -> Any:
         def read(start: int, length: int) -> bytes:

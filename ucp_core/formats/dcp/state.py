@@ -107,10 +107,7 @@ def state_of(container: Container) -> State:
     state.entries, state.extents = container.entries(keys)
     _add_values(state, container, names)
     _add_groups(state, container, names)
-    _add_others(state, container, names, small)
-    for key in loose:
-        state.roles[key] = "extra"
-        state.items[key] = Item("reshard", "outside the model: kept under its own key")
+    _add_others(state, container, names, small, loose)
     _add_roles(state, names)
     _add_items(state, container, names)
     state.step = _step(state, container)
@@ -154,11 +151,11 @@ def _is_small(container: Container, key: str) -> bool:
     return not item.shape or (item.dtype == "U8" and prod(item.shape) <= _SMALL_BYTES)
 
 
-def _number(container: Container, key: str) -> Any:
+def _number(container: Container, key: str, *, exact: bool = False) -> Any:
     """Return a small tensor as a number, or with the base64 of its bytes."""
     entries, _ = container.entries({key: TensorKey(key, "weight")})
     ref = _ref(entries[TensorKey(key, "weight")])
-    return container.as_json(ref, key)
+    return container.as_json(ref, key, exact=exact)
 
 
 def _ref(entry: TensorEntry) -> TensorRef:
@@ -262,16 +259,26 @@ def _add_groups(state: State, container: Container, names: Names) -> None:
     state.param_groups += merged.values()
 
 
-def _add_others(state: State, container: Container, names: Names, small: Iterable[str]) -> None:
+def _add_others(
+    state: State, container: Container, names: Names, small: Iterable[str], loose: Iterable[str]
+) -> None:
     """Keep what is neither model nor optimizer: schedule, data cursor, random state, counters."""
     for key in small:
-        _put(state, container, key, _number(container, key))
+        _put(state, container, key, _number(container, key, exact=True))
+    for key in loose:
+        if len(container.paths.get(key, ())) > 1:
+            # Its place among the small values, such as a list of both.
+            _put(state, container, key, {"tensor": key})
+        state.roles[key] = "extra"
+        state.items[key] = Item("reshard", "outside the model: kept under its own key")
     for key in names.others:
         blobs = container.blobs.get(key)
         if blobs is None:
             continue
         try:
-            values = [container.as_json(container.value(blob, key), key) for blob in blobs]
+            values = [
+                container.as_json(container.value(blob, key), key, exact=True) for blob in blobs
+            ]
         except ForeignClassError as error:
             state.items[key] = Item("drop", f"its value is of an unknown class: {error}")
             continue
@@ -344,6 +351,8 @@ def _step(state: State, container: Container) -> int:
     for name in _STEPS:
         for place in places:
             value = place.get(name)
+            if isinstance(value, dict):
+                value = value.get("value")
             if isinstance(value, int) and not isinstance(value, bool) and value >= 0:
                 return value
     store = state.scalars.overlay(container.store)

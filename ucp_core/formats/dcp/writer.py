@@ -12,7 +12,7 @@ from functools import partial
 from typing import TYPE_CHECKING, Any, TypeAlias
 
 from ucp_core.errors import UcpError
-from ucp_core.formats.shared import restored
+from ucp_core.formats.shared import NUMBER_DTYPES, restored
 from ucp_core.geometry import Box, TensorEntry, TensorKey
 from ucp_core.native import check_memory, stream
 from ucp_core.storage import Store, join, undone
@@ -54,8 +54,6 @@ _DTYPES = {
     "F64": "float64",
     "C64": "complex64",
 }
-#: Tensors of bytes, such as a generator's state, are small values; others are tensors.
-_SMALL = frozenset({"U8"})
 _CLASSES = (
     "BytesStorageMetadata",
     "ChunkStorageMetadata",
@@ -124,10 +122,10 @@ def write(  # noqa: PLR0913 - the options of a format
         )
     checkpoint.state_map.prove_coverage()
     contents = _Contents()
+    for name, value in checkpoint.extra.items():
+        contents.value((name,), restored(value))
     contents.tensors(checkpoint, model, optimizer)
     contents.groups(checkpoint, optimizer, is_flat=flatten_optimizer)
-    for name, value in checkpoint.extra.items():
-        contents.value((name,), restored(value, _SMALL))
     with undone(store, directory) as written:
         writer = _DcpFiles(checkpoint, store, directory, contents, memory_bytes, progress)
         try:
@@ -148,19 +146,21 @@ class _Contents:
         keys: The keys of each tensor; several where names are tied.
         values: Small values by key.
         small: Small values that are tensors, by key.
+        places: Where tensors outside of the model are among the small values, by name.
     """
 
     paths: dict[str, _Path] = field(default_factory=dict)
     keys: dict[TensorKey, list[str]] = field(default_factory=dict)
     values: dict[str, Any] = field(default_factory=dict)
     small: dict[str, TensorData] = field(default_factory=dict)
+    places: dict[str, _Path] = field(default_factory=dict)
 
     def tensors(self, checkpoint: Checkpoint, model: str, optimizer: str) -> None:
         """Name every tensor; the weight of tied ones once more for each alias."""
         for key in sorted(checkpoint.state_map.entries):
             path: _Path
             if checkpoint.manifest.roles.get(key.fqn) == "extra":
-                path = (key.fqn,)
+                path = self.places.get(key.fqn, (key.fqn,))
             elif key.slot == "weight":
                 path = (model, key.fqn) if model else (key.fqn,)
             else:
@@ -185,13 +185,15 @@ class _Contents:
 
     def value(self, path: _Path, value: Any) -> None:
         """Name a small value by DCP's own rule (``_traverse.traverse_state_dict``)."""
-        if isinstance(value, dict):
+        if isinstance(value, dict) and value.keys() == {"tensor"}:
+            self.places[value["tensor"]] = path
+        elif isinstance(value, dict):
             for name, inner in value.items():
                 self.value((*path, name), inner)
         elif isinstance(value, list) and not _is_terminal(value):
             for index, inner in enumerate(value):
                 self.value((*path, index), inner)
-        elif isinstance(value, TensorData):
+        elif isinstance(value, TensorData) and _is_small(value):
             self.small[self._key(path)] = value
         else:
             self.values[self._key(path)] = value
@@ -206,6 +208,11 @@ class _Contents:
             )
         self.paths[key] = path
         return key
+
+
+def _is_small(tensor: TensorData) -> bool:
+    """Return whether the reader takes such a tensor for a small value; others are objects here."""
+    return tensor.dtype == "U8" or (not tensor.shape and tensor.dtype in NUMBER_DTYPES)
 
 
 def _is_terminal(values: list[Any]) -> bool:

@@ -6,6 +6,7 @@ The optimizer's slots are not written. The index, or the only file, is written l
 from __future__ import annotations
 
 import json
+import re
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from ucp_core.errors import UcpError
@@ -31,6 +32,9 @@ DTYPES |= {"bf16": "BF16", "bfloat16": "BF16"}
 
 _CONFIG_NAMES = {"F64": "float64", "F32": "float32", "F16": "float16", "BF16": "bfloat16"}
 _CONFIG_KEYS = ("dtype", "torch_dtype")
+#: LoRA of ``peft`` (0.21): its names in the model, and its files.
+_ADAPTER = re.compile(r"(?P<module>.*)\.(?P<kind>lora_\w+)\.default(?P<end>(?:\.\w+)?)")
+_ADAPTER_CONFIG, _ADAPTER_NAME = "adapter_config.json", f"adapter_model{SUFFIX}"
 #: Elements that are cast at a time: source and result stay in the second-level cache.
 _CAST_ELEMENTS = 1 << 16
 
@@ -91,6 +95,7 @@ def write(  # noqa: PLR0913 - the options of a format
         )
     checkpoint.state_map.prove_coverage()
     documents = _documents(checkpoint, outputs)
+    adapters = _adapters(outputs) if _ADAPTER_CONFIG in documents else []
     shards = _shards(outputs, shard_bytes)
     # A tool that ignores the index would take half a model for a whole one.
     with undone(store, directory) as written:
@@ -99,7 +104,11 @@ def write(  # noqa: PLR0913 - the options of a format
             if not store.exists(path):
                 written.append(path)
                 store.write_atomic(path, _print(document), fsync=fsync)
-        writer = _WeightFiles(checkpoint, store, directory, memory_bytes, progress, outputs)
+        every = [*outputs, *adapters]
+        writer = _WeightFiles(checkpoint, store, directory, memory_bytes, progress, every)
+        if adapters:
+            written.append(join(directory, _ADAPTER_NAME))
+            writer.file(written[-1], adapters, fsync=fsync)
         for number, shard in enumerate(shards, start=1):
             written.append(join(directory, _file_name(number, len(shards))))
             writer.file(written[-1], shard, fsync=fsync)
@@ -120,7 +129,7 @@ def _outputs(checkpoint: Checkpoint, target: str | None, *, keep_tied: bool) -> 
     found = [
         _Output(key.fqn, entry, target if target and entry.dtype in FLOATS else entry.dtype)
         for key, entry in checkpoint.state_map.entries.items()
-        if key.slot == "weight"
+        if key.slot == "weight" and checkpoint.manifest.roles.get(key.fqn) != "extra"
     ]
     if not found:
         raise UcpError(
@@ -155,6 +164,19 @@ def _shards(outputs: Sequence[_Output], shard_bytes: int) -> list[list[_Output]]
 
 def _file_name(number: int, count: int) -> str:
     return f"model{SUFFIX}" if count == 1 else f"model-{number:05d}-of-{count:05d}{SUFFIX}"
+
+
+def _adapters(outputs: Sequence[_Output]) -> list[_Output]:
+    """Return the adapters once more, under the names that ``peft`` gives them in a file."""
+    found: list[_Output] = []
+    for output in outputs:
+        match = _ADAPTER.fullmatch(output.name)
+        if match:
+            end = "" if match["kind"] == "lora_magnitude_vector" else match["end"]
+            name = f"base_model.model.{match['module']}.{match['kind']}{end}"
+            found.append(output._replace(name=name))
+    (ordered,) = _shards(found, sum(output.num_bytes for output in found) + 1)
+    return ordered
 
 
 def _index(shards: Sequence[Sequence[_Output]]) -> dict[str, Any]:

@@ -75,7 +75,7 @@ def number(store: Store, directory: str, ref: TensorRef) -> float | int | bool |
     return value
 
 
-def json_value(value: Any, store: Store, directory: str, where: str) -> Any:
+def json_value(value: Any, store: Store, directory: str, where: str, *, exact: bool = False) -> Any:
     """Return ``value`` as JSON; tensors of one element as numbers, other small ones in base64.
 
     Args:
@@ -83,6 +83,7 @@ def json_value(value: Any, store: Store, directory: str, where: str) -> Any:
         store: Where its tensors are.
         directory: In it.
         where: The file in the directory and the key, for messages.
+        exact: Mark all that JSON does not have; ``restored`` converts it back.
 
     Raises:
         ForeignClassError: It holds a large tensor or an object that is no plain data.
@@ -92,8 +93,10 @@ def json_value(value: Any, store: Store, directory: str, where: str) -> Any:
 
     def tensor(ref: TensorRef) -> Any:
         found = None if ref.shape else number(store, directory, ref)
-        if found is not None:
+        if found is not None and not exact:
             return found
+        if found is not None and abs(found) < float("inf"):
+            return {"dtype": ref.dtype, "shape": [], "value": found}
         if ref.num_bytes > SMALL_TENSOR_BYTES:
             raise ForeignClassError(
                 f"a tensor {ref.dtype}{list(ref.shape)} in {ref.file} is too large for a small "
@@ -105,7 +108,12 @@ def json_value(value: Any, store: Store, directory: str, where: str) -> Any:
             made["strides"] = list(ref.strides)
         return {**made, "base64": b64encode(data).decode()}
 
-    return as_json(value, where=join(directory, where), tensor=tensor)
+    return as_json(value, where=join(directory, where), tensor=tensor, exact=exact)
+
+
+def bytes_of_number(value: float, dtype: str) -> bytes:
+    """Return the bytes of a tensor of one number."""
+    return struct.pack(f"<{_FORMATS[dtype]}", value)
 
 
 def whole_tensor(

@@ -8,7 +8,7 @@ if TYPE_CHECKING:
     from workers.train.boundary.between_steps import UNWRITTEN, Boundary, YieldSignal
     from workers.train.boundary.init_from import INITIAL, Initial, Needed, load_initial
     from workers.train.boundary.live_state import Marks
-    from workers.train.boundary.restore import Restored, UnloadableSignal, restore_state
+    from workers.train.boundary.restore import Restored, Target, UnloadableSignal, restore_state
     from workers.train.boundary.store import StorageWriter
 
 __all__ = [
@@ -20,6 +20,7 @@ __all__ = [
     "Needed",
     "Restored",
     "StorageWriter",
+    "Target",
     "UnloadableSignal",
     "YieldSignal",
     "load_initial",

@@ -25,13 +25,15 @@ from workers.errors import TaskError
 from workers.models import as_in_module
 from workers.parallel import own_names
 from workers.settings import InitSettings
-from workers.state import CHANGED, DTYPES, HostBuffer, StateEntry
-from workers.train.boundary.restore import WEIGHT, Target, without_optimizer_state
+from workers.state import CHANGED, DTYPES, StateEntry
+from workers.train.boundary.restore import WEIGHT, without_optimizer_state
 
 __all__ = ["INITIAL", "Initial", "Needed", "load_initial"]
 
 #: A kind of source, beside those of ``restore``.
 INITIAL: Final = "initial checkpoint"
+#: Fills tensors from a checkpoint, wider ones too; returns the number of bytes.
+Load = Callable[[Checkpoint, Sequence[StateEntry]], int]
 #: An error names so many tensors of a kind, and counts the others.
 _TOLD: Final = 5
 
@@ -78,12 +80,11 @@ def load_initial(
     entries: Callable[[], Sequence[StateEntry]],
     *,
     model: nn.Module,
-    buffer: HostBuffer,
-    threads: int,
-    moved: Callable[[int], None],
+    load: Load,
+    everywhere: Callable[[bool], bool],
     tell: bool,
 ) -> Initial:
-    """Fill the state in place from ``init.path``.
+    """Fill the state in place from ``init.path``. Every rank calls it.
 
     Args:
         init: What to load, and from where.
@@ -91,9 +92,8 @@ def load_initial(
         entries: Returns the tensors to fill: weights, and with ``init.state`` "all" the optimizer's
             slots. Called once the checkpoint is known to fit.
         model: The model, for its tied parameters, and what its kind has otherwise in files.
-        buffer: Host memory for tensors on a device.
-        threads: Threads that read.
-        moved: Called with the size of each read.
+        load: Fills tensors from a checkpoint.
+        everywhere: Returns whether all ranks say so; all of them call it once.
         tell: Whether to log what the checkpoint has and the model lacks.
 
     Raises:
@@ -105,7 +105,8 @@ def load_initial(
         if init.state == "weights":
             manifest = as_in_module(checkpoint.manifest, model, needed)
             checkpoint = replace(checkpoint, manifest=manifest)
-        checkpoint = _tied(checkpoint, needed, _aliases(model))
+        aliases = _aliases(model)
+        checkpoint = _tied(checkpoint, needed, aliases)
     except UcpError as error:
         raise TaskError(f"run.init_from: {error}", path=init.path) from error
     held = checkpoint.state_map.entries
@@ -119,14 +120,20 @@ def load_initial(
             f"run.init_from: {init.path} has no optimizer state; set run.init_state: weights",
             path=init.path,
         )
-    unused = sorted({key.fqn for key in held if key.slot == WEIGHT} - needed.keys())
+    doubles = {
+        alias: owner
+        for alias, owner in aliases.items()
+        if TensorKey(alias, WEIGHT) in held and TensorKey(owner, WEIGHT) in held
+    }
+    unused = {key.fqn for key in held if key.slot == WEIGHT} - needed.keys() - doubles.keys()
     if unused and tell:
-        log.warning("%s has %s, which the model lacks", init.path, _some(unused))
+        log.warning("%s has %s, which the model lacks", init.path, _some(sorted(unused)))
     need = [entry for entry in entries() if entry.fqn not in missing]
     need = [entry for entry in need if entry.slot == WEIGHT or entry.fqn not in bare]
     try:
-        target = Target(need, buffer, threads, moved)
-        size_bytes = target.fill(checkpoint, widen=True)
+        size_bytes = load(checkpoint, need)
+        if not everywhere(_are_equal(checkpoint, need, doubles, load)):
+            raise _untied(init, doubles)
         scalars = _scalars(checkpoint, needed.keys() - bare) if init.state == "all" else {}
     except UcpError as error:
         raise TaskError(f"run.init_from: {error}", path=init.path) from error
@@ -136,6 +143,51 @@ def load_initial(
         without_state=bare | missing,
         scalars=scalars,
         changed=checkpoint.extra.get(CHANGED, ()) if init.state == "all" else (),
+    )
+
+
+def _are_equal(
+    checkpoint: Checkpoint,
+    need: Sequence[StateEntry],
+    doubles: Mapping[str, str],
+    load: Load,
+) -> bool:
+    """Return whether the tensors ``doubles`` equal those that this rank has loaded.
+
+    Args:
+        checkpoint: The checkpoint.
+        need: What this rank has loaded.
+        doubles: Another name in the checkpoint of a parameter, and the one that was loaded.
+        load: Fills tensors from a checkpoint.
+    """
+    pairs = [
+        (entry, replace(entry, fqn=alias, tensor=torch.empty_like(entry.tensor)))
+        for alias, owner in doubles.items()
+        for entry in need
+        if (entry.fqn, entry.slot) == (owner, WEIGHT)
+    ]
+    if any(
+        checkpoint.state_map.entries[TensorKey(other.fqn, WEIGHT)].shape != entry.shape
+        for entry, other in pairs
+    ):
+        return False
+    load(checkpoint, [other for _, other in pairs])
+    return all(
+        torch.allclose(entry.tensor, other.tensor, rtol=0, atol=0, equal_nan=True)
+        for entry, other in pairs
+    )
+
+
+def _untied(init: InitSettings, doubles: Mapping[str, str]) -> TaskError:
+    named = ", ".join(f"{alias} and {owner}" for alias, owner in doubles.items())
+    alias = next(iter(doubles))
+    return TaskError(
+        f"run.init_from: {init.path}: {named} differ in it, and are one parameter of the model. "
+        "Build a model that does not tie them (tie_word_embeddings: false in the configuration of "
+        "a Hugging Face model), or leave one of them out with run.init_rename "
+        f'({{"{alias}": "unused.{alias}"}})',
+        path=init.path,
+        doubles=tuple(doubles),
     )
 
 
@@ -155,7 +207,8 @@ def _tied(
     held = {key.fqn for key in manifest.state_map.entries}
     tied: dict[str, str] = {}
     for alias, owner in (*manifest.ties.items(), *_reverse(aliases)):
-        if alias in needed and alias not in held and owner in held and owner not in needed:
+        is_free = alias not in held and alias not in tied.values()
+        if alias in needed and is_free and owner in held and owner not in needed:
             tied[owner] = alias
             if alias in manifest.ties:
                 tied[alias] = owner

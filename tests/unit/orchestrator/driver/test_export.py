@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib
 import itertools
+import json
 import shutil
 import threading
 from collections.abc import Iterator
@@ -14,6 +15,7 @@ import numpy as np
 import pytest
 from safetensors.numpy import load_file
 
+from orchestrator.config import load
 from orchestrator.driver import export_run
 from orchestrator.errors import RunNotFoundError
 from ucp_core.geometry import Box
@@ -73,6 +75,30 @@ def test_the_newest_step_or_the_one_that_is_named(tmp_path: Path) -> None:
 
     assert newest["step"] == exported_step(tmp_path / "a") == 2
     assert exported_step(tmp_path / "b") == 1
+
+
+@pytest.mark.parametrize("how", ["init_from", "preset"])
+@pytest.mark.parametrize(("dtype", "said"), [(None, "float32"), ("bf16", "bfloat16")])
+def test_the_configuration_of_the_model_says_the_dtype_of_the_weights(
+    tmp_path: Path, how: str, dtype: str | None, said: str
+) -> None:
+    """transformers casts to it: float32 weights were loaded as bfloat16, without a word."""
+    base, run = tmp_path / "base", tmp_path / "run"
+    base.mkdir()
+    (base / "config.json").write_text('{"dtype": "bfloat16", "vocab_size": 300}')
+    (base / "tokenizer.model").write_bytes(b"words")
+    save(run, 1)
+    text = f"run: {{directory: {run}}}\nworkers: {{max: 1}}\n"
+    chosen = {"init_from": f"run.init_from={base}", "preset": f"model.preset=hf:{base}"}[how]
+    (run / "config.yaml").write_text(load(text, [chosen]).to_yaml())
+
+    to = tmp_path / "to"
+    document = export_run(str(run), str(to), format="huggingface", memory_bytes=MEMORY, dtype=dtype)
+
+    config = json.loads((to / "config.json").read_text())
+    assert config == {"dtype": said, "vocab_size": 300}
+    assert (to / "tokenizer.model").read_bytes() == b"words"
+    assert document["copied"] == ["config.json", "tokenizer.model"]
 
 
 def test_a_run_without_that_step_says_what_it_has(tmp_path: Path) -> None:

@@ -33,6 +33,7 @@ from ucp_core.native import (
     LocalTensor,
     collect_garbage,
     find_committed,
+    last_attempt,
     load,
     open_checkpoint,
     save_rank,
@@ -127,6 +128,23 @@ def test_what_is_lost_is_what_was_committed_and_counts() -> None:
     assert rows[0][1] == "", "only its bytes can tell"
     assert rows[1][1] == f"file {part} is missing"
     assert "manifest.json" in rows[2][1]
+
+
+def test_data_without_a_manifest_is_lost_only_if_something_was_committed() -> None:
+    """Both a deleted manifest and a save that was cut off leave data alone."""
+    store = MemoryStore()
+    for step in (3, 4):
+        save(store, STATE, step=step, attempt=2)
+        store.delete(f"{ROOT}/step-{step:08d}/manifest.json")
+    save(store, STATE, step=5, attempt=11, ranks=[0])
+    store.write_atomic(f"{ROOT}/step-00000006/notes.txt", b"of a person", fsync=False)
+
+    assert unloadable(store, ROOT, lineage=()) == ()
+    rows = unloadable(store, ROOT, lineage=(), with_data=True)
+    assert [step for step, _ in rows] == [5, 4, 3]
+    assert {reason for _, reason in rows} == {"it has data and no manifest.json"}
+    assert last_attempt(store, ROOT, store.list(ROOT)) == 11
+    assert last_attempt(store, ROOT, ["step-00000003", "step-00000006"]) == 2
 
 
 def test_a_commit_of_a_fenced_attempt_is_skipped_and_then_replaced() -> None:

@@ -4,16 +4,26 @@ from __future__ import annotations
 
 import functools
 import sys
+from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from tests.support.ranks import Place, running
 from ucp_core.layout import ParallelLayout
 from workers.process.runner import AttemptRunner
-from workers.process.warm_up import import_for
+from workers.process.warm_up import import_for, warm_up
 from workers.protocol import Assignment, Completed, Outcome, Raised
-from workers.settings import Settings, TrainSettings
+from workers.settings import (
+    CheckpointSettings,
+    DataSettings,
+    InitSettings,
+    ModelSettings,
+    ParallelSettings,
+    Settings,
+    TrainSettings,
+)
 
 LAZY = """
 import importlib
@@ -59,6 +69,49 @@ def test_a_script_that_cannot_be_read_is_left_to_the_attempt(
         script.write_text(text)
 
     import_for(str(script))
+
+
+def _write_tokenizer(path: Path, num_words: int) -> None:
+    tokenizers = pytest.importorskip("tokenizers", reason="the extra hf is not installed")
+    vocabulary = {"<unk>": 0, "</s>": 1} | {f"w{n}": n for n in range(2, num_words)}
+    made = tokenizers.Tokenizer(tokenizers.models.WordLevel(vocabulary, unk_token="<unk>"))  # noqa: S106
+    made.save(str(path))
+
+
+@pytest.mark.parametrize(
+    "changed",
+    [
+        {"init": InitSettings(path="no/such/checkpoint")},
+        {"init": InitSettings(path="no/such", state="all", missing=("*",), rename=(("a", "b"),))},
+        {"init": InitSettings(path="no/such"), "script": "no_such_script.py"},
+        {"data": DataSettings(source="no/such/*.txt")},
+        {"data": DataSettings(tokenizer="{tmp}/tokenizer.json"), "model": "125m"},
+        {"data": DataSettings(sequence_length=1_000_000)},
+        {"data": DataSettings(validation_samples=10_000), "model": "hf:no/such/folder"},
+        {"train": TrainSettings(global_batch=100_000, micro_batch=100_000)},
+        {"train": TrainSettings(precision="bf16", deterministic=True, validation_every=1)},
+        {"checkpoint": CheckpointSettings(every_steps="auto", keep=1)},
+        {"parallel": ParallelSettings(collective_timeout_s=0.001)},
+    ],
+    ids=["init", "init all", "init of a script", "no data", "tokenizer", "long sequences", "folder",
+         "large batch", "precision", "checkpoint", "timeout"],
+)  # fmt: skip
+def test_the_warm_up_needs_nothing_of_what_the_run_trains(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, changed: dict[str, Any]
+) -> None:
+    """It trains a model of its own: what is wrong with the run's, the attempt says.
+
+    A worker that dies in its warm-up says nothing to anybody; the run waits for workers.
+    """
+    monkeypatch.chdir(tmp_path)
+    data = changed.get("data")
+    if data is not None and data.tokenizer:
+        _write_tokenizer(tmp_path / "tokenizer.json", 1000)
+        changed = changed | {"data": replace(data, tokenizer=str(tmp_path / "tokenizer.json"))}
+    if "model" in changed:
+        changed = changed | {"model": ModelSettings(preset=changed["model"])}
+
+    warm_up(Settings(**changed))
 
 
 SCRIPT = """

@@ -12,6 +12,7 @@ from torch import Tensor, nn
 
 import ucp_core
 from everstep import InitSettings, Session, Settings, run
+from orchestrator.driver import export_run
 from workers.settings import CheckpointSettings
 
 peft = pytest.importorskip("peft", reason="peft is not installed")
@@ -30,7 +31,9 @@ def plain(dtype: torch.dtype) -> Any:
 
 
 def with_adapters(dtype: torch.dtype) -> Any:
-    lora = peft.LoraConfig(r=4, target_modules=["q_proj", "v_proj"], task_type="CAUSAL_LM")
+    lora = peft.LoraConfig(
+        r=4, lora_alpha=32, target_modules=["q_proj", "v_proj"], task_type="CAUSAL_LM"
+    )
     return peft.get_peft_model(plain(dtype), lora)
 
 
@@ -97,6 +100,28 @@ def test_adapters_train_on_a_frozen_base(tmp_path: Path, dtype: torch.dtype) -> 
     q_proj = "model.layers.0.self_attn.q_proj"
     assert slots[f"{q_proj}.weight"] == {"weight"}
     assert slots[f"{q_proj}.lora_A.default.weight"] == {"weight", "exp_avg", "exp_avg_sq"}
+    _assert_exported(tmp_path, base, after)
+
+
+def _assert_exported(directory: Path, base: Any, trained: dict[str, Tensor]) -> None:
+    """Assert that ``peft`` makes of an export the model that was trained.
+
+    transformers leaves the adapters in model.safetensors out, as it does not know their names.
+    """
+    out = directory / "exported"
+    export_run(str(directory / "whole"), str(out), format="huggingface", memory_bytes=64 << 20)
+    expected = with_adapters(torch.float32)
+    expected.load_state_dict({name: value.float() for name, value in trained.items()})
+    with torch.no_grad():
+        untuned = base.float()(input_ids=TOKENS).logits
+        adapted = peft.PeftModel.from_pretrained(base, out).eval()
+        tuned = adapted(input_ids=TOKENS).logits
+        torch.testing.assert_close(tuned, expected.eval()(input_ids=TOKENS).logits)
+    assert not torch.allclose(tuned, untuned)
+    # The run may be continued from it, too.
+    held = ucp_core.open(directory / "whole/checkpoints/step-00000004").state_map.entries
+    weights = {key for key in held if key.slot == "weight"}
+    assert ucp_core.open(out).state_map.entries.keys() == weights
 
 
 def test_a_trained_parameter_is_a_float32_master(tmp_path: Path) -> None:

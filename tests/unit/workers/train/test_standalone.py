@@ -99,6 +99,32 @@ def test_if_nothing_can_be_loaded_training_does_not_restart(tmp_path: Path) -> N
         train(tmp_path, Fit(), steps=2)
 
 
+def test_without_manifests_training_does_not_restart_beside_the_data(tmp_path: Path) -> None:
+    """A tool that copies a run may leave them out, or bring them last."""
+    train(tmp_path, Fit(), steps=3)
+    for manifest in (tmp_path / "checkpoints").glob("*/manifest.json"):
+        manifest.unlink()
+    again = Fit()
+
+    with pytest.raises(
+        StateError, match=r"step-00000003: it has data and no manifest\.json; step-00000002: "
+    ):
+        train(tmp_path, again, steps=3)
+
+    assert again.resumed == []
+    assert len(list((tmp_path / "checkpoints").iterdir())) == 3
+
+
+def test_a_first_save_that_was_cut_off_holds_nothing_up(tmp_path: Path) -> None:
+    """It looks like one whose manifest is gone; nobody may be there to delete it."""
+    train(tmp_path, Fit(), steps=1)
+    (tmp_path / "checkpoints/step-00000001/manifest.json").unlink()
+    again = Fit()
+
+    assert train(tmp_path, again, steps=2) == 2
+    assert again.resumed == [0]
+
+
 def test_if_the_first_checkpoint_is_damaged_training_restarts_and_says_so(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:

@@ -85,7 +85,7 @@ class Extras:
                 self._keep(self.extra, key, value, key, file, num_ranks)
             else:
                 client = self.extra.setdefault("client_state", {})
-                self._keep(client, key, value, str(key), file, num_ranks)
+                self._keep(client, key, value, str(key), file, num_ranks, exact=True)
 
     def add_optim(self, rest: Mapping[str, Any], file: str) -> None:
         """Add the keys of the first rank's optimizer state that are no tensors."""
@@ -108,13 +108,16 @@ class Extras:
         item: str,
         file: str,
         num_ranks: int = 1,
+        *,
+        exact: bool = False,
     ) -> None:
+        where = f"{file}: {item}"
         try:
-            where = f"{file}: {item}"
-            target[str(key)] = json_value(value, self._store, self._directory, where)
+            kept = json_value(value, self._store, self._directory, where, exact=exact)
         except ForeignClassError as error:
             self.items[item] = Item("drop", str(error))
             return
+        target[str(key)] = kept
         if "rng" in item and num_ranks > 1:
             note = f"each of {num_ranks} ranks had its own; extra has that of the first"
             self.items[item] = Item("reseed", note)

@@ -9,7 +9,9 @@ from orchestrator.core import (
     RunState,
     RunStats,
     fold,
+    go_back,
     resume_event,
+    resume_without_journal,
     starts,
     step,
     transition_records,
@@ -70,6 +72,42 @@ def test_a_stopped_run_goes_on_behind_its_last_committed_step() -> None:
     assert not any(isinstance(action, act.ReportIncident) for action in actions)
     assert (state.phase, state.attempt.step, state.stop_reason) == (Phase.RUNNING, 3, "")
     assert "everstep stop" in event.why
+
+
+def test_a_run_without_a_journal_goes_on_behind_what_storage_has() -> None:
+    """A script that ran alone left it. None of its attempts' numbers is given again."""
+    event = resume_without_journal(4, 2, at_s=2.7, incarnation=1)
+    read, granted, ready, formed, completed = _went_on(1)
+    assert isinstance(read, ev.CommittedRead)
+    assert isinstance(formed, ev.WorkerFormed)
+    assert isinstance(completed, ev.StepCompleted)
+    events = (
+        event,
+        replace(read, attempt=4),
+        granted,
+        ready,
+        replace(formed, attempt=5),
+        replace(completed, attempt=5),
+    )
+    state, actions, _ = _journal(RunState(), events, RULES, seq=0)
+
+    (start,) = (action for action in actions if isinstance(action, act.StartAttempt))
+    assert (start.attempt, start.resume_step, start.resume_attempt) == (5, 2, 1)
+    assert start.lineage == ((5, 2),)
+    assert (state.phase, state.attempt.step) == (Phase.RUNNING, 3)
+
+
+def test_a_run_without_a_journal_does_not_fall_behind_what_storage_had() -> None:
+    """All manifests are gone, the data is there: somebody may bring them back."""
+    event = resume_without_journal(4, 40, at_s=2.7, incarnation=1)
+    read = ev.CommittedRead(
+        at_s=3.0, attempt=4, step=0, committed_by=0, skipped=(), number=1, lost=(40, 30), stored=0
+    )
+    failed, actions, _ = _journal(RunState(), (event, read), RULES, seq=0)
+
+    assert failed.phase is Phase.FAILED
+    assert "(step-00000040, step-00000030)" in failed.reason
+    assert not any(isinstance(action, act.StartAttempt) for action in actions)
 
 
 def test_what_is_missing_is_waited_for_as_at_the_first_start() -> None:
@@ -211,7 +249,7 @@ def test_the_numbers_go_on_and_nothing_stays_open() -> None:
 def test_a_run_goes_back_to_the_version_that_the_user_names() -> None:
     """Newer ones are not finite: they do not count any more, in storage or wherever they are."""
     stopped, _, _ = _journal(RunState(), STOPPED, RULES, seq=0)
-    event = resume_event(stopped, at_s=2.7, incarnation=2, back_to=1)
+    event = go_back(resume_event(stopped, at_s=2.7, incarnation=2), 1)
     read = ev.CommittedRead(
         at_s=3.0, attempt=2, step=1, committed_by=1, skipped=(), number=1, stored=1
     )

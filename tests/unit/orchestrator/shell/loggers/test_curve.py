@@ -53,6 +53,21 @@ def test_steps_that_were_lost_are_given_as_they_were_trained_last() -> None:
     ]
 
 
+def test_what_a_script_said_before_another_attempt_began_counts() -> None:
+    """The files are read one after the other: the first line of the next attempt comes earlier."""
+    curve = Curve()
+    curve.add(METRICS, [line(step, loss=step) for step in (1, 2, 3)])
+    curve.add(METRICS, [line(3, 2, loss=30), line(4, 2, loss=40)])
+    curve = Curve.from_json(json.loads(json.dumps(curve.to_json())))
+    curve.add(VALIDATION, [line(2, loss=2.5), line(3, loss=3.5)])
+    lines = [line(step, values={"accuracy": step}) for step in (1, 2, 3)]
+    curve.add(VALUES, [*lines, line(3, 2, values={"accuracy": 33})])
+
+    points = {one.step: one.values for one in curve.take(is_final=True)}
+    assert [points[step].get("accuracy") for step in (1, 2, 3, 4)] == [1.0, 2.0, 33.0, None]
+    assert [points[step].get("validation/loss") for step in (1, 2, 3)] == [None, 2.5, None]
+
+
 def test_a_curve_continues_from_its_document_and_skips_torn_lines() -> None:
     whole, cut = Curve(), Curve()
     lines = [line(1, loss=1), '{"step": 2, "att', line(2, loss=2), line(3, 2, loss=3)]

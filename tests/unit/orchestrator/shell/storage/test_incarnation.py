@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import json
 import shutil
 from pathlib import Path
 
@@ -53,6 +54,60 @@ def test_a_resume_of_which_half_a_line_is_left_is_done_again(tmp_path: Path) -> 
     again.grow(120)
     assert isinstance(again.begin().first, ControllerStarted), "it is not resumed twice"
     assert replay_run(run.path)["same_decisions"]
+
+
+def _save(run: Path, *, step: int, attempt: int, manifest: bool = True) -> None:
+    """Leave what a script that ran alone leaves."""
+    save(LocalStore(), small_state(), step=step, attempt=attempt, root=f"{run}/checkpoints")
+    if not manifest:
+        (run / f"checkpoints/step-{step:08d}/manifest.json").unlink()
+
+
+def _resumed(run: Path, *, number: int) -> tuple[int, int]:
+    """Return the attempt and the step in storage with which an incarnation resumed the run."""
+    text = sorted((run / "journal").iterdir())[number].read_text()
+    first = json.loads(text.partition("\n")[0])
+    assert first["kind"] == "RunResumed"
+    return first["attempt"], first["stored"]
+
+
+def test_checkpoints_without_a_journal_are_resumed_from(tmp_path: Path) -> None:
+    """It began with attempt 1 at step 0, and took the files of another attempt 1 for its own."""
+    _save(tmp_path, step=20, attempt=1)
+    _save(tmp_path, step=30, attempt=3)
+    _save(tmp_path, step=40, attempt=4, manifest=False)
+
+    run = Journaled(config_at(tmp_path))
+    run.grow(60)
+
+    assert _resumed(tmp_path, number=0) == (4, 30)
+    assert run.state.lineage[0][0] == 5
+    assert isinstance(run.begin().first, ControllerStarted), "it is resumed once"
+    assert replay_run(str(tmp_path))["same_decisions"]
+
+
+@pytest.mark.parametrize(("step", "stored"), [(20, 20), (10, 0)], ids=["later", "first save"])
+def test_data_without_manifest_and_journal_is_what_a_run_may_not_fall_behind(
+    tmp_path: Path, step: int, stored: int
+) -> None:
+    """But the first save of all may have been cut off, and left nothing to lose."""
+    _save(tmp_path, step=step, attempt=2, manifest=False)
+
+    Journaled(config_at(tmp_path))
+
+    assert _resumed(tmp_path, number=0) == (2, stored)
+
+
+def test_a_resumed_run_numbers_its_attempts_behind_those_of_a_script_alone(tmp_path: Path) -> None:
+    """It went on in the directory while the run was stopped."""
+    run = Journaled(config_at(tmp_path))
+    run.grow(60)
+    known = run.state.attempt.number
+    _save(tmp_path, step=90, attempt=known + 2)
+
+    Journaled(config_at(tmp_path), life=2)
+
+    assert _resumed(tmp_path, number=1)[0] == known + 2
 
 
 def test_a_bug_report_is_the_journal_and_the_settings_of_each_resume(tmp_path: Path) -> None:

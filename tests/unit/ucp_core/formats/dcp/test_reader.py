@@ -212,7 +212,7 @@ def test_everything_else_is_kept_and_has_a_policy(tmp_path: Path) -> None:
     )
     extra, items = checkpoint.extra, checkpoint.manifest.items
     assert extra["lr_scheduler"]["last_epoch"] == 3
-    assert extra["lr_scheduler"]["_last_lr"] == [0.1, 0.2]
+    assert extra["lr_scheduler"]["_last_lr"] == {"tuple": [0.1, 0.2]}
     assert set(extra["dataloader"]["dp_rank_0"]) == {"base64"}
     assert items["rng"].policy == "reseed"
     assert set(extra["rng"]) == {"dtype", "shape", "base64"}

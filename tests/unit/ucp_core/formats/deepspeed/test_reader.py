@@ -105,7 +105,7 @@ def test_roles_groups_and_small_values_are_kept(tmp_path: Path) -> None:
         },
     ]
     assert manifest.step == 5
-    assert manifest.extra["client_state"] == {"mine": [1, "two"]}
+    assert manifest.extra["client_state"] == {"mine": {"tuple": [1, "two"]}}
     assert manifest.extra["lr_scheduler"] == {"last_epoch": 5}
     assert manifest.extra["loss_scaler"]["state"] == {"cur_scale": 1.0}
 

@@ -114,6 +114,69 @@ def test_a_tied_parameter_is_found_by_its_other_name(tmp_path: Path) -> None:
     assert torch.equal(seen["first.weight"], SHARED)
 
 
+BOTH = {"first__weight": SHARED, "head__weight": WEIGHT, "head__bias": BIAS}
+
+
+def test_two_equal_tensors_are_one_tied_parameter_and_nothing_is_said(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Some tools write every name of a tied tensor."""
+    path = huggingface(tmp_path / "hub", **BOTH, second__weight=SHARED.clone())
+    seen: dict[str, Tensor] = {}
+    train(tmp_path / "run", lambda model, _: seen.update(weights(model)), path=path)
+
+    assert torch.equal(seen["first.weight"], SHARED)
+    assert caplog.messages == []
+
+
+def test_two_different_tensors_are_no_tied_parameter(tmp_path: Path) -> None:
+    """One of them would be dropped, and the model would not compute what it was trained to."""
+    other = SHARED.clone()
+    other[1, 1] += 1e-3
+    path = huggingface(tmp_path / "hub", **BOTH, second__weight=other)
+
+    with pytest.raises(TaskError) as raised:
+        train(tmp_path / "run", lambda *_: None, path=path)
+
+    told = str(raised.value)
+    assert f"run.init_from: {path}: second.weight and first.weight differ in it" in told
+    assert 'run.init_rename ({"second.weight": "unused.second.weight"})' in told
+    assert "does not tie them" in told
+    assert not (tmp_path / "run/checkpoints").exists()
+
+
+def test_one_of_two_different_tensors_is_left_out_by_a_new_name(tmp_path: Path) -> None:
+    """As the error says."""
+    path = huggingface(tmp_path / "hub", **BOTH, second__weight=2 * SHARED)
+    seen: dict[str, Tensor] = {}
+    train(
+        tmp_path / "run",
+        lambda model, _: seen.update(weights(model)),
+        path=path,
+        rename=(("second.weight", "unused.second.weight"),),
+    )
+    assert torch.equal(seen["first.weight"], SHARED)
+
+    train(
+        tmp_path / "other",
+        lambda model, _: seen.update(weights(model)),
+        path=path,
+        rename=(("first.weight", "unused"),),
+    )
+    assert torch.equal(seen["first.weight"], 2 * SHARED)
+
+
+def test_equal_tensors_of_different_dtypes_are_one_parameter(tmp_path: Path) -> None:
+    """Values count, not bytes: nan is nan, and bfloat16 is widened."""
+    value = torch.tensor([[1.0, float("nan")], [-0.0, 4.0]])
+    given = {**BOTH, "first__weight": value, "second__weight": value.bfloat16()}
+    path = huggingface(tmp_path / "hub", **given)
+    seen: dict[str, Tensor] = {}
+    train(tmp_path / "run", lambda model, _: seen.update(weights(model)), path=path)
+
+    assert torch.equal(seen["first.weight"][1], value[1])
+
+
 def test_names_are_mapped_and_new_parts_begin_anew(tmp_path: Path) -> None:
     """A base model has other names than the model with a head, and no head."""
     path = huggingface(tmp_path / "hub", base__first__weight=SHARED)
