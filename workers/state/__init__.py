@@ -14,9 +14,16 @@ if TYPE_CHECKING:
         local_parameters,
         set_scalars,
     )
-    from workers.state.optimizers import CHANGED, Optimizers, adopt, refuse_unfit
+    from workers.state.optimizers import (
+        CHANGED,
+        Optimizers,
+        adopt,
+        is_elementwise,
+        refuse_unfit,
+    )
     from workers.state.registered import Registered, Stateful
     from workers.state.replica_shares import ReplicaShare, replicas_of
+    from workers.state.whole_vectors import fitted, in_whole_vectors
 
 __all__ = [
     "CHANGED",
@@ -30,6 +37,9 @@ __all__ = [
     "Stateful",
     "TrainingState",
     "adopt",
+    "fitted",
+    "in_whole_vectors",
+    "is_elementwise",
     "local_parameters",
     "refuse_unfit",
     "replicas_of",

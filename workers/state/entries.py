@@ -22,6 +22,7 @@ from workers.parallel import LocalShard
 from workers.state.dtypes import DTYPES
 from workers.state.optimizers import Optimizers
 from workers.state.replica_shares import ReplicaShare, cut
+from workers.state.whole_vectors import of_shard
 
 __all__ = [
     "HostBuffer",
@@ -125,11 +126,11 @@ def state_of(
                         fqn=shard.fqn,
                         slot=name,
                     )
-                slots[name] = value
+                slots[name] = of_shard(value, shard.local)
             elif not _is_scalar(value):
                 raise StateError(
                     f"the optimizer's {name} of {shard.fqn} is neither a number nor a tensor of "
-                    f"shape {tuple(parameter.shape)}; this optimizer cannot be resumed",
+                    f"shape {tuple(shard.local.shape)}; this optimizer cannot be resumed",
                     fqn=shard.fqn,
                     slot=name,
                 )

@@ -22,7 +22,7 @@ from workers.errors import StateError, TaskError
 from workers.parallel import LocalShard
 from workers.state.registered import decode, encode
 
-__all__ = ["CHANGED", "Optimizers", "adopt", "refuse_unfit"]
+__all__ = ["CHANGED", "Optimizers", "adopt", "is_elementwise", "refuse_unfit"]
 
 #: Where a version keeps the values of optimizers that changed.
 CHANGED: Final = "optimizer_changed"
@@ -277,6 +277,11 @@ def adopt(
             group["params"][place] = local
 
 
+def is_elementwise(optimizer: optim.Optimizer, *, declared: bool) -> bool:
+    """Return whether ``optimizer`` treats every element alike, as its script declares or not."""
+    return type(optimizer) in _ELEMENTWISE or (declared and not isinstance(optimizer, optim.Muon))
+
+
 def refuse_unfit(
     optimizer: optim.Optimizer, layout: ParallelLayout, *, elementwise: bool = False
 ) -> None:
@@ -301,7 +306,7 @@ def refuse_unfit(
         if isinstance(optimizer, optim.Muon):
             reason = f"makes the update of a whole matrix orthogonal, {parts}"
             advice += f", or {whole}"
-        elif not elementwise and type(optimizer) not in _ELEMENTWISE:
+        elif not is_elementwise(optimizer, declared=elementwise):
             reason = f"is not one of torch's, and may use a whole matrix, {parts}"
             advice = "if it treats every element alike, say so: session.optimizer(make, "
             advice += f"elementwise=True); else use AdamW or SGD, or {whole}"

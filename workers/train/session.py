@@ -40,6 +40,8 @@ from workers.state import (
     Stateful,
     TrainingState,
     adopt,
+    in_whole_vectors,
+    is_elementwise,
     local_parameters,
     refuse_unfit,
 )
@@ -206,6 +208,8 @@ class Session:
         for one in every:
             refuse_unfit(one, self._mesh.layout, elementwise=elementwise)
             adopt(one, built.shards, parameters)
+            if self.settings.train.deterministic and is_elementwise(one, declared=elementwise):
+                in_whole_vectors(one)
         optimizers = Optimizers(every, parameters)
         self._sharded = ShardedModel(
             model=built.model,

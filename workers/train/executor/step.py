@@ -25,8 +25,14 @@ from workers.parallel import drop_gathered, fsdp_modules
 from workers.protocol import WorkerPhase
 from workers.records import ProgressRecord
 from workers.settings import TrainSettings
+from workers.state import fitted
 from workers.train.executor.learning_rate import learning_rate
-from workers.train.executor.norm import row_squares, scale_gradients, sum_of_squares
+from workers.train.executor.norm import (
+    ordered_sum,
+    row_squares,
+    scale_gradients,
+    sum_of_squares,
+)
 from workers.train.executor.own_changes import (
     Marks,
     Probe,
@@ -345,7 +351,9 @@ class Step:
             tokens += count
         rank, device = sharded.mesh.rank, sharded.device
         if deterministic:
-            squares = row_squares(sharded.shards, sharded.shapes, rank, device)
+            layout = sharded.mesh.layout
+            column = layout.coordinates(rank)["tp"], layout.tp
+            squares = row_squares(sharded.shards, sharded.shapes, rank, device, column)
         else:
             squares = sum_of_squares(sharded.shards, rank, device).reshape(1)
         signals = replace(self._boundary.signals(), buffers=sharded.buffers.have_changed)
@@ -354,7 +362,7 @@ class Step:
         changed, first = was_changed(self._probe, device), len(said) + 1
         numbers = torch.cat((counts, changed, losses, squares))
         dist.all_reduce(numbers)
-        square = numbers[first + num_places :].sum()
+        square = ordered_sum(numbers[first + num_places :])
         read = reading(torch.cat((numbers[: first + num_places], square.reshape(1))))
         scaler = sharded.registered.scaler
         scale = scaler.get_scale() if scaler is not None else 1.0
@@ -369,7 +377,8 @@ class Step:
     def _update(self) -> None:
         sharded = self._sharded
         for shard in sharded.shards:
-            sharded.parameters[shard.fqn].grad = shard.gradient
+            parameter = sharded.parameters[shard.fqn]
+            parameter.grad = fitted(shard.gradient, parameter)
         if sharded.registered.scaler is None or self._has_fit(sharded.registered.scaler):
             self._step_optimizers()
         elif not any(sharded.optimizers.state.values()):
