@@ -85,7 +85,7 @@ def _run_alone(name: str, directory: str, port: int) -> None:
 
 @pytest.mark.parametrize("port", NEEDS)
 def test_a_port_has_the_same_bits_on_one_to_five_workers(port: str, tmp_path: Path) -> None:
-    """The Trainer's fused AdamW rounds elements behind the last full vector of a shard otherwise."""
+    """A fused AdamW rounds elements behind the last whole vector of a shard in another way."""
     pytest.importorskip(NEEDS[port], reason="an extra is not installed: hf or interop")
     settings = Settings(
         script=str(PORTS / f"{port}_elastic.py"),

@@ -12,7 +12,7 @@ from torch import Tensor, nn, optim
 
 from ucp_core.geometry import Box
 from workers.parallel import LocalShard
-from workers.state import TrainingState, fitted, in_whole_vectors, local_parameters
+from workers.state import TrainingState, fitted, in_whole_vectors, local_parameters, reserve
 
 State = Mapping[str, Tensor]
 
@@ -40,7 +40,7 @@ NUM_STEPS: Final = 4
 class Atan(optim.SGD):
     """Adam-atan2 in short. torch computes atan2 and pow behind the last vector otherwise."""
 
-    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+    def step(self, _closure: Any = None) -> None:  # type: ignore[override]
         for group in self.param_groups:
             for one in group["params"]:
                 mean = self.state[one].setdefault("mean", torch.zeros_like(one))
@@ -79,10 +79,11 @@ def in_parts(
             fqn="w", shape=shape, boxes=(box,), replicas=(0,), parameter=nn.Parameter(local),
             local=local,
         )  # fmt: skip
+        reserve([shard])
         parameters = local_parameters([shard])
         (parameter,) = parameters.values()
+        in_whole_vectors([parameter])
         optimizer = make([parameter])
-        in_whole_vectors(optimizer)
         for gradient in gradients:
             parameter.grad = fitted(gradient[rows], parameter)
             optimizer.step()

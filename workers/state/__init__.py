@@ -16,18 +16,21 @@ if TYPE_CHECKING:
     )
     from workers.state.optimizers import (
         CHANGED,
+        UNSTARTED,
         Optimizers,
         adopt,
-        is_elementwise,
         refuse_unfit,
+        take_whole_vectors,
     )
     from workers.state.registered import Registered, Stateful
     from workers.state.replica_shares import ReplicaShare, replicas_of
-    from workers.state.whole_vectors import fitted, in_whole_vectors
+    from workers.state.twins import refuse_unsavable
+    from workers.state.whole_vectors import fitted, in_whole_vectors, reserve
 
 __all__ = [
     "CHANGED",
     "DTYPES",
+    "UNSTARTED",
     "HostBuffer",
     "Optimizers",
     "PersistentBuffers",
@@ -39,11 +42,13 @@ __all__ = [
     "adopt",
     "fitted",
     "in_whole_vectors",
-    "is_elementwise",
     "local_parameters",
     "refuse_unfit",
+    "refuse_unsavable",
     "replicas_of",
+    "reserve",
     "set_scalars",
+    "take_whole_vectors",
 ]
 
 __getattr__ = lazy_door(__name__)

@@ -10,7 +10,7 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any, Final
+from typing import Any, Final, Protocol
 
 import torch
 from torch import Tensor, nn
@@ -20,7 +20,6 @@ from ucp_core.native import LocalTensor
 from workers.errors import StateError
 from workers.parallel import LocalShard
 from workers.state.dtypes import DTYPES
-from workers.state.optimizers import Optimizers
 from workers.state.replica_shares import ReplicaShare, cut
 from workers.state.whole_vectors import of_shard
 
@@ -32,6 +31,19 @@ __all__ = [
     "set_scalars",
     "state_of",
 ]
+
+
+class HoldsState(Protocol):
+    """An optimizer of torch, or several as one."""
+
+    @property
+    def state(self) -> Mapping[Any, dict[str, Any]]:
+        """Return the state of every parameter that has some."""
+
+    @property
+    def param_groups(self) -> list[dict[str, Any]]:
+        """Return the groups."""
+
 
 #: Tensors in the host buffer start at multiples of a cache line.
 _ALIGN_BYTES: Final = 64
@@ -87,7 +99,9 @@ def local_parameters(shards: Sequence[LocalShard]) -> dict[str, nn.Parameter]:
     """
     made: dict[str, nn.Parameter] = {}
     for shard in shards:
-        own = nn.Parameter(shard.local, requires_grad=shard.parameter.requires_grad)
+        # A 0-d parameter has one row: what an optimizer keeps for it then differs from a number.
+        local = shard.local if shard.local.dim() else shard.local.view(1)
+        own = nn.Parameter(local, requires_grad=shard.parameter.requires_grad)
         # Such as ``_no_weight_decay``, for the function that makes the optimizer.
         vars(own).update(vars(shard.parameter))
         made[shard.fqn] = own
@@ -97,7 +111,7 @@ def local_parameters(shards: Sequence[LocalShard]) -> dict[str, nn.Parameter]:
 def state_of(
     shards: Sequence[LocalShard],
     parameters: Mapping[str, nn.Parameter],
-    optimizer: torch.optim.Optimizer | Optimizers,
+    optimizer: HoldsState,
 ) -> list[StateEntry]:
     """Return weights and optimizer slots, sorted by name and slot.
 
@@ -151,7 +165,7 @@ def state_of(
 
 def set_scalars(
     parameters: Mapping[str, nn.Parameter],
-    optimizer: torch.optim.Optimizer | Optimizers,
+    optimizer: HoldsState,
     values: Mapping[str, Any],
 ) -> None:
     """Set the optimizer's scalars to what ``TrainingState.scalars`` returned.
@@ -193,7 +207,7 @@ class TrainingState:
         self,
         shards: Sequence[LocalShard],
         parameters: Mapping[str, nn.Parameter],
-        optimizer: torch.optim.Optimizer | Optimizers,
+        optimizer: HoldsState,
         rank: int = 0,
         guards: Sequence[int] = (),
         elsewhere: Sequence[Sequence[str]] | None = None,

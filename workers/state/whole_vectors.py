@@ -10,35 +10,58 @@ width of vectors and any device.
 
 from __future__ import annotations
 
+from collections.abc import Iterable, Mapping
 from math import gcd, prod
-from typing import Final
+from typing import Any, Final
 
-import torch
-from torch import Tensor, nn, optim
+from torch import Tensor, nn
 from torch.nn import functional
 
-__all__ = ["fitted", "in_whole_vectors", "of_shard"]
+from workers.parallel import LocalShard
+
+__all__ = ["fitted", "in_whole_vectors", "of_shard", "reserve"]
 
 #: Two vectors of 64 bytes, as AVX-512 takes at a time, with elements of 2 bytes.
 _ELEMENTS: Final = 64
 
 
-def in_whole_vectors(optimizer: optim.Optimizer) -> None:
-    """Give each parameter of ``optimizer`` zeros behind its rows, up to whole vectors, in place.
+def reserve(shards: Iterable[LocalShard]) -> None:
+    """Let the memory of each shard grow to whole vectors. The model's views of it stay valid.
 
-    Its elements stay in the memory of the model, and dims but the first stay as they are. What the
-    optimizer keeps for it already gets zeros, too.
+    Call it before the memory is used: what NumPy has seen cannot grow.
     """
-    for group in optimizer.param_groups:
-        for parameter in group["params"]:
-            before = parameter.shape
-            shape = _whole(tuple(before))
-            if shape == before or not parameter.requires_grad:
-                continue
-            parameter.data = _extended(parameter.detach(), shape)
-            for name, value in optimizer.state.get(parameter, {}).items():
-                if isinstance(value, Tensor) and value.shape == before:
-                    optimizer.state[parameter][name] = fitted(value, parameter)
+    for shard in shards:
+        memory = shard.local.untyped_storage()
+        end = int(shard.local.storage_offset()) + prod(_whole(tuple(shard.local.shape)))
+        size_bytes = end * shard.local.element_size()
+        if memory.size() < size_bytes:
+            memory.resize_(size_bytes)
+
+
+def in_whole_vectors(
+    parameters: Iterable[nn.Parameter], state: Mapping[Any, dict[str, Any]] | None = None
+) -> None:
+    """Give each parameter that is trained zeros behind its rows, up to whole vectors, in place.
+
+    Dims but the first stay as they are. What an optimizer keeps for it, in ``state``, gets zeros,
+    too.
+
+    Args:
+        parameters: Those of ``local_parameters``, after ``reserve``.
+        state: The state of an optimizer that was made over them before.
+    """
+    for parameter in parameters:
+        before = tuple(parameter.shape)
+        shape = _whole(before)
+        if shape == before or not parameter.requires_grad:
+            continue
+        flat = parameter.detach().as_strided((prod(shape),), (1,))
+        flat[parameter.numel() :].zero_()
+        parameter.data = flat.view(shape)
+        held = (state or {}).get(parameter, {})
+        for name, value in held.items():
+            if isinstance(value, Tensor) and tuple(value.shape) == before:
+                held[name] = fitted(value, parameter)
 
 
 def fitted(tensor: Tensor | None, parameter: nn.Parameter) -> Tensor | None:
@@ -57,18 +80,7 @@ def of_shard(tensor: Tensor, local: Tensor) -> Tensor:
 
 
 def _whole(shape: tuple[int, ...]) -> tuple[int, ...]:
-    """Return ``shape`` with as many rows as make up whole vectors."""
-    num_rows = _ELEMENTS // gcd(_ELEMENTS, prod(shape[1:]))
-    return (-(-shape[0] // num_rows) * num_rows, *shape[1:])
-
-
-def _extended(tensor: Tensor, shape: tuple[int, ...]) -> Tensor:
-    """Return ``tensor`` in the same memory, which grows, with zeros behind it."""
-    memory = tensor.untyped_storage()
-    end = (tensor.storage_offset() + prod(shape)) * tensor.element_size()
-    if memory.size() < end:
-        # The model's views of the memory stay valid: they know where it is through this.
-        memory.resize_(end)
-    flat = tensor.as_strided((prod(shape),), (1,))
-    flat[tensor.numel() :].zero_()
-    return flat.view(shape)
+    """Return ``shape`` with as many rows as make up whole vectors; that of a number has one dim."""
+    num_rows, *row = shape or (1,)
+    step = _ELEMENTS // gcd(_ELEMENTS, prod(row))
+    return (-(-num_rows // step) * step, *row)

@@ -38,7 +38,6 @@ def start_from(
             sharded.prime()
         return sharded.state.entries()
 
-    sharded.optimizers.forget(sharded.parameters.values())
     initial = load_initial(
         init,
         needed,
@@ -49,7 +48,13 @@ def start_from(
         moved=context.progress.moved,
         tell=tell,
     )
-    set_optimizer(sharded, initial.without_state, initial.scalars, initial.changed)
+    set_optimizer(
+        sharded,
+        initial.without_state,
+        initial.scalars,
+        initial.changed,
+        unstarted=init.state == "weights",
+    )
     return initial
 
 
@@ -106,11 +111,18 @@ def set_optimizer(
     sharded: ShardedModel,
     without_state: Collection[str],
     scalars: Mapping[str, Any],
-    changed: Sequence[Mapping[str, Any]],
+    changed: Sequence[Any],
+    *,
+    unstarted: bool,
 ) -> None:
-    """Set what a version says of the optimizer, beside its tensors."""
+    """Set what a version says of the optimizer, beside its tensors.
+
+    ``unstarted`` tells that the optimizer had done no step.
+    """
     # ``prime`` made this state, and the version has none.
     bare = sharded.parameters.keys() & set(without_state)
     sharded.optimizers.forget(sharded.parameters[fqn] for fqn in bare)
     set_scalars(sharded.parameters, sharded.optimizers, scalars)
     sharded.optimizers.set_changed(changed)
+    if not unstarted:
+        sharded.optimizers.begin()

@@ -33,6 +33,7 @@ from workers.settings import Settings
 from workers.snapshot import SnapshotMemory
 from workers.state import (
     CHANGED,
+    UNSTARTED,
     HostBuffer,
     Optimizers,
     Registered,
@@ -41,9 +42,9 @@ from workers.state import (
     TrainingState,
     adopt,
     in_whole_vectors,
-    is_elementwise,
     local_parameters,
     refuse_unfit,
+    take_whole_vectors,
 )
 from workers.train.boundary import (
     INITIAL,
@@ -200,44 +201,25 @@ class Session:
         if self._built is None:
             raise TaskError("call session.model before session.optimizer")
         self._context.progress.enter(WorkerPhase.LOADING)
-        built = self._built
-        parameters = local_parameters(built.shards)
+        began_s = time.monotonic()
+        parameters = local_parameters(self._built.shards)
+        self._refuse_written()
+        # What it makes of the weights must be of their values.
+        initial = self._fill_new(self._built, parameters)
+        deterministic = self.settings.train.deterministic
+        if deterministic and elementwise:
+            in_whole_vectors(parameters.values())
+        self._unfilled = Marks(self._built.shards)
         made = make(parameters)
         self._refuse_written()
         every = _as_optimizers(made)
         for one in every:
             refuse_unfit(one, self._mesh.layout, elementwise=elementwise)
-            adopt(one, built.shards, parameters)
-            if self.settings.train.deterministic and is_elementwise(one, declared=elementwise):
-                in_whole_vectors(one)
-        optimizers = Optimizers(every, parameters)
-        self._sharded = ShardedModel(
-            model=built.model,
-            shapes=built.shapes,
-            optimizers=optimizers,
-            shards=built.shards,
-            parameters=parameters,
-            reduction=self._reduction,
-            mesh=self._mesh,
-            device=self.device,
-            keeps_gathered=built.keeps_gathered,
-            state=TrainingState(
-                built.shards,
-                parameters,
-                optimizers,
-                rank=self.rank,
-                guards=self._assignment.saved_too,
-                elsewhere=groups_elsewhere(built, optimizers, parameters, self.device),
-                buffers=built.buffers.named(),
-                sharers=self._mesh.sharers,
-            ),
-            registered=Registered(optimizers.every),
-            buffers=built.buffers,
-            rank_calls=RankCalls(built.model),
-            pipeline=built.pipeline,
-        )
-        began_s = time.monotonic()
-        restored = self._load(self._sharded)
+            adopt(one, self._built.shards, parameters)
+            if deterministic:
+                take_whole_vectors(one)
+        self._sharded = self._assembled(self._built, parameters, every)
+        restored = self._load(self._sharded, initial)
         collectives.set_timeout(self._timeout_s)
         self._context.progress.resumed(self.step)
         self._context.on_formed(
@@ -513,8 +495,68 @@ class Session:
                 fqn=fqn,
             )
 
-    def _load(self, sharded: ShardedModel) -> Restored:
-        """Load the state, or initialise it; return what was loaded."""
+    def _assembled(
+        self,
+        built: BuiltModel,
+        parameters: Mapping[str, nn.Parameter],
+        every: Sequence[torch.optim.Optimizer],
+    ) -> ShardedModel:
+        optimizers = Optimizers(every, parameters)
+        elsewhere = None
+        if every:
+            elsewhere = groups_elsewhere(built, optimizers, parameters, self.device)
+        return ShardedModel(
+            model=built.model,
+            shapes=built.shapes,
+            optimizers=optimizers,
+            shards=built.shards,
+            parameters=parameters,
+            reduction=self._reduction,
+            mesh=self._mesh,
+            device=self.device,
+            keeps_gathered=built.keeps_gathered,
+            state=TrainingState(
+                built.shards,
+                parameters,
+                optimizers,
+                rank=self.rank,
+                guards=self._assignment.saved_too,
+                elsewhere=elsewhere,
+                buffers=built.buffers.named(),
+                sharers=self._mesh.sharers,
+            ),
+            registered=Registered(optimizers.every),
+            buffers=built.buffers,
+            rank_calls=RankCalls(built.model),
+            pipeline=built.pipeline,
+        )
+
+    def _fill_new(
+        self, built: BuiltModel, parameters: Mapping[str, nn.Parameter]
+    ) -> Initial | None:
+        """Fill the weights, unless they come with the state of an optimizer."""
+        start = self.settings.start
+        if self._assignment.resume_step or (start.path and start.state == "all"):
+            return None
+        sharded, initial = self._assembled(built, parameters, []), None
+        if start.path:
+            initial = start_from(sharded, self._context, self._buffer, tell=self.rank == 0)
+        self._fill(sharded, initial)
+        return initial
+
+    def _fill(self, sharded: ShardedModel, initial: Initial | None) -> None:
+        assert self._build is not None, "session.model was called"
+        fill(
+            sharded,
+            self._build,
+            self._initialise,
+            seed=self.settings.train.seed,
+            is_new=self.step == 0,
+            initial=initial,
+        )
+
+    def _load(self, sharded: ShardedModel, initial: Initial | None) -> Restored:
+        """Load what ``_fill_new`` did not fill; return what was loaded."""
 
         def to_fill() -> Sequence[StateEntry]:
             sharded.prime()
@@ -531,32 +573,26 @@ class Session:
         self.step, self._restored = restored.step, restored.extra
         for path, line in restored.extra.pop(UNWRITTEN, ()):
             self._storage.append_text(path, line)
-        initial: Initial | None = None
-        if not restored.step:
-            sharded.try_unknown()
         if restored.step:
-            extra = restored.extra
-            changed = extra.get(CHANGED, ())
-            set_optimizer(sharded, restored.without_state, extra["optimizer"], changed)
-            loss = extra.get("loss")
+            set_optimizer(
+                sharded,
+                restored.without_state,
+                restored.extra["optimizer"],
+                restored.extra.get(CHANGED, ()),
+                unstarted=restored.extra.get(UNSTARTED, False),
+            )
+            loss = restored.extra.get("loss")
             self._loss = math.nan if loss is None else loss
-            self._boundary.begin(self.step, sharded, extra)
-        elif self.settings.start.path:
-            initial = start_from(sharded, self._context, self._buffer, tell=self.rank == 0)
-            restored = replace(restored, sources=((INITIAL, initial.size_bytes),))
+            self._boundary.begin(self.step, sharded, restored.extra)
+            self._fill(sharded, None)
         else:
-            sharded.optimizers.forget(sharded.parameters.values())
-        assert self._build is not None, "session.model was called"
-        fill(
-            sharded,
-            self._build,
-            self._initialise,
-            seed=self.settings.train.seed,
-            is_new=self.step == 0,
-            initial=initial,
-        )
+            sharded.try_unknown()
+            if self.settings.start.path:
+                if initial is None:
+                    initial = start_from(sharded, self._context, self._buffer, tell=self.rank == 0)
+                    self._fill(sharded, initial)
+                restored = replace(restored, sources=((INITIAL, initial.size_bytes),))
         drop_gathered(sharded.model)
-        sharded.optimizers.begin()
         self._boundary.loaded(sharded)
         return restored
 

@@ -12,7 +12,7 @@ from torch import Tensor
 from workers.errors import TaskError
 from workers.parallel import LocalShard
 from workers.snapshot import Captured
-from workers.state import CHANGED
+from workers.state import CHANGED, UNSTARTED
 from workers.train.executor import ShardedModel, Step
 
 __all__ = ["LiveState", "Marks", "capture"]
@@ -81,6 +81,7 @@ def capture(step: int, sharded: ShardedModel, extra: Mapping[str, Any]) -> Captu
             **extra,
             "optimizer": state.scalars(),
             CHANGED: sharded.optimizers.changed(),
+            **({UNSTARTED: True} if sharded.optimizers.unstarted else {}),
         },
         param_groups=state.param_groups(),
     )

@@ -382,7 +382,8 @@ class Step:
         if sharded.registered.scaler is None or self._has_fit(sharded.registered.scaler):
             self._step_optimizers()
         elif not any(sharded.optimizers.state.values()):
-            # A version whose parameters have no state at all is one of another optimizer.
+            # A version whose parameters have no state at all is one of another optimizer. The first
+            # step that counts begins without it.
             sharded.prime()
         for shard in sharded.shards:
             sharded.parameters[shard.fqn].grad = shard.parameter.grad = None
@@ -401,6 +402,9 @@ class Step:
 
     def _step_optimizers(self) -> None:
         sharded, lr = self._sharded, learning_rate(self._train, self.number)
+        if sharded.optimizers.unstarted:
+            sharded.optimizers.forget(sharded.parameters.values())
+            sharded.optimizers.begin()
         for optimizer in sharded.optimizers.every:
             groups = optimizer.param_groups
             if all(one.grad is None for group in groups for one in group["params"]):
