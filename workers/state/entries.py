@@ -232,6 +232,7 @@ class TrainingState:
         held = [*(s.replicas for s in shards), *(entry.replicas for entry in self._buffers)]
         self._is_alone = all(len(replicas) <= 1 for replicas in held)
         self._entries: list[StateEntry] | None = None
+        self._empty: list[StateEntry] = []
         self._saved: list[StateEntry] = []
         self._guarded: tuple[tuple[int, list[StateEntry]], ...] = ()
         self._addresses: list[int] = []
@@ -241,12 +242,15 @@ class TrainingState:
     def entries(self) -> list[StateEntry]:
         """Return all tensors, for loading; the same list as long as they are the same tensors.
 
+        Those without elements are in ``without_elements``.
+
         Raises:
             StateError: The optimizer keeps a value that cannot be saved in shards.
         """
         if self._entries is None or not all(map(self._is_as_before, self._held)):
-            self._entries = state_of(self._shards, self._parameters, self._optimizer)
-            self._entries += self._buffers
+            found = state_of(self._shards, self._parameters, self._optimizer)
+            self._entries = [entry for entry in found if 0 not in entry.shape] + self._buffers
+            self._empty = [entry for entry in found if 0 in entry.shape]
             self._addresses = []
             self._held = [self._look_up(fqn) for fqn in self._parameters]
         return self._entries
@@ -279,6 +283,25 @@ class TrainingState:
     def guarded(self) -> tuple[tuple[int, list[StateEntry]], ...]:
         """Return the shares of other ranks that this rank saves, by rank; call ``saved`` first."""
         return self._guarded
+
+    def without_elements(self, shapes: Mapping[str, tuple[int, ...]]) -> dict[str, Any]:
+        """Return ``{name: {slot: [dtype, shape]}}`` of the tensors that have no elements.
+
+        Call ``entries`` first. Those on other stages are said to have the slots of others here.
+
+        Args:
+            shapes: Shapes of all parameters of the whole model, by name.
+        """
+        found: dict[str, Any] = {name: {} for name, shape in shapes.items() if 0 in shape}
+        for entry in self._empty if found else ():
+            found[entry.fqn][entry.slot] = DTYPES[entry.tensor.dtype], entry.shape
+        if self._elsewhere is not None:
+            trained = {name for group in self._elsewhere for name in group}
+            slots = {entry.slot: entry.tensor.dtype for entry in self._entries or ()}
+            for name in found.keys() - self._parameters.keys():
+                chosen = slots if name in trained else {"weight": torch.float32}
+                found[name] = {slot: (DTYPES[chosen[slot]], shapes[name]) for slot in chosen}
+        return found
 
     def scalars(self) -> dict[str, Any]:
         """Return the optimizer's scalars: one for all parameters, or by name if they differ.

@@ -27,7 +27,7 @@ def start_from(
     init = context.settings.start
     kept = {entry.fqn: entry.tensor.dtype for entry in sharded.state.entries()}
     needed = {
-        name: Needed(dtype=kept.get(name, torch.float32), shape=shape)
+        name: Needed(dtype=kept.get(name, torch.float32), shape=shape, is_optional=0 in shape)
         for name, shape in sharded.shapes.items()
     }
     for name, held in sharded.buffers.named().items():

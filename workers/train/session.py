@@ -65,6 +65,7 @@ from workers.train.executor import (
     Reduction,
     ShardedModel,
     Step,
+    WholeGradients,
     on_host,
     quota,
 )
@@ -501,7 +502,7 @@ class Session:
         parameters: Mapping[str, nn.Parameter],
         every: Sequence[torch.optim.Optimizer],
     ) -> ShardedModel:
-        optimizers = Optimizers(every, parameters)
+        optimizers, train = Optimizers(every, parameters), self.settings.train
         elsewhere = None
         if every:
             elsewhere = groups_elsewhere(built, optimizers, parameters, self.device)
@@ -527,6 +528,13 @@ class Session:
             ),
             registered=Registered(optimizers.every),
             buffers=built.buffers,
+            whole=WholeGradients(
+                built.shards,
+                built.shapes,
+                num_parts=train.num_micro_batches if train.deterministic else 1,
+                counts=self._mesh.tensor_rank == 0,
+                device=self.device,
+            ),
             rank_calls=RankCalls(built.model),
             pipeline=built.pipeline,
         )

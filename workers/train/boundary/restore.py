@@ -288,7 +288,8 @@ def misfits(
         elif (entry.dtype, entry.shape) != (tensor.dtype, tensor.shape):
             lines.append(f"{key} is {entry.dtype}{list(entry.shape)} in it, needed is {needed}")
     if same_weights:
-        others = sorted(key for key in held if key.slot == WEIGHT and key not in keys)
+        weights = [key for key, one in held.items() if key.slot == WEIGHT and 0 not in one.shape]
+        others = sorted(key for key in weights if key not in keys)
         lines += [f"it has {key}, which the model lacks" for key in others]
     if len(lines) > MISFITS_TOLD:
         lines[MISFITS_TOLD:] = [f"and {len(lines) - MISFITS_TOLD} more"]

@@ -18,6 +18,7 @@ if TYPE_CHECKING:
     from workers.train.executor.sharded_model import ShardedModel
     from workers.train.executor.signals import Signals, all_agree, on_host
     from workers.train.executor.step import Step
+    from workers.train.executor.whole_gradients import WholeGradients
 
 __all__ = [
     "PassHooks",
@@ -28,6 +29,7 @@ __all__ = [
     "ShardedModel",
     "Signals",
     "Step",
+    "WholeGradients",
     "all_agree",
     "on_host",
     "quota",

@@ -8,7 +8,7 @@ from typing import Any, Final
 import torch
 from torch import Tensor
 
-from workers.parallel import LocalShard
+from workers.parallel import LocalShard, is_whole
 
 #: Avoids a division by a norm of zero, as in torch's clip_grad_norm_.
 _NORM_EPS: Final = 1e-6
@@ -19,9 +19,11 @@ __all__ = ["ordered_sum", "row_squares", "scale_gradients", "sum_of_squares"]
 def sum_of_squares(shards: Sequence[LocalShard], rank: int, device: torch.device) -> Tensor:
     """Return the sum of squares of this rank's gradients, a float64 scalar.
 
-    Of replicas only the first counts.
+    Of replicas only the first counts. Those of ``WholeGradients`` do not.
     """
-    counted = gradients([shard for shard in shards if shard.replicas[0] == rank])
+    counted = gradients(
+        [one for one in shards if one.replicas[0] == rank and not is_whole(one.shape)]
+    )
     if not counted:
         return torch.zeros((), dtype=torch.float64, device=device)
     norms: Any = torch._foreach_norm(counted)  # noqa: SLF001  as torch's own clipping
@@ -55,6 +57,8 @@ def row_squares(
     for shard in shards:
         gradient = shard.gradient
         if gradient is not None and gradient.numel() and shard.replicas[0] == rank:
+            if is_whole(shard.shape):
+                continue
             for box, piece in shard.pieces(gradient):
                 start = first[shard.fqn] + (box.start[0] if box.start else 0)
                 squares = piece.double().square_().reshape(piece.shape[0] if box.start else 1, -1)

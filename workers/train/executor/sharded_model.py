@@ -19,6 +19,7 @@ from workers.state import (
 from workers.train.executor.pipeline import Pipeline
 from workers.train.executor.rank_calls import RankCalls
 from workers.train.executor.reduction import Reduction
+from workers.train.executor.whole_gradients import WholeGradients
 
 __all__ = ["ShardedModel"]
 
@@ -40,6 +41,7 @@ class ShardedModel:
         state: The tensors of the training state.
         registered: State of the script, beside them.
         buffers: Persistent buffers of the model.
+        whole: Gradients of the parameters that are not sharded.
         rank_calls: Notes what the model asks about ranks.
         pipeline: Runs micro-batches through the stages; None if the model is whole.
     """
@@ -56,6 +58,7 @@ class ShardedModel:
     state: TrainingState
     registered: Registered
     buffers: PersistentBuffers
+    whole: WholeGradients
     rank_calls: RankCalls
     pipeline: Pipeline | None = None
 
