@@ -45,25 +45,27 @@ class WholeGradients:
         self._shards = [held.get(name) for name in names]
         self._sizes = [prod(shapes[name]) for name in names]
         self._num_parts, self._counts, self._device = num_parts, counts, device
-        self._parts: dict[str, dict[int, Tensor]] = {}
+        self._rows: dict[int, Tensor] = {}
+        self._seen: set[int] = set()
         self.num_sums = num_parts * sum(self._sizes)
 
     def end_pass(self, part: int | None) -> None:
         """Take the gradients of a pass as those of ``part``; None if the pass does not count."""
-        for shard in self._shards if self._num_parts > 1 else ():
+        if self._num_parts == 1 or not self._shards:
+            return
+        if part is not None:
+            self._rows[part] = self._row()
+        for number, shard in enumerate(self._shards):
             if shard is not None and shard.parameter.grad is not None:
-                parts = self._parts.setdefault(shard.fqn, {})
-                if part is not None:
-                    parts[part] = shard.parameter.grad
+                self._seen.add(number)
                 shard.parameter.grad = None
 
     def end_passes(self) -> None:
         """Let each parameter have a gradient again, to be looked at and dropped as others."""
-        for shard in self._shards:
-            if shard is not None and shard.fqn in self._parts:
-                parts = list(self._parts[shard.fqn].values())
-                zero = torch.zeros_like(shard.local)
-                shard.parameter.grad = torch.stack(parts).sum(dim=0) if parts else zero
+        if self._seen:
+            zero = torch.zeros(sum(self._sizes), device=self._device)
+            self._put(torch.stack([zero, *self._rows.values()]).sum(dim=0))
+            self.drop([number in self._seen for number in range(len(self._shards))])
 
     def exist(self) -> list[int]:
         """Return 1 for each parameter that has a gradient, else 0; of all parameters."""
@@ -71,17 +73,16 @@ class WholeGradients:
 
     def sums(self) -> Tensor:
         """Return what this rank adds to the sums, float64, ``(num_sums,)``."""
+        rows = {0: self._row()} if self._num_parts == 1 else self._rows
         found = torch.zeros(
             self._num_parts, sum(self._sizes), dtype=torch.float64, device=self._device
         )
-        start = 0
-        for shard, size in zip(self._shards, self._sizes, strict=True):
-            if self._counts and shard is not None and shard.parameter.grad is not None:
-                parts = self._parts.get(shard.fqn, {0: shard.parameter.grad})
-                for part, gradient in parts.items():
-                    found[part, start : start + size] = gradient.reshape(-1)
-            start += size
-        self._parts = {}
+        for part, row in rows.items() if self._counts and self._shards else ():
+            found[part] = row
+        for exists, column in zip(self.exist(), found.split(self._sizes, dim=1), strict=True):
+            if not exists:
+                column.zero_()
+        self._rows, self._seen = {}, set()
         return found.reshape(-1)
 
     def put(self, sums: Tensor) -> Tensor:
@@ -90,9 +91,7 @@ class WholeGradients:
             return sums.sum()
         # A sum of zeros and -0.0 is 0.0, which a single part is not.
         whole = ordered_sum(sums.view(self._num_parts, -1).t().contiguous()) + 0.0
-        for shard, gradient in zip(self._shards, whole.split(self._sizes), strict=True):
-            if shard is not None:
-                shard.parameter.grad = gradient.to(shard.local.dtype).view(shard.shape)
+        self._put(whole)
         return torch.cat((whole.square(), whole.new_zeros(1))).sum()
 
     def drop(self, exist: Sequence[float]) -> None:
@@ -100,3 +99,17 @@ class WholeGradients:
         for shard, exists in zip(self._shards, exist, strict=True):
             if shard is not None and not exists:
                 shard.parameter.grad = None
+
+    def _row(self) -> Tensor:
+        """Return all gradients behind each other, with zeros for those that do not exist."""
+        gradients = [one.parameter.grad if one is not None else None for one in self._shards]
+        parts = [
+            torch.zeros(size, device=self._device) if gradient is None else gradient.reshape(-1)
+            for gradient, size in zip(gradients, self._sizes, strict=True)
+        ]
+        return torch.cat([*parts, torch.zeros(0, device=self._device)])
+
+    def _put(self, row: Tensor) -> None:
+        for shard, gradient in zip(self._shards, row.split(self._sizes), strict=True):
+            if shard is not None:
+                shard.parameter.grad = gradient.to(shard.local.dtype).view(shard.shape)
