@@ -10,6 +10,7 @@ import tempfile
 import threading
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
+from typing import Any
 from urllib.request import getproxies, proxy_bypass
 
 import ray
@@ -103,10 +104,11 @@ def _why_no_head(address: str) -> str:
     if not port:
         return ""
     why = "it does not speak Ray's protocol"
+    raylet: Any = _raylet
     if os.environ.get("RAY_USE_TLS", "0") == "1" or _speaks_http2(host, port):
         try:
             with _quiet_descriptor(2):
-                _raylet.GcsClient(address=address)
+                raylet.GcsClient(address=address)
         except Exception as error:  # noqa: BLE001  of Ray's own kinds, which are not public
             why = str(error)
         else:

@@ -6,9 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.integration.test_ports import compare_with_calm_run
-
-NEEDS = {"nanogpt": "torch", "titan": "torch", "trainer": "transformers", "lightning": "lightning"}
+from tests.integration.test_ports import NEEDS, compare_with_calm_run
 
 
 @pytest.mark.parametrize("port", NEEDS)

@@ -2,21 +2,26 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
 import os
 import random
 import re
 import runpy
 import time
+from collections.abc import Mapping
 from contextlib import redirect_stderr, redirect_stdout
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch.distributed as dist
+from torch import Tensor
 
+import ucp_core
 from tests.arch.tree import ROOT
-from tests.support.attempts import curve, lines, newest, result
+from tests.support.attempts import curve, finish, lines, newest, reset, result
+from tests.support.foreign_reading import loaded
 from tests.support.forking import forking
 from tests.support.ports.changes import changes
 from tests.support.trainers import Run, Trainer
@@ -26,6 +31,8 @@ from workers.settings import CheckpointSettings, Settings, TrainSettings
 PORTS = ROOT / "tests/support/ports"
 #: The most lines that may be new. What only goes away does not count.
 NUM_NEW_MAX = {"nanogpt": 10, "titan": 40, "trainer": 2, "lightning": 30}
+#: What each imports. Only the packages of the last two may be missing.
+NEEDS = {"nanogpt": "torch", "titan": "torch", "trainer": "transformers", "lightning": "lightning"}
 SECONDS_MAX = 240.0
 
 
@@ -74,6 +81,38 @@ def _run_alone(name: str, directory: str, port: int) -> None:
     }
     with Path("printed").open("w") as printed, redirect_stdout(printed), redirect_stderr(printed):
         runpy.run_path(str(PORTS / f"{name}.py"), run_name="__main__")
+
+
+@pytest.mark.parametrize("port", NEEDS)
+def test_a_port_has_the_same_bits_on_one_to_five_workers(port: str, tmp_path: Path) -> None:
+    """A fused AdamW rounds elements behind the last whole vector of a shard in another way."""
+    pytest.importorskip(NEEDS[port], reason="an extra is not installed: hf or interop")
+    settings = Settings(
+        script=str(PORTS / f"{port}_elastic.py"),
+        arguments=(str(tmp_path / "output"),),
+        train=TrainSettings(steps=4, global_batch=16, micro_batch=2, deterministic=True),
+        checkpoint=CheckpointSettings(every_steps=4, keep=0),
+    )
+    directory = tmp_path / "run"
+    directory.mkdir()
+    digests = []
+    with Run(directory) as run:
+        # Alone a Trainer script gets the trained weights back, so that comes last.
+        for num_workers in (2, 3, 4, 5, 1):
+            finish(run, settings, num_workers=num_workers)
+            checkpoint = ucp_core.open(f"{directory}/checkpoints/step-00000004")
+            state = {key: loaded(checkpoint, *key) for key in checkpoint.state_map.entries}
+            digests.append((str(curve(directory)), result(run)["weights_digest"], digest_of(state)))
+            reset(run)
+
+    assert len(set(digests)) == 1, digests
+
+
+def digest_of(state: Mapping[Any, Tensor]) -> str:
+    digest = hashlib.sha256()
+    for key, tensor in sorted(state.items()):
+        digest.update(f"{key} {tensor.dtype} {tensor.tolist()}".encode())
+    return digest.hexdigest()
 
 
 def compare_with_calm_run(port: str, directory: Path, *, steps: int, num_faults: int) -> None:

@@ -14,8 +14,16 @@ from ucp_core.errors import (
     ChecksumMismatchError,
     StorageError,
     UcpError,
+    UncoveredRegionError,
 )
-from ucp_core.geometry import DTYPE_BYTES, Box, StateMap, TensorKey
+from ucp_core.geometry import (
+    DTYPE_BYTES,
+    Box,
+    StateMap,
+    TensorEntry,
+    TensorKey,
+    prove_entry,
+)
 from ucp_core.manifest import Kind, Manifest, from_bytes
 from ucp_core.numerics import BLOCK_BYTES, WIDER, crc32
 from ucp_core.reading import Part, plan, touched, verify_extents
@@ -30,6 +38,8 @@ MEMORY_BYTES_MIN = 8 * BLOCK_BYTES
 #: Folder of a destination in which an unfinished conversion or export keeps its work; some
 #: storages keep it when it is empty.
 UNFINISHED_NAME = ".tmp-convert"
+#: In ``extra``: dtype and shape of the tensors without elements, by name and slot.
+WITHOUT_ELEMENTS = "without_elements"
 #: The manifest of 10 TB takes a quarter of it.
 MANIFEST_BYTES_MAX = 1 << 30
 
@@ -190,7 +200,28 @@ def open_checkpoint(store: Store, directory: str) -> Checkpoint:
     manifest = from_bytes(data, where=path)
     if manifest.kind is Kind.RANK_RECORD:
         raise CheckpointCorruptError(f"{path} is the record of a rank, not a manifest", path=path)
+    if manifest.kind is Kind.DISTRIBUTED and WITHOUT_ELEMENTS in manifest.extra:
+        manifest = _with_empty(manifest, path)
     return Checkpoint(store=store, directory=directory, manifest=manifest)
+
+
+def _with_empty(manifest: Manifest, path: str) -> Manifest:
+    """Return the manifest with the tensors that have no elements: no rank has a box of these."""
+    entries = dict(manifest.state_map.entries)
+    try:
+        for fqn, slots in manifest.extra[WITHOUT_ELEMENTS].items():
+            for slot, (dtype, shape) in slots.items():
+                key = TensorKey(fqn, slot)
+                entry = TensorEntry(key=key, dtype=dtype, shape=tuple(shape), fragments=())
+                prove_entry(entry)
+                entries.setdefault(key, entry)
+    except (AttributeError, KeyError, TypeError, ValueError, UncoveredRegionError) as error:
+        raise CheckpointCorruptError(
+            f"{path}: extra.{WITHOUT_ELEMENTS} must name dtypes and shapes without elements",
+            path=path,
+        ) from error
+    state_map = replace(manifest.state_map, entries=dict(sorted(entries.items())))
+    return replace(manifest, state_map=state_map)
 
 
 @contextmanager

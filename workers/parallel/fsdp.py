@@ -27,6 +27,7 @@ __all__ = [
     "LocalShard",
     "drop_gathered",
     "fsdp_modules",
+    "is_whole",
     "keeping_shared",
     "local_shards",
     "materialize",
@@ -92,8 +93,15 @@ class LocalShard:
     def gradient(self) -> Tensor | None:
         """Return the local gradient, of the shape of ``local``; None before the first."""
         gradient: Any = self.parameter.grad
+        if gradient is None or is_whole(self.shape):
+            return gradient  # type: ignore[no-any-return]
         # ``to_local`` goes through autograd: 20 us per parameter and step.
-        return gradient._local_tensor if gradient is not None else None  # noqa: SLF001
+        return gradient._local_tensor  # type: ignore[no-any-return]  # noqa: SLF001
+
+
+def is_whole(shape: tuple[int, ...]) -> bool:
+    """Return whether FSDP2 leaves a parameter alone: it has no dim, or no element."""
+    return not shape or 0 in shape
 
 
 def shard_model(
@@ -126,6 +134,7 @@ def shard_model(
     )
     size_bytes = sum(4 * parameter.numel() for parameter in model.parameters())
     is_small = size_bytes <= SMALL_BYTES_MAX
+    whole = {one for one in model.parameters() if is_whole(tuple(one.shape))}
     for root in _roots(model):
         for block in () if is_small else _blocks(root):
             fully_shard(
@@ -133,9 +142,16 @@ def shard_model(
                 mesh=mesh.sharding,
                 mp_policy=policy,
                 reshard_after_forward=reshard_after_forward,
+                ignored_params=whole,
             )
         # The backward pass starts with the root's own parameters.
-        fully_shard(root, mesh=mesh.sharding, mp_policy=policy, reshard_after_forward=False)
+        fully_shard(
+            root,
+            mesh=mesh.sharding,
+            mp_policy=policy,
+            reshard_after_forward=False,
+            ignored_params=whole,
+        )
     for module in fsdp_modules(model):
         # Gradients are sums over tokens; the training step divides by the number of tokens.
         module.set_gradient_divide_factor(1.0)
@@ -185,8 +201,8 @@ def local_shards(model: nn.Module, mesh: Mesh) -> list[LocalShard]:
                 fqn=fqn,
             )
         sharded: Any = parameter
-        cuts = mesh.cuts_of(sharded)
         shape = tuple(parameter.shape)
+        cuts = [] if is_whole(shape) else mesh.cuts_of(sharded)
         found.append(
             LocalShard(
                 fqn=fqn,
@@ -194,7 +210,7 @@ def local_shards(model: nn.Module, mesh: Mesh) -> list[LocalShard]:
                 boxes=boxes_of(shape, cuts),
                 replicas=replicas_over(mesh.layout, mesh.rank, cuts),
                 parameter=parameter,
-                local=sharded.to_local().detach(),
+                local=(parameter if is_whole(shape) else sharded.to_local()).detach(),
             )
         )
     return found

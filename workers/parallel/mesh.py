@@ -60,6 +60,11 @@ class Mesh:
         return place["tp"] == 0 and place["pp"] == self.layout.pp - 1
 
     @property
+    def tensor_rank(self) -> int:
+        """Return this rank's place among those that have parts of the same tensors."""
+        return self.layout.coordinates(self.rank)["tp"]
+
+    @property
     def stage(self) -> int:
         """Return the number of this rank's pipeline stage."""
         return self.layout.coordinates(self.rank)["pp"]

@@ -14,13 +14,23 @@ if TYPE_CHECKING:
         local_parameters,
         set_scalars,
     )
-    from workers.state.optimizers import CHANGED, Optimizers, adopt, refuse_unfit
+    from workers.state.optimizers import (
+        CHANGED,
+        UNSTARTED,
+        Optimizers,
+        adopt,
+        refuse_unfit,
+        take_whole_vectors,
+    )
     from workers.state.registered import Registered, Stateful
     from workers.state.replica_shares import ReplicaShare, replicas_of
+    from workers.state.twins import refuse_unsavable
+    from workers.state.whole_vectors import fitted, in_whole_vectors, reserve
 
 __all__ = [
     "CHANGED",
     "DTYPES",
+    "UNSTARTED",
     "HostBuffer",
     "Optimizers",
     "PersistentBuffers",
@@ -30,10 +40,15 @@ __all__ = [
     "Stateful",
     "TrainingState",
     "adopt",
+    "fitted",
+    "in_whole_vectors",
     "local_parameters",
     "refuse_unfit",
+    "refuse_unsavable",
     "replicas_of",
+    "reserve",
     "set_scalars",
+    "take_whole_vectors",
 ]
 
 __getattr__ = lazy_door(__name__)

@@ -10,7 +10,7 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any, Final
+from typing import Any, Final, Protocol
 
 import torch
 from torch import Tensor, nn
@@ -20,8 +20,8 @@ from ucp_core.native import LocalTensor
 from workers.errors import StateError
 from workers.parallel import LocalShard
 from workers.state.dtypes import DTYPES
-from workers.state.optimizers import Optimizers
 from workers.state.replica_shares import ReplicaShare, cut
+from workers.state.whole_vectors import of_shard
 
 __all__ = [
     "HostBuffer",
@@ -31,6 +31,19 @@ __all__ = [
     "set_scalars",
     "state_of",
 ]
+
+
+class HoldsState(Protocol):
+    """An optimizer of torch, or several as one."""
+
+    @property
+    def state(self) -> Mapping[Any, dict[str, Any]]:
+        """Return the state of every parameter that has some."""
+
+    @property
+    def param_groups(self) -> list[dict[str, Any]]:
+        """Return the groups."""
+
 
 #: Tensors in the host buffer start at multiples of a cache line.
 _ALIGN_BYTES: Final = 64
@@ -86,7 +99,9 @@ def local_parameters(shards: Sequence[LocalShard]) -> dict[str, nn.Parameter]:
     """
     made: dict[str, nn.Parameter] = {}
     for shard in shards:
-        own = nn.Parameter(shard.local, requires_grad=shard.parameter.requires_grad)
+        # A 0-d parameter has one row: what an optimizer keeps for it then differs from a number.
+        local = shard.local if shard.local.dim() else shard.local.view(1)
+        own = nn.Parameter(local, requires_grad=shard.parameter.requires_grad)
         # Such as ``_no_weight_decay``, for the function that makes the optimizer.
         vars(own).update(vars(shard.parameter))
         made[shard.fqn] = own
@@ -96,7 +111,7 @@ def local_parameters(shards: Sequence[LocalShard]) -> dict[str, nn.Parameter]:
 def state_of(
     shards: Sequence[LocalShard],
     parameters: Mapping[str, nn.Parameter],
-    optimizer: torch.optim.Optimizer | Optimizers,
+    optimizer: HoldsState,
 ) -> list[StateEntry]:
     """Return weights and optimizer slots, sorted by name and slot.
 
@@ -125,11 +140,11 @@ def state_of(
                         fqn=shard.fqn,
                         slot=name,
                     )
-                slots[name] = value
+                slots[name] = of_shard(value, shard.local)
             elif not _is_scalar(value):
                 raise StateError(
                     f"the optimizer's {name} of {shard.fqn} is neither a number nor a tensor of "
-                    f"shape {tuple(parameter.shape)}; this optimizer cannot be resumed",
+                    f"shape {tuple(shard.local.shape)}; this optimizer cannot be resumed",
                     fqn=shard.fqn,
                     slot=name,
                 )
@@ -150,7 +165,7 @@ def state_of(
 
 def set_scalars(
     parameters: Mapping[str, nn.Parameter],
-    optimizer: torch.optim.Optimizer | Optimizers,
+    optimizer: HoldsState,
     values: Mapping[str, Any],
 ) -> None:
     """Set the optimizer's scalars to what ``TrainingState.scalars`` returned.
@@ -192,7 +207,7 @@ class TrainingState:
         self,
         shards: Sequence[LocalShard],
         parameters: Mapping[str, nn.Parameter],
-        optimizer: torch.optim.Optimizer | Optimizers,
+        optimizer: HoldsState,
         rank: int = 0,
         guards: Sequence[int] = (),
         elsewhere: Sequence[Sequence[str]] | None = None,
@@ -217,6 +232,7 @@ class TrainingState:
         held = [*(s.replicas for s in shards), *(entry.replicas for entry in self._buffers)]
         self._is_alone = all(len(replicas) <= 1 for replicas in held)
         self._entries: list[StateEntry] | None = None
+        self._empty: list[StateEntry] = []
         self._saved: list[StateEntry] = []
         self._guarded: tuple[tuple[int, list[StateEntry]], ...] = ()
         self._addresses: list[int] = []
@@ -226,12 +242,15 @@ class TrainingState:
     def entries(self) -> list[StateEntry]:
         """Return all tensors, for loading; the same list as long as they are the same tensors.
 
+        Those without elements are in ``without_elements``.
+
         Raises:
             StateError: The optimizer keeps a value that cannot be saved in shards.
         """
         if self._entries is None or not all(map(self._is_as_before, self._held)):
-            self._entries = state_of(self._shards, self._parameters, self._optimizer)
-            self._entries += self._buffers
+            found = state_of(self._shards, self._parameters, self._optimizer)
+            self._entries = [entry for entry in found if 0 not in entry.shape] + self._buffers
+            self._empty = [entry for entry in found if 0 in entry.shape]
             self._addresses = []
             self._held = [self._look_up(fqn) for fqn in self._parameters]
         return self._entries
@@ -264,6 +283,25 @@ class TrainingState:
     def guarded(self) -> tuple[tuple[int, list[StateEntry]], ...]:
         """Return the shares of other ranks that this rank saves, by rank; call ``saved`` first."""
         return self._guarded
+
+    def without_elements(self, shapes: Mapping[str, tuple[int, ...]]) -> dict[str, Any]:
+        """Return ``{name: {slot: [dtype, shape]}}`` of the tensors that have no elements.
+
+        Call ``entries`` first. Those on other stages are said to have the slots of others here.
+
+        Args:
+            shapes: Shapes of all parameters of the whole model, by name.
+        """
+        found: dict[str, Any] = {name: {} for name, shape in shapes.items() if 0 in shape}
+        for entry in self._empty if found else ():
+            found[entry.fqn][entry.slot] = DTYPES[entry.tensor.dtype], entry.shape
+        if self._elsewhere is not None:
+            trained = {name for group in self._elsewhere for name in group}
+            slots = {entry.slot: entry.tensor.dtype for entry in self._entries or ()}
+            for name in found.keys() - self._parameters.keys():
+                chosen = slots if name in trained else {"weight": torch.float32}
+                found[name] = {slot: (DTYPES[chosen[slot]], shapes[name]) for slot in chosen}
+        return found
 
     def scalars(self) -> dict[str, Any]:
         """Return the optimizer's scalars: one for all parameters, or by name if they differ.

@@ -9,23 +9,25 @@ torch's own are known by class; any other one is refused unless it is declared.
 
 from __future__ import annotations
 
-import copy
 import itertools
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any, Final
 
-import numpy as np
 from torch import Tensor, nn, optim
 
 from ucp_core.layout import ParallelLayout
 from workers.errors import StateError, TaskError
 from workers.parallel import LocalShard
-from workers.state.registered import decode, encode
+from workers.state.own_values import OwnValues
+from workers.state.twins import state_of_a_step
+from workers.state.whole_vectors import in_whole_vectors
 
-__all__ = ["CHANGED", "Optimizers", "adopt", "refuse_unfit"]
+__all__ = ["CHANGED", "UNSTARTED", "Optimizers", "adopt", "refuse_unfit", "take_whole_vectors"]
 
 #: Where a version keeps the values of optimizers that changed.
 CHANGED: Final = "optimizer_changed"
+#: Says that the optimizers have done no step yet.
+UNSTARTED: Final = "optimizer_unstarted"
 #: Refused for any number of workers (torch 2.13).
 _NEVER: Final[Mapping[type[optim.Optimizer], str]] = {
     optim.Adafactor: "scales by sums over whole rows, columns and parameters, and keeps the "
@@ -51,19 +53,17 @@ _ELEMENTWISE: Final = frozenset(
     }
 )
 
-#: Values of groups that are not the optimizer's own: the session or a scheduler sets the rates.
-_SET_BY_OTHERS: Final = frozenset({"params", "lr", "initial_lr"})
-
 
 class Optimizers:
     """The optimizers of a session as one.
 
     Args:
-        every: They, at least one.
+        every: They; none before they are made.
         parameters: All parameters by name.
 
     Attributes:
         every: They.
+        unstarted: Whether no step was done, though there may be state to save.
 
     Raises:
         StateError: Two of them update the same parameter.
@@ -73,6 +73,7 @@ class Optimizers:
         self, every: Iterable[optim.Optimizer], parameters: Mapping[str, nn.Parameter]
     ) -> None:
         self.every = tuple(every)
+        self.unstarted = True
         names = {id(parameter): fqn for fqn, parameter in parameters.items()}
         self._owners: dict[int, optim.Optimizer] = {}
         for one in self.every:
@@ -86,49 +87,17 @@ class Optimizers:
                             f"{type(one).__name__}); give each parameter to one",
                             fqn=fqn,
                         )
-        #: State that an optimizer makes when it is made, as Adagrad does before torch 2.12.
-        self._made_state = {
-            parameter: copy.deepcopy(state)
-            for one in self.every
-            for parameter, state in one.state.items()
-            if state
-        }
         #: The rates as they were set last.
         self._rates = {id(group): (group, _noted(group["lr"])) for group in self.param_groups}
-        self._made = [
-            {key: _noted(value) for key, value in holder.items()} for holder in self._holders()
-        ]
+        #: What ``prime`` replaced.
+        self._made: list[tuple[optim.Optimizer, nn.Parameter, dict[str, Any] | None]] = []
+        self._own = OwnValues(self.every, self.unknown)
+        self.changed, self.set_changed = self._own.changed, self._own.set_changed
 
-    def changed(self) -> list[dict[str, Any]]:
-        """Return the plain values that changed since the optimizers were made, as JSON.
-
-        Of groups, such as a count of steps, and attributes of kinds that are not torch's own. What
-        a script makes an optimizer with stays its choice.
-
-        Raises:
-            TaskError: One cannot be saved.
-        """
-        found = [
-            {
-                key: encode(value, f"the optimizer's {key}")
-                for key, value in holder.items()
-                if key not in _SET_BY_OTHERS
-                and not (key in made and _is_as_noted(value, made[key]))
-                and _is_plain(value)
-            }
-            for holder, made in zip(self._holders(), self._made, strict=False)
-        ]
-        return found if any(found) else []
-
-    def set_changed(self, values: Sequence[Mapping[str, Any]]) -> None:
-        """Set what ``changed`` returned."""
-        for holder, changed in zip(self._holders(), values, strict=False):
-            for key, value in changed.items():
-                held, saved = holder.get(key), decode(value)
-                if isinstance(held, Tensor):
-                    held.fill_(saved)
-                else:
-                    holder[key] = saved
+    @property
+    def unknown(self) -> tuple[optim.Optimizer, ...]:
+        """Return those that are not of torch's kinds whose state can be saved in shards."""
+        return tuple(one for one in self.every if type(one) not in _ELEMENTWISE)
 
     def set_rates(self, optimizer: optim.Optimizer, rate: float) -> None:
         """Set the learning rates of ``optimizer``; ``lr_scale`` of a group is its part of it."""
@@ -149,7 +118,7 @@ class Optimizers:
             TaskError: It has.
         """
         for group, noted in self._rates.values():
-            if _is_as_noted(group["lr"], noted):
+            if _noted(group["lr"]) == noted:
                 continue
             owner = next(one for one in self.every if any(group is g for g in one.param_groups))
             if not is_scheduled(owner):
@@ -164,20 +133,10 @@ class Optimizers:
                     step=step,
                 )
 
-    def _holders(self) -> list[dict[str, Any]]:
-        """Return what holds values beside the state of parameters: attributes, then groups."""
-        own = [vars(one) for one in self.every if type(one) not in _ELEMENTWISE]
-        return [*own, *self.param_groups]
-
     @property
     def state(self) -> Mapping[Any, dict[str, Any]]:
         """Return the state of every parameter that has some, to read."""
         return self.every[0].state if len(self.every) == 1 else _States(self)
-
-    @property
-    def are_known(self) -> bool:
-        """Return whether all are of torch's kinds whose state can be saved in shards."""
-        return all(type(one) in _ELEMENTWISE for one in self.every)
 
     @property
     def param_groups(self) -> list[dict[str, Any]]:
@@ -188,21 +147,32 @@ class Optimizers:
         """Return the optimizer that updates ``parameter``; None if none does."""
         return self._owners.get(id(parameter))
 
-    def forget(self, parameters: Iterable[nn.Parameter]) -> None:
-        """Give ``parameters`` the state that they had when the optimizers were made, or none.
+    def prime(self) -> None:
+        """Allocate state for all parameters that are trained, all zero; ``forget`` takes it back.
 
-        Call it before ``begin``.
+        Weights stay as they are, and so does what the optimizers keep beside it.
         """
-        for parameter in parameters:
-            for one in self.every:
-                one.state.pop(parameter, None)
-            owner = self.owner(parameter)
-            if owner is not None and parameter in self._made_state:
-                owner.state[parameter] = copy.deepcopy(self._made_state[parameter])
+        self.unstarted = True
+        for one in self.every:
+            known = type(one) in _ELEMENTWISE
+            for parameter, state in state_of_a_step(one, shares_weights=known).items():
+                self._made.append((one, parameter, one.state.get(parameter)))
+                one.state[parameter] = state
+
+    def forget(self, parameters: Iterable[nn.Parameter]) -> None:
+        """Give ``parameters`` the state again that they had before ``prime``, or none."""
+        chosen = {id(parameter) for parameter in parameters}
+        for owner, parameter, state in self._made:
+            if id(parameter) in chosen:
+                if state is None:
+                    owner.state.pop(parameter, None)
+                else:
+                    owner.state[parameter] = state
 
     def begin(self) -> None:
-        """Drop the copies that ``forget`` needs: from now on training changes the state."""
-        self._made_state = {}
+        """Say that all state is that of a step, which was loaded or is about to be done."""
+        self.unstarted = False
+        self._made = []
 
 
 class _States(Mapping[Any, dict[str, Any]]):
@@ -226,25 +196,8 @@ class _States(Mapping[Any, dict[str, Any]]):
 
 
 def _noted(value: Any) -> Any:
-    """Return what tells whether a value has changed, without a read from a device."""
-    if isinstance(value, Tensor):
-        return value, value._version  # noqa: SLF001
-    return list(value) if isinstance(value, list) else value
-
-
-def _is_as_noted(value: Any, noted: Any) -> bool:
-    if isinstance(value, Tensor):
-        held, version = noted if isinstance(noted, tuple) else (None, 0)
-        return held is value and version == value._version  # noqa: SLF001
-    return value is noted or (_is_plain(value) and bool(value == noted))
-
-
-def _is_plain(value: Any) -> bool:
-    if isinstance(value, list | tuple):
-        return all(map(_is_plain, value))
-    if isinstance(value, Tensor):
-        return value.dim() == 0
-    return value is None or isinstance(value, int | float | str | np.generic)
+    """Return what tells whether a rate has changed, without a read from a device."""
+    return (value, value._version) if isinstance(value, Tensor) else value  # noqa: SLF001
 
 
 def adopt(
@@ -277,6 +230,13 @@ def adopt(
             group["params"][place] = local
 
 
+def take_whole_vectors(optimizer: optim.Optimizer) -> None:
+    """Extend the parameters of one of torch's kinds that treat every element alike."""
+    if type(optimizer) in _ELEMENTWISE:
+        parameters = [one for group in optimizer.param_groups for one in group["params"]]
+        in_whole_vectors(parameters, optimizer.state)
+
+
 def refuse_unfit(
     optimizer: optim.Optimizer, layout: ParallelLayout, *, elementwise: bool = False
 ) -> None:
@@ -294,7 +254,10 @@ def refuse_unfit(
     name = type(optimizer).__name__
     reason = next((why for kind, why in _NEVER.items() if isinstance(optimizer, kind)), None)
     advice = "use one that treats every element alike, as AdamW or SGD"
-    if reason is None and layout.dp_shard * layout.tp > 1:
+    if elementwise and isinstance(optimizer, optim.Muon):
+        reason = "makes the update of a whole matrix orthogonal"
+        advice = "call session.optimizer without elementwise=True, for workers with whole matrices"
+    elif reason is None and layout.dp_shard * layout.tp > 1:
         parts = f"and here every worker has a part of it ({layout})"
         whole = "have every worker hold the whole model: parallel.dp_replicate as large as "
         whole += "workers.max"

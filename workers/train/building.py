@@ -24,7 +24,7 @@ from workers.parallel import (
     shard_model,
 )
 from workers.settings import Settings
-from workers.state import Optimizers, PersistentBuffers
+from workers.state import Optimizers, PersistentBuffers, reserve
 from workers.train.executor import (
     Pipeline,
     Reduction,
@@ -109,6 +109,8 @@ def build_model(
         dtype = torch.bfloat16 if settings.train.precision == "bf16" else None
         pipeline = Pipeline(called, stages, mesh=mesh, device=device, dtype=dtype)
     shards = local_shards(model, mesh)
+    if settings.train.deterministic:
+        reserve(shards)
     for shard in shards:
         # Sharding makes new parameters, without what the script has noted on them.
         vars(shard.parameter).update(vars(parameters[shard.fqn]))

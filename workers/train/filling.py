@@ -28,7 +28,7 @@ def start_from(
     init = context.settings.start
     kept = {entry.fqn: entry.tensor.dtype for entry in sharded.state.entries()}
     needed = {
-        name: Needed(dtype=kept.get(name, torch.float32), shape=shape)
+        name: Needed(dtype=kept.get(name, torch.float32), shape=shape, is_optional=0 in shape)
         for name, shape in sharded.shapes.items()
     }
     for name, held in sharded.buffers.named().items():
@@ -43,7 +43,6 @@ def start_from(
         target = Target(need, buffer, context.settings.checkpoint.threads, context.progress.moved)
         return target.fill(checkpoint, widen=True)
 
-    sharded.optimizers.forget(sharded.parameters.values())
     initial = load_initial(
         init,
         needed,
@@ -53,7 +52,13 @@ def start_from(
         everywhere=lambda agreed: all_agree(agreed, sharded.device),
         tell=tell,
     )
-    set_optimizer(sharded, initial.without_state, initial.scalars, initial.changed)
+    set_optimizer(
+        sharded,
+        initial.without_state,
+        initial.scalars,
+        initial.changed,
+        unstarted=init.state == "weights",
+    )
     return initial
 
 
@@ -110,11 +115,18 @@ def set_optimizer(
     sharded: ShardedModel,
     without_state: Collection[str],
     scalars: Mapping[str, Any],
-    changed: Sequence[Mapping[str, Any]],
+    changed: Sequence[Any],
+    *,
+    unstarted: bool,
 ) -> None:
-    """Set what a version says of the optimizer, beside its tensors."""
+    """Set what a version says of the optimizer, beside its tensors.
+
+    ``unstarted`` tells that the optimizer had done no step.
+    """
     # ``prime`` made this state, and the version has none.
     bare = sharded.parameters.keys() & set(without_state)
     sharded.optimizers.forget(sharded.parameters[fqn] for fqn in bare)
     set_scalars(sharded.parameters, sharded.optimizers, scalars)
     sharded.optimizers.set_changed(changed)
+    if not unstarted:
+        sharded.optimizers.begin()

@@ -34,6 +34,7 @@ from workers.settings import Settings
 from workers.snapshot import SnapshotMemory
 from workers.state import (
     CHANGED,
+    UNSTARTED,
     HostBuffer,
     Optimizers,
     Registered,
@@ -41,8 +42,10 @@ from workers.state import (
     Stateful,
     TrainingState,
     adopt,
+    in_whole_vectors,
     local_parameters,
     refuse_unfit,
+    take_whole_vectors,
 )
 from workers.train.agreement import agree_on_data, is_everywhere
 from workers.train.boundary import (
@@ -64,6 +67,7 @@ from workers.train.executor import (
     Reduction,
     ShardedModel,
     Step,
+    WholeGradients,
     quota,
 )
 from workers.train.filling import Initialise, fill, set_optimizer, start_from
@@ -210,42 +214,25 @@ class Session:
         if self._built is None:
             raise TaskError("call session.model before session.optimizer")
         self._context.progress.enter(WorkerPhase.LOADING)
-        built = self._built
-        parameters = local_parameters(built.shards)
+        began_s = time.monotonic()
+        parameters = local_parameters(self._built.shards)
+        self._refuse_written()
+        # What it makes of the weights must be of their values.
+        initial = self._fill_new(self._built, parameters)
+        deterministic = self.settings.train.deterministic
+        if deterministic and elementwise:
+            in_whole_vectors(parameters.values())
+        self._unfilled = Marks(self._built.shards)
         made = make(parameters)
         self._refuse_written()
         every = _as_optimizers(made)
         for one in every:
             refuse_unfit(one, self._mesh.layout, elementwise=elementwise)
-            adopt(one, built.shards, parameters)
-        optimizers = Optimizers(every, parameters)
-        self._sharded = ShardedModel(
-            model=built.model,
-            shapes=built.shapes,
-            optimizers=optimizers,
-            shards=built.shards,
-            parameters=parameters,
-            reduction=self._reduction,
-            mesh=self._mesh,
-            device=self.device,
-            keeps_gathered=built.keeps_gathered,
-            state=TrainingState(
-                built.shards,
-                parameters,
-                optimizers,
-                rank=self.rank,
-                guards=self._assignment.saved_too,
-                elsewhere=groups_elsewhere(built, optimizers, parameters, self.device),
-                buffers=built.buffers.named(),
-                sharers=self._mesh.sharers,
-            ),
-            registered=Registered(optimizers.every),
-            buffers=built.buffers,
-            rank_calls=RankCalls(built.model),
-            pipeline=built.pipeline,
-        )
-        began_s = time.monotonic()
-        restored = self._load(self._sharded)
+            adopt(one, self._built.shards, parameters)
+            if deterministic:
+                take_whole_vectors(one)
+        self._sharded = self._assembled(self._built, parameters, every)
+        restored = self._load(self._sharded, initial)
         collectives.set_timeout(self.settings.parallel.collective_timeout_s)
         self._context.progress.resumed(self.step)
         self._context.on_formed(
@@ -519,8 +506,75 @@ class Session:
                 fqn=fqn,
             )
 
-    def _load(self, sharded: ShardedModel) -> Restored:
-        """Load the state, or initialise it; return what was loaded."""
+    def _assembled(
+        self,
+        built: BuiltModel,
+        parameters: Mapping[str, nn.Parameter],
+        every: Sequence[torch.optim.Optimizer],
+    ) -> ShardedModel:
+        optimizers, train = Optimizers(every, parameters), self.settings.train
+        elsewhere = None
+        if every:
+            elsewhere = groups_elsewhere(built, optimizers, parameters, self.device)
+        return ShardedModel(
+            model=built.model,
+            shapes=built.shapes,
+            optimizers=optimizers,
+            shards=built.shards,
+            parameters=parameters,
+            reduction=self._reduction,
+            mesh=self._mesh,
+            device=self.device,
+            keeps_gathered=built.keeps_gathered,
+            state=TrainingState(
+                built.shards,
+                parameters,
+                optimizers,
+                rank=self.rank,
+                guards=self._assignment.saved_too,
+                elsewhere=elsewhere,
+                buffers=built.buffers.named(),
+                sharers=self._mesh.sharers,
+            ),
+            registered=Registered(optimizers.every),
+            buffers=built.buffers,
+            whole=WholeGradients(
+                built.shards,
+                built.shapes,
+                num_parts=train.num_micro_batches if train.deterministic else 1,
+                counts=self._mesh.tensor_rank == 0,
+                device=self.device,
+            ),
+            rank_calls=RankCalls(built.model),
+            pipeline=built.pipeline,
+        )
+
+    def _fill_new(
+        self, built: BuiltModel, parameters: Mapping[str, nn.Parameter]
+    ) -> Initial | None:
+        """Fill the weights, unless they come with the state of an optimizer."""
+        start = self.settings.start
+        if self._assignment.resume_step or (start.path and start.state == "all"):
+            return None
+        sharded, initial = self._assembled(built, parameters, []), None
+        if start.path:
+            initial = start_from(sharded, self._context, self._buffer, tell=self.rank == 0)
+        self._fill(sharded, initial)
+        return initial
+
+    def _fill(self, sharded: ShardedModel, initial: Initial | None) -> None:
+        assert self._build is not None, "session.model was called"
+        fill(
+            sharded,
+            self._build,
+            self._initialise,
+            seed=self.settings.train.seed,
+            is_new=self.step == 0,
+            initial=initial,
+        )
+
+    def _load(self, sharded: ShardedModel, initial: Initial | None) -> Restored:
+        """Load what ``_fill_new`` did not fill; return what was loaded."""
 
         def to_fill() -> Sequence[StateEntry]:
             sharded.prime()
@@ -537,30 +591,24 @@ class Session:
         self._resumed_step, self._restored = restored.step, restored.extra
         for path, line in restored.extra.pop(UNWRITTEN, ()):
             self._storage.append_text(path, line)
-        initial: Initial | None = None
-        if not restored.step:
-            sharded.try_unknown()
         if restored.step:
-            extra = restored.extra
-            changed = extra.get(CHANGED, ())
-            set_optimizer(sharded, restored.without_state, extra["optimizer"], changed)
-            self._boundary.begin(self.step, sharded, extra)
-        elif self.settings.start.path:
-            initial = start_from(sharded, self._context, self._buffer, tell=self.rank == 0)
-            restored = replace(restored, sources=((INITIAL, initial.size_bytes),))
+            set_optimizer(
+                sharded,
+                restored.without_state,
+                restored.extra["optimizer"],
+                restored.extra.get(CHANGED, ()),
+                unstarted=restored.extra.get(UNSTARTED, False),
+            )
+            self._boundary.begin(self.step, sharded, restored.extra)
+            self._fill(sharded, None)
         else:
-            sharded.optimizers.forget(sharded.parameters.values())
-        assert self._build is not None, "session.model was called"
-        fill(
-            sharded,
-            self._build,
-            self._initialise,
-            seed=self.settings.train.seed,
-            is_new=self.step == 0,
-            initial=initial,
-        )
+            sharded.try_unknown()
+            if self.settings.start.path:
+                if initial is None:
+                    initial = start_from(sharded, self._context, self._buffer, tell=self.rank == 0)
+                    self._fill(sharded, initial)
+                restored = replace(restored, sources=((INITIAL, initial.size_bytes),))
         drop_gathered(sharded.model)
-        sharded.optimizers.begin()
         self._boundary.loaded(sharded, self._restored)
         self._steps = Steps(
             self.step,

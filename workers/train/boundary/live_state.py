@@ -9,10 +9,11 @@ from typing import Any, Final
 import torch
 from torch import Tensor
 
+from ucp_core.native import WITHOUT_ELEMENTS
 from workers.errors import TaskError
 from workers.parallel import LocalShard
 from workers.snapshot import Captured
-from workers.state import CHANGED
+from workers.state import CHANGED, UNSTARTED
 from workers.train.executor import ShardedModel, Step
 
 __all__ = ["LiveState", "Marks", "capture"]
@@ -73,14 +74,18 @@ class LiveState:
 def capture(step: int, sharded: ShardedModel, extra: Mapping[str, Any]) -> Captured:
     """Return what to save of the state after ``step``; its tensors are not copied."""
     state = sharded.state
+    saved = state.saved()
+    empty = state.without_elements(sharded.shapes)
     return Captured(
         step=step,
-        entries=state.saved(),
+        entries=saved,
         guarded=state.guarded(),
         extra={
             **extra,
             "optimizer": state.scalars(),
             CHANGED: sharded.optimizers.changed(),
+            **({UNSTARTED: True} if sharded.optimizers.unstarted else {}),
+            **({WITHOUT_ELEMENTS: empty} if empty else {}),
         },
         param_groups=state.param_groups(),
     )

@@ -21,7 +21,6 @@ import torch.distributed as dist
 from ucp_core.errors import CheckpointCorruptError, UcpError
 from ucp_core.geometry import TensorEntry, TensorKey
 from ucp_core.native import (
-    NOT_FINITE,
     Checkpoint,
     LocalTensor,
     checkpoint_name,
@@ -40,7 +39,7 @@ from workers.protocol import (
     FoundBad,
     stored_source,
 )
-from workers.state import HostBuffer, StateEntry
+from workers.state import UNSTARTED, HostBuffer, StateEntry
 from workers.train.context import WorkerContext
 from workers.train.executor import all_agree
 
@@ -248,19 +247,19 @@ def _said(error: UcpError) -> str:
 
 
 def without_optimizer_state(
-    held: Iterable[TensorKey], *, has_updated: bool = True
+    held: Iterable[TensorKey], *, unstarted: bool = False
 ) -> frozenset[str]:
     """Return the parameters of a version that have a weight and no optimizer state.
 
     An optimizer keeps no state for parameters without gradients: frozen ones, and those in no
-    loss. If no parameter has optimizer state though ``has_updated``, another optimizer made the
-    version; then return none, so that the missing state is reported.
+    loss. If no parameter has optimizer state, and the optimizer is not ``unstarted``, another one
+    made the version; then return none, so that the missing state is reported.
     """
     weights: set[str] = set()
     kept: set[str] = set()
     for key in held:
         (weights if key.slot == WEIGHT else kept).add(key.fqn)
-    return frozenset(weights - kept) if kept or not has_updated else frozenset()
+    return frozenset(weights - kept) if kept or unstarted else frozenset()
 
 
 def misfits(
@@ -291,7 +290,8 @@ def misfits(
         elif (entry.dtype, entry.shape) != (tensor.dtype, tensor.shape):
             lines.append(f"{key} is {entry.dtype}{list(entry.shape)} in it, needed is {needed}")
     if same_weights:
-        others = sorted(key for key in held if key.slot == WEIGHT and key not in keys)
+        weights = [key for key, one in held.items() if key.slot == WEIGHT and 0 not in one.shape]
+        others = sorted(key for key in weights if key not in keys)
         lines += [f"it has {key}, which the model lacks" for key in others]
     if len(lines) > MISFITS_TOLD:
         lines[MISFITS_TOLD:] = [f"and {len(lines) - MISFITS_TOLD} more"]
@@ -357,10 +357,9 @@ class Target:
         return misfits(self._needed(checkpoint), held, same_weights=same_weights)
 
     def _needed(self, checkpoint: Checkpoint) -> list[LocalTensor]:
-        told = checkpoint.manifest.extra.get(NOT_FINITE)
-        has_updated = not isinstance(told, dict) or told.get("has_updated", True)
+        unstarted = checkpoint.manifest.extra.get(UNSTARTED, False)
         self.without_state = without_optimizer_state(
-            checkpoint.state_map.entries, has_updated=has_updated
+            checkpoint.state_map.entries, unstarted=unstarted
         )
         return [
             one for one in self._tensors if one.slot == WEIGHT or one.fqn not in self.without_state

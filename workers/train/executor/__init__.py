@@ -19,6 +19,7 @@ if TYPE_CHECKING:
     from workers.train.executor.sharded_model import ShardedModel
     from workers.train.executor.signals import Signals, all_agree, on_host
     from workers.train.executor.step import Step
+    from workers.train.executor.whole_gradients import WholeGradients
 
 __all__ = [
     "Finiteness",
@@ -30,6 +31,7 @@ __all__ = [
     "ShardedModel",
     "Signals",
     "Step",
+    "WholeGradients",
     "all_agree",
     "described_numbers",
     "on_host",

@@ -8,20 +8,22 @@ from typing import Any, Final
 import torch
 from torch import Tensor
 
-from workers.parallel import LocalShard
+from workers.parallel import LocalShard, is_whole
 
 #: Avoids a division by a norm of zero, as in torch's clip_grad_norm_.
 _NORM_EPS: Final = 1e-6
 
-__all__ = ["row_squares", "scale_gradients", "sum_of_squares"]
+__all__ = ["ordered_sum", "row_squares", "scale_gradients", "sum_of_squares"]
 
 
 def sum_of_squares(shards: Sequence[LocalShard], rank: int, device: torch.device) -> Tensor:
     """Return the sum of squares of this rank's gradients, a float64 scalar.
 
-    Of replicas only the first counts.
+    Of replicas only the first counts. Those of ``WholeGradients`` do not.
     """
-    counted = gradients([shard for shard in shards if shard.replicas[0] == rank])
+    counted = gradients(
+        [one for one in shards if one.replicas[0] == rank and not is_whole(one.shape)]
+    )
     if not counted:
         return torch.zeros((), dtype=torch.float64, device=device)
     norms: Any = torch._foreach_norm(counted)  # noqa: SLF001  as torch's own clipping
@@ -33,29 +35,49 @@ def row_squares(
     shapes: Mapping[str, tuple[int, ...]],
     rank: int,
     device: torch.device,
+    column: tuple[int, int] = (0, 1),
 ) -> Tensor:
-    """Return the sum of squares of every row of the whole gradient, float64, ``(num_rows,)``.
+    """Return the sums of squares of all rows of the whole gradient, float64, for ``ordered_sum``.
 
     A vector's elements are rows. ``shapes`` are those of all parameters of the model, by name.
+    ``column`` is this rank's place on the axis that may cut rows, and its degree, which is fixed
+    for a run: the result has an element for each row and place.
 
     Rows of other ranks are zero, and so are those of a replica but the first. So a sum over ranks
-    changes no bit of a row that is whole on one, and a sum over all rows has one order for any
-    layout.
+    changes no bit.
     """
     first: dict[str, int] = {}
     num_rows = 0
     for fqn, shape in sorted(shapes.items()):
         first[fqn] = num_rows
         num_rows += shape[0] if shape else 1
-    rows = torch.zeros(num_rows, dtype=torch.float64, device=device)
+    place, degree = column
+    every = torch.zeros(degree, num_rows, dtype=torch.float64, device=device)
+    rows = every[place]
     for shard in shards:
         gradient = shard.gradient
         if gradient is not None and gradient.numel() and shard.replicas[0] == rank:
+            if is_whole(shard.shape):
+                continue
             for box, piece in shard.pieces(gradient):
                 start = first[shard.fqn] + (box.start[0] if box.start else 0)
                 squares = piece.double().square_().reshape(piece.shape[0] if box.start else 1, -1)
-                rows[start : start + len(squares)] += squares.sum(dim=1)
-    return rows
+                rows[start : start + len(squares)] += ordered_sum(squares)
+    return every.reshape(-1)
+
+
+def ordered_sum(values: Tensor) -> Tensor:
+    """Return the sums over the last dim of ``values``, which it overwrites.
+
+    The order depends on the length only. That of ``Tensor.sum`` depends on the number of sums, with
+    several threads (torch 2.13, above 32,768 elements) and on a GPU.
+    """
+    while (length := values.shape[-1]) > 1:
+        half = length // 2
+        if length % 2:
+            values[..., 0] += values[..., -1]
+        values = values[..., :half].add_(values[..., half : 2 * half])
+    return values[..., 0]
 
 
 def scale_gradients(

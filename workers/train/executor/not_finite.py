@@ -49,7 +49,6 @@ class Finiteness:
 
     Attributes:
         in_a_row: How many updates so far, the last one included, are not finite.
-        has_updated: Whether an optimizer has made an update: before, it may have no state.
     """
 
     def __init__(
@@ -65,22 +64,17 @@ class Finiteness:
         self.in_a_row = 0
         #: The newest step behind which the weights are finite, if they are not now.
         self._sound_step: int | None = None
-        self._is_watched = self.has_updated = False
+        self._is_watched = False
 
     def load(self, extra: Mapping[str, Any]) -> None:
         """Continue from the small named values of a version; {} at the start of a run."""
         held = extra.get(NOT_FINITE, {})
         self.in_a_row = held.get("in_a_row", 0)
         self._sound_step = held.get("sound_step")
-        self.has_updated = bool(extra) and held.get("has_updated", True)
 
     def values(self) -> dict[str, Any]:
         """Return what a version keeps of this; {} as long as there is nothing to keep."""
-        kept = {
-            "in_a_row": self.in_a_row or None,
-            "sound_step": self._sound_step,
-            "has_updated": None if self.has_updated else False,
-        }
+        kept = {"in_a_row": self.in_a_row or None, "sound_step": self._sound_step}
         told = {key: value for key, value in kept.items() if value is not None}
         return {NOT_FINITE: told} if told else {}
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
@@ -10,10 +9,17 @@ import torch
 from torch import nn
 
 from workers.parallel import LocalShard, Mesh
-from workers.state import Optimizers, PersistentBuffers, Registered, TrainingState
+from workers.state import (
+    Optimizers,
+    PersistentBuffers,
+    Registered,
+    TrainingState,
+    refuse_unsavable,
+)
 from workers.train.executor.pipeline import Pipeline
 from workers.train.executor.rank_calls import RankCalls
 from workers.train.executor.reduction import Reduction
+from workers.train.executor.whole_gradients import WholeGradients
 
 __all__ = ["ShardedModel"]
 
@@ -35,6 +41,7 @@ class ShardedModel:
         state: The tensors of the training state.
         registered: State of the script, beside them.
         buffers: Persistent buffers of the model.
+        whole: Gradients of the parameters that are not sharded.
         rank_calls: Notes what the model asks about ranks.
         pipeline: Runs micro-batches through the stages; None if the model is whole.
     """
@@ -51,19 +58,18 @@ class ShardedModel:
     state: TrainingState
     registered: Registered
     buffers: PersistentBuffers
+    whole: WholeGradients
     rank_calls: RankCalls
     pipeline: Pipeline | None = None
 
     def try_unknown(self) -> None:
         """Raise ``StateError`` if optimizers of other libraries have state that cannot be saved.
 
-        They would say so after the first step. Weights have no values yet, and the optimizers are
-        as before.
+        They would say so after the first step, or lose it. They and the weights are as before.
         """
-        if self.optimizers.are_known:
-            return
         with torch.compiler.set_stance("force_eager"):
-            self.prime()
+            for optimizer in self.optimizers.unknown:
+                refuse_unsavable(optimizer, self.shards, self.parameters)
 
     def prime(self) -> None:
         """Make the optimizers allocate their state, all zero; weights stay as they are.
@@ -71,26 +77,5 @@ class ShardedModel:
         Raises:
             StateError: They keep a value that cannot be saved in shards.
         """
-        for parameter in self.parameters.values():
-            if parameter.requires_grad:
-                parameter.grad = torch.zeros_like(parameter)
-        for optimizer in self.optimizers.every:
-            # A kind of one's own may count its steps, there or in its groups.
-            attributes = dict(vars(optimizer))
-            groups = [dict(group) for group in optimizer.param_groups]
-            for group in optimizer.param_groups:
-                own = {key: value for key, value in group.items() if key != "params"}
-                group.update(copy.deepcopy(own), lr=0.0 * group["lr"])
-            optimizer.step()
-            optimizer.zero_grad(set_to_none=True)
-            for group, values in zip(optimizer.param_groups, groups, strict=True):
-                group.clear()
-                group.update(values)
-            vars(optimizer).clear()
-            vars(optimizer).update(attributes)
+        self.optimizers.prime()
         self.state.entries()
-        for optimizer in self.optimizers.every:
-            for state in optimizer.state.values():
-                for value in state.values():
-                    if isinstance(value, torch.Tensor):
-                        value.zero_()

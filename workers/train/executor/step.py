@@ -25,8 +25,14 @@ from workers.parallel import drop_gathered, fsdp_modules
 from workers.protocol import WorkerPhase
 from workers.records import ProgressRecord
 from workers.settings import TrainSettings
+from workers.state import fitted
 from workers.train.executor.learning_rate import learning_rate
-from workers.train.executor.norm import row_squares, scale_gradients, sum_of_squares
+from workers.train.executor.norm import (
+    ordered_sum,
+    row_squares,
+    scale_gradients,
+    sum_of_squares,
+)
 from workers.train.executor.not_finite import Finiteness
 from workers.train.executor.own_changes import (
     Marks,
@@ -235,14 +241,17 @@ class Step:
             self._begin_backward(number)
             self._progress.enter(WorkerPhase.BACKWARD)
 
+        def end(number: int) -> None:
+            one = passes[number]
+            self._sharded.whole.end_pass(one.micro_batch if one.counts else None)
+            self._progress.micro_batch(number + 1)
+
         hooks = PassHooks(
-            begin=self._begin_forward,
-            weigh=weigh,
-            begin_backward=begin_backward,
-            end=lambda number: self._progress.micro_batch(number + 1),
+            begin=self._begin_forward, weigh=weigh, begin_backward=begin_backward, end=end
         )
         with keeping_host_numbers():
             pipeline.train([next(self._samples) for _ in passes], loss_of, hooks)
+        self._sharded.whole.end_passes()
         # Several passes are open at a time: none can begin with the values before the step.
         self._sharded.buffers.refuse_changes(self.number)
 
@@ -261,9 +270,11 @@ class Step:
                 "step.backward was called outside step.micro_batches, or twice in one micro-batch"
             )
         self._progress.enter(WorkerPhase.BACKWARD)
-        is_last = self._pass is self._quota.passes[-1]
+        one = self._pass
         self._weigh(loss, tokens).backward()
-        if is_last:
+        self._sharded.whole.end_pass(one.micro_batch if one.counts else None)
+        if one is self._quota.passes[-1]:
+            self._sharded.whole.end_passes()
             self._marks = marked(self._sharded.shards)
             self._probe = probe_of(self._sharded.shards)
 
@@ -360,24 +371,30 @@ class Step:
             tokens += count
         rank, device = sharded.mesh.rank, sharded.device
         if deterministic:
-            squares = row_squares(sharded.shards, sharded.shapes, rank, device)
+            column = sharded.mesh.tensor_rank, sharded.mesh.layout.tp
+            squares = row_squares(sharded.shards, sharded.shapes, rank, device, column)
         else:
             squares = sum_of_squares(sharded.shards, rank, device).reshape(1)
         signals = replace(self._boundary.signals(), buffers=sharded.buffers.have_changed)
         said = [tokens, *signals.numbers()]
+        num_said, whole = len(said), sharded.whole
+        said += whole.exist()
         counts = torch.tensor(said, dtype=torch.float64, device=sharded.device)
         changed, first = was_changed(self._probe, device), len(said) + 1
-        numbers = torch.cat((counts, changed, losses, squares))
+        end = first + num_places
+        numbers = torch.cat((counts, changed, losses, whole.sums(), squares))
         dist.all_reduce(numbers)
-        square = numbers[first + num_places :].sum()
-        read = reading(torch.cat((numbers[: first + num_places], square.reshape(1))))
+        square = whole.put(numbers[end : end + whole.num_sums])
+        square = square + ordered_sum(numbers[end + whole.num_sums :])
+        read = reading(torch.cat((numbers[:end], square.reshape(1))))
         scaler = sharded.registered.scaler
         scale = scaler.get_scale() if scaler is not None else 1.0
         scale_gradients(sharded.shards, square, numbers[0] * scale, self._train.clip_norm)
         *head, squared = read()
         if head[len(said)]:
             refuse_clipped(self.number)
-        self.tokens, self.agreed = int(head[0]), Signals.from_sums(head[1 : len(said)])
+        whole.drop(head[num_said : len(said)])
+        self.tokens, self.agreed = int(head[0]), Signals.from_sums(head[1:num_said])
         refuse_readings(self.agreed, signals, step=self.number, device=device)
         self.loss = math.fsum(head[first:]) / self.tokens if self.tokens else math.nan
         self.grad_norm = math.sqrt(squared) * (1.0 / (max(1, self.tokens) * scale))
@@ -385,12 +402,12 @@ class Step:
     def _update(self) -> None:
         sharded = self._sharded
         for shard in sharded.shards:
-            sharded.parameters[shard.fqn].grad = shard.gradient
+            parameter = sharded.parameters[shard.fqn]
+            parameter.grad = fitted(shard.gradient, parameter)
         if sharded.registered.scaler is not None:
             self._adapt(sharded.registered.scaler)
         if not self.is_skipped:
             self._step_optimizers()
-            self._finiteness.has_updated = True
         for shard in sharded.shards:
             sharded.parameters[shard.fqn].grad = shard.parameter.grad = None
         drop_gathered(sharded.model)
@@ -407,6 +424,7 @@ class Step:
 
     def _step_optimizers(self) -> None:
         sharded, lr = self._sharded, learning_rate(self._train, self.number)
+        sharded.optimizers.begin()
         for optimizer in sharded.optimizers.every:
             groups = optimizer.param_groups
             if all(one.grad is None for group in groups for one in group["params"]):

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import json
 import math
+from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -18,19 +20,27 @@ from workers.settings import CheckpointSettings
 INPUTS = torch.linspace(-1, 1, 32).reshape(16, 2)
 
 
-def train(directory: Path, scale: float | None, *, steps: int, clip_norm: float = 0.0) -> list[Any]:
-    """Train; return weights and scale after each step."""
+def train(
+    directory: Path,
+    scale: float | None,
+    *,
+    steps: int,
+    clip_norm: float = 0.0,
+    make: Callable[[Any], torch.optim.Optimizer] = torch.optim.AdamW,
+    samples: int | None = None,
+) -> list[Any]:
+    """Train; return weights and scale after each step. ``samples`` are the same in each."""
     seen: list[Any] = []
 
     def task(session: Session) -> None:
         model = session.model(lambda: nn.Linear(2, 2))
-        session.optimizer(lambda named: torch.optim.AdamW(named.values()))
+        session.optimizer(lambda named: make(named.values()))
         scaler = GradScaler("cpu", init_scale=scale or 1.0, growth_interval=3, enabled=bool(scale))
         session.register("scaler", scaler)
 
         def loss_of(indices: Any) -> Tensor:
             with torch.autocast("cpu", torch.bfloat16):
-                outputs: Tensor = model(INPUTS[indices])
+                outputs: Tensor = model(INPUTS[indices if samples is None else slice(samples)])
             return outputs.float().square().mean()
 
         for step in session.steps(len(INPUTS)):
@@ -76,3 +86,30 @@ def test_a_step_that_overflows_is_left_out_and_a_run_resumes_from_it(tmp_path: P
     first = json.loads((tmp_path / "run/metrics/rank0.jsonl").read_text().splitlines()[0])
     assert first["grad_norm"] is None
     assert math.isfinite(first["loss"])
+
+
+@pytest.mark.parametrize(
+    "make",
+    [
+        torch.optim.NAdam,
+        torch.optim.Rprop,
+        torch.optim.ASGD,
+        partial(torch.optim.SGD, momentum=0.9, dampening=0.5),
+        partial(torch.optim.Adagrad, initial_accumulator_value=0.1),
+    ],
+    ids=["nadam", "rprop", "asgd", "sgd", "adagrad"],
+)
+def test_an_optimizer_starts_as_new_after_steps_that_overflow(
+    make: Callable[[Any], torch.optim.Optimizer], tmp_path: Path
+) -> None:
+    """The state of a version without a step is zero, and that of these is not when they start."""
+    plain = train(tmp_path / "plain", None, steps=12, make=make, samples=4)
+    whole = train(tmp_path / "whole", 2.0**68, steps=12, make=make, samples=4)
+    train(tmp_path / "run", 2.0**68, steps=1, make=make, samples=4)
+    parts = train(tmp_path / "run", 2.0**68, steps=12, make=make, samples=4)
+
+    assert not math.isfinite(whole[1][2])
+    for found in (whole, parts):
+        counted = [weights for weights, _, norm in found if math.isfinite(norm)]
+        assert len(counted) > 3
+        assert all(torch.equal(mine, one[0]) for mine, one in zip(counted, plain, strict=False))

@@ -1,0 +1,53 @@
+"""A script with parameters and an optimizer of odd kinds, as a reader would run it."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+from safetensors.torch import load_file
+
+from orchestrator.config import RunConfig
+from orchestrator.driver import export_run
+from orchestrator.driver.launch import Launched
+from tests.support.trainers import Run
+from workers.protocol import Completed
+from workers.settings import Settings
+
+pytestmark = pytest.mark.timeout(900)
+
+SCRIPT = Path(__file__).parents[2] / "support/train_odd_shapes.py"
+
+
+def test_what_it_trains_ends_equal_though_two_workers_die(
+    nodes: Any, make_config: Callable[..., RunConfig], tmp_path: Path
+) -> None:
+    """Alone, without a fault and without a controller, it has the same weights."""
+    (tmp_path / "alone").mkdir()
+    (tmp_path / "deaths").mkdir()
+    config = make_config(
+        run__script=SCRIPT,
+        run__arguments=json.dumps(["own", str(tmp_path / "deaths")]),
+        train__steps=8,
+        train__warmup_steps=2,
+    )
+    with Run(tmp_path / "alone") as run:
+        settings = Settings(script=str(SCRIPT), arguments=("own",), train=config.train)
+        (left,) = run.train(settings, num_workers=1)
+        assert isinstance(left.outcome, Completed), left.outcome
+
+    summary = Launched(config, nodes).follow(lambda _: None)
+    export_run(
+        config.run.directory, str(tmp_path / "hf"), format="huggingface", memory_bytes=64 << 20
+    )
+
+    assert summary["outcome"] == "completed", summary["reason"]
+    assert len(summary["incidents"]) >= 2
+    alone = json.loads((tmp_path / "alone/result.json").read_text())
+    assert summary["weights_digest"] == alone["weights_digest"]
+    exported = load_file(tmp_path / "hf/model.safetensors")
+    assert exported["head.logit_scale"].shape == ()
+    assert exported["head.empty"].shape == (0, 3)

@@ -1,0 +1,86 @@
+"""Whole vectors: with them an update of an element does not depend on the size of its shard.
+
+torch computes a tensor on a CPU by vectors, and the elements behind the last whole one singly. Some
+kernels round these in another way: the fused ones of AdamW and SGD, and pow, sigmoid or atan2 in
+any optimizer (torch 2.13). Which elements are last depends on the number of workers. So in
+deterministic mode the optimizer gets each shard with rows behind it, in memory that the model does
+not use, up to whole vectors. No kernel is chosen here, so this holds for any of them, and for any
+width of vectors and any device.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from math import gcd, prod
+from typing import Any, Final
+
+from torch import Tensor, nn
+from torch.nn import functional
+
+from workers.parallel import LocalShard
+
+__all__ = ["fitted", "in_whole_vectors", "of_shard", "reserve"]
+
+#: Two vectors of 64 bytes, as AVX-512 takes at a time, with elements of 2 bytes.
+_ELEMENTS: Final = 64
+
+
+def reserve(shards: Iterable[LocalShard]) -> None:
+    """Let the memory of each shard grow to whole vectors. The model's views of it stay valid.
+
+    Call it before the memory is used: what NumPy has seen cannot grow.
+    """
+    for shard in shards:
+        memory = shard.local.untyped_storage()
+        end = int(shard.local.storage_offset()) + prod(_whole(tuple(shard.local.shape)))
+        size_bytes = end * shard.local.element_size()
+        if memory.size() < size_bytes:
+            memory.resize_(size_bytes)
+
+
+def in_whole_vectors(
+    parameters: Iterable[nn.Parameter], state: Mapping[Any, dict[str, Any]] | None = None
+) -> None:
+    """Give each parameter that is trained zeros behind its rows, up to whole vectors, in place.
+
+    Dims but the first stay as they are. What an optimizer keeps for it, in ``state``, gets zeros,
+    too.
+
+    Args:
+        parameters: Those of ``local_parameters``, after ``reserve``.
+        state: The state of an optimizer that was made over them before.
+    """
+    for parameter in parameters:
+        before = tuple(parameter.shape)
+        shape = _whole(before)
+        if shape == before or not parameter.requires_grad:
+            continue
+        flat = parameter.detach().as_strided((prod(shape),), (1,))
+        flat[parameter.numel() :].zero_()
+        parameter.data = flat.view(shape)
+        held = (state or {}).get(parameter, {})
+        for name, value in held.items():
+            if isinstance(value, Tensor) and tuple(value.shape) == before:
+                held[name] = fitted(value, parameter)
+
+
+def fitted(tensor: Tensor | None, parameter: nn.Parameter) -> Tensor | None:
+    """Return a tensor of a shard, such as its gradient, in the shape that the optimizer sees."""
+    if tensor is None or tensor.shape == parameter.shape:
+        return tensor
+    missing = parameter.numel() - tensor.numel()
+    return functional.pad(tensor.reshape(-1), (0, missing)).view(parameter.shape)
+
+
+def of_shard(tensor: Tensor, local: Tensor) -> Tensor:
+    """Return the part of an optimizer's tensor that belongs to the shard ``local``, in place."""
+    if tensor.shape == local.shape:
+        return tensor
+    return tensor.view(-1)[: local.numel()].view(local.shape)
+
+
+def _whole(shape: tuple[int, ...]) -> tuple[int, ...]:
+    """Return ``shape`` with as many rows as make up whole vectors; that of a number has one dim."""
+    num_rows, *row = shape or (1,)
+    step = _ELEMENTS // gcd(_ELEMENTS, prod(row))
+    return (-(-num_rows // step) * step, *row)
