@@ -22,12 +22,12 @@ from orchestrator.core import (
     Folded,
     RunState,
     RunStats,
+    events,
     go_back,
     resume_event,
     resume_without_journal,
     starts,
 )
-from orchestrator.core.events import RunResumed
 from orchestrator.run_directory import CHECKPOINTS, CONFIG, RESULT, SETTINGS, SUMMARY
 from orchestrator.shell.clock import RunClock, wall_time
 from orchestrator.shell.storage.compaction import read_journal
@@ -134,7 +134,7 @@ def begin_incarnation(
 
 def _resumed(
     store: Store, run_path: str, config: RunConfig, folded: Folded, started: ControllerStarted
-) -> RunResumed | None:
+) -> events.RunResumed | None:
     """Return how the run resumes; None if there is nothing of it."""
     checkpoints = join(run_path, CHECKPOINTS)
     at_s, number = started.at_s, started.incarnation
