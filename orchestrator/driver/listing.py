@@ -55,7 +55,9 @@ def _runs_at(address: str, entry: LocalEntry | None) -> Iterator[dict[str, Any]]
         return
     try:
         connect_ray(address)
-    except (ConfigError, ConnectionError, RayError) as error:
+    except ConfigError as error:
+        raise CapacityError(str(error)) from error
+    except (ConnectionError, RayError) as error:
         raise CapacityError(f"no Ray cluster answers at {address}: {error}") from error
     try:
         controllers = [

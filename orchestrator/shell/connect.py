@@ -21,10 +21,7 @@ from orchestrator.errors import ConfigError
 from orchestrator.shell.local import local_clusters
 
 #: A cluster that is there accepts a connection in milliseconds, also from far away.
-ANSWER_S = 5.0
-#: What a client of gRPC says first, with empty settings; a server answers with its own.
-_HTTP2_HELLO = b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n" + bytes((0, 0, 0, 4, 0, 0, 0, 0, 0))
-_SETTINGS_TYPE, _HEAD_BYTES = 4, 9
+ANSWER_S = 3.0
 #: Ray's own words do not say so: whoever asks without the token is turned away like a stranger.
 _AUTH = "if it asks for a token, set RAY_AUTH_MODE=token and RAY_AUTH_TOKEN_PATH"
 _OWN_NAMES = frozenset({"127.0.0.1", "localhost"})
@@ -59,7 +56,8 @@ def connect_ray(address: str, *, namespace: str | None = None) -> None:
     except ConnectionError as error:
         raise ConnectionError(f"{error}; {_AUTH}") from error
     except ValueError as error:
-        raise ConnectionError(f"an address is HOST:PORT of a head, or auto; {error}") from error
+        said = " ".join(str(error).split())
+        raise ConnectionError(f"an address is HOST:PORT of a head, or auto; {said}") from error
     except RuntimeError as error:
         said = " ".join(str(error).split())
         raise ConfigError(
@@ -103,33 +101,31 @@ def _why_no_head(address: str) -> str:
     host, port = _parts(address)
     if not port:
         return ""
-    why = "it does not speak Ray's protocol"
-    raylet: Any = _raylet
-    if os.environ.get("RAY_USE_TLS", "0") == "1" or _speaks_http2(host, port):
+    said: list[str] = []
+
+    def ask() -> None:
+        raylet: Any = _raylet
         try:
-            with _quiet_descriptor(2):
-                raylet.GcsClient(address=address)
+            raylet.GcsClient(address=address)
         except Exception as error:  # noqa: BLE001  of Ray's own kinds, which are not public
-            why = str(error)
+            said.append(str(error))
         else:
-            return ""
+            said.append("")
+
+    # It asks for 40 s, and no argument makes that less.
+    asking = threading.Thread(target=ask, name="asking", daemon=True)
+    with _quiet_descriptor(2):
+        asking.start()
+        asking.join(ANSWER_S)
+    why = said[0] if said else f"nothing that Ray says came in {ANSWER_S:g} s"
+    if not why:
+        return ""
     proxies = [f"{kind}_proxy" for kind in getproxies() if not proxy_bypass(host)]
     through = f"; {' and '.join(proxies)} is set, and no_proxy lacks this host" if proxies else ""
     return (
         f"something answers, but not the head of a cluster: {why}{through}. The port is the one "
         "that `ray start` prints, 6379 by default, not the dashboard's (8265) or clients' (10001)"
     )
-
-
-def _speaks_http2(host: str, port: int) -> bool:
-    """Return whether a server answers as one of gRPC does."""
-    try:
-        with socket.create_connection((host, port), timeout=ANSWER_S) as connection:
-            connection.sendall(_HTTP2_HELLO)
-            head = connection.recv(_HEAD_BYTES, socket.MSG_WAITALL)
-    except OSError:
-        return False
-    return len(head) == _HEAD_BYTES and head[3] == _SETTINGS_TYPE
 
 
 @contextmanager
