@@ -26,6 +26,7 @@ from orchestrator.config.sources import (
     dotted,
     override,
     parse,
+    why_absent,
 )
 from orchestrator.errors import ConfigError
 from ucp_core.errors import UcpError
@@ -97,8 +98,8 @@ def _read(path_or_text: str) -> Source:
         text = store.read(path).decode()
     except (UcpError, UnicodeDecodeError) as error:
         raise ConfigError(
-            f"{path_or_text} cannot be read as a configuration: {error}; examples that come with "
-            f"everstep: {', '.join(examples)}",
+            f"{path_or_text} cannot be read as a configuration: {error}{why_absent(path_or_text)}; "
+            f"examples that come with everstep: {', '.join(examples)}",
             problems=[str(error)],
         ) from error
     return parse(text, name=Path(path_or_text).name)

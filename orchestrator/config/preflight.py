@@ -16,7 +16,7 @@ import psutil
 
 import ucp_core
 from orchestrator.config.schema import RunConfig
-from orchestrator.config.sources import Problem
+from orchestrator.config.sources import Problem, why_absent
 from orchestrator.policies import choose
 from ucp_core.errors import UcpError
 from ucp_core.storage import LocalStore, Store, join, open_store
@@ -155,7 +155,7 @@ def _data_problems(config: RunConfig) -> list[Problem]:
         find_source(config.data)
     except (WorkerError, UcpError, OSError) as error:
         message = str(error).removeprefix("data.source: ")
-        return [Problem(path="data.source", message=message)]
+        return [Problem(path="data.source", message=message + why_absent(config.data.source))]
     return []
 
 
@@ -166,7 +166,8 @@ def _file_problems(config: RunConfig) -> list[Problem]:
         ("data.tokenizer", config.data.tokenizer),
     ):
         if value and "://" not in value and not Path(value).is_file():
-            problems.append(Problem(path=path, message=f"there is no file {value}"))
+            message = f"there is no file {value}{why_absent(value)}"
+            problems.append(Problem(path=path, message=message))
     if config.run.init_from:
         problems += _initial_problems(config.run.init_from)
     script = config.run.script
@@ -180,7 +181,7 @@ def _initial_problems(url: str) -> list[Problem]:
     try:
         ucp_core.open(url)
     except (UcpError, OSError) as error:
-        return [Problem(path="run.init_from", message=str(error))]
+        return [Problem(path="run.init_from", message=f"{error}{why_absent(url)}")]
     return []
 
 

@@ -9,10 +9,13 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from difflib import get_close_matches
+from pathlib import Path
 from typing import Any, TypeAlias
 
 import yaml
 
+#: The folder that Ray unpacks a job's files into.
+_JOB_FOLDER = "working_dir_files"
 #: Keys from the root, as in ``("train", "lr")``.
 KeyPath: TypeAlias = tuple[str | int, ...]
 
@@ -165,3 +168,14 @@ def _syntax_problem(error: yaml.YAMLError, name: str) -> Problem:
     detail = getattr(error, "problem", None) or str(error)
     where = f"{name}:{mark.line + 1}" if mark is not None else name
     return Problem(path="", message=f"is not YAML: {detail}", where=where)
+
+
+def why_absent(path: str) -> str:
+    """Return what may have kept a file from a Ray job, to follow a message; "" if it is there."""
+    place = Path(path).absolute()
+    if "://" in path or _JOB_FOLDER not in place.parts or place.exists():
+        return ""
+    return (
+        ". This is the folder of a Ray job, and `ray job submit` leaves out what .gitignore names: "
+        "set RAY_RUNTIME_ENV_IGNORE_GITIGNORE=1 where you submit"
+    )

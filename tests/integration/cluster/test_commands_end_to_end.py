@@ -195,7 +195,10 @@ def test_the_doctor_asks_every_node(
 def test_ray_job_submit_runs_everstep_unchanged(
     make_config: Callable[..., RunConfig], tmp_path: Path
 ) -> None:
-    """The job's driver finds the cluster it runs on by itself: nothing names an address."""
+    """The job's driver finds the cluster it runs on by itself: nothing names an address.
+
+    Ray brings no file along that .gitignore names.
+    """
     config = make_config(
         train__steps=10, train__warmup_steps=2, workers__max=2, workers__standby_per_node=0
     )
@@ -203,7 +206,10 @@ def test_ray_job_submit_runs_everstep_unchanged(
     project.mkdir()
     document = yaml.safe_load(config.to_yaml())
     document["cluster"].pop("address", None)
-    (project / "job.yaml").write_text(yaml.safe_dump(document))
+    for name in ("job.yaml", "mine.yaml"):
+        (project / name).write_text(yaml.safe_dump(document))
+    (project / ".gitignore").write_text("mine.yaml\n")
+    outputs: list[str] = []
     binaries = str(Path(sys.executable).parent)
     environment = {**os.environ, "PATH": f"{binaries}:{os.environ['PATH']}"}
     environment |= {"RAY_AUTH_MODE": "disabled", "RAY_GRACEFUL_SHUTDOWN_DRAIN_TIMEOUT_S": "0"}
@@ -216,7 +222,8 @@ def test_ray_job_submit_runs_everstep_unchanged(
     )
     try:
         submit = [f"{binaries}/ray", "job", "submit", "--address", "http://127.0.0.1:28265"]
-        submit += ["--working-dir", str(project), "--", "everstep", "run", "job.yaml"]
+        submit += ["--working-dir", str(project), "--"]
+        submit += ["sh", "-c", "everstep run mine.yaml; everstep run job.yaml"]
 
         def submitted() -> bool:
             assert server.poll() is None, "the head did not start"
@@ -229,6 +236,7 @@ def test_ray_job_submit_runs_everstep_unchanged(
                 check=False,
                 timeout=2 * ACT_S_MAX,
             )
+            outputs.append(answer.stdout)
             if answer.returncode:
                 # The dashboard comes up some seconds after the head, the job agent later still.
                 is_early = ("Failed to connect", "No available agent")
@@ -243,3 +251,5 @@ def test_ray_job_submit_runs_everstep_unchanged(
 
     summary = json.loads(Path(config.run.directory, "summary.json").read_text())
     assert (summary["outcome"], summary["steps"]) == ("completed", 10)
+    assert "mine.yaml cannot be read" in outputs[-1]
+    assert "leaves out what .gitignore names" in outputs[-1]
