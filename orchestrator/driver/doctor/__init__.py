@@ -13,6 +13,7 @@ if TYPE_CHECKING:
         NodeKind,
         advice_lines,
         diagnose,
+        interface_problem,
         report,
         unserved,
     )
@@ -25,6 +26,7 @@ __all__ = [
     "advice_lines",
     "diagnose",
     "examine",
+    "interface_problem",
     "report",
     "unserved",
 ]

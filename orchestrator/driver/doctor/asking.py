@@ -29,6 +29,7 @@ from orchestrator.driver.doctor.findings import (
     NodeFacts,
     NodeKind,
     diagnose,
+    interface_problem,
     port_taken,
     unserved,
 )
@@ -154,6 +155,9 @@ def facts_of(node: str, watched: Mapping[str, str]) -> NodeFacts:
         copies_past_caches=copies_past_caches(os.environ),
         watched=tuple(source.name for source in sources),
         unheard=tuple(unheard),
+        interface_problem=interface_problem(
+            os.environ, [name for _, name in socket.if_nameindex()]
+        ),
     )
 
 

@@ -6,7 +6,7 @@ less clear message.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from enum import StrEnum
 from typing import Any
@@ -21,6 +21,7 @@ __all__ = [
     "NodeKind",
     "advice_lines",
     "diagnose",
+    "interface_problem",
     "port_taken",
     "report",
     "unserved",
@@ -81,6 +82,7 @@ class NodeFacts:
         unreachable: Nodes to which it could open no connection.
         watched: Who would tell it that it is taken, beside Ray.
         unheard: A line for each of them that does not answer.
+        interface_problem: Why collectives find no interface there; "" if they find one.
     """
 
     node: str
@@ -95,6 +97,7 @@ class NodeFacts:
     unreachable: tuple[str, ...] = ()
     watched: tuple[str, ...] = ()
     unheard: tuple[str, ...] = ()
+    interface_problem: str = ""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -204,6 +207,14 @@ def diagnose(
             good=f"at least {OPEN_FILES_MIN} a process are allowed",
             advice="start Ray under `ulimit -n 65536`",
         ),
+        _each(
+            nodes,
+            "interfaces",
+            lambda facts: facts.interface_problem,
+            level=Level.FAIL,
+            good="collectives find one",
+            advice="mend the variable where Ray is started, or leave it out",
+        ),
         _notices(nodes),
     ]
     between = _between(nodes) if list(nodes) != [here] else []
@@ -295,6 +306,31 @@ def _versions(nodes: Iterable[NodeFacts], here: NodeFacts) -> Finding:
         good=", ".join(f"{name} {version}" for name, version in here.versions.items()),
         advice="install the same on every node: one image, or a runtime environment of Ray",
     )
+
+
+def interface_problem(environment: Mapping[str, str], interfaces: Sequence[str]) -> str:
+    """Return why Gloo or NCCL finds no interface on a machine; "" if both find one.
+
+    Gloo takes whole names. NCCL takes beginnings, or whole names behind "=", or all others than
+    those behind "^".
+    """
+    found = []
+    gloo = environment.get("GLOO_SOCKET_IFNAME", "")
+    unknown = [name for name in gloo.split(",") if name and name not in interfaces]
+    if unknown:
+        why = "which is no interface" if unknown[0][0] not in "^=" else "and Gloo takes whole names"
+        found.append(f"GLOO_SOCKET_IFNAME={gloo} has {unknown[0]}, {why}")
+    nccl = environment.get("NCCL_SOCKET_IFNAME", "")
+    is_exact = nccl.lstrip("^").startswith("=")
+    words = [word for word in nccl.lstrip("^=").split(",") if word]
+    fit = [one for one in interfaces for word in words if _fits(one, word, exact=is_exact)]
+    if words and (not set(interfaces) - set(fit) if nccl.startswith("^") else not fit):
+        found.append(f"NCCL_SOCKET_IFNAME={nccl} leaves no interface")
+    return "; ".join([*found, f"there are {', '.join(interfaces)}"]) if found else ""
+
+
+def _fits(interface: str, word: str, *, exact: bool) -> bool:
+    return interface == word if exact else interface.startswith(word)
 
 
 def _little_shared_memory(facts: NodeFacts) -> str:

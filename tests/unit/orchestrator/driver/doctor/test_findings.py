@@ -13,7 +13,15 @@ from typer.testing import CliRunner
 
 from orchestrator.cli.main import app
 from orchestrator.config import RunConfig, load
-from orchestrator.driver.doctor import Finding, Level, NodeFacts, NodeKind, diagnose, unserved
+from orchestrator.driver.doctor import (
+    Finding,
+    Level,
+    NodeFacts,
+    NodeKind,
+    diagnose,
+    interface_problem,
+    unserved,
+)
 from tests.support.metadata_server import AWS_ACTION, serve
 
 HERE = NodeFacts(
@@ -50,6 +58,34 @@ def test_workers_that_share_a_gpu_are_told_what_that_costs() -> None:
 
 
 @pytest.mark.parametrize(
+    ("name", "value", "said"),
+    [
+        ("GLOO_SOCKET_IFNAME", "eth0", ""),
+        ("GLOO_SOCKET_IFNAME", "eth0,lo", ""),
+        (
+            "GLOO_SOCKET_IFNAME",
+            "eth",
+            "has eth, which is no interface; there are lo",
+        ),
+        ("GLOO_SOCKET_IFNAME", "^lo,docker", "has ^lo, and Gloo takes whole names"),
+        ("NCCL_SOCKET_IFNAME", "eth,ib", ""),
+        ("NCCL_SOCKET_IFNAME", "^lo,docker", ""),
+        ("NCCL_SOCKET_IFNAME", "=eth0", ""),
+        ("NCCL_SOCKET_IFNAME", "=eth", "leaves no interface"),
+        ("NCCL_SOCKET_IFNAME", "ib", "leaves no interface"),
+        ("NCCL_SOCKET_IFNAME", "^lo,eth,docker", "leaves no interface"),
+        ("NCCL_SOCKET_IFNAME", "^=lo", ""),
+    ],
+)
+def test_a_variable_that_names_no_interface_is_told(name: str, value: str, said: str) -> None:
+    """The workers die when they meet, and their words are of torch."""
+    problem = interface_problem({name: value}, ["lo", "eth0", "docker0"])
+
+    assert said in problem
+    assert bool(said) == bool(problem)
+
+
+@pytest.mark.parametrize(
     ("about", "level", "wrong", "said"),
     [
         ("versions", Level.FAIL, {"versions": {"python": "3.10"}}, "ray is missing (here 2.60.0)"),
@@ -58,6 +94,12 @@ def test_workers_that_share_a_gpu_are_told_what_that_costs() -> None:
         ("network", Level.FAIL, {"unreachable": ("a",)}, "b: cannot connect to a"),
         ("shared memory", Level.WARN, {"shared_memory_bytes": 5 << 20}, "b: 5 MiB are free"),
         ("open files", Level.WARN, {"open_files": 1024}, "b: 1024 a process"),
+        (
+            "interfaces",
+            Level.FAIL,
+            {"interface_problem": "there is no eth7"},
+            "b: there is no eth7",
+        ),
         ("clocks", Level.WARN, {"clock_ahead_s": -3.0}, "b: -3.0 s"),
         ("notices", Level.WARN, {"unheard": ("aws does not answer",)}, "b: aws does not answer"),
         (
