@@ -228,7 +228,7 @@ class NetworkCluster:
         self._commands: list[subprocess.Popen[bytes]] = []
         self._switch = _Switch()
         try:
-            self._write_names()
+            (self._folder / "nsswitch.conf").write_text("hosts: files\n")
             if has_redis:
                 self._boot_redis()
             for machine in range(num_nodes + 1):
@@ -298,7 +298,7 @@ class NetworkCluster:
         folder = self._folder / f"{next(self._boots)}"
         folder.mkdir()
         command = command or self._ray(machine, folder)
-        names = [str(self._folder / name) for name in ("hosts", "nsswitch.conf")]
+        names = [str(self._hosts(machine)), str(self._folder / "nsswitch.conf")]
         script = [*names, f"node{machine}", self.host(machine), *command]
         log = folder / "ray.log"
         with log.open("wb") as output:
@@ -451,11 +451,16 @@ class NetworkCluster:
             "RAY_ADDRESS": self.address, "TMPDIR": str(folder),
         }  # fmt: skip
 
-    def _write_names(self) -> None:
-        """Let a machine know all others, and ask nobody: without an answer it would wait 10 s."""
-        lines = [f"{self.host(each)} node{each}" for each in range(_MACHINES_MAX)]
-        (self._folder / "hosts").write_text("\n".join(["127.0.0.1 localhost", *lines, ""]))
-        (self._folder / "nsswitch.conf").write_text("hosts: files\n")
+    def _hosts(self, machine: int) -> Path:
+        """Return a file of names by which a machine knows all others, and itself as Debian has it.
+
+        It asks no server: without an answer it would wait 10 s.
+        """
+        hosts = {each: self.host(each) for each in range(_MACHINES_MAX)} | {machine: "127.0.1.1"}
+        lines = [f"{address} node{each}" for each, address in hosts.items()]
+        path = self._folder / f"hosts{machine}"
+        path.write_text("\n".join(["127.0.0.1 localhost", *lines, ""]))
+        return path
 
 
 def host_of(machine: int, number: int = 0) -> str:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import socket
 import threading
 import weakref
 from collections import deque
@@ -63,6 +64,8 @@ class Attempt:
         self.aborted = threading.Event()
         self.ring = RecordRing(ring_path, attempt=number, num_ranks=world_size)
         self.places: Places | None = None
+        #: Of this machine on the way to the store.
+        self.address = ""
         self._lock = threading.Lock()
         self._waiters: weakref.WeakSet[Waiter] = weakref.WeakSet()
         self._groups: list[_Group] = []
@@ -89,6 +92,7 @@ class Attempt:
                 store_host, store_port, timeout=self.timeout, wait_for_workers=False
             ),
         )
+        self.address = _own_address(store_host, store_port)
         self.places = Places(
             dist.PrefixStore(f"places{self.number}", store),
             self.ring,
@@ -255,3 +259,11 @@ class Leftovers:
     def drop(self) -> None:
         """Drop them, which may take until the timeout; torch releases the GIL for it."""
         self._held.clear()
+
+
+def _own_address(host: str, port: int) -> str:
+    """Return the address from which this machine reaches another one."""
+    family, kind, _, _, place = socket.getaddrinfo(host, port, type=socket.SOCK_DGRAM)[0]
+    with socket.socket(family, kind) as unconnected:
+        unconnected.connect(place)  # which sends nothing
+        return str(unconnected.getsockname()[0])

@@ -22,6 +22,7 @@ from workers.collectives.torch_names import (
     REDUCE_SCATTER_COALESCED,
     check_exchange,
     distributed_c10d,
+    new_gloo,
 )
 from workers.collectives.work import Call, RecordedWork, StreamWork
 
@@ -402,7 +403,7 @@ def build_group(
     if attempt.backend == "gloo" or len(ranks) == attempt.world_size:
         gloo = attempt.interruptible(
             f"waiting for ranks {_some(ranks)}",
-            lambda: dist.ProcessGroupGloo(store, rank, len(ranks), attempt.timeout),
+            lambda: new_gloo(store, rank, len(ranks), attempt.timeout, attempt.address),
         )
         backends["cpu"] = (kinds.GLOO, gloo)
     inner = dist.ProcessGroup(store, rank, len(ranks))

@@ -5,6 +5,8 @@
 
 from __future__ import annotations
 
+import os
+from datetime import timedelta
 from typing import Final
 
 import torch.distributed as dist
@@ -20,6 +22,7 @@ __all__ = [
     "count_groups_anew",
     "distributed_c10d",
     "is_registered",
+    "new_gloo",
 ]
 
 _HAS_NEW_NAMES: Final = hasattr(dist.ProcessGroup, "reduce_scatter_single")
@@ -33,6 +36,22 @@ REDUCE_SCATTER_COALESCED: Final = (
 def is_registered(backend: str) -> bool:
     """Return whether torch knows a backend of this name."""
     return backend.upper() in dist.Backend._plugins  # noqa: SLF001
+
+
+def new_gloo(
+    store: dist.Store, rank: int, size: int, timeout: timedelta, address: str
+) -> dist.ProcessGroupGloo:
+    """Return a group of gloo whose members reach this one at ``address``.
+
+    By default it is what the host's name stands for. On Debian that is 127.0.1.1, which no other
+    machine reaches. GLOO_SOCKET_IFNAME overrides it.
+    """
+    if os.environ.get("GLOO_SOCKET_IFNAME"):
+        return dist.ProcessGroupGloo(store, rank, size, timeout)
+    options = dist.ProcessGroupGloo._Options()  # type: ignore[attr-defined]  # noqa: SLF001
+    options._timeout = timeout  # noqa: SLF001
+    options._devices = [dist.ProcessGroupGloo.create_device(hostname=address)]  # noqa: SLF001
+    return dist.ProcessGroupGloo(store, rank, size, options)
 
 
 def count_groups_anew() -> None:
