@@ -174,11 +174,13 @@ class Examiner:
 
     def __init__(self, node: str, watched: dict[str, str]) -> None:
         self._node, self._watched = node, watched
-        self._socket = socket.create_server(("0.0.0.0", 0))  # noqa: S104 - for the other nodes
+        self._host = ray.util.get_node_ip_address()
+        family = socket.AF_INET6 if ":" in self._host else socket.AF_INET
+        self._socket = socket.create_server((self._host, 0), family=family)
 
     def address(self) -> tuple[str, int]:
         """Return where this process can be reached by the other nodes."""
-        return ray.util.get_node_ip_address(), self._socket.getsockname()[1]
+        return self._host, self._socket.getsockname()[1]
 
     def facts(self) -> tuple[NodeFacts, float]:
         """Return the facts about the machine, and its clock."""

@@ -66,7 +66,8 @@ class StatusPage:
             log.warning("port_in_use", extra={"port": self._port, "error": str(error)})
             await web.TCPSite(self._runner, self._host, 0).start()
         port = self._runner.addresses[0][1]
-        return f"http://{self._host}:{port}"
+        host = f"[{self._host}]" if ":" in self._host else self._host
+        return f"http://{host}:{port}"
 
     async def stop(self) -> None:
         """Stop serving."""

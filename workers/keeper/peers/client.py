@@ -22,6 +22,7 @@ from workers.keeper.peers.frames import (
     Listing,
     Refused,
     behind,
+    family_of,
     fields_of,
     first,
     fit_buffers,
@@ -260,7 +261,7 @@ class WireClient:
     def _connection(self) -> socket.socket:
         held: socket.socket | None = getattr(self._local, "connection", None)
         if held is None:
-            held = socket.socket(socket.AF_INET, socket.SOCK_STREAM)
+            held = socket.socket(family_of(self._address[0]), socket.SOCK_STREAM)
             # Registered before it connects: ``abort`` must find it.
             self._local.connection = held
             with self._lock:

@@ -28,6 +28,7 @@ __all__ = [
     "RateLimit",
     "Refused",
     "behind",
+    "family_of",
     "fields_of",
     "first",
     "fit_buffers",
@@ -168,6 +169,11 @@ def limit_waits(
         whole_s, part_s = divmod(stall_s or 0.0, 1.0)
         packed = _TIME.pack(int(whole_s), int(part_s * 1e6))
         connection.setsockopt(socket.SOL_SOCKET, option, packed)
+
+
+def family_of(host: str) -> socket.AddressFamily:
+    """Return the family of an IP address: a machine may have only version 6."""
+    return socket.AF_INET6 if ":" in host else socket.AF_INET
 
 
 def keep_alive(connection: socket.socket) -> None:

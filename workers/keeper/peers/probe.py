@@ -19,6 +19,8 @@ import time
 from collections.abc import Mapping, Sequence
 from typing import Final
 
+from workers.keeper.peers.frames import family_of
+
 __all__ = ["unreached"]
 
 #: The kernel repeats a packet that was lost after a second.
@@ -98,7 +100,8 @@ def _connecting(
     pending: dict[int, tuple[str, socket.socket]] = {}
     lost: list[str] = []
     for name, address in peers:
-        connection = socket.socket(socket.AF_INET, socket.SOCK_STREAM | socket.SOCK_NONBLOCK)
+        kind = socket.SOCK_STREAM | socket.SOCK_NONBLOCK
+        connection = socket.socket(family_of(address[0]), kind)
         code = connection.connect_ex(address)
         if code in (0, errno.EINPROGRESS):
             pending[connection.fileno()] = (name, connection)

@@ -45,6 +45,7 @@ from workers.keeper.peers.frames import (
     Listing,
     RateLimit,
     Refused,
+    family_of,
     fit_buffers,
     has_hung_up,
     held_of,
@@ -118,7 +119,7 @@ class WireServer:
         self._bytes_per_s = bytes_per_s
         self._liveness = PeerLiveness(slots)
         self._closed = False
-        self._listener = socket.create_server((host, 0), backlog=128)
+        self._listener = socket.create_server((host, 0), family=family_of(host), backlog=128)
         self.address: tuple[str, int] = self._listener.getsockname()[:2]
         self._open: set[socket.socket] = set()
         #: The last listing, by connection.

@@ -25,6 +25,7 @@ from workers.keeper.peers import frames
 from workers.keeper.peers import server as wire
 from workers.keeper.peers.client import RemotePart, WireClient
 from workers.keeper.peers.frames import CHALLENGE_BYTES
+from workers.keeper.peers.probe import unreached
 from workers.keeper.peers.server import CHUNK_BYTES, WireServer
 from workers.keeper.slots import NodeSlots
 from workers.memory import Arena
@@ -76,6 +77,12 @@ def held_back() -> Iterator[_HeldBack]:
     peer.close()
 
 
+def _has_ipv6() -> bool:
+    with contextlib.suppress(OSError), socket.create_server(("::1", 0), family=socket.AF_INET6):
+        return True
+    return False
+
+
 def _expected(arena: Arena, held: Held, start: int, stop: int) -> bytes:
     return bytes(arena.body(held.slot)[start:stop])
 
@@ -107,6 +114,19 @@ def test_ranges_arrive_in_the_buffers_they_are_for(
 
     assert b"".join(targets) == _expected(arena, held, start, start + sum(cuts))
     client.close()
+
+
+@pytest.mark.skipif(not _has_ipv6(), reason="needs the address ::1")
+def test_machines_that_have_only_ipv6_reach_one_another(slots: NodeSlots, arena: Arena) -> None:
+    """Their runs would train without snapshots, and say so in one word of the log."""
+    server = WireServer(slots, host="::1", secret=SECRET)
+    client = WireClient(server.address, secret=SECRET)
+    (held,) = arena.versions()
+
+    assert _read(client, held, 0, SIZE) == _expected(arena, held, 0, SIZE)
+    assert unreached({"peer": server.address}, within_s=5.0) == []
+    client.close()
+    server.close()
 
 
 def _read(client: WireClient, held: Held, start: int, size_bytes: int) -> bytes:
