@@ -25,6 +25,7 @@ from torch.distributed import distributed_c10d
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 
+from tests.support.collective_cases import reduce_scatter_single
 from tests.support.ranks import Place, running, until
 from workers import collectives
 from workers.collectives import AbortedError, CollectiveError
@@ -41,7 +42,7 @@ def all_reduce(_: int) -> None:
 
 
 def reduce_scatter(world_size: int) -> None:
-    dist.reduce_scatter_single(torch.zeros(8), torch.ones(8 * world_size))
+    reduce_scatter_single(torch.zeros(8), torch.ones(8 * world_size))
 
 
 def all_to_all(world_size: int) -> None:

@@ -34,12 +34,16 @@ def placed(draw: st.DrawFn) -> tuple[tuple[int, ...], ParallelLayout, dict[str, 
     """
     shape, layout = draw(SHAPES), draw(LAYOUTS)
     dims = st.integers(0, len(shape) - 1)
-    kinds = (Replicate, lambda: Shard(draw(dims)), lambda: _StridedShard(draw(dims), sf=2))
+    kinds = (
+        Replicate,
+        lambda: Shard(draw(dims)),
+        lambda: _StridedShard(draw(dims), split_factor=2),
+    )
     tensor = draw(st.sampled_from(kinds))()
     dim = draw(dims)
     is_same = isinstance(tensor, Shard | _StridedShard) and tensor.dim == dim and layout.tp > 1
     pieces = layout.tp if is_same else 1
-    sharded = _StridedShard(dim, sf=pieces) if pieces > 1 else Shard(dim)
+    sharded = _StridedShard(dim, split_factor=pieces) if pieces > 1 else Shard(dim)
     return shape, layout, {"dp_replicate": Replicate(), "dp_shard": sharded, "tp": tensor}
 
 

@@ -69,15 +69,13 @@ class Buffered(Stream):
         self.first = state["at"]
 
 
-DATA = everstep.DataLoader((Buffered if sys.argv[2] == "buffer" else Stream)())
-
-
 def train(session: everstep.Session) -> None:
     """Write the numbers of each step; rank 2 waits at step 6 until a file is there."""
     model = session.model(lambda: torch.nn.Linear(2, 1))
     session.optimizer(lambda named: torch.optim.SGD(named.values(), lr=0.01))
     seen = Path(sys.argv[1])
-    for step in session.steps(DATA):
+    data = everstep.DataLoader((Buffered if sys.argv[2] == "buffer" else Stream)())
+    for step in session.steps(data):
         while (step.number, session.rank) == (6, 2) and not (seen / "go on").exists():
             time.sleep(0.02)
         for number, batch in enumerate(step.micro_batches()):
