@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import signal
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -11,7 +12,7 @@ from pathlib import Path
 import pytest
 
 from tests.support.snapshots import eventually
-from workers.keeper.endings import Endings
+from workers.keeper.endings import Endings, _status_kept
 from workers.protocol import Ending
 
 WAIT_S_MAX = 60.0
@@ -100,3 +101,25 @@ def test_of_a_process_that_was_gone_before_only_its_files_are_known(
     assert Endings().of(77, 0.0).text == (
         "process 77 died; it said last: libfoo.so: cannot open shared object file"
     )
+
+
+@pytest.mark.skipif(
+    tuple(map(int, os.uname().release.split(".")[:2])) < (6, 15), reason="needs Linux 6.15"
+)
+def test_a_status_that_the_parent_has_asked_for_is_known() -> None:
+    """The parent is faster than a keeper where trainers keep the processors busy."""
+    shell = "sleep 600 & echo $!; wait $!; echo gone; read _"
+    with subprocess.Popen(
+        ["sh", "-c", shell], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+    ) as parent:
+        assert parent.stdout is not None
+        pid = int(parent.stdout.readline())
+        held = os.pidfd_open(pid)
+        os.kill(pid, signal.SIGKILL)
+        assert parent.stdout.readline() == "gone\n"
+        status = _status_kept(held)
+        os.close(held)
+        parent.kill()
+
+    assert status is not None
+    assert os.WTERMSIG(status) == signal.SIGKILL
