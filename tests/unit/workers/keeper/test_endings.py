@@ -110,7 +110,7 @@ def test_a_status_that_the_parent_has_asked_for_is_known() -> None:
     """The parent is faster than a keeper where trainers keep the processors busy."""
     shell = "sleep 600 & echo $!; wait $!; echo gone; read _"
     with subprocess.Popen(
-        ["sh", "-c", shell], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+        ["/bin/sh", "-c", shell], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
     ) as parent:
         assert parent.stdout is not None
         pid = int(parent.stdout.readline())
