@@ -74,8 +74,7 @@ def train(session: everstep.Session) -> None:
     model = session.model(lambda: torch.nn.Linear(2, 1))
     session.optimizer(lambda named: torch.optim.SGD(named.values(), lr=0.01))
     seen = Path(sys.argv[1])
-    data = everstep.DataLoader((Buffered if sys.argv[2] == "buffer" else Stream)())
-    for step in session.steps(data):
+    for step in session.steps(DATA):
         while (step.number, session.rank) == (6, 2) and not (seen / "go on").exists():
             time.sleep(0.02)
         for number, batch in enumerate(step.micro_batches()):
@@ -86,4 +85,6 @@ def train(session: everstep.Session) -> None:
 
 
 if __name__ == "__main__":
+    # One object for all attempts of a process, as scripts have it.
+    DATA = everstep.DataLoader((Buffered if sys.argv[2] == "buffer" else Stream)())
     everstep.run(train)

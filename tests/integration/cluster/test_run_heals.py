@@ -226,6 +226,7 @@ def test_lost_node_is_computed_from_the_parities_of_its_group(
     read_history(config.run.directory).check_exactly_once(config)
 
 
+@pytest.mark.chaos
 def test_processes_that_stop_or_die_in_turn_are_replaced_one_by_one(
     begin_endless: Callable[..., Launched],
 ) -> None:
@@ -318,6 +319,7 @@ def _kill_a_keeper_and_a_worker(run: Launched) -> int:
     return _kill_a_worker(run, after=before)
 
 
+@pytest.mark.chaos
 def test_copies_of_the_model_lose_a_node_and_get_it_back(
     nodes: Any, make_config: Callable[..., RunConfig]
 ) -> None:

@@ -37,7 +37,11 @@ def command(make_config: Callable[..., RunConfig], tmp_path: Path) -> Iterator[C
 
 @pytest.mark.parametrize(
     ("number", "code"),
-    [(signal.SIGINT, 130), (signal.SIGTERM, 143), (signal.SIGHUP, 129)],
+    [
+        (signal.SIGINT, 130),
+        pytest.param(signal.SIGTERM, 143, marks=pytest.mark.chaos),
+        pytest.param(signal.SIGHUP, 129, marks=pytest.mark.chaos),
+    ],
     ids=lambda value: getattr(value, "name", ""),
 )
 def test_a_signal_stops_the_run_at_a_step_and_takes_its_cluster(
@@ -77,6 +81,7 @@ def test_ctrl_c_again_ends_it_at_once(command: Command) -> None:
     assert not Path(f"/proc/{cluster.host_pid}").exists()
 
 
+@pytest.mark.chaos
 def test_output_that_nobody_reads_stops_the_run(command: Command) -> None:
     """As with `everstep run ... | head`: a person has seen enough, or the terminal is gone."""
     read, write = os.pipe()
@@ -91,6 +96,7 @@ def test_output_that_nobody_reads_stops_the_run(command: Command) -> None:
     assert command.clusters() == []
 
 
+@pytest.mark.chaos
 def test_the_cluster_of_a_killed_command_ends(command: Command) -> None:
     """Nobody is left to end it."""
     process = command.start()
@@ -122,6 +128,7 @@ def test_a_detached_run_is_listed_and_stopped(command: Command) -> None:
     wait(lambda: command.clusters() == [], "a detached cluster ends with its run")
 
 
+@pytest.mark.chaos
 def test_a_deleted_run_directory_ends_the_cluster(command: Command) -> None:
     """Who deletes a run does not want it trained."""
     process = command.start("--detach")
@@ -132,6 +139,7 @@ def test_a_deleted_run_directory_ends_the_cluster(command: Command) -> None:
     wait(lambda: command.clusters() == [], "the cluster ends with the directory")
 
 
+@pytest.mark.chaos
 def test_a_command_whose_cluster_is_gone_says_which_step_is_safe(command: Command) -> None:
     """It looped for ever and said that training goes on."""
     process = command.start()
@@ -173,6 +181,7 @@ def _free_cpus() -> float:
     return float(ray.available_resources().get("CPU", 0.0))
 
 
+@pytest.mark.chaos
 def test_a_detached_run_is_ended_by_force_with_its_cluster(command: Command) -> None:
     """The last resort for a run that does not stop."""
     command.start("--detach").communicate(timeout=ACT_S_MAX)

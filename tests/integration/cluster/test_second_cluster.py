@@ -64,6 +64,7 @@ def _kill_head(host_pid: int) -> None:
                 process.kill()
 
 
+@pytest.mark.chaos
 def test_the_first_cluster_destroys_nothing_of_the_second(command: Command) -> None:
     """Seen: its trainers committed on, their retention deleted the step that the new life had
     named, and 4,070 committed steps were begun anew from step 0.

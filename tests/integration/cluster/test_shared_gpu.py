@@ -34,6 +34,7 @@ everstep.run(train)
 """
 
 
+@pytest.mark.chaos
 def test_four_workers_share_a_gpu_and_one_is_replaced(
     nodes: Any, make_config: Callable[..., RunConfig], tmp_path: Path
 ) -> None:
