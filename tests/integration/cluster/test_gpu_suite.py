@@ -16,7 +16,7 @@ from tests.gpu.rows import Row
 pytestmark = pytest.mark.ray
 
 #: The others differ from these in settings, and each takes as long as all of them.
-PARTS = ("groups", "faults", "pinning", "models")
+PARTS = ("groups", pytest.param("faults", marks=pytest.mark.chaos), "pinning", "models")
 
 
 @pytest.mark.parametrize("part", PARTS)

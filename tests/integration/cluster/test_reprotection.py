@@ -70,6 +70,7 @@ def test_node_lost_right_after_a_growth_costs_one_step(
     history.check_exactly_once(config, summary["steps"])
 
 
+@pytest.mark.chaos
 def test_on_a_slow_link_snapshots_are_fewer_and_outlive_a_node_still(
     begin_endless: Callable[..., Launched],
 ) -> None:

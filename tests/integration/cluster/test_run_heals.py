@@ -193,6 +193,7 @@ def test_lost_node_shrinks_the_run_and_its_return_grows_it(
     read_history(config.run.directory).check_exactly_once(config)
 
 
+@pytest.mark.chaos
 def test_lost_node_is_computed_from_the_parities_of_its_group(
     nodes: Any, make_config: Callable[..., RunConfig], undisturbed_digest: Any
 ) -> None:
