@@ -189,6 +189,15 @@ def gather(c: Caller) -> list[Tensor]:
     return parts or []
 
 
+if hasattr(dist, "gather_single"):  # torch 2.14
+
+    @case("gather")
+    def gather_tensor(c: Caller) -> list[Tensor]:
+        parts = c.empty(c.size * 4) if c.rank == 1 else None
+        c.call(_torchs("gather_single"), c.own(4), parts, dst=1)
+        return [] if parts is None else [parts]
+
+
 @case("scatter")
 def scatter(c: Caller) -> list[Tensor]:
     part = c.empty(4)
