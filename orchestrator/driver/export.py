@@ -21,7 +21,7 @@ __all__ = ["export_run"]
 #: A run may commit a step and delete an older one while this looks; not so often in a row.
 _TRIES_MAX: Final = 10
 _CONFIGURATION: Final = "config.json"
-#: Of adapters of ``peft``, which loads what they are for from where it says.
+#: The configuration of ``peft``'s adapters; it says where the base model is.
 _ADAPTERS: Final = "adapter_config.json"
 #: Beginnings and ends of the files that Hugging Face keeps beside weights.
 _HUB_BEGINNINGS: Final = (

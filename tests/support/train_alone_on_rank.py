@@ -65,7 +65,7 @@ def do(what: str, session: Session, model: Any) -> bool:
     if what == "state_dict":
         torch.save(model.state_dict(), io.BytesIO())
     elif what == "whole":
-        # As who knows FSDP: on all ranks.
+        # Those who know FSDP do it on all ranks.
         model.layers[0].state_dict()["weight"].full_tensor()
         copy.deepcopy(model.state_dict())
         whole = get_model_state_dict(model, options=StateDictOptions(full_state_dict=True))
@@ -73,7 +73,7 @@ def do(what: str, session: Session, model: Any) -> bool:
         folder = Path(session.save("best")).parent
         dcp.save({"model": model.state_dict()}, checkpoint_id=folder / "dcp")
     elif what == "norm":
-        # Of a shard: its sum needs the other ranks.
+        # The sum over a shard needs the other ranks.
         print(next(model.parameters()).norm().full_tensor())
     elif what == "save":
         session.save("best")

@@ -64,7 +64,7 @@ class Attempt:
         self.aborted = threading.Event()
         self.ring = RecordRing(ring_path, attempt=number, num_ranks=world_size)
         self.places: Places | None = None
-        #: Of this machine on the way to the store.
+        #: The address from which this machine reaches the store.
         self.address = ""
         self._lock = threading.Lock()
         self._waiters: weakref.WeakSet[Waiter] = weakref.WeakSet()

@@ -25,7 +25,7 @@ from workers.records import process_state
 
 __all__ = ["Endings"]
 
-#: Of what a process said last.
+#: At most so much of a process's last words is told.
 _LINES_MAX, _LINE_CHARS = 2, 160
 _TAIL_BYTES: Final = 4096
 _OUT, _ERR = 1, 2

@@ -65,7 +65,7 @@ class Curve:
             if document is None:
                 continue
             attempt, step = int(document["attempt"]), int(document["step"])
-            # Of a file that is read later, the lines before a new attempt are still to come.
+            # Another file may be read later: its lines before a new attempt are still to come.
             if any(first <= step for later, first in self._begun.items() if later > attempt) or (
                 path == METRICS and attempt < self.attempt
             ):

@@ -42,7 +42,7 @@ ACT_S_MAX = 240.0
 #: Float32 sums of another order differ by so much after some hundred steps.
 TOLERANCE = 2e-5
 MEMORY = 64 << 20
-#: Of a run whose end is compared: some seconds.
+#: A run whose end is compared has so many, and takes some seconds.
 NUM_STEPS = 150
 
 

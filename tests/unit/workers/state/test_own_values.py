@@ -73,7 +73,7 @@ class InDictionary(Own):
 
 
 class InOthers(Own):
-    """Of classes that come back as they were."""
+    """Its values are of classes that come back as they were."""
 
     def begin(self) -> None:
         self.last = deque([1.0, 2.0, 3.0], maxlen=3)

@@ -47,7 +47,7 @@ def seen_in(directory: Path, data: Any) -> list[Any]:
         (ROWS, False),
         (TensorDataset(ROWS), False),
         (Rows(), True),
-        # Of samples, one after the other: there is nothing to choose.
+        # These give one sample after the other: there is nothing to choose.
         (TorchLoader(TensorDataset(ROWS), batch_size=None), True),
     ],
     ids=["list", "tensor", "dataset", "iterable", "samples"],
