@@ -40,7 +40,7 @@ WAVES: Final = (
 EXTRA: Final = frozenset({"demo", "models"})
 PROCESSORS_MIN: Final = 8
 #: A part that takes longer has failed.
-PART_S_MAX: Final = {"groups": 70.0, "tests": 60.0, "kills": 150.0, "pinning": 40.0}
+PART_S_MAX: Final = {"groups": 70.0, "tests": 60.0, "kills": 150.0, "pinning": 40.0, "equal": 180.0}
 OTHERS_S_MAX: Final = 140.0
 
 

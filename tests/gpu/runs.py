@@ -61,15 +61,14 @@ def train(
     return summary
 
 
-def reach(run: Launched, step: int, *, attempt: int = 0) -> dict[str, Any]:
-    """Return the status once ``step`` is done and all workers train."""
+def reach(run: Launched, step: int, *, workers: int = NUM_WORKERS) -> dict[str, Any]:
+    """Return the status once ``step`` is done and so many ``workers`` train, or more."""
     status = wait_for(
         run,
         lambda s: (
             s["phase"] == "running"
             and s["step"] >= step
-            and s["attempt"] >= attempt
-            and sum(worker["rank"] >= 0 for worker in s["workers"]) == NUM_WORKERS
+            and sum(worker["rank"] >= 0 for worker in s["workers"]) >= workers
         ),
         timeout_s=ACT_S_MAX,
     )
@@ -128,13 +127,14 @@ def kill_in(run: Launched, phase: WorkerPhase, attempt: int) -> bool:
 
 def equal(lab: Lab) -> None:
     """Tell whether runs with two kills end with the weights of an undisturbed one."""
-    steps = 30 if lab.quick else 60
+    steps = 30 if lab.quick else 120
     asked = [f"train.steps={steps}", "train.warmup_steps=5", "checkpoint.every_steps=1000"]
-    rounds = 1 if lab.quick else 2
+    rounds = 1 if lab.quick else 3
 
     def hurt(run: Launched) -> None:
         for number in (1, 2):
-            status = reach(run, number * steps // 4)
+            # The place of the first one may not be filled yet.
+            status = reach(run, number * steps // 4, workers=NUM_WORKERS + 1 - number)
             signal_rank(run, number, signal.SIGKILL)
             _await_attempt(run, status["attempt"] + 1)
 
@@ -170,7 +170,8 @@ def layouts(lab: Lab) -> None:
 
     The loss after the same steps is compared with that of data parallelism.
     """
-    asked = ["train.steps=30", "train.warmup_steps=5", "train.deterministic=false"]
+    steps = 30 if lab.quick else 100
+    asked = [f"train.steps={steps}", "train.warmup_steps=5", "train.deterministic=false"]
     kinds = {
         "dp": [],
         "tp=2": ["parallel.tp=2"],
