@@ -8,6 +8,7 @@ would go unrecorded.
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
 from datetime import timedelta
 from typing import Any, Final, cast
@@ -155,8 +156,10 @@ class RecordedGroup(dist.ProcessGroup):
 
     def _end_coalescing(self, device: torch.device) -> Any:
         calls, self._coalesced = self._coalesced, None
-        work = self._inner._end_coalescing(device)  # noqa: SLF001 - torch's name
-        return self._launched(calls, work) if calls else work
+        inner = self._inner
+        if not calls:
+            return inner._end_coalescing(device)  # noqa: SLF001 - torch's name
+        return self._launched(calls, lambda: inner._end_coalescing(device))  # noqa: SLF001
 
     def barrier(self, opts: Any = None) -> dist.Work:
         """Wait for every member."""
@@ -167,8 +170,7 @@ class RecordedGroup(dist.ProcessGroup):
             opts.device = torch.device("cuda")
         call = self._enter("barrier", (0, 0), on_device=on_device)
         _return_work(opts, on_device=on_device)
-        work = self._inner.barrier(opts)
-        return self._returned(call, work, on_device=on_device)
+        return self._begun(call, lambda: self._inner.barrier(opts), on_device=on_device)
 
     def reduce_scatter_single(self, output: Any, value: Any, opts: Any = None) -> dist.Work:
         """Reduce ``value`` over the members and leave this rank's part in ``output``."""
@@ -197,9 +199,13 @@ class RecordedGroup(dist.ProcessGroup):
         on_device = outputs[0].is_cuda
         call = self._enter("reduce_scatter", _payload(values), on_device=on_device)
         _return_work(opts, on_device=on_device)
-        work = self._inner.reduce_scatter(outputs, values, opts)
-        keep = (outputs, values)
-        return self._returned(call, work, on_device=on_device, keep=keep, sliced=False)
+        return self._begun(
+            call,
+            lambda: self._inner.reduce_scatter(outputs, values, opts),
+            on_device=on_device,
+            keep=(outputs, values),
+            sliced=False,
+        )
 
     def send(self, tensors: list[torch.Tensor], peer: int, tag: int) -> dist.Work:
         """Send to the member ``peer``, by its place in the group."""
@@ -219,8 +225,13 @@ class RecordedGroup(dist.ProcessGroup):
             self._pairs[_ANY, self._rank] = pair
         on_device = tensors[0].is_cuda
         call = self._enter("recv", _payload(tensors), on_device=on_device, pair=pair)
-        work = self._inner.recv_anysource(tensors, tag)
-        return self._returned(call, work, on_device=on_device, keep=tensors, sliced=False)
+        return self._begun(
+            call,
+            lambda: self._inner.recv_anysource(tensors, tag),
+            on_device=on_device,
+            keep=tensors,
+            sliced=False,
+        )
 
     def _enter(
         self,
@@ -251,10 +262,10 @@ class RecordedGroup(dist.ProcessGroup):
         if on_device:
             _return_work(opts, on_device=True)
             if single:
-                work = getattr(self._inner, REDUCE_SCATTER)(outputs[0], values[0], opts)
+                reduce, tensors = getattr(self._inner, REDUCE_SCATTER), (outputs[0], values[0])
             else:
-                work = getattr(self._inner, REDUCE_SCATTER_COALESCED)(outputs, values, opts)
-            return self._returned(call, work, on_device=True)
+                reduce, tensors = getattr(self._inner, REDUCE_SCATTER_COALESCED), (outputs, values)
+            return self._begun(call, lambda: reduce(*tensors, opts), on_device=True)
         # Like gloo's own (torch 2.13, ProcessGroupGloo::reduce_scatter_tensor_coalesced): an
         # all-reduce of a copy, but one that can be waited for in slices.
         buffers = [value.clone(memory_format=torch.contiguous_format) for value in values]
@@ -282,11 +293,16 @@ class RecordedGroup(dist.ProcessGroup):
         call = self._enter(op, _payload(tensors), on_device=on_device, pair=pair)
         peer = target if op == "send" else source
         try:
-            work = getattr(self._inner, op)(tensors, peer, tag)
+            return self._begun(
+                call,
+                lambda: getattr(self._inner, op)(tensors, peer, tag),
+                on_device=on_device,
+                keep=tensors,
+                sliced=False,
+            )
         except RuntimeError as error:
             # gloo refuses at once when the peer's connection is closed.
             raise call.failed(error) from error
-        return self._returned(call, work, on_device=on_device, keep=tensors, sliced=False)
 
     def _named(self) -> str:
         # At the first call: torch describes a group after making it.
@@ -294,20 +310,28 @@ class RecordedGroup(dist.ProcessGroup):
             self._label = group_name(self.group_desc, self._ranks, self._attempt.world_size)
         return self._label
 
-    def _returned(
-        self, call: Call, work: Any, *, on_device: bool, keep: Any = None, sliced: bool = True
+    def _begun(
+        self,
+        call: Call,
+        begin: Callable[[], Any],
+        *,
+        on_device: bool,
+        keep: Any = None,
+        sliced: bool = True,
     ) -> dist.Work:
         if not on_device:
-            return RecordedWork(call, [work], keep=keep, sliced=sliced)
+            return RecordedWork(call, [begin()], keep=keep, sliced=sliced)
         if self._coalesced is not None:
             # It is launched, and there is something to wait for, when the coalescing ends.
             self._coalesced.append(call)
-            return cast("dist.Work", work)
-        return self._launched([call], work)
+            return cast("dist.Work", begin())
+        return self._launched([call], begin)
 
-    def _launched(self, calls: list[Call], work: Any) -> dist.Work:
-        launched = StreamWork(calls, work)
+    def _launched(self, calls: list[Call], begin: Callable[[], Any]) -> dist.Work:
+        launched = StreamWork(calls)
+        # First: NCCL may make this rank's host wait for the others before it returns.
         self._attempt.note_launched(calls[0].group, launched)
+        launched.begin(begin)
         return launched
 
 
@@ -323,8 +347,8 @@ def _collective(method: str, op: str) -> Callable[..., dist.Work]:
                 _return_work(option, on_device=True)
             if method in _SPLIT:
                 args = _with_splits(args, len(self._ranks))
-        work = getattr(self._inner, method)(*args, **kwargs)
-        return self._returned(entered, work, on_device=on_device, keep=args)
+        begin = functools.partial(getattr(self._inner, method), *args, **kwargs)
+        return self._begun(entered, begin, on_device=on_device, keep=args)
 
     call.__name__ = method
     call.__doc__ = f"Record an {op} and pass it to the inner group."

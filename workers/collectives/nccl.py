@@ -62,6 +62,10 @@ def prepare(timeout: timedelta) -> None:
         timeout: Bound on making a communicator. torch reads it once; later calls do not change it.
     """
     os.environ.update(ENVIRONMENT)
+    # NCCL would connect ranks when a call first needs it: the host waits in that call for the
+    # others, which may never come. Without this it does so while the communicator is made, which an
+    # abort ends. Only the first send or receive of a pair still connects.
+    os.environ.setdefault("NCCL_RUNTIME_CONNECT", "0")
     os.environ["TORCH_NCCL_NONBLOCKING_TIMEOUT"] = str(math.ceil(timeout.total_seconds()))
 
 

@@ -235,17 +235,33 @@ class StreamWork(dist.Work):
     """Collectives in flight on a device. ``wait`` only orders streams, as NCCL's does.
 
     The host does not learn from ``wait`` where the device is; the attempt polls ``is_reached`` and
-    ``settle``.
+    ``settle``, from before ``begin`` on.
 
     Args:
         calls: Their names and numbers; several for coalesced ones.
-        inner: NCCL's work.
     """
 
-    def __init__(self, calls: Sequence[Call], inner: Any) -> None:
+    def __init__(self, calls: Sequence[Call]) -> None:
         super().__init__()
         self._calls = calls
-        self._inner = inner
+        self._inner: Any = None
+        self._is_refused = False
+
+    def begin(self, begin: Callable[[], Any]) -> None:
+        """Call NCCL, which returns its work.
+
+        Raises:
+            AbortedError: The attempt was aborted while NCCL made the host wait for the others.
+            RuntimeError: NCCL refuses.
+        """
+        try:
+            self._inner = begin()
+        except RuntimeError as error:
+            self._is_refused = True
+            call = self._calls[-1]
+            if call.attempt.aborted.is_set():
+                raise call.aborted() from error
+            raise
 
     def wait(self, timeout: timedelta | None = None) -> bool:
         """Make the current stream wait for the collective; return True."""
@@ -272,6 +288,8 @@ class StreamWork(dist.Work):
         A failure aborts the attempt: nothing else would end what the device waits for.
         """
         error: BaseException | None
+        if self._inner is None:
+            return self._is_refused
         try:
             if not self._inner.is_completed():
                 return False

@@ -37,7 +37,9 @@ def called(attempt: Attempt, group: int, op: str = "all_reduce") -> DeviceWork:
     seq, number = attempt.ring.enter(group, op, 64, on_device=True)
     start: Any = device
     call = Call(attempt, group, "a group", op, number, seq, start)
-    attempt.note_launched(group, StreamWork([call], device))
+    launched = StreamWork([call])
+    attempt.note_launched(group, launched)
+    launched.begin(lambda: device)
     return device
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -15,10 +16,13 @@ from torch._C._distributed_c10d import FakeProcessGroup
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from tests.support.device_work import DeviceWork
+from tests.support.ranks import until
 from workers.collectives import AbortedError, CollectiveError, nccl
 from workers.collectives.attempt import Attempt
 from workers.collectives.group import RecordedGroup
+from workers.records import RingReader
 
+WAIT_S_MAX = 60.0
 NAME = "everstep_test_device"
 #: Renamed in torch 2.12; the old names warn.
 all_gather_single = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
@@ -42,13 +46,22 @@ class NcclHabits:
     def __init__(self) -> None:
         self.collected: list[bool] | None = None
         self.error: Exception | None = None
+        #: Set once the others are there: until then a call keeps the host.
+        self.others: threading.Event | None = None
 
     def _start_coalescing(self, _: torch.device) -> None:
         self.collected = []
 
     def _end_coalescing(self, _: torch.device) -> DeviceWork | None:
         collected, self.collected = self.collected, None
+        self._meet()
         return DeviceWork(has_ended=True) if any(collected or ()) else None
+
+    def _meet(self) -> None:
+        """Connect to the others, as the first call that needs other connections does."""
+        if self.others is not None:
+            assert self.others.wait(WAIT_S_MAX), "nothing ends the call"
+            raise RuntimeError("NCCL communicator was aborted on rank 0.")
 
     def __getattr__(self, name: str) -> Callable[..., DeviceWork | None]:
         assert hasattr(dist.ProcessGroup, name), f"torch's group has no {name}"
@@ -60,6 +73,7 @@ class NcclHabits:
             if self.collected is not None:
                 self.collected.append(is_async)
                 return None
+            self._meet()
             return DeviceWork(has_ended=True, error=self.error) if is_async else None
 
         return call
@@ -156,6 +170,44 @@ def test_functional_collectives_and_their_futures_are_seen_to_their_end(attempt:
     attempt.look_at_devices()
 
     assert attempt.ring.num_in_flight() == 0
+
+
+@pytest.mark.parametrize("name", ["all_reduce", "reduce_scatter_single", "coalesced", "send"])
+def test_a_host_that_waits_in_a_call_is_seen_to_wait(
+    attempt: Attempt, name: str, tmp_path: Path
+) -> None:
+    """NCCL connects when a call needs it: the first one of its size or peer waits for a late rank.
+
+    On four ranks of an H100 the wait was not seen, so nobody was named and nothing aborted it.
+    """
+    group: Any = world()
+    others = group._inner.others = threading.Event()
+    errors: list[BaseException] = []
+
+    def call() -> None:
+        try:
+            with FakeTensorMode():
+                SYNCHRONOUS[name]()
+        except AbortedError as error:
+            errors.append(error)
+
+    thread = threading.Thread(target=call, daemon=True)
+    thread.start()
+    until(lambda: attempt.ring.num_in_flight() == (2 if name == "coalesced" else 1), "called")
+    reader = RingReader(tmp_path / "w0.ring")
+
+    def waits() -> bool:
+        attempt.look_at_devices()
+        return any(one.waiting_s > 0 and one.entered_seq for one in reader.attempt()[1])
+
+    until(waits, "the wait is seen")
+    attempt.aborted.set()
+    others.set()
+    thread.join(WAIT_S_MAX)
+
+    assert len(errors) == 1
+    attempt.look_at_devices()
+    assert not any(attempt._on_device.values())
 
 
 def test_an_error_on_the_device_is_told_and_ends_the_attempt(

@@ -21,8 +21,11 @@ def test_a_failed_collective_is_not_to_end_a_survivor(monkeypatch: pytest.Monkey
     for name in [*nccl.ENVIRONMENT, "TORCH_NCCL_NONBLOCKING_TIMEOUT"]:
         monkeypatch.setenv(name, "3")
 
+    monkeypatch.delenv("NCCL_RUNTIME_CONNECT", raising=False)
+
     nccl.prepare(timedelta(seconds=59.5))
 
+    assert os.environ["NCCL_RUNTIME_CONNECT"] == "0"
     assert os.environ["TORCH_NCCL_ASYNC_ERROR_HANDLING"] == "0"
     assert os.environ["TORCH_NCCL_NONBLOCKING_TIMEOUT"] == "60"
     assert nccl.ENVIRONMENT.items() <= os.environ.items()
