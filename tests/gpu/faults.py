@@ -21,8 +21,12 @@ TIMEOUT_S: Final = 15
 SCRIPT: Final = Path(__file__).with_name("train_faulty.py")
 #: Of the step at which it happens: which rank does what. The last one ends the run.
 ONCE: Final = {6: (1, "illegal"), 14: (2, "hang"), 22: (3, "out of memory")}
-#: Incidents without a fault.
-PLANNED: Final = frozenset({"growth", "resume", "drain"})
+#: What a fault is told as. An illegal access ends the process too, which is an incident of its own.
+TOLD_AS: Final = {
+    "illegal": ("exception", "crash"),
+    "hang": ("hang",),
+    "out of memory": ("exception",),
+}
 #: These are met again by every attempt.
 ALWAYS: Final = {"assert": (0, "assert"), "out of memory on all": (-1, "out of memory")}
 
@@ -63,16 +67,16 @@ snapshot: {{every_steps: 1}}
 def _several(config: RunConfig, cluster: Any) -> None:
     """Tell what the run made of the faults that happen once, and how the last one ended it."""
     _ends(Launched(config, cluster), "assert")
-    incidents = [one for one in read_run(config.run.directory).incidents if one.kind not in PLANNED]
-    for number, (rank, kind) in enumerate(ONCE.values()):
-        seen, is_back = "no incident", False
-        if number < len(incidents):
-            one = incidents[number]
-            is_back = one.recovery_s is not None
+    incidents = iter(read_run(config.run.directory).incidents)
+    for rank, kind in ONCE.values():
+        one = next((each for each in incidents if each.kind in TOLD_AS[kind]), None)
+        seen = "no incident"
+        if one is not None:
             back = f"back in {one.recovery_s:.2f} s" if one.recovery_s is not None else "not back"
             seen = (
                 f"{one.kind} ({', '.join(one.guilty) or 'nobody'}), {back}, {one.lost_steps} lost"
             )
+        is_back = one is not None and one.recovery_s is not None
         tell("faults", f"{kind} on rank {rank}", seen, "trains on", ok=is_back)
 
 
@@ -81,7 +85,8 @@ def _ends(run: Launched, name: str) -> None:
     summary = run.summary() or {}
     reason = str(summary.get("reason", summary))
     line = SCRIPT.name in reason
-    last = (reason.strip().splitlines() or [""])[-1][:80]
+    errors = [each for each in reason.splitlines() if "Error" in each]
+    last = (errors or reason.splitlines() or [""])[0][:80]
     seen = f"{summary.get('outcome')}, {'with its line' if line else 'without a line'}: {last}"
     tell("faults", f"{name} ends the run", seen, "failed, its line",
          ok=summary.get("outcome") == "failed" and line)  # fmt: skip

@@ -34,6 +34,7 @@ from workers.memory.retention import (
 )
 
 if TYPE_CHECKING:
+    from workers.memory.checksums import Checksums
     from workers.memory.cuda import CopyStream, CudaStream, Mark, is_recording_graph
     from workers.memory.slot_store import ArenaStore
     from workers.memory.versions import (
@@ -53,6 +54,7 @@ __all__ = [
     "PATIENCE_S",
     "Arena",
     "ArenaStore",
+    "Checksums",
     "CopyStream",
     "Credits",
     "CudaStream",

@@ -29,7 +29,7 @@ from workers.errors import ArenaError
 from workers.memory.retention import choose_slot
 from workers.protocol import Held
 
-__all__ = ["NUM_SLOTS", "Arena"]
+__all__ = ["NUM_SLOTS", "Arena", "address_of"]
 
 #: One slot is written, one holds the newest version that counts, one may be pinned.
 NUM_SLOTS: Final = 3
@@ -150,6 +150,11 @@ class Arena:
     def size_bytes(self) -> int:
         """Return how much memory the arena takes."""
         return NUM_SLOTS * self._slot_bytes
+
+    @property
+    def address(self) -> int:
+        """Return where the file is mapped here."""
+        return address_of(self._memory)
 
     def close(self) -> None:
         """Release the memory; it stays mapped as long as there are views of it."""
@@ -303,6 +308,11 @@ class Arena:
         self._memory[start : start + _HEADER.size + _CRC.size] = packed + _CRC.pack(crc32(packed))
 
 
+def address_of(view: memoryview) -> int:
+    """Return where writable memory is."""
+    return ctypes.addressof(ctypes.c_char.from_buffer(view))
+
+
 def _mapped(fd: int, size_bytes: int) -> tuple[mmap.mmap, int]:
     """Map a file at an address that huge pages need; return the mapping and the offset in it.
 
@@ -310,7 +320,7 @@ def _mapped(fd: int, size_bytes: int) -> tuple[mmap.mmap, int]:
     So a larger range is reserved and the file mapped into it.
     """
     space = mmap.mmap(-1, size_bytes + _HUGE_BYTES, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
-    address = ctypes.addressof(ctypes.c_char.from_buffer(space))
+    address = address_of(memoryview(space))
     start = -address % _HUGE_BYTES
     access = mmap.PROT_READ | mmap.PROT_WRITE
     flags = mmap.MAP_SHARED | _MAP_FIXED

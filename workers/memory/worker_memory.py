@@ -11,6 +11,7 @@ from typing import Final
 
 from workers.errors import ArenaError
 from workers.memory.arena import Arena
+from workers.memory.checksums import Checksums
 from workers.memory.cuda import register, unregister
 from workers.memory.descriptors import Lease, descriptor_socket, leave_arena, notify, reserve
 
@@ -27,12 +28,17 @@ class SnapshotMemory:
     Args:
         directory: Directory of this node's keeper.
         worker: Worker id, or a name of ``workers.memory.retention`` for memory beside.
+        checksums: Those of the process; by default its first ones.
+
+    Attributes:
+        checksums: Make the checksums of what is in the memory.
     """
 
-    def __init__(self, directory: Path, worker: str) -> None:
+    def __init__(self, directory: Path, worker: str, checksums: Checksums | None = None) -> None:
         self._socket = descriptor_socket(directory)
         self.directory = directory
         self.worker = worker
+        self.checksums = checksums or Checksums()
         self._generation = 0
         self._arena: Arena | None = None
         self._lease = Lease(self._socket)
@@ -55,7 +61,7 @@ class SnapshotMemory:
                 memory.give_up()
         for name in names:
             if name not in self._beside:
-                self._beside[name] = SnapshotMemory(self.directory, name)
+                self._beside[name] = SnapshotMemory(self.directory, name, self.checksums)
         return [self._beside[name] for name in names]
 
     def ensure(self, body_bytes: int, *, attempt: int, for_cuda: bool) -> Arena:
@@ -70,6 +76,7 @@ class SnapshotMemory:
             self.leave()
             self._generation += 1
             self._arena = reserve(self._socket, self.name, body_bytes=body_bytes, attempt=attempt)
+            self.checksums.attach(self._arena)
         if for_cuda and not self._is_registered:
             register(self._arena)
             self._is_registered = True
@@ -101,7 +108,7 @@ class SnapshotMemory:
 
     def successor(self) -> SnapshotMemory:
         """Return other memory of the same worker, while a thread still holds this one."""
-        other = SnapshotMemory(self.directory, self.worker)
+        other = SnapshotMemory(self.directory, self.worker, self.checksums)
         other._generation = self._generation
         other._beside = {name: memory.successor() for name, memory in self._beside.items()}
         return other
@@ -123,6 +130,7 @@ class SnapshotMemory:
         if arena is None:
             return
         self._lease.forget(self.name)
+        self.checksums.detach(arena)
         if self._is_registered:
             unregister(arena)
             self._is_registered = False

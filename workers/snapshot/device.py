@@ -34,21 +34,11 @@ from typing import Final, NamedTuple
 import torch
 from torch import Tensor
 
-from ucp_core.numerics import of_blocks
-from workers.memory import PATIENCE_S, CopyStream, Credits, CudaStream, Mark
+from workers.memory import PATIENCE_S, Checksums, CopyStream, Credits, CudaStream, Mark
+from workers.snapshot.buckets import BUCKET_BYTES, Plan, TensorRange, into_buckets
 
-__all__ = [
-    "BUCKET_BYTES",
-    "IN_FLIGHT_MAX",
-    "SPREAD",
-    "DeviceCopy",
-    "TensorRange",
-    "bucket_releases",
-    "into_buckets",
-]
+__all__ = ["IN_FLIGHT_MAX", "SPREAD", "DeviceCopy", "bucket_releases"]
 
-#: Two thirds of a millisecond on a bus of 50 GB/s.
-BUCKET_BYTES: Final = 32 << 20
 #: One is copied while the next one waits.
 IN_FLIGHT_MAX: Final = 2
 #: Buckets that leave on one credit, some 10 ms; then it is another rank's turn.
@@ -60,38 +50,6 @@ _END_LOOK_S: Final = 0.001
 #: Share of a step's marks over which buckets are spread: most of the forward passes of a single
 #: micro-batch. The sooner a snapshot is complete, the less is lost.
 SPREAD: Final = 0.5
-
-
-class TensorRange(NamedTuple):
-    """Bytes of one of several tensors."""
-
-    tensor: int
-    low: int
-    high: int
-
-
-def into_buckets(
-    sizes_bytes: Sequence[int], *, bucket_bytes: int, block_bytes: int
-) -> list[tuple[TensorRange, ...]]:
-    """Divide tensors into buckets, in order; tensors are divided only at blocks.
-
-    ``bucket_bytes`` is a multiple of ``block_bytes``, the unit of the checksums.
-    """
-    buckets: list[tuple[TensorRange, ...]] = []
-    bucket: list[TensorRange] = []
-    room = bucket_bytes
-    for index, size in enumerate(sizes_bytes):
-        low = 0
-        while low < size:
-            fits = size - low if size - low <= room else room // block_bytes * block_bytes
-            if fits:
-                bucket.append(TensorRange(index, low, low + fits))
-                low += fits
-                room -= fits
-            if low < size:
-                buckets.append(tuple(bucket))
-                bucket, room = [], bucket_bytes
-    return [one for one in (*buckets, tuple(bucket)) if one]
 
 
 def bucket_releases(num_buckets: int, gaps_s: Sequence[float], bucket_s: float) -> list[int]:
@@ -137,14 +95,22 @@ class DeviceCopy:
     default the copies go over a CUDA stream if something is on a device, else at once.
     """
 
-    def __init__(self, node: Credits, block_bytes: int, stream: CopyStream | None = None) -> None:
+    def __init__(
+        self,
+        node: Credits,
+        block_bytes: int,
+        stream: CopyStream | None = None,
+        checksums: Checksums | None = None,
+    ) -> None:
         self._node = node
         self._block_bytes = block_bytes
+        self._checksums = checksums or Checksums()
         self._stream = stream
         self._lock = threading.Lock()
         self._changed = threading.Condition(self._lock)
-        self._flat: list[tuple[Tensor, Tensor]] = []
-        self._todo: deque[tuple[TensorRange, ...]] = deque()
+        self._plan = Plan((), (), (), [])
+        self._plans: dict[int, Plan] = {}
+        self._todo: deque[int] = deque()
         self._under_way: deque[tuple[tuple[TensorRange, ...], Mark]] = deque()
         self._gates: deque[_Gate] = deque()
         self._num_buckets = self._num_released = self._num_reached = self._num_queued = 0
@@ -176,7 +142,6 @@ class DeviceCopy:
             self._todo.clear()
             self._under_way.clear()
             self._gates.clear()
-            self._flat = []
             self._last = self._failed = self._told = None
             self._num_checked = self._num_buckets = 0
             self._num_released = self._num_reached = self._num_queued = 0
@@ -188,9 +153,8 @@ class DeviceCopy:
                 with torch.no_grad():
                     torch._foreach_copy_(list(targets), list(sources))
                 return
-            self._flat = [_flat(*pair) for pair in zip(targets, sources, strict=True)]
-            sizes = [target.numel() * target.element_size() for target, _ in self._flat]
-            self._todo.extend(self._buckets_of(sizes))
+            self._plan = self._plan_of(targets, sources)
+            self._todo.extend(range(len(self._plan.buckets)))
             self._num_checked = num_checked
             self._num_buckets = len(self._todo)
             self._late_s = time.monotonic() + self._step_s
@@ -267,7 +231,6 @@ class DeviceCopy:
             patience_s=patience_s if self._num_buckets > 1 else None,
         )
         with self._lock:
-            self._flat = []
             self._raise_failed()
         if not num_checked:
             sizes = (0 if sums else len(view) for view, sums in zip(data, found, strict=True))
@@ -340,8 +303,10 @@ class DeviceCopy:
         self, ranges: Sequence[TensorRange], data: Sequence[memoryview], found: list[list[int]]
     ) -> bool:
         """Checksum ranges; return whether there were any."""
-        for tensor, low, high in ranges:
-            found[tensor] += of_blocks(data[tensor][low:high], self._block_bytes)
+        views = [data[tensor][low:high] for tensor, low, high in ranges]
+        sums = self._checksums.of_blocks(views, self._block_bytes)
+        for (tensor, _, _), blocks in zip(ranges, sums, strict=True):
+            found[tensor] += blocks
         return bool(ranges)
 
     def wait(self) -> None:
@@ -362,7 +327,7 @@ class DeviceCopy:
             if self._todo:
                 self._failed = RuntimeError("the copy was ended before it was whole")
             self._todo.clear()
-            self._flat = []
+            self._plan, self._plans = Plan((), (), (), []), {}
             self._changed.notify_all()
             last = self._last
         until_s = time.monotonic() + limit_s
@@ -421,22 +386,35 @@ class DeviceCopy:
         """Enqueue buckets; a failure is raised to whoever wants the copy."""
         for _ in range(min(num, len(self._todo))):
             assert self._stream is not None
-            bucket = self._todo.popleft()
-            pairs = [_part(self._flat[tensor], low, high) for tensor, low, high in bucket]
+            number = self._todo.popleft()
             gate = self._gate()
             after = None if gate is None else gate.mark
             try:
-                self._last = self._stream.copy([pair for pair in pairs if pair], after)
+                self._last = self._stream.copy(self._plan.parts[number], after)
             except Exception as error:  # noqa: BLE001  the training thread goes on
                 self._failed = error
                 self._todo.clear()
                 return
             self._num_queued += 1
-            self._under_way.append((bucket, self._last))
+            self._under_way.append((self._plan.buckets[number], self._last))
 
     def _raise_failed(self) -> None:
         if self._failed is not None:
             raise self._failed
+
+    def _plan_of(self, targets: Sequence[Tensor], sources: Sequence[Tensor]) -> Plan:
+        """Return how to copy these tensors; the last plan for a slot if nothing has moved."""
+        places = [source.data_ptr() for source in sources]
+        slot = id(targets[0])
+        plan = self._plans.get(slot)
+        if plan is None or not plan.fits(targets, sources, places):
+            if any(not known.copies(sources, places) for known in self._plans.values()):
+                # They would keep memory that the training has left.
+                self._plans = {}
+            sizes = [target.numel() * target.element_size() for target in targets]
+            plan = Plan(targets, sources, places, self._buckets_of(sizes))
+            self._plans[slot] = plan
+        return plan
 
     def _buckets_of(self, sizes_bytes: Iterable[int]) -> list[tuple[TensorRange, ...]]:
         """Return the buckets; the last result if sizes are unchanged: most tensors are small."""
@@ -454,19 +432,3 @@ class DeviceCopy:
             if device is not None:
                 self._stream = CudaStream(device)
         return self._stream
-
-
-def _flat(target: Tensor, source: Tensor) -> tuple[Tensor, Tensor]:
-    """Return both as bytes; unchanged if the source is not contiguous."""
-    source = source.detach()
-    if not source.is_contiguous():
-        return target, source
-    return target.reshape(-1).view(torch.uint8), source.reshape(-1).view(torch.uint8)
-
-
-def _part(pair: tuple[Tensor, Tensor], low: int, high: int) -> tuple[Tensor, Tensor] | None:
-    """Return some bytes of a pair; all of an indivisible one with its first bytes."""
-    target, source = pair
-    if not source.is_contiguous():
-        return None if low else pair
-    return target[low:high], source[low:high]

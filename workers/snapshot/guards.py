@@ -17,7 +17,6 @@ from typing import Final
 
 from torch import Tensor
 
-from ucp_core.numerics import of_blocks
 from workers.errors import ArenaError
 from workers.memory import Arena, ArenaStore, SnapshotMemory, guard_name
 from workers.protocol import Assignment
@@ -107,6 +106,11 @@ class Guards:
                 continue
             if share.arena.held(share.slot) is None:
                 data = share.layout.data[share.slot]
+                blocks = [list(known) for known in share.blocks]
+                unknown = [place for place, known in enumerate(blocks) if not known]
+                sums = self._memory.checksums.of_blocks([data[i] for i in unknown], BLOCK_BYTES)
+                for place, found in zip(unknown, sums, strict=True):
+                    blocks[place] = found
                 share.layout.saver.save(
                     ArenaStore(share.arena, share.slot, is_captured=True, check=check),
                     "",
@@ -115,10 +119,7 @@ class Guards:
                     extra=state.extra,
                     param_groups=state.param_groups,
                     fsync=False,
-                    blocks=[
-                        known or of_blocks(view, BLOCK_BYTES)
-                        for view, known in zip(data, share.blocks, strict=True)
-                    ],
+                    blocks=blocks,
                 )
 
     def leave(self) -> None:

@@ -72,7 +72,9 @@ class SnapshotWriter:
         self._assignment = assignment
         self._fenced = fenced
         self._told = told
-        self._copy = DeviceCopy(Credits(memory.directory), BLOCK_BYTES, stream)
+        self._copy = DeviceCopy(
+            Credits(memory.directory), BLOCK_BYTES, stream, checksums=memory.checksums
+        )
         self._for_others: Guards | ReplicaParity = (
             ReplicaParity(memory, assignment) if assignment.parity else Guards(memory, assignment)
         )

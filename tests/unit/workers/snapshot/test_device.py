@@ -20,7 +20,8 @@ from torch import Tensor
 from tests.support.simulated_device import WAIT_S_MAX, SimulatedDevice
 from workers.memory import PATIENCE_S, Credits
 from workers.snapshot import device as device_module
-from workers.snapshot.device import IN_FLIGHT_MAX, DeviceCopy, TensorRange, into_buckets
+from workers.snapshot.buckets import TensorRange, into_buckets
+from workers.snapshot.device import IN_FLIGHT_MAX, DeviceCopy
 
 BLOCK_BYTES = 64
 BUCKET_BYTES = 256
@@ -189,6 +190,24 @@ def test_what_was_copied_already_is_checksummed_beside_what_is_on_a_device(tmp_p
         copy.begin(targets, sources, num_checked=0)
         assert copy.run([other]) == [checksums(other)]
         assert all(map(torch.equal, targets, sources))
+
+
+def test_a_tensor_that_gets_other_memory_or_another_place_is_copied_from_there(
+    tmp_path: Path,
+) -> None:
+    """What is sliced is kept from copy to copy."""
+    slots = [tensors() for _ in range(2)]
+    sources = slots[0][1]
+    with running(0) as device:
+        copy = DeviceCopy(Credits(tmp_path, 1), BLOCK_BYTES, device)
+        for number, (targets, _, data) in enumerate(slots * 3):
+            if number == 3:
+                sources[1].data = sources[1] + 1
+            if number == 4:
+                sources = [source + 1 for source in sources]
+            copy.begin(targets, sources, num_checked=len(data))
+            assert copy.run(data) == [checksums(view) for view in data]
+            assert all(map(torch.equal, targets, sources))
 
 
 def test_checksums_that_are_known_are_not_made_again(tmp_path: Path) -> None:

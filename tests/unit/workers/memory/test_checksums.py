@@ -1,0 +1,130 @@
+"""Checksums by a process that maps the memory: the values are zlib's, whatever becomes of it."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import zlib
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from tests.support.ranks import until
+from workers.memory import Arena, Checksums
+from workers.memory import checksums as module
+
+BLOCK_BYTES = 64 << 10
+SLOT_BYTES = 16 << 20
+
+
+@pytest.fixture
+def arena() -> Iterator[Arena]:
+    made = Arena.create("w0001.0", body_bytes=SLOT_BYTES)
+    made.body(1)[:SLOT_BYTES] = os.urandom(1 << 20) * (SLOT_BYTES >> 20)
+    yield made
+    made.close()
+
+
+@pytest.fixture
+def checksums(arena: Arena) -> Iterator[Checksums]:
+    made = Checksums()
+    made.attach(arena)
+    yield made
+    made.close()
+
+
+def views_of(arena: Arena) -> list[memoryview]:
+    """Return parts of the slot: large, empty, within a block, with a short last block."""
+    body = arena.body(1)
+    return [body[:5_000_000], body[7:7], body[5_000_000:5_000_100], body[6_000_001:15_999_999]]
+
+
+def right(views: list[memoryview]) -> list[list[int]]:
+    return [
+        [zlib.crc32(view[low : low + BLOCK_BYTES]) for low in range(0, len(view), BLOCK_BYTES)]
+        for view in views
+    ]
+
+
+def pid_of(checksums: Checksums) -> int:
+    assert checksums._process is not None
+    return checksums._process.pid
+
+
+def test_the_process_has_the_right_values(checksums: Checksums, arena: Arena) -> None:
+    views = views_of(arena)
+    assert checksums.of_blocks(views, BLOCK_BYTES) == right(views)
+    arena.body(1)[6_100_000] ^= 1
+    assert checksums.of_blocks(views, BLOCK_BYTES) == right(views)
+    assert not checksums._is_given_up
+
+
+def test_other_memory_is_checksummed_here(checksums: Checksums) -> None:
+    other = memoryview(bytearray(os.urandom(3_000_000)))
+    assert checksums.of_blocks([other], BLOCK_BYTES) == right([other])
+
+
+def test_memory_that_is_left_is_released(checksums: Checksums, arena: Arena) -> None:
+    """The process would keep it for as long as the trainer lives."""
+    maps = Path(f"/proc/{pid_of(checksums)}/maps")
+    views = views_of(arena)
+    checksums.of_blocks(views, BLOCK_BYTES)
+    assert "w0001.0" in maps.read_text()
+    checksums.detach(arena)
+    until(lambda: "w0001.0" not in maps.read_text(), "released")
+    assert checksums.of_blocks(views, BLOCK_BYTES) == right(views)
+
+
+@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGSTOP])
+def test_a_process_that_is_gone_or_stopped_is_replaced(
+    checksums: Checksums,
+    arena: Arena,
+    number: signal.Signals,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    views = views_of(arena)
+    assert checksums._connection is not None
+    checksums._connection.settimeout(0.2)
+    pid = pid_of(checksums)
+    os.kill(pid, number)
+
+    assert checksums.of_blocks(views, BLOCK_BYTES) == right(views)
+    assert checksums.of_blocks(views, BLOCK_BYTES) == right(views)
+    assert [record.message for record in caplog.records] == ["no_checksum_process"]
+    assert not Path(f"/proc/{pid}").exists()
+
+
+def test_small_memory_starts_no_process() -> None:
+    small, checksums = Arena.create("w0002.0", body_bytes=1 << 20), Checksums()
+    checksums.attach(small)
+    assert checksums._process is None
+    small.close()
+
+
+def test_a_machine_that_starts_no_process_trains_on(
+    arena: Arena, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(module.sys, "executable", "/nowhere/python")
+    checksums, views = Checksums(), views_of(arena)
+    checksums.attach(arena)
+    assert checksums.of_blocks(views, BLOCK_BYTES) == right(views)
+
+
+TRAINER = """
+import os, signal
+from workers.memory import Arena, Checksums
+arena, checksums = Arena.create("w0003.0", body_bytes=16 << 20), Checksums()
+checksums.attach(arena)
+print(checksums._process.pid, flush=True)
+os.kill(os.getpid(), signal.SIGKILL)
+"""
+
+
+def test_the_process_ends_with_its_trainer() -> None:
+    trainer = [sys.executable, "-c", TRAINER]
+    done = subprocess.run(trainer, stdout=subprocess.PIPE, text=True, check=False)
+    assert done.returncode == -signal.SIGKILL
+    until(lambda: not Path(f"/proc/{int(done.stdout)}").exists(), "it ends")

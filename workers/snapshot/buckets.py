@@ -1,0 +1,101 @@
+"""What of a state is copied off a device together, in which order and from where."""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Sequence
+from typing import Final, NamedTuple
+
+import torch
+from torch import Tensor
+
+__all__ = ["BUCKET_BYTES", "Plan", "TensorRange", "into_buckets"]
+
+#: Two thirds of a millisecond on a bus of 50 GB/s.
+BUCKET_BYTES: Final = 32 << 20
+
+
+class TensorRange(NamedTuple):
+    """Bytes of one of several tensors."""
+
+    tensor: int
+    low: int
+    high: int
+
+
+def into_buckets(
+    sizes_bytes: Sequence[int], *, bucket_bytes: int, block_bytes: int
+) -> list[tuple[TensorRange, ...]]:
+    """Divide tensors into buckets, in order; tensors are divided only at blocks.
+
+    ``bucket_bytes`` is a multiple of ``block_bytes``, the unit of the checksums.
+    """
+    buckets: list[tuple[TensorRange, ...]] = []
+    bucket: list[TensorRange] = []
+    room = bucket_bytes
+    for index, size in enumerate(sizes_bytes):
+        low = 0
+        while low < size:
+            fits = size - low if size - low <= room else room // block_bytes * block_bytes
+            if fits:
+                bucket.append(TensorRange(index, low, low + fits))
+                low += fits
+                room -= fits
+            if low < size:
+                buckets.append(tuple(bucket))
+                bucket, room = [], bucket_bytes
+    return [one for one in (*buckets, tuple(bucket)) if one]
+
+
+class Plan:
+    """The parts of each bucket of a state, made once: slicing takes longer than enqueueing.
+
+    Args:
+        targets: Where the tensors go.
+        sources: The tensors.
+        places: Where their memory is: a tensor may get other memory.
+        buckets: What is copied together.
+    """
+
+    def __init__(
+        self,
+        targets: Sequence[Tensor],
+        sources: Sequence[Tensor],
+        places: Sequence[int],
+        buckets: list[tuple[TensorRange, ...]],
+    ) -> None:
+        self._targets, self._sources, self._places = targets, sources, places
+        self.buckets = buckets
+        flat = [_flat(*pair) for pair in zip(targets, sources, strict=True)]
+        parts = [[_part(flat[tensor], low, high) for tensor, low, high in each] for each in buckets]
+        self.parts = [[part for part in bucket if part is not None] for bucket in parts]
+
+    def fits(
+        self, targets: Sequence[Tensor], sources: Sequence[Tensor], places: Sequence[int]
+    ) -> bool:
+        """Return whether it copies these tensors to these targets."""
+        return _are_same(targets, self._targets) and self.copies(sources, places)
+
+    def copies(self, sources: Sequence[Tensor], places: Sequence[int]) -> bool:
+        """Return whether it copies these tensors."""
+        return places == self._places and _are_same(sources, self._sources)
+
+
+def _are_same(some: Sequence[Tensor], others: Sequence[Tensor]) -> bool:
+    return len(some) == len(others) and all(map(operator.is_, some, others))
+
+
+def _flat(target: Tensor, source: Tensor) -> tuple[Tensor, Tensor]:
+    """Return both as bytes; unchanged if the source is not contiguous."""
+    source = source.detach()
+    if not source.is_contiguous():
+        return target, source
+    return target.reshape(-1).view(torch.uint8), source.reshape(-1).view(torch.uint8)
+
+
+def _part(pair: tuple[Tensor, Tensor], low: int, high: int) -> tuple[Tensor, Tensor] | None:
+    """Return some bytes of a pair; all of an indivisible one with its first bytes."""
+    target, source = pair
+    if not source.is_contiguous():
+        return None if low else pair
+    return target[low:high], source[low:high]
