@@ -1,4 +1,4 @@
-"""Run the parts, some side by side, and print one table; see ``tests.gpu``."""
+"""Run the parts, one after the other, and print one table; see ``tests.gpu``."""
 
 from __future__ import annotations
 
@@ -23,25 +23,24 @@ from tests.gpu.parts import PARTS, Lab, perform
 from tests.gpu.rows import Row
 
 ROOT: Final = Path(__file__).parents[2]
-#: Each group of parts has a process of its own. Groups of a wave run at the same time, where there
-#: are processors enough: what they show does not depend on time. More than two slow each other down
-#: so much that waits run out: the ranks of all take turns on the GPU.
-WAVES: Final = (
-    (("card",),),
-    (("tests", "groups"), ("layouts",)),
-    (("faults",), ("equal",)),
-    (("kills",),),
-    (("snapshot", "pinning"),),
-    (("overhead",),),
-    (("demo",),),
-    (("models",),),
+#: Each group of parts has a process of its own, one after the other: the ranks of all take turns on
+#: the GPU, and two groups at a time slow each other down so much that waits run out.
+GROUPS: Final = (
+    ("card", "tests"),
+    ("groups",),
+    ("layouts",),
+    ("faults",),
+    ("equal",),
+    ("kills",),
+    ("snapshot", "pinning"),
+    ("overhead",),
+    ("demo",),
+    ("models",),
 )
 #: Those that only run when they are named.
 EXTRA: Final = frozenset({"demo", "models"})
-PROCESSORS_MIN: Final = 8
 #: A part that takes longer has failed.
-PART_S_MAX: Final = {"groups": 70.0, "tests": 60.0, "kills": 150.0, "pinning": 40.0, "equal": 180.0}
-OTHERS_S_MAX: Final = 140.0
+PART_S_MAX: Final = 240.0
 
 
 def main() -> int:
@@ -74,18 +73,15 @@ def main() -> int:
     with tempfile.TemporaryDirectory() as folder:
         logs = options.logs or Path(folder)
         logs.mkdir(parents=True, exist_ok=True)
-        for wave in WAVES:
-            asked = [[part for part in group if part in chosen] for group in wave]
-            groups = [group for group in asked if group]
-            is_wide = (os.cpu_count() or 1) >= PROCESSORS_MIN
-            for together in [groups] if is_wide else [[group] for group in groups]:
-                begun = [_Process(group, options, logs) for group in together]
-                try:
-                    for process in begun:
-                        rows += process.rows()
-                finally:
-                    for process in begun:
-                        process.end()
+        for group in GROUPS:
+            parts = [part for part in group if part in chosen]
+            if not parts:
+                continue
+            process = _Process(parts, options, logs)
+            try:
+                rows += process.rows()
+            finally:
+                process.end()
     if not options.json:
         print_table(rows)
     return int(any(row.ok is False for row in rows))
@@ -103,7 +99,7 @@ class _Process:
         self._log = logs / f"gpu-{'-'.join(parts)}.log"
         found = filter(None, os.environ.get("PYTHONPATH", "").split(os.pathsep))
         places = os.pathsep.join([str(ROOT), str(ROOT / "workers/public"), *found])
-        limit_s = sum(PART_S_MAX.get(part, OTHERS_S_MAX) for part in parts)
+        limit_s = len(parts) * PART_S_MAX
         self._until_s = time.monotonic() + limit_s * (3 if options.on_cpu else 1)
         with self._log.open("wb") as log:
             self._process = subprocess.Popen(
