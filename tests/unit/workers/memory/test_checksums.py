@@ -14,7 +14,6 @@ import pytest
 
 from tests.support.ranks import until
 from workers.memory import Arena, Checksums
-from workers.memory import checksums as module
 
 BLOCK_BYTES = 64 << 10
 SLOT_BYTES = 16 << 20
@@ -107,7 +106,7 @@ def test_small_memory_starts_no_process() -> None:
 def test_a_machine_that_starts_no_process_trains_on(
     arena: Arena, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(module.sys, "executable", "/nowhere/python")
+    monkeypatch.setattr(sys, "executable", "/nowhere/python")
     checksums, views = Checksums(), views_of(arena)
     checksums.attach(arena)
     assert checksums.of_blocks(views, BLOCK_BYTES) == right(views)
