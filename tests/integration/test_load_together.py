@@ -21,7 +21,7 @@ from workers.records import ProgressRecord
 from workers.settings import CheckpointSettings, Settings
 from workers.state import HostBuffer, StateEntry
 from workers.train import WorkerContext
-from workers.train.boundary.restore import GroupTransport, UnloadableSignal, restore_state
+from workers.train.loading.restore import GroupTransport, UnloadableSignal, restore_state
 
 NUM_RANKS = 4
 ROWS, COLUMNS, LAYERS = 512, 1024, 12

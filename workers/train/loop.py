@@ -35,10 +35,11 @@ from workers.protocol import (
 )
 from workers.settings import Settings
 from workers.state import HostBuffer
-from workers.train.boundary import UnloadableSignal, YieldSignal
+from workers.train.boundary import YieldSignal
 from workers.train.context import WorkerContext
 from workers.train.executor import use_deterministic_kernels
 from workers.train.lm import train_language_model
+from workers.train.loading import UnloadableSignal
 from workers.train.script import Task, load_task
 from workers.train.session import Session
 

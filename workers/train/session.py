@@ -48,16 +48,7 @@ from workers.state import (
     take_whole_vectors,
 )
 from workers.train.agreement import agree_on_data, is_everywhere
-from workers.train.boundary import (
-    INITIAL,
-    UNWRITTEN,
-    Boundary,
-    Initial,
-    Marks,
-    Restored,
-    StorageWriter,
-    restore_state,
-)
+from workers.train.boundary import UNWRITTEN, Boundary, Marks, StorageWriter
 from workers.train.building import BuiltModel, build_model, groups_elsewhere
 from workers.train.context import WorkerContext
 from workers.train.evaluation import mean_over_samples
@@ -70,7 +61,16 @@ from workers.train.executor import (
     WholeGradients,
     quota,
 )
-from workers.train.filling import Initialise, fill, set_optimizer, start_from
+from workers.train.loading import (
+    INITIAL,
+    Initial,
+    Initialise,
+    Restored,
+    fill,
+    restore_state,
+    set_optimizer,
+    start_from,
+)
 from workers.train.state_dicts import guard_state_dicts
 from workers.train.steps import REGISTERED, STREAM, Steps
 from workers.train.whole_weights import write_weights

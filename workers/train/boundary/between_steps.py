@@ -35,10 +35,10 @@ from workers.train.boundary.costs import SaveMeter
 from workers.train.boundary.ending import Ending
 from workers.train.boundary.live_state import LiveState, Marks, capture
 from workers.train.boundary.protection import ProtectionWait
-from workers.train.boundary.restore import LIVE_STATE
 from workers.train.boundary.store import SavedState, StorageWriter
 from workers.train.context import WorkerContext
 from workers.train.executor import Finiteness, ShardedModel, Signals, Step, all_agree
+from workers.train.loading import LIVE_STATE
 from workers.train.whole_weights import digest_of_weights
 
 __all__ = ["UNWRITTEN", "Boundary", "YieldSignal"]

@@ -11,7 +11,7 @@ from ucp_core.errors import (
 from ucp_core.geometry import TensorKey
 from ucp_core.layout import ParallelLayout
 from workers.protocol import Assignment, stored_source
-from workers.train.boundary.restore import _found, without_optimizer_state
+from workers.train.loading.restore import _found, without_optimizer_state
 
 RESUMED = stored_source(7, 2)
 ASSIGNMENT = Assignment(

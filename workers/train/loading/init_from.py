@@ -26,7 +26,7 @@ from workers.models import as_in_module
 from workers.parallel import own_names
 from workers.settings import InitSettings
 from workers.state import CHANGED, DTYPES, StateEntry
-from workers.train.boundary.restore import WEIGHT, without_optimizer_state
+from workers.train.loading.restore import WEIGHT, without_optimizer_state
 
 __all__ = ["INITIAL", "Initial", "Needed", "load_initial"]
 

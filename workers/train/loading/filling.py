@@ -11,10 +11,11 @@ from torch import Tensor, nn
 from ucp_core.native import Checkpoint
 from workers.parallel import own_names
 from workers.state import HostBuffer, StateEntry, set_scalars
-from workers.train.boundary import Initial, Needed, Target, load_initial
 from workers.train.context import WorkerContext
 from workers.train.executor import ShardedModel, all_agree
-from workers.train.initial_values import initial_values
+from workers.train.loading.init_from import Initial, Needed, load_initial
+from workers.train.loading.initial_values import initial_values
+from workers.train.loading.restore import Target
 
 __all__ = ["Initialise", "fill", "set_optimizer", "start_from"]
 
