@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import hashlib
+import json
+import logging
 from collections.abc import Mapping
 from typing import Any
 
@@ -10,10 +12,12 @@ import torch
 import torch.distributed as dist
 
 from workers.data import DataLoader, DataOrder
-from workers.errors import DataError
+from workers.errors import DataError, TaskError
 from workers.train.executor import on_host
 
-__all__ = ["agree_on_data", "is_everywhere"]
+__all__ = ["agree_on_data", "agree_on_registered", "is_everywhere"]
+
+log = logging.getLogger(__name__)
 
 
 def agree_on_data(
@@ -73,6 +77,29 @@ def agree_on_data(
             "the same files, and with data.source=stdlib the same Python"
         )
     return cursor
+
+
+def agree_on_registered(
+    values: Mapping[str, Any],
+    saved: Mapping[str, Any],
+    *,
+    step: int,
+    rank: int,
+    device: torch.device,
+) -> None:
+    """Raise ``TaskError`` if the state that the script registered differs between workers.
+
+    ``saved`` is what the version of ``step`` has: what is no longer registered is told.
+    """
+    unknown = sorted(saved.keys() - values.keys())
+    if unknown and rank == 0:
+        told = ", ".join(unknown)
+        log.warning("step %s has state of %s, which nobody registers now", step, told)
+    if values and not is_everywhere(json.dumps(values, sort_keys=True), device):
+        raise TaskError(
+            f"the registered state ({', '.join(values)}) differs between workers; register "
+            "what is the same on all of them"
+        )
 
 
 def is_everywhere(text: str, device: torch.device) -> bool:

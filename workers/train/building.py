@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -23,18 +24,22 @@ from workers.parallel import (
     own_names,
     shard_model,
 )
+from workers.protocol import Assignment
 from workers.settings import Settings
-from workers.state import Optimizers, PersistentBuffers, reserve
+from workers.state import Optimizers, PersistentBuffers, Registered, TrainingState, reserve
 from workers.train.executor import (
     Pipeline,
+    RankCalls,
     Reduction,
+    ShardedModel,
+    WholeGradients,
     on_host,
     refuse_hooks,
     use_all_to_all,
     use_tree,
 )
 
-__all__ = ["BuiltModel", "build_model", "groups_elsewhere"]
+__all__ = ["BuiltModel", "as_optimizers", "assemble", "build_model"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -125,7 +130,7 @@ def build_model(
     )
 
 
-def groups_elsewhere(
+def _groups_elsewhere(
     built: BuiltModel,
     optimizers: Optimizers,
     parameters: Mapping[str, nn.Parameter],
@@ -161,6 +166,70 @@ def groups_elsewhere(
         (name, number) for name, number in zip(names, found, strict=True) if name not in parameters
     ]
     return [[name for name, number in theirs if number == group] for group in range(most)]
+
+
+def assemble(
+    built: BuiltModel,
+    parameters: Mapping[str, nn.Parameter],
+    every: Sequence[torch.optim.Optimizer],
+    *,
+    assignment: Assignment,
+    settings: Settings,
+    mesh: Mesh,
+    device: torch.device,
+    reduction: Reduction,
+) -> ShardedModel:
+    """Return the model with its optimizers, ``every``, none of which need be there.
+
+    Raises:
+        TaskError: Stages of a pipeline have different groups of parameters.
+    """
+    optimizers, train = Optimizers(every, parameters), settings.train
+    elsewhere = _groups_elsewhere(built, optimizers, parameters, device) if every else None
+    return ShardedModel(
+        model=built.model,
+        shapes=built.shapes,
+        optimizers=optimizers,
+        shards=built.shards,
+        parameters=parameters,
+        reduction=reduction,
+        mesh=mesh,
+        device=device,
+        keeps_gathered=built.keeps_gathered,
+        state=TrainingState(
+            built.shards,
+            parameters,
+            optimizers,
+            rank=assignment.rank,
+            guards=assignment.saved_too,
+            elsewhere=elsewhere,
+            buffers=built.buffers.named(),
+            sharers=mesh.sharers,
+        ),
+        registered=Registered(optimizers.every),
+        buffers=built.buffers,
+        whole=WholeGradients(
+            built.shards,
+            built.shapes,
+            num_parts=train.num_micro_batches if train.deterministic else 1,
+            counts=mesh.tensor_rank == 0,
+            device=device,
+        ),
+        rank_calls=RankCalls(built.model),
+        pipeline=built.pipeline,
+    )
+
+
+def as_optimizers(made: Any) -> list[torch.optim.Optimizer]:
+    """Return what a script's function made; raise ``TaskError`` if there is something else."""
+    every = list(made) if isinstance(made, list | tuple) else [made]
+    other = next((one for one in every if not isinstance(one, torch.optim.Optimizer)), None)
+    if other is not None or not every:
+        raise TaskError(
+            f"session.optimizer: your function returned {type(other or made).__name__}, not an "
+            "optimizer; return a torch.optim.Optimizer, or a list of them"
+        )
+    return every
 
 
 def _check(model: nn.Module, averaged: Sequence[str]) -> None:

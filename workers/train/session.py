@@ -6,14 +6,11 @@ too. A session belongs to one thread and one attempt.
 
 from __future__ import annotations
 
-import json
 import logging
 import math
-import re
 import time
 from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
-from dataclasses import replace
-from typing import Any, Final, TypeVar
+from typing import Any, TypeVar
 
 import torch
 from numpy.typing import NDArray
@@ -22,65 +19,45 @@ from torch import Tensor, nn
 from ucp_core.storage import join
 from workers import collectives
 from workers.data import DataLoader, DataOrder, Dataset, as_data, micro_batches_of
-from workers.errors import ApartError, TaskError
+from workers.errors import TaskError
 from workers.models import adapter_documents
 from workers.parallel import (
     Mesh,
     ModelPlan,
     drop_gathered,
 )
-from workers.protocol import SAVED, VALIDATION, VALUES, Assignment, Formed, WorkerPhase
+from workers.protocol import VALIDATION, VALUES, Assignment, Formed, WorkerPhase
 from workers.settings import Settings
 from workers.snapshot import SnapshotMemory
 from workers.state import (
-    CHANGED,
-    UNSTARTED,
     HostBuffer,
-    Optimizers,
-    Registered,
-    StateEntry,
     Stateful,
-    TrainingState,
     adopt,
     in_whole_vectors,
     local_parameters,
     refuse_unfit,
     take_whole_vectors,
 )
-from workers.train.agreement import agree_on_data, is_everywhere
+from workers.train.agreement import agree_on_data, agree_on_registered
 from workers.train.boundary import UNWRITTEN, Boundary, Marks, StorageWriter
-from workers.train.building import BuiltModel, build_model, groups_elsewhere
+from workers.train.building import BuiltModel, as_optimizers, assemble, build_model
 from workers.train.context import WorkerContext
 from workers.train.evaluation import mean_over_samples
 from workers.train.executor import (
     Quota,
-    RankCalls,
     Reduction,
     ShardedModel,
     Step,
-    WholeGradients,
     quota,
 )
-from workers.train.loading import (
-    INITIAL,
-    Initial,
-    Initialise,
-    Restored,
-    fill,
-    restore_state,
-    set_optimizer,
-    start_from,
-)
+from workers.train.loading import Initialise, Loader, Restored
 from workers.train.state_dicts import guard_state_dicts
 from workers.train.steps import REGISTERED, STREAM, Steps
-from workers.train.whole_weights import write_weights
+from workers.train.whole_weights import path_to_save, write_weights
 
 __all__ = ["Initialise", "Session"]
 
 log = logging.getLogger(__name__)
-
-#: Of a file that a script saves.
-_PLAIN_NAME: Final = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.-]*")
 
 _T = TypeVar("_T")
 
@@ -110,17 +87,13 @@ class Session:
         self._assignment = assignment
         self._context = context
         self._mesh = mesh
-        self._buffer = buffer
-        self._build: Callable[[], nn.Module] | None = None
-        self._initialise: Initialise | None = None
+        self._loader = Loader(assignment, context, mesh, buffer, self.device)
         self._built: BuiltModel | None = None
         self._unfilled: Marks | None = None
         self._sharded: ShardedModel | None = None
         self._reduction = Reduction()
-        self._restored: dict[str, Any] = {}
         self._has_begun = False
         self._steps: Steps | None = None
-        self._resumed_step = assignment.resume_step
         self._batches: Generator[Any] | None = None
         self._validation_loss = math.nan
         self._evaluates_badly = False
@@ -144,7 +117,7 @@ class Session:
     @property
     def step(self) -> int:
         """Return the last completed step; before the first, the one that was resumed from."""
-        return self._steps.step if self._steps is not None else self._resumed_step
+        return self._steps.step if self._steps is not None else self._loader.step
 
     @property
     def ended(self) -> str:
@@ -187,7 +160,7 @@ class Session:
             reduction=self._reduction,
             averaged=average_buffers,
         )
-        self._build, self._initialise = build, initialise
+        self._loader.prepare(build, initialise)
         self._unfilled = Marks(self._built.shards)
         guard_state_dicts(self._built.model)
         return self._built.called
@@ -218,21 +191,22 @@ class Session:
         parameters = local_parameters(self._built.shards)
         self._refuse_written()
         # What it makes of the weights must be of their values.
-        initial = self._fill_new(self._built, parameters)
+        built = self._built
+        self._loader.fill_new(lambda: self._assembled(built, parameters, []))
         deterministic = self.settings.train.deterministic
         if deterministic and elementwise:
             in_whole_vectors(parameters.values())
         self._unfilled = Marks(self._built.shards)
         made = make(parameters)
         self._refuse_written()
-        every = _as_optimizers(made)
+        every = as_optimizers(made)
         for one in every:
             refuse_unfit(one, self._mesh.layout, elementwise=elementwise)
             adopt(one, self._built.shards, parameters)
             if deterministic:
                 take_whole_vectors(one)
         self._sharded = self._assembled(self._built, parameters, every)
-        restored = self._load(self._sharded, initial)
+        restored = self._load(self._sharded)
         collectives.set_timeout(self.settings.parallel.collective_timeout_s)
         self._context.progress.resumed(self.step)
         self._context.on_formed(
@@ -266,7 +240,7 @@ class Session:
                 f"session.register: call it for {name!r} after session.optimizer and before "
                 "session.steps"
             )
-        saved = self._restored.get(REGISTERED, {}).get(name)
+        saved = self._loader.extra.get(REGISTERED, {}).get(name)
         if saved is None and self.step and self.rank == 0:
             log.warning("step %s was saved without the state of %s", self.step, name)
         self._sharded.registered.add(name, stateful, saved)
@@ -288,7 +262,14 @@ class Session:
             DataError: Workers, or this run and its checkpoint, have different data.
             TaskError: A step was left without ``apply``, or workers registered different state.
         """
-        self._agree_on_registered()
+        self._has_begun = True
+        agree_on_registered(
+            self._ready().registered.values(),
+            self._loader.extra.get(REGISTERED, {}),
+            step=self.step,
+            rank=self.rank,
+            device=self.device,
+        )
         read = as_data(data)
         num_samples = read if isinstance(read, int) else 1 if read.is_stream else len(read)
         order = DataOrder(
@@ -301,7 +282,7 @@ class Session:
             read,
             order,
             data_digest,
-            restored=self._restored,
+            restored=self._loader.extra,
             step=self.step,
             rank=self.rank,
             device=self.device,
@@ -395,24 +376,16 @@ class Session:
             StorageError: It cannot be written.
             TaskError: There is no model yet, or ``name`` is no plain name.
         """
-        sharded = self._ready()
-        if not _PLAIN_NAME.fullmatch(name):
-            raise TaskError(f"session.save: {name!r} must be of letters, digits, '.', '-' and '_'")
-        apart = collectives.places().meet(f"session.save({name!r})")
-        if apart:
-            raise ApartError(
-                f"session.save({name!r}) is called by some workers only, and each has a part of "
-                f"the weights: {collectives.described(apart)}. Call it on all workers"
-            )
-        self._context.progress.enter(WorkerPhase.SAVING)
-        path = join(SAVED, name, "model.safetensors")
+        sharded, progress = self._ready(), self._context.progress
+        path = path_to_save(name)
+        progress.enter(WorkerPhase.SAVING)
         write_weights(
             sharded,
             lambda chunks: self._storage.write(path, chunks),
             step=str(self.step),
             attempt=str(self._assignment.attempt),
         )
-        self._context.progress.enter(WorkerPhase.SCRIPT)
+        progress.enter(WorkerPhase.SCRIPT)
         return join(self._context.directory, path)
 
     def stop(self, reason: str) -> None:
@@ -479,8 +452,7 @@ class Session:
         """Release the model and end writing; return whether all memory is free again."""
         if self._sharded is not None:
             self._sharded.rank_calls.end()
-        self._built = self._build = self._initialise = self._sharded = self._steps = None
-        self._unfilled = None
+        self._built = self._unfilled = self._sharded = self._steps = None
         if self._batches is not None:
             self._batches.close()
         is_closed, is_written = self._boundary.close(), self._storage.close()
@@ -512,107 +484,31 @@ class Session:
         parameters: Mapping[str, nn.Parameter],
         every: Sequence[torch.optim.Optimizer],
     ) -> ShardedModel:
-        optimizers, train = Optimizers(every, parameters), self.settings.train
-        elsewhere = None
-        if every:
-            elsewhere = groups_elsewhere(built, optimizers, parameters, self.device)
-        return ShardedModel(
-            model=built.model,
-            shapes=built.shapes,
-            optimizers=optimizers,
-            shards=built.shards,
-            parameters=parameters,
-            reduction=self._reduction,
+        return assemble(
+            built,
+            parameters,
+            every,
+            assignment=self._assignment,
+            settings=self.settings,
             mesh=self._mesh,
             device=self.device,
-            keeps_gathered=built.keeps_gathered,
-            state=TrainingState(
-                built.shards,
-                parameters,
-                optimizers,
-                rank=self.rank,
-                guards=self._assignment.saved_too,
-                elsewhere=elsewhere,
-                buffers=built.buffers.named(),
-                sharers=self._mesh.sharers,
-            ),
-            registered=Registered(optimizers.every),
-            buffers=built.buffers,
-            whole=WholeGradients(
-                built.shards,
-                built.shapes,
-                num_parts=train.num_micro_batches if train.deterministic else 1,
-                counts=self._mesh.tensor_rank == 0,
-                device=self.device,
-            ),
-            rank_calls=RankCalls(built.model),
-            pipeline=built.pipeline,
+            reduction=self._reduction,
         )
 
-    def _fill_new(
-        self, built: BuiltModel, parameters: Mapping[str, nn.Parameter]
-    ) -> Initial | None:
-        """Fill the weights, unless they come with the state of an optimizer."""
-        start = self.settings.start
-        if self._assignment.resume_step or (start.path and start.state == "all"):
-            return None
-        sharded, initial = self._assembled(built, parameters, []), None
-        if start.path:
-            initial = start_from(sharded, self._context, self._buffer, tell=self.rank == 0)
-        self._fill(sharded, initial)
-        return initial
-
-    def _fill(self, sharded: ShardedModel, initial: Initial | None) -> None:
-        assert self._build is not None, "session.model was called"
-        fill(
-            sharded,
-            self._build,
-            self._initialise,
-            seed=self.settings.train.seed,
-            is_new=self.step == 0,
-            initial=initial,
-        )
-
-    def _load(self, sharded: ShardedModel, initial: Initial | None) -> Restored:
-        """Load what ``_fill_new`` did not fill; return what was loaded."""
-
-        def to_fill() -> Sequence[StateEntry]:
-            sharded.prime()
-            return sharded.state.entries()
-
-        restored = restore_state(
-            self._assignment,
-            to_fill,
-            context=self._context,
-            buffer=self._buffer,
-            device=self.device,
-            replicas=self._mesh.replicas,
-        )
-        self._resumed_step, self._restored = restored.step, restored.extra
+    def _load(self, sharded: ShardedModel) -> Restored:
+        """Load what ``Loader.fill_new`` did not fill; return what was loaded."""
+        loader = self._loader
+        restored = loader.restore(sharded)
         for path, line in restored.extra.pop(UNWRITTEN, ()):
             self._storage.append_text(path, line)
         if restored.step:
-            set_optimizer(
-                sharded,
-                restored.without_state,
-                restored.extra["optimizer"],
-                restored.extra.get(CHANGED, ()),
-                unstarted=restored.extra.get(UNSTARTED, False),
-            )
-            self._boundary.begin(self.step, sharded, restored.extra)
-            self._fill(sharded, None)
-        else:
-            sharded.try_unknown()
-            if self.settings.start.path:
-                if initial is None:
-                    initial = start_from(sharded, self._context, self._buffer, tell=self.rank == 0)
-                    self._fill(sharded, initial)
-                restored = replace(restored, sources=((INITIAL, initial.size_bytes),))
+            self._boundary.begin(restored.step, sharded, restored.extra)
+        restored = loader.fill_rest(sharded, restored)
         drop_gathered(sharded.model)
-        self._boundary.loaded(sharded, self._restored)
+        self._boundary.loaded(sharded, loader.extra)
         self._steps = Steps(
-            self.step,
-            self._restored,
+            loader.step,
+            loader.extra,
             settings=self.settings,
             sharded=sharded,
             boundary=self._boundary,
@@ -627,33 +523,11 @@ class Session:
         first = {"micro_batch": train.micro_batch, "first_step": self.step + 1}
         if isinstance(data, DataLoader):
             self._batches = data.batches(
-                order, seed=train.seed, numbers=numbers, state=self._restored.get(STREAM), **first
+                order,
+                seed=train.seed,
+                numbers=numbers,
+                state=self._loader.extra.get(STREAM),
+                **first,
             )
             return self._batches
         return (samples for _, _, samples in micro_batches_of(order, numbers=numbers, **first))
-
-    def _agree_on_registered(self) -> None:
-        """Raise if the state that the script registered is not the same on every worker."""
-        self._has_begun = True
-        values = self._ready().registered.values()
-        unknown = sorted(self._restored.get(REGISTERED, {}).keys() - values.keys())
-        if unknown and self.rank == 0:
-            told = ", ".join(unknown)
-            log.warning("step %s has state of %s, which nobody registers now", self.step, told)
-        if values and not is_everywhere(json.dumps(values, sort_keys=True), self.device):
-            raise TaskError(
-                f"the registered state ({', '.join(values)}) differs between workers; register "
-                "what is the same on all of them"
-            )
-
-
-def _as_optimizers(made: Any) -> list[torch.optim.Optimizer]:
-    """Return what a script's function made; raise ``TaskError`` if there is something else."""
-    every = list(made) if isinstance(made, list | tuple) else [made]
-    other = next((one for one in every if not isinstance(one, torch.optim.Optimizer)), None)
-    if other is not None or not every:
-        raise TaskError(
-            f"session.optimizer: your function returned {type(other or made).__name__}, not an "
-            "optimizer; return a torch.optim.Optimizer, or a list of them"
-        )
-    return every

@@ -8,8 +8,9 @@ from __future__ import annotations
 import hashlib
 import itertools
 import json
+import re
 from collections.abc import Callable, Iterable
-from typing import Any, NamedTuple
+from typing import Any, Final, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -17,12 +18,18 @@ from torch import Tensor
 
 from ucp_core.errors import StorageError, UcpError
 from ucp_core.formats import print_header
-from ucp_core.storage import Buffer
+from ucp_core.storage import Buffer, join
+from workers import collectives
+from workers.errors import ApartError, TaskError
 from workers.parallel import drop_gathered, own_names
+from workers.protocol import SAVED
 from workers.state import DTYPES
 from workers.train.executor import ShardedModel, all_agree, on_host
 
-__all__ = ["digest_of_weights", "write_weights"]
+__all__ = ["digest_of_weights", "path_to_save", "write_weights"]
+
+#: Of a file that a script saves.
+_PLAIN_NAME: Final = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.-]*")
 
 
 def digest_of_weights(sharded: ShardedModel) -> str:
@@ -36,6 +43,24 @@ def digest_of_weights(sharded: ShardedModel) -> str:
         digest.update(fqn.encode())
         digest.update(_bytes(whole))
     return digest.hexdigest()
+
+
+def path_to_save(name: str) -> str:
+    """Return where in the run directory the weights go that a script calls ``name``.
+
+    Raises:
+        ApartError: Not every worker calls it.
+        TaskError: ``name`` is no plain name.
+    """
+    if not _PLAIN_NAME.fullmatch(name):
+        raise TaskError(f"session.save: {name!r} must be of letters, digits, '.', '-' and '_'")
+    apart = collectives.places().meet(f"session.save({name!r})")
+    if apart:
+        raise ApartError(
+            f"session.save({name!r}) is called by some workers only, and each has a part of "
+            f"the weights: {collectives.described(apart)}. Call it on all workers"
+        )
+    return join(SAVED, name, "model.safetensors")
 
 
 def write_weights(

@@ -5,28 +5,10 @@ from typing import TYPE_CHECKING
 from ucp_core.lazy import lazy_door
 
 if TYPE_CHECKING:
-    from workers.train.loading.filling import Initialise, fill, set_optimizer, start_from
-    from workers.train.loading.init_from import INITIAL, Initial
-    from workers.train.loading.restore import (
-        LIVE_STATE,
-        Restored,
-        Target,
-        UnloadableSignal,
-        restore_state,
-    )
+    from workers.train.loading.filling import Initialise
+    from workers.train.loading.loader import Loader
+    from workers.train.loading.restore import LIVE_STATE, Restored, UnloadableSignal
 
-__all__ = [
-    "INITIAL",
-    "LIVE_STATE",
-    "Initial",
-    "Initialise",
-    "Restored",
-    "Target",
-    "UnloadableSignal",
-    "fill",
-    "restore_state",
-    "set_optimizer",
-    "start_from",
-]
+__all__ = ["LIVE_STATE", "Initialise", "Loader", "Restored", "UnloadableSignal"]
 
 __getattr__ = lazy_door(__name__)

@@ -1,0 +1,129 @@
+"""Fills the model and the optimizer of one attempt, in the order that a script makes them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch import nn
+
+from workers.parallel import Mesh
+from workers.protocol import Assignment
+from workers.state import CHANGED, UNSTARTED, HostBuffer, StateEntry
+from workers.train.context import WorkerContext
+from workers.train.executor import ShardedModel
+from workers.train.loading.filling import Initialise, fill, set_optimizer, start_from
+from workers.train.loading.init_from import INITIAL, Initial
+from workers.train.loading.restore import Restored, restore_state
+
+__all__ = ["Loader"]
+
+
+class Loader:
+    """Loads the version that an attempt resumes from, or fills a new run.
+
+    Args:
+        assignment: The attempt.
+        context: The worker.
+        mesh: The ranks.
+        buffer: Host memory for what is read.
+        device: To train on.
+
+    Attributes:
+        step: The step that the attempt resumes from; 0 for a new run.
+        extra: The small named values of its version.
+    """
+
+    def __init__(
+        self,
+        assignment: Assignment,
+        context: WorkerContext,
+        mesh: Mesh,
+        buffer: HostBuffer,
+        device: torch.device,
+    ) -> None:
+        self.step = assignment.resume_step
+        self.extra: dict[str, Any] = {}
+        self._assignment, self._context = assignment, context
+        self._mesh, self._buffer, self._device = mesh, buffer, device
+        self._build: Callable[[], nn.Module] | None = None
+        self._initialise: Initialise | None = None
+        self._initial: Initial | None = None
+
+    def prepare(self, build: Callable[[], nn.Module], initialise: Initialise | None) -> None:
+        """Note how the model gets values that no checkpoint holds; see ``Session.model``."""
+        self._build, self._initialise = build, initialise
+
+    def fill_new(self, assemble: Callable[[], ShardedModel]) -> None:
+        """Fill the weights of a new run, unless they come with the state of an optimizer.
+
+        ``assemble`` returns the model without optimizers.
+        """
+        start = self._context.settings.start
+        if self._assignment.resume_step or (start.path and start.state == "all"):
+            return
+        sharded = assemble()
+        if start.path:
+            self._start_from(sharded)
+        self._fill(sharded)
+
+    def restore(self, sharded: ShardedModel) -> Restored:
+        """Load the version that the attempt resumes from, if there is one.
+
+        Raises:
+            UnloadableSignal: It cannot be read.
+        """
+
+        def to_fill() -> Sequence[StateEntry]:
+            sharded.prime()
+            return sharded.state.entries()
+
+        restored = restore_state(
+            self._assignment,
+            to_fill,
+            context=self._context,
+            buffer=self._buffer,
+            device=self._device,
+            replicas=self._mesh.replicas,
+        )
+        self.step, self.extra = restored.step, restored.extra
+        if restored.step:
+            set_optimizer(
+                sharded,
+                restored.without_state,
+                restored.extra["optimizer"],
+                restored.extra.get(CHANGED, ()),
+                unstarted=restored.extra.get(UNSTARTED, False),
+            )
+        return restored
+
+    def fill_rest(self, sharded: ShardedModel, restored: Restored) -> Restored:
+        """Fill what neither ``fill_new`` nor ``restore`` did; return what was loaded in all."""
+        if restored.step:
+            self._fill(sharded)
+            return restored
+        sharded.try_unknown()
+        if not self._context.settings.start.path:
+            return restored
+        if self._initial is None:
+            self._start_from(sharded)
+            self._fill(sharded)
+        assert self._initial is not None, "it was loaded"
+        return replace(restored, sources=((INITIAL, self._initial.size_bytes),))
+
+    def _start_from(self, sharded: ShardedModel) -> None:
+        is_first = self._assignment.rank == 0
+        self._initial = start_from(sharded, self._context, self._buffer, tell=is_first)
+
+    def _fill(self, sharded: ShardedModel) -> None:
+        assert self._build is not None, "session.model was called"
+        fill(
+            sharded,
+            self._build,
+            self._initialise,
+            seed=self._context.settings.train.seed,
+            is_new=self.step == 0,
+            initial=self._initial,
+        )
