@@ -201,9 +201,7 @@ class ReportIncident:
 
     Attributes:
         attempt: The one that ended.
-        incident: crash, node_loss, preemption, hang, link, undecided, exception, peer_lost,
-            unloadable, not_finite, controller_restart; or planned: growth, move, share, drain,
-            stop.
+        incident: A value of ``policies.FaultKind``.
         guilty: Workers proven to have caused it.
         evidence: One line for people.
         found_s: When it was found, or when the members were asked to leave.

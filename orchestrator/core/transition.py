@@ -7,6 +7,7 @@ from math import inf
 from orchestrator.core.actions import Action, FinishRun, ReportIncident
 from orchestrator.core.rules import RunRules
 from orchestrator.core.state import Cause, MutableRunState, Phase
+from orchestrator.policies import FaultKind
 
 
 class Transition:
@@ -40,7 +41,7 @@ class Transition:
     def report_incident(self) -> None:
         """Put on record why the attempt ended, unless it completed or the run was resumed."""
         cause = self.run.cause
-        if cause is not None and cause.kind not in ("completed", "resume"):
+        if cause is not None and cause.kind not in (FaultKind.COMPLETED, FaultKind.RESUME):
             for fault in (cause, *self.run.also):
                 self.report(fault, fenced_s=self.run.attempt.fenced_s)
 
@@ -50,7 +51,7 @@ class Transition:
         self.actions.append(
             ReportIncident(
                 attempt=self.run.attempt.number,
-                incident=fault.kind,
+                incident=fault.kind.value,
                 guilty=fault.guilty,
                 evidence=fault.evidence,
                 found_s=fault.at_s,

@@ -13,6 +13,7 @@ from orchestrator.policies import (
 )
 from orchestrator.policies.budgets import BudgetRules, Fault, FaultClass, UserError
 from orchestrator.policies.capacity import CapacityRules
+from orchestrator.policies.fault_kinds import FaultKind
 from orchestrator.policies.growth import GrowthRules
 from orchestrator.policies.layout import LayoutRules, choose, usable
 from orchestrator.policies.links import Link, Pair
@@ -63,6 +64,7 @@ __all__ = [
     "CapacityRules",
     "Fault",
     "FaultClass",
+    "FaultKind",
     "FaultsSeen",
     "GrowthRules",
     "Holding",

@@ -16,6 +16,7 @@ from orchestrator.core.handlers import (
 )
 from orchestrator.core.state import Phase, WorkerStatus
 from orchestrator.core.transition import Transition
+from orchestrator.policies import FaultKind
 
 
 def ticked(transition: Transition, event: Ticked) -> None:
@@ -102,5 +103,5 @@ def stop_requested(transition: Transition, event: StopRequested) -> None:
     if run.phase is Phase.WAITING:
         transition.finish("stopped", run.stop_reason)
     elif run.phase is Phase.FORMING:
-        recovery.fault(transition, "stop", (), run.stop_reason)
+        recovery.fault(transition, FaultKind.STOP, (), run.stop_reason)
         recovery.proceed(transition)

@@ -26,7 +26,7 @@ from orchestrator.core.events import (
 from orchestrator.core.handlers import demand, fleet, formation, recovery, searching
 from orchestrator.core.state import Phase, WorkerStatus
 from orchestrator.core.transition import Transition
-from orchestrator.policies import links
+from orchestrator.policies import FaultKind, links
 
 
 def node_joined(transition: Transition, event: NodeJoined) -> None:
@@ -121,7 +121,7 @@ def lose_node(transition: Transition, number: int, cause: str) -> None:
     node = run.fleet.nodes[number]._replace(alive=False, keeper_by_s=inf, budget_bytes=0)
     fleet.put_node(transition, number, node)
     recovery.memory_shrank(transition)
-    kind = "preemption" if preempted else "node_loss"
+    kind = FaultKind.PREEMPTION if preempted else FaultKind.NODE_LOSS
     if members:
         recovery.fault(transition, kind, tuple(members), f"node {node.name[:8]}: {cause}")
     elif names:
@@ -196,7 +196,7 @@ def worker_exited(transition: Transition, event: WorkerExited) -> None:
         lose_node(transition, worker.node, event.detail)
         return
     fleet.drop_worker(transition, number)
-    has_died = event.cause in ("crash", "out_of_memory")
+    has_died = event.cause in (FaultKind.CRASH, FaultKind.OUT_OF_MEMORY)
     if worker.status is WorkerStatus.STARTING and has_died:
         demand.note_failed_start(transition, worker.node, event.detail)
     elif worker.status is WorkerStatus.READY and has_died:
@@ -206,7 +206,8 @@ def worker_exited(transition: Transition, event: WorkerExited) -> None:
         return
     if worker.status is not WorkerStatus.DYING:
         preempted = event.cause == "preempted" or node.draining
-        kind = "out_of_memory" if event.cause == "out_of_memory" else "crash"
-        kind = "preemption" if preempted else kind
+        is_short = event.cause == FaultKind.OUT_OF_MEMORY
+        kind = FaultKind.OUT_OF_MEMORY if is_short else FaultKind.CRASH
+        kind = FaultKind.PREEMPTION if preempted else kind
         recovery.fault(transition, kind, (worker.name,), event.detail)
     recovery.proceed(transition)

@@ -7,7 +7,7 @@ from orchestrator.core.events import LinksProbed
 from orchestrator.core.handlers import demand, formation, reach, recovery, searching
 from orchestrator.core.state import ACTIVE, Phase
 from orchestrator.core.transition import Transition
-from orchestrator.policies import links
+from orchestrator.policies import FaultKind, links
 
 
 def links_probed(transition: Transition, event: LinksProbed) -> None:
@@ -42,7 +42,7 @@ def _look_at_attempt(transition: Transition) -> None:
     forms = run.phase is Phase.FORMING
     if run.network.found:
         what = "had not formed" if forms else "waited for each other"
-        recovery.fault(transition, "undecided", (), f"the members {what}")
+        recovery.fault(transition, FaultKind.UNDECIDED, (), f"the members {what}")
     elif forms:
         run.deadline_s = searching.form_deadline_s(transition)
 

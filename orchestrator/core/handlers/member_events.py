@@ -20,7 +20,7 @@ from orchestrator.core.events import (
 from orchestrator.core.handlers import fleet, planned, protection, recovery, searching
 from orchestrator.core.state import ACTIVE, Cause, MutableRunState, Phase, Worker
 from orchestrator.core.transition import Transition
-from orchestrator.policies import STORAGE, UserError
+from orchestrator.policies import STORAGE, FaultKind, UserError
 
 #: Weight of the newest step in the smoothed duration: about the last ten steps count.
 _STEP_WEIGHT = 0.1
@@ -40,7 +40,7 @@ def worker_formed(transition: Transition, event: WorkerFormed) -> None:
     number, worker = found
     if not run.attempt.from_storage and any(kind == STORAGE for kind, _ in event.sources):
         run.attempt.from_storage = True
-        run.faults_seen = run.faults_seen.and_load(run.cause.kind if run.cause else "")
+        run.faults_seen = run.faults_seen.and_load(run.cause.kind if run.cause else None)
     run.fleet.workers = run.fleet.workers.set(number, worker._replace(formed=True))
     run.attempt.num_unformed -= 1
     if run.attempt.num_unformed == 0 and run.phase is Phase.FORMING:
@@ -123,18 +123,18 @@ def worker_left(transition: Transition, event: WorkerLeft) -> None:
         planned.member_yielded(transition, event.step)
     elif event.how == "yielded":
         evidence = f"{worker.name} left: it had long not heard the controller"
-        recovery.fault(transition, "controller_restart", (), evidence)
+        recovery.fault(transition, FaultKind.CONTROLLER_RESTART, (), evidence)
         recovery.proceed(transition)
     else:
         # A collective failed. That shows that a peer is gone, not which one.
-        recovery.fault(transition, "peer_lost", (), f"{worker.name} left: {event.detail}")
+        recovery.fault(transition, FaultKind.PEER_LOST, (), f"{worker.name} left: {event.detail}")
         recovery.proceed(transition)
 
 
 def _was_told_to_end(transition: Transition, number: int, event: WorkerLeft) -> None:
     """Continue without a worker that somebody else has told to end: nothing is lost."""
     fleet.kill_worker(transition, number, event.told)
-    recovery.fault(transition, "preemption", (event.worker,), event.told)
+    recovery.fault(transition, FaultKind.PREEMPTION, (event.worker,), event.told)
     recovery.proceed(transition)
 
 
@@ -150,9 +150,9 @@ def _could_not_load(transition: Transition, event: WorkerLeft) -> None:
     why = event.detail or "another rank could not"
     evidence = f"{event.worker} could not load step {event.step}: {why}"
     recovery.leave_out(transition, event.damaged, event.unread)
-    recovery.fault(transition, "unloadable", (), evidence)
+    recovery.fault(transition, FaultKind.UNLOADABLE, (), evidence)
     cause = transition.run.cause
-    if cause is not None and cause.kind == "unloadable" and event.detail:
+    if cause is not None and cause.kind is FaultKind.UNLOADABLE and event.detail:
         # A rank that found nothing bad may have left first.
         transition.run.cause = replace(cause, evidence=evidence)
     recovery.proceed(transition)
@@ -169,9 +169,9 @@ def worker_raised(transition: Transition, event: WorkerRaised) -> None:
     error = UserError(rank, event.step, event.error, event.traceback)
     recovery.note_raised(transition, error)
     if error.is_of_all:
-        recovery.fault(transition, "not_finite", (), error.message)
+        recovery.fault(transition, FaultKind.NOT_FINITE, (), error.message)
     else:
-        recovery.fault(transition, "exception", (worker.name,), event.error)
+        recovery.fault(transition, FaultKind.EXCEPTION, (worker.name,), event.error)
     recovery.proceed(transition)
 
 
@@ -187,7 +187,7 @@ def not_finite_found(transition: Transition, event: NotFiniteFound) -> None:
     attempt = transition.run.attempt
     if event.attempt == attempt.number and event.number > attempt.num_noted:
         attempt.num_noted = event.number
-        found = Cause("not_finite", (), event.evidence, transition.now_s)
+        found = Cause(FaultKind.NOT_FINITE, (), event.evidence, transition.now_s)
         transition.report(found, fenced_s=transition.now_s)
 
 
@@ -205,7 +205,7 @@ def hang_found(transition: Transition, event: HangFound) -> None:
             fleet.kill_worker(transition, number, f"hang: {event.evidence}")
             fleet.strike(transition, worker.node)
     if guilty or run.phase is not Phase.FENCING:
-        kind = "hang" if guilty else "undecided"
+        kind = FaultKind.HANG if guilty else FaultKind.UNDECIDED
         run.attempt.is_program |= event.is_program
         recovery.fault(transition, kind, tuple(guilty), event.evidence)
         recovery.proceed(transition)

@@ -13,7 +13,7 @@ from orchestrator.core.actions import YieldAttempt
 from orchestrator.core.handlers import fleet, formation, reach, recovery
 from orchestrator.core.state import Cause, Phase
 from orchestrator.core.transition import Transition
-from orchestrator.policies import growth
+from orchestrator.policies import FaultKind, growth
 
 #: ``yielded_step`` when members left at different steps; no step is negative.
 _DIFFER = -2
@@ -25,7 +25,7 @@ def consider(transition: Transition) -> None:
     if run.phase is not Phase.RUNNING or run.surveying_until_s != inf:
         return
     if run.stop_reason:
-        yield_attempt(transition, "stop", run.stop_reason)
+        yield_attempt(transition, FaultKind.STOP, run.stop_reason)
         return
     if not run.attempt.stepped:
         return
@@ -34,7 +34,7 @@ def consider(transition: Transition) -> None:
     if len(run.attempt.members) > transition.max_workers:
         num = len(run.attempt.members) - transition.max_workers
         runs = ", ".join(run.sharing.given or run.sharing.runs)
-        yield_attempt(transition, "share", f"giving {num} of its workers to {runs}")
+        yield_attempt(transition, FaultKind.SHARE, f"giving {num} of its workers to {runs}")
         return
     num_after = reach.num_together(transition)
     if run.fleet.num_leaving and _leaves_draining_nodes(transition, num_after):
@@ -54,7 +54,9 @@ def _stores_for_controller(transition: Transition) -> bool:
     run = transition.run
     store_at_s = run.store_by_s - transition.rules.bounds.drain_lead_s
     if transition.now_s >= store_at_s:
-        yield_attempt(transition, "drain", "the controller's machine is taken: storing the state")
+        yield_attempt(
+            transition, FaultKind.DRAIN, "the controller's machine is taken: storing the state"
+        )
         return True
     run.deadline_s = min(run.deadline_s, store_at_s)
     return False
@@ -79,7 +81,9 @@ def _leaves_draining_nodes(transition: Transition, num_after: int) -> bool:
     if is_replaced or transition.now_s >= leave_at_s:
         names = ", ".join(sorted(node.name for node in draining))
         rest = "" if is_enough else "; the rest are too few and wait, with the state in storage"
-        yield_attempt(transition, "drain", f"leaving {names} before the provider takes it{rest}")
+        yield_attempt(
+            transition, FaultKind.DRAIN, f"leaving {names} before the provider takes it{rest}"
+        )
         return True
     run.deadline_s = min(run.deadline_s, leave_at_s)
     return False
@@ -87,14 +91,14 @@ def _leaves_draining_nodes(transition: Transition, num_after: int) -> bool:
 
 def _consider_growth(transition: Transition, num_after: int) -> None:
     num_members = len(transition.run.attempt.members)
-    _change_if_it_pays(transition, "growth", num_members, num_after)
+    _change_if_it_pays(transition, FaultKind.GROWTH, num_members, num_after)
 
 
 def _change_if_it_pays(
-    transition: Transition, kind: str, num_before: int, num_after: int, reason: str = ""
+    transition: Transition, kind: FaultKind, num_before: int, num_after: int, reason: str = ""
 ) -> None:
     run = transition.run
-    num_alike = num_after if kind == "growth" else num_before
+    num_alike = num_after if kind is FaultKind.GROWTH else num_before
     run.attempt.newcomer_since_s = min(run.attempt.newcomer_since_s, transition.now_s)
     decision = growth.decide(
         growth.GrowthFacts(
@@ -134,10 +138,10 @@ def _consider_move(transition: Transition) -> None:
         num_staying = len(members) - len(leaving)
         names = ", ".join(run.fleet.workers[worker].name for worker in leaving)
         reason = f"what is preferred to the capacity of {names} is back"
-        _change_if_it_pays(transition, "move", num_staying, len(members), reason)
+        _change_if_it_pays(transition, FaultKind.MOVE, num_staying, len(members), reason)
 
 
-def yield_attempt(transition: Transition, kind: str, reason: str) -> None:
+def yield_attempt(transition: Transition, kind: FaultKind, reason: str) -> None:
     """Ask the members to leave at the next step boundary."""
     run = transition.run
     run.cause = Cause(kind, (), reason, transition.now_s)
@@ -158,7 +162,7 @@ def yield_order(transition: Transition) -> YieldAttempt:
         attempt=run.attempt.number,
         workers=recovery.members_inside(transition),
         reason=run.cause.evidence,
-        durable=run.cause.kind == "stop" or is_needed,
+        durable=run.cause.kind is FaultKind.STOP or is_needed,
     )
 
 
@@ -191,7 +195,7 @@ def member_completed(transition: Transition, step: int, ended: str) -> None:
     run.attempt.ended = run.attempt.ended or ended
     if run.phase is not Phase.YIELDING:
         run.phase = Phase.YIELDING
-        run.cause = Cause("completed", (), f"step {step} is committed", transition.now_s)
+        run.cause = Cause(FaultKind.COMPLETED, (), f"step {step} is committed", transition.now_s)
         run.deadline_s = yield_deadline_s(transition)
     all_left(transition)
 
@@ -208,7 +212,7 @@ def all_left(transition: Transition) -> None:
         return
     if run.attempt.yielded_step == _DIFFER:
         # They did not agree, so the committed step must be read.
-        recovery.fault(transition, "undecided", (), "members yielded at different steps")
+        recovery.fault(transition, FaultKind.UNDECIDED, (), "members yielded at different steps")
         recovery.proceed(transition)
         return
     run.committed = (run.attempt.yielded_step, run.attempt.number)

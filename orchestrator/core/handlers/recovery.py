@@ -19,6 +19,7 @@ from orchestrator.policies import (
     MEMORY,
     Fault,
     FaultClass,
+    FaultKind,
     UserError,
     bad_sources,
     budgets,
@@ -26,48 +27,21 @@ from orchestrator.policies import (
 )
 from workers.protocol import Source
 
-#: How much a kind explains. While an attempt is fenced, a kind of more weight replaces the cause.
-_WEIGHT = {
-    "peer_lost": 0,
-    "controller_restart": 0,
-    "resume": 0,
-    "stop": 0,
-    "growth": 0,
-    "move": 0,
-    "share": 0,
-    "drain": 0,
-    "undecided": 1,
-    "link": 1,
-    "unloadable": 1,
-    "hang": 3,
-    "exception": 2,
-    "not_finite": 2,
-    "preemption": 3,
-    "crash": 3,
-    "out_of_memory": 3,
-    "node_loss": 3,
-}
-_CLASS = {
-    "exception": FaultClass.USER,
-    "not_finite": FaultClass.USER,
-    "preemption": FaultClass.PREEMPTION,
-    "undecided": FaultClass.UNDECIDED,
-}
 _TWICE = "; seen twice, so it is taken for a bug"
 #: Share of ``read_s`` after which keepers are asked again while one of them restarts, at first.
 _READ_AGAIN = 0.1
 
 
-def fault(transition: Transition, kind: str, guilty: tuple[str, ...], evidence: str) -> None:
+def fault(transition: Transition, kind: FaultKind, guilty: tuple[str, ...], evidence: str) -> None:
     """Note why the attempt ends, and fence it unless that has begun."""
     run = transition.run
     cause = run.cause
     if run.phase not in (Phase.FENCING, Phase.READING):
         run.cause, run.also = Cause(kind, guilty, evidence, transition.now_s), ()
         _fence(transition)
-        if kind == "undecided" or run.network.suspects:
+        if kind is FaultKind.UNDECIDED or run.network.suspects:
             searching.begin_if_nameless(transition)
-    elif cause is None or _WEIGHT[kind] > _WEIGHT[cause.kind]:
+    elif cause is None or kind.weight > cause.kind.weight:
         # The fault was found when the first hint of it came.
         at_s = cause.at_s if cause else transition.now_s
         run.cause = Cause(kind, guilty, evidence, at_s)
@@ -75,12 +49,12 @@ def fault(transition: Transition, kind: str, guilty: tuple[str, ...], evidence: 
         run.cause = replace(
             cause, guilty=(*cause.guilty, *(g for g in guilty if g not in cause.guilty))
         )
-    elif kind != cause.kind and guilty and _WEIGHT[kind] == _WEIGHT[cause.kind]:
+    elif kind != cause.kind and guilty and kind.weight == cause.kind.weight:
         new = tuple(name for name in guilty if name not in cause.guilty)
         run.also += (Cause(kind, new, evidence, transition.now_s),)
 
 
-def loss(transition: Transition, kind: str, evidence: str) -> None:
+def loss(transition: Transition, kind: FaultKind, evidence: str) -> None:
     """Put a loss on record that happened while nobody trained. It blames nobody."""
     run = transition.run
     fault = Cause(kind, (), evidence, transition.now_s)
@@ -446,15 +420,15 @@ def _charge(transition: Transition) -> str:
         )
     # The last 64 are enough: what is to be recognised comes back at the same step, at once.
     run.raised_before = (*run.raised_before, *run.attempt.raised)[-64:]
-    kind = run.cause.kind if run.cause else "peer_lost"
-    if kind in ("resume", "link"):
+    kind = run.cause.kind if run.cause else FaultKind.PEER_LOST
+    if kind in (FaultKind.RESUME, FaultKind.LINK):
         # It was charged when it failed; a lost link is waited for, however often it is lost.
         return ""
-    if kind == "unloadable" and len(run.bad) > run.attempt.num_bad_at_start:
+    if kind is FaultKind.UNLOADABLE and len(run.bad) > run.attempt.num_bad_at_start:
         # Nobody failed. It cannot repeat for ever: the next attempt has fewer sources.
         return ""
     fault_class = _class_of(run, kind)
-    if kind not in ("growth", "move", "share", "drain", "stop", "controller_restart", "peer_lost"):
+    if kind.budget is not None:
         run.faults = budgets.charge(
             run.faults, Fault(at_s=transition.now_s, fault_class=fault_class), rules
         )
@@ -462,7 +436,7 @@ def _charge(transition: Transition) -> str:
     run.num_stuck = 0 if progressed else run.num_stuck + 1
     # A program that never got through a step is more likely at fault than the network.
     has_trained = run.step_s > 0 or run.committed[0] > 0
-    is_unexplained = kind == "peer_lost" and has_trained
+    is_unexplained = kind is FaultKind.PEER_LOST and has_trained
     run.num_unexplained = 0 if progressed else run.num_unexplained + is_unexplained
     if run.attempt.stepped and fault_class is not FaultClass.UNDECIDED:
         run.num_undecided = 0
@@ -486,13 +460,13 @@ def _charge(transition: Transition) -> str:
     return "\n".join((*shown, *lines))
 
 
-def _class_of(run: MutableRunState, kind: str) -> FaultClass:
+def _class_of(run: MutableRunState, kind: FaultKind) -> FaultClass:
     """Return the budget that a failed attempt is charged to."""
-    if kind == "undecided" and run.attempt.is_program:
+    if kind is FaultKind.UNDECIDED and run.attempt.is_program:
         return FaultClass.PROGRAM
-    if kind == "exception" and all(error.is_of_data for error in run.attempt.raised):
+    if kind is FaultKind.EXCEPTION and all(error.is_of_data for error in run.attempt.raised):
         return FaultClass.INFRASTRUCTURE
-    return _CLASS.get(kind, FaultClass.INFRASTRUCTURE)
+    return kind.budget or FaultClass.INFRASTRUCTURE
 
 
 def note_raised(transition: Transition, error: UserError) -> None:
@@ -521,5 +495,5 @@ def phase_bound(transition: Transition) -> None:
         what = "had not yielded"
     evidence = f"after {bound_s:g} s {', '.join(late[:8])} {what}"
     run.deadline_s = inf
-    fault(transition, "undecided", (), evidence)
+    fault(transition, FaultKind.UNDECIDED, (), evidence)
     proceed(transition)

@@ -20,6 +20,7 @@ from orchestrator.core.state import (
     RunState,
 )
 from orchestrator.core.transition import Transition
+from orchestrator.policies import FaultKind
 
 
 def resume_event(
@@ -102,7 +103,7 @@ def run_resumed(transition: Transition, event: RunResumed) -> None:
         bad=event.bad,
         faults_seen=event.faults_seen,
         stored=event.stored,
-        cause=Cause("resume", (), event.why, event.at_s),
+        cause=Cause(FaultKind.RESUME, (), event.why, event.at_s),
     )
     # No member is inside, so the commits are read at once.
     recovery.proceed(transition)

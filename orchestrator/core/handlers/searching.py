@@ -12,10 +12,10 @@ from math import inf
 
 from orchestrator.core.actions import ProbeLinks
 from orchestrator.core.transition import Transition
-from orchestrator.policies import Pair, links
+from orchestrator.policies import FaultKind, Pair, links
 
 #: What a lost link may be behind; also what could not be read, if that is why an attempt ended.
-_NAMELESS = frozenset({"undecided", "peer_lost"})
+_NAMELESS = frozenset({FaultKind.UNDECIDED, FaultKind.PEER_LOST})
 #: A group forms in this many times what it took before, or the network is looked at; and before
 #: one was seen in this, and so much more for each node. Nobody is disturbed by the look: a first
 #: model may take longer to build.
@@ -59,7 +59,7 @@ def _is_nameless(transition: Transition) -> bool:
     if cause is None:
         return False
     return cause.kind in _NAMELESS or (
-        cause.kind == "unloadable" and bool(transition.run.attempt.unread)
+        cause.kind is FaultKind.UNLOADABLE and bool(transition.run.attempt.unread)
     )
 
 
@@ -154,7 +154,7 @@ def explain(transition: Transition) -> None:
         note(transition, found)
     if found:
         evidence = f"{links.described(found)} ({seen}); before: {cause.evidence}"
-        run.cause = replace(cause, kind="link", evidence=evidence)
+        run.cause = replace(cause, kind=FaultKind.LINK, evidence=evidence)
     elif network.is_sound:
         evidence = f"{cause.evidence}; the {len(network.asked)} nodes reach each other"
         run.cause = replace(cause, evidence=evidence)

@@ -21,6 +21,7 @@ from orchestrator.core.events import UNKNOWN_ATTEMPT, ControllerStarted, Workers
 from orchestrator.core.handlers import demand, fleet, formation, planned, protection, recovery
 from orchestrator.core.state import ACTIVE, TERMINAL, Phase, RunState, WorkerStatus, worker_name
 from orchestrator.core.transition import Transition
+from orchestrator.policies import FaultKind
 
 
 def controller_started(transition: Transition, event: ControllerStarted) -> None:
@@ -132,13 +133,15 @@ def _resume_attempt(transition: Transition, dead: list[str], left: list[str]) ->
     run = transition.run
     if dead:
         evidence = f"{', '.join(dead)} died while the controller was away"
-        recovery.fault(transition, "crash", tuple(dead), evidence)
+        recovery.fault(transition, FaultKind.CRASH, tuple(dead), evidence)
     elif left:
         evidence = f"{', '.join(left)} left while the controller was away"
-        recovery.fault(transition, "controller_restart", (), evidence)
+        recovery.fault(transition, FaultKind.CONTROLLER_RESTART, (), evidence)
     elif run.phase is Phase.FORMING:
         # It is not known whether each member got its assignment.
-        recovery.fault(transition, "controller_restart", (), "restarted while the attempt formed")
+        recovery.fault(
+            transition, FaultKind.CONTROLLER_RESTART, (), "restarted while the attempt formed"
+        )
     elif run.phase is Phase.YIELDING and run.cause is not None and not run.attempt.completed:
         run.deadline_s = planned.yield_deadline_s(transition)
         transition.actions.append(planned.yield_order(transition))

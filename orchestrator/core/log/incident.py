@@ -7,6 +7,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
+from orchestrator.policies import FaultKind
+
 #: Phases of a recovery in order: name, and the instant at which it ends.
 PHASES = (
     ("detect", "t_detect_s"),
@@ -16,8 +18,6 @@ PHASES = (
     ("load", "t_load_s"),
     ("first step", "t_first_step_s"),
 )
-#: Kinds of incident that are planned (``orchestrator.core.actions.ReportIncident``).
-PLANNED = frozenset({"growth", "move", "share", "drain", "stop", "controller_restart", "resume"})
 
 
 @dataclass(slots=True, kw_only=True)
@@ -71,14 +71,14 @@ class Incident:
     @property
     def is_planned(self) -> bool:
         """Return whether it was a change that was wanted, and no failure."""
-        return self.kind in PLANNED
+        kind = FaultKind.of(self.kind)
+        return kind is not None and kind.is_planned
 
     @property
     def who(self) -> str:
         """Return the faulty workers for people, "undecided" if nothing was proven."""
-        # Damaged data, a lost link and what a model computes are nobody's fault either.
-        is_blameless = self.is_planned or self.kind in ("unloadable", "link", "not_finite")
-        nobody = "\N{EN DASH}" if is_blameless else "undecided"
+        kind = FaultKind.of(self.kind)
+        nobody = "undecided" if kind is None or kind.names else "\N{EN DASH}"
         return ", ".join(self.guilty) or nobody
 
     @property

@@ -19,7 +19,7 @@ from orchestrator.core.state.fleet import Fleet, FrozenFleet, Node, Offer, Worke
 from orchestrator.core.state.frozen import Frozen, Part
 from orchestrator.core.state.network import Network
 from orchestrator.core.state.reads import FrozenReads, Reads
-from orchestrator.policies import Fault, FaultsSeen, Sharing, UserError
+from orchestrator.policies import Fault, FaultKind, FaultsSeen, Sharing, UserError
 from workers.protocol import Pace, Source
 
 
@@ -51,14 +51,13 @@ class Cause:
     """Why the last attempt ended, or is being ended.
 
     Attributes:
-        kind: crash, node_loss, preemption, hang, link, undecided, exception, peer_lost, unloadable,
-            not_finite, growth, move, share, drain, stop, controller_restart, resume or completed.
+        kind: Of fault or planned change.
         guilty: Workers proven to have caused it.
         evidence: One line for people.
         at_s: When it was found.
     """
 
-    kind: str
+    kind: FaultKind
     guilty: tuple[str, ...] = ()
     evidence: str = ""
     at_s: float = 0.0
@@ -239,7 +238,7 @@ def describe(state: RunState) -> dict[str, Any]:
         "cause": None
         if cause is None
         else {
-            "kind": cause.kind,
+            "kind": cause.kind.value,
             "guilty": list(cause.guilty),
             "evidence": cause.evidence,
             "at_s": cause.at_s,

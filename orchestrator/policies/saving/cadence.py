@@ -15,6 +15,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Final, NamedTuple
 
+from orchestrator.policies.fault_kinds import FaultKind, Loss
 from workers.protocol import Pace, SaveCosts
 
 __all__ = [
@@ -37,8 +38,6 @@ __all__ = [
 
 #: At half or twice Young's interval saving and redone work together cost a quarter more.
 _WORTH: Final = 1.5
-_NODE_FAULTS: Final = frozenset({"node_loss", "preemption"})
-_PROCESS_FAULTS: Final = frozenset({"crash", "out_of_memory", "hang", "exception"})
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -158,16 +157,16 @@ class FaultsSeen(NamedTuple):
     num_node: int = 0
     num_uncovered: int = 0
 
-    def and_incident(self, kind: str) -> FaultsSeen:
+    def and_incident(self, kind: FaultKind) -> FaultsSeen:
         """Return the counts with one more incident."""
         return self._replace(
-            num_process=self.num_process + (kind in _PROCESS_FAULTS),
-            num_node=self.num_node + (kind in _NODE_FAULTS),
+            num_process=self.num_process + (kind.loss is Loss.PROCESS),
+            num_node=self.num_node + (kind.loss is Loss.NODE),
         )
 
-    def and_load(self, kind: str) -> FaultsSeen:
+    def and_load(self, kind: FaultKind | None) -> FaultsSeen:
         """Return the counts with one more load from storage, after an incident of that kind."""
-        is_fault = kind in _NODE_FAULTS or kind in _PROCESS_FAULTS
+        is_fault = kind is not None and kind.loss is not Loss.NOTHING
         return self._replace(num_uncovered=self.num_uncovered + is_fault)
 
 

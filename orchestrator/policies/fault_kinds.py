@@ -1,0 +1,80 @@
+"""Why an attempt ends: the kinds of faults and planned changes, and what each of them means."""
+
+from __future__ import annotations
+
+from enum import StrEnum
+from typing import Self
+
+from orchestrator.policies.budgets import FaultClass
+
+
+class Loss(StrEnum):
+    """What a fault takes from the run, as the choice of saving counts it."""
+
+    NOTHING = "nothing"
+    PROCESS = "process"
+    NODE = "node"
+
+
+class FaultKind(StrEnum):
+    """A kind of fault, or of planned change. A new kind is a member here, and its handler.
+
+    Attributes:
+        weight: How much it explains. While an attempt is fenced, a kind of more weight replaces the
+            cause.
+        budget: What an attempt that it ended is charged to; None if to nothing.
+        loss: What it takes from the run.
+        is_planned: Whether somebody wanted it: then it is no failure.
+        names: Whether a worker can be proven to have caused it.
+    """
+
+    weight: int
+    budget: FaultClass | None
+    loss: Loss
+    is_planned: bool
+    names: bool
+
+    def __new__(
+        cls,
+        text: str,
+        weight: int = 0,
+        budget: FaultClass | None = None,
+        loss: Loss = Loss.NOTHING,
+        names: bool = False,  # noqa: FBT001, FBT002
+        is_planned: bool = False,  # noqa: FBT001, FBT002
+    ) -> Self:
+        """Make a member of its value and what it means."""
+        member = str.__new__(cls, text)
+        member._value_ = text
+        member.weight, member.budget, member.loss = weight, budget, loss
+        member.names, member.is_planned = names, is_planned
+        return member
+
+    # A worker's process ended, or its node did.
+    CRASH = "crash", 3, FaultClass.INFRASTRUCTURE, Loss.PROCESS, True
+    OUT_OF_MEMORY = "out_of_memory", 3, FaultClass.INFRASTRUCTURE, Loss.PROCESS, True
+    HANG = "hang", 3, FaultClass.INFRASTRUCTURE, Loss.PROCESS, True
+    NODE_LOSS = "node_loss", 3, FaultClass.INFRASTRUCTURE, Loss.NODE, True
+    PREEMPTION = "preemption", 3, FaultClass.PREEMPTION, Loss.NODE, True
+    # The program did something: on one rank, or alike on all.
+    EXCEPTION = "exception", 2, FaultClass.USER, Loss.PROCESS, True
+    NOT_FINITE = "not_finite", 2, FaultClass.USER
+    # It is not known which worker did, or none did.
+    UNDECIDED = "undecided", 1, FaultClass.UNDECIDED, Loss.NOTHING, True
+    UNLOADABLE = "unloadable", 1, FaultClass.INFRASTRUCTURE
+    LINK = "link", 1
+    PEER_LOST = "peer_lost", 0, None, Loss.NOTHING, True
+    # Somebody wanted it.
+    GROWTH = "growth", 0, None, Loss.NOTHING, False, True
+    MOVE = "move", 0, None, Loss.NOTHING, False, True
+    SHARE = "share", 0, None, Loss.NOTHING, False, True
+    DRAIN = "drain", 0, None, Loss.NOTHING, False, True
+    STOP = "stop", 0, None, Loss.NOTHING, False, True
+    CONTROLLER_RESTART = "controller_restart", 0, None, Loss.NOTHING, False, True
+    RESUME = "resume", 0, None, Loss.NOTHING, False, True
+    COMPLETED = "completed", 0, None, Loss.NOTHING, False, True
+
+    @classmethod
+    def of(cls, text: str) -> FaultKind | None:
+        """Return the kind that a document names; None if another version of everstep wrote it."""
+        return next((kind for kind in cls if kind.value == text), None)
