@@ -50,6 +50,9 @@ class Checksums:
         #: Of each arena there: its number, its address here, its size.
         self._attached: dict[int, tuple[int, int, int]] = {}
 
+    def __del__(self) -> None:
+        self._end()
+
     def attach(self, arena: Arena) -> None:
         """Have the arena checksummed by the process from now on, if it is large enough."""
         if arena.body_bytes < _SLOT_BYTES_MIN:
@@ -64,11 +67,15 @@ class Checksums:
             self._attached[arena.fd] = number, arena.address, arena.size_bytes
 
     def detach(self, arena: Arena) -> None:
-        """Have the process release the arena."""
+        """Have the process release the arena; it ends with the last one."""
         with self._lock, self._giving_up():
             known = self._attached.pop(arena.fd, None)
-            if known is not None and self._connection is not None:
+            if known is None or self._connection is None:
+                return
+            if self._attached:
                 self._connection.sendall(HEAD.pack(DETACH, known[0], 0))
+            else:
+                self._end()
 
     def of_blocks(self, views: Sequence[memoryview], block_bytes: int) -> list[list[int]]:
         """Return the crc32 of every block of each of ``views``; a last block may be shorter."""
@@ -77,11 +84,6 @@ class Checksums:
             with self._lock, self._giving_up():
                 found = self._asked(views, block_bytes)
         return [of_blocks(view, block_bytes) for view in views] if found is None else found
-
-    def close(self) -> None:
-        """End the process."""
-        with self._lock:
-            self._end()
 
     @contextlib.contextmanager
     def _giving_up(self) -> Iterator[None]:

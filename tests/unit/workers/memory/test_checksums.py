@@ -32,7 +32,7 @@ def checksums(arena: Arena) -> Iterator[Checksums]:
     made = Checksums()
     made.attach(arena)
     yield made
-    made.close()
+    made.detach(arena)
 
 
 def views_of(arena: Arena) -> list[memoryview]:
@@ -69,12 +69,17 @@ def test_other_memory_is_checksummed_here(checksums: Checksums) -> None:
 def test_memory_that_is_left_is_released(checksums: Checksums, arena: Arena) -> None:
     """The process would keep it for as long as the trainer lives."""
     maps = Path(f"/proc/{pid_of(checksums)}/maps")
+    other = Arena.create("w0001.1", body_bytes=SLOT_BYTES)
+    checksums.attach(other)
     views = views_of(arena)
     checksums.of_blocks(views, BLOCK_BYTES)
     assert "w0001.0" in maps.read_text()
     checksums.detach(arena)
     until(lambda: "w0001.0" not in maps.read_text(), "released")
     assert checksums.of_blocks(views, BLOCK_BYTES) == right(views)
+    checksums.detach(other)
+    assert not maps.exists()
+    other.close()
 
 
 @pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGSTOP])

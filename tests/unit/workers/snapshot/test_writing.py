@@ -24,7 +24,7 @@ from workers.snapshot.writing import BLOCK_BYTES
 from workers.state import StateEntry
 
 
-@pytest.mark.parametrize("num_rows", [40, 40_000])
+@pytest.mark.parametrize("num_rows", [40, 40_000, 500_000])
 def test_what_was_captured_is_held_although_training_goes_on(
     rank: Rank, node: Node, num_rows: int
 ) -> None:
@@ -43,6 +43,8 @@ def test_what_was_captured_is_held_although_training_goes_on(
     assert rank.writer.wait(5)
     held = loaded(node.arena(), entries)
     assert all(torch.equal(tensor, before[name]) for name, tensor in held.items())
+    # Whether a process made the checksums.
+    assert bool(rank.memory.checksums._attached) == (num_rows == 500_000)
 
 
 def test_nothing_is_completed_after_the_fence(rank: Rank, node: Node) -> None:
