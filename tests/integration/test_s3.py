@@ -11,6 +11,7 @@ from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
@@ -26,7 +27,16 @@ from ucp_core.conversion import convert
 from ucp_core.errors import StorageError, SupersededError
 from ucp_core.inspection import verify
 from ucp_core.native import find_committed, load, open_checkpoint
-from ucp_core.storage import Owner, PieceWriter, Store, claim, join, open_store, read_appended
+from ucp_core.storage import (
+    Owner,
+    PieceWriter,
+    Store,
+    claim,
+    join,
+    open_store,
+    read_appended,
+    service_errors,
+)
 from ucp_core.storage.s3 import S3Store
 from ucp_core.storage.service_errors import Retries
 
@@ -246,6 +256,33 @@ def test_what_fails_for_a_moment_is_repeated(fault: Fault, bucket: str, proxy: P
     assert store.read(path) == b"0123456789"
     within = fault.within or "root"
     assert proxy.count(fault.method, within) > fault.times
+
+
+def test_ranks_save_while_the_service_slows_them_down(
+    bucket: str, proxy: Proxy, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It refuses 30 % of all writes: nothing is lost, and ranks do not retry together."""
+    paused_s: list[float] = []
+    # Pauses are as long as in a run, and not waited for.
+    monkeypatch.setattr(service_errors, "time", SimpleNamespace(sleep=paused_s.append))
+    proxy.faults = [Fault(method="PUT", times=100_000, share=0.3, status=503)]
+    store, root = open_store(f"s3://{bucket}/run/checkpoints")
+    states = {step: small_state(step) for step in range(1, 6)}
+    with ThreadPoolExecutor(4) as ranks:
+        for step, state in states.items():
+            saving = partial(save, store, state, step=step, root=root, world_size=4)
+            results = [ranks.submit(saving, ranks=[rank]) for rank in range(4)]
+            assert any(each.result()[0].committed for each in results)
+
+    first_s = [pause_s for pause_s in paused_s if pause_s <= 0.2]
+    assert len(set(first_s)) == len(first_s) > 5
+    assert all(0.1 <= pause_s <= 8.0 for pause_s in paused_s)
+    for step, state in states.items():
+        checkpoint = open_checkpoint(store, join(root, f"step-{step:08d}"))
+        need = whole_need(state)
+        load(checkpoint, need)
+        assert_loaded(state, need)
+        assert verify(checkpoint) == []
 
 
 def test_repeating_ends(bucket: str, proxy: Proxy) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import random
 import socket
 import subprocess
 import sys
@@ -99,6 +100,7 @@ class Fault:
         method: Of HTTP.
         within: Is part of the path and query.
         times: How often; the following ones pass.
+        share: Of the requests that match; the same ones in every run if they come in one order.
         status: Answered instead of the server; 0: the connection breaks.
         code: S3's name of the error.
         after: The server gets the request first, so that only its answer is lost.
@@ -109,6 +111,7 @@ class Fault:
     method: str
     within: str = ""
     times: int = 1
+    share: float = 1.0
     status: int = 0
     code: str = "SlowDown"
     after: bool = False
@@ -134,6 +137,7 @@ class Proxy:
     meeting: threading.Barrier | None = None
     fate: Fate | None = None
     _used: dict[Fault, int] = field(default_factory=dict)
+    _random: random.Random = field(default_factory=lambda: random.Random(0))
     _lock: threading.Lock = field(default_factory=threading.Lock)
 
     def fault_of(self, method: str, target: str) -> Fault | None:
@@ -143,7 +147,7 @@ class Proxy:
             for fault in self.faults:
                 if fault.method == method and fault.within in target:
                     used = self._used.get(fault, 0)
-                    if used < fault.times:
+                    if used < fault.times and self._random.random() < fault.share:
                         self._used[fault] = used + 1
                         return fault
         return None
