@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import json
 from argparse import Namespace
-from itertools import product
+from itertools import pairwise, product
 from typing import Any
 
 import torch
@@ -129,12 +129,12 @@ def _put(
     save: Save,
     prefix: str,
     tensors: dict[str, torch.Tensor],
-    tp: int,
-    pp: int,
+    shape: tuple[int, int, int],
     *,
     grouped: bool = False,
 ) -> None:
     """Add tensors as Megatron cuts them, by the first rank of each that holds a piece."""
+    tp, pp, dp = shape
     dims = _dims()
     for key, tensor in tensors.items():
         chunks: list[Chunk] = []
@@ -149,7 +149,7 @@ def _put(
                 for offsets, part in pieces:
                     at = offsets if layer is None else (layer, *offsets)
                     data = part.clone() if layer is None else part.clone().unsqueeze(0)
-                    where = rank + 2 * tp * _stage(key, layer, pp)
+                    where = rank + dp * tp * _stage(key, layer, pp)
                     chunks.append(Chunk(offsets=at, data=data, rank=where))
         save.tensors[prefix + key] = (tuple(tensor.shape), chunks)
 
@@ -187,7 +187,7 @@ def _buffers(
         for rank in range(tp):
             group = f"optimizer.distributed.dp_group_idx_{rank + tp * stage}"
             group = f"chained_0.{group}" if has_experts else group
-            ranks = [rank + tp * replica + 2 * tp * stage for replica in range(dp)]
+            ranks = [rank + tp * replica + dp * tp * stage for replica in range(dp)]
             for slot in SLOTS:
                 # What two stages share has a bucket of its own.
                 buckets: list[list[torch.Tensor]] = [[]]
@@ -227,18 +227,28 @@ def _expert_parts(
 def _put_buffers(
     save: Save, prefix: str, slot: str, buckets: list[list[torch.Tensor]], ranks: list[int]
 ) -> None:
-    """Add the buckets of a flat buffer, shared among ranks; all but the last end at 64."""
+    """Add the buckets of a flat buffer, shared among ranks; all but the last end at 64.
+
+    A rank writes what it has of each parameter, and of the padding between two, by itself.
+    """
     for number, parts in enumerate(buckets):
         flat = torch.zeros(0)
+        marks = []
         for part in parts:
-            flat = torch.cat([flat, torch.zeros(-len(flat) % 64), part])
+            marks.append(len(flat))
+            flat = torch.cat([flat, torch.zeros(-len(flat) % 64)])
+            marks.append(len(flat))
+            flat = torch.cat([flat, part])
         if number + 1 < len(buckets):
+            marks.append(len(flat))
             flat = torch.cat([flat, torch.zeros(-len(flat) % 64)])
         chunks = []
-        low = 0
-        for rank, part in zip(ranks, flat.chunk(len(ranks)), strict=True):
-            chunks.append(Chunk(offsets=(low,), data=part.clone(), rank=rank))
-            low += len(part)
+        share = -(-len(flat) // len(ranks))
+        for rank, low in zip(ranks, range(0, len(flat), share), strict=True):
+            high = min(low + share, len(flat))
+            cuts = sorted({low, high, *(mark for mark in marks if low < mark < high)})
+            for start, stop in pairwise(cuts):
+                chunks.append(Chunk(offsets=(start,), data=flat[start:stop].clone(), rank=rank))
         dtypes = "(torch.bfloat16, torch.float32)"
         name = f"{prefix}gbuf_idx_0.dtype_{dtypes}.bucket_idx_{number}.{slot}"
         save.tensors[name] = (tuple(flat.shape), chunks)
@@ -251,6 +261,7 @@ def write_checkpoint(  # noqa: PLR0913 - what Megatron can be told
     *,
     tp: int = 2,
     pp: int = 1,
+    dp: int = 2,
     buffers: bool = False,
     local: bool = True,
     common_file: bool = True,
@@ -258,26 +269,33 @@ def write_checkpoint(  # noqa: PLR0913 - what Megatron can be told
     frozen: frozenset[str] = frozenset(),
     arguments: dict[str, Any] | None = None,
     grouped: bool = False,
+    optimizer: dict[str, Any] | None = None,
 ) -> None:
     """Write a checkpoint; ``buffers``: ``dp_reshardable``, else ``fully_reshardable``.
+
+    ``optimizer`` is its part of the common state, which is that of rank 0.
 
     The model's weights are the masters, or what ``values`` has as ``model``.
     """
     save = Save()
     weights = values.get("model", values["param"])
     models = {key: tensor.bfloat16() for key, tensor in weights.items()}
-    _put(save, "", models, tp, pp, grouped=grouped)
+    _put(save, "", models, (tp, pp, dp), grouped=grouped)
     for layer in range(LAYERS):
         value = [None] if local else [torch.arange(4, dtype=torch.uint8)]
         save.objects[f"decoder.layers.mlp.linear_fc1._extra_state/shard_{layer}_{LAYERS}"] = value
-    common: dict[str, Any] = {"iteration": 4, "checkpoint_version": 3.0, "optimizer": {}}
+    common: dict[str, Any] = {
+        "iteration": 4,
+        "checkpoint_version": 3.0,
+        "optimizer": optimizer or {},
+    }
     if arguments is not None:
         common["args"] = Namespace(**arguments)
     if buffers:
-        _buffers(save, values, (tp, pp, 2), frozen, grouped=grouped)
+        _buffers(save, values, (tp, pp, dp), frozen, grouped=grouped)
     else:
         for slot in SLOTS:
-            _put(save, f"optimizer.state.{slot}.", values[slot], tp, pp, grouped=grouped)
+            _put(save, f"optimizer.state.{slot}.", values[slot], (tp, pp, dp), grouped=grouped)
         common["optimizer"] = {"optimizer": {"param_groups": GROUPS}}
     save.objects |= objects or {}
     if common_file:

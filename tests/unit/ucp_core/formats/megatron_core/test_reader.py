@@ -5,6 +5,7 @@ from __future__ import annotations
 import io
 import json
 import shutil
+from collections import defaultdict
 from pathlib import Path
 from typing import Any
 
@@ -104,6 +105,29 @@ def test_equal_weights_do_not_swap_moments() -> None:
     mixed = {slot: dict(sorted(tensors.items())) for slot, tensors in values.items()}
     with pytest.raises(UnsupportedVersionError, match="fully-reshardable"):
         _opened(mixed, buffers=True)
+
+
+@pytest.mark.parametrize("is_step_common", [False, True])
+def test_ranks_with_one_and_with_many_tensors_of_a_bucket(*, is_step_common: bool) -> None:
+    """The first rank has a part of the output layer only, and others most of a layer.
+
+    With Adam on the CPU, some forks leave a list in the common state that is as long as rank 0's
+    tensors; Megatron merges it with the lists of other ranks, which are longer, and fails.
+    """
+    values = state()
+    kept = {"param_state": {0: {(torch.bfloat16, torch.float32): [[{"step": torch.tensor(4.0)}]]}}}
+    optimizer = {"param_state_sharding_type": "dp_reshardable"} | (kept if is_step_common else {})
+    checkpoint = _opened(values, tp=1, dp=8, buffers=True, optimizer=optimizer)
+
+    held = defaultdict(set)
+    for key, entry in checkpoint.state_map.entries.items():
+        for fragment in entry.fragments if key.slot == "exp_avg" else ():
+            held[fragment.file].add(key.fqn)
+    counts = sorted(len(names) for names in held.values())
+    assert (len(counts), counts[0]) == (8, 1)
+    assert counts[-1] > 3
+    assert unequal(checkpoint, expected(values, local=True)) == []
+    assert loaded(checkpoint, "output_layer.weight", "step") == 4.0
 
 
 def test_values_tell_what_the_order_of_keys_does_not() -> None:
