@@ -172,10 +172,10 @@ def _syntax_problem(error: yaml.YAMLError, name: str) -> Problem:
 
 def why_absent(path: str) -> str:
     """Return what may have kept a file from a Ray job, to follow a message; "" if it is there."""
-    place = Path(path).absolute()
-    if "://" in path or _JOB_FOLDER not in place.parts or place.exists():
+    if "://" in path or _JOB_FOLDER not in Path.cwd().parts or Path(path).exists():
         return ""
     return (
-        ". This is the folder of a Ray job, and `ray job submit` leaves out what .gitignore names: "
-        "set RAY_RUNTIME_ENV_IGNORE_GITIGNORE=1 where you submit"
+        ". A Ray job brings the folder of --working-dir only. `ray job submit` leaves out what "
+        ".gitignore names, unless RAY_RUNTIME_ENV_IGNORE_GITIGNORE=1 is set where you submit, and "
+        "what `excludes` of the runtime environment names"
     )

@@ -397,6 +397,7 @@ def test_an_upload_whose_last_answer_was_lost_is_known_as_done(bucket: str, prox
         (403, "InvalidAccessKeyId", r"root(/f)? cannot be reached with these credentials"),
         (403, "SignatureDoesNotMatch", r"root(/f)? cannot be reached with these credentials"),
         (400, "ExpiredToken", r"root(/f)? cannot be reached with these credentials"),
+        (403, "RequestTimeTooSkewed", r"root(/f)? cannot be reached.*and the clock"),
     ],
 )
 def test_a_refusal_says_what_to_check(

@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import re
 from pathlib import Path
 
 import pytest
@@ -51,6 +52,20 @@ def test_all_that_is_missing_is_named_at_once(tmp_path: Path) -> None:
     )
 
     assert _paths(config) == ["data.source", "run.script", "data.tokenizer", "run.init_from"]
+
+
+@pytest.mark.parametrize("script", ["../train.py", "train.py", "/home/me/train.py"])
+def test_a_job_says_which_files_it_brings(
+    script: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Only .gitignore was named, and nothing for a path of the machine that submitted the job."""
+    package = tmp_path / "runtime_resources/working_dir_files/_ray_pkg_0"
+    package.mkdir(parents=True)
+    monkeypatch.chdir(package)
+    (problem,) = run_preflight(_config(tmp_path, f"run.script={script}"))
+
+    assert problem.path == "run.script"
+    assert re.search(r"--working-dir only.*\.gitignore.*excludes", problem.message)
 
 
 def test_a_script_that_is_no_python_is_refused_with_its_line(tmp_path: Path) -> None:
