@@ -54,7 +54,7 @@ def test_all_that_is_missing_is_named_at_once(tmp_path: Path) -> None:
     assert _paths(config) == ["data.source", "run.script", "data.tokenizer", "run.init_from"]
 
 
-@pytest.mark.parametrize("script", ["../train.py", "train.py", "/home/me/train.py"])
+@pytest.mark.parametrize("script", ["../train.py", "train.py", "/srv/mine/train.py"])
 def test_a_job_says_which_files_it_brings(
     script: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
