@@ -161,6 +161,12 @@ class Launched:
         """Return the run's summary, None before the run is over."""
         return self._files.summary()
 
+    def _summary_so_far(self) -> dict[str, Any] | None:
+        # What storage does not tell during an outage it tells later: the run trains on meanwhile.
+        with contextlib.suppress(StorageError):
+            return self._summary_of_ours()
+        return None
+
     def _summary_of_ours(self, *, within_s: float = RECENT_S) -> dict[str, Any] | None:
         # One that cannot be reached is for ``ClusterWatch`` and the controller to judge.
         with contextlib.suppress(StorageError):
@@ -174,7 +180,7 @@ class Launched:
             CapacityError: The cluster or the run is gone; says which step is safe in storage.
             SupersededError: The run goes on elsewhere; this life of it has ended.
         """
-        while (summary := self._summary_of_ours()) is None:
+        while (summary := self._summary_so_far()) is None:
             self._watch.require()
             status = self.status()
             if (

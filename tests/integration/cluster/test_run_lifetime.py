@@ -81,6 +81,22 @@ def test_ctrl_c_again_ends_it_at_once(command: Command) -> None:
     assert not Path(f"/proc/{cluster.host_pid}").exists()
 
 
+def test_an_outage_of_storage_does_not_end_the_command(command: Command) -> None:
+    """It ended at the first look that failed, with the simulated nodes and all that memory held."""
+    process = command.start("--json")
+    summary, before = Path(command.directory, "summary.json"), command.step()
+    # Reading it is an error now, and not a sign that it is missing.
+    summary.mkdir()
+    wait(lambda: command.step() > before + 50, "it trains on", process)
+    summary.rmdir()
+
+    process.send_signal(signal.SIGINT)
+    output, errors = process.communicate(timeout=ACT_S_MAX)
+
+    assert process.returncode == 130, errors
+    assert json.loads(output)["outcome"] == "stopped"
+
+
 @pytest.mark.chaos
 def test_output_that_nobody_reads_stops_the_run(command: Command) -> None:
     """As with `everstep run ... | head`: a person has seen enough, or the terminal is gone."""
