@@ -70,7 +70,10 @@ class Buffered(Stream):
 
 
 def train(session: everstep.Session) -> None:
-    """Write the numbers of each step; rank 2 waits at step 6 until a file is there."""
+    """Write the numbers of each step; rank 2 waits at step 6 until a file is there.
+
+    Step 5 has a snapshot: it waits until the one before is copied.
+    """
     model = session.model(lambda: torch.nn.Linear(2, 1))
     session.optimizer(lambda named: torch.optim.SGD(named.values(), lr=0.01))
     seen = Path(sys.argv[1])
@@ -81,6 +84,10 @@ def train(session: everstep.Session) -> None:
             ids = batch["number"].tolist()
             (seen / f"{step.number}-{session.rank}-{number}").write_text(str(ids))
             step.backward(model(batch["x"]).square().mean(), len(ids))
+        writer = session._boundary._writer
+        assert writer is not None
+        while step.number == 5 and (not writer.is_ready or writer.is_behind()):
+            time.sleep(0.02)
         step.apply()
 
 

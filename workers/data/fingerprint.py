@@ -28,6 +28,8 @@ _OF_TORCH_ONLY: Final = {
     torch.float8_e5m2: torch.uint8,
 }
 _PLAIN: Final = (bool, int, float, complex, type(None))
+#: Not unions, which would be made each time.
+_TEXT, _LISTS = (str, bytes), (list, tuple)
 
 
 def fingerprint(value: Any, before: int = 0, depth: int = 0) -> int:
@@ -44,13 +46,13 @@ def fingerprint(value: Any, before: int = 0, depth: int = 0) -> int:
         return _of_array(value, before)
     if isinstance(value, _PLAIN):
         return zlib.crc32(repr(value).encode(), before)
-    if isinstance(value, str | bytes):
+    if isinstance(value, _TEXT):
         ends = value[:_PIECE_BYTES], value[-_PIECE_BYTES:]
         return zlib.crc32(repr((len(value), *ends)).encode(), before)
     before = zlib.crc32(type(value).__name__.encode(), before)
     if depth == _DEPTH_MAX:
         return before
-    if isinstance(value, list | tuple):
+    if isinstance(value, _LISTS):
         before = zlib.crc32(str(len(value)).encode(), before)
         items = [*value[:_ITEMS_MAX], *value[max(_ITEMS_MAX, len(value) - _ITEMS_MAX) :]]
         if items and isinstance(items[0], _PLAIN):
@@ -66,6 +68,15 @@ def fingerprint(value: Any, before: int = 0, depth: int = 0) -> int:
 
 
 def _of_tensor(tensor: Tensor, before: int) -> int:
+    try:
+        # Most often there is nothing to ask first.
+        array = tensor.numpy()
+    except (TypeError, RuntimeError):
+        return _of_unusual_tensor(tensor, before)
+    return _of_array(array, before)
+
+
+def _of_unusual_tensor(tensor: Tensor, before: int) -> int:
     if (bits := _OF_TORCH_ONLY.get(tensor.dtype)) is not None:
         tensor = tensor.view(bits)
     if not tensor.is_cpu or tensor.layout is not torch.strided or tensor.is_quantized:
@@ -77,12 +88,12 @@ def _of_tensor(tensor: Tensor, before: int) -> int:
 def _of_array(array: NDArray[Any], before: int) -> int:
     if array.dtype.hasobject:
         return fingerprint(array.flat[:_ITEMS_MAX].tolist(), before, _DEPTH_MAX - 1)
-    flat, size = array.flat, array.size
-    each = _PIECE_BYTES // array.itemsize or 1
+    before = zlib.crc32(f"{array.dtype.num}{array.shape}".encode(), before)
+    size, each = array.size, _PIECE_BYTES // array.itemsize or 1
     if size <= 3 * each:
-        data = array.tobytes()
-    else:
-        middle = (size - each) // 2
-        data = flat[:each].tobytes() + flat[middle : middle + each].tobytes()
-        data += flat[size - each :].tobytes()
-    return zlib.crc32(f"{array.dtype.num}{array.shape}".encode() + data, before)
+        return zlib.crc32(array.tobytes(), before)
+    # ``flat`` takes any strides, and half a microsecond more.
+    flat = array.reshape(-1) if array.flags.c_contiguous else array.flat
+    for begin in (0, (size - each) // 2, size - each):
+        before = zlib.crc32(flat[begin : begin + each].tobytes(), before)
+    return before

@@ -25,8 +25,9 @@ _STATE_BYTES_MAX: Final = 256 << 10
 #: The digest takes one of so many samples of a step, and the first of an epoch: a lost one shifts
 #: all that follow.
 _SAMPLES_EACH: Final = 8
-#: What the digest of the next sample is at the end of an epoch.
+#: The digest behind the next sample if there is none: the epoch ends.
 _NONE_LEFT: Final = 0
+_END: Final = object()
 
 
 #: What is wrong with a stream that gives other samples when it is read again.
@@ -72,7 +73,10 @@ class Stream:
         self._epoch = self._taken = 0
         #: Over samples read so far, and where the epoch began.
         self._digest = self._epoch_digest = 0
+        #: What the digest must be behind the next sample, if that is known.
         self._next_digest: int | None = None
+        #: A sample that was read ahead, and the digest behind it.
+        self._ahead: tuple[Any, int] | None = None
 
     def seek(self, step: int, state: dict[str, Any] | None) -> None:
         """Continue behind ``step``, 0 for the beginning.
@@ -99,7 +103,7 @@ class Stream:
                     f"step {step}, and gave other samples than before. {KEEPS_ORDER}"
                 )
             return
-        self._next_digest = known.get("next_digest")
+        self._next_digest = known.get("digest_ahead")
         self._continue(known["epoch"], held)
         self._epoch_digest, self._digest = self._digest, known.get("digest", 0)
         self._taken = known["taken"]
@@ -147,9 +151,9 @@ class Stream:
         if held is not None:
             # Not every state_dict leads to where it was taken: the next sample will tell.
             self._seed_place(step + 1, 0)
-            first = list(itertools.islice(self._iterator, 1))
-            where["next_digest"] = fingerprint(first[0]) if first else _NONE_LEFT
-            self._iterator = itertools.chain(first, self._iterator)
+            sample = next(self._iterator, _END)
+            digest = _NONE_LEFT if sample is _END else fingerprint(sample, self._digest)
+            self._ahead, where["digest_ahead"] = (sample, digest), digest
         return where
 
     def _seed_place(self, step: int, place: int) -> None:
@@ -161,7 +165,7 @@ class Stream:
             seed_all(random_seed("stream", self._seed, step, place))
 
     def _check_next(self, found: int) -> None:
-        """Raise unless ``found`` is the digest of the sample behind the state, if that is known."""
+        """Raise unless ``found`` is the digest behind the next sample, if that is known."""
         expected, self._next_digest = self._next_digest, None
         if expected not in {None, found}:
             raise DataError(
@@ -172,22 +176,21 @@ class Stream:
             )
 
     def _next(self, place: int) -> Any:
-        try:
-            sample = next(self._iterator)
-        except StopIteration:
+        sample, digest = self._ahead or (next(self._iterator, _END), None)
+        self._ahead = None
+        if sample is _END:
             self._check_next(_NONE_LEFT)
             if not self._taken:
                 kind = type(self._dataset).__name__
                 raise DataError(
                     f"DataLoader: the stream {kind} has no samples in epoch {self._epoch}"
-                ) from None
+                )
             self._begin_epoch(self._epoch + 1)
             return self._next(place)
-        if self._next_digest is not None:
-            self._check_next(fingerprint(sample))
         self._taken += 1
         if place % _SAMPLES_EACH == 0 or self._taken == 1:
-            self._digest = fingerprint(sample, self._digest)
+            self._digest = fingerprint(sample, self._digest) if digest is None else digest
+            self._check_next(self._digest)
         return sample
 
     def _begin_epoch(self, epoch: int) -> None:

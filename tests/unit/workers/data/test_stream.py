@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import itertools
 import random
 from collections.abc import Iterable, Iterator
@@ -393,6 +394,47 @@ def test_hugging_faces_buffer_behind_a_wrapper_is_found() -> None:
         )
         with pytest.raises(DataError, match=r"Wrapper (does not continue|has no samples in epoch)"):
             next(batches)
+
+
+def test_a_long_epoch_does_not_make_the_stream_slow() -> None:
+    """Each step reads a sample ahead. An object that stays for it would slow all later reads."""
+    for dataset in (Numbers(100_000), Seekable(100_000)):
+        loader = DataLoader(dataset)
+        batches = loader.batches(order(), seed=5, micro_batch=MICRO_BATCH, numbers=[0])
+        list(itertools.islice(batches, 10))
+        gc.collect()
+        before = len(gc.get_objects())
+        list(itertools.islice(batches, 1000))
+        gc.collect()
+        num_more = len(gc.get_objects()) - before
+        assert num_more < 500
+
+
+class Looked(dict[str, float]):
+    """Counts how often its items were looked at."""
+
+    def items(self) -> Any:
+        LOOKED.append(self["number"])
+        return super().items()
+
+
+LOOKED: list[float] = []
+
+
+class OfLooked(Seekable):
+    def __iter__(self) -> Iterator[dict[str, float]]:
+        return map(Looked, super().__iter__())
+
+
+@pytest.mark.parametrize("num_samples", [11, 12, 1000])
+def test_the_digest_looks_at_each_sample_once(num_samples: int) -> None:
+    """Also at one that was read ahead, and at the first of an epoch."""
+    LOOKED.clear()
+    loader = DataLoader(OfLooked(num_samples), collate_fn=list)
+    batches = loader.batches(order(), seed=5, micro_batch=MICRO_BATCH, numbers=[0, 1, 2])
+    list(itertools.islice(batches, 9 * 3))
+    assert len(LOOKED) == len(set(LOOKED))
+    assert len(LOOKED) >= 9
 
 
 def test_states_of_earlier_releases_have_no_digest_and_continue() -> None:
