@@ -248,7 +248,8 @@ def test_a_model_of_the_hub_is_tuned_by_the_command_and_exported(
         "run.directory": directory, "run.init_from": base, "model.preset": f"hf:{base}",
         "data.tokenizer": base / "tokenizer.json", "data.source": f"{tmp_path}/*.txt",
         "data.sequence_length": 16, "data.cache_directory": tmp_path / "cache",
-        "workers.max": 2, "train.steps": 100_000, "train.validation_every": 10,
+        "workers.max": 2, "workers.standby_per_node": 0,
+        "train.steps": 100_000, "train.validation_every": 10,
         "cluster.address": nodes.address,
     }  # fmt: skip
     words = [f"{key}={value}" for key, value in settings.items()]

@@ -22,9 +22,12 @@ from orchestrator.driver.faults import (
     wait_for,
 )
 from orchestrator.driver.launch import Launched
+from tests.support.attempts import finish, result
 from tests.support.history import check_lost_steps, read_history
 from tests.support.logged import in_tensorboard, in_wandb
 from tests.support.reach import ACT_S_MAX, num_training, reach
+from tests.support.trainers import Run
+from workers.settings import Settings
 
 pytestmark = pytest.mark.timeout(900)
 
@@ -100,22 +103,18 @@ def _stop(run: Launched) -> dict[str, Any]:
 
 @pytest.fixture(scope="module")
 def undisturbed_digest(
-    cluster: Any, tmp_path_factory: pytest.TempPathFactory
+    tmp_path_factory: pytest.TempPathFactory,
 ) -> Callable[[RunConfig], str]:
-    """Return the digest of the same configuration trained without a fault, once per module."""
+    """Return the digest of the same training in one process, without Ray, once per module."""
     known: dict[str, str] = {}
 
     def digest(config: RunConfig) -> str:
         key = repr(config.train)
         if key not in known:
-            directory = str(tmp_path_factory.mktemp("undisturbed") / "run")
-            calm = config.model_copy(
-                update={
-                    "run": config.run.model_copy(update={"directory": directory}),
-                    "workers": config.workers.model_copy(update={"standby_per_node": 0}),
-                }
-            )
-            known[key] = _finish(Launched(calm, cluster))["weights_digest"]
+            settings = Settings(model=config.model, data=config.data, train=config.train)
+            with Run(tmp_path_factory.mktemp("undisturbed")) as alone:
+                finish(alone, settings, num_workers=1)
+                known[key] = result(alone)["weights_digest"]
         return known[key]
 
     return digest

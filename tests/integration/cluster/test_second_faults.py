@@ -17,7 +17,7 @@ from orchestrator.config import RunConfig
 from orchestrator.driver.faults import member, signal_rank
 from orchestrator.driver.launch import Launched
 from tests.support.history import read_history
-from tests.support.reach import ACT_S_MAX, reach
+from tests.support.reach import ACT_S_MAX, PACED, reach
 
 pytestmark = pytest.mark.timeout(900)
 
@@ -53,13 +53,15 @@ def _break(run: Launched, before: dict[str, Any], kind: str, later: int, second:
     os.kill(second, signal.SIGKILL)
 
 
-def test_second_process_dies_in_each_phase_of_recovery(endless_run: Launched) -> None:
+def test_second_process_dies_in_each_phase_of_recovery(
+    begin_endless: Callable[..., Launched],
+) -> None:
     """What is half done belongs to an attempt that is over: nothing of it may be counted.
 
     After the workers the controller dies: its next life folds the journal, finds who lives, and
     finishes what was begun.
     """
-    run = endless_run
+    run = begin_endless(**PACED)
     before = reach(run, 5, workers=4)
     for kind, later in PHASES:
         _break(run, before, kind, later, member(before, 3)["pid"])
@@ -75,11 +77,11 @@ def test_second_process_dies_in_each_phase_of_recovery(endless_run: Launched) ->
 
 
 def test_a_controller_that_dies_while_a_run_ends_leaves_nobody_behind(
-    endless_run: Launched,
+    begin_endless: Callable[..., Launched],
 ) -> None:
     """The next life finds a run that is over, and has met nobody whom it could end."""
-    run = endless_run
-    before = reach(run, 5, workers=4)
+    run = begin_endless(workers__max=2, **PACED)
+    before = reach(run, 5, workers=2)
     pids = [row["pid"] for row in before["workers"]]
     keepers = [node["keeper_pid"] for node in before["nodes"]]
     controller = run.controller_pid(timeout_s=ACT_S_MAX)
@@ -132,7 +134,10 @@ def test_user_bug_fails_fast_and_shows_the_users_own_lines(
 ) -> None:
     """Restarting a bug again and again wastes a cluster's night."""
     bug = "nosuchname if step.number >= 3 else None"
-    config = make_config(train__steps=20, train__warmup_steps=2, run__script=_script(tmp_path, bug))
+    config = make_config(
+        train__steps=20, train__warmup_steps=2, workers__max=2, workers__standby_per_node=0,
+        run__script=_script(tmp_path, bug),
+    )  # fmt: skip
 
     summary = Launched(config, nodes).follow(lambda _: None)
 
@@ -161,6 +166,8 @@ def test_exception_of_one_rank_is_survived_once(
     config = make_config(
         train__steps=20,
         train__warmup_steps=2,
+        workers__max=2,
+        workers__standby_per_node=0,
         snapshot__every_steps=5,
         run__script=_script(tmp_path, bug),
     )

@@ -323,7 +323,7 @@ class OffByOne(Seekable):
         return {"at": max(0, self.at - 1)}
 
 
-def next_behind(loader: DataLoader[Any], behind: int, states: list[dict[str, Any] | None]) -> Any:
+def next_behind(loader: DataLoader, behind: int, states: list[dict[str, Any] | None]) -> Any:
     """Return the first batch of a run that resumes behind a step."""
     batches = loader.batches(
         order(),
