@@ -4,14 +4,13 @@ from __future__ import annotations
 
 import json
 import re
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 
 from tests.arch.tree import ROOT
 from tests.support.attempts import curve, finish, reset
+from tests.support.forking import run_script
 from tests.support.trainers import Run
 from ucp_core.layout import ParallelLayout
 from workers.settings import Settings, TrainSettings
@@ -45,16 +44,8 @@ def test_a_block_runs(tmp_path: Path, name: str) -> None:
         pytest.importorskip("transformers", reason="the extra hf is not installed")
         _make_base_model(tmp_path)
 
-    finished = subprocess.run(
-        [sys.executable, str(script)],
-        cwd=tmp_path,
-        capture_output=True,
-        text=True,
-        check=False,
-        timeout=400,
-    )
+    run_script(script, tmp_path)
 
-    assert finished.returncode == 0, finished.stderr
     lines = (tmp_path / f"runs/{name}/metrics/rank0.jsonl").read_text().splitlines()
     losses = [json.loads(line)["loss"] for line in lines]
     assert losses[-1] < losses[0]

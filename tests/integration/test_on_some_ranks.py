@@ -89,8 +89,8 @@ def test_the_file_of_whole_weights_is_the_version_of_its_step(
     run: Run, layout: ParallelLayout
 ) -> None:
     """Element by element, also where a rank has neither a layer nor its name."""
-    path = SUPPORT / "train_saves.py"
-    run.train(script(path=path), num_workers=layout.world_size, layout=layout)
+    chosen = script("2:save", "8:save", path=SUPPORT / "train_spoiled.py")
+    run.train(chosen, num_workers=layout.world_size, layout=layout)
 
     saved = load_file(run.directory / "saved/best/model.safetensors")
     step, _ = newest(run)

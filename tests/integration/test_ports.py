@@ -4,13 +4,10 @@ from __future__ import annotations
 
 import hashlib
 import json
-import os
 import random
 import re
-import runpy
 import time
 from collections.abc import Mapping
-from contextlib import redirect_stderr, redirect_stdout
 from pathlib import Path
 from typing import Any
 
@@ -22,7 +19,7 @@ import ucp_core
 from tests.arch.tree import ROOT
 from tests.support.attempts import curve, finish, lines, newest, reset, result
 from tests.support.foreign_reading import loaded
-from tests.support.forking import forking
+from tests.support.forking import SECONDS_MAX, run_script
 from tests.support.ports.changes import changes
 from tests.support.trainers import Run, Trainer
 from workers.protocol import Completed, Raised
@@ -33,7 +30,6 @@ PORTS = ROOT / "tests/support/ports"
 NUM_NEW_MAX = {"nanogpt": 10, "titan": 40, "trainer": 2, "lightning": 30}
 #: What each imports. Only the packages of the last two may be missing.
 NEEDS = {"nanogpt": "torch", "titan": "torch", "trainer": "transformers", "lightning": "lightning"}
-SECONDS_MAX = 240.0
 
 
 @pytest.mark.parametrize("port", NUM_NEW_MAX)
@@ -58,29 +54,19 @@ def test_few_lines_of_a_script_change_and_the_guide_shows_all(port: str) -> None
 def test_a_script_runs_alone_and_learns(name: str, tmp_path: Path) -> None:
     """The original too: else the lines that change would be those of a script that nobody has."""
     store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
-    process = forking().Process(target=_run_alone, args=(name, str(tmp_path), store.port))
-    process.start()
-    process.join(SECONDS_MAX)
-    printed = (tmp_path / "printed").read_text()
-    assert process.exitcode == 0, printed
+    # The script itself, or one rank of torchrun's.
+    rank = {
+        "RANK": "0",
+        "WORLD_SIZE": "1",
+        "MASTER_ADDR": "127.0.0.1",
+        "MASTER_PORT": str(store.port),
+        "TORCHELASTIC_USE_AGENT_STORE": "True",
+    }
+    printed = run_script(PORTS / f"{name}.py", tmp_path, rank)
 
     losses = [float(loss) for loss in re.findall(r"(?:train|loss) (\d+\.\d+)", printed)]
     assert len(losses) >= 3
     assert losses[-1] < losses[0]
-
-
-def _run_alone(name: str, directory: str, port: int) -> None:
-    """Be ``python name.py``, or one rank of torchrun's."""
-    os.chdir(directory)
-    os.environ |= {
-        "RANK": "0",
-        "WORLD_SIZE": "1",
-        "MASTER_ADDR": "127.0.0.1",
-        "MASTER_PORT": str(port),
-        "TORCHELASTIC_USE_AGENT_STORE": "True",
-    }
-    with Path("printed").open("w") as printed, redirect_stdout(printed), redirect_stderr(printed):
-        runpy.run_path(str(PORTS / f"{name}.py"), run_name="__main__")
 
 
 @pytest.mark.parametrize(

@@ -33,7 +33,7 @@ GOOD = {"run": {"directory": "runs/x"}, "workers": {"max": 4}}
 
 @given(document=DOCUMENTS, complete=st.booleans())
 @example(document={"train": {"micro_batch": 0}}, complete=True)
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=3 * settings().max_examples, deadline=None)
 def test_any_document_is_a_configuration_or_a_list_of_problems(
     document: dict[str, Any], *, complete: bool
 ) -> None:
@@ -49,7 +49,7 @@ def test_any_document_is_a_configuration_or_a_list_of_problems(
 
 
 @given(text=st.text(alphabet="ab:{}[]-&*#'\"!%|>\n ", max_size=40))
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=3 * settings().max_examples, deadline=None)
 def test_any_text_is_refused_with_problems(text: str) -> None:
     """YAML has more syntax than anybody uses: anchors, tags, directives, flow and block."""
     config, problems = _loaded(text + "\n")

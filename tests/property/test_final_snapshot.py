@@ -88,7 +88,7 @@ def leave(data: st.DataObject, rank: Rank, step: int) -> None:
             rank.finish()
 
 
-@settings(max_examples=300)
+@settings(max_examples=3 * settings().max_examples)
 @given(st.data())
 def test_whoever_leaves_or_dies_whenever_the_newest_common_version_stays(
     data: st.DataObject,

@@ -83,7 +83,7 @@ EVENTS = st.sampled_from(KINDS).flatmap(
 )
 
 
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=3 * settings().max_examples, deadline=None)
 @given(history=st.lists(EVENTS, max_size=60), standby=st.integers(0, 1))
 def test_every_event_is_legal_in_every_phase(history: list[Any], standby: int) -> None:
     """Not only what a sane world does: reports of the dead, of strangers, of the future."""

@@ -296,7 +296,6 @@ def test_a_version_loads_without_the_lost_nodes(num_parities: int, places: set[i
             arena.close()
 
 
-@settings(deadline=None, max_examples=100)
 @given(st.integers(0, 2), st.booleans(), st.integers(0, 1 << 30), st.integers(0, 7))
 def test_a_flipped_bit_of_a_parity_is_never_loaded(
     which: int,

@@ -393,7 +393,7 @@ def _holds(arena: _Arena, version: Version) -> bool:
 
 
 TestRun = Run.TestCase
-TestRun.settings = settings(max_examples=100, stateful_step_count=40, deadline=None)
+TestRun.settings = settings(stateful_step_count=40)
 
 
 def test_memory_of_workers_that_are_gone_is_let_go_of_in_the_end() -> None:

@@ -67,7 +67,6 @@ def test_a_version_that_a_rank_has_not_finished_does_not_count() -> None:
         _check_loads(arenas, old, step=1, world=2)
 
 
-@settings(deadline=None, max_examples=100)
 @given(st.integers(0, 1 << 20))
 def test_a_flipped_bit_is_never_loaded(position: int) -> None:
     """In the data or in the record: memory errs, too, and nobody else looks."""

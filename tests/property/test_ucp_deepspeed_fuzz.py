@@ -92,7 +92,7 @@ def _tensors() -> list[TensorData | Instance]:
     ]
 
 
-@settings(max_examples=300, suppress_health_check=list(HealthCheck))
+@settings(max_examples=3 * settings().max_examples, suppress_health_check=list(HealthCheck))
 @given(
     kind=st.sampled_from(["zero1", "zero3", "pipeline", "plain", "universal", "universal3"]),
     data=st.data(),

@@ -71,7 +71,7 @@ def _assert_equal(made: Foreign, need: Iterable[LocalTensor]) -> None:
         assert bytes(tensor.data) == expected[index(tensor.box)].tobytes(), tensor
 
 
-@settings(deadline=None, max_examples=300)
+@settings(deadline=None, max_examples=3 * settings().max_examples)
 @given(seed=SEEDS)
 def test_any_box_of_any_foreign_map_is_what_numpy_cuts(seed: int) -> None:
     """Strided, spread, permuted, replicated, averaged, with and without checksums."""
@@ -123,7 +123,6 @@ def _with_map(checkpoint: Checkpoint, state_map: StateMap) -> Checkpoint:
     return replace(checkpoint, manifest=replace(checkpoint.manifest, state_map=state_map))
 
 
-@settings(deadline=None, max_examples=100)
 @given(seed=SEEDS)
 def test_a_fragment_that_contradicts_its_tensor_is_refused(seed: int) -> None:
     """Sizes, strides, copies: a reader's mistake must not become somebody's weights."""

@@ -179,7 +179,8 @@ def _need_no_workers(*arguments: Any, **named: Any) -> Share:
 class Bug:
     """Where to put which function, which promises may tell, and in which histories to look.
 
-    ``single`` is the one fault of each history, if only one can show the bug.
+    Histories before ``first_seed`` do not show the bug. ``single`` is the one fault of each
+    history, if only one can show it.
     """
 
     place: Any
@@ -209,16 +210,16 @@ BUGS = {
         recovery, "_known_is_final", _trust_reports, ("S3", "S6", "L1", "S2")
     ),
     "takes an early read for final": Bug(
-        recovery, "_known_is_final", _take_an_early_read_for_final, ("S3", "L3"), first_seed=700
+        recovery, "_known_is_final", _take_an_early_read_for_final, ("S3", "L3"), first_seed=850
     ),
     "expects no last snapshots between the regular ones": Bug(
-        Tiers, "commit_every", property(_regular_interval), ("S3", "L3")
+        Tiers, "commit_every", property(_regular_interval), ("S3", "L3"), first_seed=200
     ),
     "resumes where the attempt began": Bug(
         recovery, "wait", _resume_where_the_attempt_began, ("S3", "S6")
     ),
     "forgets the attempt number": Bug(
-        on_members, "_member", _forget_the_attempt_number, ("S1", "S3", "invariant")
+        on_members, "_member", _forget_the_attempt_number, ("S1", "S3", "invariant"), first_seed=150
     ),
     "blames who reports first": Bug(
         machine._HANDLERS, ev.WorkerLeft, _blame_who_reports_first, ("S5",)
@@ -233,7 +234,7 @@ BUGS = {
         demand, "release_slot", _keep_slots_of_lost_nodes, ("L1",)
     ),
     "has no bound for fencing": Bug(recovery, "fence_bound", _wait_on, ("L1",)),
-    "has no bound for forming": Bug(recovery, "phase_bound", _wait_on, ("L1",)),
+    "has no bound for forming": Bug(recovery, "phase_bound", _wait_on, ("L1",), first_seed=300),
     "has no bound for reading": Bug(recovery, "read_bound", _wait_on, ("L1",)),
     "has no bound for starting": Bug(on_time, "_look_at_workers", _never_look, ("L1",)),
     "ignores a hang": Bug(machine._HANDLERS, ev.HangFound, _never_look, ("L1",)),
@@ -251,13 +252,13 @@ BUGS = {
     ),
     "loads what is bad again": Bug(recovery, "leave_out", _never_look, ("S6",)),
     "loads what was read before it was known to be bad": Bug(
-        recovery, "leave_out", _take_what_was_being_read, ("S6",)
+        recovery, "leave_out", _take_what_was_being_read, ("S6",), first_seed=250
     ),
     "forgets the history of a run that is resumed": Bug(
         machine._HANDLERS, ev.RunResumed, _begin_anew, ("S1", "S3", "L1")
     ),
     "does not read what a run that is resumed has committed": Bug(
-        machine._HANDLERS, ev.RunResumed, _forget_what_was_committed, ("S3", "L3")
+        machine._HANDLERS, ev.RunResumed, _forget_what_was_committed, ("S3", "L3"), first_seed=550
     ),
     "takes a stale state for that of a newer journal": Bug(
         compaction, "behind", _take_it_for_the_end, ("L1",)
@@ -271,21 +272,25 @@ BUGS = {
     "lets a keeper be silent": Bug(
         machine._HANDLERS, ev.KeeperSilent, _never_look, ("L2",), single=drawing.stop_keeper
     ),
-    "gives up on connections that are reset": Bug(budgets, "overspent", _count_lost_peers, ("L1",)),
+    "gives up on connections that are reset": Bug(
+        budgets, "overspent", _count_lost_peers, ("L1",), first_seed=150
+    ),
     "takes lost links for whole": Bug(links, "apart", _no_pairs, ("L1",)),
-    "does not look for lost links": Bug(searching, "begin", _never_look, ("L1",)),
+    "does not look for lost links": Bug(searching, "begin", _never_look, ("L1",), first_seed=350),
     "never probes a lost link again": Bug(link_events, "ask", _never_look, ("L1",)),
     "does not replace who is not reached": Bug(demand, "replace_unreached", _never_look, ("L1",)),
     "begins where a node is about to be taken": Bug(reach, "due", _nobody, ("L3",)),
     "strikes the ends of lost links": Bug(
         machine._HANDLERS, ev.LinksProbed, _strike_the_ends, ("S5",)
     ),
-    "takes a run directory for its own for ever": Bug(Storage, "owns", _always, ("S2",)),
+    "takes a run directory for its own for ever": Bug(
+        Storage, "owns", _always, ("S2",), first_seed=200
+    ),
     "ends keepers before others hold what they do": Bug(
         versions, "protects", _always, ("L3",), first_seed=400
     ),
     "gives workers to runs that are less urgent": Bug(
-        sharing, "own_share", _hold_all_others_for_urgent, ("S5",)
+        sharing, "own_share", _hold_all_others_for_urgent, ("S5",), first_seed=350
     ),
     "gives workers that it needs to train": Bug(
         sharing, "own_share", _need_no_workers, ("L1", "invariant")

@@ -12,6 +12,9 @@ from typing import Any
 os.environ["DS_ACCELERATOR"] = "cpu"
 
 import deepspeed
+
+# The first engine imports it, and with it what compiles: a second of a processor in each rank.
+import deepspeed.runtime.zero.muon.muon_optimizer
 import torch
 import torch.distributed as dist
 from deepspeed.runtime.sequence_parallel import parallel_state_sp

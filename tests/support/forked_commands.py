@@ -7,6 +7,7 @@ in globals ends with it. The environment of a rank is that which torchrun gives.
 
 from __future__ import annotations
 
+import gc
 import json
 import os
 import runpy
@@ -77,8 +78,11 @@ class ForkedCommands:
 
 def serve(imports: Sequence[str], orders: IO[str], answers: IO[str]) -> None:
     """Run what is ordered, line by line, until there are no more orders."""
-    for module in imports:
+    # The first optimizer imports torch._dynamo: a second of a processor in each rank.
+    for module in (*imports, "torch._dynamo"):
         __import__(module)
+    # No rank's collector goes through what all of them share, which would copy its pages.
+    gc.freeze()
     for line in orders:
         order = json.loads(line)
         ranks = [_fork(order, rank) for rank in range(order["num_ranks"])]

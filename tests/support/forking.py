@@ -6,7 +6,16 @@ Each would need seconds of a processor for these imports, and there are hundreds
 from __future__ import annotations
 
 import multiprocessing
+import os
+import runpy
+import traceback
+from collections.abc import Mapping
+from contextlib import redirect_stderr, redirect_stdout
 from multiprocessing.context import ForkServerContext
+from pathlib import Path
+
+#: Guards against a hang; some seconds on an idle machine.
+SECONDS_MAX = 240.0
 
 
 def forking() -> ForkServerContext:
@@ -14,3 +23,30 @@ def forking() -> ForkServerContext:
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload(["tests.support.trainers", "tests.support.doomed"])
     return context
+
+
+def run_script(script: Path, directory: Path, environment: Mapping[str, str] | None = None) -> str:
+    """Be ``python SCRIPT`` in ``directory``; return what it printed, which must be without error.
+
+    Args:
+        script: What is run.
+        directory: Where, an absolute path.
+        environment: What is added to the environment.
+    """
+    process = forking().Process(target=_run, args=(str(script), str(directory), environment or {}))
+    process.start()
+    process.join(SECONDS_MAX)
+    printed = (directory / "printed").read_text()
+    assert process.exitcode == 0, printed
+    return printed
+
+
+def _run(script: str, directory: str, environment: Mapping[str, str]) -> None:
+    os.chdir(directory)
+    os.environ |= environment
+    with Path("printed").open("w") as printed, redirect_stdout(printed), redirect_stderr(printed):
+        try:
+            runpy.run_path(script, run_name="__main__")
+        except BaseException:
+            traceback.print_exc()
+            raise

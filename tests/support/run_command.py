@@ -35,16 +35,8 @@ class Command:
         words = [*EVERSTEP, command, str(self.path), *options]
         environment = {k: v for k, v in os.environ.items() if k != "RAY_ADDRESS"}
         self.process = subprocess.Popen(words, text=True, env=environment, **streams)
-        wait(lambda: self.step() >= 2, "it trains", self.process)
+        wait(lambda: last_step(self.directory) >= 2, "it trains", self.process)
         return self.process
-
-    def step(self) -> int:
-        """Return the last step that rank 0 has written down."""
-        try:
-            lines = Path(self.directory, "metrics/rank0.jsonl").read_text().splitlines()
-            return int(json.loads(lines[-1])["step"])
-        except (OSError, IndexError, ValueError):
-            return 0
 
     def has_journaled(self, kind: str) -> bool:
         """Return whether the run's journal has an event of this kind."""
@@ -74,6 +66,15 @@ def command_for(config: RunConfig, tmp_path: Path) -> Iterator[Command]:
         for entry in made.clusters():
             with suppress(ProcessLookupError):
                 os.killpg(entry.host_pid, signal.SIGKILL)
+
+
+def last_step(directory: str) -> int:
+    """Return the last step that rank 0 has written down."""
+    try:
+        lines = Path(directory, "metrics/rank0.jsonl").read_text().splitlines()
+        return int(json.loads(lines[-1])["step"])
+    except (OSError, IndexError, ValueError):
+        return 0
 
 
 def wait(

@@ -65,9 +65,3 @@ def begin_endless(
         run.stop("the test is over")
         with contextlib.suppress(CapacityError):
             wait_for(run, lambda _: False, timeout_s=STOP_S_MAX)
-
-
-@pytest.fixture
-def endless_run(begin_endless: Callable[..., Launched]) -> Launched:
-    """Return such a run of the demo's configuration."""
-    return begin_endless()

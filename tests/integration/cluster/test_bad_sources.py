@@ -6,6 +6,7 @@ import json
 import os
 import signal
 import urllib.request
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -15,6 +16,7 @@ from orchestrator.driver.faults import member, wait_for
 from orchestrator.driver.launch import Launched
 from orchestrator.shell import RunNames, run_id
 from tests.support.history import read_history
+from tests.support.reach import PACED
 from tests.support.snapshots import eventually
 from workers.memory import Arena, descriptor_socket, open_arena
 
@@ -55,10 +57,11 @@ def _damage(arenas: dict[tuple[int, str, str], Arena]) -> tuple[int, int]:
 
 
 def test_a_version_that_is_damaged_everywhere_gives_way_to_the_one_before(
-    endless_run: Launched,
+    begin_endless: Callable[..., Launched],
 ) -> None:
     """The attempt that finds it out is nobody's failure, and storage is not needed."""
-    run, config = endless_run, endless_run.config
+    run = begin_endless(workers__standby_per_node=0, **PACED)
+    config = run.config
     status = wait_for(
         run,
         lambda s: s["step"] >= 5 and s["redundancy"]["node_losses_survived"] == 1,

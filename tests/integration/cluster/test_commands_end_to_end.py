@@ -8,7 +8,6 @@ import signal
 import socket
 import subprocess
 import sys
-import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -18,11 +17,10 @@ import yaml
 
 from orchestrator.config import RunConfig
 from orchestrator.shell import RunNames, run_id
+from tests.support.reach import PACED
+from tests.support.run_command import ACT_S_MAX, EVERSTEP, everstep, last_step, wait
 
 pytestmark = pytest.mark.timeout(900)
-
-EVERSTEP = (sys.executable, "-c", "from orchestrator.cli.main import main; main()")
-ACT_S_MAX = 240.0
 
 
 def _write(config: RunConfig, tmp_path: Path, address: str | None) -> str:
@@ -33,32 +31,11 @@ def _write(config: RunConfig, tmp_path: Path, address: str | None) -> str:
     return str(path)
 
 
-def _everstep(*arguments: str) -> subprocess.CompletedProcess[str]:
-    return subprocess.run(
-        [*EVERSTEP, *arguments], capture_output=True, text=True, timeout=ACT_S_MAX, check=False
-    )
-
-
-def _status(directory: str) -> dict[str, Any]:
-    answer = _everstep("status", directory, "--json")
-    if answer.returncode:
-        return {"phase": "", "step": 0}
-    document: dict[str, Any] = json.loads(answer.stdout)
-    return document
-
-
 def _check_keys(status: dict[str, Any]) -> None:
     assert {"phase", "attempt", "step", "loss", "layout", "workers", "nodes"} <= set(status)
     assert {"pending_capacity", "redundancy"} <= set(status)
     assert {"rank", "node", "pid", "state", "last_heartbeat_s"} <= set(status["workers"][0])
     assert {"node", "raylet_pid", "state"} <= set(status["nodes"][0])
-
-
-def _wait(condition: Callable[[], bool], what: str) -> None:
-    deadline_s = time.monotonic() + ACT_S_MAX
-    while not condition():
-        assert time.monotonic() < deadline_s, f"never: {what}"
-        time.sleep(0.2)
 
 
 def test_killed_driver_does_not_stop_the_run_and_a_command_does(
@@ -69,30 +46,32 @@ def test_killed_driver_does_not_stop_the_run_and_a_command_does(
     It does so wherever it would have the run itself. What was trained is kept: the last step of
     a stopped run is in storage, and the run goes on from there when it is run again.
     """
-    config = make_config(train__steps=100000, train__warmup_steps=2)
+    config = make_config(
+        train__steps=100_000, train__warmup_steps=2, workers__standby_per_node=0, **PACED
+    )
     path = _write(config, tmp_path, nodes.address)
     driver = subprocess.Popen([*EVERSTEP, "run", path, "--json"], stdout=subprocess.DEVNULL)
     directory = config.run.directory
-    _wait(lambda: _status(directory)["step"] >= 3, "the run trains")
+    wait(lambda: last_step(directory) >= 3, "the run trains")
     shared = Path(RunNames(run_id(directory)).shared_directory("node")).parent
     assert shared.is_dir()
 
     os.kill(driver.pid, signal.SIGKILL)
     driver.wait()
-    status = _status(directory)
+    status = json.loads(everstep("status", directory, "--json").stdout)
     node = status["nodes"][1]["node"]
-    planned = _everstep("plan", directory, "--lose", node[:12], "--json")
-    unknown = _everstep("plan", directory, "--lose", "nowhere")
-    other = _everstep("run", path, "train.steps=7", "--json")
+    planned = everstep("plan", directory, "--lose", node[:12], "--json")
+    unknown = everstep("plan", directory, "--lose", "nowhere")
+    other = everstep("run", path, "train.steps=7", "--json")
     anywhere = _write(config, tmp_path, None)
     shown = tmp_path / "second.txt"
     with shown.open("w") as stderr:
         second = subprocess.Popen(
             [*EVERSTEP, "run", anywhere, "--json"], stdout=subprocess.PIPE, stderr=stderr, text=True
         )
-    _wait(lambda: "running" in shown.read_text(), "the second driver follows the run")
-    _wait(lambda: _status(directory)["step"] > status["step"] + 3, "the run goes on")
-    stopped = _everstep("stop", directory)
+    wait(lambda: "running" in shown.read_text(), "the second driver follows the run")
+    wait(lambda: last_step(directory) > status["step"] + 3, "the run goes on")
+    stopped = everstep("stop", directory)
     output, _ = second.communicate(timeout=ACT_S_MAX)
 
     _check_keys(status)
@@ -110,7 +89,7 @@ def test_killed_driver_does_not_stop_the_run_and_a_command_does(
     assert Path(directory, manifest).exists()
     assert other.returncode == 2
     assert "train.steps: 7 here, 100000 in the run" in other.stderr
-    _wait(lambda: not shared.exists(), "a run that is over is in nobody's memory")
+    wait(lambda: not shared.exists(), "a run that is over is in nobody's memory")
     _assert_goes_on(path, directory, summary)
 
 
@@ -118,20 +97,23 @@ def test_stop_is_told_to_the_controller_after_one_that_is_stopped(
     nodes: Any, make_config: Callable[..., RunConfig], tmp_path: Path
 ) -> None:
     """It came to nobody then: the run went on, and the command said that nobody answers."""
-    config = make_config(train__steps=100_000, recovery__patience=6)
+    config = make_config(
+        train__steps=100_000, recovery__patience=6, workers__max=1, workers__standby_per_node=0,
+        **PACED,
+    )  # fmt: skip
     path, directory = _write(config, tmp_path, nodes.address), config.run.directory
-    begun = _everstep("run", path, "--detach")
+    begun = everstep("run", path, "--detach")
     assert begun.returncode == 0, begun.stderr
-    _wait(lambda: _status(directory)["step"] >= 2, "the run trains")
+    wait(lambda: last_step(directory) >= 2, "the run trains")
     contact = json.loads(Path(directory, "controller.json").read_text())
 
-    strange = _everstep("stop", directory, "--token", "0123")
+    strange = everstep("stop", directory, "--token", "0123")
     os.kill(contact["pid"], signal.SIGSTOP)
-    stopped = _everstep("stop", directory)
+    stopped = everstep("stop", directory)
     summary = Path(directory, "summary.json")
     if stopped.returncode:
-        _everstep("stop", directory)
-    _wait(summary.exists, "the run is over")
+        everstep("stop", directory)
+    wait(summary.exists, "the run is over")
 
     assert strange.returncode == 2
     assert "that is not the token of the run" in strange.stderr
@@ -142,10 +124,10 @@ def test_stop_is_told_to_the_controller_after_one_that_is_stopped(
 
 def _assert_goes_on(path: str, directory: str, stopped: dict[str, Any]) -> None:
     """Run a stopped run again, on half the workers and a little longer: it ends like one run."""
-    changed = _everstep("run", path, "train.seed=5")
+    changed = everstep("run", path, "train.seed=5")
     total = stopped["steps"] + 4
-    again = _everstep("run", path, f"train.steps={total}", "workers.max=2", "--json")
-    over = _everstep("run", path, f"train.steps={total}", "--json")
+    again = everstep("run", path, f"train.steps={total}", "workers.max=2", "--json")
+    over = everstep("run", path, f"train.steps={total}", "--json")
 
     assert changed.returncode == 2
     assert "train.seed: 5 here, 0 in the run" in changed.stderr
@@ -162,9 +144,9 @@ def _assert_goes_on(path: str, directory: str, stopped: dict[str, Any]) -> None:
     assert {workers[total - back] for back in range(4)} <= {1, 2}
     assert over.returncode == 2
     assert f"all {total} steps are done" in over.stderr
-    replayed = _everstep("replay", directory, "--json")
+    replayed = everstep("replay", directory, "--json")
     assert json.loads(replayed.stdout)["same_decisions"] is True
-    reported = _everstep("report", directory)
+    reported = everstep("report", directory)
     assert reported.returncode == 0, reported.stderr
 
 
@@ -174,10 +156,10 @@ def test_the_doctor_asks_every_node(
     """Storage that only the driver sees is a checkpoint that no other node can load."""
     path = _write(make_config(), tmp_path, nodes.address)
 
-    well = _everstep("doctor", path, "--json")
+    well = everstep("doctor", path, "--json")
     with socket.create_server(("127.0.0.1", 0)) as taken:
         port = f"cluster.metrics_port={taken.getsockname()[1]}"
-        ill = _everstep("doctor", path, "run.directory=memory://run", port, "--json")
+        ill = everstep("doctor", path, "run.directory=memory://run", port, "--json")
 
     assert well.returncode == 0, well.stdout + well.stderr
     asked = json.loads(well.stdout)["nodes"]
@@ -192,6 +174,12 @@ def test_the_doctor_asks_every_node(
     assert findings["cluster.metrics_port"]["level"] == "warn"
 
 
+def _answers(port: int) -> bool:
+    """Return whether something listens at a port of this machine."""
+    with socket.socket() as one:
+        return one.connect_ex(("127.0.0.1", port)) == 0
+
+
 def test_ray_job_submit_runs_everstep_unchanged(
     make_config: Callable[..., RunConfig], tmp_path: Path
 ) -> None:
@@ -200,7 +188,7 @@ def test_ray_job_submit_runs_everstep_unchanged(
     Ray brings no file along that .gitignore names.
     """
     config = make_config(
-        train__steps=10, train__warmup_steps=2, workers__max=2, workers__standby_per_node=0
+        train__steps=3, train__warmup_steps=2, workers__max=1, workers__standby_per_node=0
     )
     project = tmp_path / "project"
     project.mkdir()
@@ -218,7 +206,7 @@ def test_ray_job_submit_runs_everstep_unchanged(
     # The job agent's usual port is taken by the nodes of the other tests.
     head += ["--dashboard-agent-listen-port=28366", "--temp-dir=/tmp/everstep-job"]
     server = subprocess.Popen(
-        head, env=environment, stdout=subprocess.DEVNULL, start_new_session=True
+        head, env=environment, stdout=subprocess.DEVNULL, text=True, start_new_session=True
     )
     try:
         submit = [f"{binaries}/ray", "job", "submit", "--address", "http://127.0.0.1:28265"]
@@ -244,12 +232,14 @@ def test_ray_job_submit_runs_everstep_unchanged(
                 assert any(words in output for words in is_early), output
             return answer.returncode == 0
 
-        _wait(submitted, "the cluster takes the job")
+        # A submission that fails costs seconds of a processor.
+        wait(lambda: _answers(28265), "the dashboard is up", server)
+        wait(submitted, "the cluster takes the job")
     finally:
         os.killpg(server.pid, signal.SIGTERM)
         server.wait(ACT_S_MAX)
 
     summary = json.loads(Path(config.run.directory, "summary.json").read_text())
-    assert (summary["outcome"], summary["steps"]) == ("completed", 10)
+    assert (summary["outcome"], summary["steps"]) == ("completed", 3)
     assert "mine.yaml cannot be read" in outputs[-1]
     assert "leaves out what .gitignore names" in outputs[-1]

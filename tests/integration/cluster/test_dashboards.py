@@ -106,7 +106,7 @@ class Prometheus:
 @pytest.fixture
 def endless_run(begin_endless: Callable[..., Launched]) -> Launched:
     """Return a run with a price: without one nothing is known of what it costs."""
-    return begin_endless(capacity="[{usd_per_hour: 0.5}]")
+    return begin_endless(capacity="[{usd_per_hour: 0.5}]", workers__max=2)
 
 
 @pytest.fixture

@@ -26,19 +26,19 @@ from torch.optim.lr_scheduler import LambdaLR
 import ucp_core
 from orchestrator.config import RunConfig, load
 from orchestrator.driver import export_run
-from orchestrator.driver.faults import signal_rank, wait_for
+from orchestrator.driver.faults import signal_rank
 from orchestrator.driver.launch import Launched
 from tests.integration.test_guide import BLOCKS, NAMES
 from tests.support import train_adapters
 from tests.support.history import read_history
 from tests.support.logged import in_tensorboard
+from tests.support.reach import ACT_S_MAX, reach
 from tests.support.run_command import everstep
 from workers.data import DataOrder, open_texts
 
 pytestmark = pytest.mark.timeout(600)
 
 SUPPORT = Path(__file__).parents[2] / "support"
-ACT_S_MAX = 240.0
 #: Float32 sums of another order differ by so much after some hundred steps.
 TOLERANCE = 2e-5
 MEMORY = 64 << 20
@@ -46,29 +46,14 @@ MEMORY = 64 << 20
 NUM_STEPS = 150
 
 
-def _reach(run: Launched, step: int, *, workers: int, attempt: int = 0) -> dict[str, Any]:
-    status = wait_for(
-        run,
-        lambda s: (
-            s["phase"] == "running"
-            and s["step"] >= step
-            and s["attempt"] >= attempt
-            and sum(worker["rank"] >= 0 for worker in s["workers"]) == workers
-        ),
-        timeout_s=ACT_S_MAX,
-    )
-    assert status is not None, f"the run ended before step {step}: {run.summary()}"
-    return status
-
-
 def _through_a_kill(run: Launched, *, workers: int, after: int = 5) -> None:
     """Kill a worker, and wait until as many train again.
 
     A standby takes its place; if none is ready, the run goes on without it and grows again.
     """
-    before = _reach(run, after, workers=workers)
+    before = reach(run, after, workers=workers)
     signal_rank(run, 1, signal.SIGKILL)
-    _reach(run, before["step"] + 3, workers=workers, attempt=before["attempt"] + 1)
+    reach(run, before["step"] + 3, workers=workers, attempt=before["attempt"] + 1)
 
 
 def _stopped(run: Launched) -> int:
@@ -231,7 +216,7 @@ def test_a_stream_with_nearly_everything_goes_on_from_a_script_that_ran_alone(
         train__warmup_steps=0,
         train__schedule="constant",
     )
-    _reach(run, 15, workers=2)
+    reach(run, 15, workers=2)
     signal_rank(run, 1, signal.SIGKILL)
     summary = run.follow(lambda _: None)
 
@@ -263,7 +248,8 @@ def test_a_model_of_the_hub_is_tuned_by_the_command_and_exported(
         "run.directory": directory, "run.init_from": base, "model.preset": f"hf:{base}",
         "data.tokenizer": base / "tokenizer.json", "data.source": f"{tmp_path}/*.txt",
         "data.sequence_length": 16, "data.cache_directory": tmp_path / "cache",
-        "workers.max": 2, "train.steps": 100_000, "train.validation_every": 10,
+        "workers.max": 2, "workers.standby_per_node": 0,
+        "train.steps": 100_000, "train.validation_every": 10,
         "cluster.address": nodes.address,
     }  # fmt: skip
     words = [f"{key}={value}" for key, value in settings.items()]

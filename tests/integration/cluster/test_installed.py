@@ -38,9 +38,10 @@ def test_a_wheel_trains_an_example_and_a_script(tmp_path: Path) -> None:
     """Everything that a run needs must be in the wheel, also in the processes of workers."""
     installed = Installed(build_wheel(tmp_path), tmp_path)
     (tmp_path / "train.py").write_text(SCRIPT)
-    example = ("run", "local/small", "train.steps=6", "workers.max=2", "--local-nodes=1", "--json")
+    small = ("train.steps=6", "workers.max=2", "workers.standby_per_node=0")
+    example = ("run", "local/small", *small, "--local-nodes=1", "--json")
 
-    built_in = installed.run("everstep", *example, "model.preset=tiny")
+    built_in = installed.run("everstep", *example, "model.preset=tiny", "workers.max=1")
     script = installed.run(
         "everstep", *example, "run.script=train.py", "run.directory=runs/scripted"
     )

@@ -31,6 +31,8 @@ def test_what_it_trains_ends_equal_though_two_workers_die(
     config = make_config(
         run__script=SCRIPT,
         run__arguments=json.dumps(["own", str(tmp_path / "deaths")]),
+        workers__max=3,
+        workers__standby_per_node=0,
         train__steps=8,
         train__warmup_steps=2,
     )

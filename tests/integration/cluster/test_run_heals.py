@@ -22,36 +22,17 @@ from orchestrator.driver.faults import (
     wait_for,
 )
 from orchestrator.driver.launch import Launched
+from tests.support.attempts import finish, result
 from tests.support.history import check_lost_steps, read_history
 from tests.support.logged import in_tensorboard, in_wandb
+from tests.support.reach import ACT_S_MAX, num_training, reach
+from tests.support.trainers import Run
+from workers.settings import Settings
 
 pytestmark = pytest.mark.timeout(900)
 
-#: Generous: the machine of a test run is shared. Tight bounds are the benchmark's business.
-ACT_S_MAX = 240.0
 #: Of runs whose weights are compared: the undisturbed one is trained once for all of them.
 COMPARED_STEPS = 80
-
-
-def _reach(
-    run: Launched, step: int, *, workers: int | None = None, attempt: int = 0
-) -> dict[str, Any]:
-    status = wait_for(
-        run,
-        lambda s: (
-            s["phase"] == "running"
-            and s["step"] >= step
-            and s["attempt"] >= attempt
-            and (workers is None or _num_training(s) == workers)
-        ),
-        timeout_s=ACT_S_MAX,
-    )
-    assert status is not None, f"the run ended before step {step}"
-    return status
-
-
-def _num_training(status: dict[str, Any]) -> int:
-    return sum(worker["rank"] >= 0 for worker in status["workers"])
 
 
 def _has_standby(status: dict[str, Any], node: str) -> bool:
@@ -67,7 +48,7 @@ def _protected(run: Launched, step: int = 0, *, workers: int | None = None) -> d
             s["phase"] == "running"
             and s["redundancy"]["node_losses_survived"] == 1
             and s["redundancy"]["step"] >= step
-            and (workers is None or _num_training(s) == workers)
+            and (workers is None or num_training(s) == workers)
         ),
         timeout_s=ACT_S_MAX,
     )
@@ -122,22 +103,18 @@ def _stop(run: Launched) -> dict[str, Any]:
 
 @pytest.fixture(scope="module")
 def undisturbed_digest(
-    cluster: Any, tmp_path_factory: pytest.TempPathFactory
+    tmp_path_factory: pytest.TempPathFactory,
 ) -> Callable[[RunConfig], str]:
-    """Return the digest of the same configuration trained without a fault, once per module."""
+    """Return the digest of the same training in one process, without Ray, once per module."""
     known: dict[str, str] = {}
 
     def digest(config: RunConfig) -> str:
         key = repr(config.train)
         if key not in known:
-            directory = str(tmp_path_factory.mktemp("undisturbed") / "run")
-            calm = config.model_copy(
-                update={
-                    "run": config.run.model_copy(update={"directory": directory}),
-                    "workers": config.workers.model_copy(update={"standby_per_node": 0}),
-                }
-            )
-            known[key] = _finish(Launched(calm, cluster))["weights_digest"]
+            settings = Settings(model=config.model, data=config.data, train=config.train)
+            with Run(tmp_path_factory.mktemp("undisturbed")) as alone:
+                finish(alone, settings, num_workers=1)
+                known[key] = result(alone)["weights_digest"]
         return known[key]
 
     return digest
@@ -149,14 +126,14 @@ def test_killed_worker_is_replaced_and_the_weights_end_equal(
     """A standby takes the dead worker's place; in deterministic mode nothing shows afterwards."""
     config = make_config(train__steps=COMPARED_STEPS)
     run = Launched(config, nodes)
-    node = member(_reach(run, 5), 1)["node"]
+    node = member(reach(run, 5), 1)["node"]
     before = wait_for(run, lambda s: _has_standby(s, node), timeout_s=ACT_S_MAX)
     assert before is not None, "the run ended before its standbys were ready"
     before = _protected(run, before["step"])
     survivor = member(before, 0)["pid"]
 
     signal_rank(run, 1, signal.SIGKILL)
-    after = _reach(run, before["step"], workers=4, attempt=before["attempt"] + 1)
+    after = reach(run, before["step"], workers=4, attempt=before["attempt"] + 1)
     summary = _finish(run)
 
     assert member(after, 0)["pid"] == survivor, "a healthy process was restarted"
@@ -173,15 +150,15 @@ def test_lost_node_shrinks_the_run_and_its_return_grows_it(
     # What is stored already and not copied yet would come from there.
     config = make_config(train__steps=COMPARED_STEPS, checkpoint__every_steps=50_000)
     run = Launched(config, nodes)
-    before = _reach(run, 10, workers=4)
+    before = reach(run, 10, workers=4)
     before = _protected(run, before["step"])
     # One that outlives its node's keeper trains what nobody copies.
     _check_ends_at_once(before, member(before, 3)["node"])
 
     kill_node_of(run, 3)
-    _reach(run, 11, workers=2, attempt=before["attempt"] + 1)
+    reach(run, 11, workers=2, attempt=before["attempt"] + 1)
     nodes.add_node()
-    _reach(run, 12, workers=4)
+    reach(run, 12, workers=4)
     summary = _finish(run)
 
     # It grows twice where one worker of the new node is ready long before the other.
@@ -208,14 +185,14 @@ def test_lost_node_is_computed_from_the_parities_of_its_group(
         checkpoint__every_steps=50_000,
     )
     run = Launched(config, nodes)
-    before = _reach(run, 5, workers=3)
+    before = reach(run, 5, workers=3)
     before = _protected(run, before["step"])
     assert before["redundancy"]["mechanism"] == "ring parity"
     foretold = plan_losses(config.run.directory, [member(before, 1)["node"]])
     assert set(foretold.bytes_by_source) == {"local memory", "parity"}
 
     kill_node_of(run, 1)
-    after = _reach(run, before["step"] + 1, workers=2, attempt=before["attempt"] + 1)
+    after = reach(run, before["step"] + 1, workers=2, attempt=before["attempt"] + 1)
     after = _protected(run, after["step"])
     assert after["redundancy"]["mechanism"] == "partner copy"
     summary = _finish(run)
@@ -273,10 +250,10 @@ def _check_logged_once(directory: Path, num_steps: int) -> None:
 
 def _stop_a_worker(run: Launched) -> str:
     """SIGSTOP leaves process, sockets and Ray's view alive: only its silence tells."""
-    before = _reach(run, 10, workers=4)
+    before = reach(run, 10, workers=4)
     victim = signal_rank(run, 2, signal.SIGSTOP)
-    after = _reach(run, 11, attempt=before["attempt"] + 1)
-    _reach(run, after["step"] + 15)
+    after = reach(run, 11, attempt=before["attempt"] + 1)
+    reach(run, after["step"] + 15)
     return str(victim["worker"])
 
 
@@ -288,7 +265,7 @@ def _end_the_controller(run: Launched, number: signal.Signals) -> dict[str, Any]
     before = _protected(run, workers=4)
     pid = run.controller_pid(timeout_s=ACT_S_MAX)
     os.kill(pid, number)
-    after = _reach(run, before["step"] + 5)
+    after = reach(run, before["step"] + 5)
     assert run.controller_pid(timeout_s=ACT_S_MAX) != pid
     assert after["attempt"] == before["attempt"]
     return _protected(run, after["step"], workers=4)
@@ -306,7 +283,7 @@ def _kill_a_keeper(run: Launched) -> dict[str, Any]:
 def _kill_a_worker(run: Launched, *, after: dict[str, Any]) -> int:
     """Return the attempt that ended with it."""
     signal_rank(run, 1, signal.SIGKILL)
-    _reach(run, after["step"] + 1, attempt=after["attempt"] + 1)
+    reach(run, after["step"] + 1, attempt=after["attempt"] + 1)
     return int(after["attempt"])
 
 
@@ -332,12 +309,12 @@ def test_copies_of_the_model_lose_a_node_and_get_it_back(
         checkpoint__every_steps=50_000,
     )
     run = Launched(config, nodes)
-    before = _reach(run, 10, workers=4)
+    before = reach(run, 10, workers=4)
 
     kill_node_of(run, 3)
-    _reach(run, 11, workers=2, attempt=before["attempt"] + 1)
+    reach(run, 11, workers=2, attempt=before["attempt"] + 1)
     nodes.add_node()
-    _reach(run, 12, workers=4)
+    reach(run, 12, workers=4)
     summary = _finish(run)
 
     assert before["redundancy"]["mechanism"] == "redundant copy", before["redundancy"]

@@ -15,6 +15,7 @@ import ray
 from orchestrator.config import RunConfig
 from orchestrator.shell import RunNames, run_id
 from orchestrator.shell.serve import targets_path
+from tests.support.reach import PACED
 from tests.support.run_command import ACT_S_MAX, Command, command_for, everstep, wait
 
 pytestmark = pytest.mark.timeout(600)
@@ -30,6 +31,7 @@ def command(make_config: Callable[..., RunConfig], tmp_path: Path) -> Iterator[C
         workers__standby_per_node=0,
         cluster__local_nodes=1,
         snapshot__every_steps=0,
+        **PACED,
     )
     with command_for(config, tmp_path) as made:
         yield made
@@ -209,7 +211,7 @@ def test_a_detached_run_is_ended_by_force_with_its_cluster(command: Command) -> 
 
 
 def test_what_a_script_prints_reaches_the_terminal_and_the_logs(
-    make_config: Callable[..., RunConfig], tmp_path: Path
+    nodes: Any, make_config: Callable[..., RunConfig], tmp_path: Path
 ) -> None:
     """Prints were in Ray's own log folder only, which is gone with the cluster."""
     config = make_config(
@@ -217,12 +219,11 @@ def test_what_a_script_prints_reaches_the_terminal_and_the_logs(
         train__steps=20,
         workers__max=1,
         workers__standby_per_node=0,
-        cluster__local_nodes=1,
     )
     path = tmp_path / "run.yaml"
     path.write_text(config.to_yaml())
 
-    done = everstep("run", str(path))
+    done = everstep("run", str(path), "--address", nodes.address)
     logs = everstep("logs", config.run.directory)
 
     assert done.returncode == 0, done.stderr

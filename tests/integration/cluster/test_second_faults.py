@@ -14,14 +14,12 @@ from typing import Any
 import pytest
 
 from orchestrator.config import RunConfig
-from orchestrator.driver.faults import member, signal_rank, wait_for
+from orchestrator.driver.faults import member, signal_rank
 from orchestrator.driver.launch import Launched
 from tests.support.history import read_history
+from tests.support.reach import ACT_S_MAX, PACED, reach
 
 pytestmark = pytest.mark.timeout(900)
-
-ACT_S_MAX = 240.0
-
 
 #: What the journal says when the second worker dies, and of which attempt from the broken one on.
 PHASES = [("WorkerExited", 0), ("FenceAttempt", 0), ("StartAttempt", 1), ("WorkerFormed", 1)]
@@ -46,22 +44,6 @@ def _wait_record(directory: str, kind: str, attempt: int, *, after: str) -> None
     pytest.fail(f"the journal never said {kind} of attempt {attempt}")
 
 
-def _all_train(run: Launched, *, step: int, attempt: int = 0) -> dict[str, Any]:
-    """Return the status once no worker is missing, so that nothing but training is under way."""
-    status = wait_for(
-        run,
-        lambda s: (
-            s["phase"] == "running"
-            and s["step"] >= step
-            and s["attempt"] >= attempt
-            and sum(worker["rank"] >= 0 for worker in s["workers"]) == 4
-        ),
-        timeout_s=ACT_S_MAX,
-    )
-    assert status is not None, f"the run ended before step {step}"
-    return status
-
-
 def _break(run: Launched, before: dict[str, Any], kind: str, later: int, second: int) -> None:
     """Kill a worker, and the process ``second`` once the journal says ``kind``."""
     directory = run.config.run.directory
@@ -71,19 +53,21 @@ def _break(run: Launched, before: dict[str, Any], kind: str, later: int, second:
     os.kill(second, signal.SIGKILL)
 
 
-def test_second_process_dies_in_each_phase_of_recovery(endless_run: Launched) -> None:
+def test_second_process_dies_in_each_phase_of_recovery(
+    begin_endless: Callable[..., Launched],
+) -> None:
     """What is half done belongs to an attempt that is over: nothing of it may be counted.
 
     After the workers the controller dies: its next life folds the journal, finds who lives, and
     finishes what was begun.
     """
-    run = endless_run
-    before = _all_train(run, step=5)
+    run = begin_endless(**PACED)
+    before = reach(run, 5, workers=4)
     for kind, later in PHASES:
         _break(run, before, kind, later, member(before, 3)["pid"])
-        before = _all_train(run, step=before["step"] + 5, attempt=before["attempt"] + 1)
+        before = reach(run, before["step"] + 5, workers=4, attempt=before["attempt"] + 1)
     _break(run, before, "FenceAttempt", 0, run.controller_pid(timeout_s=ACT_S_MAX))
-    _all_train(run, step=before["step"] + 5, attempt=before["attempt"] + 1)
+    reach(run, before["step"] + 5, workers=4, attempt=before["attempt"] + 1)
     run.stop("all is seen")
     summary = run.follow(lambda _: None)
 
@@ -93,11 +77,11 @@ def test_second_process_dies_in_each_phase_of_recovery(endless_run: Launched) ->
 
 
 def test_a_controller_that_dies_while_a_run_ends_leaves_nobody_behind(
-    endless_run: Launched,
+    begin_endless: Callable[..., Launched],
 ) -> None:
     """The next life finds a run that is over, and has met nobody whom it could end."""
-    run = endless_run
-    before = _all_train(run, step=5)
+    run = begin_endless(workers__max=2, **PACED)
+    before = reach(run, 5, workers=2)
     pids = [row["pid"] for row in before["workers"]]
     keepers = [node["keeper_pid"] for node in before["nodes"]]
     controller = run.controller_pid(timeout_s=ACT_S_MAX)
@@ -150,7 +134,10 @@ def test_user_bug_fails_fast_and_shows_the_users_own_lines(
 ) -> None:
     """Restarting a bug again and again wastes a cluster's night."""
     bug = "nosuchname if step.number >= 3 else None"
-    config = make_config(train__steps=20, train__warmup_steps=2, run__script=_script(tmp_path, bug))
+    config = make_config(
+        train__steps=20, train__warmup_steps=2, workers__max=2, workers__standby_per_node=0,
+        run__script=_script(tmp_path, bug),
+    )  # fmt: skip
 
     summary = Launched(config, nodes).follow(lambda _: None)
 
@@ -179,6 +166,8 @@ def test_exception_of_one_rank_is_survived_once(
     config = make_config(
         train__steps=20,
         train__warmup_steps=2,
+        workers__max=2,
+        workers__standby_per_node=0,
         snapshot__every_steps=5,
         run__script=_script(tmp_path, bug),
     )

@@ -324,6 +324,19 @@ class OffByOne(Seekable):
         return {"at": max(0, self.at - 1)}
 
 
+def next_behind(loader: DataLoader, behind: int, states: list[dict[str, Any] | None]) -> Any:
+    """Return the first batch of a run that resumes behind a step."""
+    batches = loader.batches(
+        order(),
+        seed=5,
+        micro_batch=MICRO_BATCH,
+        numbers=[0],
+        first_step=behind + 1,
+        state=states[behind - 1],
+    )
+    return next(batches)
+
+
 @pytest.mark.parametrize("num_workers", [0, 1])
 @pytest.mark.parametrize("kind", [OwnGenerator, CountsEpochs, KeepsCursor, Unseeded])
 def test_a_stream_with_an_order_of_its_own_is_found_when_it_is_read_again(
@@ -335,16 +348,8 @@ def test_a_stream_with_an_order_of_its_own_is_found_when_it_is_read_again(
     loader = DataLoader(survivor, num_workers=num_workers)
     list(itertools.islice(loader.batches(order(), seed=5, micro_batch=2, numbers=[0]), 3))
     for dataset, behind in ((loader, 1), (DataLoader(kind(), num_workers=num_workers), 4)):
-        batches = dataset.batches(
-            order(),
-            seed=5,
-            micro_batch=MICRO_BATCH,
-            numbers=[0],
-            first_step=behind + 1,
-            state=states[behind - 1],
-        )
         with pytest.raises(DataError, match=f"{kind.__name__} was read again up to step {behind}"):
-            next(batches)
+            next_behind(dataset, behind, states)
 
 
 @pytest.mark.parametrize("behind", [1, 2, 3])
@@ -352,16 +357,8 @@ def test_a_stream_with_an_order_of_its_own_is_found_when_it_is_read_again(
 def test_a_state_that_leads_elsewhere_is_found(kind: type[Numbers], behind: int) -> None:
     """At any step, also where the epoch ends."""
     _, states = take(kind(), 5, ranks=ONE)
-    batches = DataLoader(kind()).batches(
-        order(),
-        seed=5,
-        micro_batch=MICRO_BATCH,
-        numbers=[0],
-        first_step=behind + 1,
-        state=states[behind - 1],
-    )
     with pytest.raises(DataError, match=f"{kind.__name__} does not continue where its state_dict"):
-        next(batches)
+        next_behind(DataLoader(kind()), behind, states)
 
 
 def test_hugging_faces_buffer_behind_a_wrapper_is_found() -> None:
@@ -384,16 +381,8 @@ def test_hugging_faces_buffer_behind_a_wrapper_is_found() -> None:
 
     _, states = take(Wrapper(), 6, ranks=ONE)
     for behind in range(1, 6):
-        batches = DataLoader(Wrapper()).batches(
-            order(),
-            seed=5,
-            micro_batch=2,
-            numbers=[0],
-            first_step=behind + 1,
-            state=states[behind - 1],
-        )
         with pytest.raises(DataError, match=r"Wrapper (does not continue|has no samples in epoch)"):
-            next(batches)
+            next_behind(DataLoader(Wrapper()), behind, states)
 
 
 def test_a_long_epoch_does_not_make_the_stream_slow() -> None:

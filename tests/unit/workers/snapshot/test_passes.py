@@ -157,7 +157,7 @@ def _warm(copy: DeviceCopy, num_passes: int, step_s: float = STEP_S) -> None:
                 copy.passed(ends=False)
 
 
-@settings(deadline=None, max_examples=200)
+@settings(max_examples=2 * settings().max_examples)
 @given(
     seed=st.integers(min_value=0, max_value=2**32),
     num_buckets=st.integers(min_value=1, max_value=40),

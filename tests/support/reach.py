@@ -1,0 +1,47 @@
+"""Waits of tests until a run trains."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from orchestrator.driver.faults import wait_for
+from orchestrator.driver.launch import Launched
+from tests.support import train_paced
+
+__all__ = ["ACT_S_MAX", "PACED", "num_training", "reach"]
+
+#: Generous: the machine of a test run is shared. Tight bounds are the benchmark's business.
+ACT_S_MAX = 240.0
+#: Settings of a run whose steps take time and hardly any processor: what is started beside it, and
+#: what the test asks, has that.
+PACED = {"run__script": train_paced.__file__, "run__arguments": "['0.2']"}
+
+
+def num_training(status: dict[str, Any]) -> int:
+    """Return how many workers have a rank."""
+    return sum(worker["rank"] >= 0 for worker in status["workers"])
+
+
+def reach(
+    run: Launched, step: int, *, workers: int | None = None, attempt: int = 0
+) -> dict[str, Any]:
+    """Return the status once the run trains at ``step`` or behind it.
+
+    Args:
+        run: That is waited for.
+        step: At least this one.
+        workers: Exactly so many train; any number if None.
+        attempt: At least this one.
+    """
+    status = wait_for(
+        run,
+        lambda s: (
+            s["phase"] == "running"
+            and s["step"] >= step
+            and s["attempt"] >= attempt
+            and (workers is None or num_training(s) == workers)
+        ),
+        timeout_s=ACT_S_MAX,
+    )
+    assert status is not None, f"the run ended before step {step}: {run.summary()}"
+    return status
