@@ -24,6 +24,7 @@ PEERS: Final = {"DeepSpeed": "deepspeed", "Ray Train": "pandas", "torchdata": "t
 #: The smallest settings: they show that a benchmark starts and ends, and their figures say nothing.
 QUICK: Final = {
     "bench_checkpoint": "--megabytes 12 --rounds 1",
+    "bench_checksums": "--rounds 1",
     "bench_convert": "--gibibytes 0.1 --rounds 1",
     "bench_core": "--histories 20 --workers 16",
     "bench_detection": "--nodes 4 --seconds 1",

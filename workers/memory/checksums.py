@@ -1,7 +1,7 @@
 """Checksums of snapshots, made beside the trainer by a process that maps the same memory.
 
-A thread of the trainer would take the interpreter from training at every block. That is 40 ms of a
-busy training thread for 1 GB in blocks of 256 KiB; a process takes 0.1 ms for a bucket of 32 MiB.
+A thread of the trainer would take the interpreter from training at every block: 40 ms of a training
+thread that is busy in Python for 1 GB in blocks of 256 KiB, and 5 ms by a process.
 
 Counterpart, with the protocol: ``workers.memory.checksum_process``.
 """
