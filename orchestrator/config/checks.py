@@ -14,7 +14,7 @@ from urllib.parse import urlsplit
 
 from orchestrator.config.schema import RunConfig
 from orchestrator.config.sections import NoticesSection
-from orchestrator.config.sources import Problem, Source
+from orchestrator.config.source_text import Problem, Source
 from orchestrator.policies import choose, usable
 from workers.keeper import CLOUDS
 from workers.models import PRESETS

@@ -18,7 +18,7 @@ from pydantic import ValidationError
 
 from orchestrator.config.checks import cross_problems
 from orchestrator.config.schema import RunConfig
-from orchestrator.config.sources import (
+from orchestrator.config.source_text import (
     KeyPath,
     Problem,
     Source,

@@ -16,7 +16,7 @@ import psutil
 
 import ucp_core
 from orchestrator.config.schema import RunConfig
-from orchestrator.config.sources import Problem, why_absent
+from orchestrator.config.source_text import Problem, why_absent
 from orchestrator.policies import choose
 from ucp_core.errors import UcpError
 from ucp_core.storage import LocalStore, Store, join, open_store

@@ -12,17 +12,17 @@ from typing import Any
 
 from orchestrator.core import events as ev
 from orchestrator.core.actions import Action
+from orchestrator.core.handlers import deadlines as on_time
 from orchestrator.core.handlers import (
-    cadence,
     demand,
     link_events,
+    pace,
     planned,
     protection,
     resume,
     sharing,
     survey,
 )
-from orchestrator.core.handlers import deadlines as on_time
 from orchestrator.core.handlers import fleet_events as on_fleet
 from orchestrator.core.handlers import member_events as on_members
 from orchestrator.core.rules import RunRules
@@ -59,7 +59,7 @@ _HANDLERS: dict[type, Callable[[Transition, Any], None]] = {
     ev.CommittedRead: on_members.committed_read,
     ev.MemoryMeasured: protection.memory_measured,
     ev.MemoryProtected: protection.memory_protected,
-    ev.SavesMeasured: cadence.saves_measured,
+    ev.SavesMeasured: pace.saves_measured,
     ev.StopRequested: on_time.stop_requested,
     ev.FaultInjected: on_time.fault_injected,
     ev.Ticked: on_time.ticked,

@@ -43,7 +43,7 @@ from tests.benchmarks.bench_recovery import Bench, running
 from tests.benchmarks.common import load_average, processor_s, spread
 from tests.benchmarks.steps import Job
 from workers.keeper import OPTIONS
-from workers.keeper.watch import NodeWatch
+from workers.keeper.trainer_watch import NodeWatch
 from workers.models import PRESETS
 
 #: Shorter than any bound after which a silent node or controller would be missed.

@@ -7,7 +7,7 @@ from hypothesis import strategies as st
 from orchestrator.core import actions as act
 from orchestrator.core import events as ev
 from orchestrator.core import transition_records
-from orchestrator.core.log.journal import parse
+from orchestrator.core.log.journal_lines import parse
 from ucp_core.layout import ParallelLayout
 
 LAYOUTS = st.builds(

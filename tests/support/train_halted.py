@@ -13,7 +13,7 @@ from torch import nn
 
 from everstep import Session, run
 from workers.snapshot import final, writing
-from workers.train.boundary import between_steps, protection
+from workers.train.boundary import between_steps, protection_wait
 
 BEHIND_STEP, UPDATE, CHANGED = "behind-step", "update", "changed"
 #: The last step that is completed if it halts behind a step; the one that is not, in an update.
@@ -21,7 +21,7 @@ STEP = 8
 _NUM_SAMPLES = 64
 #: How long ranks wait for the memory of the first snapshot, and for what they leave behind.
 _BOUNDS = (
-    (protection, "_WAIT_S_MIN"),
+    (protection_wait, "_WAIT_S_MIN"),
     (writing, "FINAL_S_MAX"),
     (between_steps, "FINAL_S_MAX"),
     (final, "_EXPECTED_S_MAX"),

@@ -3,7 +3,7 @@
 ``convert`` does it (``run``); ``forecast`` says beforehand what it costs. A conversion is laid out
 as files and items (``job``). A worker does an item (``work_items``), here, in threads or in
 processes (``workers``); a cluster gives ``do_batch`` to its tasks. ``outputs`` (local) or
-``streams`` (remote) is where bytes are written, and a ``journal`` notes what is done.
+``streams`` (remote) is where bytes are written, and a ``resume_journal`` notes what is done.
 """
 
 from typing import TYPE_CHECKING

@@ -8,7 +8,7 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple
 
-from ucp_core.conversion import journal
+from ucp_core.conversion import resume_journal
 from ucp_core.conversion.work_items import Result, Worker, WorkItem
 from ucp_core.errors import StorageError, UcpError
 from ucp_core.formats import TargetFile
@@ -97,7 +97,7 @@ class LocalFiles:
     ) -> None:
         self.targets = targets
         self._directory = Path(directory)
-        self._journal = journal.Journal(directory, identity, resume=resume)
+        self._journal = resume_journal.Journal(directory, identity, resume=resume)
         self.paths = [str(self._journal.folder / target.name) for target in targets]
         try:
             self._sound = self._prepare()

@@ -11,7 +11,7 @@ from contextlib import suppress
 from itertools import chain
 from typing import TYPE_CHECKING, NamedTuple
 
-from ucp_core.conversion import journal
+from ucp_core.conversion import resume_journal
 from ucp_core.conversion.outputs import blocks_of
 from ucp_core.conversion.work_items import Result, Worker, WorkItem
 from ucp_core.errors import StorageError, UcpError
@@ -100,7 +100,7 @@ class Streamed(NamedTuple):
         self.claim.check()
         store.write_file(path, content, fsync=False)
         self.claim.check()
-        marker = self.head + journal.encode(results)
+        marker = self.head + resume_journal.encode(results)
         store.write_atomic(_marker(directory, self.target), marker, fsync=False)
         return results
 
@@ -177,7 +177,7 @@ class StreamedFiles:
                 continue
             target = self.targets[number]._replace(name=name)
             goal = join(self._directory, name)
-            results = journal.decode(data[len(self._head) :])
+            results = resume_journal.decode(data[len(self._head) :])
             if (
                 self._store.exists(goal)
                 and self._store.size(goal) == target.num_bytes

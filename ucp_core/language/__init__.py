@@ -5,13 +5,6 @@ has which pattern; ``operators`` turn patterns into fragments, ``targets`` say w
 """
 
 from ucp_core.language.affine import Affine, parse_affine_map
-from ucp_core.language.loading import (
-    builtin_names,
-    builtin_rules,
-    family_of,
-    load_renames,
-    load_rules,
-)
 from ucp_core.language.operators import extract, rename, strip_padding, tie, union
 from ucp_core.language.patterns import (
     Average,
@@ -25,6 +18,13 @@ from ucp_core.language.patterns import (
     place,
     plain,
     split,
+)
+from ucp_core.language.rule_texts import (
+    builtin_names,
+    builtin_rules,
+    family_of,
+    load_renames,
+    load_rules,
 )
 from ucp_core.language.rules import Rule, Rules
 from ucp_core.language.targets import shapes_of, target_map

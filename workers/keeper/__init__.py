@@ -9,7 +9,7 @@ if TYPE_CHECKING:
     from workers.keeper.notices import CLOUDS, FAILURES, NoticeWatch, no_answer, sources_of
     from workers.keeper.reach import SILENT_S, hung_up, silent
     from workers.keeper.sources import MemorySources
-    from workers.keeper.watch import progress_path, ring_path
+    from workers.keeper.trainer_watch import progress_path, ring_path
 
 __all__ = [
     "CLOUDS",

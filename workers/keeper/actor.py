@@ -30,7 +30,7 @@ from workers.keeper.node_memory import NodeMemory
 from workers.keeper.notices import NoticeWatch, sources_of
 from workers.keeper.peers import unreached
 from workers.keeper.reach import Reach
-from workers.keeper.watch import STILL_S, NodeWatch, clear
+from workers.keeper.trainer_watch import STILL_S, NodeWatch, clear
 from workers.parent_death import end_with_parent
 from workers.protocol import GONE, Ending, Inventory, KeeperOrder, NodeReport, Notice
 from workers.records import Lease, lease_s

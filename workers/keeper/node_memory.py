@@ -22,7 +22,7 @@ from workers.keeper.descriptor_server import DescriptorServer
 from workers.keeper.peers import Mirrors, ParityMirror, WireServer
 from workers.keeper.persister import Persister
 from workers.keeper.slots import NodeSlots
-from workers.keeper.watch import dead_workers
+from workers.keeper.trainer_watch import dead_workers
 from workers.memory import Arena, LocalPart, descriptor_socket, is_parity
 from workers.parity import read_record
 from workers.protocol import Held, HeldParity, HeldPart, Inventory, KeeperOrder, ParityGroup

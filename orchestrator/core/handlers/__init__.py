@@ -1,12 +1,12 @@
 """What each event changes. Pure."""
 
 from orchestrator.core.handlers import (
-    cadence,
     deadlines,
     demand,
     fleet_events,
     link_events,
     member_events,
+    pace,
     planned,
     protection,
     resume,
@@ -19,7 +19,6 @@ from orchestrator.core.handlers.survey import adopted
 
 __all__ = [
     "adopted",
-    "cadence",
     "deadlines",
     "demand",
     "fleet_events",
@@ -27,6 +26,7 @@ __all__ = [
     "link_events",
     "member_events",
     "own_share",
+    "pace",
     "planned",
     "protection",
     "resume",

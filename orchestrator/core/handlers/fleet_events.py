@@ -127,7 +127,7 @@ def lose_node(transition: Transition, number: int, cause: str) -> None:
     elif names:
         recovery.loss(transition, kind, f"node {node.name[:8]} with {', '.join(names)}: {cause}")
     recovery.proceed(transition)
-    # Who was given up because it did not reach this node is wanted again.
+    # A worker that was given up because it did not reach this node is wanted again.
     demand.renew_pending(transition)
 
 

@@ -219,7 +219,7 @@ def attempt_stalled(transition: Transition, event: AttemptStalled) -> None:
 
 
 def members_at_work(transition: Transition, event: MembersAtWork) -> None:
-    """Note who computes and will leave late. Who did and got stuck is not waited for any longer."""
+    """Note who computes and will leave late. One that did and got stuck gets no more time."""
     run = transition.run
     if run.phase is not Phase.FENCING:
         return

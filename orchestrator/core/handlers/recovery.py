@@ -425,7 +425,7 @@ def _charge(transition: Transition) -> str:
         # It was charged when it failed; a lost link is waited for, however often it is lost.
         return ""
     if kind is FaultKind.UNLOADABLE and len(run.bad) > run.attempt.num_bad_at_start:
-        # Nobody failed. It cannot repeat for ever: the next attempt has fewer sources.
+        # No worker failed. It cannot repeat for ever: the next attempt has fewer sources.
         return ""
     fault_class = _class_of(run, kind)
     if kind.budget is not None:

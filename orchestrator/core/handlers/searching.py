@@ -17,7 +17,7 @@ from orchestrator.policies import FaultKind, Pair, links
 #: What a lost link may be behind; also what could not be read, if that is why an attempt ended.
 _NAMELESS = frozenset({FaultKind.UNDECIDED, FaultKind.PEER_LOST})
 #: A group forms in this many times what it took before, or the network is looked at; and before
-#: one was seen in this, and so much more for each node. Nobody is disturbed by the look: a first
+#: one was seen in this, and so much more for each node. The look disturbs no training: a first
 #: model may take longer to build.
 _FORM_FACTOR = 3.0
 _FORM_S = 3.0

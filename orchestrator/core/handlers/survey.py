@@ -100,7 +100,7 @@ def surveyed(transition: Transition, event: WorkersSurveyed) -> None:
     dead, left = _reconcile_workers(transition, event)
     for number, node in list(run.fleet.nodes.items()):
         if node.keeper_by_s != inf:
-            # Nobody was there to hear that it is back.
+            # No controller was there to hear that it is back.
             by_s = transition.now_s + transition.rules.bounds.keeper_return_s
             run.fleet.nodes = run.fleet.nodes.set(number, node._replace(keeper_by_s=by_s))
             transition.wake_by(by_s)
@@ -196,7 +196,7 @@ def _reconcile_workers(
                 left.append(worker.name)
                 fleet.put_worker(transition, number, worker._replace(inside=False))
         else:
-            # Nobody listened meanwhile, so the bounds restart.
+            # No controller listened meanwhile, so the bounds restart.
             is_dying = worker.status is WorkerStatus.DYING
             bounds = transition.rules.bounds
             deadline_s = transition.now_s + (

@@ -2,7 +2,7 @@
 
 from orchestrator.core.log.compaction import Basis, Compaction, Place, behind, decode, encode
 from orchestrator.core.log.incident import PHASES, Incident, layout_text
-from orchestrator.core.log.journal import (
+from orchestrator.core.log.journal_lines import (
     Folded,
     fold,
     fold_on,

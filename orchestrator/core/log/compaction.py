@@ -14,7 +14,7 @@ from typing import Any
 from zlib import crc32
 
 from orchestrator.core.log.codec import codec
-from orchestrator.core.log.journal import Folded
+from orchestrator.core.log.journal_lines import Folded
 from orchestrator.errors import CompactionError
 
 #: Version of the document's format. Only this one is read.

@@ -1,6 +1,6 @@
 """How often to save, and how saved state is protected. Pure."""
 
-from orchestrator.policies.saving.cadence import (
+from orchestrator.policies.saving.intervals import (
     CadenceFacts,
     CadenceRules,
     FaultsSeen,

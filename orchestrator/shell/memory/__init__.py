@@ -5,8 +5,8 @@ from typing import TYPE_CHECKING
 from ucp_core.lazy import lazy_door
 
 if TYPE_CHECKING:
-    from orchestrator.shell.memory.cadence import CadenceWatch
-    from orchestrator.shell.memory.protection import ProtectionWatch, loss_document
+    from orchestrator.shell.memory.redundancy_status import ProtectionWatch, loss_document
+    from orchestrator.shell.memory.save_costs import CadenceWatch
     from orchestrator.shell.memory.snapshots import Snapshots
 
 __all__ = [

@@ -25,7 +25,7 @@ _TRAINER = """
 import sys
 from pathlib import Path
 from tests.support.snapshots import body_bytes, snapshot
-from workers.keeper.watch import progress_path
+from workers.keeper.trainer_watch import progress_path
 from workers.memory import Lease, descriptor_socket, notify, reserve
 from workers.records.progress import ProgressRecord
 

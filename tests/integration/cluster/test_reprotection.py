@@ -15,7 +15,7 @@ from tests.support.snapshots import eventually
 pytestmark = pytest.mark.timeout(900)
 
 ACT_S_MAX = 240.0
-#: Of ``workers.train.boundary.protection``.
+#: Of ``workers.train.boundary.protection_wait``.
 WAIT_S_MAX = 1.0
 
 

@@ -6,8 +6,8 @@ from ucp_core.lazy import lazy_door
 
 if TYPE_CHECKING:
     from workers.keeper.notices.machine import CLOUDS, recognised
-    from workers.keeper.notices.sources import FAILURES, no_answer, sources_of
-    from workers.keeper.notices.watch import NoticeWatch
+    from workers.keeper.notices.polling import NoticeWatch
+    from workers.keeper.notices.providers import FAILURES, no_answer, sources_of
 
 __all__ = ["CLOUDS", "FAILURES", "NoticeWatch", "no_answer", "recognised", "sources_of"]
 

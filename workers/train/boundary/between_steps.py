@@ -34,7 +34,7 @@ from workers.train.boundary.cadence import Cadence, Due
 from workers.train.boundary.costs import SaveMeter
 from workers.train.boundary.ending import Ending
 from workers.train.boundary.live_state import LiveState, Marks, capture
-from workers.train.boundary.protection import ProtectionWait
+from workers.train.boundary.protection_wait import ProtectionWait
 from workers.train.boundary.store import SavedState, StorageWriter
 from workers.train.context import WorkerContext
 from workers.train.executor import Finiteness, ShardedModel, Signals, Step, all_agree

@@ -29,7 +29,7 @@ from tests.support.conversions import (
 )
 from ucp_core.conversion import Batch, Job, Result, convert, do_batch
 from ucp_core.conversion import run as convert_module
-from ucp_core.conversion.journal import Journal
+from ucp_core.conversion.resume_journal import Journal
 from ucp_core.conversion.workers import may_fork
 from ucp_core.errors import (
     CheckpointCorruptError,
@@ -369,7 +369,7 @@ def test_a_lock_that_a_killed_conversion_left_for_a_moment_is_waited_for(
     Journal(str(tmp_path / "out"), "other", resume=True).close()
     child = os.open(next((tmp_path / "out" / UNFINISHED_NAME).iterdir()), os.O_RDONLY)
     fcntl.flock(child, fcntl.LOCK_EX)
-    monkeypatch.setattr("ucp_core.conversion.journal.time.sleep", lambda _: os.close(child))
+    monkeypatch.setattr("ucp_core.conversion.resume_journal.time.sleep", lambda _: os.close(child))
 
     convert_to(source, tmp_path / "out")
 

@@ -20,7 +20,7 @@ from workers.errors import ArenaError
 from workers.keeper import progress_path
 from workers.keeper.node_memory import NodeMemory
 from workers.keeper.peers.client import RemotePart, WireClient
-from workers.keeper.watch import NodeWatch
+from workers.keeper.trainer_watch import NodeWatch
 from workers.memory import Arena, descriptor_socket, notify, open_version, reserve
 from workers.protocol import GroupPlace, Inventory, KeeperOrder, ParityGroup, Peer
 from workers.settings import CheckpointSettings, Settings, SnapshotSettings

@@ -25,7 +25,7 @@ from tests.support.metadata_server import (
     Metadata,
     serve,
 )
-from workers.keeper.notices import CLOUDS, NoticeWatch, machine, no_answer, sources, sources_of
+from workers.keeper.notices import CLOUDS, NoticeWatch, machine, no_answer, providers, sources_of
 
 WAIT_S_MAX = 60.0
 STOPS = '{"action": "stop", "time": "2099-11-25T08:22:00Z"}'
@@ -154,7 +154,7 @@ def test_a_command_that_cannot_be_run_is_told(command: str) -> None:
 @pytest.mark.parametrize("begin", [b"", b"HTTP/1.1 200 OK\r\nContent-Length: 100\r\n\r\n"])
 def test_a_server_that_drips_is_given_up(begin: bytes, monkeypatch: pytest.MonkeyPatch) -> None:
     """Each byte is in time; a hundred of them are not."""
-    monkeypatch.setattr(sources, "_ANSWER_S", 0.3)
+    monkeypatch.setattr(providers, "_ANSWER_S", 0.3)
     (source,) = sources_of(cloud="azure", endpoint=_dripping(begin))
     with pytest.raises(TimeoutError, match=r"no whole answer to .* in 0\.3 s"):
         source.look()

@@ -6,7 +6,7 @@ import pytest
 
 from orchestrator.core import RunRules, RunState, fold, step, transition_records, verify
 from orchestrator.core import events as ev
-from orchestrator.core.log.journal import VERSION, parse, read
+from orchestrator.core.log.journal_lines import VERSION, parse, read
 from orchestrator.errors import JournalCorruptError
 
 RULES = RunRules(run="test", min_workers=1, max_workers=1, total_steps=10)

@@ -10,7 +10,7 @@ from dataclasses import replace
 from typing import Final
 
 from workers.keeper.notices import answers
-from workers.keeper.notices.sources import FAILURES, Source, no_answer
+from workers.keeper.notices.providers import FAILURES, Source, no_answer
 from workers.protocol import Notice
 
 __all__ = ["NoticeWatch"]

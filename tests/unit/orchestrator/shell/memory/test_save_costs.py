@@ -8,7 +8,7 @@ from orchestrator.core import RunState
 from orchestrator.policies import CadenceRules
 from orchestrator.shell import RunNames
 from orchestrator.shell.capacity.workers import Workers
-from orchestrator.shell.memory.cadence import CadenceWatch
+from orchestrator.shell.memory.save_costs import CadenceWatch
 from tests.support.keeper_handles import SoundNodes
 from workers.protocol import Pace, SaveCosts
 from workers.settings import CheckpointSettings, SnapshotSettings

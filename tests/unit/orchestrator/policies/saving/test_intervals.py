@@ -18,7 +18,7 @@ from orchestrator.policies import (
     over_budget,
     taken_steps,
 )
-from orchestrator.policies.saving.cadence import (
+from orchestrator.policies.saving.intervals import (
     decide,
     interval_s,
     rate_per_s,

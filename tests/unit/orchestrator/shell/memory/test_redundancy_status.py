@@ -9,7 +9,7 @@ import pytest
 from orchestrator.core import Phase, RunState
 from orchestrator.core.state import Node, freeze, thaw
 from orchestrator.policies.saving.reduced import ALERT_S
-from orchestrator.shell.memory.protection import LOOK_S, ProtectionWatch
+from orchestrator.shell.memory.redundancy_status import LOOK_S, ProtectionWatch
 from orchestrator.shell.memory.snapshots import Snapshots
 from tests.support.keeper_handles import Handle, Handles, with_keepers
 from ucp_core.storage import MemoryStore

@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 
 from workers.keeper import progress_path, ring_path
-from workers.keeper.watch import SETTLED_S, NodeWatch, clear, dead_workers
+from workers.keeper.trainer_watch import SETTLED_S, NodeWatch, clear, dead_workers
 from workers.protocol import WorkerPhase
 from workers.records import ProgressRecord, process_state
 
