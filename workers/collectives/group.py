@@ -150,7 +150,7 @@ class RecordedGroup(dist.ProcessGroup):
         return held
 
     def _start_coalescing(self, device: torch.device) -> None:
-        # A caller that does not end it leaves this thread in NCCL's group: see ``batch_isend_irecv``.
+        # Without its end this thread stays in NCCL's group: see ``batch_isend_irecv``.
         self._inner._start_coalescing(device)  # noqa: SLF001 - torch's name
         self._coalesced = []
 
