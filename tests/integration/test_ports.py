@@ -158,7 +158,9 @@ def _train_through_faults(run: Run, settings: Settings, num_faults: int) -> None
 
 def _wait_for_step(run: Run, step: int) -> None:
     deadline_s = time.monotonic() + SECONDS_MAX
-    while not (run.directory / "metrics/rank0.jsonl").exists() or lines(run)[-1]["step"] < step:
+    path = run.directory / "metrics/rank0.jsonl"
+    # Its first line comes a moment after the file.
+    while not path.exists() or all(line["step"] < step for line in lines(run)[-1:]):
         assert time.monotonic() < deadline_s, f"step {step} is not reached"
         time.sleep(0.01)
 
