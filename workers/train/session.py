@@ -50,7 +50,7 @@ from workers.train.executor import (
     Step,
     quota,
 )
-from workers.train.loading import Initialise, Loader, Restored
+from workers.train.loading import Initialise, Restored, StateLoader
 from workers.train.state_dicts import guard_state_dicts
 from workers.train.steps import REGISTERED, STREAM, Steps
 from workers.train.whole_weights import path_to_save, write_weights
@@ -87,7 +87,7 @@ class Session:
         self._assignment = assignment
         self._context = context
         self._mesh = mesh
-        self._loader = Loader(assignment, context, mesh, buffer, self.device)
+        self._state = StateLoader(assignment, context, mesh, buffer, self.device)
         self._built: BuiltModel | None = None
         self._unfilled: Marks | None = None
         self._sharded: ShardedModel | None = None
@@ -117,7 +117,7 @@ class Session:
     @property
     def step(self) -> int:
         """Return the last completed step; before the first, the one that was resumed from."""
-        return self._steps.step if self._steps is not None else self._loader.step
+        return self._steps.step if self._steps is not None else self._state.step
 
     @property
     def ended(self) -> str:
@@ -160,7 +160,7 @@ class Session:
             reduction=self._reduction,
             averaged=average_buffers,
         )
-        self._loader.prepare(build, initialise)
+        self._state.prepare(build, initialise)
         self._unfilled = Marks(self._built.shards)
         guard_state_dicts(self._built.model)
         return self._built.called
@@ -192,7 +192,7 @@ class Session:
         self._refuse_written()
         # What it makes of the weights must be of their values.
         built = self._built
-        self._loader.fill_new(lambda: self._assembled(built, parameters, []))
+        self._state.fill_new(lambda: self._assembled(built, parameters, []))
         deterministic = self.settings.train.deterministic
         if deterministic and elementwise:
             in_whole_vectors(parameters.values())
@@ -240,7 +240,7 @@ class Session:
                 f"session.register: call it for {name!r} after session.optimizer and before "
                 "session.steps"
             )
-        saved = self._loader.extra.get(REGISTERED, {}).get(name)
+        saved = self._state.extra.get(REGISTERED, {}).get(name)
         if saved is None and self.step and self.rank == 0:
             log.warning("step %s was saved without the state of %s", self.step, name)
         self._sharded.registered.add(name, stateful, saved)
@@ -265,7 +265,7 @@ class Session:
         self._has_begun = True
         agree_on_registered(
             self._ready().registered.values(),
-            self._loader.extra.get(REGISTERED, {}),
+            self._state.extra.get(REGISTERED, {}),
             step=self.step,
             rank=self.rank,
             device=self.device,
@@ -282,7 +282,7 @@ class Session:
             read,
             order,
             data_digest,
-            restored=self._loader.extra,
+            restored=self._state.extra,
             step=self.step,
             rank=self.rank,
             device=self.device,
@@ -496,8 +496,8 @@ class Session:
         )
 
     def _load(self, sharded: ShardedModel) -> Restored:
-        """Load what ``Loader.fill_new`` did not fill; return what was loaded."""
-        loader = self._loader
+        """Load what ``StateLoader.fill_new`` did not fill; return what was loaded."""
+        loader = self._state
         restored = loader.restore(sharded)
         for path, line in restored.extra.pop(UNWRITTEN, ()):
             self._storage.append_text(path, line)
@@ -526,7 +526,7 @@ class Session:
                 order,
                 seed=train.seed,
                 numbers=numbers,
-                state=self._loader.extra.get(STREAM),
+                state=self._state.extra.get(STREAM),
                 **first,
             )
             return self._batches

@@ -6,9 +6,9 @@ from ucp_core.lazy import lazy_door
 
 if TYPE_CHECKING:
     from workers.train.loading.filling import Initialise
-    from workers.train.loading.loader import Loader
     from workers.train.loading.restore import LIVE_STATE, Restored, UnloadableSignal
+    from workers.train.loading.state_loader import StateLoader
 
-__all__ = ["LIVE_STATE", "Initialise", "Loader", "Restored", "UnloadableSignal"]
+__all__ = ["LIVE_STATE", "Initialise", "Restored", "StateLoader", "UnloadableSignal"]
 
 __getattr__ = lazy_door(__name__)

@@ -18,10 +18,10 @@ from workers.train.loading.filling import Initialise, fill, set_optimizer, start
 from workers.train.loading.init_from import INITIAL, Initial
 from workers.train.loading.restore import Restored, restore_state
 
-__all__ = ["Loader"]
+__all__ = ["StateLoader"]
 
 
-class Loader:
+class StateLoader:
     """Loads the version that an attempt resumes from, or fills a new run.
 
     Args:
