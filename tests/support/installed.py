@@ -42,7 +42,8 @@ class Installed:
         for place in (Path(path) for path in sys.path if path.endswith("site-packages")):
             for found in place.iterdir():
                 name = found.name.partition(".")[0].partition("-")[0]
-                is_ours = name.endswith(("everstep", "_tree"))
+                # An editable install has the examples in a folder of the package's name.
+                is_ours = name == "orchestrator" or name.endswith(("everstep", "_tree"))
                 if not (is_ours or name in without or (packages / found.name).exists()):
                     (packages / found.name).symlink_to(found)
         pip = [sys.executable, "-m", "pip", "--python", str(self._python)]
