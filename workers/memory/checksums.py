@@ -47,7 +47,7 @@ class Checksums:
         self._connection: socket.socket | None = None
         self._is_given_up = False
         self._num_attached = 0
-        #: Of each arena there: its number, its address here, its size.
+        #: Number, address here and size of each arena that the process has.
         self._attached: dict[int, tuple[int, int, int]] = {}
 
     def __del__(self) -> None:
