@@ -11,36 +11,36 @@ from workers.protocol import Pace, Source
 
 
 @value
-class RequestSlot:
+class RequestReservation:
     """Reserve room for one worker (a placement group); pending ones are the autoscaler's demand.
 
-    Answered by ``SlotGranted``, perhaps much later. ``avoid`` lists nodes that must not be used.
+    Answered by ``ReservationGranted``, perhaps much later. ``avoid`` lists the nodes to avoid.
     ``alternative`` says which capacity, in the user's order, and ``usd_per_hour`` its price.
     """
 
-    slot: int
+    reservation: int
     avoid: tuple[str, ...]
     alternative: int = 0
     usd_per_hour: float = 0.0
 
 
 @value
-class ReleaseSlot:
+class ReleaseReservation:
     """Give the reservation back, granted or pending."""
 
-    slot: int
+    reservation: int
 
 
 @value
 class NoteRefused:
-    """Put on record that ``num_slots`` requests for an alternative of capacity were not granted.
+    """Record that ``num_reservations`` requests for an alternative were not granted.
 
     Its line in the journal is the whole effect. They stay asked for; the next alternative is asked
     for as well. ``why`` is a line for people.
     """
 
     alternative: int
-    num_slots: int
+    num_reservations: int
     why: str
 
 
@@ -151,7 +151,7 @@ class ProbeLinks:
 class StartAttempt:
     """Put ``members`` to work as ``attempt`` from ``resume_step``.
 
-    ``members`` is ``(worker, node, slot)`` in rank order; ``bad`` and ``unreached`` as in
+    ``members`` is ``(worker, node, reservation)`` in rank order; ``bad`` and ``unreached`` as in
     ``ReadCommitted``. Members and keepers protect snapshots by ``plan``.
     """
 
@@ -238,8 +238,8 @@ class FinishRun:
 
 
 Action: TypeAlias = (
-    RequestSlot
-    | ReleaseSlot
+    RequestReservation
+    | ReleaseReservation
     | NoteRefused
     | StartWorker
     | KillWorker

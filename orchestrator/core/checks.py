@@ -14,11 +14,11 @@ _BOUNDED = frozenset({Phase.WAITING, Phase.FORMING, Phase.YIELDING, Phase.FENCIN
 #: All that the fleet's invariants are about.
 _FLEET = attrgetter(
     "fleet.workers",
-    "fleet.slots",
+    "fleet.reservations",
     "fleet.nodes",
     "fleet.node_ids",
     "fleet.offers",
-    "fleet.num_slots",
+    "fleet.num_reservations",
     "fleet.num_usable",
     "fleet.num_leaving",
     "fleet.num_starting",
@@ -68,7 +68,7 @@ def _check_attempt(state: RunState) -> None:
         for member in inside:
             worker = state.fleet.workers[member]
             assert worker.status is WorkerStatus.READY, f"{worker} trains in {state.phase}"
-            assert worker.slot, f"{worker} trains without a slot"
+            assert worker.reservation, f"{worker} trains without a reservation"
     if state.phase in (Phase.WAITING, Phase.READING):
         assert not inside, f"{inside} are inside in {state.phase}"
 
@@ -79,11 +79,13 @@ def _check_workers(state: RunState) -> None:
         assert worker.name == worker_name(number), f"{worker.name} is kept as {number}"
         assert number in state.fleet.nodes[worker.node].workers, f"{worker.name} is not on its node"
         assert number < state.fleet.next_worker, f"{worker.name} was never started"
-        if worker.slot:
-            assert worker.slot not in used, f"{worker.name}, {used[worker.slot]}: one slot"
-            used[worker.slot] = worker.name
-            assert state.fleet.slots[worker.slot].node == worker.node, (
-                f"{worker.name}: slot elsewhere"
+        if worker.reservation:
+            assert worker.reservation not in used, (
+                f"{worker.name}, {used[worker.reservation]}: one reservation"
+            )
+            used[worker.reservation] = worker.name
+            assert state.fleet.reservations[worker.reservation].node == worker.node, (
+                f"{worker.name}: reservation elsewhere"
             )
     starting = [worker.status for worker in state.fleet.workers.values()].count(
         WorkerStatus.STARTING
@@ -95,30 +97,38 @@ def _check_workers(state: RunState) -> None:
 
 def _check_nodes(state: RunState) -> None:
     usable = leaving = placed = 0
-    num_pending = sum([slot.node < 0 for slot in state.fleet.slots.values()])
-    num_slots = num_pending
+    num_pending = sum([reservation.node < 0 for reservation in state.fleet.reservations.values()])
+    num_reservations = num_pending
     for number, node in state.fleet.nodes.items():
-        placed += len(node.slots)
+        placed += len(node.reservations)
         assert state.fleet.node_ids[node.name] == number
-        assert node.alive or not (node.slots or node.workers), f"lost {node} has slots or workers"
-        for slot in node.slots:
-            assert state.fleet.slots[slot].node == number, f"slot {slot} is not on {node.name}"
+        assert node.alive or not (node.reservations or node.workers), (
+            f"lost {node} has reservations or workers"
+        )
+        for reservation in node.reservations:
+            assert state.fleet.reservations[reservation].node == number, (
+                f"reservation {reservation} is not on {node.name}"
+            )
         ready = [state.fleet.workers[w].status for w in node.workers].count(WorkerStatus.READY)
-        expected = min(len(node.slots), ready)
+        expected = min(len(node.reservations), ready)
         assert node.usable == expected, f"{node.name}: usable={node.usable} of {expected}"
         if node.draining:
             leaving += expected
         else:
             usable += expected
-            num_slots += len(node.slots)
-    assert placed == len(state.fleet.slots) - num_pending, "a slot is on no node"
+            num_reservations += len(node.reservations)
+    assert placed == len(state.fleet.reservations) - num_pending, "a reservation is on no node"
     for alternative, offer in enumerate(state.fleet.offers):
-        slots = [s for s in state.fleet.slots.values() if s.alternative == alternative]
-        asked = sum([slot.node < 0 for slot in slots])
-        assert (offer.num_pending, offer.num_granted) == (asked, len(slots) - asked), f"{offer}"
+        reservations = [
+            s for s in state.fleet.reservations.values() if s.alternative == alternative
+        ]
+        asked = sum([reservation.node < 0 for reservation in reservations])
+        assert (offer.num_pending, offer.num_granted) == (asked, len(reservations) - asked), (
+            f"{offer}"
+        )
         assert asked or offer.since_s == offer.refused_s == inf, f"{offer} asks for nothing"
-    assert (usable, leaving, num_slots) == (
+    assert (usable, leaving, num_reservations) == (
         state.fleet.num_usable,
         state.fleet.num_leaving,
-        state.fleet.num_slots,
+        state.fleet.num_reservations,
     ), "the fleet's counts are wrong"

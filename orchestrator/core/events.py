@@ -40,7 +40,7 @@ class RunResumed:
         lineage: ``(attempt, resume_step)`` of every attempt so far, oldest first.
         bad: Sources that are not to be loaded from.
         next_worker: Number of the next worker; names are not used twice.
-        next_slot: Number of the next slot.
+        next_reservation: Number of the next reservation.
         why: One line for people: how it had ended.
         faults_seen: Those so far.
         stored: As ``MutableRunState.stored``.
@@ -52,7 +52,7 @@ class RunResumed:
     lineage: tuple[tuple[int, int], ...]
     bad: tuple[Source, ...]
     next_worker: int
-    next_slot: int
+    next_reservation: int
     why: str
     faults_seen: FaultsSeen = FaultsSeen()
     stored: int = 0
@@ -65,14 +65,14 @@ class WorkersSurveyed:
     Attributes:
         alive: ``(worker, node, attempt)`` of each living worker, starting ones too; attempt 0 if
             it is in none, ``UNKNOWN_ATTEMPT`` if it did not answer.
-        slots: ``(slot, node)`` of each reservation that still holds.
-        pending_slots: Reservations that are still asked for.
+        reservations: ``(reservation, node)`` of each reservation that still holds.
+        pending_reservations: Reservations that are still asked for.
     """
 
     at_s: float
     alive: tuple[tuple[str, str, int], ...]
-    slots: tuple[tuple[int, str], ...]
-    pending_slots: tuple[int, ...]
+    reservations: tuple[tuple[int, str], ...]
+    pending_reservations: tuple[int, ...]
 
 
 @value
@@ -155,11 +155,11 @@ class OthersSeen:
 
 
 @value
-class SlotGranted:
-    """The reservation ``slot`` was placed on ``node``: one worker can run there."""
+class ReservationGranted:
+    """``reservation`` was placed on ``node``: one worker can run there."""
 
     at_s: float
-    slot: int
+    reservation: int
     node: str
 
 
@@ -457,7 +457,7 @@ Event: TypeAlias = (
     | KeeperDied
     | KeeperSilent
     | OthersSeen
-    | SlotGranted
+    | ReservationGranted
     | CapacityRefused
     | WorkerReady
     | WorkerExited

@@ -42,7 +42,7 @@ _HANDLERS: dict[type, Callable[[Transition, Any], None]] = {
     ev.KeeperDied: on_fleet.keeper_died,
     ev.KeeperSilent: on_fleet.keeper_silent,
     ev.OthersSeen: sharing.others_seen,
-    ev.SlotGranted: on_fleet.slot_granted,
+    ev.ReservationGranted: on_fleet.reservation_granted,
     ev.CapacityRefused: demand.capacity_refused,
     ev.WorkerReady: on_fleet.worker_ready,
     ev.WorkerExited: on_fleet.worker_exited,

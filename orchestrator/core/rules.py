@@ -109,8 +109,8 @@ class RunRules:
     Attributes:
         run: Name of the run.
         min_workers: Fewest workers that may train.
-        max_workers: Most workers; as many slots are asked for, unless other runs need them.
-        standby_per_node: Warm processes per node beyond its slots.
+        max_workers: Most workers; as many reservations are asked for, unless other runs need them.
+        standby_per_node: Warm processes per node beyond its reservations.
         total_steps: The run is complete when this step is committed.
         checkpoint_every: Commits are at multiples of this, except for the last step and for a
             yield. A hint that saves a read.

@@ -239,7 +239,7 @@ def print_status(status: Mapping[str, Any], console: Console, *, verbose: bool =
     say(console, _headline(status))
     for columns, rows in (
         (("rank", "worker", "node", "pid", "state", "at", "heartbeat"), _worker_rows(status)),
-        (("node", "state", "raylet pid", "keeper pid", "slots"), _node_rows(status)),
+        (("node", "state", "raylet pid", "keeper pid", "reservations"), _node_rows(status)),
     ):
         if rows:
             say(console, "\n".join(("", *_table((columns, *rows)))))
@@ -293,7 +293,7 @@ def _node_rows(status: Mapping[str, Any]) -> list[tuple[str, ...]]:
             node["state"],
             _known(node["raylet_pid"]),
             _known(node["keeper_pid"]),
-            " ".join(map(str, node["slots"])) or "-",
+            " ".join(map(str, node["reservations"])) or "-",
         )
         for node in status["nodes"]
     ]

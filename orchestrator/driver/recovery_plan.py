@@ -43,7 +43,7 @@ def plan_each_node(url: str) -> list[RecoveryPlan]:
     Raises as ``plan_losses`` does.
     """
     facts = _facts(url)
-    return [plan_recovery(facts, [node]) for node in facts.slots]
+    return [plan_recovery(facts, [node]) for node in facts.reservations]
 
 
 def _facts(url: str) -> LossFacts:
@@ -58,7 +58,7 @@ def _facts(url: str) -> LossFacts:
     return LossFacts(
         step=document["step"],
         num_members=document["num_members"],
-        slots=document["slots"],
+        reservations=document["reservations"],
         leaving=frozenset(document["leaving"]),
         workers=tuple(WorkerPlace(**worker) for worker in document["workers"]),
         held=tuple(_version(version) for version in document["versions"]),

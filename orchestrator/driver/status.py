@@ -231,7 +231,7 @@ def read_status(url: str) -> dict[str, Any]:
         "workers": known("members", phase=None, step=None, last_heartbeat_s=None),
         "standbys": known("standbys", phase=None, step=None, last_heartbeat_s=None),
         "nodes": known("nodes", raylet_pid=None, keeper_pid=None),
-        "pending_capacity": 0 if over else len(described["pending_slots"]),
+        "pending_capacity": 0 if over else len(described["pending_reservations"]),
         "capacity": [] if over else capacity_rows(described, config.alternative_names(), at_s=None),
         "cost": cost_document(folded.stats, config),
         "redundancy": _stored_redundancy(run, state),

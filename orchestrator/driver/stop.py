@@ -146,7 +146,7 @@ def kill_run(url: str, *, token: str = "") -> None:
         with contextlib.suppress(ValueError):
             ray.kill(ray.get_actor(name, namespace=names.namespace), no_restart=True)
     for group in ray.util.placement_group_table().values():
-        if group["name"].startswith(names.slot_prefix):
+        if group["name"].startswith(names.reservation_prefix):
             with contextlib.suppress(ValueError):
                 ray.util.remove_placement_group(ray.util.get_placement_group(group["name"]))
     # Or Prometheus looks for the controller for ever.

@@ -35,7 +35,7 @@ class GrowthFacts:
         now_s: The present.
         num_members: Workers in the attempt.
         num_after: Workers that the layout would use with the newcomers.
-        num_coming: Workers that are starting on reserved slots and may join the same change.
+        num_coming: Workers that are starting on reserved reservations and may join the same change.
         waiting_since_s: When the first newcomer became ready.
         last_change_s: When the present attempt began to train.
         step_s: Smoothed duration of a step now; 0.0 if none was seen.

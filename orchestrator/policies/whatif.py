@@ -62,7 +62,7 @@ class LossFacts:
     Attributes:
         step: Last completed step.
         num_members: Workers that train.
-        slots: Number of reservations by node; every node of the run is in it.
+        reservations: Number of reservations by node; every node of the run is in it.
         leaving: Nodes that are about to be taken away.
         workers: Processes that could train: those that do in the order of ranks, then standbys.
         held: Versions that are complete in memory, newest first (``versions.complete``).
@@ -74,7 +74,7 @@ class LossFacts:
 
     step: int
     num_members: int
-    slots: Mapping[str, int]
+    reservations: Mapping[str, int]
     leaving: frozenset[str] = frozenset()
     workers: tuple[WorkerPlace, ...]
     held: tuple[Version, ...]
@@ -194,11 +194,11 @@ def _resolve(facts: LossFacts, lose: Sequence[str]) -> tuple[set[str], set[str]]
             if name.removeprefix(_WORKER) not in known:
                 problems.append(f"{name} is not in the run; it has {_listed(known)}")
             continue
-        found = [node for node in facts.slots if name and node.startswith(name)]
+        found = [node for node in facts.reservations if name and node.startswith(name)]
         nodes.update(found)
         if len(found) != 1:
             what = f"is the beginning of {len(found)} nodes" if found else "is no node of the run"
-            problems.append(f"{name!r} {what}; it has {_listed(facts.slots)}")
+            problems.append(f"{name!r} {what}; it has {_listed(facts.reservations)}")
     if problems:
         raise ConfigError("; ".join(problems), problems=problems)
     workers |= {place.worker for place in facts.workers if place.node in nodes}
@@ -214,13 +214,13 @@ def _usable(facts: LossFacts, lost_nodes: set[str], lost_workers: set[str]) -> d
 
     As ``core.formation``: on nodes that leave only where the run would stand still without them.
     """
-    nodes = (*(place.node for place in facts.workers), *facts.slots)
+    nodes = (*(place.node for place in facts.workers), *facts.reservations)
     left = dict.fromkeys((node for node in nodes if node not in lost_nodes), 0)
     for place in facts.workers:
         if place.node in left and place.worker not in lost_workers:
             left[place.node] += 1
     # A worker needs a reservation.
-    usable = {node: min(number, facts.slots.get(node, 0)) for node, number in left.items()}
+    usable = {node: min(number, facts.reservations.get(node, 0)) for node, number in left.items()}
     staying = {node: number for node, number in usable.items() if node not in facts.leaving}
     num_staying = min(sum(staying.values()), facts.max_workers)
     if layout_policy.usable(num_staying, facts.layout) >= facts.min_workers:

@@ -29,8 +29,8 @@ from orchestrator.core import (
     MemoryMeasured,
     MemoryProtected,
     Phase,
+    ReservationGranted,
     RunState,
-    SlotGranted,
     StopRequested,
     Ticked,
     WorkersSurveyed,
@@ -260,11 +260,12 @@ class Run:
         watch = AutoscalerWatch()
         while True:
             await asyncio.sleep(REFUSALS_POLL_S)
-            slots, offers = self._state.fleet.slots, self._state.fleet.offers
+            reservations, offers = self._state.fleet.reservations, self._state.fleet.offers
             asked = {
-                group: slots[number].alternative
+                group: reservations[number].alternative
                 for group, number in self._capacity.pending_groups().items()
-                if number in slots and offers[slots[number].alternative].refused_s == math.inf
+                if number in reservations
+                and offers[reservations[number].alternative].refused_s == math.inf
             }
             if not asked:
                 continue
@@ -353,8 +354,8 @@ class Run:
     def _post(self, event: Event) -> None:
         self._inbox.put_nowait(event)
 
-    def _granted(self, slot: int, node: str) -> None:
-        self._post(SlotGranted(at_s=self._clock.at_s(), slot=slot, node=node))
+    def _granted(self, reservation: int, node: str) -> None:
+        self._post(ReservationGranted(at_s=self._clock.at_s(), reservation=reservation, node=node))
 
     def _spawn(self, coroutine: Coroutine[Any, Any, Any]) -> None:
         task = asyncio.get_running_loop().create_task(coroutine)
@@ -408,10 +409,10 @@ class Run:
     def _all_performers(self) -> dict[type, Callable[[Any], None]]:
         workers, capacity = self._workers, self._capacity
         return {
-            act.RequestSlot: lambda a: self._spawn(
-                capacity.request(a.slot, a.avoid, a.alternative)
+            act.RequestReservation: lambda a: self._spawn(
+                capacity.request(a.reservation, a.avoid, a.alternative)
             ),
-            act.ReleaseSlot: lambda a: self._spawn(capacity.release(a.slot)),
+            act.ReleaseReservation: lambda a: self._spawn(capacity.release(a.reservation)),
             act.StartWorker: lambda a: workers.start(a.worker, a.node),
             act.KillWorker: lambda a: workers.kill(a.worker),
             act.StartKeeper: lambda a: self._nodes.start_keeper(a.node),
@@ -470,7 +471,7 @@ class Run:
         self, action: act.StartAttempt, memory: tuple[MemoryPart, ...], host: str, port: int
     ) -> None:
         plan = action.plan
-        for rank, (worker, _, slot) in enumerate(action.members):
+        for rank, (worker, _, reservation) in enumerate(action.members):
             assignment = Assignment(
                 attempt=action.attempt,
                 rank=rank,
@@ -485,7 +486,7 @@ class Run:
                 parity=plan.rank_groups[rank] if plan.rank_groups is not None else (),
                 life=self._owner.life,
             )
-            self._workers.enter(worker, assignment, self._capacity.gpu_ids(slot))
+            self._workers.enter(worker, assignment, self._capacity.gpu_ids(reservation))
 
     async def _read_committed(self, action: act.ReadCommitted) -> None:
         state = self._state
@@ -578,8 +579,8 @@ class Run:
             WorkersSurveyed(
                 at_s=self._clock.at_s(),
                 alive=tuple(alive),
-                slots=tuple(self._capacity.granted()),
-                pending_slots=tuple(self._capacity.pending()),
+                reservations=tuple(self._capacity.granted()),
+                pending_reservations=tuple(self._capacity.pending()),
             )
         )
 

@@ -46,14 +46,14 @@ class RunNames:
         """Return the actor name of the keeper of ``node``."""
         return f"keeper/{node}"
 
-    def slot(self, slot: int) -> str:
-        """Return the placement group name of ``slot``."""
-        return f"{self.slot_prefix}{slot:04d}"
+    def reservation(self, reservation: int) -> str:
+        """Return the placement group name of ``reservation``."""
+        return f"{self.reservation_prefix}{reservation:04d}"
 
     @property
-    def slot_prefix(self) -> str:
+    def reservation_prefix(self) -> str:
         """Return what the names of all the run's placement groups start with."""
-        return f"everstep/{self.run_id}/slot-"
+        return f"everstep/{self.run_id}/reservation-"
 
     def shared_directory(self, node: str) -> str:
         """Return where the workers on ``node`` keep progress records and record rings.

@@ -18,7 +18,7 @@ from orchestrator.core import (
     FenceAttempt,
     KillWorker,
     Phase,
-    RequestSlot,
+    RequestReservation,
     RunRules,
     RunState,
     check,
@@ -385,7 +385,7 @@ class History:
             self.monitor.killing(self.cluster, action)
         elif isinstance(action, FenceAttempt):
             self.monitor.fence_began_s = self.cluster.now_s
-        elif isinstance(action, RequestSlot):
+        elif isinstance(action, RequestReservation):
             self.monitor.requesting(self.cluster, action)
 
     def _phase_changed(self, state: RunState) -> None:
@@ -492,13 +492,15 @@ class History:
             require(replayed == self.state, "L1", "a replay does not lead to the state")
         outcome, cluster = self.monitor.outcome, self.cluster
         assert outcome is not None
-        kept = {slot for slot, node in cluster.granted.items() if node} | set(cluster.pending)
+        kept = {reservation for reservation, node in cluster.granted.items() if node} | set(
+            cluster.pending
+        )
         on_the_way = {args[0] for _, _, do, args in cluster.queue if do == cluster.released}
-        leaked = kept - set(self.state.fleet.slots) - on_the_way
+        leaked = kept - set(self.state.fleet.reservations) - on_the_way
         require(
             self.died_at_the_end or not leaked,
             "L1",
-            f"slots {sorted(leaked)} are reserved for nothing",
+            f"reservations {sorted(leaked)} are reserved for nothing",
         )
         if outcome.outcome == "failed" and _WITHOUT_STATE in outcome.reason:
             self.is_lost = self.monitor.failed_without_state(cluster)

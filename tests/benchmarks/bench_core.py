@@ -50,7 +50,7 @@ def time_fleet(num_workers: int) -> dict[str, Any]:
     names = [f"w{n:04d}" for n in range(1, num_workers + 1)]
     timed.fold(ev.ControllerStarted(at_s=0.0, incarnation=1))
     for n in range(1, num_workers + 1):
-        timed.fold(ev.SlotGranted(at_s=1.0, slot=n, node=f"n{n}"))
+        timed.fold(ev.ReservationGranted(at_s=1.0, reservation=n, node=f"n{n}"))
     for n, name in enumerate(names, start=1):
         timed.fold(ev.WorkerReady(at_s=2.0, worker=name, node=f"n{n}", pid=n))
     for name in names:

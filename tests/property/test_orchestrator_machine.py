@@ -8,7 +8,7 @@ from orchestrator.core import events as ev
 
 WORKERS = st.sampled_from([f"w{n:04d}" for n in range(1, 6)] + ["stranger"])
 NODES = st.sampled_from(["a", "b", "c"])
-SLOTS = st.integers(1, 6)
+RESERVATIONS = st.integers(1, 6)
 ATTEMPTS = st.integers(0, 4)
 STEPS = st.integers(0, 12)
 
@@ -18,13 +18,13 @@ FIELDS: dict[str, st.SearchStrategy[Any]] = {
     "alive": st.lists(
         st.tuples(WORKERS, NODES, ATTEMPTS), max_size=4, unique_by=lambda entry: entry[0]
     ).map(tuple),
-    "slots": st.lists(st.tuples(SLOTS, NODES), max_size=3, unique_by=lambda entry: entry[0]).map(
-        tuple
-    ),
-    "pending_slots": st.just(()),
+    "reservations": st.lists(
+        st.tuples(RESERVATIONS, NODES), max_size=3, unique_by=lambda entry: entry[0]
+    ).map(tuple),
+    "pending_reservations": st.just(()),
     "node": NODES,
     "deadline_s": st.floats(0, 100),
-    "slot": SLOTS,
+    "reservation": RESERVATIONS,
     "worker": WORKERS,
     "pid": st.just(1),
     "cause": st.sampled_from(["crash", "node", "killed", "preempted"]),
@@ -47,7 +47,7 @@ KINDS = (
     ev.NodeLost,
     ev.NodeDraining,
     ev.ControllerDraining,
-    ev.SlotGranted,
+    ev.ReservationGranted,
     ev.WorkerReady,
     ev.WorkerExited,
     ev.WorkerFormed,

@@ -108,12 +108,12 @@ def _kill_who_lost_its_peers(transition: Transition, event: ev.WorkerLeft) -> No
     on_members.worker_left(transition, event)
 
 
-def _bind_two_workers_to_a_slot(_transition: Transition, node: Node) -> list[int]:
-    return list(node.slots)
+def _bind_two_workers_to_a_reservation(_transition: Transition, node: Node) -> list[int]:
+    return list(node.reservations)
 
 
-def _keep_slots_of_lost_nodes(transition: Transition, number: int) -> None:
-    fleet.drop_slot(transition, number)
+def _keep_reservations_of_lost_nodes(transition: Transition, number: int) -> None:
+    fleet.drop_reservation(transition, number)
 
 
 def _take_what_was_being_read(transition: Transition, *found: Any) -> None:
@@ -227,11 +227,11 @@ BUGS = {
     "kills who lost its peers": Bug(
         machine._HANDLERS, ev.WorkerLeft, _kill_who_lost_its_peers, ("S5",)
     ),
-    "binds two workers to a slot": Bug(
-        fleet, "free_slots", _bind_two_workers_to_a_slot, ("invariant", "S1")
+    "binds two workers to a reservation": Bug(
+        fleet, "free_reservations", _bind_two_workers_to_a_reservation, ("invariant", "S1")
     ),
-    "keeps the slots of lost nodes": Bug(
-        demand, "release_slot", _keep_slots_of_lost_nodes, ("L1",)
+    "keeps the reservations of lost nodes": Bug(
+        demand, "release_reservation", _keep_reservations_of_lost_nodes, ("L1",)
     ),
     "has no bound for fencing": Bug(recovery, "fence_bound", _wait_on, ("L1",)),
     "has no bound for forming": Bug(recovery, "phase_bound", _wait_on, ("L1",), first_seed=300),

@@ -133,8 +133,12 @@ class Journaled:
     def _answers(self, action: act.Action) -> list[ev.Event]:
         at_s, attempt = self.at_s, self.state.attempt.number
         match action:
-            case act.RequestSlot(slot=slot):
-                return [ev.SlotGranted(at_s=at_s, slot=slot, node=f"n{slot % NUM_WORKERS}")]
+            case act.RequestReservation(reservation=reservation):
+                return [
+                    ev.ReservationGranted(
+                        at_s=at_s, reservation=reservation, node=f"n{reservation % NUM_WORKERS}"
+                    )
+                ]
             case act.StartWorker(worker=worker, node=node):
                 return [ev.WorkerReady(at_s=at_s, worker=worker, node=node, pid=self.seq)]
             case act.KillWorker(worker=worker):
@@ -190,6 +194,8 @@ class Journaled:
                 )
                 for worker in state.fleet.workers.values()
             ),
-            slots=tuple((n, state.fleet.nodes[s.node].name) for n, s in state.fleet.slots.items()),
-            pending_slots=(),
+            reservations=tuple(
+                (n, state.fleet.nodes[s.node].name) for n, s in state.fleet.reservations.items()
+            ),
+            pending_reservations=(),
         )

@@ -85,7 +85,7 @@ class _Server:
     node: str
     alive: bool = True
     draining: bool = False
-    slot: int | None = None
+    reservation: int | None = None
     faults: list[Fault] = field(default_factory=list)
 
     def shows(self) -> str:
@@ -119,7 +119,7 @@ class Outages:
         self._queue: list[tuple[float, int, Callable[..., None], tuple[Any, ...]]] = []
         self._servers = {name: _Server(name, name) for name in servers}
         self._by_node = dict(self._servers)
-        self._pending: dict[int, act.RequestSlot] = {}
+        self._pending: dict[int, act.RequestReservation] = {}
         self._granted: dict[int, _Server] = {}
         # Worker -> its server; and who is in the attempt.
         self._workers: dict[str, _Server] = {}
@@ -128,8 +128,8 @@ class Outages:
         self._trains_since_s = inf
         self._completed, self._completed_by = 0, 0
         self._perform: dict[type, Callable[[Any], None]] = {
-            act.RequestSlot: self._request_slot,
-            act.ReleaseSlot: self._release_slot,
+            act.RequestReservation: self._request_reservation,
+            act.ReleaseReservation: self._release_reservation,
             act.StartWorker: self._start_worker,
             act.KillWorker: self._kill_worker,
             act.StartKeeper: lambda action: self._later(0.0, ev.KeeperReady, node=action.node),
@@ -208,7 +208,7 @@ class Outages:
     def _take(self, server: _Server) -> None:
         if not server.alive:
             return
-        server.alive, server.slot = False, None
+        server.alive, server.reservation = False, None
         for worker in [w for w, at in self._workers.items() if at is server]:
             del self._workers[worker]
             self._inside.pop(worker, None)
@@ -219,27 +219,31 @@ class Outages:
 
     # What the machine orders
 
-    def _request_slot(self, action: act.RequestSlot) -> None:
-        self._pending[action.slot] = action
+    def _request_reservation(self, action: act.RequestReservation) -> None:
+        self._pending[action.reservation] = action
         self._place()
 
     def _place(self) -> None:
-        free = [s for s in self._servers.values() if s.alive and not s.draining and s.slot is None]
-        for slot, asked in list(self._pending.items()):
+        free = [
+            s
+            for s in self._servers.values()
+            if s.alive and not s.draining and s.reservation is None
+        ]
+        for reservation, asked in list(self._pending.items()):
             fit = [each for each in free if each.node not in asked.avoid]
             if fit:
                 server = self._draw.choice(fit)
                 free.remove(server)
-                del self._pending[slot]
-                server.slot = slot
-                self._granted[slot] = server
-                self._later(0.0, ev.SlotGranted, slot=slot, node=server.node)
+                del self._pending[reservation]
+                server.reservation = reservation
+                self._granted[reservation] = server
+                self._later(0.0, ev.ReservationGranted, reservation=reservation, node=server.node)
 
-    def _release_slot(self, action: act.ReleaseSlot) -> None:
-        self._pending.pop(action.slot, None)
-        server = self._granted.pop(action.slot, None)
-        if server is not None and server.slot == action.slot:
-            server.slot = None
+    def _release_reservation(self, action: act.ReleaseReservation) -> None:
+        self._pending.pop(action.reservation, None)
+        server = self._granted.pop(action.reservation, None)
+        if server is not None and server.reservation == action.reservation:
+            server.reservation = None
             self._place()
 
     def _start_worker(self, action: act.StartWorker) -> None:

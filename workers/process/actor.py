@@ -45,8 +45,8 @@ _SCRIPT_S = 20.0
 #: A process that ends by itself first lets its last outcome leave.
 _ANSWER_S = 1.0
 
-#: The slot reserves resources. A dead worker is replaced, not restarted. Each controller that dies
-#: leaves pending calls behind, so there is room for many.
+#: The reservation holds the resources. A dead worker is replaced, not restarted. Each controller
+#: that dies leaves pending calls behind, so there is room for many.
 OPTIONS = {"num_cpus": 0, "max_restarts": 0, "max_concurrency": 10_000}
 
 

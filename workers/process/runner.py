@@ -96,7 +96,7 @@ class AttemptRunner:
     def prepare(self, *, on_cpu: bool) -> None:
         """Do once what would slow down the first attempt. Raises ``WorkerError`` if that fails.
 
-        No warm-up on GPUs: only the first slot says which GPU it is.
+        No warm-up on GPUs: only the first reservation says which GPU it is.
         """
         settings = self._context.settings
         if settings.script:

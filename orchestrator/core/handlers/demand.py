@@ -1,4 +1,4 @@
-"""Requests for slots, as many as the run may use, and for worker processes on them.
+"""Requests for reservations, as many as the run may use, and for worker processes on them.
 
 ``settle`` runs after every event, so no other place has to make requests.
 """
@@ -8,7 +8,12 @@ from __future__ import annotations
 from collections import Counter
 from math import inf
 
-from orchestrator.core.actions import NoteRefused, ReleaseSlot, RequestSlot, StartWorker
+from orchestrator.core.actions import (
+    NoteRefused,
+    ReleaseReservation,
+    RequestReservation,
+    StartWorker,
+)
 from orchestrator.core.events import CapacityRefused
 from orchestrator.core.handlers import fleet, reach
 from orchestrator.core.state import Phase, WorkerStatus
@@ -19,14 +24,14 @@ _TRAINING = frozenset({Phase.RUNNING, Phase.YIELDING})
 
 
 def settle(transition: Transition) -> None:
-    """Request missing slots and start missing workers, unless that would slow a recovery."""
+    """Request missing reservations and start missing workers, unless that would slow a recovery."""
     run = transition.run
     if run.surveying_until_s != inf:
         return
     _look_at_offers(transition)
     if transition.rules.capacity.has_choice:
         _settle_alternatives(transition)
-    elif run.fleet.num_slots < transition.max_workers:
+    elif run.fleet.num_reservations < transition.max_workers:
         _request(transition)
     elif run.sharing.limit >= 0:
         _give_back(transition)
@@ -34,7 +39,7 @@ def settle(transition: Transition) -> None:
         short, run.fleet.short = run.fleet.short, ()
         for number in short:
             _staff(transition, number)
-        # Whoever releases a slot or kills a worker lists its node; these have just been looked at.
+        # Releasing a reservation or killing a worker lists its node; these were just looked at.
         run.fleet.short = ()
 
 
@@ -53,19 +58,20 @@ def _trains(transition: Transition) -> bool:
 
 
 def renew_pending(transition: Transition) -> None:
-    """Request every pending slot again if the nodes to avoid have changed."""
+    """Request every pending reservation again if the nodes to avoid have changed."""
     run = transition.run
     avoid = avoided_nodes(transition)
     gone = {node.name for node in run.fleet.nodes.values() if not node.alive}
     pending = [
         number
-        for number, slot in run.fleet.slots.items()
-        if slot.node < 0 and tuple(name for name in slot.avoid if name not in gone) != avoid
+        for number, reservation in run.fleet.reservations.items()
+        if reservation.node < 0
+        and tuple(name for name in reservation.avoid if name not in gone) != avoid
     ]
     offers = run.fleet.offers
-    alternatives = [run.fleet.slots[number].alternative for number in sorted(pending)]
+    alternatives = [run.fleet.reservations[number].alternative for number in sorted(pending)]
     for number in sorted(pending):
-        release_slot(transition, number)
+        release_reservation(transition, number)
     if transition.rules.capacity.has_choice:
         for alternative in alternatives:
             _request_one(transition, avoid, alternative)
@@ -103,16 +109,16 @@ def avoided_nodes(transition: Transition) -> tuple[str, ...]:
     )
 
 
-def release_slot(transition: Transition, number: int) -> None:
-    """Release a slot; ``settle`` requests another."""
-    fleet.drop_slot(transition, number)
-    transition.actions.append(ReleaseSlot(slot=number))
+def release_reservation(transition: Transition, number: int) -> None:
+    """Release a reservation; ``settle`` requests another."""
+    fleet.drop_reservation(transition, number)
+    transition.actions.append(ReleaseReservation(reservation=number))
 
 
-def release_failing_slots(transition: Transition, number: int) -> None:
-    """Release the unused slots of an avoided node, if the run can do without them.
+def release_failing_reservations(transition: Transition, number: int) -> None:
+    """Release the unused reservations of an avoided node, if the run can do without them.
 
-    A node where no process starts may be gone, so its slots are released in any case.
+    A node where no process starts may be gone, so its reservations are released in any case.
     """
     node = transition.run.fleet.nodes[number]
     if node.avoid_until_s <= transition.now_s:
@@ -123,8 +129,8 @@ def release_failing_slots(transition: Transition, number: int) -> None:
     if transition.run.fleet.num_usable < transition.rules.min_workers and not nothing_starts:
         return
     busy = [transition.run.fleet.workers[w].status for w in node.workers].count(WorkerStatus.READY)
-    for slot in fleet.free_slots(transition, node)[: len(node.slots) - busy]:
-        release_slot(transition, slot)
+    for reservation in fleet.free_reservations(transition, node)[: len(node.reservations) - busy]:
+        release_reservation(transition, reservation)
 
 
 def capacity_refused(transition: Transition, event: CapacityRefused) -> None:
@@ -140,7 +146,7 @@ def _refuse(transition: Transition, alternative: int, why: str) -> None:
             transition, alternative, offer._replace(refused_s=transition.now_s, why=why)
         )
         transition.actions.append(
-            NoteRefused(alternative=alternative, num_slots=offer.num_pending, why=why)
+            NoteRefused(alternative=alternative, num_reservations=offer.num_pending, why=why)
         )
 
 
@@ -158,16 +164,16 @@ def _look_at_offers(transition: Transition) -> None:
 def _settle_alternatives(transition: Transition) -> None:
     """Ask for each alternative whose betters are refused, as much as they do not grant.
 
-    What is refused stays asked for: a grant shows that it is back. Slots of worse ones are given
-    back when nobody uses them any more (``planned`` moves the members).
+    A refused request stays open: a grant shows that it is back. Reservations of worse
+    alternatives are given back once no member uses them (``planned`` moves the members).
     """
     run, max_workers = transition.run, transition.max_workers
     staying, pending = Counter[int](), dict[int, list[int]]()
-    for number, slot in run.fleet.slots.items():
-        if slot.node < 0:
-            pending.setdefault(slot.alternative, []).append(number)
-        elif not run.fleet.nodes[slot.node].draining:
-            staying[slot.alternative] += 1
+    for number, reservation in run.fleet.reservations.items():
+        if reservation.node < 0:
+            pending.setdefault(reservation.alternative, []).append(number)
+        elif not run.fleet.nodes[reservation.node].draining:
+            staying[reservation.alternative] += 1
     num_had, avoid = 0, None
     is_refused = True
     for alternative in range(len(transition.rules.capacity.usd_per_hour)):
@@ -175,7 +181,7 @@ def _settle_alternatives(transition: Transition) -> None:
         num_missing = max(max_workers - num_had, 0) if is_refused else 0
         asked = sorted(pending.get(alternative, ()))
         for number in asked[num_missing:]:
-            release_slot(transition, number)
+            release_reservation(transition, number)
         for _ in range(num_missing - len(asked)):
             avoid = avoided_nodes(transition) if avoid is None else avoid
             _request_one(transition, avoid, alternative)
@@ -186,39 +192,39 @@ def _settle_alternatives(transition: Transition) -> None:
 
 def _give_back(transition: Transition) -> None:
     """Give back what other runs need; what members use, they leave first (``planned``)."""
-    slots = transition.run.fleet.slots
-    pending = sorted(number for number, slot in slots.items() if slot.node < 0)
-    num_surplus = transition.run.fleet.num_slots - transition.max_workers
+    reservations = transition.run.fleet.reservations
+    pending = sorted(number for number, reservation in reservations.items() if reservation.node < 0)
+    num_surplus = transition.run.fleet.num_reservations - transition.max_workers
     for number in pending[::-1][:num_surplus]:
-        release_slot(transition, number)
+        release_reservation(transition, number)
     if num_surplus > len(pending):
         _release_worst(transition, num_surplus - len(pending))
 
 
 def _release_worst(transition: Transition, num_surplus: int) -> None:
     run = transition.run
-    used = {worker.slot for worker in run.fleet.workers.values()}
+    used = {worker.reservation for worker in run.fleet.workers.values()}
     placed = [
         number
-        for number, slot in run.fleet.slots.items()
-        if slot.node >= 0 and not run.fleet.nodes[slot.node].draining
+        for number, reservation in run.fleet.reservations.items()
+        if reservation.node >= 0 and not run.fleet.nodes[reservation.node].draining
     ]
-    order = sorted(placed, key=lambda n: (run.fleet.slots[n].alternative, n not in used, n))
+    order = sorted(placed, key=lambda n: (run.fleet.reservations[n].alternative, n not in used, n))
     worst = order[-num_surplus:]
     for number in worst:
         if number not in used:
-            release_slot(transition, number)
+            release_reservation(transition, number)
 
 
 def _request(transition: Transition) -> None:
     avoid = avoided_nodes(transition)
-    while transition.run.fleet.num_slots < transition.max_workers:
+    while transition.run.fleet.num_reservations < transition.max_workers:
         _request_one(transition, avoid, 0)
 
 
 def _request_one(transition: Transition, avoid: tuple[str, ...], alternative: int) -> None:
-    slot = fleet.add_slot(transition, avoid, alternative)
-    transition.actions.append(request(transition, slot))
+    reservation = fleet.add_reservation(transition, avoid, alternative)
+    transition.actions.append(request(transition, reservation))
     transition.wake_by(_refused_by_s(transition, alternative))
 
 
@@ -230,14 +236,14 @@ def _refused_by_s(transition: Transition, alternative: int) -> float:
     return offer.since_s + capacity.grant_bound_s(offer.took_s, transition.rules.capacity)
 
 
-def request(transition: Transition, number: int) -> RequestSlot:
-    """Return the order for a slot."""
-    slot = transition.run.fleet.slots[number]
-    return RequestSlot(
-        slot=number,
-        avoid=slot.avoid,
-        alternative=slot.alternative,
-        usd_per_hour=transition.rules.capacity.usd_per_hour[slot.alternative],
+def request(transition: Transition, number: int) -> RequestReservation:
+    """Return the order for a reservation."""
+    reservation = transition.run.fleet.reservations[number]
+    return RequestReservation(
+        reservation=number,
+        avoid=reservation.avoid,
+        alternative=reservation.alternative,
+        usd_per_hour=transition.rules.capacity.usd_per_hour[reservation.alternative],
     )
 
 
@@ -246,8 +252,8 @@ def _staff(transition: Transition, number: int) -> None:
     run = transition.run
     node = run.fleet.nodes[number]
     wanted = allowed = 0
-    if node.alive and node.slots and not node.draining:
-        wanted = len(node.slots)
+    if node.alive and node.reservations and not node.draining:
+        wanted = len(node.reservations)
         allowed = wanted + transition.rules.standby_per_node
         if _trains(transition):
             # Standbys start last: until the first step the members need the cores.
@@ -262,32 +268,38 @@ def _staff(transition: Transition, number: int) -> None:
             transition.actions.append(StartWorker(worker=name, node=node.name))
     elif len(live) > allowed and node.alive:
         idle = [
-            w for w in live if not run.fleet.workers[w].inside and not run.fleet.workers[w].slot
+            w
+            for w in live
+            if not run.fleet.workers[w].inside and not run.fleet.workers[w].reservation
         ]
         for worker in sorted(idle, reverse=True)[: len(live) - allowed]:
-            fleet.kill_worker(transition, worker, "no slot for it on its node")
+            fleet.kill_worker(transition, worker, "no reservation for it on its node")
     if node.draining and run.phase is Phase.RUNNING:
-        for slot in fleet.free_slots(transition, run.fleet.nodes[number]):
-            release_slot(transition, slot)
+        for reservation in fleet.free_reservations(transition, run.fleet.nodes[number]):
+            release_reservation(transition, reservation)
 
 
 def replace_unreached(transition: Transition) -> None:
-    """Request slots elsewhere for nodes that have been without a link for too long."""
+    """Request reservations elsewhere for nodes that have been without a link for too long."""
     for number in sorted(reach.given_up(transition)):
-        for slot in transition.run.fleet.nodes[number].slots:
-            release_slot(transition, slot)
+        for reservation in transition.run.fleet.nodes[number].reservations:
+            release_reservation(transition, reservation)
     # Also where a link is whole again: there are nodes that need not be avoided any more.
     renew_pending(transition)
 
 
 def release_surplus(transition: Transition) -> None:
-    """Release surplus pending slots, for example after a drain was called off."""
+    """Release surplus pending reservations, for example after a drain was called off."""
     if transition.rules.capacity.has_choice:
         return  # what is refused stays asked for; ``settle`` looks at each alternative
-    pending = [number for number, slot in transition.run.fleet.slots.items() if slot.node < 0]
-    num_surplus = max(transition.run.fleet.num_slots - transition.max_workers, 0)
+    pending = [
+        number
+        for number, reservation in transition.run.fleet.reservations.items()
+        if reservation.node < 0
+    ]
+    num_surplus = max(transition.run.fleet.num_reservations - transition.max_workers, 0)
     for number in sorted(pending, reverse=True)[:num_surplus]:
-        release_slot(transition, number)
+        release_reservation(transition, number)
 
 
 def give_up_starting(transition: Transition) -> None:

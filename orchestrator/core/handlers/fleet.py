@@ -1,4 +1,4 @@
-"""Bookkeeping of slots, workers and nodes. Every count in the fleet is kept here.
+"""Bookkeeping of reservations, workers and nodes. Every count in the fleet is kept here.
 
 Each function takes time in the size of one node, not of the fleet. ``demand`` decides what to
 request, ``formation`` who trains.
@@ -13,7 +13,7 @@ from orchestrator.core.handlers import searching
 from orchestrator.core.state import (
     Node,
     Offer,
-    Slot,
+    Reservation,
     Worker,
     WorkerStatus,
     worker_name,
@@ -46,27 +46,27 @@ def put_node(transition: Transition, number: int, node: Node) -> None:
     run = transition.run
     before = run.fleet.nodes[number]
     usable = 0
-    if node.alive and node.slots:
+    if node.alive and node.reservations:
         workers = run.fleet.workers
         num_ready = [workers[w].status for w in node.workers].count(WorkerStatus.READY)
-        usable = min(len(node.slots), num_ready)
+        usable = min(len(node.reservations), num_ready)
     # Inlined ``draining``: nearly every event comes here.
     if before.leave_by_s != inf:
         run.fleet.num_leaving -= before.usable
     else:
         run.fleet.num_usable -= before.usable
-        run.fleet.num_slots -= len(before.slots)
+        run.fleet.num_reservations -= len(before.reservations)
     if node.leave_by_s != inf:
         run.fleet.num_leaving += usable
     else:
         run.fleet.num_usable += usable
-        run.fleet.num_slots += len(node.slots)
+        run.fleet.num_reservations += len(node.reservations)
     if node.usable != usable:
         node = node._replace(usable=usable)
     run.fleet.nodes = run.fleet.nodes.set(number, node)
     if number not in run.fleet.short:
         run.fleet.short = (*run.fleet.short, number)
-    is_emptied = node.is_kept and not node.slots and not node.workers
+    is_emptied = node.is_kept and not node.reservations and not node.workers
     if is_emptied and number not in run.fleet.emptied:
         run.fleet.emptied = (*run.fleet.emptied, number)
 
@@ -128,7 +128,7 @@ def kill_worker(transition: Transition, number: int, reason: str) -> None:
     put_worker(
         transition,
         number,
-        worker._replace(status=WorkerStatus.DYING, deadline_s=deadline_s, slot=0),
+        worker._replace(status=WorkerStatus.DYING, deadline_s=deadline_s, reservation=0),
     )
     transition.wake_by(deadline_s)
     transition.actions.append(KillWorker(worker=worker.name, reason=reason))
@@ -149,13 +149,13 @@ def put_offer(transition: Transition, alternative: int, changed: Offer) -> None:
     transition.run.fleet.offers = (*offers[:alternative], changed, *offers[alternative + 1 :])
 
 
-def add_slot(transition: Transition, avoid: tuple[str, ...], alternative: int) -> int:
-    """Add a pending slot; return its number."""
+def add_reservation(transition: Transition, avoid: tuple[str, ...], alternative: int) -> int:
+    """Add a pending reservation; return its number."""
     run = transition.run
-    number = run.fleet.next_slot
-    run.fleet.next_slot += 1
-    run.fleet.slots = run.fleet.slots.set(number, Slot(-1, avoid, alternative))
-    run.fleet.num_slots += 1
+    number = run.fleet.next_reservation
+    run.fleet.next_reservation += 1
+    run.fleet.reservations = run.fleet.reservations.set(number, Reservation(-1, avoid, alternative))
+    run.fleet.num_reservations += 1
     asked = offer(transition, alternative)
     since_s = min(asked.since_s, transition.now_s)
     put_offer(
@@ -166,18 +166,20 @@ def add_slot(transition: Transition, avoid: tuple[str, ...], alternative: int) -
     return number
 
 
-def place_slot(transition: Transition, number: int, node_number: int) -> None:
-    """Note that a pending slot was granted on a node."""
+def place_reservation(transition: Transition, number: int, node_number: int) -> None:
+    """Note that a pending reservation was granted on a node."""
     run = transition.run
-    slot = run.fleet.slots[number]
-    assert slot.node < 0, f"slot {number} is already on node {slot.node}"
-    run.fleet.slots = run.fleet.slots.set(number, slot._replace(node=node_number))
-    run.fleet.num_slots -= 1
+    reservation = run.fleet.reservations[number]
+    assert reservation.node < 0, f"reservation {number} is already on node {reservation.node}"
+    run.fleet.reservations = run.fleet.reservations.set(
+        number, reservation._replace(node=node_number)
+    )
+    run.fleet.num_reservations -= 1
     node = run.fleet.nodes[node_number]
-    asked = offer(transition, slot.alternative)
+    asked = offer(transition, reservation.alternative)
     put_offer(
         transition,
-        slot.alternative,
+        reservation.alternative,
         asked._replace(
             num_pending=asked.num_pending - 1,
             num_granted=asked.num_granted + 1,
@@ -193,11 +195,11 @@ def place_slot(transition: Transition, number: int, node_number: int) -> None:
             ),
         ),
     )
-    if not (node.is_kept and node.slots):
+    if not (node.is_kept and node.reservations):
         # Also where one is known of: it may have been ended as it was heard.
         transition.actions.append(StartKeeper(node=node.name))
-    slots = tuple(sorted((*node.slots, number)))
-    put_node(transition, node_number, node._replace(slots=slots, is_kept=True))
+    reservations = tuple(sorted((*node.reservations, number)))
+    put_node(transition, node_number, node._replace(reservations=reservations, is_kept=True))
 
 
 def end_needless_keepers(transition: Transition) -> None:
@@ -211,7 +213,7 @@ def end_needless_keepers(transition: Transition) -> None:
     emptied, fleet.emptied = fleet.emptied, ()
     for number in emptied:
         node = fleet.nodes[number]
-        if node.slots or node.workers:
+        if node.reservations or node.workers:
             continue
         if not node.alive:
             # It may come back, and its keeper with it.
@@ -222,24 +224,30 @@ def end_needless_keepers(transition: Transition) -> None:
         transition.actions.append(EndKeeper(node=node.name))
 
 
-def drop_slot(transition: Transition, number: int) -> None:
-    """Forget a slot; its worker uses none any more."""
+def drop_reservation(transition: Transition, number: int) -> None:
+    """Forget a reservation; its worker uses none any more."""
     run = transition.run
-    slot = run.fleet.slots[number]
-    run.fleet.slots = run.fleet.slots.without(number)
-    asked = offer(transition, slot.alternative)
-    if slot.node < 0:
-        run.fleet.num_slots -= 1
-        put_offer(transition, slot.alternative, asked._replace(num_pending=asked.num_pending - 1))
+    reservation = run.fleet.reservations[number]
+    run.fleet.reservations = run.fleet.reservations.without(number)
+    asked = offer(transition, reservation.alternative)
+    if reservation.node < 0:
+        run.fleet.num_reservations -= 1
+        put_offer(
+            transition, reservation.alternative, asked._replace(num_pending=asked.num_pending - 1)
+        )
         return
-    put_offer(transition, slot.alternative, asked._replace(num_granted=asked.num_granted - 1))
-    node = run.fleet.nodes[slot.node]
+    put_offer(
+        transition, reservation.alternative, asked._replace(num_granted=asked.num_granted - 1)
+    )
+    node = run.fleet.nodes[reservation.node]
     for worker_id in node.workers:
         worker = run.fleet.workers[worker_id]
-        if worker.slot == number:
-            run.fleet.workers = run.fleet.workers.set(worker_id, worker._replace(slot=0))
+        if worker.reservation == number:
+            run.fleet.workers = run.fleet.workers.set(worker_id, worker._replace(reservation=0))
     put_node(
-        transition, slot.node, node._replace(slots=tuple(s for s in node.slots if s != number))
+        transition,
+        reservation.node,
+        node._replace(reservations=tuple(s for s in node.reservations if s != number)),
     )
 
 
@@ -248,14 +256,16 @@ def alternative_of(transition: Transition, worker: int) -> int:
     fleet = transition.run.fleet
     if len(fleet.offers) <= 1:
         return 0
-    slots = fleet.nodes[fleet.workers[worker].node].slots
-    return max((fleet.slots[slot].alternative for slot in slots), default=0)
+    reservations = fleet.nodes[fleet.workers[worker].node].reservations
+    return max(
+        (fleet.reservations[reservation].alternative for reservation in reservations), default=0
+    )
 
 
-def free_slots(transition: Transition, node: Node) -> list[int]:
-    """Return the slots of a node that no worker uses, ascending."""
-    used = [transition.run.fleet.workers[w].slot for w in node.workers]
-    return [slot for slot in node.slots if slot not in used]
+def free_reservations(transition: Transition, node: Node) -> list[int]:
+    """Return the reservations of a node that no worker uses, ascending."""
+    used = [transition.run.fleet.workers[w].reservation for w in node.workers]
+    return [reservation for reservation in node.reservations if reservation not in used]
 
 
 def strike(transition: Transition, number: int) -> None:

@@ -1,4 +1,4 @@
-"""Events about nodes, slots and worker processes."""
+"""Events about nodes, reservations and worker processes."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from math import inf
 from orchestrator.core.actions import (
     GiveUpNode,
     KillWorker,
-    ReleaseSlot,
+    ReleaseReservation,
     RestartKeeper,
     StartKeeper,
 )
@@ -19,7 +19,7 @@ from orchestrator.core.events import (
     NodeDraining,
     NodeJoined,
     NodeLost,
-    SlotGranted,
+    ReservationGranted,
     WorkerExited,
     WorkerReady,
 )
@@ -38,7 +38,7 @@ def node_joined(transition: Transition, event: NodeJoined) -> None:
     if not node.alive or node.draining:
         fleet.revive_node(transition, number)
         demand.release_surplus(transition)
-        # Slots that are still pending may have been asked for anywhere but here.
+        # Reservations that are still pending may have been asked for anywhere but here.
         demand.renew_pending(transition)
     if node.is_kept:
         # A restarted controller has no handle of its keeper.
@@ -100,7 +100,7 @@ def node_lost(transition: Transition, event: NodeLost) -> None:
 
 
 def lose_node(transition: Transition, number: int, cause: str) -> None:
-    """Drop the node's workers and slots. If a member was there, the attempt ends."""
+    """Drop the node's workers and reservations. If a member was there, the attempt ends."""
     run = transition.run
     node = run.fleet.nodes[number]
     names = [run.fleet.workers[worker].name for worker in node.workers]
@@ -112,8 +112,8 @@ def lose_node(transition: Transition, number: int, cause: str) -> None:
         fleet.drop_worker(transition, worker_number)
         # Workers on a node that is only cut off still train: kill the ones that can be reached.
         transition.actions.append(KillWorker(worker=worker.name, reason=f"node lost: {cause}"))
-    for slot in node.slots:
-        demand.release_slot(transition, slot)
+    for reservation in node.reservations:
+        demand.release_reservation(transition, reservation)
     preempted = run.fleet.nodes[number].draining
     run.network = run.network._replace(links=links.without(run.network.links, node.name))
     if not preempted:
@@ -147,23 +147,23 @@ def controller_draining(transition: Transition, event: ControllerDraining) -> No
     transition.run.store_by_s = event.deadline_s
 
 
-def slot_granted(transition: Transition, event: SlotGranted) -> None:
-    """Use a granted slot, or release it if it is not wanted any more."""
+def reservation_granted(transition: Transition, event: ReservationGranted) -> None:
+    """Use a granted reservation, or release it if it is not wanted any more."""
     run = transition.run
-    slot = run.fleet.slots.get(event.slot)
-    if slot is None:
-        transition.actions.append(ReleaseSlot(slot=event.slot))
+    reservation = run.fleet.reservations.get(event.reservation)
+    if reservation is None:
+        transition.actions.append(ReleaseReservation(reservation=event.reservation))
         return
     number = fleet.find_node(transition, event.node)
-    if slot.node == number:
+    if reservation.node == number:
         return
-    if slot.node >= 0 or run.fleet.nodes[number].draining:
+    if reservation.node >= 0 or run.fleet.nodes[number].draining:
         # It was moved, or is on a node that is about to leave: request another one.
-        demand.release_slot(transition, event.slot)
+        demand.release_reservation(transition, event.reservation)
         return
     if not run.fleet.nodes[number].alive:
         fleet.revive_node(transition, number)
-    fleet.place_slot(transition, event.slot, number)
+    fleet.place_reservation(transition, event.reservation, number)
     if run.phase is Phase.WAITING:
         formation.try_start(transition)
 
@@ -201,7 +201,7 @@ def worker_exited(transition: Transition, event: WorkerExited) -> None:
         demand.note_failed_start(transition, worker.node, event.detail)
     elif worker.status is WorkerStatus.READY and has_died:
         fleet.strike(transition, worker.node)
-    demand.release_failing_slots(transition, worker.node)
+    demand.release_failing_reservations(transition, worker.node)
     if not worker.inside:
         return
     if worker.status is not WorkerStatus.DYING:

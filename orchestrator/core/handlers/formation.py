@@ -1,4 +1,4 @@
-"""Who trains next, as which rank, on which slot; and the start of an attempt."""
+"""Who trains next, as which rank, on which reservation; and the start of an attempt."""
 
 from __future__ import annotations
 
@@ -187,7 +187,7 @@ def best_workers(transition: Transition) -> list[int]:
 
 
 def _ready_on(transition: Transition, node: Node, ranks: dict[int, int]) -> list[int]:
-    """Return the workers of ``node`` that may train: survivors first, one per slot."""
+    """Return the workers of ``node`` that may train: survivors first, one per reservation."""
     workers = transition.run.fleet.workers
     ready = [w for w in node.workers if workers[w].status is WorkerStatus.READY]
     newest_rank = len(ranks)
@@ -196,22 +196,22 @@ def _ready_on(transition: Transition, node: Node, ranks: dict[int, int]) -> list
 
 
 def _bind(transition: Transition, members: list[int]) -> tuple[tuple[str, str, int], ...]:
-    """Give every member a slot on its node; return (worker, node, slot) in rank order."""
+    """Give every member a reservation on its node; return the three of each in rank order."""
     run = transition.run
     chosen = set(members)
-    # A worker that is left out releases its slot to its node first.
+    # A worker that is left out releases its reservation to its node first.
     for number in [*run.attempt.members, *members]:
         worker = run.fleet.workers.get(number)
-        if worker is not None and worker.slot and number not in chosen:
-            run.fleet.workers = run.fleet.workers.set(number, worker._replace(slot=0))
+        if worker is not None and worker.reservation and number not in chosen:
+            run.fleet.workers = run.fleet.workers.set(number, worker._replace(reservation=0))
             fleet.put_node(transition, worker.node, run.fleet.nodes[worker.node])
     placed: list[tuple[str, str, int]] = []
     for number in members:
         worker = run.fleet.workers[number]
         node = run.fleet.nodes[worker.node]
-        slot = worker.slot or fleet.free_slots(transition, node)[0]
+        reservation = worker.reservation or fleet.free_reservations(transition, node)[0]
         run.fleet.workers = run.fleet.workers.set(
-            number, worker._replace(slot=slot, inside=True, formed=False)
+            number, worker._replace(reservation=reservation, inside=True, formed=False)
         )
-        placed.append((worker.name, node.name, slot))
+        placed.append((worker.name, node.name, reservation))
     return tuple(placed)

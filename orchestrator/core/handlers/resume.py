@@ -50,7 +50,7 @@ def resume_event(
         # Where the run failed for it, a person was asked to put a sound copy back.
         bad=() if state.lost and state.phase in TERMINAL else state.bad,
         next_worker=state.fleet.next_worker,
-        next_slot=state.fleet.next_slot,
+        next_reservation=state.fleet.next_reservation,
         why=why,
         faults_seen=state.faults_seen,
         stored=state.stored,
@@ -86,7 +86,7 @@ def resume_without_journal(
         lineage=(),
         bad=(),
         next_worker=fleet.next_worker,
-        next_slot=fleet.next_slot,
+        next_reservation=fleet.next_reservation,
         why=f"checkpoints/ has step {stored}, and there was no journal",
         stored=stored,
     )
@@ -98,7 +98,7 @@ def run_resumed(transition: Transition, event: RunResumed) -> None:
         phase=Phase.FENCING,
         incarnation=event.incarnation,
         attempt=Attempt(number=event.attempt),
-        fleet=Fleet(next_worker=event.next_worker, next_slot=event.next_slot),
+        fleet=Fleet(next_worker=event.next_worker, next_reservation=event.next_reservation),
         lineage=event.lineage,
         bad=event.bad,
         faults_seen=event.faults_seen,

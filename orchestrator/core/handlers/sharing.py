@@ -31,7 +31,7 @@ def own_share(
 ) -> Share:
     """Return what the run whose id is ``run`` says of itself."""
     offers = [offer for offer in state.fleet.offers if offer.num_pending]
-    num_held = state.fleet.num_slots - sum(offer.num_pending for offer in offers)
+    num_held = state.fleet.num_reservations - sum(offer.num_pending for offer in offers)
     since_s = min((offer.since_s for offer in offers), default=inf)
     # What it asks for no more it has given away, and lacks.
     is_over = state.phase in TERMINAL

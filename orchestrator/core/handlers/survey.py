@@ -1,4 +1,4 @@
-"""After a controller restart: reconcile the journal with the living workers and slots.
+"""After a controller restart: reconcile the journal with the living workers and reservations.
 
 Nobody knows which of the last actions were performed. So every action that may have been lost is
 given again (all are idempotent). An attempt that trains undisturbed is left alone.
@@ -14,7 +14,7 @@ from orchestrator.core.actions import (
     FenceAttempt,
     FinishRun,
     KillWorker,
-    ReleaseSlot,
+    ReleaseReservation,
     SurveyWorkers,
 )
 from orchestrator.core.events import UNKNOWN_ATTEMPT, ControllerStarted, WorkersSurveyed
@@ -96,7 +96,7 @@ def surveyed(transition: Transition, event: WorkersSurveyed) -> None:
     if run.surveying_until_s == inf:
         return
     run.surveying_until_s = inf
-    _reconcile_slots(transition, event)
+    _reconcile_reservations(transition, event)
     dead, left = _reconcile_workers(transition, event)
     for number, node in list(run.fleet.nodes.items()):
         if node.keeper_by_s != inf:
@@ -149,24 +149,24 @@ def _resume_attempt(transition: Transition, dead: list[str], left: list[str]) ->
     recovery.proceed(transition)
 
 
-def _reconcile_slots(transition: Transition, event: WorkersSurveyed) -> None:
+def _reconcile_reservations(transition: Transition, event: WorkersSurveyed) -> None:
     run = transition.run
-    granted = dict(event.slots)
-    pending = set(event.pending_slots)
-    for number, slot in sorted(run.fleet.slots.items()):
-        if slot.node >= 0:
-            if granted.get(number) != run.fleet.nodes[slot.node].name:
-                demand.release_slot(transition, number)
+    granted = dict(event.reservations)
+    pending = set(event.pending_reservations)
+    for number, reservation in sorted(run.fleet.reservations.items()):
+        if reservation.node >= 0:
+            if granted.get(number) != run.fleet.nodes[reservation.node].name:
+                demand.release_reservation(transition, number)
         elif number in granted:
             node = fleet.find_node(transition, granted[number])
             if not run.fleet.nodes[node].alive:
                 fleet.revive_node(transition, node)
-            fleet.place_slot(transition, number, node)
+            fleet.place_reservation(transition, number, node)
         elif number not in pending:
             transition.actions.append(demand.request(transition, number))
     for number in sorted((*granted, *pending)):
-        if number not in run.fleet.slots:
-            transition.actions.append(ReleaseSlot(slot=number))
+        if number not in run.fleet.reservations:
+            transition.actions.append(ReleaseReservation(reservation=number))
 
 
 def _reconcile_workers(

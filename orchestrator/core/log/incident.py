@@ -43,7 +43,7 @@ class Incident:
         t_reform_s: When its mesh and model stood.
         t_load_s: When its state was loaded.
         t_first_step_s: When its first step was complete.
-        cost_usd: What the run's slots cost while it waited, and for the steps that it redid;
+        cost_usd: What the run's reservations cost while it waited, and for the steps that it redid;
             0.0 if no price is known.
         sources: Bytes loaded, by kind of source.
         skipped: A line for each source that could not be loaded from.

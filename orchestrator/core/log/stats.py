@@ -39,10 +39,10 @@ class RunStats:
         lost_steps: Completed steps that had to be redone.
         phase: waiting, forming, training, yielding, recovering or over.
         spans: ``(phase, from_s, to_s)`` of every phase that has ended.
-        asked: Requests for slots so far, by alternative of capacity.
+        asked: Requests for reservations so far, by alternative of capacity.
         granted: Those that were granted.
         refused: Those that were taken for refused; they stay asked for.
-        cost_usd: What the slots of the run have cost so far, 0.0 if no price is known.
+        cost_usd: What the reservations of the run have cost so far, 0.0 if no price is known.
         outcome: Of ``FinishRun``, "" before.
         reason: Likewise.
     """
@@ -63,7 +63,7 @@ class RunStats:
     cost_usd: float = 0.0
     outcome: str = ""
     reason: str = ""
-    #: ``(slot, alternative, dollars an hour)`` of slots that are asked for, and that the run has.
+    #: ``(reservation, alternative, dollars an hour)``: requested ones, and those that it has.
     _pending: list[tuple[int, str, float]] = field(default_factory=list)
     _held: list[tuple[int, str, float]] = field(default_factory=list)
     _began_s: float | None = None
@@ -118,7 +118,7 @@ class RunStats:
 
     @property
     def usd_per_hour(self) -> float:
-        """Return what the slots that the run has cost."""
+        """Return what the reservations that the run has cost."""
         return sum(price for _, _, price in self._held)
 
     def usd_per_million_tokens(self, tokens_per_step: int) -> float | None:
@@ -362,30 +362,36 @@ class RunStats:
         # What is in memory is newer than what did not count in storage.
         self._unusable = () if record.get("source") == "memory" else tuple(record["skipped"])
 
-    def _slot_requested(self, record: Mapping[str, Any], _at_s: float) -> None:
+    def _reservation_requested(self, record: Mapping[str, Any], _at_s: float) -> None:
         alternative = str(record.get("alternative", 0))
         _add(self.asked, [(alternative, 1)])
-        slot = record["slot"], alternative, float(record.get("usd_per_hour", 0.0))
-        self._pending.append(slot)
+        reservation = record["reservation"], alternative, float(record.get("usd_per_hour", 0.0))
+        self._pending.append(reservation)
 
-    def _slot_granted(self, record: Mapping[str, Any], _at_s: float) -> None:
-        self._hold({record["slot"]})
+    def _reservation_granted(self, record: Mapping[str, Any], _at_s: float) -> None:
+        self._hold({record["reservation"]})
 
     def _surveyed(self, record: Mapping[str, Any], _at_s: float) -> None:
-        self._hold({slot for slot, _ in record["slots"]})
+        self._hold({reservation for reservation, _ in record["reservations"]})
 
     def _hold(self, numbers: Collection[int]) -> None:
-        new = [slot for slot in self._pending if slot[0] in numbers]
-        self._pending = [slot for slot in self._pending if slot[0] not in numbers]
+        new = [reservation for reservation in self._pending if reservation[0] in numbers]
+        self._pending = [
+            reservation for reservation in self._pending if reservation[0] not in numbers
+        ]
         self._held += new
         _add(self.granted, [(alternative, 1) for _, alternative, _ in new])
 
-    def _slot_released(self, record: Mapping[str, Any], _at_s: float) -> None:
-        self._pending = [slot for slot in self._pending if slot[0] != record["slot"]]
-        self._held = [slot for slot in self._held if slot[0] != record["slot"]]
+    def _reservation_released(self, record: Mapping[str, Any], _at_s: float) -> None:
+        self._pending = [
+            reservation for reservation in self._pending if reservation[0] != record["reservation"]
+        ]
+        self._held = [
+            reservation for reservation in self._held if reservation[0] != record["reservation"]
+        ]
 
-    def _slots_refused(self, record: Mapping[str, Any], _at_s: float) -> None:
-        _add(self.refused, [(str(record["alternative"]), record["num_slots"])])
+    def _reservations_refused(self, record: Mapping[str, Any], _at_s: float) -> None:
+        _add(self.refused, [(str(record["alternative"]), record["num_reservations"])])
 
     def _finished(self, record: Mapping[str, Any], at_s: float) -> None:
         # Of an attempt that failed early more steps may be known than were reported.
@@ -399,11 +405,11 @@ class RunStats:
         "ControllerStarted": _controller_started,
         "RunResumed": _resumed,
         "ReportIncident": _incident_reported,
-        "RequestSlot": _slot_requested,
-        "ReleaseSlot": _slot_released,
-        "SlotGranted": _slot_granted,
+        "RequestReservation": _reservation_requested,
+        "ReleaseReservation": _reservation_released,
+        "ReservationGranted": _reservation_granted,
         "WorkersSurveyed": _surveyed,
-        "NoteRefused": _slots_refused,
+        "NoteRefused": _reservations_refused,
         "FenceAttempt": _recovering,
         "ReadCommitted": _recovering,
         "YieldAttempt": _yielding,

@@ -1,4 +1,4 @@
-"""The machines of the run: nodes, slots on them, worker processes."""
+"""The machines of the run: nodes, reservations on them, worker processes."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ class Worker(NamedTuple):
         node: Number of its node.
         status: Of the process.
         deadline_s: STARTING: be ready by then. DYING: be gone by then.
-        slot: The slot it uses, 0 if none.
+        reservation: The reservation it uses, 0 if none.
         inside: Whether it is in the current attempt and has not left it.
         formed: Whether it has formed in the current attempt.
         pid: Process id, 0 before it was ready.
@@ -38,13 +38,13 @@ class Worker(NamedTuple):
     node: int
     status: WorkerStatus
     deadline_s: float = inf
-    slot: int = 0
+    reservation: int = 0
     inside: bool = False
     formed: bool = False
     pid: int = 0
 
 
-class Slot(NamedTuple):
+class Reservation(NamedTuple):
     """One reservation.
 
     Attributes:
@@ -63,7 +63,7 @@ class Offer(NamedTuple):
 
     Attributes:
         num_pending: Requests that are not granted.
-        num_granted: Slots of it that the run has.
+        num_granted: Reservations of it that the run has.
         since_s: Since when some are pending and none is granted; infinity if none is pending.
         refused_s: When they were taken for refused; infinity if they are not.
         took_s: How long a machine took to come, the longest of late; 0.0 if none came yet.
@@ -84,12 +84,12 @@ class Node(NamedTuple):
     Attributes:
         name: As the shell knows it.
         alive: Whether it is in the cluster.
-        slots: Reservations granted here, ascending.
+        reservations: Reservations granted here, ascending.
         workers: Processes here, ascending.
-        usable: Workers that could train here: ready ones, at most one per slot.
+        usable: Workers that could train here: ready ones, at most one per reservation.
         leave_by_s: Deadline of a drain notice; infinity if there is none.
         strikes: When workers provably failed here, within the window.
-        avoid_until_s: No new slots here before then.
+        avoid_until_s: No new reservations here before then.
         avoided_s: For how long it was avoided the last time.
         retry_s: No new process here before then.
         num_failed_starts: In a row.
@@ -102,7 +102,7 @@ class Node(NamedTuple):
 
     name: str
     alive: bool = True
-    slots: tuple[int, ...] = ()
+    reservations: tuple[int, ...] = ()
     workers: tuple[int, ...] = ()
     usable: int = 0
     leave_by_s: float = inf
@@ -132,42 +132,42 @@ class Node(NamedTuple):
 
 @dataclass(eq=False)
 class Fleet(Part):
-    """All nodes, slots and workers, and the counts that are kept of them.
+    """All nodes, reservations and workers, and the counts that are kept of them.
 
     Attributes:
         workers: By number: the 7 of ``w0007``.
-        slots: By number.
+        reservations: By number.
         nodes: By order of first appearance.
         node_ids: Number of a node by its name.
         short: Nodes that lack worker processes, or have too many.
-        emptied: Nodes with a keeper that lost their last slot or worker.
+        emptied: Nodes with a keeper that lost their last reservation or worker.
         offers: By alternative of capacity, up to the last one that was asked for.
-        num_slots: Pending ones, and granted ones on nodes that stay.
+        num_reservations: Pending ones, and granted ones on nodes that stay.
         num_usable: Workers that could train, on nodes that stay.
         num_leaving: Workers that could train, on draining nodes.
         num_starting: Processes that are starting.
         num_failed_starts: Processes that died at start in a row before any got ready.
         failed_start: What was said of the last of them.
         next_worker: Number of the next worker.
-        next_slot: Number of the next slot.
-        wake_s: Earliest time at which a bound of a worker, node or slot may be reached.
+        next_reservation: Number of the next reservation.
+        wake_s: Earliest time at which a bound of a worker, node or reservation may be reached.
     """
 
     workers: Table[Worker] = field(default_factory=Table)
-    slots: Table[Slot] = field(default_factory=Table)
+    reservations: Table[Reservation] = field(default_factory=Table)
     nodes: Table[Node] = field(default_factory=Table)
     node_ids: dict[str, int] = field(default_factory=dict)
     short: tuple[int, ...] = ()
     emptied: tuple[int, ...] = ()
     offers: tuple[Offer, ...] = ()
-    num_slots: int = 0
+    num_reservations: int = 0
     num_usable: int = 0
     num_leaving: int = 0
     num_starting: int = 0
     num_failed_starts: int = 0
     failed_start: str = ""
     next_worker: int = 1
-    next_slot: int = 1
+    next_reservation: int = 1
     wake_s: float = inf
 
 

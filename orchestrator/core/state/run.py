@@ -1,10 +1,10 @@
 """The run as a value: what the controller knows, and nothing else.
 
-A run has *slots* (reservations for one worker each, asked for up to ``max_workers`` at all
-times) and *workers* (processes on nodes). Which worker uses which slot is decided here, at each
-formation. The state is nested by life-time: the run, its current attempt, what was read since it
-ended, the fleet. ``machine.step`` thaws a ``RunState`` into a ``MutableRunState``, changes that
-and freezes it again.
+A run has *reservations* (each for one worker, up to ``max_workers`` requested at all times) and
+*workers* (processes on nodes). Each formation decides which worker uses which reservation.
+The state is nested by life-time: the run, its current attempt, the reads since that ended, the
+fleet. ``machine.step`` thaws a ``RunState`` into a ``MutableRunState``, changes that and freezes
+it again.
 """
 
 from __future__ import annotations
@@ -73,7 +73,7 @@ class MutableRunState(Part):
         lineage: ``(attempt, resume_step)`` of every attempt, oldest first.
         attempt: The current or last one.
         reads: What was asked of keepers and storage since it started.
-        fleet: Nodes, slots and workers.
+        fleet: Nodes, reservations and workers.
         sharing: What it leaves to other runs on the cluster.
         network: Which of the nodes do not reach each other.
         committed: ``(step, attempt)`` of the newest commit known to count. It may be gone when
@@ -201,9 +201,10 @@ def describe(state: RunState) -> dict[str, Any]:
     """Return what ``everstep status`` shows, as JSON values.
 
     Keys: ``phase, attempt, step, committed_step, layout, members[{rank, worker, node, pid,
-    state}], standbys[{worker, node, pid, state}], nodes[{node, state, slots}], pending_slots,
-    capacity[{alternative, asked, granted, refused, since_s, refused_s, grant_s, why}],
-    shared{limit, runs} | null, cause{kind, guilty, evidence, at_s} | null, waits_for, reason``.
+    state}], standbys[{worker, node, pid, state}], nodes[{node, state, reservations}],
+    pending_reservations, capacity[{alternative, asked, granted, refused, since_s, refused_s,
+    grant_s, why}], shared{limit, runs} | null, cause{kind, guilty, evidence, at_s} | null,
+    waits_for, reason``.
     A ``pid`` is null before it is known, and a time (``at_s``) before there is one.
     """
     ranks = {number: rank for rank, number in enumerate(state.attempt.members)}
@@ -216,7 +217,7 @@ def describe(state: RunState) -> dict[str, Any]:
             "pid": worker.pid or None,
             "state": _worker_state(worker),
         }
-        if number in ranks and worker.slot:
+        if number in ranks and worker.reservation:
             members.append({"rank": ranks[number], **entry})
         else:
             standbys.append(entry)
@@ -230,7 +231,7 @@ def describe(state: RunState) -> dict[str, Any]:
         "members": sorted(members, key=lambda member: member["rank"]),
         "standbys": standbys,
         "nodes": [_describe_node(node) for node in state.fleet.nodes.values()],
-        "pending_slots": _missing_slots(state),
+        "pending_reservations": _missing_reservations(state),
         "capacity": [_describe_offer(n, offer) for n, offer in enumerate(state.fleet.offers)],
         "shared": None
         if state.sharing.limit < 0
@@ -264,14 +265,14 @@ def _waits_for(state: RunState) -> str:
     return f"{what}: storage does not answer"
 
 
-def _missing_slots(state: RunState) -> list[int]:
+def _missing_reservations(state: RunState) -> list[int]:
     """Return the requests for what the run lacks: not those that only wait for better capacity."""
     offers = enumerate(state.fleet.offers)
     last = max((n for n, offer in offers if offer.num_pending + offer.num_granted), default=0)
     return [
         number
-        for number, slot in state.fleet.slots.items()
-        if slot.node < 0 and slot.alternative == last
+        for number, reservation in state.fleet.reservations.items()
+        if reservation.node < 0 and reservation.alternative == last
     ]
 
 
@@ -306,5 +307,5 @@ def _describe_node(node: Node) -> dict[str, Any]:
     return {
         "node": node.name,
         "state": status if node.alive else "lost",
-        "slots": list(node.slots),
+        "reservations": list(node.reservations),
     }

@@ -1,4 +1,4 @@
-"""Slots, nodes and worker processes on Ray."""
+"""Reservations, nodes and worker processes on Ray."""
 
 from typing import TYPE_CHECKING
 
@@ -8,7 +8,7 @@ if TYPE_CHECKING:
     from orchestrator.shell.capacity.autoscaler import AutoscalerWatch
     from orchestrator.shell.capacity.nodes import Nodes, NodeView
     from orchestrator.shell.capacity.rendezvous import Rendezvous
-    from orchestrator.shell.capacity.slots import Capacity
+    from orchestrator.shell.capacity.reservations import Capacity
     from orchestrator.shell.capacity.workers import Workers
 
 __all__ = [

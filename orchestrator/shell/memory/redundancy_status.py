@@ -114,7 +114,9 @@ def loss_document(inventories: Sequence[Inventory], state: RunState) -> dict[str
         "lineage": [list(entry) for entry in state.lineage],
         "bad": [list(source) for source in state.bad],
         "num_members": sum(worker.inside for worker in workers),
-        "slots": {node.name: len(node.slots) for node in state.fleet.nodes.values() if node.alive},
+        "reservations": {
+            node.name: len(node.reservations) for node in state.fleet.nodes.values() if node.alive
+        },
         "leaving": [
             node.name for node in state.fleet.nodes.values() if node.alive and node.draining
         ],

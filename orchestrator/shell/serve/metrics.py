@@ -172,7 +172,7 @@ class RunCollector(Collector):
         ]
         yield self._gauge("node_noticed", "1 if somebody says that it goes.", noticed, "node")
         yield self._gauge(
-            "slots_pending",
+            "reservations_pending",
             "Places for workers that were asked for and not granted yet.",
             _one(status["pending_capacity"]),
         )
@@ -180,19 +180,31 @@ class RunCollector(Collector):
     def _capacity(self, status: Mapping[str, Any]) -> Iterator[Metric]:
         rows = status["capacity"]
         for name, text, key in (
-            ("slots_asked", "Places for workers that the run has or asks for.", "asked"),
-            ("slots_granted", "Those that it has.", "granted"),
-            ("slots_refused", "Those that were not granted in time; still asked for.", "refused"),
-            ("slots_wait_seconds", "How long the open requests wait for a grant.", "waits_s"),
-            ("slots_refused_for_seconds", "How long they are refused.", "refused_for_s"),
-            ("slots_grant_seconds", "How long a machine took to come.", "grant_s"),
+            ("reservations_asked", "Places for workers that the run has or asks for.", "asked"),
+            ("reservations_granted", "Those that it has.", "granted"),
+            (
+                "reservations_refused",
+                "Those that were not granted in time; still asked for.",
+                "refused",
+            ),
+            (
+                "reservations_wait_seconds",
+                "How long the open requests wait for a grant.",
+                "waits_s",
+            ),
+            ("reservations_refused_for_seconds", "How long they are refused.", "refused_for_s"),
+            ("reservations_grant_seconds", "How long a machine took to come.", "grant_s"),
         ):
             samples = [((row["alternative"],), row[key]) for row in rows]
             yield self._gauge(name, text, samples, "alternative")
         for name, text, totals in (
-            ("slot_requests", "Requests for places for workers.", self._stats.asked),
-            ("slot_grants", "Requests that were granted.", self._stats.granted),
-            ("slot_refusals", "Requests that were not granted in time.", self._stats.refused),
+            ("reservation_requests", "Requests for places for workers.", self._stats.asked),
+            ("reservation_grants", "Requests that were granted.", self._stats.granted),
+            (
+                "reservation_refusals",
+                "Requests that were not granted in time.",
+                self._stats.refused,
+            ),
         ):
             # Those that were never asked for have no row.
             named = {str(number): row["alternative"] for number, row in enumerate(rows)}

@@ -60,11 +60,11 @@ def status_document(
                 "state": view.state,
                 "notice": view.notice,
                 "taken_in_s": round(view.taken_s - at_s) if math.isfinite(view.taken_s) else None,
-                "slots": known.get(view.node, {}).get("slots", []),
+                "reservations": known.get(view.node, {}).get("reservations", []),
             }
             for view in nodes.values()
         ],
-        "pending_capacity": len(described["pending_slots"]),
+        "pending_capacity": len(described["pending_reservations"]),
         "capacity": capacity_rows(described, alternatives, at_s),
         "shared": described["shared"],
         "cause": described["cause"],

@@ -17,7 +17,7 @@ from orchestrator.core import (
     NodeJoined,
     ReadCommitted,
     ReportIncident,
-    RequestSlot,
+    RequestReservation,
     SetCadence,
     StartAttempt,
     StepCompleted,
@@ -96,9 +96,9 @@ class Monitor:
         number, rules = action.attempt, world.rules
         require(number > self.attempt, "S1", f"attempt {number} follows {self.attempt}")
         names = [name for name, _, _ in action.members]
-        slots = [slot for _, _, slot in action.members]
-        if len({*names}) < len(names) or len({*slots}) < len(slots):
-            raise Violation(f"S1: a worker or a slot twice in {action.members}")
+        reservations = [reservation for _, _, reservation in action.members]
+        if len({*names}) < len(names) or len({*reservations}) < len(reservations):
+            raise Violation(f"S1: a worker or a reservation twice in {action.members}")
         size = action.layout.world_size
         require(size == len(names), "S3", f"{size} ranks, {len(names)} members")
         require(
@@ -348,7 +348,7 @@ class Monitor:
         if not reachable or action.reason.startswith(others):
             return
         # A controller died before it performed what the journal says, as that a node is given up.
-        needless = ("no slot", "killed before", "not known")
+        needless = ("no reservation", "killed before", "not known")
         if worker.attempt == 0 and action.reason.startswith(needless):
             return
         bound_s = world.rules.bounds.fence_s
@@ -404,7 +404,7 @@ class Monitor:
         self.faulty.update(node.workers)
         self.is_unkept = True
 
-    def requesting(self, world: World, action: RequestSlot) -> None:
+    def requesting(self, world: World, action: RequestReservation) -> None:
         """Check that no healthy node is avoided."""
         for name in action.avoid:
             node = world.nodes[name]

@@ -94,7 +94,7 @@ def lose_node(cluster: SimCluster, node: SimNode | None = None) -> None:
             cluster.post(
                 ev.WorkerExited, 0.05, worker=worker.name, cause=cause, detail="its node died"
             )
-    _forget_slots(cluster, node)
+    _forget_reservations(cluster, node)
     cluster.post(ev.NodeLost, 0.5 + cluster.rng.random(), node=node.name, cause="died")
     if cluster.chance(0.7):
         cluster.at(2.0 + 3 * cluster.rng.random(), return_node, cluster, node.room)
@@ -125,7 +125,7 @@ def heal_node(cluster: SimCluster, node: SimNode) -> None:
         return
     for worker in list(node.workers.values()):
         cluster.die(worker, "killed")
-    _forget_slots(cluster, node)
+    _forget_reservations(cluster, node)
     cluster.memory.lose_node(node.name)
     node.cut_off = False
     node.keeper_back_s = min(node.keeper_back_s, cluster.now_s)
@@ -249,7 +249,7 @@ def _change_notice(cluster: SimCluster, node: SimNode) -> None:
         _give_notice(cluster, node)
     else:
         node.draining_until_s = None
-        # Until the controller has read that, it asks for no slot here.
+        # Until the controller has read that, it asks for no reservation here.
         cluster.monitor.troubled.add(node.name)
         cluster.at(cluster.wire_s(), cluster.read_notice, node)
         cluster.place()
@@ -413,15 +413,15 @@ def end_everything(cluster: SimCluster) -> None:
         node.workers.clear()
         node.has_keeper = False
         cluster.memory.lose_node(node.name)
-        _forget_slots(cluster, node)
+        _forget_reservations(cluster, node)
         cluster.post(ev.NodeJoined, node=node.name, rack=node.rack)
     cluster.give_back_all()
 
 
-def _forget_slots(cluster: SimCluster, node: SimNode) -> None:
-    for slot in node.slots:
-        cluster.granted.pop(slot, None)
-    node.slots.clear()
+def _forget_reservations(cluster: SimCluster, node: SimNode) -> None:
+    for reservation in node.reservations:
+        cluster.granted.pop(reservation, None)
+    node.reservations.clear()
 
 
 Fault = Callable[[SimCluster], None]

@@ -43,8 +43,8 @@ class SimCluster(World):
     def __init__(self, rng: Random, rules: RunRules, tiers: Tiers, monitor: Observer) -> None:
         super().__init__(rng, rules, tiers, monitor)
         self._perform: dict[type, Callable[[Any], None]] = {
-            act.RequestSlot: self._request_slot,
-            act.ReleaseSlot: self._release_slot,
+            act.RequestReservation: self._request_reservation,
+            act.ReleaseReservation: self._release_reservation,
             act.NoteRefused: lambda _: None,
             act.StartWorker: self._start_worker,
             act.KillWorker: self._kill_worker,
@@ -76,38 +76,38 @@ class SimCluster(World):
         """Do what the machine ordered, as the shell would."""
         self._perform[type(action)](action)
 
-    def _request_slot(self, action: act.RequestSlot) -> None:
-        self.known_slots.add(action.slot)
+    def _request_reservation(self, action: act.RequestReservation) -> None:
+        self.known_reservations.add(action.reservation)
         self.at(self.wire_s(), self._requested, action, self.incarnation)
 
-    def _requested(self, action: act.RequestSlot, incarnation: int) -> None:
-        slot = action.slot
-        if slot not in self.granted:
-            self.pending[slot] = action
+    def _requested(self, action: act.RequestReservation, incarnation: int) -> None:
+        reservation = action.reservation
+        if reservation not in self.granted:
+            self.pending[reservation] = action
             self.place()
-            if slot in self.pending and self.market.random() < _REFUSED:
+            if reservation in self.pending and self.market.random() < _REFUSED:
                 self.post(ev.CapacityRefused, alternative=action.alternative, why="sold out")
         if incarnation != self.incarnation:
-            self.at(_STRAY_S, self._stray, slot)
+            self.at(_STRAY_S, self._stray, reservation)
 
-    def _stray(self, slot: int) -> None:
+    def _stray(self, reservation: int) -> None:
         # A dead incarnation asked for it so late that the next one did not find it.
-        if slot not in self.known_slots:
-            self.released(slot)
+        if reservation not in self.known_reservations:
+            self.released(reservation)
             # It may be asked for again.
-            del self.granted[slot]
+            del self.granted[reservation]
 
-    def _release_slot(self, action: act.ReleaseSlot) -> None:
-        self.at(self.wire_s(), self.released, action.slot)
+    def _release_reservation(self, action: act.ReleaseReservation) -> None:
+        self.at(self.wire_s(), self.released, action.reservation)
 
-    def released(self, slot: int) -> None:
+    def released(self, reservation: int) -> None:
         """Release a reservation, or cancel a request that has not arrived."""
-        self.pending.pop(slot, None)
-        name = self.granted.get(slot)
+        self.pending.pop(reservation, None)
+        name = self.granted.get(reservation)
         # A request that the release overtook must not come into force any more.
-        self.granted[slot] = ""
+        self.granted[reservation] = ""
         if name:
-            self.nodes[name].slots.discard(slot)
+            self.nodes[name].reservations.discard(reservation)
             self.place()
 
     def give_back_all(self) -> None:
@@ -118,15 +118,15 @@ class SimCluster(World):
 
     def place(self) -> None:
         """Grant pending reservations where there is room."""
-        for slot, asked in list(self.pending.items()):
+        for reservation, asked in list(self.pending.items()):
             for node in self.nodes.values():
                 free = node.alive and not node.cut_off and node.draining_until_s is None
                 fits = node.kind == asked.alternative and node.name not in asked.avoid
                 if free and fits and node.num_free > 0:
-                    del self.pending[slot]
-                    node.slots.add(slot)
-                    self.granted[slot] = node.name
-                    self.post(ev.SlotGranted, slot=slot, node=node.name)
+                    del self.pending[reservation]
+                    node.reservations.add(reservation)
+                    self.granted[reservation] = node.name
+                    self.post(ev.ReservationGranted, reservation=reservation, node=node.name)
                     break
 
     def _start_worker(self, action: act.StartWorker) -> None:
@@ -586,11 +586,16 @@ class SimCluster(World):
             for w in self.workers.values()
             if not w.node.cut_off and w.node.alive
         ]
-        slots = [(slot, name) for slot, name in self.granted.items() if name]
+        reservations = [(reservation, name) for reservation, name in self.granted.items() if name]
         pending = tuple(self.pending)
-        self.known_slots = {*(slot for slot, _ in slots), *pending}
+        self.known_reservations = {*(reservation for reservation, _ in reservations), *pending}
         # The survey and what happens after it come from one loop, so they keep their order.
-        self.find(ev.WorkersSurveyed, alive=tuple(alive), slots=tuple(slots), pending_slots=pending)
+        self.find(
+            ev.WorkersSurveyed,
+            alive=tuple(alive),
+            reservations=tuple(reservations),
+            pending_reservations=pending,
+        )
         for worker in list(self.workers.values()):
             if worker.ready and not worker.node.cut_off:
                 self.post(ev.WorkerReady, worker=worker.name, node=worker.node.name, pid=1)

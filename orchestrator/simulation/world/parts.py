@@ -32,8 +32,8 @@ class SimNode:
         "name",
         "num_lent",
         "rack",
+        "reservations",
         "room",
-        "slots",
         "workers",
     )
 
@@ -49,7 +49,7 @@ class SimNode:
         self.has_keeper = False
         # Its keeper died and is not back before then.
         self.keeper_back_s = 0.0
-        self.slots: set[int] = set()
+        self.reservations: set[int] = set()
         # What another run has of its room.
         self.num_lent = 0
         self.workers: dict[str, SimWorker] = {}
@@ -57,7 +57,7 @@ class SimNode:
     @property
     def num_free(self) -> int:
         """Return how many more workers have room here."""
-        return self.room - len(self.slots) - self.num_lent
+        return self.room - len(self.reservations) - self.num_lent
 
 
 class SimWorker:
@@ -208,7 +208,7 @@ class SimAttempt:
         self.durable = False
         # When the machine ordered its members to leave.
         self.fenced_s = inf
-        # (worker, node, slot) by rank.
+        # (worker, node, reservation) by rank.
         self.placed = action.members
         self.protect(action.plan)
         # Copies and parities that are under way.

@@ -113,10 +113,10 @@ class World:
         self.inbox: list[ev.Event] = []
         self.nodes: dict[str, SimNode] = {}
         self.workers: dict[str, SimWorker] = {}
-        self.pending: dict[int, act.RequestSlot] = {}
+        self.pending: dict[int, act.RequestReservation] = {}
         self.granted: dict[int, str] = {}
         # Asked for or found by the controller's present incarnation.
-        self.known_slots: set[int] = set()
+        self.known_reservations: set[int] = set()
         self.storage = Storage()
         self.memory = Memory(tiers.budget_bytes)
         # Sources whose bytes are damaged, which only a load finds out.

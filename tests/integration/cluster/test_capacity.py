@@ -9,7 +9,7 @@ import pytest
 
 from orchestrator.config import Alternative
 from orchestrator.shell import RunNames
-from orchestrator.shell.capacity.slots import Capacity
+from orchestrator.shell.capacity.reservations import Capacity
 from tests.support.snapshots import eventually
 
 pytestmark = pytest.mark.ray
@@ -21,7 +21,7 @@ def _capacity() -> Capacity:
     return Capacity(
         names=NAMES,
         alternatives=[Alternative(resources={"CPU": 1.0})],
-        on_granted=lambda _slot, _node: None,
+        on_granted=lambda _reservation, _node: None,
     )
 
 
@@ -32,7 +32,7 @@ def _left() -> list[str]:
     return [
         row["name"]
         for row in rows
-        if row["name"].startswith(NAMES.slot_prefix) and row["state"] != "REMOVED"
+        if row["name"].startswith(NAMES.reservation_prefix) and row["state"] != "REMOVED"
     ]
 
 
@@ -51,7 +51,7 @@ def test_a_run_that_is_over_leaves_nothing_that_any_of_its_controllers_asked_for
         await living.release_all()
         return asked_for
 
-    assert sorted(asyncio.run(play())) == [NAMES.slot(1), NAMES.slot(2)]
+    assert sorted(asyncio.run(play())) == [NAMES.reservation(1), NAMES.reservation(2)]
     assert _left() == []
 
 
@@ -68,7 +68,7 @@ def test_what_a_dead_controller_asked_for_late_is_given_back_while_the_run_goes_
         await dead.request(1, ())
         await living.request(2, ())
         assert await asyncio.to_thread(
-            eventually, lambda: _left() == [NAMES.slot(2)] and not living.pending()
+            eventually, lambda: _left() == [NAMES.reservation(2)] and not living.pending()
         )
         polling.cancel()
         left = _left(), living.granted()
@@ -76,11 +76,11 @@ def test_what_a_dead_controller_asked_for_late_is_given_back_while_the_run_goes_
         return left
 
     left, granted = asyncio.run(play())
-    assert left == [NAMES.slot(2)]
-    assert [slot for slot, _ in granted] == [2]
+    assert left == [NAMES.reservation(2)]
+    assert [reservation for reservation, _ in granted] == [2]
 
 
-def test_slots_that_are_given_back_while_they_are_placed_leave_their_processors_to_others(
+def test_reservations_that_are_given_back_while_they_are_placed_leave_their_processors_to_others(
     nodes: Any,
 ) -> None:
     """Ray can forget what a node has put aside for them: no run ever gets it then."""
@@ -91,8 +91,8 @@ def test_slots_that_are_given_back_while_they_are_placed_leave_their_processors_
 
     async def play() -> None:
         capacity = _capacity()
-        for slot in range(100):
-            await asyncio.gather(capacity.request(slot, ()), capacity.release(slot))
+        for reservation in range(100):
+            await asyncio.gather(capacity.request(reservation, ()), capacity.release(reservation))
 
     asyncio.run(play())
     assert _left() == []

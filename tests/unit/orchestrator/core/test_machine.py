@@ -8,7 +8,7 @@ from orchestrator.core import (
     Action,
     FenceAttempt,
     Phase,
-    RequestSlot,
+    RequestReservation,
     RunRules,
     RunState,
     StartAttempt,
@@ -38,8 +38,8 @@ def _ready(rules: RunRules = RULES) -> RunState:
     return _fold(
         RunState(),
         ev.ControllerStarted(at_s=0.0, incarnation=1),
-        ev.SlotGranted(at_s=0.0, slot=1, node="a"),
-        ev.SlotGranted(at_s=0.0, slot=2, node="b"),
+        ev.ReservationGranted(at_s=0.0, reservation=1, node="a"),
+        ev.ReservationGranted(at_s=0.0, reservation=2, node="b"),
         ev.WorkerReady(at_s=1.0, worker="w0001", node="a", pid=11),
         ev.WorkerReady(at_s=1.0, worker="w0002", node="b", pid=12),
         rules=rules,
@@ -67,10 +67,13 @@ def test_every_kind_of_event_has_a_handler() -> None:
 
 
 def test_the_start_asks_for_the_largest_run() -> None:
-    """Pending slots are the autoscaler's demand, so all are asked for though fewer may do."""
+    """An autoscaler sees pending reservations, so all are requested though fewer may do."""
     _, actions = step(RunState(), ev.ControllerStarted(at_s=0.0, incarnation=1), rules=RULES)
 
-    assert actions == (RequestSlot(slot=1, avoid=()), RequestSlot(slot=2, avoid=()))
+    assert actions == (
+        RequestReservation(reservation=1, avoid=()),
+        RequestReservation(reservation=2, avoid=()),
+    )
 
 
 def test_the_first_attempt_waits_for_all_until_the_grace_ends() -> None:
@@ -78,7 +81,7 @@ def test_the_first_attempt_waits_for_all_until_the_grace_ends() -> None:
     state = _fold(
         RunState(),
         ev.ControllerStarted(at_s=0.0, incarnation=1),
-        ev.SlotGranted(at_s=0.0, slot=1, node="a"),
+        ev.ReservationGranted(at_s=0.0, reservation=1, node="a"),
         ev.WorkerReady(at_s=1.0, worker="w0001", node="a", pid=11),
     )
     assert state.phase is Phase.WAITING
@@ -160,7 +163,7 @@ def test_survivors_keep_their_order_and_nodes_stay_together() -> None:
     state = _fold(
         RunState(),
         ev.ControllerStarted(at_s=0.0, incarnation=1),
-        *(ev.SlotGranted(at_s=0.0, slot=s, node="ab"[s % 2]) for s in (1, 2, 3, 4)),
+        *(ev.ReservationGranted(at_s=0.0, reservation=s, node="ab"[s % 2]) for s in (1, 2, 3, 4)),
         *(ev.WorkerReady(at_s=1.0, worker=f"w{n:04d}", node="", pid=n) for n in (1, 2, 3, 4)),
         ev.StepCompleted(at_s=1.5, attempt=1, step=1, step_s=0.1),
         *(ev.WorkerReady(at_s=1.6, worker=f"w{n:04d}", node="", pid=n) for n in (5, 6)),
@@ -187,7 +190,7 @@ def test_survivors_keep_their_order_and_nodes_stay_together() -> None:
 
 
 def test_a_node_where_workers_keep_failing_is_avoided() -> None:
-    """Three proven failures in the window: the next slot is asked for elsewhere."""
+    """Three proven failures in the window: the next reservation is asked for elsewhere."""
     state = _running()
     actions: tuple[Action, ...] = ()
     for number, at_s in ((1, 3.0), (3, 4.0), (4, 5.0)):
@@ -204,7 +207,7 @@ def test_a_node_where_workers_keep_failing_is_avoided() -> None:
             formed = ev.WorkerFormed(at_s=at_s, attempt=attempt + 1, worker="w0002")
             stepped = ev.StepCompleted(at_s=at_s, attempt=attempt + 1, step=2, step_s=0.1)
             state = _fold(state, left, formed, stepped)
-    assert RequestSlot(slot=3, avoid=("a",)) in actions
+    assert RequestReservation(reservation=3, avoid=("a",)) in actions
 
 
 def test_a_node_that_fails_on_trial_is_avoided_for_twice_as_long() -> None:
@@ -332,7 +335,7 @@ def _taken_below_the_minimum() -> tuple[RunState, tuple[Action, ...]]:
     state, actions = step(state, drain, rules=BOTH)
     assert state.phase is Phase.RUNNING, "there is nowhere to go, and time to train"
     assert YieldAttempt not in _kinds(actions)
-    assert RequestSlot(slot=3, avoid=("b",)) in actions
+    assert RequestReservation(reservation=3, avoid=("b",)) in actions
     assert next_deadline_s(state) == 40.0 - BOTH.bounds.drain_lead_s
     return step(state, ev.Ticked(at_s=next_deadline_s(state)), rules=BOTH)
 
@@ -359,7 +362,7 @@ def test_where_the_rest_is_too_small_a_notice_ends_in_storage() -> None:
     state = _fold(
         _waiting_below_the_minimum(),
         ev.NodeLost(at_s=40.0, node="b", cause="taken"),
-        ev.SlotGranted(at_s=55.0, slot=3, node="c"),
+        ev.ReservationGranted(at_s=55.0, reservation=3, node="c"),
         ev.WorkerReady(at_s=58.0, worker="w0003", node="c", pid=13),
         rules=BOTH,
     )
@@ -430,7 +433,7 @@ def test_a_start_that_took_too_long_gets_more_time_the_next_time() -> None:
     state = _fold(
         RunState(),
         ev.ControllerStarted(at_s=0.0, incarnation=1),
-        ev.SlotGranted(at_s=0.0, slot=1, node="a"),
+        ev.ReservationGranted(at_s=0.0, reservation=1, node="a"),
         ev.Ticked(at_s=RULES.bounds.start_s),
         ev.WorkerExited(at_s=RULES.bounds.start_s, worker="w0001", cause="killed", detail=""),
         ev.Ticked(at_s=RULES.bounds.start_s + RULES.bounds.backoff_s),
@@ -478,7 +481,7 @@ def test_a_start_that_fails_for_ever_ends_the_run_with_the_last_words() -> None:
     state = _fold(
         RunState(),
         ev.ControllerStarted(at_s=0.0, incarnation=1),
-        ev.SlotGranted(at_s=0.0, slot=1, node="a"),
+        ev.ReservationGranted(at_s=0.0, reservation=1, node="a"),
         rules=rules,
     )
     at_s, waits_for = 0.0, []
@@ -487,7 +490,9 @@ def test_a_start_that_fails_for_ever_ends_the_run_with_the_last_words() -> None:
             break
         name = f"w{state.fleet.next_worker - 1:04d}"
         died = ev.WorkerExited(at_s=at_s, worker=name, cause="crash", detail="no module torch")
-        granted = ev.SlotGranted(at_s=at_s, slot=state.fleet.next_slot - 1, node="a")
+        granted = ev.ReservationGranted(
+            at_s=at_s, reservation=state.fleet.next_reservation - 1, node="a"
+        )
         at_s += 100.0
         state = _fold(state, died, ev.Ticked(at_s=at_s), granted, rules=rules)
         waits_for.append(describe(state)["waits_for"])
@@ -566,8 +571,8 @@ def test_description_has_what_status_promises() -> None:
         {"rank": 1, "worker": "w0002", "node": "b", "pid": 12, "state": "training"},
     ]
     assert document["standbys"] == []
-    assert document["nodes"][0] == {"node": "a", "state": "alive", "slots": [1]}
-    assert document["pending_slots"] == []
+    assert document["nodes"][0] == {"node": "a", "state": "alive", "reservations": [1]}
+    assert document["pending_reservations"] == []
     assert document["cause"] is None
 
 
@@ -576,7 +581,7 @@ def test_a_worker_that_only_starts_has_no_process_id() -> None:
     state = _fold(
         RunState(),
         ev.ControllerStarted(at_s=0.0, incarnation=1),
-        ev.SlotGranted(at_s=0.0, slot=1, node="a"),
+        ev.ReservationGranted(at_s=0.0, reservation=1, node="a"),
     )
 
     assert [worker["pid"] for worker in describe(state)["standbys"]] == [None]

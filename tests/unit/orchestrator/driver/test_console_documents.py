@@ -32,7 +32,7 @@ def _status(**changes: Any) -> dict[str, Any]:
                 "raylet_pid": 23231,
                 "keeper_pid": None,
                 "state": "alive",
-                "slots": [2, 3],
+                "reservations": [2, 3],
             }
         ],
         "pending_capacity": 2,

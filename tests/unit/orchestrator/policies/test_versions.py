@@ -46,7 +46,7 @@ PAIR = (
 FACTS = LossFacts(
     step=9,
     num_members=2,
-    slots={"aa": 1, "bb": 1},
+    reservations={"aa": 1, "bb": 1},
     workers=(
         WorkerPlace(worker="w0000", node="aa"),
         WorkerPlace(worker="w0001", node="bb"),
@@ -117,7 +117,7 @@ def test_a_keeper_is_needless_once_the_nodes_of_the_attempt_can_do_without(
 
 
 def test_losing_a_process_costs_nothing_that_its_node_holds() -> None:
-    """The keeper outlives the trainer, and a standby of the same node takes its slot."""
+    """The keeper outlives the trainer, and a standby of the same node takes its reservation."""
     plan = plan_recovery(FACTS, ["worker:w0000"])
 
     assert (plan.step, plan.source, plan.lost_steps) == (9, "memory", 0)
@@ -144,7 +144,7 @@ def test_what_another_node_holds_comes_over_the_network() -> None:
     """A third node has room for the lost one's work and nothing of the state."""
     facts = replace(
         FACTS,
-        slots={"aa": 1, "bb": 1, "cc": 1},
+        reservations={"aa": 1, "bb": 1, "cc": 1},
         workers=(*FACTS.workers, WorkerPlace(worker="w0003", node="cc")),
     )
     plan = plan_recovery(facts, ["bb"])
@@ -180,7 +180,7 @@ def test_what_no_memory_has_is_computed_from_parities() -> None:
     facts = replace(
         FACTS,
         num_members=4,
-        slots={one.node: 1 for one in group},
+        reservations={one.node: 1 for one in group},
         workers=tuple(
             WorkerPlace(worker=f"w{rank:04d}", node=one.node) for rank, one in enumerate(group)
         ),
@@ -205,7 +205,7 @@ def test_shares_add_up_when_the_number_of_workers_changes() -> None:
     held = tuple(complete([_inventory("aa", [_held(9, 0), _held(9, 1)])], LINEAGE))
     places = tuple(WorkerPlace(worker=f"w{n:04d}", node="abc"[n % 3] * 2) for n in range(3))
     facts = replace(
-        FACTS, slots={"aa": 1, "bb": 1, "cc": 1}, workers=places, held=held, max_workers=3
+        FACTS, reservations={"aa": 1, "bb": 1, "cc": 1}, workers=places, held=held, max_workers=3
     )
     plan = plan_recovery(facts, [])
 
@@ -238,7 +238,7 @@ def test_who_is_not_in_the_run_cannot_be_lost(lose: list[str], said: str) -> Non
 
 def test_a_beginning_that_fits_two_nodes_is_refused() -> None:
     """Ids are long and alike."""
-    facts = replace(FACTS, slots={"aa": 1, "ab": 1})
+    facts = replace(FACTS, reservations={"aa": 1, "ab": 1})
 
     with pytest.raises(ConfigError, match="beginning of 2 nodes"):
         plan_recovery(facts, ["a"])
@@ -269,7 +269,7 @@ def test_a_plan_uses_nodes_that_leave_only_where_the_run_would_stand_still() -> 
     """Whatever ends an attempt has it leave them at once, and not when their time has come."""
     facts = replace(
         FACTS,
-        slots={"aa": 1, "bb": 1, "cc": 1},
+        reservations={"aa": 1, "bb": 1, "cc": 1},
         workers=tuple(WorkerPlace(worker=f"w{node}", node=node) for node in ("aa", "bb", "cc")),
         max_workers=3,
         leaving=frozenset({"aa"}),

@@ -28,9 +28,9 @@ def _fold(state: RunState, *events: ev.Event) -> tuple[RunState, list[Action]]:
 
 def _requests(actions: list[Action], alternative: int) -> list[int]:
     return [
-        action.slot
+        action.reservation
         for action in actions
-        if isinstance(action, act.RequestSlot) and action.alternative == alternative
+        if isinstance(action, act.RequestReservation) and action.alternative == alternative
     ]
 
 
@@ -55,8 +55,8 @@ def _on_second_choice() -> RunState:
         RunState(),
         ev.ControllerStarted(at_s=0.0, incarnation=1),
         ev.CapacityRefused(at_s=1.0, alternative=0, why="sold out"),
-        ev.SlotGranted(at_s=2.0, slot=5, node="dear"),
-        ev.SlotGranted(at_s=2.0, slot=6, node="dear"),
+        ev.ReservationGranted(at_s=2.0, reservation=5, node="dear"),
+        ev.ReservationGranted(at_s=2.0, reservation=6, node="dear"),
     )
     return _train(state, 3.0, {"w0001": "dear", "w0002": "dear"})
 
@@ -70,7 +70,7 @@ def test_what_is_not_granted_in_time_is_asked_for_elsewhere_as_well() -> None:
     assert actions == []
     state, actions = _fold(state, ev.Ticked(at_s=180.0))
     assert actions[0] == act.NoteRefused(
-        alternative=0, num_slots=4, why="nothing was granted for 180 s"
+        alternative=0, num_reservations=4, why="nothing was granted for 180 s"
     )
     assert len(_requests(actions, 1)) == 4
     (first, second) = describe(state)["capacity"]
@@ -85,8 +85,10 @@ def test_a_refusal_is_believed_at_once_and_a_grant_takes_it_back() -> None:
     assert len(_requests(actions, 1)) == 4
     assert _fold(state, refused)[1] == []
 
-    state, actions = _fold(state, ev.SlotGranted(at_s=2.0, slot=1, node="cheap"))
-    given_up = [action.slot for action in actions if isinstance(action, act.ReleaseSlot)]
+    state, actions = _fold(state, ev.ReservationGranted(at_s=2.0, reservation=1, node="cheap"))
+    given_up = [
+        action.reservation for action in actions if isinstance(action, act.ReleaseReservation)
+    ]
     assert len(given_up) == 4
     assert [row["asked"] for row in describe(state)["capacity"]] == [4, 0]
 
@@ -99,7 +101,7 @@ def test_workers_move_back_in_numbers_that_a_layout_can_use() -> None:
 
     state, actions = _fold(
         state,
-        ev.SlotGranted(at_s=100.0, slot=1, node="cheap"),
+        ev.ReservationGranted(at_s=100.0, reservation=1, node="cheap"),
         ev.WorkerReady(at_s=110.0, worker="w0003", node="cheap", pid=3),
         ev.Ticked(at_s=120.0),
     )
@@ -119,7 +121,7 @@ def test_workers_move_back_in_numbers_that_a_layout_can_use() -> None:
     done = ev.StepCompleted(at_s=123.0, attempt=2, step=10, step_s=1.0)
     state, actions = _fold(state, *formed, done)
     # Four are wanted, so what comes second is kept beside it.
-    assert not [each for each in actions if isinstance(each, act.ReleaseSlot)]
+    assert not [each for each in actions if isinstance(each, act.ReleaseReservation)]
 
 
 def test_nobody_moves_for_what_is_not_better() -> None:
@@ -127,7 +129,7 @@ def test_nobody_moves_for_what_is_not_better() -> None:
     state = _on_second_choice()
     state, actions = _fold(
         state,
-        ev.SlotGranted(at_s=100.0, slot=7, node="dear2"),
+        ev.ReservationGranted(at_s=100.0, reservation=7, node="dear2"),
         ev.WorkerReady(at_s=110.0, worker="w0003", node="dear2", pid=3),
         ev.Ticked(at_s=200.0),
     )

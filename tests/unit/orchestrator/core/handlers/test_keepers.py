@@ -1,4 +1,4 @@
-"""The life of keepers: one on each node with a slot, restarted when silent, missed for a while."""
+"""Keepers: one on each node with a reservation, restarted when silent, missed for a while."""
 
 from math import inf
 
@@ -10,7 +10,7 @@ RULES = RunRules(run="test", min_workers=1, max_workers=2, total_steps=1000)
 STARTED: tuple[ev.Event, ...] = (
     ev.ControllerStarted(at_s=0.0, incarnation=1),
     ev.NodeJoined(at_s=0.0, node="a"),
-    ev.SlotGranted(at_s=0.0, slot=1, node="a"),
+    ev.ReservationGranted(at_s=0.0, reservation=1, node="a"),
     ev.WorkerReady(at_s=1.0, worker="w0001", node="a", pid=11),
     ev.KeeperReady(at_s=1.0, node="a"),
 )
@@ -24,7 +24,9 @@ def _fold(state: RunState, *events: ev.Event) -> tuple[RunState, list[Action]]:
     return state, ordered
 
 
-def test_a_node_gets_a_keeper_with_its_first_slot_and_whenever_a_controller_meets_it() -> None:
+def test_a_node_gets_a_keeper_with_its_first_reservation_and_whenever_a_controller_meets_it() -> (
+    None
+):
     """A node that the run does not use stays idle, so that it can be given back."""
     joined = ev.NodeJoined(at_s=0.0, node="a")
     start = act.StartKeeper(node="a")
@@ -43,7 +45,7 @@ def _run_on_two_nodes() -> RunState:
         RunState(),
         *STARTED,
         ev.NodeJoined(at_s=1.0, node="b"),
-        ev.SlotGranted(at_s=1.0, slot=2, node="b"),
+        ev.ReservationGranted(at_s=1.0, reservation=2, node="b"),
         ev.KeeperReady(at_s=1.5, node="b"),
         ev.WorkerReady(at_s=2.0, worker="w0002", node="b", pid=12),
         ev.Ticked(at_s=60.0),
@@ -129,6 +131,6 @@ def test_the_wait_for_a_keeper_begins_anew_with_a_controller() -> None:
     state, _ = _fold(
         state,
         ev.ControllerStarted(at_s=60.0, incarnation=2),
-        ev.WorkersSurveyed(at_s=60.1, alive=(), slots=(), pending_slots=()),
+        ev.WorkersSurveyed(at_s=60.1, alive=(), reservations=(), pending_reservations=()),
     )
     assert state.fleet.nodes[0].keeper_by_s == 60.1 + RULES.bounds.keeper_return_s

@@ -35,7 +35,7 @@ class _Run:
         self.actions: list[Action] = []
         self.fold(ev.ControllerStarted(at_s=0.0, incarnation=1))
         for number, node in enumerate(NODES, start=1):
-            self.fold(ev.SlotGranted(at_s=0.0, slot=number, node=node))
+            self.fold(ev.ReservationGranted(at_s=0.0, reservation=number, node=node))
         for number, (node, worker) in enumerate(self.names.items(), start=1):
             self.fold(ev.WorkerReady(at_s=self.at_s, worker=worker, node=node, pid=number))
         if trains:
@@ -375,8 +375,8 @@ def test_a_node_that_is_lost_and_comes_back_is_used_the_later_each_time() -> Non
         run.train()
         back_s = run.at_s
         run.fold(ev.NodeJoined(at_s=run.at_s, node="d"))
-        slot = next(n for n, each in run.state.fleet.slots.items() if each.node < 0)
-        run.fold(ev.SlotGranted(at_s=run.at_s, slot=slot, node="d"))
+        reservation = next(n for n, each in run.state.fleet.reservations.items() if each.node < 0)
+        run.fold(ev.ReservationGranted(at_s=run.at_s, reservation=reservation, node="d"))
         worker = next(w.name for w in run.state.fleet.workers.values() if not w.pid)
         run.fold(ev.WorkerReady(at_s=run.at_s, worker=worker, node="d", pid=9))
         run.names["d"] = worker

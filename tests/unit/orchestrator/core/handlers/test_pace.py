@@ -25,7 +25,7 @@ COSTS = SaveCosts(
 )
 START: tuple[ev.Event, ...] = (
     ev.ControllerStarted(at_s=0.0, incarnation=1),
-    ev.SlotGranted(at_s=0.0, slot=1, node="a"),
+    ev.ReservationGranted(at_s=0.0, reservation=1, node="a"),
     ev.WorkerReady(at_s=1.0, worker="w0001", node="a", pid=11),
     ev.WorkerFormed(at_s=2.0, attempt=1, worker="w0001"),
 )

@@ -39,7 +39,10 @@ def _started(rules: RunRules = RULES, *, racks: tuple[str, ...] = ("", "", "")) 
         RunState(),
         ev.ControllerStarted(at_s=0.0, incarnation=1),
         *(ev.NodeJoined(at_s=0.0, node=n, rack=r) for n, r in zip(NODES, racks, strict=True)),
-        *(ev.SlotGranted(at_s=0.0, slot=i, node=n) for i, n in enumerate(NODES, start=1)),
+        *(
+            ev.ReservationGranted(at_s=0.0, reservation=i, node=n)
+            for i, n in enumerate(NODES, start=1)
+        ),
         *(
             ev.WorkerReady(at_s=1.0, worker=f"w{i:04d}", node=n, pid=i)
             for i, n in enumerate(NODES, start=1)
@@ -128,8 +131,8 @@ def test_a_restarted_controller_tells_keepers_again_what_its_journal_says() -> N
         ev.WorkersSurveyed(
             at_s=3.1,
             alive=tuple((f"w{i:04d}", n, 1) for i, n in enumerate(NODES, start=1)),
-            slots=tuple(enumerate(NODES, start=1)),
-            pending_slots=(),
+            reservations=tuple(enumerate(NODES, start=1)),
+            pending_reservations=(),
         ),
     )
     (order,) = (action for action in actions if isinstance(action, act.OrderKeepers))

@@ -24,7 +24,7 @@ from workers.protocol import stored_source
 RULES = RunRules(run="test", min_workers=1, max_workers=1, total_steps=10)
 STOPPED: tuple[ev.Event, ...] = (
     ev.ControllerStarted(at_s=0.0, incarnation=1),
-    ev.SlotGranted(at_s=0.5, slot=1, node="a"),
+    ev.ReservationGranted(at_s=0.5, reservation=1, node="a"),
     ev.WorkerReady(at_s=1.0, worker="w0001", node="a", pid=11),
     ev.WorkerFormed(at_s=1.5, attempt=1, worker="w0001"),
     ev.StepCompleted(at_s=2.0, attempt=1, step=1, step_s=0.5),
@@ -37,7 +37,7 @@ def _went_on(incarnation: int) -> tuple[ev.Event, ...]:
     """Return what happens when the run goes on with new processes, and completes a step."""
     return (
         ev.CommittedRead(at_s=3.0, attempt=1, step=2, committed_by=1, skipped=(), number=1),
-        ev.SlotGranted(at_s=3.5, slot=incarnation, node="b"),
+        ev.ReservationGranted(at_s=3.5, reservation=incarnation, node="b"),
         ev.WorkerReady(at_s=4.0, worker=f"w{incarnation:04d}", node="b", pid=12),
         ev.WorkerFormed(at_s=4.5, attempt=2, worker=f"w{incarnation:04d}"),
         ev.StepCompleted(at_s=5.0, attempt=2, step=3, step_s=0.5),
@@ -59,7 +59,7 @@ def _journal(
 
 
 def test_a_stopped_run_goes_on_behind_its_last_committed_step() -> None:
-    """Neither the steps nor the numbers of attempts, workers and slots begin anew."""
+    """Neither the steps nor the numbers of attempts, workers and reservations begin anew."""
     stopped, _, _ = _journal(RunState(), STOPPED, RULES, seq=0)
     assert stopped.phase is Phase.FINISHED
     event = resume_event(stopped, at_s=2.7, incarnation=2)

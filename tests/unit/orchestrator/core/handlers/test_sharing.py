@@ -34,9 +34,14 @@ class Fold:
             ordered += actions
         return ordered
 
-    def train(self, at_s: float, slots: dict[int, str]) -> None:
-        """Grant slots, and have a worker on each train."""
-        self(*(ev.SlotGranted(at_s=at_s, slot=slot, node=node) for slot, node in slots.items()))
+    def train(self, at_s: float, reservations: dict[int, str]) -> None:
+        """Grant reservations, and have a worker on each train."""
+        self(
+            *(
+                ev.ReservationGranted(at_s=at_s, reservation=reservation, node=node)
+                for reservation, node in reservations.items()
+            )
+        )
         ready = [
             ev.WorkerReady(at_s=at_s, worker=worker.name, node=node.name, pid=1)
             for worker in self.state.fleet.workers.values()
@@ -77,7 +82,7 @@ def _kinds(actions: list[Action]) -> list[str]:
 
 
 def _released(actions: list[Action]) -> list[int]:
-    return [action.slot for action in actions if isinstance(action, act.ReleaseSlot)]
+    return [action.reservation for action in actions if isinstance(action, act.ReleaseReservation)]
 
 
 def test_workers_are_given_at_a_step_boundary_and_come_back() -> None:
@@ -100,7 +105,7 @@ def test_workers_are_given_at_a_step_boundary_and_come_back() -> None:
     assert _released(actions) == [3, 4]
     assert describe(run.state)["shared"] == {"limit": 2, "runs": ["other"]}
     actions = run.make_step(104.0)
-    assert "RequestSlot" not in _kinds(actions)
+    assert "RequestReservation" not in _kinds(actions)
     assert {each.worker for each in actions if isinstance(each, act.KillWorker)} <= {
         "w0003",
         "w0004",
@@ -108,7 +113,7 @@ def test_workers_are_given_at_a_step_boundary_and_come_back() -> None:
 
     assert run.see(106.0, replace(OTHER, num_held=2, num_lacking=1)) == []
     helped = replace(OTHER, num_held=3, num_lacking=0)
-    assert _kinds(run.see(120.0, helped)) == ["RequestSlot", "RequestSlot"]
+    assert _kinds(run.see(120.0, helped)) == ["RequestReservation", "RequestReservation"]
     assert describe(run.state)["shared"] is None
     run.train(121.0, {5: "b", 6: "b"})
     assert run.state.attempt.yield_asked, "it grows back"
@@ -140,7 +145,7 @@ def test_what_is_asked_for_or_unused_is_given_first() -> None:
     """No member has to leave for it, so no step waits."""
     run = Fold(replace(RULES, max_workers=6))
     run.train(1.0, {1: "a", 2: "a", 3: "b"})
-    run(ev.SlotGranted(at_s=90.0, slot=4, node="b"))
+    run(ev.ReservationGranted(at_s=90.0, reservation=4, node="b"))
     assert len(run.members()) == 3
 
     actions = run.see(100.0, replace(OTHER, num_lacking=1))
@@ -152,14 +157,14 @@ def test_what_is_asked_for_or_unused_is_given_first() -> None:
 def test_of_alternatives_the_worst_is_given_back_and_all_are_asked_for_again() -> None:
     """What was refused stays asked for otherwise, and would take what the other run waits for."""
     run = Fold(CHOICE)
-    run(ev.SlotGranted(at_s=1.0, slot=1, node="cheap"))
+    run(ev.ReservationGranted(at_s=1.0, reservation=1, node="cheap"))
     run(ev.CapacityRefused(at_s=1.5, alternative=0, why="sold out"))
-    dear = [n for n, slot in run.state.fleet.slots.items() if slot.alternative]
+    dear = [n for n, reservation in run.state.fleet.reservations.items() if reservation.alternative]
     run.train(2.0, {dear[0]: "dear", dear[1]: "dear2"})
     assert len(run.members()) == 3
 
     asked = run.see(100.0, replace(OTHER, num_lacking=2))
-    pending = {n for n, slot in run.state.fleet.slots.items() if slot.node < 0}
+    pending = {n for n, reservation in run.state.fleet.reservations.items() if reservation.node < 0}
     assert not pending
     assert "YieldAttempt" in _kinds(asked)
     actions = run.leave(101.0)
@@ -169,10 +174,10 @@ def test_of_alternatives_the_worst_is_given_back_and_all_are_asked_for_again() -
     run.make_step(102.0)
 
     actions = run.see(130.0)
-    wanted = [each for each in actions if isinstance(each, act.RequestSlot)]
+    wanted = [each for each in actions if isinstance(each, act.RequestReservation)]
     assert [each.alternative for each in wanted] == [0, 0, 0]
     actions = run(ev.CapacityRefused(at_s=131.0, alternative=0, why="sold out"))
-    assert _kinds(actions) == ["NoteRefused", *["RequestSlot"] * 3]
+    assert _kinds(actions) == ["NoteRefused", *["RequestReservation"] * 3]
 
 
 def test_a_restarted_controller_goes_on_sharing() -> None:
@@ -187,11 +192,11 @@ def test_a_restarted_controller_goes_on_sharing() -> None:
     assert run.see(103.5) == [], "nobody knows what the run has until the survey is there"
     alive = tuple((worker, "a", 2) for worker in run.members())
     found = ev.WorkersSurveyed(
-        at_s=104.0, alive=alive, slots=((1, "a"), (2, "a")), pending_slots=()
+        at_s=104.0, alive=alive, reservations=((1, "a"), (2, "a")), pending_reservations=()
     )
-    assert "RequestSlot" not in _kinds(run(found))
+    assert "RequestReservation" not in _kinds(run(found))
     assert describe(run.state)["shared"]["limit"] == 2
-    assert _kinds(run.see(106.0)) == ["RequestSlot", "RequestSlot"]
+    assert _kinds(run.see(106.0)) == ["RequestReservation", "RequestReservation"]
 
 
 def test_what_a_run_lacks_counts_once_ray_had_time_to_place_it() -> None:

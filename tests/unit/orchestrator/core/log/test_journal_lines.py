@@ -12,7 +12,7 @@ from orchestrator.errors import JournalCorruptError
 RULES = RunRules(run="test", min_workers=1, max_workers=1, total_steps=10)
 EVENTS: tuple[ev.Event, ...] = (
     ev.ControllerStarted(at_s=0.0, incarnation=1),
-    ev.SlotGranted(at_s=0.5, slot=1, node="a"),
+    ev.ReservationGranted(at_s=0.5, reservation=1, node="a"),
     ev.WorkerReady(at_s=1.0, worker="w0001", node="a", pid=11),
     ev.StepCompleted(at_s=2.0, attempt=1, step=1, step_s=0.1),
 )
@@ -105,7 +105,7 @@ def test_a_replay_tells_where_it_differs() -> None:
     changed = _edited({"node": "b"}, line=4)
     assert json.loads(changed.splitlines()[4])["kind"] == "StartWorker"
 
-    with pytest.raises(JournalCorruptError, match="after SlotGranted"):
+    with pytest.raises(JournalCorruptError, match="after ReservationGranted"):
         verify([changed], RULES)
     with pytest.raises(JournalCorruptError, match="replay differs"):
         verify([_journal()[0]], replace(RULES, max_workers=2))

@@ -11,8 +11,8 @@ from orchestrator.policies import CapacityRules
 RULES = RunRules(run="test", min_workers=1, max_workers=2, total_steps=12)
 START: tuple[ev.Event, ...] = (
     ev.ControllerStarted(at_s=0.0, incarnation=1),
-    ev.SlotGranted(at_s=0.0, slot=1, node="a"),
-    ev.SlotGranted(at_s=0.0, slot=2, node="b"),
+    ev.ReservationGranted(at_s=0.0, reservation=1, node="a"),
+    ev.ReservationGranted(at_s=0.0, reservation=2, node="b"),
     ev.WorkerReady(at_s=1.0, worker="w0001", node="a", pid=11),
     ev.WorkerReady(at_s=1.0, worker="w0002", node="b", pid=12),
     ev.WorkerFormed(at_s=1.5, attempt=1, worker="w0001"),
@@ -135,8 +135,8 @@ def test_steps_that_were_done_while_the_controller_was_away_are_counted() -> Non
         ev.WorkersSurveyed(
             at_s=20.1,
             alive=(("w0001", "a", 0), ("w0002", "b", 0)),
-            slots=((1, "a"), (2, "b")),
-            pending_slots=(),
+            reservations=((1, "a"), (2, "b")),
+            pending_reservations=(),
         ),
         ev.CommittedRead(at_s=20.2, attempt=1, step=12, committed_by=1, skipped=()),
     )
@@ -153,8 +153,8 @@ def test_a_restart_that_disturbs_nobody_is_still_on_record() -> None:
         ev.WorkersSurveyed(
             at_s=9.1,
             alive=(("w0001", "a", 1), ("w0002", "b", 1)),
-            slots=((1, "a"), (2, "b")),
-            pending_slots=(),
+            reservations=((1, "a"), (2, "b")),
+            pending_reservations=(),
         ),
         ev.StepCompleted(at_s=9.5, attempt=1, step=7, step_s=1.0),
     )
@@ -310,9 +310,9 @@ def test_what_a_run_holds_is_paid_for_and_what_it_waits_for_is_not() -> None:
     state, stats = RunState(), RunStats()
     granted = (
         ev.ControllerStarted(at_s=0.0, incarnation=1),
-        ev.SlotGranted(at_s=100.0, slot=1, node="a"),
+        ev.ReservationGranted(at_s=100.0, reservation=1, node="a"),
         ev.CapacityRefused(at_s=400.0, alternative=0, why="sold out"),
-        ev.SlotGranted(at_s=1000.0, slot=3, node="b"),
+        ev.ReservationGranted(at_s=1000.0, reservation=3, node="b"),
         ev.StopRequested(at_s=1900.0, reason="enough"),
     )
     for event in granted:
@@ -344,8 +344,8 @@ def test_an_incident_costs_what_waits_for_it_and_what_is_done_twice() -> None:
             stats.add(json.loads(json.dumps(record)))
 
     (incident,) = stats.incidents
-    num_slots = stats.usd_per_hour / 3600.0
+    num_reservations = stats.usd_per_hour / 3600.0
     # Each of the steps that were lost had taken a second.
     waited_s = (incident.recovery_s or 0.0) + incident.lost_steps * 1.0
-    assert (num_slots, incident.lost_steps) == (2, 2)
-    assert incident.cost_usd == pytest.approx(num_slots * waited_s)
+    assert (num_reservations, incident.lost_steps) == (2, 2)
+    assert incident.cost_usd == pytest.approx(num_reservations * waited_s)

@@ -10,7 +10,7 @@ def test_a_state_cannot_be_changed() -> None:
     """The journal, the status page and the simulator hold on to states."""
     state = RunState()
 
-    for part, name in ((state, "phase"), (state.attempt, "step"), (state.fleet, "slots")):
+    for part, name in ((state, "phase"), (state.attempt, "step"), (state.fleet, "reservations")):
         with pytest.raises(FrozenInstanceError):
             setattr(part, name, getattr(part, name))
 
@@ -19,11 +19,11 @@ def test_a_mutable_copy_does_not_reach_the_state_it_came_from() -> None:
     """Freezing retypes it in place, so it must be a copy from the start."""
     state = RunState()
     run = thaw(state)
-    run.attempt.number, run.reads.num, run.fleet.next_slot = 7, 8, 9
+    run.attempt.number, run.reads.num, run.fleet.next_reservation = 7, 8, 9
     after = freeze(run)
 
-    assert (state.attempt.number, state.reads.num, state.fleet.next_slot) == (0, 0, 1)
-    assert (after.attempt.number, after.reads.num, after.fleet.next_slot) == (7, 8, 9)
+    assert (state.attempt.number, state.reads.num, state.fleet.next_reservation) == (0, 0, 1)
+    assert (after.attempt.number, after.reads.num, after.fleet.next_reservation) == (7, 8, 9)
     assert type(after) is RunState
     assert after != state
 

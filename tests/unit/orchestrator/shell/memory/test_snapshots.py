@@ -132,7 +132,7 @@ def test_memory_is_no_way_round_a_newer_version_in_a_store_that_is_away(
 
 
 def test_a_store_that_stalls_holds_two_threads_however_often_it_is_asked() -> None:
-    """The machine asks again every ten seconds; what polls nodes and slots needs threads too."""
+    """The machine asks again every ten seconds; polling nodes and groups needs threads too."""
     store = Stalling()
 
     async def ask(snapshots: Snapshots, handles: Handles) -> None:

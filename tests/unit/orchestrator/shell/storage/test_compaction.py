@@ -168,7 +168,7 @@ def test_settings_of_now_fold_what_was_decided_since_then(run: Journaled) -> Non
 
 
 def test_a_run_resumes_from_its_compacted_journal(run: Journaled) -> None:
-    """Its numbers of attempts, workers and slots go on, and its old settings say what they are."""
+    """Numbers of attempts, workers and reservations go on; old settings say what they are."""
     run.compact()
     run.life = 2
     life = run.begin()

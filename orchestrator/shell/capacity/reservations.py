@@ -1,9 +1,9 @@
-"""Capacity as a set of placement groups, one per slot.
+"""Capacity as a set of placement groups, one per reservation.
 
 Ray 2.60 cannot resize a placement group, so a run's capacity is a set of them: growing is
 creating one, shrinking is removing one, and pending ones are the demand that the autoscaler
-sees. A slot only reserves resources; which process uses it is the controller's to say, so a
-warm standby takes over the slot of a dead worker at once.
+sees. A reservation only reserves resources; which process uses it is the controller's to say, so a
+warm standby takes over the reservation of a dead worker at once.
 """
 
 from __future__ import annotations
@@ -37,8 +37,8 @@ POLL_S = 0.2
 #: What a controller that died asked for can come into force after the next one has looked, where
 #: Ray is slow: for so long it is looked for.
 STRAYS_S = 30.0
-#: A slot that has not said by then which GPUs it has is asked again: Ray starts a process in it for
-#: that, which takes seconds, and for ever where its node is gone and there is no other.
+#: A reservation that has not said by then which GPUs it has is asked again. Ray starts a process
+#: in it for that: this takes seconds, and for ever if its node is gone and there is no other.
 GPU_S_MAX = 60.0
 #: What is given back while Ray places it is looked at this often, and waited for so long: a node
 #: that does not answer must not keep a run from its end.
@@ -51,14 +51,14 @@ log = logging.getLogger(__name__)
 
 
 @dataclass(slots=True)
-class _Slot:
+class _Reservation:
     group: PlacementGroup | None
     node: str | None = None
     gpu_ids: tuple[int, ...] = ()
 
 
 class Capacity:
-    """The run's slots. ``on_granted(slot, node)`` is called once per grant.
+    """The run's reservations. ``on_granted(reservation, node)`` is called once per grant.
 
     Args:
         names: The run's names.
@@ -76,7 +76,7 @@ class Capacity:
         self._names = names
         self._alternatives = alternatives
         self._on_granted = on_granted
-        self._slots: dict[int, _Slot] = {}
+        self._reservations: dict[int, _Reservation] = {}
         self._asked = asyncio.Event()
         # Groups that are being created: who asked may be gone by the time that they are there.
         self._creations: set[asyncio.Future[PlacementGroup]] = set()
@@ -84,53 +84,59 @@ class Capacity:
         self._strays_until_s = float("-inf")
 
     def pending(self) -> list[int]:
-        """Return the slots that are asked for and not placed."""
-        return sorted(number for number, slot in self._slots.items() if slot.node is None)
+        """Return the reservations that are asked for and not placed."""
+        return sorted(
+            number for number, reservation in self._reservations.items() if reservation.node is None
+        )
 
     def pending_groups(self) -> dict[str, int]:
-        """Return the slots that are asked for and not placed, by Ray's id of their groups."""
+        """Return the reservations that Ray has not placed, by its id of their groups."""
         return {
-            slot.group.id.hex(): number
-            for number, slot in self._slots.items()
-            if slot.node is None and slot.group is not None
+            reservation.group.id.hex(): number
+            for number, reservation in self._reservations.items()
+            if reservation.node is None and reservation.group is not None
         }
 
     def granted(self) -> list[tuple[int, str]]:
-        """Return (slot, node) of every placed slot."""
-        return sorted((n, slot.node) for n, slot in self._slots.items() if slot.node is not None)
+        """Return (reservation, node) of every placed reservation."""
+        return sorted(
+            (n, reservation.node)
+            for n, reservation in self._reservations.items()
+            if reservation.node is not None
+        )
 
-    def gpu_ids(self, slot: int) -> tuple[int, ...]:
-        """Return the GPUs of its node that ``slot`` holds; none for a slot without GPUs."""
-        entry = self._slots.get(slot)
+    def gpu_ids(self, reservation: int) -> tuple[int, ...]:
+        """Return the GPUs of its node that ``reservation`` holds; empty without GPUs."""
+        entry = self._reservations.get(reservation)
         return entry.gpu_ids if entry is not None else ()
 
-    async def request(self, slot: int, avoid: Sequence[str], alternative: int = 0) -> None:
-        """Ask for ``slot`` on any node but ``avoid``; does not wait. Twice is once."""
-        if slot in self._slots:
+    async def request(self, reservation: int, avoid: Sequence[str], alternative: int = 0) -> None:
+        """Ask for ``reservation`` on any node but ``avoid``; does not wait. Twice is once."""
+        if reservation in self._reservations:
             return
-        self._slots[slot] = _Slot(group=None)
+        self._reservations[reservation] = _Reservation(group=None)
         self._asked.set()
         creation = asyncio.ensure_future(
-            in_thread(RAY, self._create, slot, tuple(avoid), alternative)
+            in_thread(RAY, self._create, reservation, tuple(avoid), alternative)
         )
         self._creations.add(creation)
         group = await asyncio.shield(creation)
         self._creations.discard(creation)
-        entry = self._slots.get(slot)
+        entry = self._reservations.get(reservation)
         if entry is None:  # released while it was being created
-            await self._give_back([slot])
+            await self._give_back([reservation])
         else:
             entry.group = group
 
-    async def release(self, slot: int) -> None:
-        """Give ``slot`` back. Ray kills what runs *inside* the group; our workers do not."""
-        entry = self._slots.pop(slot, None)
+    async def release(self, reservation: int) -> None:
+        """Give ``reservation`` back. Ray kills what runs *inside* the group; our workers do not."""
+        entry = self._reservations.pop(reservation, None)
         if entry is not None and entry.group is not None:
-            await self._give_back([slot])
+            await self._give_back([reservation])
 
     async def release_all(self) -> None:
-        """Give every slot back, also one that is only being asked for."""
-        self._slots.clear()
+        """Give every reservation back, also one that is only being asked for."""
+        self._reservations.clear()
         for creation in tuple(self._creations):
             await creation
         # Also what a controller that died asked for so late that this one has not seen it.
@@ -144,7 +150,7 @@ class Capacity:
                 await self._asked.wait()
             rows = await in_thread(RAY, self._rows)
             for number, node in sorted(_placed(rows)):
-                entry = self._slots.get(number)
+                entry = self._reservations.get(number)
                 is_new = entry is not None and entry.node is None and entry.group is not None
                 if is_new and number not in self._grants:
                     # One that does not say which GPUs it has must not keep the others waiting.
@@ -152,19 +158,19 @@ class Capacity:
             for number in [number for number, grant in self._grants.items() if grant.done()]:
                 self._grants.pop(number).result()
             if time.monotonic() < self._strays_until_s:
-                # A controller knows the slots that it asked for before they are there.
-                strays = rows.keys() - self._slots.keys()
+                # A controller knows the reservations that it asked for before they are there.
+                strays = rows.keys() - self._reservations.keys()
                 settled = [number for number in strays if not _is_being_placed(rows[number])]
                 await in_thread(RAY, self._remove, settled)
             await asyncio.sleep(POLL_S)
 
     async def _grant(self, number: int, node: str) -> None:
-        entry = self._slots.get(number)
+        entry = self._reservations.get(number)
         if entry is None:
             return  # it was given back in the same turn of the loop
         assert entry.group is not None
         gpu_ids = await self._held_gpus(entry.group)
-        if gpu_ids is None or self._slots.get(number) is not entry:
+        if gpu_ids is None or self._reservations.get(number) is not entry:
             return
         if gpu_ids and dict(_placed(await in_thread(RAY, self._rows))).get(number) != node:
             return  # it lost that node meanwhile
@@ -183,7 +189,7 @@ class Capacity:
         gpu_ids = await self._held_gpus(group) if node else ()
         # One that does not say what it has is as good as lost: it is given back and asked for anew.
         is_there = node is not None and gpu_ids is not None
-        self._slots[number] = _Slot(
+        self._reservations[number] = _Reservation(
             group=group, node=node if is_there else None, gpu_ids=gpu_ids or ()
         )
 
@@ -207,13 +213,13 @@ class Capacity:
                 ray.cancel(asked)
             return None
 
-    def _create(self, slot: int, avoid: tuple[str, ...], alternative: int) -> PlacementGroup:
+    def _create(self, reservation: int, avoid: tuple[str, ...], alternative: int) -> PlacementGroup:
         asked = self._alternatives[alternative]
         elsewhere = {"ray.io/node-id": f"!in({','.join(avoid)})"} if avoid else {}
         selector = {**asked.selector(), **elsewhere}
         group: PlacementGroup = placement_group(
             [asked.resources],
-            name=self._names.slot(slot),
+            name=self._names.reservation(reservation),
             lifetime="detached",
             bundle_label_selector=[selector] if selector else None,
         )
@@ -242,11 +248,11 @@ class Capacity:
     def _remove(self, numbers: Iterable[int]) -> None:
         for number in numbers:
             with contextlib.suppress(ValueError):  # it is gone by now
-                remove_placement_group(get_placement_group(self._names.slot(number)))
+                remove_placement_group(get_placement_group(self._names.reservation(number)))
 
     def _rows(self) -> dict[int, dict[str, Any]]:
-        """Return what Ray says of the run's groups, by slot."""
-        prefix = self._names.slot_prefix
+        """Return what Ray says of the run's groups, by reservation."""
+        prefix = self._names.reservation_prefix
         return {
             int(row["name"].removeprefix(prefix)): row
             for row in placement_group_table().values()

@@ -12,8 +12,8 @@ import pytest
 
 from orchestrator.config import Alternative
 from orchestrator.shell import RunNames
-from orchestrator.shell.capacity import slots as module
-from orchestrator.shell.capacity.slots import Capacity
+from orchestrator.shell.capacity import reservations as module
+from orchestrator.shell.capacity.reservations import Capacity
 
 
 class _Loop(asyncio.SelectorEventLoop):
@@ -32,14 +32,14 @@ class _Loop(asyncio.SelectorEventLoop):
         return super().call_at(when, callback, *args, context=context)
 
 
-def test_nothing_wakes_while_all_slots_are_placed() -> None:
-    """A run nearly always has all its slots: to look for them then is work for nothing."""
+def test_nothing_wakes_while_all_reservations_are_placed() -> None:
+    """A run nearly always has all its reservations: to look for them then is work for nothing."""
 
     async def idle() -> None:
         capacity = Capacity(
             names=RunNames("r"),
             alternatives=[Alternative(resources={"CPU": 1.0})],
-            on_granted=lambda _slot, _node: None,
+            on_granted=lambda _reservation, _node: None,
         )
         polling = asyncio.create_task(capacity.poll_forever())
         for _ in range(10):
@@ -57,7 +57,7 @@ def test_nothing_wakes_while_all_slots_are_placed() -> None:
     assert loop.num_timers == 0
 
 
-def test_slots_are_given_back_while_ray_does_not_place_them_those_that_wait_first(
+def test_reservations_are_given_back_while_ray_does_not_place_them_those_that_wait_first(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """What Ray has put aside for one that it is placing would be lost."""
@@ -75,12 +75,12 @@ def test_slots_are_given_back_while_ray_does_not_place_them_those_that_wait_firs
     def table() -> dict[str, Any]:
         looks.append(len(looks))
         return {
-            str(slot): {
-                "name": names.slot(slot),
+            str(reservation): {
+                "name": names.reservation(reservation),
                 "state": state,
                 "stats": {"scheduling_state": scheduling},
             }
-            for slot, (state, scheduling) in moments[looks[-1]].items()
+            for reservation, (state, scheduling) in moments[looks[-1]].items()
         }
 
     monkeypatch.setattr(module, "placement_group_table", table)
@@ -91,21 +91,25 @@ def test_slots_are_given_back_while_ray_does_not_place_them_those_that_wait_firs
     given = Capacity(
         names=names,
         alternatives=[Alternative(resources={"CPU": 1.0})],
-        on_granted=lambda _slot, _node: None,
+        on_granted=lambda _reservation, _node: None,
     )
 
     asyncio.run(given.release_all())
 
-    assert removed == [(1, names.slot(3)), (1, names.slot(1)), (3, names.slot(2))]
+    assert removed == [
+        (1, names.reservation(3)),
+        (1, names.reservation(1)),
+        (3, names.reservation(2)),
+    ]
 
 
-def test_a_slot_that_is_given_back_as_it_is_placed_is_granted_to_nobody(
+def test_a_reservation_that_is_given_back_as_it_is_placed_is_granted_to_nobody(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """Both are seen to in one turn of the loop: the controller ended, and was begun again."""
     names = RunNames("r")
     placed = {
-        "name": names.slot(1),
+        "name": names.reservation(1),
         "state": "CREATED",
         "stats": {"scheduling_state": "FINISHED"},
         "bundles_to_node_id": {0: "a"},
@@ -114,7 +118,7 @@ def test_a_slot_that_is_given_back_as_it_is_placed_is_granted_to_nobody(
     capacity = Capacity(
         names=names,
         alternatives=[Alternative(resources={"CPU": 1.0})],
-        on_granted=lambda slot, _: granted.append(slot),
+        on_granted=lambda reservation, _: granted.append(reservation),
     )
 
     async def play() -> None:
