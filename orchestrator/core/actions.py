@@ -4,8 +4,9 @@ from __future__ import annotations
 
 from typing import TypeAlias
 
+from orchestrator.core.state import Pair
 from orchestrator.core.values import value
-from orchestrator.policies import Pair, RedundancyPlan
+from orchestrator.policies import RedundancyPlan
 from ucp_core.layout import ParallelLayout
 from workers.protocol import Pace, Source
 

@@ -8,8 +8,9 @@ from __future__ import annotations
 
 from typing import TypeAlias
 
+from orchestrator.core.state import Pair
 from orchestrator.core.values import value
-from orchestrator.policies import FaultsSeen, Pair, Share
+from orchestrator.policies import FaultsSeen, Share
 from workers.protocol import SaveCosts, Source
 
 #: The attempt in ``WorkersSurveyed`` of a living worker that did not answer in time.

@@ -7,7 +7,6 @@ from orchestrator.policies import (
     capacity,
     growth,
     layout,
-    links,
     sharing,
     versions,
 )
@@ -16,7 +15,6 @@ from orchestrator.policies.capacity import CapacityRules
 from orchestrator.policies.fault_kinds import FaultKind
 from orchestrator.policies.growth import GrowthRules
 from orchestrator.policies.layout import LayoutRules, choose, usable
-from orchestrator.policies.links import Link, Pair
 from orchestrator.policies.saving import (
     CadenceFacts,
     CadenceRules,
@@ -69,9 +67,7 @@ __all__ = [
     "GrowthRules",
     "Holding",
     "LayoutRules",
-    "Link",
     "LossFacts",
-    "Pair",
     "ParityHolding",
     "Protection",
     "RecoveryPlan",
@@ -97,7 +93,6 @@ __all__ = [
     "cost_share",
     "growth",
     "layout",
-    "links",
     "next_pace",
     "noted",
     "over_budget",

@@ -22,18 +22,17 @@ from orchestrator.core.handlers import (
     link_events,
     planned,
     protection,
-    reach,
     recovery,
     resume,
-    searching,
     sharing,
     survey,
 )
 from orchestrator.core.handlers import fleet_events as on_fleet
 from orchestrator.core.handlers import member_events as on_members
-from orchestrator.core.state import MutableRunState, Node, Worker
+from orchestrator.core.network import links, reach, search
+from orchestrator.core.state import MutableRunState, Node, Pair, Worker
 from orchestrator.core.transition import Transition
-from orchestrator.policies import RedundancyPlan, Share, budgets, links, versions
+from orchestrator.policies import RedundancyPlan, Share, budgets, versions
 from orchestrator.simulation.faults import drawing
 from orchestrator.simulation.history import run_history
 from orchestrator.simulation.violation import Violation
@@ -134,7 +133,7 @@ def _never_look(*_: Any) -> None:
     """Do nothing where a bound, an event or a restart should have been handled."""
 
 
-def _no_pairs(*_: Any, **__: Any) -> tuple[links.Pair, ...]:
+def _no_pairs(*_: Any, **__: Any) -> tuple[Pair, ...]:
     return ()
 
 
@@ -276,7 +275,7 @@ BUGS = {
         budgets, "overspent", _count_lost_peers, ("L1",), first_seed=150
     ),
     "takes lost links for whole": Bug(links, "apart", _no_pairs, ("L1",)),
-    "does not look for lost links": Bug(searching, "begin", _never_look, ("L1",), first_seed=350),
+    "does not look for lost links": Bug(search, "begin", _never_look, ("L1",), first_seed=350),
     "never probes a lost link again": Bug(link_events, "ask", _never_look, ("L1",)),
     "does not replace who is not reached": Bug(demand, "replace_unreached", _never_look, ("L1",)),
     "begins where a node is about to be taken": Bug(reach, "due", _nobody, ("L3",)),

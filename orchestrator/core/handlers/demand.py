@@ -15,7 +15,8 @@ from orchestrator.core.actions import (
     StartWorker,
 )
 from orchestrator.core.events import CapacityRefused
-from orchestrator.core.handlers import fleet, reach
+from orchestrator.core.handlers import fleet
+from orchestrator.core.network import reach
 from orchestrator.core.state import Phase, WorkerStatus
 from orchestrator.core.transition import Transition
 from orchestrator.policies import capacity

@@ -9,8 +9,9 @@ from __future__ import annotations
 from math import inf
 
 from orchestrator.core.actions import EndKeeper, KillWorker, StartKeeper
-from orchestrator.core.handlers import searching
+from orchestrator.core.network import search
 from orchestrator.core.state import (
+    CONTROLLER,
     Node,
     Offer,
     Reservation,
@@ -20,7 +21,7 @@ from orchestrator.core.state import (
     worker_number,
 )
 from orchestrator.core.transition import Transition
-from orchestrator.policies import capacity, links
+from orchestrator.policies import capacity
 
 
 def find_worker(transition: Transition, name: str) -> tuple[int, Worker] | None:
@@ -304,5 +305,5 @@ def revive_node(transition: Transition, number: int) -> None:
     joined_s = node.joined_s if node.alive else transition.now_s
     put_node(transition, number, node._replace(alive=True, leave_by_s=inf, joined_s=joined_s))
     # One that is lost and comes back again and again is used the later each time.
-    ends = (links.CONTROLLER, node.name)
-    searching.note(transition, (), heard=ends, asked=(ends,))
+    ends = (CONTROLLER, node.name)
+    search.note(transition, (), heard=ends, asked=(ends,))

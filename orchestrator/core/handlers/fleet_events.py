@@ -23,10 +23,11 @@ from orchestrator.core.events import (
     WorkerExited,
     WorkerReady,
 )
-from orchestrator.core.handlers import demand, fleet, formation, recovery, searching
-from orchestrator.core.state import Phase, WorkerStatus
+from orchestrator.core.handlers import demand, fleet, formation, recovery
+from orchestrator.core.network import links, search
+from orchestrator.core.state import CONTROLLER, Phase, WorkerStatus
 from orchestrator.core.transition import Transition
-from orchestrator.policies import FaultKind, links
+from orchestrator.policies import FaultKind
 
 
 def node_joined(transition: Transition, event: NodeJoined) -> None:
@@ -117,7 +118,7 @@ def lose_node(transition: Transition, number: int, cause: str) -> None:
     preempted = run.fleet.nodes[number].draining
     run.network = run.network._replace(links=links.without(run.network.links, node.name))
     if not preempted:
-        searching.note(transition, [(links.CONTROLLER, node.name)])
+        search.note(transition, [(CONTROLLER, node.name)])
     node = run.fleet.nodes[number]._replace(alive=False, keeper_by_s=inf, budget_bytes=0)
     fleet.put_node(transition, number, node)
     recovery.memory_shrank(transition)

@@ -5,7 +5,8 @@ from __future__ import annotations
 from math import inf
 
 from orchestrator.core.actions import StartAttempt
-from orchestrator.core.handlers import demand, fleet, protection, reach, searching
+from orchestrator.core.handlers import demand, fleet, protection
+from orchestrator.core.network import reach, search
 from orchestrator.core.state import Attempt, Node, Phase, Reads, WorkerStatus
 from orchestrator.core.transition import Transition
 from orchestrator.policies import bad_sources
@@ -126,8 +127,8 @@ def _start(transition: Transition) -> None:
     )
     run.reads = Reads(num=run.reads.num)
     run.phase = Phase.FORMING
-    searching.start_anew(transition)
-    run.deadline_s = searching.form_deadline_s(transition)
+    search.start_anew(transition)
+    run.deadline_s = search.form_deadline_s(transition)
     transition.actions.append(
         StartAttempt(
             attempt=run.attempt.number,

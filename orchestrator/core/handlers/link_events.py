@@ -4,10 +4,11 @@ from __future__ import annotations
 
 from orchestrator.core.actions import ProbeLinks
 from orchestrator.core.events import LinksProbed
-from orchestrator.core.handlers import demand, formation, reach, recovery, searching
+from orchestrator.core.handlers import demand, formation, recovery
+from orchestrator.core.network import links, reach, search
 from orchestrator.core.state import ACTIVE, Phase
 from orchestrator.core.transition import Transition
-from orchestrator.policies import FaultKind, links
+from orchestrator.policies import FaultKind
 
 
 def links_probed(transition: Transition, event: LinksProbed) -> None:
@@ -22,8 +23,8 @@ def links_probed(transition: Transition, event: LinksProbed) -> None:
         found = tuple(way for way in event.lost if members >= set(way))
         is_sound = not found and members <= set(event.heard)
         run.network = network._replace(found=found, is_sound=is_sound)
-        searching.give_up(transition)
-    searching.note(transition, event.lost, heard=event.heard, asked=asked)
+        search.give_up(transition)
+    search.note(transition, event.lost, heard=event.heard, asked=asked)
     if is_search and run.phase in ACTIVE:
         _look_at_attempt(transition)
     elif run.network.found and is_search:
@@ -44,7 +45,7 @@ def _look_at_attempt(transition: Transition) -> None:
         what = "had not formed" if forms else "waited for each other"
         recovery.fault(transition, FaultKind.UNDECIDED, (), f"the members {what}")
     elif forms:
-        run.deadline_s = searching.form_deadline_s(transition)
+        run.deadline_s = search.form_deadline_s(transition)
 
 
 def ask(transition: Transition) -> None:

@@ -17,7 +17,8 @@ from orchestrator.core.events import (
     WorkerLeft,
     WorkerRaised,
 )
-from orchestrator.core.handlers import fleet, planned, protection, recovery, searching
+from orchestrator.core.handlers import fleet, planned, protection, recovery
+from orchestrator.core.network import search
 from orchestrator.core.state import ACTIVE, Cause, MutableRunState, Phase, Worker
 from orchestrator.core.transition import Transition
 from orchestrator.policies import STORAGE, FaultKind, UserError
@@ -81,7 +82,7 @@ def _run(transition: Transition) -> None:
     run.deadline_s = inf
     # Half of what an unusual one took is forgotten each time.
     run.form_s = max(transition.now_s - run.attempt.started_s, run.form_s / 2)
-    searching.forget(transition)
+    search.forget(transition)
 
 
 def checkpoint_committed(transition: Transition, event: CheckpointCommitted) -> None:
@@ -215,7 +216,7 @@ def attempt_stalled(transition: Transition, event: AttemptStalled) -> None:
     """Look at the network, which disturbs nobody."""
     run = transition.run
     if event.attempt == run.attempt.number and run.phase in (Phase.RUNNING, Phase.YIELDING):
-        searching.begin(transition)
+        search.begin(transition)
 
 
 def members_at_work(transition: Transition, event: MembersAtWork) -> None:

@@ -10,7 +10,8 @@ from __future__ import annotations
 from math import inf
 
 from orchestrator.core.actions import YieldAttempt
-from orchestrator.core.handlers import fleet, formation, reach, recovery
+from orchestrator.core.handlers import fleet, formation, recovery
+from orchestrator.core.network import reach
 from orchestrator.core.state import Cause, Phase
 from orchestrator.core.transition import Transition
 from orchestrator.policies import FaultKind, growth

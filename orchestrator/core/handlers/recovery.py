@@ -11,8 +11,9 @@ from math import inf
 
 from orchestrator.core.actions import FenceAttempt, ReadCommitted
 from orchestrator.core.events import CommittedRead
-from orchestrator.core.handlers import fleet, reach, searching
+from orchestrator.core.handlers import fleet
 from orchestrator.core.handlers.formation import wait
+from orchestrator.core.network import reach, search
 from orchestrator.core.state import Cause, MutableRunState, Phase, WorkerStatus
 from orchestrator.core.transition import Transition
 from orchestrator.policies import (
@@ -40,7 +41,7 @@ def fault(transition: Transition, kind: FaultKind, guilty: tuple[str, ...], evid
         run.cause, run.also = Cause(kind, guilty, evidence, transition.now_s), ()
         _fence(transition)
         if kind is FaultKind.UNDECIDED or run.network.suspects:
-            searching.begin_if_nameless(transition)
+            search.begin_if_nameless(transition)
     elif cause is None or kind.weight > cause.kind.weight:
         # The fault was found when the first hint of it came.
         at_s = cause.at_s if cause else transition.now_s
@@ -183,11 +184,11 @@ def proceed(transition: Transition) -> None:
         run.reads.final_from = run.reads.num + 1
         run.deadline_s = transition.now_s + transition.rules.bounds.read_s
         if not run.attempt.was_stuck:
-            searching.begin_if_nameless(transition)
+            search.begin_if_nameless(transition)
     if run.phase is not Phase.READING:
         return
     if _known_is_final(transition):
-        if searching.is_awaited(transition):
+        if search.is_awaited(transition):
             run.deadline_s = run.network.until_s
         else:
             decide(transition)
@@ -345,7 +346,7 @@ def read_bound(transition: Transition) -> None:
     """Ask again, or give up on storage."""
     run = transition.run
     if run.network.until_s <= transition.now_s:
-        searching.give_up(transition)
+        search.give_up(transition)
         if _known_is_final(transition):
             decide(transition)
             return
@@ -366,7 +367,7 @@ def decide(transition: Transition) -> None:
     is_first_time = not run.attempt.judged
     run.attempt.judged = True
     if is_first_time:
-        searching.explain(transition)
+        search.explain(transition)
         transition.report_incident()
     if run.committed[0] >= transition.rules.total_steps:
         transition.finish("completed", f"step {run.committed[0]} is committed")
@@ -440,7 +441,7 @@ def _charge(transition: Transition) -> str:
     run.num_unexplained = 0 if progressed else run.num_unexplained + is_unexplained
     if run.attempt.stepped and fault_class is not FaultClass.UNDECIDED:
         run.num_undecided = 0
-    elif fault_class is FaultClass.UNDECIDED and searching.is_program(transition):
+    elif fault_class is FaultClass.UNDECIDED and search.is_program(transition):
         # A program hangs where it hung before; a network that flaps does so anywhere.
         step = max(run.attempt.step, run.attempt.left_step)
         is_again = step == run.undecided_step and not progressed
@@ -481,9 +482,9 @@ def phase_bound(transition: Transition) -> None:
     run = transition.run
     workers = (run.fleet.workers.get(number) for number in run.attempt.members)
     if run.phase is Phase.FORMING:
-        look_s = searching.form_deadline_s(transition)
+        look_s = search.form_deadline_s(transition)
         if look_s > transition.now_s:
-            searching.begin(transition)
+            search.begin(transition)
             run.deadline_s = look_s
             return
         late = [w.name for w in workers if w is not None and w.inside and not w.formed]

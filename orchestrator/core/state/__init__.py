@@ -11,6 +11,7 @@ from orchestrator.core.state.fleet import (
     worker_name,
     worker_number,
 )
+from orchestrator.core.state.network import CONTROLLER, Link, Network, Pair
 from orchestrator.core.state.reads import Reads
 from orchestrator.core.state.run import (
     ACTIVE,
@@ -28,13 +29,17 @@ from orchestrator.core.state.table import Table
 
 __all__ = [
     "ACTIVE",
+    "CONTROLLER",
     "TERMINAL",
     "Attempt",
     "Cause",
     "Fleet",
+    "Link",
     "MutableRunState",
+    "Network",
     "Node",
     "Offer",
+    "Pair",
     "Phase",
     "Reads",
     "Reservation",

@@ -11,8 +11,10 @@ from dataclasses import replace
 from math import inf
 
 from orchestrator.core.actions import ProbeLinks
+from orchestrator.core.network import links
+from orchestrator.core.state import CONTROLLER, Pair
 from orchestrator.core.transition import Transition
-from orchestrator.policies import FaultKind, Pair, links
+from orchestrator.policies import FaultKind
 
 #: What a lost link may be behind; also what could not be read, if that is why an attempt ended.
 _NAMELESS = frozenset({FaultKind.UNDECIDED, FaultKind.PEER_LOST})
@@ -123,7 +125,7 @@ def note(
 def _is_there(transition: Transition, name: str) -> bool:
     fleet = transition.run.fleet
     number = fleet.node_ids.get(name)
-    return name == links.CONTROLLER or (number is not None and fleet.nodes[number].alive)
+    return name == CONTROLLER or (number is not None and fleet.nodes[number].alive)
 
 
 def is_program(transition: Transition) -> bool:

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from orchestrator.core.state import Node, Phase
+from orchestrator.core.network import links
+from orchestrator.core.state import CONTROLLER, Node, Pair, Phase
 from orchestrator.core.transition import Transition
 from orchestrator.policies import layout as layout_policy
-from orchestrator.policies import links
 
 _EPSILON = 1e-6
 
@@ -34,14 +34,14 @@ def due(transition: Transition) -> list[Node]:
     return [node for node in nodes if node.alive and node.is_due(now_s, lead_s)]
 
 
-def _apart(transition: Transition, *, paused: bool) -> list[links.Pair]:
+def _apart(transition: Transition, *, paused: bool) -> list[Pair]:
     """Return the pairs that must not be together, of which both could train."""
     fleet = transition.run.fleet
     known = transition.run.network.links
     return [
         pair
         for pair in links.apart(known, transition.now_s, paused=paused)
-        if all(end == links.CONTROLLER or fleet.nodes[fleet.node_ids[end]].usable for end in pair)
+        if all(end == CONTROLLER or fleet.nodes[fleet.node_ids[end]].usable for end in pair)
     ]
 
 
@@ -91,7 +91,7 @@ def unreached(transition: Transition) -> tuple[str, ...]:
         if node.usable and number not in out and (leaving or not node.draining)
     }
     ends = {end for pair in pairs if stay & set(pair) for end in pair}
-    return tuple(sorted(ends - stay - {links.CONTROLLER}))
+    return tuple(sorted(ends - stay - {CONTROLLER}))
 
 
 def patience_end_s(transition: Transition) -> float:
@@ -118,7 +118,7 @@ def given_up(transition: Transition) -> frozenset[int]:
     run, rules = transition.run, transition.rules
     num_tries = _num_tries(transition)
     lost = links.apart(run.network.links, transition.now_s, paused=False)
-    pairs = [pair for pair in lost if links.CONTROLLER not in pair]
+    pairs = [pair for pair in lost if CONTROLLER not in pair]
     is_waiting = run.phase is Phase.WAITING and pairs and num_tries
     if not is_waiting or num_together(transition, leaving=True) >= rules.min_workers:
         return frozenset()

@@ -9,31 +9,10 @@ from __future__ import annotations
 
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from math import inf
-from typing import Final, NamedTuple, TypeAlias
+from typing import TypeAlias
 
-__all__ = [
-    "CONTROLLER",
-    "Link",
-    "Pair",
-    "apart",
-    "choices",
-    "described",
-    "due",
-    "left_out",
-    "noted",
-    "wake_s",
-    "without",
-]
+from orchestrator.core.state import CONTROLLER, Link, Pair
 
-#: The controller as an end of links: a node that it loses and finds again lost this one. Nobody
-#: probes it, and that of a node that is never found again is forgotten.
-CONTROLLER: Final = ""
-#: Two nodes by name: the way from the first to the second, or, sorted, the link of both.
-Pair: TypeAlias = tuple[str, str]
-
-#: First pause of a link that is whole again, and the longest.
-_PAUSE_S = 5.0
-_PAUSE_S_MAX = 600.0
 #: A link that was whole for so long is a link like any other.
 _FORGET_S = 3600.0
 #: A lost link is probed again after a tenth of the time since it was lost, within these.
@@ -50,36 +29,6 @@ _EXACT_MAX = 16
 #: By node: those that it must not be together with; and its workers, and whether it is preferred.
 _Foes: TypeAlias = Mapping[str, set[str]]
 _Worth: TypeAlias = Mapping[str, tuple[int, bool]]
-
-
-class Link(NamedTuple):
-    """A link between two nodes that was lost, and perhaps is whole again.
-
-    Attributes:
-        ends: Its nodes, sorted.
-        lost: The ways that have no connection, by the last probe; () if it is whole.
-        since_s: When it was lost in use, the last time.
-        num_lost: How often it was lost in use.
-        whole_s: Since when it is whole; infinity while it is lost.
-        probe_s: When to probe it again; infinity once its pause is over.
-    """
-
-    ends: Pair
-    lost: tuple[Pair, ...]
-    since_s: float
-    num_lost: int = 1
-    whole_s: float = inf
-    probe_s: float = inf
-
-    @property
-    def pause_s(self) -> float:
-        """Return how long it must be whole before it is used."""
-        return min(_PAUSE_S * 2.0 ** min(self.num_lost - 1, 10), _PAUSE_S_MAX)
-
-    @property
-    def until_s(self) -> float:
-        """Return from when on it may be used; infinity while it is lost."""
-        return self.whole_s + self.pause_s
 
 
 def noted(

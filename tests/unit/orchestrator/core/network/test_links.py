@@ -3,8 +3,8 @@ from random import Random
 
 import pytest
 
-from orchestrator.policies import links
-from orchestrator.policies.links import Link, Pair
+from orchestrator.core.network import links
+from orchestrator.core.state import Link, Pair
 
 
 def _cut(*pairs: Pair, at_s: float = 0.0) -> tuple[Link, ...]:
