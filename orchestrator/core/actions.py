@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import TypeAlias
 
-from orchestrator.core.state import Pair
+from orchestrator.core.state import Pair, RunOutcome
 from orchestrator.core.values import value
 from orchestrator.policies import RedundancyPlan
 from ucp_core.layout import ParallelLayout
@@ -229,12 +229,11 @@ class FinishRun:
     """The run is over: release everything and write the summary.
 
     Attributes:
-        outcome: "completed", "stopped", "failed", or "no_capacity" if too few workers could be had
-            for too long.
+        outcome: How.
         reason: One line; for "failed" the user's traceback comes first if a user error caused it.
     """
 
-    outcome: str
+    outcome: RunOutcome
     reason: str
 
 

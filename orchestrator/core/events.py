@@ -6,6 +6,7 @@ The shell makes events, the journal keeps them, ``machine.step`` folds them. Eve
 
 from __future__ import annotations
 
+from enum import StrEnum
 from typing import TypeAlias
 
 from orchestrator.core.state import Pair
@@ -244,27 +245,38 @@ class CheckpointCommitted:
     step: int
 
 
+class Leaving(StrEnum):
+    """How a worker left an attempt."""
+
+    COMPLETED = "completed"
+    YIELDED = "yielded"
+    FENCED = "fenced"
+    #: A collective failed under it.
+    PEER_LOST = "peer_lost"
+    #: It, or a peer, could not load the version to resume from.
+    UNLOADABLE = "unloadable"
+
+
 @value
 class WorkerLeft:
     """``worker`` has left ``attempt`` and will write nothing more in it; its process lives.
 
     Attributes:
-        how: "completed", "yielded", "fenced", "peer_lost" (a collective failed under it) or
-            "unloadable" (it, or a peer, could not load the version to resume from).
+        how: How.
         step: The last step it completed.
-        detail: One line for people; with "completed" why the script stopped before the last step.
+        detail: One line for people; with ``COMPLETED`` why the script stopped before the last step.
         damaged: Sources of that version whose bytes are not the bytes that were written.
         unread: Sources of it that could not be read this time.
         skipped: A line for people for each source that failed.
-        unreached: With "peer_lost": the node that its transport could not reach; "" if it named
+        unreached: With ``PEER_LOST``: the node that its transport could not reach; "" if it named
             none.
-        told: With "yielded": what told its process to end; "" if nobody did.
+        told: With ``YIELDED``: what told its process to end; "" if nobody did.
     """
 
     at_s: float
     attempt: int
     worker: str
-    how: str
+    how: Leaving
     step: int
     detail: str
     damaged: tuple[Source, ...] = ()

@@ -2,12 +2,18 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Mapping
 from math import inf
+from typing import Any, TypeAlias
 
 from orchestrator.core.actions import Action, FinishRun, ReportIncident
 from orchestrator.core.rules import RunRules
-from orchestrator.core.state import Cause, MutableRunState, Phase
+from orchestrator.core.state import EDGES, Cause, MutableRunState, Phase, RunOutcome
 from orchestrator.policies import FaultKind
+
+#: What handles an event or a consequence, by its type and the phase; see ``phase_table``.
+Handler: TypeAlias = Callable[["Transition", Any], None]
+PhaseTable: TypeAlias = Mapping[type, Mapping[Phase, Handler]]
 
 
 class Transition:
@@ -20,13 +26,29 @@ class Transition:
         actions: What the shell is to do, in order.
     """
 
-    __slots__ = ("actions", "now_s", "rules", "run")
+    __slots__ = ("_table", "actions", "now_s", "rules", "run")
 
-    def __init__(self, run: MutableRunState, rules: RunRules, now_s: float) -> None:
+    def __init__(
+        self, run: MutableRunState, rules: RunRules, now_s: float, table: PhaseTable
+    ) -> None:
         self.run = run
         self.rules = rules
         self.now_s = now_s
         self.actions: list[Action] = []
+        self._table = table
+
+    def follow(self, what: Any) -> None:
+        """Handle an event or a consequence as the table says for the present phase."""
+        handler = self._table[type(what)].get(self.run.phase)
+        if handler is not None:
+            handler(self, what)
+
+    def enter(self, phase: Phase, deadline_s: float) -> None:
+        """Enter a phase, with the time of its bound; infinity if it has none."""
+        before = self.run.phase
+        assert phase in EDGES[before], f"{before} -> {phase}"
+        self.run.phase = phase
+        self.run.deadline_s = deadline_s
 
     @property
     def max_workers(self) -> int:
@@ -59,10 +81,11 @@ class Transition:
             )
         )
 
-    def finish(self, outcome: str, reason: str) -> None:
-        """End the run for good; see ``FinishRun`` for the outcomes."""
+    def finish(self, outcome: RunOutcome, reason: str) -> None:
+        """End the run for good."""
         run = self.run
-        run.phase = Phase.FINISHED if outcome in ("completed", "stopped") else Phase.FAILED
-        run.deadline_s = run.fleet.wake_s = run.surveying_until_s = inf
+        is_well = outcome in (RunOutcome.COMPLETED, RunOutcome.STOPPED)
+        self.enter(Phase.FINISHED if is_well else Phase.FAILED, inf)
+        run.fleet.wake_s = run.surveying_until_s = inf
         run.outcome, run.reason = outcome, reason
         self.actions.append(FinishRun(outcome=outcome, reason=reason))

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import ast
 from dataclasses import fields
+from enum import StrEnum
 from typing import Any, get_args
 
 from orchestrator.core import Action, RunRules, RunState, check, step
@@ -72,6 +73,8 @@ def _is_default(value: Any, default: Any) -> bool:
 def _text(value: Any) -> str:
     if isinstance(value, RedundancyPlan):
         return repr(value.reason)
+    if isinstance(value, StrEnum):
+        value = value.value
     return repr(value) if isinstance(value, str | int | float | tuple) else f"'{value}'"
 
 
@@ -96,5 +99,7 @@ def _rules(line: str) -> RunRules:
 def _event(line: str) -> ev.Event:
     at_s, call = line.split(" ", 1)
     kind, values = _arguments(call)
+    if "how" in values:
+        values["how"] = ev.Leaving(values["how"])
     event: ev.Event = _EVENTS[kind](at_s=float(at_s), **values)
     return event

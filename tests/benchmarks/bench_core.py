@@ -65,7 +65,7 @@ def time_fleet(num_workers: int) -> dict[str, Any]:
     timed.fold(ev.WorkerExited(at_s=2000.0, worker=names[0], cause="crash", detail=""))
     for name in names[1:]:
         left = ev.WorkerLeft(
-            at_s=2000.0, attempt=1, worker=name, how="fenced", step=1000, detail=""
+            at_s=2000.0, attempt=1, worker=name, how=ev.Leaving.FENCED, step=1000, detail=""
         )
         timed.fold(left)
     for name in names[1:]:

@@ -12,14 +12,14 @@ from typing import Any
 
 import pytest
 
-from orchestrator.core import Phase, compaction, machine
+from orchestrator.core import Phase, compaction
 from orchestrator.core import events as ev
+from orchestrator.core.consequences import BoundReached, RecoveryAdvanced
 from orchestrator.core.handlers import deadlines as on_time
 from orchestrator.core.handlers import (
     demand,
     fleet,
     formation,
-    link_events,
     planned,
     protection,
     recovery,
@@ -30,6 +30,7 @@ from orchestrator.core.handlers import (
 from orchestrator.core.handlers import fleet_events as on_fleet
 from orchestrator.core.handlers import member_events as on_members
 from orchestrator.core.network import links, reach, search
+from orchestrator.core.phase_table import TABLE, row
 from orchestrator.core.state import MutableRunState, Node, Pair, Worker
 from orchestrator.core.transition import Transition
 from orchestrator.policies import RedundancyPlan, Share, budgets, versions
@@ -53,14 +54,13 @@ def _members_out(transition: Transition) -> None:
             fleet.put_worker(transition, number, worker._replace(inside=False))
 
 
-def _start_before_the_fence_is_answered(transition: Transition) -> None:
-    if transition.run.phase is Phase.FENCING:
-        _members_out(transition)
-    _PROCEED(transition)
+def _start_before_the_fence_is_answered(transition: Transition, advanced: Any) -> None:
+    _members_out(transition)
+    recovery.read_once_all_left(transition, advanced)
 
 
 def _do_not_wait_for_all_to_yield(transition: Transition) -> None:
-    if transition.run.phase is Phase.YIELDING and transition.run.attempt.yielded_step >= 0:
+    if transition.run.attempt.yielded_step >= 0:
         _members_out(transition)
     _ALL_LEFT(transition)
 
@@ -94,17 +94,17 @@ def _forget_the_attempt_number(
 
 
 def _blame_who_reports_first(transition: Transition, event: ev.WorkerLeft) -> None:
-    on_members.worker_left(transition, event)
+    _WORKER_LEFT[transition.run.phase](transition, event)
     cause = transition.run.cause
-    if event.how == "peer_lost" and cause is not None and cause.kind == "peer_lost":
+    if event.how == ev.Leaving.PEER_LOST and cause is not None and cause.kind == "peer_lost":
         transition.run.cause = replace(cause, guilty=(event.worker,))
 
 
 def _kill_who_lost_its_peers(transition: Transition, event: ev.WorkerLeft) -> None:
     found = fleet.find_worker(transition, event.worker)
-    if found is not None and found[1].inside and event.how == "peer_lost":
+    if found is not None and found[1].inside and event.how == ev.Leaving.PEER_LOST:
         fleet.kill_worker(transition, found[0], "lost its peers")
-    on_members.worker_left(transition, event)
+    _WORKER_LEFT[transition.run.phase](transition, event)
 
 
 def _bind_two_workers_to_a_reservation(_transition: Transition, node: Node) -> list[int]:
@@ -129,8 +129,12 @@ def _always(*_: Any, **__: Any) -> bool:
     return True
 
 
-def _never_look(*_: Any) -> None:
+def _never_look(*_: Any, **__: Any) -> None:
     """Do nothing where a bound, an event or a restart should have been handled."""
+
+
+def _adopt_blindly(*_: Any) -> bool:
+    return False
 
 
 def _no_pairs(*_: Any, **__: Any) -> tuple[Pair, ...]:
@@ -140,7 +144,7 @@ def _no_pairs(*_: Any, **__: Any) -> tuple[Pair, ...]:
 def _strike_the_ends(transition: Transition, event: ev.LinksProbed) -> None:
     for name in {end for way in event.lost for end in way}:
         fleet.strike(transition, fleet.find_node(transition, name))
-    link_events.links_probed(transition, event)
+    search.links_probed(transition, event)
 
 
 def _wait_on(transition: Transition, *_: Any) -> None:
@@ -200,7 +204,10 @@ def _protect_nothing(*_: Any) -> RedundancyPlan:
 
 BUGS = {
     "starts before the fence is answered": Bug(
-        recovery, "proceed", _start_before_the_fence_is_answered, ("S1", "S3", "invariant", "L1")
+        TABLE[RecoveryAdvanced],
+        Phase.FENCING,
+        _start_before_the_fence_is_answered,
+        ("S1", "S3", "invariant", "L1"),
     ),
     "does not wait for all to yield": Bug(
         planned, "all_left", _do_not_wait_for_all_to_yield, ("S1", "invariant")
@@ -220,28 +227,24 @@ BUGS = {
     "forgets the attempt number": Bug(
         on_members, "_member", _forget_the_attempt_number, ("S1", "S3", "invariant"), first_seed=150
     ),
-    "blames who reports first": Bug(
-        machine._HANDLERS, ev.WorkerLeft, _blame_who_reports_first, ("S5",)
-    ),
-    "kills who lost its peers": Bug(
-        machine._HANDLERS, ev.WorkerLeft, _kill_who_lost_its_peers, ("S5",)
-    ),
+    "blames who reports first": Bug(TABLE, ev.WorkerLeft, row(_blame_who_reports_first), ("S5",)),
+    "kills who lost its peers": Bug(TABLE, ev.WorkerLeft, row(_kill_who_lost_its_peers), ("S5",)),
     "binds two workers to a reservation": Bug(
         fleet, "free_reservations", _bind_two_workers_to_a_reservation, ("invariant", "S1")
     ),
     "keeps the reservations of lost nodes": Bug(
         demand, "release_reservation", _keep_reservations_of_lost_nodes, ("L1",)
     ),
-    "has no bound for fencing": Bug(recovery, "fence_bound", _wait_on, ("L1",)),
-    "has no bound for forming": Bug(recovery, "phase_bound", _wait_on, ("L1",), first_seed=300),
-    "has no bound for reading": Bug(recovery, "read_bound", _wait_on, ("L1",)),
-    "has no bound for starting": Bug(on_time, "_look_at_workers", _never_look, ("L1",)),
-    "ignores a hang": Bug(machine._HANDLERS, ev.HangFound, _never_look, ("L1",)),
-    "kills who is at work": Bug(machine._HANDLERS, ev.MembersAtWork, _never_look, ("S5",)),
-    "ignores a lost node": Bug(on_fleet, "lose_node", _never_look, ("L1", "S1", "S5")),
-    "adopts blindly after a restart": Bug(
-        survey, "_resume_attempt", _never_look, ("L1", "invariant")
+    "has no bound for fencing": Bug(TABLE[BoundReached], Phase.FENCING, _wait_on, ("L1",)),
+    "has no bound for forming": Bug(
+        TABLE[BoundReached], Phase.FORMING, _wait_on, ("L1",), first_seed=300
     ),
+    "has no bound for reading": Bug(TABLE[BoundReached], Phase.READING, _wait_on, ("L1",)),
+    "has no bound for starting": Bug(on_time, "_look_at_workers", _never_look, ("L1",)),
+    "ignores a hang": Bug(TABLE, ev.HangFound, row(_never_look), ("L1",)),
+    "kills who is at work": Bug(TABLE, ev.MembersAtWork, row(_never_look), ("S5",)),
+    "ignores a lost node": Bug(on_fleet, "lose_node", _never_look, ("L1", "S1", "S5")),
+    "adopts blindly after a restart": Bug(survey, "_fences", _adopt_blindly, ("L1", "invariant")),
     "takes parts for versions": Bug(
         versions, "_is_whole", _take_parts_for_versions, ("S2", "S3", "L1", "L3")
     ),
@@ -254,10 +257,14 @@ BUGS = {
         recovery, "leave_out", _take_what_was_being_read, ("S6",), first_seed=250
     ),
     "forgets the history of a run that is resumed": Bug(
-        machine._HANDLERS, ev.RunResumed, _begin_anew, ("S1", "S3", "L1")
+        TABLE, ev.RunResumed, row(_begin_anew, over=_begin_anew), ("S1", "S3", "L1")
     ),
     "does not read what a run that is resumed has committed": Bug(
-        machine._HANDLERS, ev.RunResumed, _forget_what_was_committed, ("S3", "L3"), first_seed=550
+        TABLE,
+        ev.RunResumed,
+        row(_forget_what_was_committed, over=_forget_what_was_committed),
+        ("S3", "L3"),
+        first_seed=550,
     ),
     "takes a stale state for that of a newer journal": Bug(
         compaction, "behind", _take_it_for_the_end, ("L1",)
@@ -266,22 +273,20 @@ BUGS = {
         protection, "plan", _protect_nothing, ("L3",), single=drawing.lose_node
     ),
     "leaves open how to protect snapshots": Bug(
-        machine._HANDLERS, ev.MemoryMeasured, _never_look, ("L3",), single=drawing.lose_node
+        TABLE, ev.MemoryMeasured, row(_never_look), ("L3",), single=drawing.lose_node
     ),
     "lets a keeper be silent": Bug(
-        machine._HANDLERS, ev.KeeperSilent, _never_look, ("L2",), single=drawing.stop_keeper
+        TABLE, ev.KeeperSilent, row(_never_look), ("L2",), single=drawing.stop_keeper
     ),
     "gives up on connections that are reset": Bug(
         budgets, "overspent", _count_lost_peers, ("L1",), first_seed=150
     ),
     "takes lost links for whole": Bug(links, "apart", _no_pairs, ("L1",)),
     "does not look for lost links": Bug(search, "begin", _never_look, ("L1",), first_seed=350),
-    "never probes a lost link again": Bug(link_events, "ask", _never_look, ("L1",)),
+    "never probes a lost link again": Bug(search, "probe_due_links", _never_look, ("L1",)),
     "does not replace who is not reached": Bug(demand, "replace_unreached", _never_look, ("L1",)),
     "begins where a node is about to be taken": Bug(reach, "due", _nobody, ("L3",)),
-    "strikes the ends of lost links": Bug(
-        machine._HANDLERS, ev.LinksProbed, _strike_the_ends, ("S5",)
-    ),
+    "strikes the ends of lost links": Bug(TABLE, ev.LinksProbed, row(_strike_the_ends), ("S5",)),
     "takes a run directory for its own for ever": Bug(
         Storage, "owns", _always, ("S2",), first_seed=200
     ),
@@ -297,7 +302,7 @@ BUGS = {
     "starts no worker processes": Bug(demand, "_staff", _never_look, ("L1",)),
 }
 
-_PROCEED = recovery.proceed
+_WORKER_LEFT = TABLE[ev.WorkerLeft]
 _OVERSPENT = budgets.overspent
 _OWN_SHARE = sharing.own_share
 _ALL_LEFT = planned.all_left

@@ -144,9 +144,9 @@ class Journaled:
             case act.KillWorker(worker=worker):
                 return [ev.WorkerExited(at_s=at_s, worker=worker, cause="killed", detail="")]
             case act.FenceAttempt(workers=workers):
-                return [self._left(worker, "peer_lost") for worker in workers]
+                return [self._left(worker, ev.Leaving.PEER_LOST) for worker in workers]
             case act.YieldAttempt(workers=workers):
-                return [self._left(worker, "yielded") for worker in workers]
+                return [self._left(worker, ev.Leaving.YIELDED) for worker in workers]
             case act.ReadCommitted(number=number):
                 known = self.state.attempt.step or self.state.committed[0] or self.state.stored
                 return [
@@ -171,7 +171,7 @@ class Journaled:
             case _:
                 return []
 
-    def _left(self, worker: str, how: str) -> ev.Event:
+    def _left(self, worker: str, how: ev.Leaving) -> ev.Event:
         state = self.state
         return ev.WorkerLeft(
             at_s=self.at_s,

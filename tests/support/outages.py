@@ -133,8 +133,8 @@ class Outages:
             act.StartWorker: self._start_worker,
             act.KillWorker: self._kill_worker,
             act.StartKeeper: lambda action: self._later(0.0, ev.KeeperReady, node=action.node),
-            act.FenceAttempt: lambda action: self._leave(action, "fenced"),
-            act.YieldAttempt: lambda action: self._leave(action, "yielded"),
+            act.FenceAttempt: lambda action: self._leave(action, ev.Leaving.FENCED),
+            act.YieldAttempt: lambda action: self._leave(action, ev.Leaving.YIELDED),
             act.ReadCommitted: self._read,
             act.StartAttempt: self._start_attempt,
             act.ReportIncident: self._report,
@@ -280,7 +280,7 @@ class Outages:
         if node.avoid_until_s > self.now_s:
             self.quarantines.append((server.name, self.now_s, node.avoid_until_s))
 
-    def _leave(self, action: act.FenceAttempt | act.YieldAttempt, how: str) -> None:
+    def _leave(self, action: act.FenceAttempt | act.YieldAttempt, how: ev.Leaving) -> None:
         self._stop_counting()
         for worker in action.workers:
             if self._inside.pop(worker, 0) is None:

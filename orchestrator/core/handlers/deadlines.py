@@ -4,17 +4,17 @@ from __future__ import annotations
 
 from math import inf
 
+from orchestrator.core.consequences import AttemptFailed, BoundReached
 from orchestrator.core.events import FaultInjected, StopRequested, Ticked
 from orchestrator.core.handlers import (
     demand,
     fleet,
     fleet_events,
-    formation,
-    link_events,
     recovery,
     survey,
 )
-from orchestrator.core.state import Phase, WorkerStatus
+from orchestrator.core.network import search
+from orchestrator.core.state import RunOutcome, WorkerStatus
 from orchestrator.core.transition import Transition
 from orchestrator.policies import FaultKind
 
@@ -32,18 +32,7 @@ def ticked(transition: Transition, event: Ticked) -> None:
     if run.deadline_s > event.at_s:
         return
     run.deadline_s = inf
-    match run.phase:
-        case Phase.WAITING:
-            formation.waited_too_long(transition)
-        case Phase.FORMING | Phase.YIELDING:
-            recovery.phase_bound(transition)
-        case Phase.FENCING:
-            recovery.fence_bound(transition)
-        case Phase.READING:
-            recovery.read_bound(transition)
-        case _:
-            # RUNNING: the bound only woke ``planned``, which runs after every event.
-            pass
+    transition.follow(BoundReached())
 
 
 def _look_at_fleet(transition: Transition) -> None:
@@ -52,7 +41,7 @@ def _look_at_fleet(transition: Transition) -> None:
     _look_at_workers(transition)
     _look_at_nodes(transition)
     if transition.run.network.links:
-        link_events.ask(transition)
+        search.probe_due_links(transition)
     if transition.run.fleet.num_failed_starts >= transition.rules.starts_failed_max:
         demand.give_up_starting(transition)
 
@@ -95,13 +84,19 @@ def fault_injected(transition: Transition, event: FaultInjected) -> None:
 
 
 def stop_requested(transition: Transition, event: StopRequested) -> None:
-    """Stop at the next step boundary, or at once if no attempt trains."""
+    """Note it: training stops at the next step boundary, a recovery once it has read."""
     run = transition.run
-    if run.stop_reason:
-        return
-    run.stop_reason = event.reason or "stopped by the user"
-    if run.phase is Phase.WAITING:
-        transition.finish("stopped", run.stop_reason)
-    elif run.phase is Phase.FORMING:
-        recovery.fault(transition, FaultKind.STOP, (), run.stop_reason)
-        recovery.proceed(transition)
+    run.stop_reason = run.stop_reason or event.reason or "stopped by the user"
+
+
+def stop_requested_waiting(transition: Transition, event: StopRequested) -> None:
+    """Stop at once: nothing trains."""
+    stop_requested(transition, event)
+    transition.finish(RunOutcome.STOPPED, transition.run.stop_reason)
+
+
+def stop_requested_forming(transition: Transition, event: StopRequested) -> None:
+    """Fence the attempt, which has not begun to train."""
+    if not transition.run.stop_reason:
+        stop_requested(transition, event)
+        transition.follow(AttemptFailed(FaultKind.STOP, (), transition.run.stop_reason))

@@ -1,6 +1,6 @@
 """Requests for reservations, as many as the run may use, and for worker processes on them.
 
-``settle`` runs after every event, so no other place has to make requests.
+The ``settle`` functions run after every event, so no other place has to make requests.
 """
 
 from __future__ import annotations
@@ -14,48 +14,58 @@ from orchestrator.core.actions import (
     RequestReservation,
     StartWorker,
 )
+from orchestrator.core.consequences import EventFolded, ReachChanged
 from orchestrator.core.events import CapacityRefused
 from orchestrator.core.handlers import fleet
 from orchestrator.core.network import reach
-from orchestrator.core.state import Phase, WorkerStatus
+from orchestrator.core.state import Phase, RunOutcome, WorkerStatus
 from orchestrator.core.transition import Transition
 from orchestrator.policies import capacity
 
-_TRAINING = frozenset({Phase.RUNNING, Phase.YIELDING})
 
-
-def settle(transition: Transition) -> None:
-    """Request missing reservations and start missing workers, unless that would slow a recovery."""
-    run = transition.run
-    if run.surveying_until_s != inf:
-        return
-    _look_at_offers(transition)
-    if transition.rules.capacity.has_choice:
-        _settle_alternatives(transition)
-    elif run.fleet.num_reservations < transition.max_workers:
-        _request(transition)
-    elif run.sharing.limit >= 0:
-        _give_back(transition)
-    if run.fleet.short and may_start_workers(transition):
-        short, run.fleet.short = run.fleet.short, ()
-        for number in short:
-            _staff(transition, number)
-        # Releasing a reservation or killing a worker lists its node; these were just looked at.
-        run.fleet.short = ()
-
-
-def may_start_workers(transition: Transition) -> bool:
-    """Return whether starting processes now does not slow a recovery down.
+def settle(transition: Transition, _: EventFolded) -> None:
+    """Request missing reservations; processes would slow the recovery down.
 
     Importing torch takes seconds of a core. If enough workers are left, their first step comes
     first and replacements start after it.
     """
-    return _trains(transition) or transition.run.phase is Phase.WAITING
+    _settle(transition, trains=False)
 
 
-def _trains(transition: Transition) -> bool:
+def settle_waiting(transition: Transition, _: EventFolded) -> None:
+    """Request missing reservations and start missing workers."""
+    if _settle(transition, trains=False):
+        _staff_nodes(transition, trains=False)
+
+
+def settle_training(transition: Transition, _: EventFolded) -> None:
+    """Request missing reservations; start missing workers and standbys after the first step."""
+    trains = transition.run.attempt.stepped
+    if _settle(transition, trains=trains) and trains:
+        _staff_nodes(transition, trains=True)
+
+
+def _settle(transition: Transition, *, trains: bool) -> bool:
+    """Request what is missing; return False if it is not known what there is."""
     run = transition.run
-    return run.attempt.stepped and run.phase in _TRAINING
+    if run.surveying_until_s != inf:
+        return False
+    _look_at_offers(transition)
+    if transition.rules.capacity.has_choice:
+        _settle_alternatives(transition, trains=trains)
+    elif run.fleet.num_reservations < transition.max_workers:
+        _request(transition)
+    elif run.sharing.limit >= 0:
+        _give_back(transition)
+    return True
+
+
+def _staff_nodes(transition: Transition, *, trains: bool) -> None:
+    fleet = transition.run.fleet
+    for number in fleet.short:
+        _staff(transition, number, trains=trains)
+    # Releasing a reservation or killing a worker lists its node; these were just looked at.
+    fleet.short = ()
 
 
 def renew_pending(transition: Transition) -> None:
@@ -162,7 +172,7 @@ def _look_at_offers(transition: Transition) -> None:
             transition.wake_by(by_s)
 
 
-def _settle_alternatives(transition: Transition) -> None:
+def _settle_alternatives(transition: Transition, *, trains: bool) -> None:
     """Ask for each alternative whose betters are refused, as much as they do not grant.
 
     A refused request stays open: a grant shows that it is back. Reservations of worse
@@ -187,7 +197,7 @@ def _settle_alternatives(transition: Transition) -> None:
             avoid = avoided_nodes(transition) if avoid is None else avoid
             _request_one(transition, avoid, alternative)
         is_refused = is_refused and fleet.offer(transition, alternative).refused_s != inf
-    if num_had > max_workers and (_trains(transition) or run.sharing.limit >= 0):
+    if num_had > max_workers and (trains or run.sharing.limit >= 0):
         _release_worst(transition, num_had - max_workers)
 
 
@@ -248,7 +258,7 @@ def request(transition: Transition, number: int) -> RequestReservation:
     )
 
 
-def _staff(transition: Transition, number: int) -> None:
+def _staff(transition: Transition, number: int, *, trains: bool) -> None:
     """Start the processes that a node lacks and kill surplus ones."""
     run = transition.run
     node = run.fleet.nodes[number]
@@ -256,7 +266,7 @@ def _staff(transition: Transition, number: int) -> None:
     if node.alive and node.reservations and not node.draining:
         wanted = len(node.reservations)
         allowed = wanted + transition.rules.standby_per_node
-        if _trains(transition):
+        if trains:
             # Standbys start last: until the first step the members need the cores.
             wanted = allowed
     live = [w for w in node.workers if run.fleet.workers[w].status is not WorkerStatus.DYING]
@@ -278,6 +288,11 @@ def _staff(transition: Transition, number: int) -> None:
     if node.draining and run.phase is Phase.RUNNING:
         for reservation in fleet.free_reservations(transition, run.fleet.nodes[number]):
             release_reservation(transition, reservation)
+
+
+def reach_changed(transition: Transition, _: ReachChanged) -> None:
+    """Request nodes again that need not be avoided any more."""
+    replace_unreached(transition)
 
 
 def replace_unreached(transition: Transition) -> None:
@@ -309,7 +324,7 @@ def give_up_starting(transition: Transition) -> None:
     live = any(worker.status is WorkerStatus.READY for worker in run.fleet.workers.values())
     if not live and run.phase is Phase.WAITING:
         transition.finish(
-            "failed",
+            RunOutcome.FAILED,
             f"{run.fleet.num_failed_starts} worker processes in a row died at start; "
             f"the last: {run.fleet.failed_start}",
         )

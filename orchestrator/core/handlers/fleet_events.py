@@ -11,6 +11,12 @@ from orchestrator.core.actions import (
     RestartKeeper,
     StartKeeper,
 )
+from orchestrator.core.consequences import (
+    AttemptFailed,
+    CapacityChanged,
+    IdleLoss,
+    MemoryLost,
+)
 from orchestrator.core.events import (
     ControllerDraining,
     KeeperDied,
@@ -23,9 +29,9 @@ from orchestrator.core.events import (
     WorkerExited,
     WorkerReady,
 )
-from orchestrator.core.handlers import demand, fleet, formation, recovery
+from orchestrator.core.handlers import demand, fleet, recovery
 from orchestrator.core.network import links, search
-from orchestrator.core.state import CONTROLLER, Phase, WorkerStatus
+from orchestrator.core.state import CONTROLLER, WorkerStatus
 from orchestrator.core.transition import Transition
 from orchestrator.policies import FaultKind
 
@@ -60,10 +66,13 @@ def keeper_died(transition: Transition, event: KeeperDied) -> None:
     by_s = transition.now_s + transition.rules.bounds.keeper_return_s
     _expect_keeper(transition, event.node, by_s)
     transition.wake_by(by_s)
-    if transition.run.phase is Phase.WAITING:
-        # What no living worker holds is gone with it.
-        recovery.memory_shrank(transition)
-        recovery.proceed(transition)
+
+
+def keeper_died_waiting(transition: Transition, event: KeeperDied) -> None:
+    """Also read again: what no living worker holds is gone with the keeper."""
+    keeper_died(transition, event)
+    transition.follow(MemoryLost())
+    recovery.advance(transition)
 
 
 def keeper_silent(transition: Transition, event: KeeperSilent) -> None:
@@ -121,13 +130,16 @@ def lose_node(transition: Transition, number: int, cause: str) -> None:
         search.note(transition, [(CONTROLLER, node.name)])
     node = run.fleet.nodes[number]._replace(alive=False, keeper_by_s=inf, budget_bytes=0)
     fleet.put_node(transition, number, node)
-    recovery.memory_shrank(transition)
+    transition.follow(MemoryLost())
     kind = FaultKind.PREEMPTION if preempted else FaultKind.NODE_LOSS
     if members:
-        recovery.fault(transition, kind, tuple(members), f"node {node.name[:8]}: {cause}")
-    elif names:
-        recovery.loss(transition, kind, f"node {node.name[:8]} with {', '.join(names)}: {cause}")
-    recovery.proceed(transition)
+        evidence = f"node {node.name[:8]}: {cause}"
+        transition.follow(AttemptFailed(kind, tuple(members), evidence))
+    else:
+        if names:
+            evidence = f"node {node.name[:8]} with {', '.join(names)}: {cause}"
+            transition.follow(IdleLoss(kind, evidence))
+        recovery.advance(transition)
     # A worker that was given up because it did not reach this node is wanted again.
     demand.renew_pending(transition)
 
@@ -139,8 +151,7 @@ def node_draining(transition: Transition, event: NodeDraining) -> None:
     if node.leave_by_s != event.deadline_s:
         fleet.put_node(transition, number, node._replace(leave_by_s=event.deadline_s))
         demand.renew_pending(transition)
-        if transition.run.phase is Phase.WAITING:
-            formation.try_start(transition)
+        transition.follow(CapacityChanged())
 
 
 def controller_draining(transition: Transition, event: ControllerDraining) -> None:
@@ -165,8 +176,7 @@ def reservation_granted(transition: Transition, event: ReservationGranted) -> No
     if not run.fleet.nodes[number].alive:
         fleet.revive_node(transition, number)
     fleet.place_reservation(transition, event.reservation, number)
-    if run.phase is Phase.WAITING:
-        formation.try_start(transition)
+    transition.follow(CapacityChanged())
 
 
 def worker_ready(transition: Transition, event: WorkerReady) -> None:
@@ -181,8 +191,7 @@ def worker_ready(transition: Transition, event: WorkerReady) -> None:
     if node.num_failed_starts:
         fleet.put_node(transition, worker.node, node._replace(num_failed_starts=0))
     fleet.put_worker(transition, number, worker._replace(status=WorkerStatus.READY, pid=event.pid))
-    if run.phase is Phase.WAITING:
-        formation.try_start(transition)
+    transition.follow(CapacityChanged())
 
 
 def worker_exited(transition: Transition, event: WorkerExited) -> None:
@@ -210,5 +219,6 @@ def worker_exited(transition: Transition, event: WorkerExited) -> None:
         is_short = event.cause == FaultKind.OUT_OF_MEMORY
         kind = FaultKind.OUT_OF_MEMORY if is_short else FaultKind.CRASH
         kind = FaultKind.PREEMPTION if preempted else kind
-        recovery.fault(transition, kind, (worker.name,), event.detail)
-    recovery.proceed(transition)
+        transition.follow(AttemptFailed(kind, (worker.name,), event.detail))
+    else:
+        recovery.advance(transition)

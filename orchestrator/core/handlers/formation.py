@@ -5,9 +5,15 @@ from __future__ import annotations
 from math import inf
 
 from orchestrator.core.actions import StartAttempt
+from orchestrator.core.consequences import (
+    BoundReached,
+    CapacityChanged,
+    LinksDue,
+    ReachChanged,
+)
 from orchestrator.core.handlers import demand, fleet, protection
 from orchestrator.core.network import reach, search
-from orchestrator.core.state import Attempt, Node, Phase, Reads, WorkerStatus
+from orchestrator.core.state import Attempt, Node, Phase, Reads, RunOutcome, WorkerStatus
 from orchestrator.core.transition import Transition
 from orchestrator.policies import bad_sources
 from orchestrator.policies import layout as layout_policy
@@ -28,26 +34,45 @@ def capacity(transition: Transition) -> int:
 def wait(transition: Transition) -> None:
     """Enter WAITING, and start at once if enough workers are left."""
     run = transition.run
-    run.phase = Phase.WAITING
+    transition.enter(Phase.WAITING, transition.now_s + transition.rules.bounds.capacity_s)
     run.waiting_since_s = transition.now_s
-    run.deadline_s = transition.now_s + transition.rules.bounds.capacity_s
     if run.network.links:
         transition.wake_by(reach.patience_end_s(transition))
-    try_start(transition)
-    if run.phase is Phase.WAITING and run.fleet.num_usable < transition.rules.min_workers:
+    if not _try_start(transition) and run.fleet.num_usable < transition.rules.min_workers:
         demand.forgive_nodes(transition)
 
 
-def try_start(transition: Transition) -> None:
-    """Start an attempt if there are enough workers. The first one waits a while for all."""
+def capacity_changed(transition: Transition, _: CapacityChanged) -> None:
+    """Start an attempt if there are enough workers."""
+    _try_start(transition)
+
+
+def reach_changed_waiting(transition: Transition, _: ReachChanged) -> None:
+    """Start an attempt, or request other nodes, by what is known of links now."""
+    _try_start(transition)
+    demand.replace_unreached(transition)
+
+
+def links_due(transition: Transition, _: LinksDue) -> None:
+    """Also when a link was whole for its pause, or none is hoped for any more."""
+    _try_start(transition)
+    demand.replace_unreached(transition)
+    transition.wake_by(reach.patience_end_s(transition))
+
+
+def _try_start(transition: Transition) -> bool:
+    """Start an attempt if there are enough workers; return whether the run waits no longer.
+
+    The first attempt waits a while for all workers.
+    """
     run = transition.run
     used = capacity(transition)
     if used == 0 or run.surveying_until_s != inf:
         _wait_for_due(transition)
-        return
+        return False
     if transition.now_s < run.hold_until_s:
         run.deadline_s = min(run.deadline_s, run.hold_until_s)
-        return
+        return False
     if not run.attempt.members and used < layout_policy.usable(
         transition.max_workers, transition.rules.layout
     ):
@@ -55,15 +80,15 @@ def try_start(transition: Transition) -> None:
         grace_end_s = run.enough_since_s + transition.rules.bounds.grace_s
         if transition.now_s < grace_end_s:
             run.deadline_s = min(run.deadline_s, grace_end_s)
-            return
+            return False
     if run.attempt.members and run.network.unread != reach.unreached(transition):
         # What was read counts on others than those who would train: read anew, at once.
-        run.phase = Phase.READING
+        transition.enter(Phase.READING, transition.now_s)
         run.reads.bad_from = run.reads.num + 1
         run.reads.seen = False
-        run.deadline_s = transition.now_s
-        return
-    _start(transition)
+    else:
+        _start(transition)
+    return True
 
 
 def _wait_for_due(transition: Transition) -> None:
@@ -74,11 +99,10 @@ def _wait_for_due(transition: Transition) -> None:
         transition.run.deadline_s = min([transition.run.deadline_s, *ends])
 
 
-def waited_too_long(transition: Transition) -> None:
+def wait_bound(transition: Transition, _: BoundReached) -> None:
     """Handle the bound of WAITING: start with fewer workers, or fail for want of capacity."""
     run = transition.run
-    try_start(transition)
-    if run.phase is not Phase.WAITING:
+    if _try_start(transition):
         return
     patience_end_s = run.waiting_since_s + transition.rules.bounds.capacity_s
     if transition.now_s >= patience_end_s:
@@ -86,7 +110,7 @@ def waited_too_long(transition: Transition) -> None:
         which = " that reach each other" if together < run.fleet.num_usable else ""
         num = together if which else run.fleet.num_usable
         transition.finish(
-            "no_capacity",
+            RunOutcome.NO_CAPACITY,
             f"no capacity: {num} of at least {transition.rules.min_workers} workers{which} could "
             f"be had for {transition.rules.bounds.capacity_s:.0f} s",
         )
@@ -126,9 +150,8 @@ def _start(transition: Transition) -> None:
         num_bad_at_start=len(run.bad),
     )
     run.reads = Reads(num=run.reads.num)
-    run.phase = Phase.FORMING
     search.start_anew(transition)
-    run.deadline_s = search.form_deadline_s(transition)
+    transition.enter(Phase.FORMING, search.form_deadline_s(transition))
     transition.actions.append(
         StartAttempt(
             attempt=run.attempt.number,
@@ -174,7 +197,7 @@ def best_workers(transition: Transition) -> list[int]:
                 (leaving if node.draining else staying).extend(_ready_on(transition, node, ranks))
         ready = staying + leaving if with_leaving else staying
         num_used = layout_policy.usable(min(len(ready), transition.max_workers), rules.layout)
-        # Of too many those that stay, on what the user likes best; equals keep their order.
+        # If there are too many, prefer nodes that stay, then preferred capacity; ties keep order.
         preferred = [
             worker
             for those in (staying, leaving if with_leaving else [])

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from orchestrator.core.actions import SetCadence
 from orchestrator.core.events import SavesMeasured
-from orchestrator.core.state import ACTIVE
 from orchestrator.core.transition import Transition
 from orchestrator.policies import Redundancy, next_pace
 
@@ -14,7 +13,7 @@ def saves_measured(transition: Transition, event: SavesMeasured) -> None:
     run = transition.run
     attempt = run.attempt
     rank_0 = run.fleet.workers.get(attempt.members[0]) if attempt.members else None
-    if event.attempt != attempt.number or run.phase not in ACTIVE or rank_0 is None:
+    if event.attempt != attempt.number or rank_0 is None:
         return
     rules = transition.rules.cadence
     plan = attempt.plan

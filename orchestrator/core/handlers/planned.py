@@ -10,9 +10,10 @@ from __future__ import annotations
 from math import inf
 
 from orchestrator.core.actions import YieldAttempt
-from orchestrator.core.handlers import fleet, formation, recovery
+from orchestrator.core.consequences import AttemptFailed, EventFolded
+from orchestrator.core.handlers import demand, fleet, formation, recovery
 from orchestrator.core.network import reach
-from orchestrator.core.state import Cause, Phase
+from orchestrator.core.state import Cause, Phase, RunOutcome
 from orchestrator.core.transition import Transition
 from orchestrator.policies import FaultKind, growth
 
@@ -20,11 +21,15 @@ from orchestrator.policies import FaultKind, growth
 _DIFFER = -2
 
 
-def consider(transition: Transition) -> None:
-    """Start a planned change if one is due."""
+def settle_and_consider(transition: Transition, folded: EventFolded) -> None:
+    """Request what is missing, then start a planned change if one is due."""
+    demand.settle_training(transition, folded)
+    if transition.run.surveying_until_s == inf:
+        _consider(transition)
+
+
+def _consider(transition: Transition) -> None:
     run = transition.run
-    if run.phase is not Phase.RUNNING or run.surveying_until_s != inf:
-        return
     if run.stop_reason:
         yield_attempt(transition, FaultKind.STOP, run.stop_reason)
         return
@@ -146,9 +151,8 @@ def yield_attempt(transition: Transition, kind: FaultKind, reason: str) -> None:
     """Ask the members to leave at the next step boundary."""
     run = transition.run
     run.cause = Cause(kind, (), reason, transition.now_s)
-    run.phase = Phase.YIELDING
+    transition.enter(Phase.YIELDING, yield_deadline_s(transition))
     run.attempt.yield_asked = True
-    run.deadline_s = yield_deadline_s(transition)
     transition.actions.append(yield_order(transition))
 
 
@@ -186,35 +190,39 @@ def member_yielded(transition: Transition, step: int) -> None:
     all_left(transition)
 
 
-def member_completed(transition: Transition, step: int, ended: str) -> None:
-    """Note that a member reached the last step, and give the others time to reach it too.
+def complete(transition: Transition, step: int, ended: str) -> None:
+    """Give the others time to reach the last step, which a member has committed."""
+    evidence = f"step {step} is committed"
+    transition.run.cause = Cause(FaultKind.COMPLETED, (), evidence, transition.now_s)
+    transition.enter(Phase.YIELDING, yield_deadline_s(transition))
+    member_completed(transition, ended)
+
+
+def member_completed(transition: Transition, ended: str) -> None:
+    """Note that a member reached the last step.
 
     ``ended`` says why the script made it the last one; "" if it is the last of the run.
     """
     run = transition.run
     run.attempt.completed = True
     run.attempt.ended = run.attempt.ended or ended
-    if run.phase is not Phase.YIELDING:
-        run.phase = Phase.YIELDING
-        run.cause = Cause(FaultKind.COMPLETED, (), f"step {step} is committed", transition.now_s)
-        run.deadline_s = yield_deadline_s(transition)
     all_left(transition)
 
 
 def all_left(transition: Transition) -> None:
     """Continue once the last member has left as planned."""
     run = transition.run
-    if run.phase is not Phase.YIELDING or run.attempt.num_inside:
+    if run.attempt.num_inside:
         return
     run.attempt.fenced_s = transition.now_s
     if run.attempt.completed:
         why = f"; the script stopped: {run.attempt.ended}" if run.attempt.ended else ""
-        transition.finish("completed", f"step {run.committed[0]} is committed{why}")
+        transition.finish(RunOutcome.COMPLETED, f"step {run.committed[0]} is committed{why}")
         return
     if run.attempt.yielded_step == _DIFFER:
         # They did not agree, so the committed step must be read.
-        recovery.fault(transition, FaultKind.UNDECIDED, (), "members yielded at different steps")
-        recovery.proceed(transition)
+        failed = AttemptFailed(FaultKind.UNDECIDED, (), "members yielded at different steps")
+        transition.follow(failed)
         return
     run.committed = (run.attempt.yielded_step, run.attempt.number)
     run.store_by_s = inf
@@ -222,8 +230,8 @@ def all_left(transition: Transition) -> None:
     run.network = run.network._replace(unread=reach.unreached(transition))
     transition.report_incident()
     if run.committed[0] >= transition.rules.total_steps:
-        transition.finish("completed", f"step {run.committed[0]} is committed")
+        transition.finish(RunOutcome.COMPLETED, f"step {run.committed[0]} is committed")
     elif run.stop_reason:
-        transition.finish("stopped", run.stop_reason)
+        transition.finish(RunOutcome.STOPPED, run.stop_reason)
     else:
         formation.wait(transition)

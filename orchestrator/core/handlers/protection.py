@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from orchestrator.core.actions import OrderKeepers
+from orchestrator.core.consequences import KeepersOutdated
 from orchestrator.core.events import MemoryMeasured, MemoryProtected
 from orchestrator.core.handlers import fleet
-from orchestrator.core.state import ACTIVE
 from orchestrator.core.transition import Transition
 from orchestrator.policies import RedundancyFacts, RedundancyPlan, plan_redundancy, revise
 from ucp_core.layout import ParallelLayout
@@ -21,7 +21,7 @@ def plan(
 
 
 def memory_measured(transition: Transition, event: MemoryMeasured) -> None:
-    """Note what keepers said; decide what the plan of the attempt left open until then."""
+    """Note what keepers said of their memory, and how large a version is."""
     run = transition.run
     run.state_bytes = event.state_bytes
     for name, budget_bytes in event.budgets:
@@ -30,33 +30,36 @@ def memory_measured(transition: Transition, event: MemoryMeasured) -> None:
         if number is not None and node is not None and node.budget_bytes != budget_bytes:
             # No count of the fleet depends on it.
             run.fleet.nodes = run.fleet.nodes.set(number, node._replace(budget_bytes=budget_bytes))
-    attempt = run.attempt
-    if run.phase in ACTIVE and run.state_bytes and not attempt.plan.is_final:
+
+
+def memory_measured_training(transition: Transition, event: MemoryMeasured) -> None:
+    """Decide what the plan of the attempt left open until then."""
+    memory_measured(transition, event)
+    attempt = transition.run.attempt
+    if transition.run.state_bytes and not attempt.plan.is_final:
         facts = _facts(transition, attempt.nodes, attempt.layout)
         attempt.plan = revise(attempt.plan, facts, transition.rules.redundancy)
-        order_keepers(transition)
+        transition.follow(KeepersOutdated())
 
 
 def memory_protected(transition: Transition, event: MemoryProtected) -> None:
     """End keepers that only hold what is older, although storage may be without it."""
-    run = transition.run
-    if event.attempt == run.attempt.number and run.phase in ACTIVE:
+    if event.attempt == transition.run.attempt.number:
         fleet.end_needless_keepers(transition)
 
 
-def order_keepers(transition: Transition) -> None:
-    """Tell keepers of the attempt, if one trains; the next one tells them at its start."""
+def order_keepers(transition: Transition, _: KeepersOutdated) -> None:
+    """Tell the keepers of the attempt; while none trains, the start of the next one tells them."""
     run = transition.run
-    if run.phase in ACTIVE:
-        transition.actions.append(
-            OrderKeepers(
-                attempt=run.attempt.number,
-                lineage=run.lineage,
-                nodes=tuple(run.fleet.nodes[number].name for number in run.attempt.nodes),
-                plan=run.attempt.plan,
-                bad=run.bad,
-            )
+    transition.actions.append(
+        OrderKeepers(
+            attempt=run.attempt.number,
+            lineage=run.lineage,
+            nodes=tuple(run.fleet.nodes[number].name for number in run.attempt.nodes),
+            plan=run.attempt.plan,
+            bad=run.bad,
         )
+    )
 
 
 def _facts(

@@ -10,11 +10,18 @@ from dataclasses import replace
 from math import inf
 
 from orchestrator.core.actions import FenceAttempt, ReadCommitted
-from orchestrator.core.events import CommittedRead
+from orchestrator.core.consequences import (
+    AttemptFailed,
+    BoundReached,
+    IdleLoss,
+    MemoryLost,
+    RecoveryAdvanced,
+)
+from orchestrator.core.events import CommittedRead, WorkerFormed, WorkerLeft
 from orchestrator.core.handlers import fleet
 from orchestrator.core.handlers.formation import wait
 from orchestrator.core.network import reach, search
-from orchestrator.core.state import Cause, MutableRunState, Phase, WorkerStatus
+from orchestrator.core.state import Cause, MutableRunState, Phase, RunOutcome, Worker, WorkerStatus
 from orchestrator.core.transition import Transition
 from orchestrator.policies import (
     MEMORY,
@@ -33,42 +40,52 @@ _TWICE = "; seen twice, so it is taken for a bug"
 _READ_AGAIN = 0.1
 
 
-def fault(transition: Transition, kind: FaultKind, guilty: tuple[str, ...], evidence: str) -> None:
-    """Note why the attempt ends, and fence it unless that has begun."""
+def begin_fence(transition: Transition, failed: AttemptFailed) -> None:
+    """Make the fault the cause of the attempt's end, and fence the members."""
     run = transition.run
+    run.cause, run.also = Cause(failed.kind, failed.guilty, failed.evidence, transition.now_s), ()
+    _fence(transition)
+    if failed.kind is FaultKind.UNDECIDED or run.network.suspects:
+        search.begin_if_nameless(transition)
+    advance(transition)
+
+
+def add_to_cause(transition: Transition, failed: AttemptFailed) -> None:
+    """Let the fault explain the attempt's end, if it does so better than what was found before."""
+    run = transition.run
+    kind, guilty, evidence, says_why = failed
     cause = run.cause
-    if run.phase not in (Phase.FENCING, Phase.READING):
-        run.cause, run.also = Cause(kind, guilty, evidence, transition.now_s), ()
-        _fence(transition)
-        if kind is FaultKind.UNDECIDED or run.network.suspects:
-            search.begin_if_nameless(transition)
-    elif cause is None or kind.weight > cause.kind.weight:
+    if cause is None or kind.weight > cause.kind.weight:
         # The fault was found when the first hint of it came.
         at_s = cause.at_s if cause else transition.now_s
         run.cause = Cause(kind, guilty, evidence, at_s)
-    elif kind == cause.kind and guilty and not set(guilty) <= set(cause.guilty):
-        run.cause = replace(
-            cause, guilty=(*cause.guilty, *(g for g in guilty if g not in cause.guilty))
-        )
-    elif kind != cause.kind and guilty and kind.weight == cause.kind.weight:
+    elif kind is cause.kind:
+        new = tuple(name for name in guilty if name not in cause.guilty)
+        if new:
+            run.cause = replace(cause, guilty=(*cause.guilty, *new))
+        elif says_why:
+            run.cause = replace(cause, evidence=evidence)
+    elif guilty and kind.weight == cause.kind.weight:
         new = tuple(name for name in guilty if name not in cause.guilty)
         run.also += (Cause(kind, new, evidence, transition.now_s),)
+    advance(transition)
 
 
-def loss(transition: Transition, kind: FaultKind, evidence: str) -> None:
-    """Put a loss on record that happened while nobody trained. It blames nobody."""
-    run = transition.run
-    fault = Cause(kind, (), evidence, transition.now_s)
-    if run.phase is Phase.WAITING:
-        transition.report(fault, fenced_s=transition.now_s)
-    elif run.phase in (Phase.FENCING, Phase.READING):
-        run.also += (fault,)
+def add_loss(transition: Transition, loss: IdleLoss) -> None:
+    """Put a loss on record with the fault that the run recovers from."""
+    transition.run.also += (Cause(loss.kind, (), loss.evidence, transition.now_s),)
+
+
+def report_loss(transition: Transition, loss: IdleLoss) -> None:
+    """Put a loss on record that happened while the run waited."""
+    fault = Cause(loss.kind, (), loss.evidence, transition.now_s)
+    transition.report(fault, fenced_s=transition.now_s)
 
 
 def _fence(transition: Transition) -> None:
     run = transition.run
     assert run.cause is not None
-    run.phase = Phase.FENCING
+    transition.enter(Phase.FENCING, inf)
     expect_leaving(transition)
     run.down_since_s = min(run.down_since_s, transition.now_s)
     inside = members_inside(transition)
@@ -86,16 +103,16 @@ def _fence(transition: Transition) -> None:
         read(transition)
 
 
+def _inside(transition: Transition) -> list[Worker]:
+    run = transition.run
+    workers = (run.fleet.workers.get(number) for number in run.attempt.members)
+    return [worker for worker in workers if worker is not None and worker.inside]
+
+
 def members_inside(transition: Transition) -> tuple[str, ...]:
     """Return the members that are still in the attempt and not killed, in rank order."""
-    workers = (
-        transition.run.fleet.workers.get(number) for number in transition.run.attempt.members
-    )
-    return tuple(
-        worker.name
-        for worker in workers
-        if worker is not None and worker.inside and worker.status is WorkerStatus.READY
-    )
+    ready = (w for w in _inside(transition) if w.status is WorkerStatus.READY)
+    return tuple(worker.name for worker in ready)
 
 
 def read(transition: Transition) -> None:
@@ -120,22 +137,27 @@ def read(transition: Transition) -> None:
     )
 
 
-def memory_shrank(transition: Transition) -> None:
-    """A node was lost with its memory: answers from memory must be read again."""
+def memory_lost(transition: Transition, _: MemoryLost) -> None:
+    """Take no answer from memory that was asked for before."""
     run = transition.run
-    if run.phase not in (Phase.FENCING, Phase.READING, Phase.WAITING):
-        return
     run.reads.memory_from = run.reads.num + 1
     if run.committed_in_memory:
         run.reads.seen = False
-        is_only_there = run.committed[0] in bad_sources.in_storage(run.bad)
-        if run.phase is Phase.WAITING and is_only_there:
-            # It may be gone, and nothing has started yet.
-            run.phase = Phase.READING
-            run.deadline_s = transition.now_s + transition.rules.bounds.read_s
     if run.attempt.num_inside:
         # Read early, as in ``_fence``.
         read(transition)
+
+
+def memory_lost_waiting(transition: Transition, lost: MemoryLost) -> None:
+    """Read again if the version to resume from was only there: nothing has started yet."""
+    run = transition.run
+    memory_lost(transition, lost)
+    if run.committed_in_memory and run.committed[0] in bad_sources.in_storage(run.bad):
+        _read_again(transition)
+
+
+def _read_again(transition: Transition) -> None:
+    transition.enter(Phase.READING, transition.now_s + transition.rules.bounds.read_s)
 
 
 def leave_out(
@@ -159,34 +181,46 @@ def leave_out(
     return bool(new)
 
 
-def heard_late(
-    transition: Transition, damaged: tuple[Source, ...], unread: tuple[Source, ...] = ()
-) -> None:
-    """Take the bad sources of a member that is out already.
-
-    The version that was read may be one of them: then it is read again before an attempt starts.
-    """
-    run = transition.run
-    num_bad = len(run.bad)
-    leave_out(transition, damaged, unread)
-    if run.phase is Phase.WAITING and len(run.bad) > num_bad:
-        run.phase = Phase.READING
-        run.deadline_s = transition.now_s + transition.rules.bounds.read_s
-    proceed(transition)
+def heard_late(transition: Transition, event: WorkerFormed | WorkerLeft) -> None:
+    """Take from a worker that is out of the attempt the sources that it found bad."""
+    if event.attempt == transition.run.attempt.number:
+        _leave_out_of(transition, event)
+        advance(transition)
 
 
-def proceed(transition: Transition) -> None:
+def heard_late_waiting(transition: Transition, event: WorkerFormed | WorkerLeft) -> None:
+    """Also read again: the version that was read may be one of them."""
+    if event.attempt == transition.run.attempt.number and _leave_out_of(transition, event):
+        _read_again(transition)
+        advance(transition)
+
+
+def _leave_out_of(transition: Transition, event: WorkerFormed | WorkerLeft) -> bool:
+    unread = event.unread if isinstance(event, WorkerLeft) else ()
+    return leave_out(transition, event.damaged, unread)
+
+
+def advance(transition: Transition) -> None:
     """Continue a recovery if all members are out and the version to resume from is known."""
+    transition.follow(RecoveryAdvanced())
+
+
+def read_once_all_left(transition: Transition, advanced: RecoveryAdvanced) -> None:
+    """Begin the final read when the last member is out."""
     run = transition.run
-    if run.phase is Phase.FENCING and run.attempt.num_inside == 0:
-        run.phase = Phase.READING
-        run.attempt.fenced_s = transition.now_s
-        run.reads.final_from = run.reads.num + 1
-        run.deadline_s = transition.now_s + transition.rules.bounds.read_s
-        if not run.attempt.was_stuck:
-            search.begin_if_nameless(transition)
-    if run.phase is not Phase.READING:
+    if run.attempt.num_inside:
         return
+    _read_again(transition)
+    run.attempt.fenced_s = transition.now_s
+    run.reads.final_from = run.reads.num + 1
+    if not run.attempt.was_stuck:
+        search.begin_if_nameless(transition)
+    decide_once_read(transition, advanced)
+
+
+def decide_once_read(transition: Transition, _: RecoveryAdvanced) -> None:
+    """Decide once the newest commit is known, and what the fault was."""
+    run = transition.run
     if _known_is_final(transition):
         if search.is_awaited(transition):
             run.deadline_s = run.network.until_s
@@ -223,25 +257,32 @@ def _known_is_final(transition: Transition) -> bool:
     return run.committed[0] >= run.attempt.left_step - run.attempt.left_step % every
 
 
+def late_read(transition: Transition, event: CommittedRead) -> None:
+    """Take an answer that came while the run waits, if it has more than what it would load.
+
+    A keeper came back after its time, and nothing has started yet.
+    """
+    run = transition.run
+    number = event.number or run.reads.num
+    knows_all = number >= max(run.reads.bad_from, run.reads.memory_from)
+    is_newer = knows_all and (event.step, event.committed_by) > run.committed
+    if is_newer and _is_awaited(transition, event):
+        _read_again(transition)
+        committed_read(transition, event)
+
+
 def committed_read(transition: Transition, event: CommittedRead) -> None:
     """Take the answer to a read, unless a newer answer was taken."""
     run = transition.run
     number = event.number or run.reads.num
-    is_awaited = run.reads.num - run.reads.pending < number <= run.reads.num
-    if not is_awaited:
-        return
-    if run.phase is Phase.WAITING and _is_newer(transition, event, number):
-        # A keeper came back after its time, and nothing has started yet.
-        run.phase = Phase.READING
-        run.deadline_s = transition.now_s + transition.rules.bounds.read_s
-    if run.phase not in (Phase.FENCING, Phase.READING):
+    if not _is_awaited(transition, event):
         return
     run.reads.pending = run.reads.num - number
     is_older = (event.step, event.committed_by) < run.committed or event.step < run.stored
     if is_older and number < run.reads.stored_from:
         # The commit was reported after the read was sent: its answer does not know of it.
         run.reads.seen = False
-        proceed(transition)
+        advance(transition)
         return
     # Also if older than what was known: a damaged version is passed over, memory can be lost.
     run.committed = (event.step, event.committed_by)
@@ -260,19 +301,19 @@ def committed_read(transition: Transition, event: CommittedRead) -> None:
         run.stored = stored
     if _may_come_back(transition, event) or _is_behind_storage(transition, event):
         run.reads.seen = False
-        if run.phase is Phase.READING and not run.reads.pending:
+        if not run.attempt.num_inside and not run.reads.pending:
             read_s = transition.rules.bounds.read_s
             is_early = transition.now_s < run.attempt.fenced_s + read_s
             run.deadline_s = transition.now_s + (_READ_AGAIN if is_early else 1.0) * read_s
             return
-    proceed(transition)
+    advance(transition)
 
 
-def _is_newer(transition: Transition, event: CommittedRead, number: int) -> bool:
-    """Return whether an answer that came late has more than what the next attempt would load."""
-    run = transition.run
-    knows_all = number >= max(run.reads.bad_from, run.reads.memory_from)
-    return knows_all and (event.step, event.committed_by) > run.committed
+def _is_awaited(transition: Transition, event: CommittedRead) -> bool:
+    reads = transition.run.reads
+    number = event.number or reads.num
+    is_newest = reads.num - reads.pending < number <= reads.num
+    return is_newest and event.attempt == transition.run.attempt.number
 
 
 def _may_come_back(transition: Transition, event: CommittedRead) -> bool:
@@ -286,16 +327,16 @@ def _may_come_back(transition: Transition, event: CommittedRead) -> bool:
     is_stored = event.source != "memory" and event.step < run.attempt.step
     is_older = is_stored or event.step < run.attempt.committed_at_start[0]
     patience_end_s = run.attempt.fenced_s + transition.rules.bounds.read_s
-    is_early = run.phase is Phase.FENCING or transition.now_s < patience_end_s
-    return bool(event.returning) and is_older and is_early
+    is_early = run.attempt.num_inside or transition.now_s < patience_end_s
+    return bool(event.returning and is_older and is_early)
 
 
 def _is_behind_storage(transition: Transition, event: CommittedRead) -> bool:
     """Return whether memory alone answered, with less than storage has: then storage is awaited."""
     run = transition.run
     patience_end_s = run.attempt.fenced_s + transition.rules.bounds.capacity_s
-    is_early = run.phase is Phase.FENCING or transition.now_s < patience_end_s
-    return event.stored < 0 and event.step < run.stored and is_early
+    is_early = run.attempt.num_inside or transition.now_s < patience_end_s
+    return bool(event.stored < 0 and event.step < run.stored and is_early)
 
 
 def expect_leaving(transition: Transition) -> None:
@@ -305,11 +346,11 @@ def expect_leaving(transition: Transition) -> None:
     run.deadline_s = run.attempt.leave_by_s
 
 
-def fence_bound(transition: Transition) -> None:
+def fence_bound(transition: Transition, _: BoundReached) -> None:
     """Kill the members that did not leave in time; stop waiting for those that cannot be killed.
 
-    Who is at work is waited for as long as a usual step takes, which is longer than a micro-batch.
-    To kill it would cost more: another process starts in seconds, and has to do the same work.
+    A member that still computes gets one usual step to leave, which is longer than a micro-batch.
+    Killing it would cost more: another process starts in seconds, and has to do the same work.
     """
     run = transition.run
     at_work_until_s = run.attempt.leave_by_s + run.step_s
@@ -330,7 +371,7 @@ def fence_bound(transition: Transition) -> None:
             give_up(transition, number)
         else:
             run.deadline_s = min(run.deadline_s, worker.deadline_s)
-    proceed(transition)
+    advance(transition)
 
 
 def give_up(transition: Transition, number: int) -> None:
@@ -342,7 +383,7 @@ def give_up(transition: Transition, number: int) -> None:
     fleet.drop_worker(transition, number)
 
 
-def read_bound(transition: Transition) -> None:
+def read_bound(transition: Transition, _: BoundReached) -> None:
     """Ask again, or give up on storage."""
     run = transition.run
     if run.network.until_s <= transition.now_s:
@@ -353,7 +394,7 @@ def read_bound(transition: Transition) -> None:
     waited_s = run.reads.pending * transition.rules.bounds.read_s
     if waited_s >= transition.rules.bounds.capacity_s:
         transition.finish(
-            "failed",
+            RunOutcome.FAILED,
             f"storage has not answered for {waited_s:.0f} s: check checkpoints/",
         )
         return
@@ -370,18 +411,18 @@ def decide(transition: Transition) -> None:
         search.explain(transition)
         transition.report_incident()
     if run.committed[0] >= transition.rules.total_steps:
-        transition.finish("completed", f"step {run.committed[0]} is committed")
+        transition.finish(RunOutcome.COMPLETED, f"step {run.committed[0]} is committed")
         return
     if run.stop_reason:
-        transition.finish("stopped", run.stop_reason)
+        transition.finish(RunOutcome.STOPPED, run.stop_reason)
         return
     if is_first_time:
         problem = _charge(transition)
         if problem:
-            transition.finish("failed", problem)
+            transition.finish(RunOutcome.FAILED, problem)
             return
     if run.committed[0] < run.stored or (run.lost and not run.committed[0]):
-        transition.finish("failed", _lost(run.lost) if run.lost else _gone(run))
+        transition.finish(RunOutcome.FAILED, _lost(run.lost) if run.lost else _gone(run))
         return
     if is_first_time:
         run.hold_until_s = transition.now_s + budgets.pause_s(run.num_stuck)
@@ -477,24 +518,24 @@ def note_raised(transition: Transition, error: UserError) -> None:
         run.attempt.raised = (*run.attempt.raised, error)
 
 
-def phase_bound(transition: Transition) -> None:
-    """Handle the bound of FORMING or YIELDING."""
-    run = transition.run
-    workers = (run.fleet.workers.get(number) for number in run.attempt.members)
-    if run.phase is Phase.FORMING:
-        look_s = search.form_deadline_s(transition)
-        if look_s > transition.now_s:
-            search.begin(transition)
-            run.deadline_s = look_s
-            return
-        late = [w.name for w in workers if w is not None and w.inside and not w.formed]
-        bound_s = transition.rules.bounds.form_bound_s(transition.run.num_stuck)
-        what = "had not formed"
-    else:
-        late = [w.name for w in workers if w is not None and w.inside]
-        bound_s = transition.rules.bounds.yield_s
-        what = "had not yielded"
+def form_bound(transition: Transition, _: BoundReached) -> None:
+    """Look at the network, or fence members of which some do not form."""
+    look_s = search.form_deadline_s(transition)
+    if look_s > transition.now_s:
+        search.begin(transition)
+        transition.run.deadline_s = look_s
+        return
+    bound_s = transition.rules.bounds.form_bound_s(transition.run.num_stuck)
+    late = [w.name for w in _inside(transition) if not w.formed]
+    _fail_late(transition, bound_s, late, "had not formed")
+
+
+def yield_bound(transition: Transition, _: BoundReached) -> None:
+    """Fence members of which some do not leave as asked."""
+    late = [w.name for w in _inside(transition)]
+    _fail_late(transition, transition.rules.bounds.yield_s, late, "had not yielded")
+
+
+def _fail_late(transition: Transition, bound_s: float, late: list[str], what: str) -> None:
     evidence = f"after {bound_s:g} s {', '.join(late[:8])} {what}"
-    run.deadline_s = inf
-    fault(transition, FaultKind.UNDECIDED, (), evidence)
-    proceed(transition)
+    transition.follow(AttemptFailed(FaultKind.UNDECIDED, (), evidence))

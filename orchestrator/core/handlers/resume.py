@@ -106,4 +106,4 @@ def run_resumed(transition: Transition, event: RunResumed) -> None:
         cause=Cause(FaultKind.RESUME, (), event.why, event.at_s),
     )
     # No member is inside, so the commits are read at once.
-    recovery.proceed(transition)
+    recovery.advance(transition)

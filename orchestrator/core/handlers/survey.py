@@ -17,9 +17,10 @@ from orchestrator.core.actions import (
     ReleaseReservation,
     SurveyWorkers,
 )
+from orchestrator.core.consequences import AttemptFailed, KeepersOutdated
 from orchestrator.core.events import UNKNOWN_ATTEMPT, ControllerStarted, WorkersSurveyed
-from orchestrator.core.handlers import demand, fleet, formation, planned, protection, recovery
-from orchestrator.core.state import ACTIVE, TERMINAL, Phase, RunState, WorkerStatus, worker_name
+from orchestrator.core.handlers import demand, fleet, formation, planned, recovery
+from orchestrator.core.state import ACTIVE, RunState, WorkerStatus, worker_name
 from orchestrator.core.transition import Transition
 from orchestrator.policies import FaultKind
 
@@ -30,14 +31,21 @@ def controller_started(transition: Transition, event: ControllerStarted) -> None
     run.incarnation = max(run.incarnation, event.incarnation)
     # This one may be on another machine, and is told if that goes too.
     run.store_by_s = inf
-    if run.phase in TERMINAL:
-        transition.actions.append(FinishRun(outcome=run.outcome, reason=run.reason))
-    elif event.incarnation > 1:
+    if event.incarnation > 1:
         _expect_keepers(transition)
         ask(transition)
     elif run.deadline_s == inf:
         run.waiting_since_s = transition.now_s
         run.deadline_s = transition.now_s + transition.rules.bounds.capacity_s
+
+
+def finish_again(transition: Transition, event: ControllerStarted) -> None:
+    """Order again what ends the run: the earlier controller may not have done it."""
+    run = transition.run
+    run.incarnation = max(run.incarnation, event.incarnation)
+    run.store_by_s = inf
+    assert run.outcome is not None
+    transition.actions.append(FinishRun(outcome=run.outcome, reason=run.reason))
 
 
 def _expect_keepers(transition: Transition) -> None:
@@ -90,14 +98,77 @@ def adopted(state: RunState, alive: Iterable[tuple[str, str, int]]) -> Adopted:
     return Adopted(tuple(map(worker_name, state.attempt.members)), tuple(inside))
 
 
-def surveyed(transition: Transition, event: WorkersSurveyed) -> None:
-    """Reconcile the state with the survey and continue."""
+def surveyed_waiting(transition: Transition, event: WorkersSurveyed) -> None:
+    """Reconcile the state with the survey, and wait anew."""
+    if _reconcile(transition, event) is not None:
+        formation.wait(transition)
+
+
+def surveyed_forming(transition: Transition, event: WorkersSurveyed) -> None:
+    """Fence the attempt: it is not known whether each member got its assignment."""
+    unheard = _reconcile(transition, event)
+    if unheard is not None and not _fences(transition, *unheard):
+        evidence = "restarted while the attempt formed"
+        transition.follow(AttemptFailed(FaultKind.CONTROLLER_RESTART, (), evidence))
+
+
+def surveyed_running(transition: Transition, event: WorkersSurveyed) -> None:
+    """Leave an attempt alone that trains with all its members."""
+    unheard = _reconcile(transition, event)
+    if unheard is not None and not _fences(transition, *unheard):
+        transition.follow(KeepersOutdated())
+
+
+def surveyed_yielding(transition: Transition, event: WorkersSurveyed) -> None:
+    """Ask the members to leave again, unless some left or died unheard."""
+    run = transition.run
+    unheard = _reconcile(transition, event)
+    if unheard is None or _fences(transition, *unheard):
+        return
+    if run.cause is not None and not run.attempt.completed:
+        run.deadline_s = planned.yield_deadline_s(transition)
+        transition.actions.append(planned.yield_order(transition))
+        planned.all_left(transition)
+    transition.follow(KeepersOutdated())
+
+
+def surveyed_fencing(transition: Transition, event: WorkersSurveyed) -> None:
+    """Fence the members again that have not left."""
+    if _reconcile(transition, event) is None:
+        return
+    recovery.expect_leaving(transition)
+    inside = recovery.members_inside(transition)
+    if inside:
+        number = transition.run.attempt.number
+        transition.actions.append(
+            FenceAttempt(attempt=number, workers=inside, reason="the controller restarted")
+        )
+    transition.run.reads.pending = 0
+    recovery.advance(transition)
+
+
+def surveyed_reading(transition: Transition, event: WorkersSurveyed) -> None:
+    """Read again: the answer went to the dead controller."""
+    if _reconcile(transition, event) is not None:
+        run = transition.run
+        run.deadline_s = transition.now_s + transition.rules.bounds.read_s
+        run.reads.pending = 0
+        recovery.advance(transition)
+
+
+def _reconcile(
+    transition: Transition, event: WorkersSurveyed
+) -> tuple[list[str], list[str]] | None:
+    """Reconcile the state with the survey; return None if none is awaited.
+
+    Returns the members of the current attempt that died, and those that left it, unheard.
+    """
     run = transition.run
     if run.surveying_until_s == inf:
-        return
+        return None
     run.surveying_until_s = inf
     _reconcile_reservations(transition, event)
-    dead, left = _reconcile_workers(transition, event)
+    unheard = _reconcile_workers(transition, event)
     for number, node in list(run.fleet.nodes.items()):
         if node.keeper_by_s != inf:
             # No controller was there to hear that it is back.
@@ -106,47 +177,18 @@ def surveyed(transition: Transition, event: WorkersSurveyed) -> None:
             transition.wake_by(by_s)
     # Starts that were ordered may have been lost: look at every node again.
     run.fleet.short = tuple(range(len(run.fleet.node_ids)))
-    if run.phase in ACTIVE:
-        _resume_attempt(transition, dead, left)
-        protection.order_keepers(transition)
-    elif run.phase is Phase.FENCING:
-        recovery.expect_leaving(transition)
-        inside = recovery.members_inside(transition)
-        if inside:
-            transition.actions.append(
-                FenceAttempt(
-                    attempt=run.attempt.number, workers=inside, reason="the controller restarted"
-                )
-            )
-        run.reads.pending = 0
-        recovery.proceed(transition)
-    elif run.phase is Phase.READING:
-        run.deadline_s = transition.now_s + transition.rules.bounds.read_s
-        run.reads.pending = 0
-        recovery.proceed(transition)
-    else:
-        formation.wait(transition)
+    return unheard
 
 
-def _resume_attempt(transition: Transition, dead: list[str], left: list[str]) -> None:
-    """Leave an attempt alone that trains with all its members; fence any other."""
-    run = transition.run
+def _fences(transition: Transition, dead: list[str], left: list[str]) -> bool:
+    """Fence an attempt that lost members unheard; return whether it did."""
     if dead:
         evidence = f"{', '.join(dead)} died while the controller was away"
-        recovery.fault(transition, FaultKind.CRASH, tuple(dead), evidence)
+        transition.follow(AttemptFailed(FaultKind.CRASH, tuple(dead), evidence))
     elif left:
         evidence = f"{', '.join(left)} left while the controller was away"
-        recovery.fault(transition, FaultKind.CONTROLLER_RESTART, (), evidence)
-    elif run.phase is Phase.FORMING:
-        # It is not known whether each member got its assignment.
-        recovery.fault(
-            transition, FaultKind.CONTROLLER_RESTART, (), "restarted while the attempt formed"
-        )
-    elif run.phase is Phase.YIELDING and run.cause is not None and not run.attempt.completed:
-        run.deadline_s = planned.yield_deadline_s(transition)
-        transition.actions.append(planned.yield_order(transition))
-        planned.all_left(transition)
-    recovery.proceed(transition)
+        transition.follow(AttemptFailed(FaultKind.CONTROLLER_RESTART, (), evidence))
+    return bool(dead or left)
 
 
 def _reconcile_reservations(transition: Transition, event: WorkersSurveyed) -> None:

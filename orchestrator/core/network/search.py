@@ -1,7 +1,7 @@
-"""The search for a lost link, where a fault names nobody.
+"""The search for a lost link, where a fault names nobody, and probes of links that were lost.
 
-Keepers of all members probe one another. What they find is the cause of the fault, and who trains
-next reach each other. ``link_events`` takes the answers.
+Keepers of all members probe one another. A link that they find lost is the cause of the fault,
+and only nodes that reach each other train next.
 """
 
 from __future__ import annotations
@@ -11,6 +11,14 @@ from dataclasses import replace
 from math import inf
 
 from orchestrator.core.actions import ProbeLinks
+from orchestrator.core.consequences import (
+    AttemptFailed,
+    LinksDue,
+    ReachChanged,
+    RecoveryAdvanced,
+    SearchAnswered,
+)
+from orchestrator.core.events import LinksProbed
 from orchestrator.core.network import links
 from orchestrator.core.state import CONTROLLER, Pair
 from orchestrator.core.transition import Transition
@@ -132,7 +140,7 @@ def is_program(transition: Transition) -> bool:
     """Return whether a fault that names nobody can only come from the program.
 
     All nodes reach each other, as their keepers say, and did so of late, and every member left when
-    it was asked to. What is not so may end by itself: it is waited for, longer each time.
+    it was asked to. Otherwise the fault may clear: the run waits, longer each time.
     """
     attempt, network = transition.run.attempt, transition.run.network
     names = {transition.run.fleet.nodes[number].name for number in attempt.nodes}
@@ -160,3 +168,61 @@ def explain(transition: Transition) -> None:
     elif network.is_sound:
         evidence = f"{cause.evidence}; the {len(network.asked)} nodes reach each other"
         run.cause = replace(cause, evidence=evidence)
+
+
+def links_probed(transition: Transition, event: LinksProbed) -> None:
+    """Take the answer of keepers: what was lost is known, and who can train together."""
+    run = transition.run
+    network = run.network
+    asked = set(event.pairs)
+    is_search = network.is_searching and event.number == network.search
+    if is_search:
+        members = set(network.asked)
+        asked |= {link.ends for link in network.links if members >= set(link.ends)}
+        found = tuple(way for way in event.lost if members >= set(way))
+        is_sound = not found and members <= set(event.heard)
+        run.network = network._replace(found=found, is_sound=is_sound)
+        give_up(transition)
+    note(transition, event.lost, heard=event.heard, asked=asked)
+    if is_search:
+        transition.follow(SearchAnswered())
+    transition.follow(RecoveryAdvanced())
+    transition.follow(ReachChanged())
+
+
+def answered_training(transition: Transition, _: SearchAnswered) -> None:
+    """End an attempt that cannot go on; leave one alone that only takes its time."""
+    _end_if_found(transition, "the members waited for each other")
+
+
+def answered_forming(transition: Transition, _: SearchAnswered) -> None:
+    """End an attempt that cannot form; look again later otherwise."""
+    if not _end_if_found(transition, "the members had not formed"):
+        transition.run.deadline_s = form_deadline_s(transition)
+
+
+def _end_if_found(transition: Transition, evidence: str) -> bool:
+    if transition.run.network.found:
+        transition.follow(AttemptFailed(FaultKind.UNDECIDED, (), evidence))
+        return True
+    return False
+
+
+def answered_down(transition: Transition, _: SearchAnswered) -> None:
+    """Read again without what is held behind a lost link: it cannot be loaded."""
+    run = transition.run
+    if run.network.found:
+        run.reads.bad_from = run.reads.num + 1
+        run.reads.seen = False
+
+
+def probe_due_links(transition: Transition) -> None:
+    """Probe the links that are due, and see to it that later ones are."""
+    run = transition.run
+    known, pairs = links.due(run.network.links, transition.now_s)
+    if pairs:
+        number = run.network.num_probes + 1
+        run.network = run.network._replace(links=known, num_probes=number)
+        transition.actions.append(ProbeLinks(number=number, pairs=pairs))
+    transition.wake_by(links.wake_s(known, transition.now_s))
+    transition.follow(LinksDue())

@@ -15,10 +15,12 @@ from orchestrator.core.state.network import CONTROLLER, Link, Network, Pair
 from orchestrator.core.state.reads import Reads
 from orchestrator.core.state.run import (
     ACTIVE,
+    EDGES,
     TERMINAL,
     Cause,
     MutableRunState,
     Phase,
+    RunOutcome,
     RunState,
     describe,
     freeze,
@@ -30,6 +32,7 @@ from orchestrator.core.state.table import Table
 __all__ = [
     "ACTIVE",
     "CONTROLLER",
+    "EDGES",
     "TERMINAL",
     "Attempt",
     "Cause",
@@ -43,6 +46,7 @@ __all__ = [
     "Phase",
     "Reads",
     "Reservation",
+    "RunOutcome",
     "RunState",
     "Table",
     "Worker",

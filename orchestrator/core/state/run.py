@@ -24,11 +24,7 @@ from workers.protocol import Pace, Source
 
 
 class Phase(StrEnum):
-    """Where the run is.
-
-    WAITING for capacity -> FORMING -> RUNNING -> FENCING -> READING -> FORMING ...; a planned
-    change goes RUNNING -> YIELDING -> FORMING. FINISHED and FAILED are terminal.
-    """
+    """Where the run is; ``EDGES`` says what follows, ``phase_table`` what an event does."""
 
     WAITING = "waiting"
     FORMING = "forming"
@@ -40,10 +36,33 @@ class Phase(StrEnum):
     FAILED = "failed"
 
 
+#: The phases that follow each.
+EDGES: dict[Phase, frozenset[Phase]] = {
+    Phase.WAITING: frozenset(
+        {Phase.WAITING, Phase.FORMING, Phase.READING, Phase.FINISHED, Phase.FAILED}
+    ),
+    Phase.FORMING: frozenset({Phase.RUNNING, Phase.YIELDING, Phase.FENCING}),
+    Phase.RUNNING: frozenset({Phase.YIELDING, Phase.FENCING}),
+    Phase.YIELDING: frozenset({Phase.WAITING, Phase.FENCING, Phase.FINISHED}),
+    Phase.FENCING: frozenset({Phase.READING}),
+    Phase.READING: frozenset({Phase.WAITING, Phase.FINISHED, Phase.FAILED}),
+    Phase.FINISHED: frozenset(),
+    Phase.FAILED: frozenset(),
+}
 #: Phases in which an attempt trains or may train.
 ACTIVE = frozenset({Phase.FORMING, Phase.RUNNING, Phase.YIELDING})
 #: Phases that are never left.
 TERMINAL = frozenset({Phase.FINISHED, Phase.FAILED})
+
+
+class RunOutcome(StrEnum):
+    """How a run is over."""
+
+    COMPLETED = "completed"
+    STOPPED = "stopped"
+    FAILED = "failed"
+    #: Too few workers could be had for too long.
+    NO_CAPACITY = "no_capacity"
 
 
 @dataclass(frozen=True, slots=True)
@@ -110,8 +129,7 @@ class MutableRunState(Part):
         pace: The intervals of saves that were decided on; 0 where none was.
         pace_reason: Why these.
         state_bytes: Size of a snapshot, all ranks together; 0 before there was one.
-        reason: Why the run is over; "" before.
-        outcome: How the run is over, as in ``FinishRun``; "" before.
+        outcome: How the run is over; None before.
         reason: Why it is over; "" before.
     """
 
@@ -152,7 +170,7 @@ class MutableRunState(Part):
     pace: Pace = field(default_factory=Pace)
     pace_reason: str = ""
     state_bytes: int = 0
-    outcome: str = ""
+    outcome: RunOutcome | None = None
     reason: str = ""
 
 

@@ -22,6 +22,7 @@ from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 from orchestrator.core import (
     UNKNOWN_ATTEMPT,
     Event,
+    Leaving,
     NotFiniteFound,
     WorkerExited,
     WorkerFormed,
@@ -50,11 +51,11 @@ from workers.protocol import (
 )
 
 _HOW = {
-    Completed: "completed",
-    Yielded: "yielded",
-    Fenced: "fenced",
-    PeerLost: "peer_lost",
-    Unloadable: "unloadable",
+    Completed: Leaving.COMPLETED,
+    Yielded: Leaving.YIELDED,
+    Fenced: Leaving.FENCED,
+    PeerLost: Leaving.PEER_LOST,
+    Unloadable: Leaving.UNLOADABLE,
 }
 
 #: A killed process whose node does not answer is taken for gone after this: it is fenced by

@@ -193,11 +193,11 @@ class SimCluster(World):
         worker = self.workers.get(name)
         is_busy = worker is not None and worker.busy_until_s > self.now_s
         if worker is not None and worker.attempt == number and not worker.hung and not is_busy:
-            self.leave(worker, "peer_lost")
+            self.leave(worker, ev.Leaving.PEER_LOST)
 
-    def leave(self, worker: SimWorker, how: str, *, unreached: str = "") -> None:
+    def leave(self, worker: SimWorker, how: ev.Leaving, *, unreached: str = "") -> None:
         """Take a worker out of its attempt; it writes nothing more there."""
-        if how in ("fenced", "peer_lost"):
+        if how in (ev.Leaving.FENCED, ev.Leaving.PEER_LOST):
             final_snapshot(self, self.attempts[worker.attempt], worker)
         number, worker.attempt = worker.attempt, 0
         worker.refuses = max(worker.refuses, number)
@@ -210,7 +210,7 @@ class SimCluster(World):
             # Who found something says so, also if it is fenced before it heard of the others.
             damaged, unread = given.damaged.get(worker.name), given.unread.get(worker.name)
             found = {"damaged": damaged or (), "unread": unread or ()}
-            how = "unloadable" if damaged or unread else how
+            how = ev.Leaving.UNLOADABLE if damaged or unread else how
         self.post(
             ev.WorkerLeft,
             attempt=number,
@@ -222,8 +222,8 @@ class SimCluster(World):
             **found,
         )
 
-    def _why(self, worker: SimWorker, how: str) -> str:
-        if how != "completed":
+    def _why(self, worker: SimWorker, how: ev.Leaving) -> str:
+        if how != ev.Leaving.COMPLETED:
             return how
         return "enough" if worker.completed < self.rules.total_steps else ""
 
@@ -291,7 +291,7 @@ class SimCluster(World):
             # It learns of the fence when it is through.
             self.at(worker.busy_until_s - self.now_s, self._fenced, name, number)
         elif worker.attempt == number:
-            self.leave(worker, "fenced")
+            self.leave(worker, ev.Leaving.FENCED)
         elif worker.refuses < number:
             # The fence overtook the assignment: it will be refused, and that is an answer too.
             worker.refuses = number
@@ -299,7 +299,7 @@ class SimCluster(World):
                 ev.WorkerLeft,
                 attempt=number,
                 worker=name,
-                how="fenced",
+                how=ev.Leaving.FENCED,
                 step=0,
                 detail="never entered",
             )
@@ -421,7 +421,7 @@ class SimCluster(World):
         if not attempt.loading.is_done:
             loading.load(self, attempt.loading, attempt.members)
         if not attempt.loading.is_loaded:
-            self.leave(worker, "unloadable")
+            self.leave(worker, ev.Leaving.UNLOADABLE)
             return
         worker.formed = True
         damaged = attempt.loading.damaged.get(name, ())
@@ -475,9 +475,9 @@ class SimCluster(World):
             costs = replace(self.tiers.costs, pace=pace)
             self.find(ev.SavesMeasured, attempt=attempt.number, costs=costs)
         if last:
-            self.at(_COMMIT_S, self._leave_together, attempt, "completed", stored)
+            self.at(_COMMIT_S, self._leave_together, attempt, ev.Leaving.COMPLETED, stored)
         elif attempt.yielding:
-            self.at(_COMMIT_S, self._leave_together, attempt, "yielded", stored)
+            self.at(_COMMIT_S, self._leave_together, attempt, ev.Leaving.YIELDED, stored)
         else:
             self.at(STEP_S, self._step, attempt)
 
@@ -486,7 +486,7 @@ class SimCluster(World):
         members = self.present(attempt)
         if members is not None:
             stored = save_step(self, attempt, members, last=True)
-            self.at(_COMMIT_S, self._leave_together, attempt, "completed", stored)
+            self.at(_COMMIT_S, self._leave_together, attempt, ev.Leaving.COMPLETED, stored)
 
     def _stall(self, attempt: SimAttempt) -> None:
         """Let an attempt wait for a link until it is whole, or until that is noticed."""
@@ -513,7 +513,9 @@ class SimCluster(World):
         if self.chance(0.3) and worker is not None and worker.attempt == attempt.number:
             # A transport may give up by itself, and name the peer.
             if not worker.hung:
-                self.leave(worker, "peer_lost", unreached=way[1] if self.chance(0.7) else "")
+                self.leave(
+                    worker, ev.Leaving.PEER_LOST, unreached=way[1] if self.chance(0.7) else ""
+                )
         elif formed:
             self.post(ev.HangFound, attempt=attempt.number, guilty=(), evidence="a circle")
         self.at(0.5, self._notice_stall, attempt)
@@ -547,7 +549,7 @@ class SimCluster(World):
             traceback="Traceback: ValueError: simulated",
         )
 
-    def _leave_together(self, attempt: SimAttempt, how: str, stored: bool) -> None:  # noqa: FBT001
+    def _leave_together(self, attempt: SimAttempt, how: ev.Leaving, stored: bool) -> None:  # noqa: FBT001
         """Leave once the step is committed; where a part is missing everybody waits."""
         landed = self.storage.commits if stored else self.memory.landed_s
         if (attempt.step, attempt.number) not in landed:
@@ -555,12 +557,12 @@ class SimCluster(World):
             if stored and self.now_s < landed_s and self.present(attempt) is not None:
                 self.at(landed_s - self.now_s, self._leave_together, attempt, how, stored)
             return
-        if how == "yielded" and self.present(attempt) is not None:
+        if how == ev.Leaving.YIELDED and self.present(attempt) is not None:
             self.monitor.all_yielded(attempt.number, attempt.step)
         for name in attempt.members:
             self.at(0.05 * self.rng.random(), self._leave_alone, name, attempt, how)
 
-    def _leave_alone(self, name: str, attempt: SimAttempt, how: str) -> None:
+    def _leave_alone(self, name: str, attempt: SimAttempt, how: ev.Leaving) -> None:
         worker = self.workers.get(name)
         if worker is not None and worker.attempt == attempt.number and not worker.hung:
             self.leave(worker, how)

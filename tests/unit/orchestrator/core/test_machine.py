@@ -1,12 +1,12 @@
 import math
 from dataclasses import replace
-from typing import get_args
 
 import pytest
 
 from orchestrator.core import (
     Action,
     FenceAttempt,
+    Leaving,
     Phase,
     RequestReservation,
     RunRules,
@@ -14,7 +14,6 @@ from orchestrator.core import (
     StartAttempt,
     adopted,
     describe,
-    machine,
     next_deadline_s,
     step,
 )
@@ -61,11 +60,6 @@ def _kinds(actions: tuple[Action, ...]) -> list[type]:
     return [type(action) for action in actions]
 
 
-def test_every_kind_of_event_has_a_handler() -> None:
-    """The dispatch is a table, so the type checker does not see a kind that was forgotten."""
-    assert set(machine._HANDLERS) == set(get_args(ev.Event))
-
-
 def test_the_start_asks_for_the_largest_run() -> None:
     """An autoscaler sees pending reservations, so all are requested though fewer may do."""
     _, actions = step(RunState(), ev.ControllerStarted(at_s=0.0, incarnation=1), rules=RULES)
@@ -98,7 +92,7 @@ def test_events_of_another_attempt_change_nothing() -> None:
     stale: tuple[ev.Event, ...] = (
         ev.StepCompleted(at_s=3.0, attempt=7, step=99, step_s=0.1),
         ev.CheckpointCommitted(at_s=3.0, attempt=0, step=99),
-        ev.WorkerLeft(at_s=3.0, attempt=0, worker="w0001", how="fenced", step=0, detail=""),
+        ev.WorkerLeft(at_s=3.0, attempt=0, worker="w0001", how=Leaving.FENCED, step=0, detail=""),
         ev.HangFound(at_s=3.0, attempt=7, guilty=("w0001",), evidence=""),
         ev.CommittedRead(at_s=3.0, attempt=0, step=9, committed_by=1, skipped=()),
     )
@@ -113,7 +107,7 @@ def test_an_event_that_comes_twice_changes_nothing_the_second_time() -> None:
     state = _running()
     for event in (
         ev.WorkerExited(at_s=3.0, worker="w0001", cause="crash", detail=""),
-        ev.WorkerLeft(at_s=3.1, attempt=1, worker="w0002", how="fenced", step=1, detail=""),
+        ev.WorkerLeft(at_s=3.1, attempt=1, worker="w0002", how=Leaving.FENCED, step=1, detail=""),
     ):
         state, _ = step(state, event, rules=RULES)
         again, actions = step(state, event, rules=RULES)
@@ -145,7 +139,7 @@ def test_replacements_start_only_after_the_first_new_step() -> None:
     seen: list[type] = []
     for event in (
         ev.WorkerExited(at_s=3.0, worker="w0001", cause="crash", detail=""),
-        ev.WorkerLeft(at_s=3.1, attempt=1, worker="w0002", how="fenced", step=1, detail=""),
+        ev.WorkerLeft(at_s=3.1, attempt=1, worker="w0002", how=Leaving.FENCED, step=1, detail=""),
         ev.WorkerFormed(at_s=3.4, attempt=2, worker="w0002"),
     ):
         state, actions = step(state, event, rules=RULES)
@@ -178,7 +172,7 @@ def test_survivors_keep_their_order_and_nodes_stay_together() -> None:
         state,
         ev.WorkerExited(at_s=2.0, worker=dead, cause="crash", detail=""),
         *(
-            ev.WorkerLeft(at_s=2.1, attempt=1, worker=name, how="fenced", step=1, detail="")
+            ev.WorkerLeft(at_s=2.1, attempt=1, worker=name, how=Leaving.FENCED, step=1, detail="")
             for name in left
         ),
         ev.CommittedRead(at_s=2.2, attempt=1, step=1, committed_by=1, skipped=()),
@@ -202,7 +196,7 @@ def test_a_node_where_workers_keep_failing_is_avoided() -> None:
         state, actions = step(state, crashed, rules=RULES)
         if state.phase is Phase.FENCING:
             left = ev.WorkerLeft(
-                at_s=at_s, attempt=attempt, worker="w0002", how="fenced", step=1, detail=""
+                at_s=at_s, attempt=attempt, worker="w0002", how=Leaving.FENCED, step=1, detail=""
             )
             formed = ev.WorkerFormed(at_s=at_s, attempt=attempt + 1, worker="w0002")
             stepped = ev.StepCompleted(at_s=at_s, attempt=attempt + 1, step=2, step_s=0.1)
@@ -280,7 +274,12 @@ def test_a_hint_never_avoids_a_node() -> None:
             state,
             *(
                 ev.WorkerLeft(
-                    at_s=at_s, attempt=attempt, worker=w, how="peer_lost", step=attempt, detail=""
+                    at_s=at_s,
+                    attempt=attempt,
+                    worker=w,
+                    how=Leaving.PEER_LOST,
+                    step=attempt,
+                    detail="",
                 )
                 for w in ("w0001", "w0002")
             ),
@@ -298,7 +297,7 @@ def test_a_hint_never_avoids_a_node() -> None:
 def test_members_whose_lease_ran_out_are_taken_back_and_nobody_is_blamed() -> None:
     """The controller had been cut off from all of them; they stopped, and it hears them again."""
     left = [
-        ev.WorkerLeft(at_s=60.0, attempt=1, worker=w, how="yielded", step=7, detail="")
+        ev.WorkerLeft(at_s=60.0, attempt=1, worker=w, how=Leaving.YIELDED, step=7, detail="")
         for w in ("w0001", "w0002")
     ]
     state = _fold(_running(), *left)
@@ -343,7 +342,7 @@ def _taken_below_the_minimum() -> tuple[RunState, tuple[Action, ...]]:
 def _waiting_below_the_minimum() -> RunState:
     state, _ = _taken_below_the_minimum()
     left = [
-        ev.WorkerLeft(at_s=31.0, attempt=1, worker=worker, how="yielded", step=900, detail="")
+        ev.WorkerLeft(at_s=31.0, attempt=1, worker=worker, how=Leaving.YIELDED, step=900, detail="")
         for worker in ("w0001", "w0002")
     ]
     state = _fold(state, *left, rules=BOTH)
@@ -402,7 +401,7 @@ def test_before_the_controllers_machine_goes_the_state_is_in_storage_once() -> N
     assert isinstance(order, YieldAttempt)
     assert order.durable
     left = [
-        ev.WorkerLeft(at_s=31.0, attempt=1, worker=worker, how="yielded", step=9, detail="")
+        ev.WorkerLeft(at_s=31.0, attempt=1, worker=worker, how=Leaving.YIELDED, step=9, detail="")
         for worker in ("w0001", "w0002")
     ]
     state = _fold(state, *left)
@@ -460,7 +459,9 @@ def test_an_attempt_that_did_not_form_in_time_gets_more_time_the_next_time() -> 
     state = _fold(
         state,
         *(
-            ev.WorkerLeft(at_s=bound_s, attempt=1, worker=worker, how="fenced", step=0, detail="")
+            ev.WorkerLeft(
+                at_s=bound_s, attempt=1, worker=worker, how=Leaving.FENCED, step=0, detail=""
+            )
             for worker in ("w0001", "w0002")
         ),
     )
@@ -511,7 +512,7 @@ def test_a_worker_that_was_told_to_end_is_replaced_and_nothing_is_lost(
     actions: list[Action] = []
     for worker in order:
         left = ev.WorkerLeft(
-            at_s=31.0, attempt=1, worker=worker, how="yielded", step=9, detail="",
+            at_s=31.0, attempt=1, worker=worker, how=Leaving.YIELDED, step=9, detail="",
             told=told[worker],
         )  # fmt: skip
         state, more = step(state, left, rules=RULES)
@@ -549,8 +550,12 @@ def test_a_completed_run_is_described_with_its_last_step() -> None:
     """Steps are reported about once a second, so nobody reports the last ones before it leaves."""
     state = _fold(
         _running(),
-        ev.WorkerLeft(at_s=3.0, attempt=1, worker="w0001", how="completed", step=1000, detail=""),
-        ev.WorkerLeft(at_s=3.0, attempt=1, worker="w0002", how="completed", step=1000, detail=""),
+        ev.WorkerLeft(
+            at_s=3.0, attempt=1, worker="w0001", how=Leaving.COMPLETED, step=1000, detail=""
+        ),
+        ev.WorkerLeft(
+            at_s=3.0, attempt=1, worker="w0002", how=Leaving.COMPLETED, step=1000, detail=""
+        ),
     )
 
     assert state.phase is Phase.FINISHED
@@ -594,7 +599,7 @@ def _unloadable(at_s: float, attempt: int, source: Source | None = None) -> list
             at_s=at_s,
             attempt=attempt,
             worker=worker,
-            how="unloadable",
+            how=Leaving.UNLOADABLE,
             step=attempt,
             detail="",
             damaged=(source,) if source is not None and worker == "w0002" else (),
@@ -619,8 +624,12 @@ def test_attempts_that_find_something_bad_cost_no_budget_and_no_time() -> None:
     """There may be dozens of bad sources, and the twelfth attempt without progress ends a run."""
     state = _fold(
         _running(),
-        ev.WorkerLeft(at_s=3.0, attempt=1, worker="w0001", how="peer_lost", step=1, detail=""),
-        ev.WorkerLeft(at_s=3.0, attempt=1, worker="w0002", how="peer_lost", step=1, detail=""),
+        ev.WorkerLeft(
+            at_s=3.0, attempt=1, worker="w0001", how=Leaving.PEER_LOST, step=1, detail=""
+        ),
+        ev.WorkerLeft(
+            at_s=3.0, attempt=1, worker="w0002", how=Leaving.PEER_LOST, step=1, detail=""
+        ),
         ev.LinksProbed(at_s=3.0, number=1, heard=("a", "b")),
     )
     for number in range(40):
@@ -653,7 +662,7 @@ def test_attempts_that_cannot_load_and_find_nothing_end_the_run() -> None:
 def test_a_recovery_waits_for_storage_as_long_as_for_workers() -> None:
     """After 200 s of silence the run was over, with all its nodes in good health."""
     state = _fold(_running(), ev.WorkerExited(at_s=3.0, worker="w0001", cause="crash", detail=""))
-    left = ev.WorkerLeft(at_s=3.1, attempt=1, worker="w0002", how="fenced", step=1, detail="")
+    left = ev.WorkerLeft(at_s=3.1, attempt=1, worker="w0002", how=Leaving.FENCED, step=1, detail="")
     state = _fold(state, left)
     while next_deadline_s(state) < RULES.bounds.capacity_s / 2:
         state = _fold(state, ev.Ticked(at_s=next_deadline_s(state)))

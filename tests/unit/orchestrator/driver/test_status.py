@@ -323,7 +323,7 @@ def _find_damaged(run: Journaled, *sources: Source) -> None:
             at_s=run.at_s,
             attempt=run.state.attempt.number,
             worker=run.state.fleet.workers[run.state.attempt.members[0]].name,
-            how="unloadable",
+            how=ev.Leaving.UNLOADABLE,
             step=0,
             detail="a checksum differs",
             damaged=sources,

@@ -107,7 +107,7 @@ def test_workers_move_back_in_numbers_that_a_layout_can_use() -> None:
     )
     assert any(isinstance(action, act.YieldAttempt) for action in actions)
     left = [
-        ev.WorkerLeft(at_s=121.0, attempt=1, worker=w, how="yielded", step=9, detail="")
+        ev.WorkerLeft(at_s=121.0, attempt=1, worker=w, how=ev.Leaving.YIELDED, step=9, detail="")
         for w in ("w0001", "w0002")
     ]
     state, actions = _fold(state, *left)

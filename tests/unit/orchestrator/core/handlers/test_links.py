@@ -71,7 +71,7 @@ class _Run:
         if commits:
             self.fold(ev.CheckpointCommitted(at_s=self.at_s, attempt=number, step=done))
 
-    def leave(self, how: str = "fenced", unreached: str = "") -> None:
+    def leave(self, how: ev.Leaving = ev.Leaving.FENCED, unreached: str = "") -> None:
         number = self.state.attempt.number
         for node in self.members():
             self.fold(
@@ -117,7 +117,7 @@ class _Run:
             self.at_s = max(due_s, self.at_s)
             self.fold(ev.Ticked(at_s=self.at_s))
             if self.state.phase is Phase.YIELDING:
-                self.leave("yielded")
+                self.leave(ev.Leaving.YIELDED)
             elif self.state.phase is Phase.READING and not self.state.network.is_searching:
                 self.read()
         self.at_s = until_s
@@ -207,7 +207,7 @@ def test_a_program_hangs_after_the_same_step_and_a_network_after_any(*, same: bo
         while run.state.phase is not Phase.FORMING:
             run.wait(next_deadline_s(run.state))
 
-    assert (run.state.outcome, number) == (("failed", 4) if same else ("", 5))
+    assert (run.state.outcome, number) == (("failed", 4) if same else (None, 5))
 
 
 def _lose_peers(run: _Run, *, until_s: float = inf) -> int:
@@ -216,7 +216,7 @@ def _lose_peers(run: _Run, *, until_s: float = inf) -> int:
     while run.state.phase is not Phase.FAILED and run.at_s < until_s:
         number += 1
         run.train(commits=False)
-        run.leave("peer_lost")
+        run.leave(ev.Leaving.PEER_LOST)
         while run.state.phase is Phase.WAITING:
             run.wait(next_deadline_s(run.state))
     return number
@@ -230,14 +230,14 @@ def test_connections_that_are_reset_for_half_an_hour_end_no_run() -> None:
     assert not run.state.faults
 
     run.train()
-    run.leave("peer_lost")
+    run.leave(ev.Leaving.PEER_LOST)
     assert (run.state.num_stuck, run.state.num_unexplained) == (0, 0)
 
 
 def test_a_program_that_loses_its_peers_for_ever_ends() -> None:
     """Ranks that call different collectives fail as in a bad network does."""
     run = _Run()
-    run.leave("peer_lost")
+    run.leave(ev.Leaving.PEER_LOST)
     number = _lose_peers(run)
 
     assert number == RULES.budgets.unexplained_max + 1
@@ -251,7 +251,7 @@ def test_a_program_that_never_got_through_a_step_is_given_up_within_minutes() ->
     number = 0
     while run.state.phase is not Phase.FAILED:
         number += 1
-        run.leave("peer_lost")
+        run.leave(ev.Leaving.PEER_LOST)
         while run.state.phase is Phase.WAITING:
             run.wait(next_deadline_s(run.state))
 
@@ -262,10 +262,10 @@ def test_a_program_that_never_got_through_a_step_is_given_up_within_minutes() ->
 def test_the_status_says_that_the_network_is_waited_for() -> None:
     """Nothing else tells why a run with all its workers stands still."""
     run = _Run()
-    run.leave("peer_lost")
+    run.leave(ev.Leaving.PEER_LOST)
     for _ in range(3):
         run.train(commits=False)
-        run.leave("peer_lost")
+        run.leave(ev.Leaving.PEER_LOST)
 
     assert run.state.phase is Phase.WAITING
     assert "3 attempts in a row lost a peer" in describe(run.state)["waits_for"]
@@ -298,7 +298,7 @@ def test_what_the_transport_says_twice_counts_though_a_probe_finds_nothing() -> 
     for _ in range(2):
         assert len(run.members()) == 4
         run.at_s += 1.0
-        run.leave("peer_lost", unreached="b")
+        run.leave(ev.Leaving.PEER_LOST, unreached="b")
 
     first, second = run.incidents()
     assert (first.incident, second.incident) == ("peer_lost", "link")
@@ -401,7 +401,7 @@ def test_a_state_that_cannot_be_read_for_a_lost_link_is_no_fault_of_its_holder()
                 at_s=run.at_s,
                 attempt=2,
                 worker=run.names[node],
-                how="unloadable",
+                how=ev.Leaving.UNLOADABLE,
                 step=1,
                 detail="silent" if node == "a" else "",
                 unread=(source,) if node == "a" else (),

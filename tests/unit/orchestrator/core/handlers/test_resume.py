@@ -29,7 +29,7 @@ STOPPED: tuple[ev.Event, ...] = (
     ev.WorkerFormed(at_s=1.5, attempt=1, worker="w0001"),
     ev.StepCompleted(at_s=2.0, attempt=1, step=1, step_s=0.5),
     ev.StopRequested(at_s=2.1, reason="everstep stop"),
-    ev.WorkerLeft(at_s=2.6, attempt=1, worker="w0001", how="yielded", step=2, detail=""),
+    ev.WorkerLeft(at_s=2.6, attempt=1, worker="w0001", how=ev.Leaving.YIELDED, step=2, detail=""),
 )
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from orchestrator.core import RunRules, RunState, check, describe, own_share, step
+from orchestrator.core import Leaving, RunRules, RunState, check, describe, own_share, step
 from orchestrator.core import actions as act
 from orchestrator.core import events as ev
 from orchestrator.core.actions import Action
@@ -64,7 +64,12 @@ class Fold:
         return self(
             *(
                 ev.WorkerLeft(
-                    at_s=at_s, attempt=number, worker=w, how="yielded", step=done, detail=""
+                    at_s=at_s,
+                    attempt=number,
+                    worker=w,
+                    how=Leaving.YIELDED,
+                    step=done,
+                    detail="",
                 )
                 for w in self.members()
             )

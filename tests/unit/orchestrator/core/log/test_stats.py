@@ -4,7 +4,7 @@ from dataclasses import replace
 
 import pytest
 
-from orchestrator.core import RunRules, RunState, RunStats, step, transition_records
+from orchestrator.core import Leaving, RunRules, RunState, RunStats, step, transition_records
 from orchestrator.core import events as ev
 from orchestrator.policies import CapacityRules
 
@@ -21,7 +21,9 @@ START: tuple[ev.Event, ...] = (
 )
 CRASH: tuple[ev.Event, ...] = (
     ev.FaultInjected(at_s=8.4, fault="kill", target="w0002"),
-    ev.WorkerLeft(at_s=8.5, attempt=1, worker="w0001", how="peer_lost", step=6, detail="reset"),
+    ev.WorkerLeft(
+        at_s=8.5, attempt=1, worker="w0001", how=Leaving.PEER_LOST, step=6, detail="reset"
+    ),
     ev.WorkerExited(at_s=8.6, worker="w0002", cause="crash", detail="SIGKILL"),
     ev.CommittedRead(at_s=8.7, attempt=1, step=4, committed_by=1, skipped=()),
     ev.CommittedRead(at_s=8.8, attempt=1, step=4, committed_by=1, skipped=()),
@@ -170,7 +172,7 @@ def test_a_restart_that_disturbs_nobody_is_still_on_record() -> None:
 def test_the_summary_says_how_the_run_ended() -> None:
     """``summary.json`` takes these names as they are."""
     finish = tuple(
-        ev.WorkerLeft(at_s=20.0, attempt=1, worker=w, how="completed", step=12, detail="")
+        ev.WorkerLeft(at_s=20.0, attempt=1, worker=w, how=Leaving.COMPLETED, step=12, detail="")
         for w in ("w0001", "w0002")
     )
     last = ev.StepCompleted(at_s=19.0, attempt=1, step=12, step_s=1.0)
@@ -200,7 +202,9 @@ def test_what_the_newest_attempt_loaded_is_summed_over_its_workers() -> None:
     """The line of an attempt must not tell of the bytes of the one before."""
     formed = (
         ev.WorkerReady(at_s=10.5, worker="w0003", node="b", pid=13),
-        ev.WorkerLeft(at_s=21.0, attempt=2, worker="w0001", how="peer_lost", step=5, detail=""),
+        ev.WorkerLeft(
+            at_s=21.0, attempt=2, worker="w0001", how=Leaving.PEER_LOST, step=5, detail=""
+        ),
         ev.CommittedRead(at_s=21.1, attempt=2, step=5, committed_by=2, skipped=()),
         ev.WorkerFormed(
             at_s=22.0, attempt=3, worker="w0001", sources=(("local memory", 7), ("storage", 1))
@@ -218,7 +222,7 @@ def test_what_could_not_be_loaded_is_told_with_the_recovery_that_met_it() -> Non
             at_s=9.0,
             attempt=2,
             worker="w0001",
-            how="unloadable",
+            how=Leaving.UNLOADABLE,
             step=4,
             detail="",
             damaged=((4, 1, "", "", 0, 0),),
@@ -252,7 +256,7 @@ def test_a_damaged_version_in_storage_is_told_with_the_recovery_that_passed_it_o
 
 def _left(worker: str, step: int, *, attempt: int = 1) -> ev.WorkerLeft:
     return ev.WorkerLeft(
-        at_s=8.5, attempt=attempt, worker=worker, how="peer_lost", step=step, detail=""
+        at_s=8.5, attempt=attempt, worker=worker, how=Leaving.PEER_LOST, step=step, detail=""
     )
 
 
