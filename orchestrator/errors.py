@@ -41,7 +41,7 @@ class RunNotFoundError(OrchestratorError):
 
 
 class TokenError(OrchestratorError):
-    """Whoever asks to change a run does not know its token."""
+    """A request to change a run does not carry its token."""
 
 
 class JournalCorruptError(OrchestratorError):

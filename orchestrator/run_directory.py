@@ -41,7 +41,7 @@ __all__ = [
 CONFIG = "config.yaml"
 #: The same of each start and resume, under the number of the incarnation of the controller.
 SETTINGS = "settings"
-#: Whoever knows its content may change the run.
+#: A request that carries its content may change the run.
 TOKEN = "token"  # noqa: S105  the name of its file
 #: Written by each incarnation of the controller: how to reach it.
 CONTACT = "controller.json"

@@ -126,7 +126,7 @@ def observe(state: Detector, report: NodeReport, at_s: float) -> Detector:
     watched_s = state.watched_s + (passed_s if passed_s <= WATCH_GAP_S else 0.0)
     before = state.nodes.get(report.node)
     if passed_s > WATCH_GAP_S:
-        # Nobody watched. Every stillness and silence is counted anew from here.
+        # The detector was away: every stillness and silence counts anew from here.
         state = _forget_stillness(state)
         before = None if before is None else state.nodes[report.node]
     gap = before is None or watched_s - before.heard_s > WATCH_GAP_S

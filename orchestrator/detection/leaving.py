@@ -1,4 +1,4 @@
-"""Who leaves a fenced attempt late because it computes, and who is stuck in it.
+"""Which members leave a fenced attempt late because they compute, and which are stuck in it.
 
 A fence ends every wait of an attempt in milliseconds. A rank that computes learns of it at its
 next collective, or when its micro-batch ends. So a rank that waits after the fence is stuck. One

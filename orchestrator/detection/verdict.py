@@ -13,7 +13,7 @@ process needs no step to be overdue: shorter bounds are enough.
    takes, and more while it computes.
 3. *stuck*: it waits nowhere, and others wait. As 2, where no chain leads to it.
 4. *undecided*: all wait and nobody is missing (a network, or ranks that disagree about what to
-   call), or they wait in a circle, or all compute alike. Nobody is named: with a stopped rank,
+   call), or they wait in a circle, or all compute alike. No rank is named: with a stopped one,
    a rule "who is behind" names a rank that waits (seen on 4 ranks: the one next to it).
 
 When all members are stopped, nobody holds anybody up and there is no verdict.
@@ -40,7 +40,7 @@ _SLOW_TO_FORM = frozenset({WorkerPhase.IDLE, WorkerPhase.FORMING, WorkerPhase.LO
 _SLOW_TO_SAVE = frozenset({WorkerPhase.SAVING, WorkerPhase.LEAVING})
 _RAISE_TIMEOUT = " (if it works for so long, raise parallel.collective_timeout_s)"
 _RAISE_PATIENCE = " (if it may pause for so long, raise recovery.patience)"
-#: Of the time after which collectives fail: who holds them up is named before.
+#: Share of the time after which collectives fail: the culprit is named before.
 _BEFORE_FAILING = 0.9
 
 
@@ -120,7 +120,7 @@ class _Case:
 
     @cached_property
     def graph(self) -> WaitGraph:
-        """Who waits for whom: expensive; not needed for what the kernel says."""
+        """Return which rank waits for which: expensive; the kernel's facts do not need it."""
         return wait_graph(self.rows, attempt=self.attempt)
 
     def verdict(self, rule: str, guilty: list[int], evidence: str) -> Verdict:
@@ -152,7 +152,7 @@ def judge(
         members: Its workers in rank order.
         limits: Bounds, as ``limits_from(state.step_s_p99)``.
         collectives_fail_s: When the wait for a rank in a step's collectives ends by itself, and
-            with it the attempt. Nobody would be named any more then.
+            with it the attempt. After that it is too late to name one.
     """
     if not members or at_s - state.heard_at_s > WATCH_GAP_S:
         # Nobody watches at present: the reports are late, or the controller is.
@@ -229,7 +229,7 @@ def _by_kernel(case: _Case) -> Verdict | None:
     gone = [rank for rank, sign in case.signs.items() if sign is Sign.GONE]
     if gone and case.still_s >= case.limits.suspect_s:
         return case.verdict("gone", gone, f"{_names(case, gone)} has no living process")
-    # Who was not seen since may have been stopped as well, by somebody who stops the whole job.
+    # A worker without a recent report may be stopped too: someone may be stopping the whole job.
     silent_s = max(case.limits.stopped_s, case.unseen_s)
     stopped = [
         rank

@@ -1,4 +1,4 @@
-"""Who gives workers to whom where several runs share a cluster. Pure.
+"""Which run gives workers to which where several share a cluster. Pure.
 
 A run that lacks workers takes them from runs of lower priority, down to their least number; runs of
 one priority share evenly. Each run decides only what it gives itself, from what all say of

@@ -193,7 +193,7 @@ def newest(
     held = (v for v in _complete(inventories, lineage) if v.step < total_steps)
     found = next(held, None)
     step, attempt = stored
-    # Of two at the same step the one in memory is faster.
+    # At the same step, the one in memory is faster.
     if step and (found is None or step > found.step):
         return Version(step=step, attempt=attempt, source=STORAGE)
     return found
@@ -308,7 +308,7 @@ def _dependencies(version: Version) -> frozenset[_Dependency]:
         group.setdefault(one.parity.place, set()).add(one.node)
     dependencies = set()
     left = set(holders)
-    # Of two groups with the same rank that one is taken of which more parities are held.
+    # If two groups have the same rank, take the one with more parities held.
     for (num_parities, members), kept in sorted(groups.items(), key=lambda each: -len(each[1])):
         ranks = {member.rank for member in members if member is not None}
         if ranks <= left:

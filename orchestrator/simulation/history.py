@@ -163,7 +163,7 @@ class History:
         self.rules, rooms = _draw_rules(rng, tiers, market)
         self.cluster = SimCluster(rng, self.rules, tiers, self.monitor)
         self.state = RunState()
-        # Of the state; what is in the inbox comes first, so it need not be known before a fold.
+        # The state's deadline; the inbox comes first, so it need not be known before a fold.
         self.deadline_s = inf
         # The newest whose invariants were seen to hold.
         self.passed: RunState | None = None

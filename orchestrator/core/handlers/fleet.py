@@ -184,7 +184,7 @@ def place_reservation(transition: Transition, number: int, node_number: int) -> 
         asked._replace(
             num_pending=asked.num_pending - 1,
             num_granted=asked.num_granted + 1,
-            # Who gives one gives more: the others are waited for anew.
+            # A provider that granted one will grant more: the wait for the rest restarts.
             since_s=transition.now_s,
             refused_s=inf,
             took_s=capacity.took_s(

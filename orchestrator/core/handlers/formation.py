@@ -1,4 +1,4 @@
-"""Who trains next, as which rank, on which reservation; and the start of an attempt."""
+"""Which workers train next, as which ranks, on which reservations; the start of an attempt."""
 
 from __future__ import annotations
 

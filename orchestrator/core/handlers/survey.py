@@ -1,6 +1,6 @@
 """After a controller restart: reconcile the journal with the living workers and reservations.
 
-Nobody knows which of the last actions were performed. So every action that may have been lost is
+It is unknown which of the last actions were performed. So every action that may have been lost is
 given again (all are idempotent). An attempt that trains undisturbed is left alone.
 """
 

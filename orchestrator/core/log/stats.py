@@ -299,7 +299,7 @@ class RunStats:
         for incident in self._open_incidents():
             incident.t_first_step_s = at_s
             lost_s = incident.lost_steps * self._last_duration_s
-            # Whoever is held is paid while all wait, and for what is done twice.
+            # Held workers cost money while training waits and while steps are redone.
             waited_s = sum(s for phase, s in incident.phases_s.items() if phase != "yield")
             incident.cost_usd = (waited_s + lost_s) * self.usd_per_hour / _HOUR_S
         # Where steps are short, members say that they have formed after the first one is seen.
@@ -394,7 +394,7 @@ class RunStats:
         _add(self.refused, [(str(record["alternative"]), record["num_reservations"])])
 
     def _finished(self, record: Mapping[str, Any], at_s: float) -> None:
-        # Of an attempt that failed early more steps may be known than were reported.
+        # More steps of a failed attempt may be known than were reported.
         self._count(self._reached_step, self._last_duration_s)
         self._enter("over", at_s)
         self._held.clear()

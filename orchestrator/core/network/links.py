@@ -181,7 +181,7 @@ def _greedy(foes: _Foes, worth: _Worth) -> frozenset[str]:
     """Return a good set without foes: leave out the node that costs the least for each foe."""
     while any(foes.values()):
         costly = [node for node in foes if foes[node]]
-        # Of equals the last by name.
+        # Among equals, the last by name.
         cost = {node: (worth[node][0] / len(foes[node]), worth[node][1]) for node in costly}
         least = min(cost.values())
         foes = _but(foes, {max(node for node in costly if cost[node] == least)})

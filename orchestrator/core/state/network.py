@@ -5,8 +5,8 @@ from __future__ import annotations
 from math import inf
 from typing import Final, NamedTuple, TypeAlias
 
-#: The controller as an end of links: a node that it loses and finds again lost this one. Nobody
-#: probes it, and that of a node that is never found again is forgotten.
+#: The controller as an end of links: a node that it loses and finds again lost this one. It
+#: is not probed, and that of a node that is never found again is forgotten.
 CONTROLLER: Final = ""
 #: Two nodes by name: the way from the first to the second, or, sorted, the link of both.
 Pair: TypeAlias = tuple[str, str]

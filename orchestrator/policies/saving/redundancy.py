@@ -312,8 +312,8 @@ def _guarded_by(
 ) -> list[tuple[int, ...]] | None:
     """Return, by rank, the ranks on other nodes that save its share too; None if too few can.
 
-    Of those that hold the same state: other racks first, then who saves no more than its part,
-    then who is near.
+    Among holders of the same state: other racks first, then those that save no more than their
+    part, then near ones.
     """
     domains = _domains(nodes, racks)
     num_saved = [0] * len(nodes)

@@ -43,7 +43,7 @@ class Monitor:
         self.named, self.named_by = (0, 0), 1
         self.last_step = 0
         self.fence_began_s = 0.0
-        # Who leaves late because it computes, by what the machine was told.
+        # Members that leave late because they compute, as the machine was told.
         self.at_work: tuple[int, tuple[str, ...]] = (0, ())
         self.timed = 0
         self.yielded: tuple[int, int] | None = None
@@ -229,7 +229,7 @@ class Monitor:
 
     def _check_unreached(self, names: tuple[str, ...]) -> None:
         for name in names:
-            # Who does not reach a lost node has a lost link, until the node is known to be lost.
+            # A node that does not reach a lost one has a lost link, until that is known to be lost.
             known = name in self.unlinked or bool(self.lost_nodes)
             require(known, "S5", f"memory of {name} is left out")
 

@@ -42,7 +42,7 @@ def hang(cluster: SimCluster) -> None:
     worker = _pick_worker(cluster)
     if worker is not None and not worker.hung:
         worker.hung, worker.hung_at_s = True, cluster.now_s
-        # Who stops every process wants no verdict, and gets none.
+        # Someone who stops every process wants no verdict, and gets none.
         is_only = not any(each.hung_as in watching.SHOWN for each in cluster.workers.values())
         worker.hung_as = cluster.rng.choice(watching.SHOWN) if is_only else "waits"
         if cluster.chance(0.2):
@@ -256,7 +256,7 @@ def _change_notice(cluster: SimCluster, node: SimNode) -> None:
 
 
 def _take(cluster: SimCluster, node: SimNode, deadline_s: float) -> None:
-    # Who drained it may also leave it where it is.
+    # The provider may also leave it where it is.
     if node.draining_until_s == deadline_s and cluster.chance(0.9):
         lose_node(cluster, node)
 
@@ -376,7 +376,7 @@ def _restart_controller(cluster: SimCluster, incarnation: int) -> None:
 def lose_head(cluster: SimCluster, rng: Random) -> None:
     """The head's machine goes, and the run begins its next life on a second cluster.
 
-    Nobody reaches the old trainers and keepers, which train on.
+    The old trainers and keepers cannot be reached, and train on.
     """
     if cluster.is_headless or cluster.monitor.outcome is not None:
         return
@@ -386,7 +386,7 @@ def lose_head(cluster: SimCluster, rng: Random) -> None:
     attempt = cluster.attempts.get(cluster.monitor.attempt)
     for worker in cluster.workers.values():
         worker.alive = False
-    # Who was fenced waits for an attempt that nobody will start.
+    # A fenced worker waits for an attempt that never starts.
     if attempt is not None and cluster.present(attempt) is not None and attempt.formed:
         Orphans(cluster, attempt, rng).train_on()
     cluster.at(0.1 + 4 * rng.random(), _begin_life, cluster)

@@ -15,7 +15,7 @@ SHOWN = ("stopped", "frozen")
 _LOOK_S = 0.2
 #: After this the collectives of those that wait fail, which is not simulated.
 _COLLECTIVES_FAIL_S = 300.0
-#: Of a run in its ordinary steps.
+#: The limits in ordinary steps.
 _LIMITS = limits_from(STEP_S, step_s_p50=STEP_S)
 
 

@@ -207,7 +207,7 @@ class SimCluster(World):
         found: dict[str, Any] = {}
         given = self.attempts[number].loading
         if given.is_done and not given.is_loaded:
-            # Who found something says so, also if it is fenced before it heard of the others.
+            # A worker that found something says so, also if it is fenced before it heard of others.
             damaged, unread = given.damaged.get(worker.name), given.unread.get(worker.name)
             found = {"damaged": damaged or (), "unread": unread or ()}
             how = ev.Leaving.UNLOADABLE if damaged or unread else how
@@ -581,7 +581,7 @@ class SimCluster(World):
     def _survey(self, incarnation: int) -> None:
         if incarnation != self.incarnation:
             return
-        # Who waits in a collective answers questions.
+        # A worker that waits in a collective answers questions.
         silent = {w.name for w in self.workers.values() if w.hung and w.hung_as != "waits"}
         alive = [
             (w.name, w.node.name, ev.UNKNOWN_ATTEMPT if w.name in silent else w.attempt)

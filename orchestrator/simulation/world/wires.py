@@ -174,7 +174,7 @@ class World:
         self._arrive(self.incarnation, kind, values)
 
     def _arrive(self, incarnation: int, kind: type, values: dict[str, Any]) -> None:
-        # Nobody listens while the controller is down, and a new incarnation has new wires.
+        # A controller that is down hears nothing, and a new incarnation has new wires.
         if incarnation == self.incarnation and self.controller_up:
             self.inbox.append(kind(at_s=self.now_s, **values))
 
