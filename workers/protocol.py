@@ -361,6 +361,18 @@ class Raised:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class Superseded:
+    """A later life of the run owns its directory: the worker's process ends.
+
+    ``why`` names it, in a line for people.
+    """
+
+    attempt: int
+    step: int
+    why: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class FoundBad:
     """Bad sources that a worker found while loading.
 
@@ -430,7 +442,7 @@ PEER_MEMORY: Final = "peer memory"
 PARITY: Final = "parity"
 
 #: How a worker leaves an attempt.
-Outcome: TypeAlias = Completed | Yielded | Fenced | PeerLost | Raised | Unloadable
+Outcome: TypeAlias = Completed | Yielded | Fenced | PeerLost | Raised | Superseded | Unloadable
 
 
 class WorkerPhase(StrEnum):

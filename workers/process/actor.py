@@ -23,7 +23,6 @@ from typing import Any
 
 import ray
 
-from ucp_core.errors import SupersededError
 from workers.parent_death import end_with_parent
 from workers.process import termination
 from workers.protocol import (
@@ -33,8 +32,8 @@ from workers.protocol import (
     Noted,
     Outcome,
     Pace,
-    Raised,
     SaveCosts,
+    Superseded,
     Yielded,
 )
 
@@ -169,9 +168,9 @@ class Worker:
             outcome = self._runner.run(assignment, gpu_ids)
             # The attempt may end before ``attend`` is called.
             self._future(assignment.attempt).set_result(outcome)
-            if isinstance(outcome, Raised) and outcome.error.startswith(SupersededError.__name__):
-                # Nobody will take this process back, and its device is wanted elsewhere.
-                log.critical("superseded", extra={"why": outcome.error})
+            if isinstance(outcome, Superseded):
+                # No controller takes this process back, and its device is wanted elsewhere.
+                log.critical("superseded", extra={"why": outcome.why})
                 time.sleep(_ANSWER_S)
                 os._exit(1)
             if isinstance(outcome, Yielded) and outcome.why:

@@ -31,6 +31,7 @@ from workers.protocol import (
     Pace,
     Raised,
     SaveCosts,
+    Superseded,
     WorkerPhase,
     Yielded,
 )
@@ -156,7 +157,7 @@ class AttemptRunner:
             output.add(f"the GPU failed, so this process ends, and another takes over: {outcome}\n")
             output.close()
             os._exit(device.EXIT_CODE)
-        if isinstance(outcome, Completed | Raised):
+        if isinstance(outcome, Completed | Raised | Superseded):
             # This process may be ended next.
             output.close()
         else:

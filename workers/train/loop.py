@@ -17,7 +17,7 @@ from typing import Final
 import torch
 import torch.distributed as dist
 
-from ucp_core.errors import UcpError
+from ucp_core.errors import SupersededError, UcpError
 from workers import collectives
 from workers.errors import WorkerError
 from workers.memory import HandOver, SnapshotMemory
@@ -29,6 +29,7 @@ from workers.protocol import (
     Outcome,
     PeerLost,
     Raised,
+    Superseded,
     Unloadable,
     WorkerPhase,
     Yielded,
@@ -155,6 +156,8 @@ class _Attempt:
         if _is_of_groups(error):
             unreached = collectives.unreached(error)
             return PeerLost(attempt=attempt, step=step, detail=described, unreached=unreached)
+        if isinstance(error, SupersededError):
+            return Superseded(attempt=attempt, step=step, why=str(error))
         return Raised(
             attempt=attempt, step=step + 1, error=described, traceback=_user_traceback(error)
         )

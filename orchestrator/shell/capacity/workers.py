@@ -46,6 +46,7 @@ from workers.protocol import (
     PeerLost,
     Raised,
     SaveCosts,
+    Superseded,
     Unloadable,
     Yielded,
 )
@@ -55,6 +56,7 @@ _HOW = {
     Yielded: Leaving.YIELDED,
     Fenced: Leaving.FENCED,
     PeerLost: Leaving.PEER_LOST,
+    Superseded: Leaving.FENCED,
     Unloadable: Leaving.UNLOADABLE,
 }
 
