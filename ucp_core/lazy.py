@@ -9,8 +9,6 @@ from functools import cache
 from importlib import import_module
 from typing import Any
 
-__all__ = ["lazy_door"]
-
 
 def lazy_door(room: str) -> Callable[[str], Any]:
     """Return a ``__getattr__`` for the package ``room``.

@@ -5,8 +5,6 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import TypeAlias
 
-__all__ = ["Lineage", "counts"]
-
 #: ``(attempt, resume_step)`` of the attempts so far, in any order.
 Lineage: TypeAlias = Sequence[tuple[int, int]]
 
@@ -19,6 +17,5 @@ def counts(*, step: int, attempt: int, lineage: Lineage) -> bool:
     Args:
         step: The step after which the state was taken.
         attempt: The attempt that took it.
-        lineage: Of the run.
     """
     return all(resume_step >= step for later, resume_step in lineage if later > attempt)

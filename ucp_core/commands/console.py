@@ -64,7 +64,6 @@ def open_any(
     """Return the checkpoint at a directory or URL, of any known format.
 
     Args:
-        url: Where it is.
         rules: File of rules, or a family.
         rename: File of renamings.
         tag: Which of several.

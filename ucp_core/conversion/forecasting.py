@@ -22,10 +22,8 @@ class Forecast(NamedTuple):
     """What a conversion, and a load under a layout, would do.
 
     Attributes:
-        tensors: Of the state.
         fragments: That hold them.
         files: That hold those.
-        size_bytes: Of the state.
         read_bytes: Read by a conversion, replicas and padding of records included.
         gathered_bytes: Of those, what has to be put together element by element.
         written_bytes: Written by a conversion.
@@ -54,7 +52,6 @@ def forecast(
     """Return what converting ``checkpoint``, and loading it under ``layout``, would cost.
 
     Args:
-        checkpoint: Of any format.
         layout: Of a run that would load it.
         rules: How the run's ranks cut tensors. Default: the shipped rules of the family whose
             names the checkpoint has; tensors of no family are held whole.

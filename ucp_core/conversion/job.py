@@ -45,8 +45,6 @@ class Conversion:
 
     Attributes:
         job: What workers share.
-        items: All items.
-        total_bytes: Of all items.
         read_bytes: Read in this run.
         written_bytes: Written in this run.
         resumed_bytes: Taken over from an interrupted run.
@@ -260,11 +258,7 @@ def _file_ends(state_map: StateMap) -> dict[str, int]:
 
 
 def _check_files(checkpoint: Checkpoint) -> list[tuple[str, int, int]]:
-    """Return ``(name, size, time of change)`` of the source's files.
-
-    Raises:
-        CheckpointCorruptError: One is missing, or has another size than it must have.
-    """
+    """Return ``(name, size, time of change)`` of the source's files."""
     found: list[tuple[str, int, int]] = []
     for file, end in sorted(_file_ends(checkpoint.state_map).items()):
         path = join(checkpoint.directory, file)

@@ -128,11 +128,7 @@ class LocalFiles:
         return sound
 
     def _take_back(self, number: int) -> None:
-        """Rename a file back that an earlier run had renamed when it was killed.
-
-        Raises:
-            UcpError: The file of that name is another one.
-        """
+        """Rename a file back that an earlier run had renamed when it was killed."""
         path, final = self.paths[number], self._directory / self.targets[number].name
         results = [each for each in self._journal.results if each.item.target == number]
         if (

@@ -43,11 +43,9 @@ class ConvertResult:
     """What ``convert`` did.
 
     Attributes:
-        size_bytes: Of the whole state.
         read_bytes: Read from the source in this run.
         written_bytes: Written to the destination in this run.
         resumed_bytes: Taken over from an interrupted run.
-        seconds: Of this run.
         processes: How many worked.
         threads: How many worked in each.
         checkpoint: The result.

@@ -34,7 +34,6 @@ class Claim(NamedTuple):
     """Who converts to a directory of a store; such stores have no locks, so the last one does.
 
     Attributes:
-        store: Of the destination.
         directory: The destination.
         content: What the file ``begun`` has as long as nobody else began.
     """

@@ -59,7 +59,6 @@ class Result(NamedTuple):
     """What a worker found.
 
     Attributes:
-        item: The item.
         blocks: crc32 of every block of the target's tensors in the item, in order.
         notes: What was read of checks that are not complete or not right.
         read_bytes: How many bytes were read.
@@ -76,9 +75,6 @@ class Job:
     """What all workers of a conversion share.
 
     Attributes:
-        store: Of the source.
-        directory: Of the source.
-        state_map: Of the source.
         files: The source's files; items and checks name them by index.
         targets: The files to write.
         extents: How the source's own checksums are verified.
@@ -167,7 +163,6 @@ class Worker:
         Raises:
             ChecksumMismatchError: Damaged bytes.
             CheckpointCorruptError: Replicas differ.
-            StorageError: A file cannot be read.
         """
         self._notes = Notes()
         self._blocks = []

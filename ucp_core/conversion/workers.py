@@ -90,7 +90,6 @@ def run_processes(
 
     Args:
         job: What all batches share.
-        batches: What to do.
         take: Called with every result.
         processes: How many.
         in_child: Each child calls it first.

@@ -20,8 +20,6 @@ if TYPE_CHECKING:
 
     from ucp_core.language import Rules
 
-__all__ = ["open_source", "recognise"]
-
 #: Asked in this order: a folder of Megatron-core is also one of torch DCP.
 _FORMATS = ("deepspeed", "megatron_core", "megatron", "dcp", "huggingface")
 

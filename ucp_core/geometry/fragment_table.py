@@ -247,11 +247,7 @@ class Table:
 
 
 class TableEntries(Mapping[TensorKey, TensorEntry]):
-    """The tensors of a table as a ``StateMap`` needs them; each is made on demand.
-
-    Attributes:
-        table: The table.
-    """
+    """The tensors of a table as a ``StateMap`` needs them; each is made on demand."""
 
     def __init__(self, table: Table) -> None:
         self.table = table

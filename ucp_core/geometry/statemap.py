@@ -105,7 +105,6 @@ class TensorEntry:
     Attributes:
         key: Its name and slot.
         dtype: safetensors' name.
-        shape: Of the whole tensor.
         fragments: Where its elements are.
         copies: Above 1: number of copies that were updated independently. Each covers the tensor,
             whose value is their mean.
@@ -128,7 +127,6 @@ class StateMap:
     """Tensors by key.
 
     Attributes:
-        entries: The tensors.
         block_bytes: Block size of the fragments' checksums.
         extents: By file: the ranges for which a foreign format has checksums.
     """

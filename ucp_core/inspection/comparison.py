@@ -39,7 +39,6 @@ class TensorDiff:
 
     Attributes:
         fqn: Its name.
-        slot: Its slot.
         kind: ``only in a``, ``only in b``, ``shape``, ``dtype`` or ``values``.
         dtypes: In a and b; None where it is missing.
         shapes: In a and b; None where it is missing.

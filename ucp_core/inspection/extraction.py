@@ -77,7 +77,6 @@ def extract(
 
     Args:
         checkpoint: The source, of any format.
-        entry: A tensor of it.
         box: What of the tensor.
         memory_bytes: Bound of the buffers.
         out: Store and path of a file that ends in ``.safetensors`` or ``.npy``.
@@ -85,7 +84,6 @@ def extract(
     Raises:
         UcpError: The file has another ending, or its format cannot hold the dtype.
         CheckpointCorruptError: The source is damaged; no file is left.
-        StorageError: A storage refused.
     """
     check_memory(memory_bytes)
     first: list[Any] = []

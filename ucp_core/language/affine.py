@@ -50,7 +50,6 @@ class Affine:
     """Strided pieces, as DeepSpeed's affine maps describe them.
 
     Attributes:
-        shape: Of the whole tensor.
         shards: Shape of the shard by rank.
         pieces: By rank.
     """
@@ -97,7 +96,6 @@ def piece_boxes(
     """Yield the boxes of a piece in the shard, each with its start in the whole tensor.
 
     Args:
-        piece: The piece.
         whole: Shape of the tensor.
         shard: Shape of the shard, of as many dims.
         what: Tensor and rank, for errors.

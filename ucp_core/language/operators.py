@@ -59,7 +59,6 @@ def extract(  # noqa: PLR0913 - what a file says of a range of itself is so much
     """Return the fragments of one tensor in a file of one rank, without padding.
 
     Args:
-        key: The tensor.
         dtype: Of the bytes in the file.
         placement: How the ranks' shards make up the tensor.
         rank: The rank of the shard.
@@ -205,7 +204,6 @@ def rename(manifest: Manifest, mapping: Mapping[str, str]) -> Manifest:
     """Return the checkpoint with other tensor names, in every slot, group, tie and role.
 
     Args:
-        manifest: Of any source.
         mapping: New names by old ones; other names stay.
 
     Raises:
@@ -257,7 +255,6 @@ def tie(manifest: Manifest, ties: Mapping[str, str]) -> Manifest:
     verifying compare the two.
 
     Args:
-        manifest: Of any source.
         ties: The tensor that is kept, by alias; an alias may have no bytes.
 
     Raises:

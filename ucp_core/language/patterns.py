@@ -380,11 +380,7 @@ def _place_cuts(
     shapes: tuple[tuple[int, ...], ...],
     name: str,
 ) -> tuple[tuple[int, ...], tuple[tuple[ShardPiece, ...], ...]]:
-    """Return the shape of the whole tensor and the pieces of every rank of a row-major grid.
-
-    Raises:
-        PatternError: The shards' shapes do not fit the cuts.
-    """
+    """Return the shape of the whole tensor and the pieces of every rank of a row-major grid."""
     ndim = len(shapes[0])
     cuts = [replace(cut, dim=_dim(cut.dim, ndim, name)) for cut in cuts]
     if len({cut.dim for cut in cuts}) != len(cuts):
@@ -558,11 +554,7 @@ def _pieces(
 
 
 def _fitted_cut(cut: Cut, whole: Sequence[int], degree: int, name: str) -> tuple[Cut, list[int]]:
-    """Return the cut for another number of ranks, and the extents of their shards.
-
-    Raises:
-        PatternError: The dim cannot be cut so.
-    """
+    """Return the cut for another number of ranks, and the extents of their shards."""
     dim = _dim(cut.dim, len(whole), name)
     cut = replace(cut, dim=dim)
     extent = whole[dim]

@@ -74,7 +74,6 @@ def target_pieces(
         shapes: All tensors of one parameter group (ZeRO) or of the model.
         rules: How tensor-parallel ranks hold a tensor, and which stage has it.
         layout: Of the target; ``dp_shard * cp`` ranks share what a tensor-parallel rank holds.
-        rank: The rank.
         sharding: How the ranks share it.
 
     Raises:

@@ -85,7 +85,6 @@ class Manifest:
     """A parsed manifest or rank record.
 
     Attributes:
-        kind: Which kind.
         step: The optimizer step after which the state was taken.
         attempt: The attempt that took it (fencing token).
         state_map: All tensors and their fragments; in a rank record, those of that rank.

@@ -182,12 +182,7 @@ def _learn(
 
 
 def _read(text: bytes) -> _Read | None:
-    """Read the text of tensors.
-
-    Raises:
-        ValueError: It is not JSON.
-        RecursionError: It is nested too deeply.
-    """
+    """Read the text of tensors."""
     cut = _without_lists(text)
     tensors = None if cut is None else _tensors(cut.text)
     if cut is None or tensors is None or len(cut.begins) != len(tensors.slots.ndims):
@@ -307,8 +302,6 @@ class _Shape(NamedTuple):
         bounds: Of boxes, as in ``Table``.
         fixed: Of the other numbers that every fragment has.
         plain: Of all numbers but those in files' names.
-        blocks: Of the checksums of blocks.
-        num_blocks: Blocks of every fragment.
     """
 
     bounds: Numbers
@@ -340,8 +333,6 @@ class _Numbers(NamedTuple):
     Attributes:
         form: The text with 0 for every number.
         starts: Where each number begins.
-        values: The numbers.
-        num_digits: Digits of each number.
         is_padded: Whether a number has leading zeros.
     """
 

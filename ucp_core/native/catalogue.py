@@ -51,7 +51,6 @@ class Found:
     """The newest valid checkpoint.
 
     Attributes:
-        step: Its step.
         attempt: The attempt that committed it.
         directory: Its path in the store.
         checkpoint: The opened checkpoint.
@@ -130,7 +129,6 @@ def unloadable(
     may repair one. The reason is empty if only loading the bytes shows the damage.
 
     Args:
-        store: Where.
         checkpoints_directory: See ``find_committed``.
         lineage: See ``ucp_core.lineage``.
         with_data: Also return those that have data but no manifest. That is also what a save leaves
@@ -308,7 +306,6 @@ class Collector:
     It remembers what it saw, so that each checkpoint is looked at once. Not thread-safe.
 
     Args:
-        store: Where.
         checkpoints_directory: See ``find_committed``.
         keep: At least 1.
         grace_s: How long a withdrawn checkpoint can still be read.

@@ -234,7 +234,6 @@ def reading(checkpoint: Checkpoint) -> Iterator[None]:
 
     Raises:
         CheckpointNotFoundError: It was deleted since it was opened.
-        StorageError: The storage refused.
     """
     with ExitStack() as stack:
         if checkpoint.manifest.kind is not Kind.FOREIGN:
@@ -338,11 +337,7 @@ def _widen(held: Sequence[LocalTensor], need: Sequence[LocalTensor]) -> None:
 
 
 def _read_extra(checkpoint: Checkpoint) -> dict[str, Any]:
-    """Return the small named values of a universal checkpoint, verified.
-
-    Raises:
-        ChecksumMismatchError: A file is damaged.
-    """
+    """Return the small named values of a universal checkpoint, verified."""
     values: dict[str, Any] = {}
     for name, file in checkpoint.manifest.extra.items():
         path = join(checkpoint.directory, file)

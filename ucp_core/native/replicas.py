@@ -61,7 +61,6 @@ class Transport(Protocol):
 
     Attributes:
         rank: This rank, ``0 <= rank < size``.
-        size: Number of ranks.
     """
 
     rank: int
@@ -165,7 +164,6 @@ class _Fill(NamedTuple):
 
     Attributes:
         step: What to read.
-        num_bytes: What it fills.
     """
 
     step: Copy | Mean
@@ -276,11 +274,7 @@ class _Loader:
 
 
 def _agree(transport: Transport, reads: ReadPlan, failure: UcpError | None) -> None:
-    """Check that all ranks made the same plan.
-
-    Raises:
-        CheckpointCorruptError: One could not plan, or planned something else.
-    """
+    """Check that all ranks made the same plan."""
     steps = [
         (step.fragment.file, step.fragment.offset_bytes, step.start_byte, step.stop_byte)
         for step in reads.copies

@@ -112,8 +112,6 @@ class RankSaver:
     Args:
         tensors: What the rank holds; replicas, empty boxes, and all data are ignored.
         attempt: The fencing token.
-        rank: This rank.
-        world_size: Ranks that save.
         source: The writer, JSON.
         block_bytes: Size of the blocks that have checksums.
         require_owner: See ``try_commit``.
@@ -169,8 +167,6 @@ class RankSaver:
         """Write the current data of the tensors; see ``save_rank``.
 
         Args:
-            store: Where to.
-            directory: Of this step's checkpoint.
             step: The optimizer step after which the state was taken.
             data: The bytes of the tensors of ``order``.
             extra: Small named values, JSON.
@@ -179,7 +175,6 @@ class RankSaver:
             blocks: crc32 of every block of each of ``data``, if the caller has them.
 
         Raises:
-            StorageError: The storage refused.
             UncoveredRegionError: The ranks together do not hold every element exactly once.
         """
         begun = perf_counter()
@@ -359,11 +354,6 @@ def try_commit(
     resumed below ``step``. It never replaces the manifest of a newer attempt.
 
     Args:
-        store: Where.
-        directory: Of this step's checkpoint.
-        step: Of the records.
-        attempt: Of the records.
-        world_size: Number of the records.
         fsync: Make the manifest durable.
         require_owner: Called before the manifest is written; it raises if the caller's life of the
             run no longer owns its directory (``ucp_core.storage.Owner``).

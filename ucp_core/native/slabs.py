@@ -62,7 +62,6 @@ def stream(
 
     Args:
         checkpoint: The source, of whatever format.
-        entries: Tensors of it.
         memory_bytes: Bound of the buffers; at least ``MEMORY_BYTES_MIN``.
         piece_bytes_max: Slabs are no larger than this either.
 
@@ -151,7 +150,6 @@ class SlabReader:
 
         Raises:
             ChecksumMismatchError: The source is damaged.
-            StorageError: A file cannot be read.
         """
         offsets: list[int] = []
         total = 0

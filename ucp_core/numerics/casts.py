@@ -45,7 +45,6 @@ def cast(data: memoryview, source: str, target: str) -> memoryview:
     Args:
         data: Bytes of elements of dtype ``source``.
         source: One of ``ucp_core.numerics.FLOATS``.
-        target: Another of them.
 
     Returns:
         Bytes of elements of dtype ``target``; ``data`` itself if the dtypes are equal.

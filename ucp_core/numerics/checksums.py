@@ -23,8 +23,6 @@ BLOCK_BYTES = 1 << 20
 
 _POLYNOMIAL = 0xEDB88320
 
-__all__ = ["BLOCK_BYTES", "combine", "combine_blocks", "crc32", "of_blocks"]
-
 
 def of_blocks(data: memoryview, block_bytes: int) -> list[int]:
     """Return the crc32 of every block of ``data``; the last block may be shorter."""

@@ -30,11 +30,7 @@ THREAD_BYTES_MIN = 4 << 20
 
 
 def crc32_of(store: Store, path: str, low: int, num_bytes: int) -> int:
-    """Return the crc32 of bytes of a file, which are read.
-
-    Raises:
-        StorageError: The file cannot be read.
-    """
+    """Return the crc32 of bytes of a file, which are read."""
     chunk_bytes = min(store.request_bytes, num_bytes)
     if not chunk_bytes:
         return 0
@@ -114,15 +110,12 @@ def verify_extents(
     """Read extents and compare their checksums; return the bytes that were read.
 
     Args:
-        store: Where the files are.
-        directory: Their directory.
         state_map: What is in them, for errors.
         only: The extents to verify, by file.
         threads: Readers at most; few bytes take one.
 
     Raises:
         ChecksumMismatchError: Names the file, the bytes and the tensors in them.
-        StorageError: A file cannot be read.
     """
 
     def verify(place: tuple[str, Extent]) -> int:
@@ -153,7 +146,6 @@ class Check(NamedTuple):
         file: Index of the file.
         offset_bytes: The first byte.
         num_bytes: How many.
-        crc32: Of these bytes.
     """
 
     file: int

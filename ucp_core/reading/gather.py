@@ -22,7 +22,6 @@ class Run(NamedTuple):
     """Elements to take from one fragment.
 
     Attributes:
-        fragment: Where they are.
         first: The first element, counted in the fragment.
         num_elements: How many, side by side in the fragment.
         target: Place of the first, counted from the start of the range; -1 if the elements do

@@ -28,7 +28,6 @@ class Mapped(NamedTuple):
     """The bytes of a file that somebody may overwrite.
 
     Attributes:
-        data: The bytes.
         confirm: Call it after the last access with the number of bytes used; it raises
             StorageError if they no longer belong to the file.
     """
@@ -62,7 +61,6 @@ def take(
     """Take copies out of one file.
 
     Args:
-        copies: Copies from that file.
         mapped: Its bytes.
         block_bytes: Block size of its checksums.
         targets: The memory of every part.

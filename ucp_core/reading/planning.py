@@ -143,7 +143,6 @@ class _Limits(NamedTuple):
     """Bounds of one copy.
 
     Attributes:
-        span_bytes: Of a gathered copy.
         direct_bytes: Of a copy whose bytes are contiguous in fragment and part.
         gap_bytes: Between its elements.
         block_bytes: Block size of the checksums.

@@ -48,8 +48,6 @@ class Source(NamedTuple):
     """Where the files of one map are.
 
     Attributes:
-        store: Their store.
-        directory: Their directory in it.
         block_bytes: Block size of their checksums.
     """
 

@@ -56,8 +56,6 @@ def read_appended(
     """Return what was appended to the file at ``path``, or a range of it.
 
     Args:
-        store: Where.
-        path: Of the file.
         offset_bytes: First byte.
         size_bytes: Read no more than that.
 
@@ -81,13 +79,8 @@ def read_all_appended(
     """Return the content of the files in ``directory``, sorted by name.
 
     Args:
-        store: Where.
-        directory: Its path there.
         first: Files with smaller names are left out.
         offset_bytes: Of ``first``: what is before it is not read.
-
-    Raises:
-        StorageError: A file cannot be read.
     """
 
     def wanted(names: Iterable[str]) -> dict[str, tuple[int, int]]:
@@ -156,7 +149,6 @@ class PieceWriter:
 
     Args:
         store: Writes exclusively (``write_atomic``).
-        path: Of the file.
         number: Of the first piece; None to write behind what is there.
     """
 

@@ -135,8 +135,6 @@ def ask_ahead(store: Store, path: str, ranges: Sequence[tuple[int, int]]) -> boo
     """Tell a store that has a method ``ahead`` what this thread will read next.
 
     Args:
-        store: The store.
-        path: The file.
         ranges: Offset and size of every range, in the order in which they will be read.
 
     Returns:

@@ -38,8 +38,6 @@ def claim(store: Store, directory: str, life: int, record: Mapping[str, Any]) ->
     """Make ``life`` the owner of ``directory``; safe to repeat.
 
     Args:
-        store: Where.
-        directory: Of the run.
         life: What ``next_life`` returned.
         record: JSON values; "token" is in no other claim, "host" and "since" tell people who it is.
 
@@ -64,8 +62,6 @@ class Owner:
     """The directory of a run as one life of it sees it. Thread-safe.
 
     Args:
-        store: Where.
-        directory: Of the run.
         life: Its number; 0 for a directory that no lives share, where nothing is checked.
     """
 

@@ -33,7 +33,6 @@ class Budget:
 
         Args:
             num_bytes: About what comes next will take.
-            where: The file, and the key in it, for messages.
 
         Raises:
             MemoryBudgetError: There are not so many left.

@@ -105,7 +105,6 @@ def read_pickle(
 
     Args:
         data: One pickle.
-        where: The file, for messages.
         allow: More classes: names (a name that ends with a dot allows all below it) that become
             ``Opaque``, or a mapping from a name to the function that makes the value.
         persistent: Resolves persistent ids; without it they are an error.

@@ -53,7 +53,6 @@ class TensorRef(NamedTuple):
 
     Attributes:
         dtype: safetensors' name.
-        shape: Its shape.
         strides: Elements between neighbours along each dim.
         file: The name given to ``read_torch_file``.
         offset_bytes: Position of the first element in the file.

@@ -64,14 +64,11 @@ def read_torch_file(store: Store, directory: str, file: str) -> TorchFile:
     """Read the pickle of a torch file; no tensor is read.
 
     Args:
-        store: Where the file is.
-        directory: In it.
         file: Name in the directory.
 
     Raises:
         CheckpointCorruptError: Truncated, damaged, not a torch file, or of a torch before 1.6.
         ForeignClassError: The pickle needs a class, or has a kind of tensor, that is not known.
-        StorageError: The file cannot be read.
     """
     path = join(directory, file)
 

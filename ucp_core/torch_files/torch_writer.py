@@ -42,15 +42,12 @@ def write_torch_file(
     """Write ``tree`` to ``path``, which appears when it is complete, and return its size.
 
     Args:
-        store: Where to.
-        path: The file.
         tree: Plain values, containers and tensors.
         allow: ``module.Class`` of every foreign class that may occur.
         fsync: Return only when the data would survive a loss of power.
 
     Raises:
         UcpError: A value that cannot be written; says where in the tree. Nothing is written.
-        StorageError: The storage refused.
     """
     # As torch does: the file's own name is in it, so a reader sees when it is under another one.
     name = path.rpartition("/")[2]

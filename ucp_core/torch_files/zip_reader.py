@@ -46,7 +46,6 @@ class Record(NamedTuple):
 
     Attributes:
         offset_bytes: Where its data begin.
-        num_bytes: Of data.
         crc32: Of the data; None if the writer omitted it (it is 0 then).
         entry_bytes: Where its entry in the directory begins.
     """
@@ -77,8 +76,6 @@ def read_records(
 
     Args:
         read: ``read(offset, length)`` returns bytes of it.
-        size: Of the zip file.
-        where: The file, for messages.
         tail_bytes: What to read of its end at first.
 
     Raises:

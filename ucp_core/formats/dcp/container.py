@@ -68,8 +68,6 @@ class Container:
     """What the metadata say.
 
     Attributes:
-        store: The storage.
-        directory: The folder in the storage.
         tensors: By key.
         blobs: Items that are no tensors, by key; one for each rank that wrote it.
         paths: Where a key was in the nested state, as far as that was written down.

@@ -37,8 +37,6 @@ def read_container(store: Store, directory: str, parts: Sequence[str] = ("",)) -
     """Read the metadata of a DCP directory, of one save or of each rank.
 
     Args:
-        store: The storage.
-        directory: The folder in the storage.
         parts: Folders in the directory that together are one checkpoint.
 
     Raises:

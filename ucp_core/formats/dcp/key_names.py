@@ -183,7 +183,6 @@ def number_names(
         groups: Numbers by group.
         shapes: Shape of each parameter's state, if it is not a single number.
         weights: Shapes by fqn, in the model's order.
-        where: The file, for errors.
 
     Raises:
         CheckpointCorruptError: The shapes do not decide.

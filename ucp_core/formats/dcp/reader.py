@@ -30,8 +30,6 @@ def read(
     """Open a checkpoint of torch DCP; only metadata and small items are read.
 
     Args:
-        store: The storage.
-        directory: The folder of the checkpoint.
         rules: Not needed: the metadata say which box every file holds.
         tag: A folder in ``directory``, if that holds several checkpoints.
 

@@ -128,15 +128,9 @@ def _refs(
     """Return where the tensors of one file are, by key.
 
     Args:
-        store: The storage.
-        directory: The folder in the storage.
         file: In the directory.
         offset_bytes: Where the safetensors begin in it.
         wanted: The box and dtype that the metadata say, by key.
-
-    Raises:
-        CheckpointCorruptError: The header is damaged, or does not fit the metadata.
-        StorageError: The file is missing or shorter.
     """
     path = join(directory, file)
     header, start = _header(store, path, offset_bytes)

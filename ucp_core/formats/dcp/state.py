@@ -203,9 +203,6 @@ def _in_model_order(container: Container, names: Names) -> dict[str, tuple[int, 
 
     Ranks share the work of writing, so the files do not have the model's order. The nested state
     does.
-
-    Raises:
-        CheckpointCorruptError: The order is unknown.
     """
     told = [key for key in container.paths if key in names.weights]
     rest = [key for key in names.weights if key not in container.paths]

@@ -97,7 +97,6 @@ def write(  # noqa: PLR0913 - the options of a format
 
     Args:
         checkpoint: The source, of any format.
-        store: The storage to write to.
         directory: Must not hold such a checkpoint.
         memory_bytes: Limit for the buffers.
         progress: Called with the bytes done and the bytes of the whole state.
@@ -111,7 +110,6 @@ def write(  # noqa: PLR0913 - the options of a format
     Raises:
         UcpError: The destination is in use, or two values have one key; nothing was written.
         CheckpointCorruptError: The source is damaged; nothing is left at the destination.
-        StorageError: A storage refused.
     """
     check_memory(memory_bytes)
     taken = [n for n in store.list(directory) if n == _METADATA_NAME or n.endswith(".distcp")]

@@ -68,7 +68,6 @@ def read(
     """Open a checkpoint; ``tag`` or the file ``latest`` chooses one of several.
 
     Args:
-        store: The storage.
         directory: The folder of the checkpoint, or the one that holds its tags.
         rules: How tensors are sharded over tensor-parallel ranks; they override the checkpoint.
         tag: Name of the folder of the checkpoint in ``directory``.
@@ -79,7 +78,6 @@ def read(
         PatternError: A tensor's pattern is unknown, or does not fit its shards.
         UnsupportedVersionError: It declares something that cannot be converted.
         ForeignClassError: A pickle holds an unknown class.
-        StorageError: A file cannot be read.
     """
     folder = locate(store, directory, tag)
     with refusing_nonsense(folder.directory, "DeepSpeed"):

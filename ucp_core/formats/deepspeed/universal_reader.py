@@ -63,11 +63,8 @@ class _Folder:
     """What was read of a universal folder.
 
     Attributes:
-        store: The storage.
-        directory: The folder in the storage.
         files: Names of the files of each parameter, without the suffix.
         opened: Torch files by name in the directory.
-        entries: Whole tensors.
         patterns: Patterns of the tensors that were assembled of shards, as JSON.
         scalars: Tensors of one element.
         extras: ``extra`` and ``items``.
@@ -109,8 +106,6 @@ def read_universal(
     """Open a universal folder.
 
     Args:
-        store: The storage.
-        folder: The folder.
         layouts_of: How tensors that are only in the model files are sharded.
 
     Raises:

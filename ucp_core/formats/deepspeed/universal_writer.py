@@ -66,7 +66,6 @@ def write(  # noqa: PLR0913 - the signature of every writer
 
     Args:
         checkpoint: The source, of any format, with the target's names.
-        store: The storage to write to.
         directory: The argument of ``load_checkpoint``; must be empty or missing.
         memory_bytes: Limit for the buffers.
         progress: Called with the bytes of tensors written so far and in total.
@@ -79,7 +78,6 @@ def write(  # noqa: PLR0913 - the signature of every writer
         UcpError: The folder cannot hold the state, or the destination is in use. Nothing was
             written.
         CheckpointCorruptError: The source is damaged; nothing is left at the destination.
-        StorageError: A storage refused.
     """
     if dtype is not None and dtype not in DTYPES:
         raise UcpError(f"dtype={dtype!r}: give one of {', '.join(DTYPES)}")

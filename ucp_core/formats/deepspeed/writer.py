@@ -109,7 +109,6 @@ def write(
 
     Args:
         checkpoint: The source, of any format, with the target's names.
-        store: The storage to write to.
         directory: The argument of ``load_checkpoint``; must be empty or missing.
         memory_bytes: Limit for the buffers.
         progress: Called with the bytes of tensors written so far and in total.
@@ -121,7 +120,6 @@ def write(
         UcpError: The target cannot hold the state, or the destination is in use. Nothing was
             written.
         CheckpointCorruptError: The source is damaged; nothing is left at the destination.
-        StorageError: A storage refused.
     """
     wanted = Target(**target)
     wanted.check()

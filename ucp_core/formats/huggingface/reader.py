@@ -78,7 +78,6 @@ def read(
     """Open the folder, or the file if ``directory`` is the path of one.
 
     Args:
-        store: The storage.
         directory: The folder, or a file that ends in ``.safetensors``, ``.bin`` or ``.pt``.
         rules: Not needed: every tensor is whole.
         tag: None: a folder holds one model.
@@ -87,7 +86,6 @@ def read(
         CheckpointNotFoundError: No safetensors file is there, or a tag was given.
         CheckpointCorruptError: Names the file and the tensor that are wrong, or what is missing.
         ForeignClassError: A pickle holds an unknown class.
-        StorageError: A file cannot be read.
     """
     del rules
     if tag is not None:

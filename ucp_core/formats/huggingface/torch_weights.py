@@ -30,16 +30,12 @@ def state_map(
     """Return the tensors of some files, and their ties.
 
     Args:
-        store: The storage.
-        directory: The folder in the storage.
-        names: The files.
         listed: File by tensor, from the index; empty: there is no index.
         block_bytes: Block size of the state map.
 
     Raises:
         CheckpointCorruptError: A file is damaged or no state dict, or the index contradicts it.
         ForeignClassError: A pickle holds an unknown class.
-        StorageError: A file cannot be read.
     """
     files = Files(store, directory)
     files.open(names)

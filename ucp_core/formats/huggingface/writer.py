@@ -67,7 +67,6 @@ def write(  # noqa: PLR0913 - the options of a format
 
     Args:
         checkpoint: The source, of any format.
-        store: The storage to write to.
         directory: Must not hold safetensors files.
         memory_bytes: Limit for the buffers.
         progress: Called with the bytes read and the bytes of all weights.
@@ -80,7 +79,6 @@ def write(  # noqa: PLR0913 - the options of a format
     Raises:
         UcpError: Nothing to write, or the destination is in use; nothing was written.
         CheckpointCorruptError: The source is damaged; nothing is left at the destination.
-        StorageError: A storage refused.
     """
     check_memory(memory_bytes)
     target = _dtype(dtype)

@@ -87,8 +87,6 @@ def check_copies(
     """Check that no two ranks have the same moments of different shards.
 
     Args:
-        store: The storage.
-        path: The folder.
         moments: Slots by rank, and where they are.
         shared: Whether several ranks hold the same shard of a slot.
 

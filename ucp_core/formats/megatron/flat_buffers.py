@@ -34,7 +34,6 @@ def buffers(
 
     Args:
         tree: What the file holds.
-        where: The file, for errors.
         place: Number of the optimizer, and how many are chained.
 
     Raises:
@@ -76,8 +75,6 @@ def find(
     """Return where each trained parameter begins in a buffer; together they fill it.
 
     Args:
-        store: The storage.
-        directory: The folder of the checkpoint.
         flat: The masters.
         params: Names and the model's weights, in the model's order.
 

@@ -73,7 +73,6 @@ class ModelPart:
     """Consecutive layers of one rank: its part of the model, or a chunk of it.
 
     Attributes:
-        rank: Its rank.
         number: Number of the chunk; above 0 in interleaved pipelines.
         params: Names in the whole model, and where the parameters are.
         expert: The expert-parallel rank.
@@ -183,7 +182,6 @@ def model_of(saved: RankFile, experts: Experts) -> list[ModelPart]:
     """Return the chunks of one rank's file.
 
     Args:
-        saved: The file.
         experts: What the arguments say of them.
 
     Raises:

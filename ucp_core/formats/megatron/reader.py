@@ -65,7 +65,6 @@ def read(
     """Open a checkpoint; pickles are read, and a few elements of tensors at most.
 
     Args:
-        store: The storage.
         directory: The folder of an iteration, or the one that holds the latest.
         rules: How tensors are sharded; they override the rules for Megatron's own names.
         tag: Name of the iteration's folder, such as ``iter_0001000``.
@@ -76,7 +75,6 @@ def read(
         PatternError: The pattern of a tensor, or the parameter of a state, is unknown.
         UnsupportedVersionError: Its experts cannot be combined, or it is too old.
         ForeignClassError: A pickle holds an unknown class.
-        StorageError: A file cannot be read.
     """
     path = _located(store, directory, tag)
     with refusing_nonsense(path, "Megatron"):
@@ -208,12 +206,7 @@ def _expert_ranks(arguments: Mapping[str, Any]) -> int:
 
 
 def _experts(path: str, arguments: Mapping[str, Any], tp: int) -> Experts:
-    """Return what the arguments say about experts.
-
-    Raises:
-        UnsupportedVersionError: They are sharded in another way than the rest of the model.
-        CheckpointCorruptError: The arguments do not say how many there are.
-    """
+    """Return what the arguments say about experts."""
     ranks, total = _expert_ranks(arguments), arguments.get("num_experts")
     own = arguments.get("expert_tensor_parallel_size")
     if total is not None and ranks > 1 and arguments.get("moe_extended_tp"):

@@ -72,7 +72,6 @@ def decoded(
 
     Args:
         container: The checkpoint.
-        buckets: The buffers and their keys.
         models: The model's keys, in order.
 
     Raises:

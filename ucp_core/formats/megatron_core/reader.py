@@ -53,7 +53,6 @@ def read(
     """Open a ``torch_dist`` checkpoint; only metadata and small items are read.
 
     Args:
-        store: The storage.
         directory: The folder of an iteration, or of all with Megatron's file that names the latest.
         rules: Only ``unpadded`` counts, where the padding of a vocabulary begins: the metadata say
             the rest.

@@ -27,7 +27,6 @@ class Segment(NamedTuple):
     """Elements of a box of the model's tensor, and where they are in the parameter.
 
     Attributes:
-        box: Box in the model's tensor.
         position: First element in the flattened parameter.
         strides: Elements of the parameter between neighbours along each dim of the box.
     """

@@ -45,7 +45,6 @@ class Shard:
 
     Attributes:
         dtype: Dtype in the files.
-        shape: Shape of the shard.
         runs: Where the elements of the flattened shard are.
         strides: Bytes between neighbours, if the runs are whole rows that are not C-contiguous.
     """

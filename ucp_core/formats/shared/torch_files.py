@@ -26,8 +26,6 @@ class Files:
     """The open torch files of one folder.
 
     Attributes:
-        store: Where the folder is.
-        directory: The folder in the storage.
         trees: Values by file.
         extents: Checksums of storages by file.
         saved_as: The names that torch wrote into them, without suffix.
@@ -43,13 +41,11 @@ class Files:
         """Read the pickles of more files, in parallel; no tensor is read.
 
         Args:
-            names: Names of the files.
             kinds: Types of value that they may hold.
 
         Raises:
             CheckpointCorruptError: A file is damaged or holds something else.
             ForeignClassError: A class is not known.
-            StorageError: A file cannot be read.
         """
         wanted = [name for name in dict.fromkeys(names) if name not in self.trees]
         if len(wanted) <= 1:

@@ -80,8 +80,6 @@ def json_value(value: Any, store: Store, directory: str, where: str, *, exact: b
 
     Args:
         value: What a pickle holds.
-        store: Where its tensors are.
-        directory: In it.
         where: The file in the directory and the key, for messages.
         exact: Mark all that JSON does not have; ``restored`` converts it back.
 

@@ -26,7 +26,6 @@ class Partition(NamedTuple):
     """A rank's part of one flat group (stage 1, 2) or sub-group (stage 3).
 
     Attributes:
-        file: The file.
         weight: The flat masters.
         slots: The optimizer's tensors, flat like the masters; they may end with padding.
         scalars: The optimizer's numbers and 0-d tensors, such as ``step``.
@@ -219,11 +218,7 @@ def _check_flat(ref: Any, what: str, file: str) -> None:
 def _sorted_state(
     state: Mapping[str, Any], weight: TensorRef, padding: int | None, index: int, file: str
 ) -> tuple[dict[str, TensorRef], dict[str, TensorRef | float]]:
-    """Return the slots and the numbers of a group's state.
-
-    Raises:
-        UnsupportedVersionError: A tensor is neither flat like the masters nor a single number.
-    """
+    """Return the slots and the numbers of a group's state."""
     slots: dict[str, TensorRef] = {}
     scalars: dict[str, TensorRef | float] = {}
     size = weight.shape[0]

@@ -140,11 +140,7 @@ def _stages_by_name(
 def _stages_by_count(
     native: Native, layers: Layers, optimizers: Sequence[Mapping[str, Any]]
 ) -> list[list[int]]:
-    """Return the consecutive layers of each stage, by the size of its optimizer.
-
-    Raises:
-        PatternError: No borders between layers fit all stages, or stages share a state.
-    """
+    """Return the consecutive layers of each stage, by the size of its optimizer."""
     is_flat = FLAT in optimizers[0]
     sizes = {
         layer: sum(ref.num_elements for ref in held.values()) if is_flat else len(held)

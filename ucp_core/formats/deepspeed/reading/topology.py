@@ -28,7 +28,6 @@ class Native:
     """A native checkpoint with all files open.
 
     Attributes:
-        files: The files.
         stage: ZeRO's stage; 0 if the optimizer is not sharded.
         dp: Ranks over which ZeRO shards, sequence-parallel ones included.
         tp: Tensor parallel ranks.
@@ -77,7 +76,6 @@ def open_native(store: Store, directory: str, names: Names, *, with_optim: bool 
     Raises:
         CheckpointCorruptError: A file is missing or damaged, or files contradict one another.
         ForeignClassError: A pickle holds an unknown class.
-        StorageError: A file cannot be read.
     """
     files = Files(store, directory)
     items = {name: Item("drop", "not a file of the checkpoint") for name in names.others}

@@ -93,8 +93,6 @@ class _Source(NamedTuple):
     """One saved optimizer.
 
     Attributes:
-        file: Where it is.
-        tree: What it saved.
         rank: Whose shards it has; the weights of all stages of a pipeline belong to the first.
         params: What it can number, in the model's order.
         names: By group, if the file has names. Those of frozen parameters can be among them.

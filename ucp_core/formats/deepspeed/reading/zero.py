@@ -215,9 +215,6 @@ def _check_places(
     Files under one another's names, and edited places, show where a parameter crosses the border
     of two parts, in the order of the parameters, in overlaps and gaps, and in the padding, which
     the last ranks have.
-
-    Raises:
-        CheckpointCorruptError: They are not.
     """
     between = stage.states[0].rest.get("param_alignment_paddings") or []
     group = parts[0].group
@@ -283,11 +280,7 @@ def _momentum_starts(
     mapping: Mapping[str, tuple[int, int]],
     shapes: Mapping[str, tuple[int, ...]],
 ) -> dict[str, int] | None:
-    """Return where each parameter begins in Muon's momentum; None if as in the masters.
-
-    Raises:
-        UnsupportedVersionError: Its size fits neither form, or both.
-    """
+    """Return where each parameter begins in Muon's momentum; None if as in the masters."""
     if part.momentum is None:
         return None
     ref, is_flat = part.momentum
@@ -392,9 +385,6 @@ def _subgroups(
 
     DeepSpeed names the parameters by sub-group. Nothing else tells the sub-group of parameters
     without elements.
-
-    Raises:
-        CheckpointCorruptError: There are parameters, but no sub-group.
     """
     if len(stage.shapes) == len(state.partitions):
         for part, shapes in zip(state.partitions, stage.shapes, strict=True):

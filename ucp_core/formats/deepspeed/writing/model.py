@@ -76,7 +76,6 @@ class Model:
         groups: The optimizer's groups; empty without an optimizer.
         trained: Without an optimizer, the parameters that no role names.
         frozen: Parameters that are not trained, and those without elements.
-        buffers: Buffers.
         ties: Alias to owner.
         counters: ``global_steps``, and ``skipped_steps`` and ``global_samples`` if known.
         kept: States of ``lr_scheduler``, ``data_sampler`` and ``random_ltd``, or None.

@@ -32,8 +32,6 @@ class RankShard(NamedTuple):
     """One model-parallel rank's shard of a tensor.
 
     Attributes:
-        entry: The whole tensor.
-        shape: Shape of the shard.
         pieces: Which box of the shard is where in the whole; the rest is zero.
     """
 
