@@ -25,10 +25,10 @@ class Forecast(NamedTuple):
         fragments: That hold them.
         files: That hold those.
         read_bytes: Read by a conversion, replicas and padding of records included.
-        gathered_bytes: Of those, what has to be put together element by element.
+        gathered_bytes: The part of those that is put together element by element.
         written_bytes: Written by a conversion.
         target_files: Files with tensors that a conversion writes.
-        layout: Of the load, or nothing.
+        layout: Layout of the load, if one was given.
         load_bytes: Read by all its ranks.
         load_bytes_max: Read by the rank that reads most.
     """
@@ -52,7 +52,7 @@ def forecast(
     """Return what converting ``checkpoint``, and loading it under ``layout``, would cost.
 
     Args:
-        layout: Of a run that would load it.
+        layout: Layout of a run that would load it.
         rules: How the run's ranks cut tensors. Default: the shipped rules of the family whose
             names the checkpoint has; tensors of no family are held whole.
 

@@ -85,11 +85,7 @@ class Conversion:
         self._blocks: dict[WorkItem, tuple[int, ...]] = {}
 
     def resume(self, results: Iterable[Result]) -> None:
-        """Take over what an interrupted run did.
-
-        Raises:
-            ChecksumMismatchError: The source is damaged.
-        """
+        """Take over what an interrupted run did; raise ``ChecksumMismatchError`` on damage."""
         known = set(self.items)
         for result in results:
             if result.item in known:
@@ -102,11 +98,7 @@ class Conversion:
         self.job = replace(self.job, targets=tuple(targets))
 
     def take(self, result: Result) -> None:
-        """Take the result of an item that was done.
-
-        Raises:
-            ChecksumMismatchError: The source is damaged.
-        """
+        """Take the result of an item; raise ``ChecksumMismatchError`` if the source is damaged."""
         self.read_bytes += result.read_bytes
         if result.item.target >= 0:
             self.written_bytes += result.item.stop - result.item.start
@@ -128,11 +120,7 @@ class Conversion:
         return [item for item in self.items if item not in self._blocks]
 
     def small_files(self) -> dict[str, bytes]:
-        """Return the contents of the files beside the tensors, by name.
-
-        Raises:
-            UcpError: An extra value is not JSON.
-        """
+        """Return the contents of the files beside the tensors, by name; values must be JSON."""
         try:
             return small_files(self.job.targets, self.checkpoint.extra)
         except (TypeError, ValueError) as error:
@@ -174,11 +162,7 @@ class Conversion:
         )
 
     def write_small(self, small: dict[str, bytes], *, fsync: bool) -> None:
-        """Write the files beside the tensors.
-
-        Raises:
-            UcpError: Another file has the name of one.
-        """
+        """Write the files beside the tensors; raise ``UcpError`` if a name is taken."""
         for name, content in small.items():
             path = join(self.directory, name)
             is_ours = self.store.write_atomic(path, content, fsync=fsync, exclusive=True)

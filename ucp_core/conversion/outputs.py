@@ -56,11 +56,7 @@ class Placed(NamedTuple):
     paths: tuple[str, ...]
 
     def do(self, worker: Worker) -> list[Result]:
-        """Do the items.
-
-        Raises:
-            StorageError: A target cannot be written.
-        """
+        """Do the items; raise ``StorageError`` if a target cannot be written."""
         results: list[Result] = []
         for item in self.items:
             # An item that is only read has no chunks.
@@ -182,11 +178,7 @@ class LocalFiles:
         self._journal.add(result)
 
     def finish(self, *, fsync: bool) -> None:
-        """Give all files their final names.
-
-        Raises:
-            UcpError: Another file has one of them.
-        """
+        """Give all files their final names; raise ``UcpError`` if another file has one."""
         for target in self.targets:
             if os.path.lexists(self._directory / target.name):
                 raise _not_ours(str(self._directory / target.name))

@@ -174,11 +174,7 @@ class Journal:
         self._fd = -1
 
     def remove(self) -> None:
-        """Delete the journal and the files of conversions beside it.
-
-        Raises:
-            StorageError: It cannot be deleted.
-        """
+        """Delete the journal and the files of conversions beside it."""
         try:
             # The journal last: it tells whose folder this is.
             for path in sorted(self.folder.iterdir(), key=lambda path: path.name == _NAME):

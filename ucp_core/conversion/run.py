@@ -77,7 +77,6 @@ def convert(  # noqa: PLR0913 - each is an option of the command
 
     Args:
         checkpoint: The source: native, universal or foreign.
-        store: Of the destination.
         directory: New, empty, or left by an interrupted conversion.
         memory_bytes: Bound of the memory beside the caller's own, worker processes included; at
             least ``MEMORY_BYTES_MIN``.
@@ -183,11 +182,7 @@ def _work(
 
 
 def memory_left(memory_bytes: int) -> int:
-    """Return how much of a bound of the whole process is left for ``convert``.
-
-    Raises:
-        UcpError: Too little.
-    """
+    """Return what a process's bound leaves for ``convert``; raise ``UcpError`` if too little."""
     used = _resident_bytes()
     if memory_bytes - used < MEMORY_BYTES_MIN:
         needed = -(-(used + MEMORY_BYTES_MIN) // BLOCK_BYTES)

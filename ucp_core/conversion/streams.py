@@ -48,11 +48,7 @@ class Claim(NamedTuple):
         return join(self.directory, UNFINISHED_NAME, CLAIM_NAME)
 
     def check(self) -> None:
-        """Check that no other conversion took the directory, or has ended there.
-
-        Raises:
-            UcpError: One did.
-        """
+        """Raise ``UcpError`` if another conversion took the directory, or has ended there."""
         is_ours = self.store.exists(self.path) and self.store.read(self.path) == self.content
         if not is_ours or self.store.exists(join(self.directory, MANIFEST_NAME)):
             raise UcpError(
@@ -213,11 +209,7 @@ class StreamedFiles:
         """Do nothing: complete files have markers."""
 
     def finish(self, *, fsync: bool) -> None:
-        """Check that this run may commit; the files appeared when they were complete.
-
-        Raises:
-            UcpError: Another conversion writes there.
-        """
+        """Raise ``UcpError`` if another conversion writes there; complete files are in place."""
         del fsync
         self._claim.check()
 

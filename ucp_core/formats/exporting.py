@@ -84,11 +84,14 @@ def export(
         format: One of ``FORMATS``.
         memory_bytes: Limit for the buffers.
         progress: Called with the bytes done and the bytes of all that is written.
-        **options: Options of that format's writer.
+        **options: Options of that format's writer, and ``fsync``: whether every file must survive
+            a loss of power before the commit.
 
     Raises:
-        UcpError: The format or the option is unknown, another process writes to ``directory``, or
-            the writer fails.
+        UcpError: The format or the option is unknown, ``directory`` is in use, or the format cannot
+            hold the state; nothing was written.
+        CheckpointCorruptError: The source is damaged; nothing is left at the destination.
+        StorageError: A storage refused.
     """
     writer = _WRITERS.get(format)
     if writer is None:
@@ -108,11 +111,7 @@ def export(
 
 
 def refuse_inside(checkpoint: Checkpoint, store: Store, directory: str) -> None:
-    """Refuse a destination that is the source's folder, or the one of its tags, or inside it.
-
-    Raises:
-        UcpError: It is or does.
-    """
+    """Refuse a destination that is the source's folder, or the one of its tags, or inside it."""
     source, target = checkpoint.given or checkpoint.directory, directory
     if is_local(store) and is_local(checkpoint.store):
         source, target = os.path.realpath(source), os.path.realpath(target)

@@ -42,12 +42,12 @@ class TensorDiff:
         kind: ``only in a``, ``only in b``, ``shape``, ``dtype`` or ``values``.
         dtypes: In a and b; None where it is missing.
         shapes: In a and b; None where it is missing.
-        num_elements: Of the tensor; 0 unless values were compared, as with all that follows.
+        num_elements: 0 unless values were compared, as with all that follows.
         num_different: Elements that differ.
-        num_nan: Of those, elements that are not a number on either side.
+        num_nan: The part of those that are not a number on either side.
         max_abs: Largest difference of the others.
         max_ulp: The same, counted in numbers of the dtype between the two; floats only.
-        first_index: Of the first element that differs.
+        first_index: Index of the first element that differs.
         first_values: That element in a and b.
     """
 
@@ -90,8 +90,8 @@ class DiffReport:
         tensors: Tensors that differ, by name.
         values: Small values that differ.
         num_equal: Tensors that are equal.
-        num_proven: Of those, tensors that checksums proved equal.
-        compared_bytes: Of a, read and compared.
+        num_proven: The part of those that checksums proved equal.
+        compared_bytes: Bytes of a that were read and compared.
         seconds: How long it took.
     """
 

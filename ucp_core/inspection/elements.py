@@ -30,7 +30,7 @@ class Difference(NamedTuple):
 
     Attributes:
         num_different: Elements that differ.
-        num_nan: Of those, elements that are not a number on either side.
+        num_nan: The part of those that are not a number on either side.
         max_abs: Largest difference of the others; None if there are none.
         max_ulp: The same, counted in numbers of the dtype between the two; None unless floats.
         first: Flat position of the first element that differs.
@@ -82,7 +82,7 @@ def compare(
     Args:
         one: Bytes of the first.
         two: Bytes of the second.
-        dtypes: Of both; different ones are cast to ``common_dtype``.
+        dtypes: Different ones are cast to ``common_dtype``.
         tolerance: Differences to ignore.
     """
     if dtypes[0] == dtypes[1] and _equal(one, two):

@@ -24,11 +24,7 @@ _FIRST = 8
 
 
 def find(checkpoint: Checkpoint, fqn: str, slot: str) -> TensorEntry:
-    """Return a tensor by its own name or a tied one.
-
-    Raises:
-        UcpError: There is none; names close matches.
-    """
+    """Return a tensor by its own name or a tied one; the ``UcpError`` names close matches."""
     entries = checkpoint.state_map.entries
     for name in (fqn, checkpoint.manifest.ties.get(fqn, fqn)):
         if TensorKey(name, slot) in entries:

@@ -27,7 +27,7 @@ class AffinePiece(NamedTuple):
     """Elements of the whole tensor, and where one rank's shard has them.
 
     Attributes:
-        shape: Of the view on both sides.
+        shape: Shape of the view on both sides.
         source_offset: First element in the whole tensor.
         source_strides: Elements between neighbours in the whole tensor, for each dim of ``shape``.
         dest_offset: First element in the shard.
@@ -259,11 +259,7 @@ def parse_affine_map(document: Any, *, where: str) -> dict[str, Affine]:
 
 
 def parse_affine(entry: Any) -> Affine:
-    """Return one map of an ``affine_map``: ``{logical_shape, ranks}``.
-
-    Raises:
-        PatternError: Not of this form.
-    """
+    """Return one map of an ``affine_map``: ``{logical_shape, ranks}``; else ``PatternError``."""
     try:
         ranks = {int(rank): value for rank, value in entry["ranks"].items()}
         if sorted(ranks) != list(range(len(ranks))):

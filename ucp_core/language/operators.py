@@ -59,7 +59,7 @@ def extract(  # noqa: PLR0913 - what a file says of a range of itself is so much
     """Return the fragments of one tensor in a file of one rank, without padding.
 
     Args:
-        dtype: Of the bytes in the file.
+        dtype: Dtype of the bytes in the file.
         placement: How the ranks' shards make up the tensor.
         rank: The rank of the shard.
         file: Name in the checkpoint's directory.

@@ -125,11 +125,11 @@ class Placement:
     """A pattern in numbers, for shards of known shapes.
 
     Attributes:
-        shape: Of the whole tensor, without padding.
+        shape: Shape of the whole tensor, without padding.
         pieces: By rank; elements of a shard in no piece are padding.
         relation: Elements are on one rank (``once``), equal on several (``replica``), or have to
             be averaged (``average``).
-        check: Of a ``Replicated``; ``equal`` for others.
+        check: That of a ``Replicated``; ``equal`` for others.
         shards: Shape of each rank's shard.
     """
 
@@ -146,7 +146,6 @@ def place(pattern: Pattern, shards: Sequence[Sequence[int]], *, name: str = "ten
     Args:
         pattern: How the tensor is sharded.
         shards: Shape of each rank's shard.
-        name: Of the tensor, for errors.
 
     Raises:
         PatternError: Names the tensor, the rank and the numbers that do not fit.

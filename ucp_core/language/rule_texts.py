@@ -53,11 +53,7 @@ def builtin_names() -> tuple[str, ...]:
 
 @cache
 def builtin_rules(name: str) -> Rules:
-    """Return the rules of a family that ships.
-
-    Raises:
-        RulesError: There is no such family.
-    """
+    """Return the rules of a family that ships; raise ``RulesError`` if there is none."""
     if name not in builtin_names():
         raise RulesError(
             f"there are no built-in rules {name!r}; there are {', '.join(builtin_names())}"

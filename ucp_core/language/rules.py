@@ -17,7 +17,6 @@ class Rule:
 
     Attributes:
         match: A regular expression for whole names (``re.fullmatch``).
-        pattern: Of the tensors whose names match.
         slot: The only slot that it is for; None: all slots without a rule of their own.
         where: ``file:line``, for errors.
         optional: The rule need not match any name.
@@ -37,7 +36,7 @@ class Stages:
     Attributes:
         layer: A regular expression with one group, the number of the layer.
         first: Regular expressions of names that the first stage has.
-        last: Of names that the last stage has; a tied embedding may be in both.
+        last: The same of the last stage; a tied embedding may be in both.
     """
 
     layer: str
@@ -69,11 +68,7 @@ class Rules:
         return len(self.rules) + (self.fallback.num_rules if self.fallback is not None else 0)
 
     def match(self, fqn: str, slot: str | None = None) -> Pattern | None:
-        """Return the pattern of a tensor, or None if no rule matches its name.
-
-        Raises:
-            RulesError: Two rules give it different patterns.
-        """
+        """Return the pattern of a tensor, or None; raise ``RulesError`` if two rules differ."""
         hits = [rule for rule in self.rules if _matches(rule.match, fqn)]
         chosen = [rule for rule in hits if slot is not None and rule.slot == slot]
         chosen = chosen or [rule for rule in hits if rule.slot is None]
@@ -177,11 +172,7 @@ class Renames:
         return {old: new for old, new in found.items() if old != new}
 
     def refuse_idle(self, fqns: Iterable[str]) -> None:
-        """Check that every renaming that is not optional matches one of the names.
-
-        Raises:
-            RulesError: A renaming matches no name.
-        """
+        """Raise ``RulesError`` if a renaming that is not optional matches none of the names."""
         _refuse_idle(self.renames, fqns)
 
 

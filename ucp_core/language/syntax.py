@@ -418,11 +418,7 @@ _PATTERNS: dict[str, Callable[[_Reader, yaml.Node, yaml.Node | None], Pattern | 
 
 
 def read_renames(text: str, where: str) -> Renames:
-    """Return the renamings of a text.
-
-    Raises:
-        RulesError: All problems, each with line and column.
-    """
+    """Return the renamings of a text; a ``RulesError`` lists all problems with their places."""
     reader = _Reader(text, where)
     root = reader.root_or("is empty; write a list of {match: ..., to: ...}")
     found: list[Rename] = []

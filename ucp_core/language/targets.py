@@ -35,7 +35,7 @@ class Target(NamedTuple):
     Attributes:
         part: The box, in coordinates of the whole tensor.
         local: The same elements in coordinates of the rank's local tensor.
-        shape: Of the local tensor with padding; under ZeRO, of the tensor-parallel shard.
+        shape: That of the local tensor with padding; under ZeRO, of the tensor-parallel shard.
         flat: Under ZeRO: the elements of the flattened local tensor that the rank holds.
     """
 
@@ -73,7 +73,7 @@ def target_pieces(
     Args:
         shapes: All tensors of one parameter group (ZeRO) or of the model.
         rules: How tensor-parallel ranks hold a tensor, and which stage has it.
-        layout: Of the target; ``dp_shard * cp`` ranks share what a tensor-parallel rank holds.
+        layout: ``dp_shard * cp`` ranks share what a tensor-parallel rank holds.
         sharding: How the ranks share it.
 
     Raises:

@@ -299,9 +299,9 @@ class _Shape(NamedTuple):
     """Places of the numbers of fragments among all numbers, to which 0 and 1 are appended.
 
     Attributes:
-        bounds: Of boxes, as in ``Table``.
-        fixed: Of the other numbers that every fragment has.
-        plain: Of all numbers but those in files' names.
+        bounds: Bounds of boxes, as in ``Table``.
+        fixed: The other numbers that every fragment has.
+        plain: All numbers but those in files' names.
     """
 
     bounds: Numbers

@@ -187,7 +187,7 @@ def _newest_finite(newest_first: Iterable[tuple[str, tuple[int, int]]]) -> str:
     """Return the name of the newest checkpoint with finite weights; "" without one.
 
     Args:
-        newest_first: Of each its name, its step, and the newest finite step that it knows of.
+        newest_first: Name and step of each, and the newest finite step that it knows of.
     """
     bound = math.inf
     for name, (step, sound_step) in newest_first:

@@ -51,11 +51,7 @@ _DIRECT_BYTES_MAX = 8 << 20
 
 
 def check_memory(memory_bytes: int) -> None:
-    """Check that a bound of memory can be kept.
-
-    Raises:
-        UcpError: It cannot.
-    """
+    """Raise ``UcpError`` if a bound of memory is too small to keep."""
     if memory_bytes < MEMORY_BYTES_MIN:
         raise UcpError(
             f"memory_bytes={memory_bytes} is too small: give at least {MEMORY_BYTES_MIN}",
@@ -71,7 +67,7 @@ class LocalTensor:
         fqn: Fully qualified name of the parameter or buffer.
         slot: ``weight``, or the optimizer's name for its tensor.
         dtype: By safetensors' names: ``F32``, ``BF16``, ...
-        shape: Of the whole tensor.
+        shape: Shape of the whole tensor.
         box: The elements held here; may be empty.
         data: Their bytes, C-contiguous; writable for loading.
         replica: Another rank saves these elements, so saving skips them.
@@ -127,9 +123,6 @@ class Checkpoint:
     """A committed checkpoint of any format: its place and its manifest.
 
     Attributes:
-        store: Of its files.
-        directory: Of its files.
-        manifest: What is in them.
         given: The folder that was opened, which may hold the checkpoint under a tag; "" for
             ``directory``.
     """

@@ -70,7 +70,7 @@ def save_rank(  # noqa: PLR0913 - each is a fact that the record states
 
     Args:
         store: Where to.
-        directory: Of this step's checkpoint.
+        directory: Directory of this step's checkpoint.
         step: The optimizer step after which the state was taken.
         attempt: The fencing token.
         rank: This rank.
@@ -119,7 +119,7 @@ class RankSaver:
     Attributes:
         order: Indices into ``tensors`` of those that are written, in order of the file.
         sizes_bytes: Sizes of their data.
-        record_bytes_max: Of the record without ``extra``, ``param_groups`` and ``source``.
+        record_bytes_max: Bound of the record without ``extra``, ``param_groups`` and ``source``.
     """
 
     def __init__(
@@ -252,7 +252,7 @@ class _TensorsForm:
         block_bytes: Size of the blocks that have checksums.
 
     Attributes:
-        sizes_bytes: Of every tensor's data, in the same order.
+        sizes_bytes: Sizes of the tensors' data, in the same order.
         text_bytes_max: Bound of the filled text.
     """
 

@@ -146,11 +146,7 @@ class SlabReader:
         self._buffer = memoryview(b"")
 
     def read(self, pieces: Sequence[TensorBox]) -> list[Slab]:
-        """Return the bytes of the pieces, verified where the source has checksums.
-
-        Raises:
-            ChecksumMismatchError: The source is damaged.
-        """
+        """Return the bytes of the pieces, verified where the source has checksums."""
         offsets: list[int] = []
         total = 0
         for piece in pieces:

@@ -17,11 +17,7 @@ _UNITS = {
 
 
 def parse_bytes(text: str) -> int:
-    """Return the bytes that ``512MiB`` or the like means.
-
-    Raises:
-        ValueError: It is no size; says what one looks like.
-    """
+    """Return the bytes that ``512MiB`` or the like means; a ``ValueError`` shows the form."""
     match = re.fullmatch(r"(\d+(?:\.\d+)?)\s*([A-Za-z]*)", text.strip())
     if match is None or match[2] not in _UNITS:
         units = ", ".join(unit for unit in _UNITS if unit)

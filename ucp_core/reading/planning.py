@@ -143,7 +143,7 @@ class _Limits(NamedTuple):
     """Bounds of one copy.
 
     Attributes:
-        direct_bytes: Of a copy whose bytes are contiguous in fragment and part.
+        direct_bytes: Bound of a copy whose bytes are contiguous in fragment and part.
         gap_bytes: Between its elements.
         block_bytes: Block size of the checksums.
         run_gap_bytes: Smallest gap between runs that are read one by one.

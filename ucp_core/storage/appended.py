@@ -80,7 +80,7 @@ def read_all_appended(
 
     Args:
         first: Files with smaller names are left out.
-        offset_bytes: Of ``first``: what is before it is not read.
+        offset_bytes: Where to begin in ``first``.
     """
 
     def wanted(names: Iterable[str]) -> dict[str, tuple[int, int]]:
@@ -149,7 +149,7 @@ class PieceWriter:
 
     Args:
         store: Writes exclusively (``write_atomic``).
-        number: Of the first piece; None to write behind what is there.
+        number: Number of the first piece; None to write behind what is there.
     """
 
     def __init__(self, store: Store, path: str, *, number: int | None = None) -> None:

@@ -41,7 +41,7 @@ class FsspecStore:
     because every request waits for an answer.
 
     Args:
-        filesystem: Of fsspec. If it retries by itself, that multiplies ``retries``.
+        filesystem: If it retries by itself, that multiplies ``retries``.
         retries: How often to retry.
     """
 

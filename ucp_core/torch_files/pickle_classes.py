@@ -92,11 +92,7 @@ class Resolver:
         self._known: dict[tuple[str, str], Global] = {}
 
     def find(self, module: str, name: str) -> Global:
-        """Return the stand-in of a name.
-
-        Raises:
-            ForeignClassError: The name is not known.
-        """
+        """Return the stand-in of a name; raise ``ForeignClassError`` if it is unknown."""
         try:
             return self._known[module, name]
         except KeyError:

@@ -113,11 +113,7 @@ def read_records(
 def read_contents(
     read: Read, records: Mapping[str, Record], names: Sequence[str], *, where: str
 ) -> list[bytes]:
-    """Return the data of some records after a checksum test; neighbours take one read.
-
-    Raises:
-        ChecksumMismatchError: Damaged.
-    """
+    """Return the data of some records after a checksum test; neighbours take one read."""
     if not names:
         return []
     chosen = [records[name] for name in names]

@@ -71,7 +71,7 @@ class Container:
         tensors: By key.
         blobs: Items that are no tensors, by key; one for each rank that wrote it.
         paths: Where a key was in the nested state, as far as that was written down.
-        sizes: Of the files in the directory.
+        sizes: Sizes of the files in the directory.
         metadata_names: The metadata files.
         version: That of DCP.
         plain: Where tensors are whose items are not torch files.

@@ -96,11 +96,7 @@ class StorageInfo(Buildable):
 
 
 def expect(value: Any, kind: type[Any]) -> Any:
-    """Return the value if it is exactly of this type.
-
-    Raises:
-        TypeError: It is not.
-    """
+    """Return the value if it is exactly of this type, else raise ``TypeError``."""
     if type(value) is not kind:
         msg = f"a {type(value).__name__} where {kind.__name__.strip('_')} is expected"
         raise TypeError(msg)
@@ -108,11 +104,7 @@ def expect(value: Any, kind: type[Any]) -> Any:
 
 
 def mapping(value: Any) -> dict[Any, Any]:
-    """Return the value if it is a dict.
-
-    Raises:
-        TypeError: It is not.
-    """
+    """Return the value if it is a dict, else raise ``TypeError``."""
     found: dict[Any, Any] = expect(value, dict)
     return found
 

@@ -29,16 +29,8 @@ def read(
 ) -> Checkpoint:
     """Open a checkpoint of torch DCP; only metadata and small items are read.
 
-    Args:
-        rules: Not needed: the metadata say which box every file holds.
-        tag: A folder in ``directory``, if that holds several checkpoints.
-
-    Raises:
-        CheckpointNotFoundError: Nothing was committed there.
-        CheckpointCorruptError: Files are missing, truncated, damaged, or of different saves.
-        UncoveredRegionError: The chunks of a tensor leave a hole or overlap.
-        ForeignClassError: The metadata or a needed item hold an unknown class or kind of tensor.
-        UnsupportedVersionError: No tensor has a key of its own.
+    See ``open_source`` for arguments and errors. ``rules`` are not needed: the metadata say which
+    box every file holds. ``tag`` is a folder in ``directory``, if that holds several checkpoints.
     """
     del rules
     where = directory if tag is None else join(directory, tag)

@@ -69,11 +69,7 @@ class State:
         self.put(self.scalars.entries[key])
 
     def put(self, entry: TensorEntry) -> None:
-        """Add a tensor.
-
-        Raises:
-            CheckpointCorruptError: There is one of this name.
-        """
+        """Add a tensor; raise ``CheckpointCorruptError`` if there is one of this name."""
         if entry.key in self.entries:
             raise CheckpointCorruptError(
                 f"{entry.key} is there twice, under different keys of the checkpoint",

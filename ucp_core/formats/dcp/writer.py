@@ -95,21 +95,14 @@ def write(  # noqa: PLR0913 - the options of a format
     A tensor of the role ``extra``, which is no part of the model, has its name as its key.
     Every value of ``extra`` is at the top, under its name, as DCP itself flattens it.
 
+    See ``export`` for the other arguments and the errors.
+
     Args:
-        checkpoint: The source, of any format.
-        directory: Must not hold such a checkpoint.
-        memory_bytes: Limit for the buffers.
-        progress: Called with the bytes done and the bytes of the whole state.
         model: Key of the model's state dict; empty: its names are at the top.
         optimizer: Key of the optimizer's state dict.
         flatten_optimizer: Groups are ``<optimizer>.param_groups.<fqn>.<name>``, one value for
             each parameter, as with ``StateDictOptions(flatten_optimizer_state_dict=True)``;
             otherwise ``<optimizer>.param_groups.<index>.<name>``.
-        fsync: Whether every file must survive a loss of power before the commit.
-
-    Raises:
-        UcpError: The destination is in use, or two values have one key; nothing was written.
-        CheckpointCorruptError: The source is damaged; nothing is left at the destination.
     """
     check_memory(memory_bytes)
     taken = [n for n in store.list(directory) if n == _METADATA_NAME or n.endswith(".distcp")]

@@ -67,17 +67,7 @@ def read(
 ) -> Checkpoint:
     """Open a checkpoint; ``tag`` or the file ``latest`` chooses one of several.
 
-    Args:
-        directory: The folder of the checkpoint, or the one that holds its tags.
-        rules: How tensors are sharded over tensor-parallel ranks; they override the checkpoint.
-        tag: Name of the folder of the checkpoint in ``directory``.
-
-    Raises:
-        CheckpointNotFoundError: There is none, or nothing chooses one of several.
-        CheckpointCorruptError: A file is missing or damaged, or files contradict one another.
-        PatternError: A tensor's pattern is unknown, or does not fit its shards.
-        UnsupportedVersionError: It declares something that cannot be converted.
-        ForeignClassError: A pickle holds an unknown class.
+    See ``open_source`` for arguments and errors. ``rules`` override what the checkpoint says.
     """
     folder = locate(store, directory, tag)
     with refusing_nonsense(folder.directory, "DeepSpeed"):

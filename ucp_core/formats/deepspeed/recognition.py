@@ -48,7 +48,7 @@ class Names:
         model: By model-parallel rank; ZeRO stage 0, 1 and 2.
         model_zero3: By ``(dp, mp)``.
         optim: By prefix (``bf16_``, ``fp16_`` or none), then by ``(dp, mp)``.
-        layers: Of pipelines, by ``(layer, tp)``; tp is None if the name has none.
+        layers: A pipeline's layers, by ``(layer, tp)``; tp is None if the name has none.
         experts: By ``(moe layer, expert, mp)``; the layer is -1 in old names.
         expert_optim: Without ZeRO, by ``(ep, mp)``.
         others: All other files.

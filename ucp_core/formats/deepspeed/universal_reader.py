@@ -107,10 +107,6 @@ def read_universal(
 
     Args:
         layouts_of: How tensors that are only in the model files are sharded.
-
-    Raises:
-        CheckpointCorruptError: A file is missing or damaged, or files contradict one another.
-        PatternError: The pattern of a frozen parameter or a buffer is unknown.
     """
     found = _open(store, folder.directory)
     modules = Modules(Shards(1), set(), masters=True)

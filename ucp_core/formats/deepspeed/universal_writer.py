@@ -63,21 +63,14 @@ def write(  # noqa: PLR0913 - the signature of every writer
     """Write ``directory/TAG`` and, last, ``directory/latest_universal``, which commits it.
 
     DeepSpeed loads it with ``{"checkpoint": {"load_universal": true}}`` in its configuration.
+    ``directory`` is the argument of ``load_checkpoint``. See ``export`` for the other arguments and
+    the errors.
 
     Args:
         checkpoint: The source, of any format, with the target's names.
-        directory: The argument of ``load_checkpoint``; must be empty or missing.
-        memory_bytes: Limit for the buffers.
-        progress: Called with the bytes of tensors written so far and in total.
         rules: How tensors are sharded over tensor-parallel ranks, for targets that have them.
         dtype: A key of ``DTYPES``, for the run's loss scaler. None: the source's dtype.
         tag: Name of the folder; default: DeepSpeed's, ``global_step``, the step, ``_universal``.
-        fsync: Whether every file must survive a loss of power before the commit.
-
-    Raises:
-        UcpError: The folder cannot hold the state, or the destination is in use. Nothing was
-            written.
-        CheckpointCorruptError: The source is damaged; nothing is left at the destination.
     """
     if dtype is not None and dtype not in DTYPES:
         raise UcpError(f"dtype={dtype!r}: give one of {', '.join(DTYPES)}")

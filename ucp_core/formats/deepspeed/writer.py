@@ -67,11 +67,7 @@ class Target:
     tag: str | None = None
 
     def check(self) -> None:
-        """Check the numbers.
-
-        Raises:
-            UcpError: Names the wrong one.
-        """
+        """Check the numbers; the ``UcpError`` names the wrong one."""
         if self.stage not in _STAGES:
             raise UcpError(f"stage={self.stage!r}: ZeRO has the stages 0 to 3")
         if self.dtype is not None and self.dtype not in DTYPES:
@@ -107,19 +103,13 @@ def write(
 ) -> None:
     """Write ``directory/TAG`` and, last, ``directory/latest``, which commits it.
 
+    ``directory`` is the argument of ``load_checkpoint``. See ``export`` for the other arguments and
+    the errors.
+
     Args:
         checkpoint: The source, of any format, with the target's names.
-        directory: The argument of ``load_checkpoint``; must be empty or missing.
-        memory_bytes: Limit for the buffers.
-        progress: Called with the bytes of tensors written so far and in total.
         rules: How tensors are sharded over tensor-parallel ranks; needed if ``tp`` is not 1.
-        fsync: Whether every file must survive a loss of power before the commit.
         **target: The attributes of ``Target``.
-
-    Raises:
-        UcpError: The target cannot hold the state, or the destination is in use. Nothing was
-            written.
-        CheckpointCorruptError: The source is damaged; nothing is left at the destination.
     """
     wanted = Target(**target)
     wanted.check()

@@ -75,17 +75,10 @@ class _File(NamedTuple):
 def read(
     store: Store, directory: str, *, rules: Rules | None = None, tag: str | None = None
 ) -> Checkpoint:
-    """Open the folder, or the file if ``directory`` is the path of one.
+    """Open the folder, or the file if ``directory`` is one: ``.safetensors``, ``.bin``, ``.pt``.
 
-    Args:
-        directory: The folder, or a file that ends in ``.safetensors``, ``.bin`` or ``.pt``.
-        rules: Not needed: every tensor is whole.
-        tag: None: a folder holds one model.
-
-    Raises:
-        CheckpointNotFoundError: No safetensors file is there, or a tag was given.
-        CheckpointCorruptError: Names the file and the tensor that are wrong, or what is missing.
-        ForeignClassError: A pickle holds an unknown class.
+    See ``open_source`` for arguments and errors. ``rules`` are not needed: every tensor is whole.
+    ``tag`` must be None: a folder holds one model.
     """
     del rules
     if tag is not None:

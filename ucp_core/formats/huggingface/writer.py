@@ -65,20 +65,13 @@ def write(  # noqa: PLR0913 - the options of a format
 ) -> None:
     """Write the weights, frozen parameters and buffers to ``directory``.
 
+    See ``export`` for the other arguments and the errors.
+
     Args:
-        checkpoint: The source, of any format.
-        directory: Must not hold safetensors files.
-        memory_bytes: Limit for the buffers.
-        progress: Called with the bytes read and the bytes of all weights.
         dtype: A key of ``DTYPES``: every float tensor of 2 bytes or more is cast to it, to
             nearest. None: each keeps its own.
         shard_bytes: Files are cut at this size; a larger tensor has a file of its own.
         keep_tied: Write every alias of a tied tensor too, for tools that do not tie.
-        fsync: Whether every file must survive a loss of power before the commit.
-
-    Raises:
-        UcpError: Nothing to write, or the destination is in use; nothing was written.
-        CheckpointCorruptError: The source is damaged; nothing is left at the destination.
     """
     check_memory(memory_bytes)
     target = _dtype(dtype)

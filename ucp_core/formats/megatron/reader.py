@@ -64,17 +64,8 @@ def read(
 ) -> Checkpoint:
     """Open a checkpoint; pickles are read, and a few elements of tensors at most.
 
-    Args:
-        directory: The folder of an iteration, or the one that holds the latest.
-        rules: How tensors are sharded; they override the rules for Megatron's own names.
-        tag: Name of the iteration's folder, such as ``iter_0001000``.
-
-    Raises:
-        CheckpointNotFoundError: There is none.
-        CheckpointCorruptError: A file is missing or damaged, or files contradict one another.
-        PatternError: The pattern of a tensor, or the parameter of a state, is unknown.
-        UnsupportedVersionError: Its experts cannot be combined, or it is too old.
-        ForeignClassError: A pickle holds an unknown class.
+    See ``open_source`` for arguments and errors. ``rules`` override those for Megatron's own
+    names. ``tag`` is the name of an iteration's folder, such as ``iter_0001000``.
     """
     path = _located(store, directory, tag)
     with refusing_nonsense(path, "Megatron"):

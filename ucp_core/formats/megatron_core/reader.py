@@ -52,19 +52,8 @@ def read(
 ) -> Checkpoint:
     """Open a ``torch_dist`` checkpoint; only metadata and small items are read.
 
-    Args:
-        directory: The folder of an iteration, or of all with Megatron's file that names the latest.
-        rules: Only ``unpadded`` counts, where the padding of a vocabulary begins: the metadata say
-            the rest.
-        tag: The folder of an iteration.
-
-    Raises:
-        CheckpointNotFoundError: There is none.
-        CheckpointCorruptError: Files are missing, truncated, damaged, or of different saves.
-        PatternError: A rule says that padding begins after the end of a tensor.
-        UncoveredRegionError: The chunks of a tensor leave a hole or overlap.
-        UnsupportedVersionError: The optimizer's state cannot be read; says what is missing.
-        ForeignClassError: The metadata hold an unknown class or kind of tensor.
+    See ``open_source`` for arguments and errors. Only ``unpadded`` counts of ``rules``, where the
+    padding of a vocabulary begins: the metadata say the rest. ``tag`` is an iteration's folder.
     """
     where = located(store, directory, tag)
     if where is None:

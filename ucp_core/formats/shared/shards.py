@@ -105,11 +105,7 @@ class Shards:
             shard.runs.append(run)
 
     def add_ref(self, key: TensorKey, rank: Rank, ref: TensorRef) -> None:
-        """Add a whole shard.
-
-        Raises:
-            CheckpointCorruptError: The rank has one already.
-        """
+        """Add a whole shard; raise ``CheckpointCorruptError`` if the rank has one already."""
         other = self._found[key].get(rank)
         if other is not None and other.runs:
             raise CheckpointCorruptError(

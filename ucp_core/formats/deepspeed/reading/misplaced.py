@@ -79,11 +79,7 @@ def refuse_swapped(store: Store, directory: str, stage: Stage) -> None:
 
 
 def refuse_swapped_models(native: Native) -> None:
-    """Check that the first rank's model file is the one with the ties.
-
-    Raises:
-        CheckpointCorruptError: Another rank's file has them.
-    """
+    """Raise ``CheckpointCorruptError`` if another model file than the first has the ties."""
     first = native.model[0, 0]
     files = [file for (_, mp), file in sorted(native.model.items()) if mp == 0]
     tied = [file for file in files if native.files.trees[file].get("shared_params")]

@@ -413,11 +413,7 @@ def _add_experts(native: Native, modules: Modules) -> None:
 
 
 def resolve_ties(ties: Mapping[str, str], known: Iterable[str]) -> dict[str, str]:
-    """Return the ties between tensors of the checkpoint.
-
-    Raises:
-        CheckpointCorruptError: An owner does not exist.
-    """
+    """Return the ties between tensors; raise ``CheckpointCorruptError`` if an owner is missing."""
     names = set(known)
     for alias, owner in ties.items():
         if owner not in names:

@@ -56,11 +56,7 @@ class Stage:
 
 
 def add_zero12(stage: Stage, shards: Shards, scalars: Scalars) -> None:
-    """Add the runs of stage 1 or 2; ``stage.names`` gets the parameters of each group.
-
-    Raises:
-        CheckpointCorruptError: The files contradict one another.
-    """
+    """Add the runs of stage 1 or 2; ``stage.names`` gets the parameters of each group."""
     dp = len(stage.states)
     for index, shapes in enumerate(stage.shapes):
         parts = [_part(state, index, stage.where) for state in stage.states]
@@ -354,11 +350,7 @@ def _add_scalars(scalars: Scalars, part: Partition, fqn: str) -> None:
 
 
 def add_zero3(stage: Stage, shards: Shards, scalars: Scalars) -> None:
-    """Add the runs of stage 3; ``stage.names`` gets the parameters of each group.
-
-    Raises:
-        CheckpointCorruptError: The files contradict one another.
-    """
+    """Add the runs of stage 3; ``stage.names`` gets the parameters of each group."""
     dp = len(stage.states)
     _refuse_lost_ranks(stage)
     for dp_rank, state in enumerate(stage.states):
