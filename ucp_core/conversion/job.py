@@ -44,7 +44,6 @@ class Conversion:
     Items may be done in any order and place. ``take`` gets their results; ``commit`` comes last.
 
     Attributes:
-        job: What workers share.
         read_bytes: Read in this run.
         written_bytes: Written in this run.
         resumed_bytes: Taken over from an interrupted run.

@@ -46,9 +46,7 @@ class ConvertResult:
         read_bytes: Read from the source in this run.
         written_bytes: Written to the destination in this run.
         resumed_bytes: Taken over from an interrupted run.
-        processes: How many worked.
         threads: How many worked in each.
-        checkpoint: The result.
     """
 
     size_bytes: int

@@ -72,8 +72,6 @@ def extract(
     A dtype that is known only by its bits has no first elements.
 
     Args:
-        checkpoint: The source, of any format.
-        box: What of the tensor.
         memory_bytes: Bound of the buffers.
         out: Store and path of a file that ends in ``.safetensors`` or ``.npy``.
 

@@ -61,7 +61,6 @@ def extract(  # noqa: PLR0913 - what a file says of a range of itself is so much
     Args:
         dtype: Dtype of the bytes in the file.
         placement: How the ranks' shards make up the tensor.
-        rank: The rank of the shard.
         file: Name in the checkpoint's directory.
         offset_bytes: Offset of the first element in the file.
         flat: The file holds elements ``[start, stop)`` of the flattened shard, as ZeRO cuts it;

@@ -52,8 +52,6 @@ class Found:
 
     Attributes:
         attempt: The attempt that committed it.
-        directory: Its path in the store.
-        checkpoint: The opened checkpoint.
         skipped: ``(name, reason)`` of every newer directory that does not count.
         damaged: Steps of those that were committed and whose bytes are not what was written.
     """

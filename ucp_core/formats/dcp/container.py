@@ -72,7 +72,6 @@ class Container:
         blobs: Items that are no tensors, by key; one for each rank that wrote it.
         paths: Where a key was in the nested state, as far as that was written down.
         sizes: Sizes of the files in the directory.
-        metadata_names: The metadata files.
         version: That of DCP.
         plain: Where tensors are whose items are not torch files.
         empty: Items of boxes without elements, which no tensor needs.

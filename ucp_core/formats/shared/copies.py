@@ -36,7 +36,6 @@ def refuse_equal(
     without checksums are not compared.
 
     Args:
-        directory: The folder of the files.
         held: By rank, the tensors that no two ranks may share.
         what: What they are, for errors.
 

@@ -55,7 +55,6 @@ def refuse_swapped(store: Store, directory: str, stage: Stage) -> None:
     touched are zero.
 
     Args:
-        directory: The folder of the files.
         stage: The files of one model-parallel rank, each sound by itself.
 
     Raises:

@@ -81,7 +81,6 @@ def add_modules(native: Native, modules: Modules, *, complete: bool = True) -> N
     """Add all weights of the model files, of pipeline layers and of experts.
 
     Args:
-        modules: Gets their content.
         complete: Whether files of pipeline layers and experts must exist.
 
     Raises:

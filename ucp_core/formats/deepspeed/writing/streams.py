@@ -69,7 +69,6 @@ class FlatReader:
     """Reads one checkpoint as streams of elements.
 
     Args:
-        checkpoint: The source.
         memory_bytes: Limit for the memory of one stream.
     """
 

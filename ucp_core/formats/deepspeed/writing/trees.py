@@ -68,8 +68,6 @@ class Trees:
     """The files of one model-parallel rank.
 
     Args:
-        model: The state.
-        reader: Reads the state.
         dtype: Dtype of the model's weights in the target.
         dp: Data-parallel ranks of the target.
         placements: How tensors are sharded over tensor-parallel ranks; None: not at all.
