@@ -36,7 +36,7 @@ START, STOP = range(2)
 _POSITION_MAX = 1 << 61
 
 
-class Slot(NamedTuple):
+class TableTensor(NamedTuple):
     """A logical tensor of a table."""
 
     key: TensorKey
@@ -44,55 +44,55 @@ class Slot(NamedTuple):
     shape: tuple[int, ...]
 
 
-class Slots:
+class TableTensors:
     """The tensors of one table or of several.
 
     Attributes:
         every: The tensors in order.
     """
 
-    def __init__(self, slots: Iterable[Slot]) -> None:
-        self.every = tuple(slots)
+    def __init__(self, tensors: Iterable[TableTensor]) -> None:
+        self.every = tuple(tensors)
 
     @cached_property
     def numbers(self) -> Mapping[TensorKey, int]:
-        """Return the number of every slot by its key."""
-        return {slot.key: number for number, slot in enumerate(self.every)}
+        """Return the number of every tensor by its key."""
+        return {tensor.key: number for number, tensor in enumerate(self.every)}
 
     @cached_property
     def is_sorted(self) -> bool:
-        """Return whether the slots are sorted by key."""
+        """Return whether the tensors are sorted by key."""
         return all(one.key < other.key for one, other in pairwise(self.every))
 
     @cached_property
     def ndims(self) -> Numbers:
-        """Return the number of dims of every slot."""
-        return np.array([len(slot.shape) for slot in self.every], np.int64)
+        """Return the number of dims of every tensor."""
+        return np.array([len(tensor.shape) for tensor in self.every], np.int64)
 
     @cached_property
     def ndim(self) -> int:
-        """Return the most dims of any slot."""
+        """Return the most dims of any tensor."""
         return int(self.ndims.max(initial=0))
 
     @cached_property
     def whole(self) -> Numbers:
-        """Return the whole box of every slot, padded with dims of extent 1."""
-        return bounds_of([Box.full(slot.shape) for slot in self.every], self.ndim)
+        """Return the whole box of every tensor, padded with dims of extent 1."""
+        return bounds_of([Box.full(tensor.shape) for tensor in self.every], self.ndim)
 
     @cached_property
     def itemsizes(self) -> Numbers:
-        """Return the bytes of one element of every slot."""
-        return np.array([DTYPE_BYTES[slot.dtype] for slot in self.every], np.int64)
+        """Return the bytes of one element of every tensor."""
+        return np.array([DTYPE_BYTES[tensor.dtype] for tensor in self.every], np.int64)
 
 
 class _Ranges(NamedTuple):
     """Tensors that are cut into ranges of their memory, for example by rows; most are.
 
     Attributes:
-        is_range: By slot: whether it is cut so, which proves that every element is held once. Other
-            slots may be valid too: tensor parallelism cuts columns.
-        bases: By slot: its first position if all tensors lie side by side.
-        firsts: By row: its first position. Rows of other slots are empty.
+        is_range: By tensor: whether it is cut so, which proves that every element is held once.
+            Other tensors may be valid too: tensor parallelism cuts columns.
+        bases: By tensor: its first position if all tensors lie side by side.
+        firsts: By row: its first position. Rows of other tensors are empty.
         lasts: By row: its end.
     """
 
@@ -106,8 +106,8 @@ class Table:
     """Fragments without replicas, strides and copies: those of native checkpoints.
 
     Attributes:
-        slots: The tensors; tables of one pipeline stage share them.
-        firsts: The fragments of slot ``s`` are rows ``firsts[s]`` to ``firsts[s + 1]``, sorted by
+        tensors: The tensors; tables of one pipeline stage share them.
+        firsts: The fragments of tensor ``s`` are rows ``firsts[s]`` to ``firsts[s + 1]``, sorted by
             box.
         bounds: Bounds of the boxes, ``[row, START or STOP, dim]``, padded with dims of extent 1.
         places: Where the bytes are, by the columns above.
@@ -117,14 +117,14 @@ class Table:
 
     def __init__(
         self,
-        slots: Slots,
+        tensors: TableTensors,
         firsts: Numbers,
         bounds: Numbers,
         places: Numbers,
         files: Sequence[str],
         blocks: NDArray[np.uint32],
     ) -> None:
-        self.slots = slots
+        self.tensors = tensors
         self.firsts = firsts
         self.bounds = bounds
         self.places = places
@@ -132,48 +132,50 @@ class Table:
         self.blocks = blocks
 
     @cached_property
-    def slot_of(self) -> Numbers:
-        """Return the slot of every row."""
-        return np.repeat(np.arange(len(self.slots.every)), np.diff(self.firsts))
+    def tensor_of(self) -> Numbers:
+        """Return the tensor of every row."""
+        return np.repeat(np.arange(len(self.tensors.every)), np.diff(self.firsts))
 
     @cached_property
     def ranges(self) -> _Ranges:
         """Return which tensors are cut into ranges, and the ranges of their rows."""
-        slot, whole = self.slot_of, self.slots.whole
+        tensor, whole = self.tensor_of, self.tensors.whole
         total = whole[:, STOP].prod(axis=1)
-        first, last, extent = spans(self.bounds, whole[slot])
-        begins = np.diff(slot, prepend=-1) != 0
-        ends = np.diff(slot, append=-1) != 0
+        first, last, extent = spans(self.bounds, whole[tensor])
+        begins = np.diff(tensor, prepend=-1) != 0
+        ends = np.diff(tensor, append=-1) != 0
         expected = np.where(begins, 0, np.concatenate(([0], last))[: len(last)])
         is_wrong = (first != expected) | (last - first != extent) | (extent == 0)
-        is_wrong |= ends & (last != total[slot])
+        is_wrong |= ends & (last != total[tensor])
         is_range = total == 0
-        is_range[slot] = True
-        is_range[slot[is_wrong]] = False
-        ends_of_slots = list(accumulate(total.tolist(), initial=0))
-        if ends_of_slots[-1] > _POSITION_MAX:
+        is_range[tensor] = True
+        is_range[tensor[is_wrong]] = False
+        ends_of_tensors = list(accumulate(total.tolist(), initial=0))
+        if ends_of_tensors[-1] > _POSITION_MAX:
             is_range[:] = False
-            ends_of_slots = [0] * len(ends_of_slots)
-        base = np.array(ends_of_slots[:-1], np.int64)
-        shift = base[slot]
-        is_in_run = is_range[slot]
+            ends_of_tensors = [0] * len(ends_of_tensors)
+        base = np.array(ends_of_tensors[:-1], np.int64)
+        shift = base[tensor]
+        is_in_run = is_range[tensor]
         return _Ranges(is_range, base, shift + first * is_in_run, shift + last * is_in_run)
 
-    def pieces(self, slots: Sequence[int], boxes: Sequence[Box]) -> tuple[list[Found], list[bool]]:
-        """Return where boxes of slots are, and whether each box was found.
+    def pieces(
+        self, tensors: Sequence[int], boxes: Sequence[Box]
+    ) -> tuple[list[Found], list[bool]]:
+        """Return where boxes of tensors are, and whether each box was found.
 
         A box is not found if its tensor is not cut into ranges, or if it exceeds the tensor.
         """
-        number = np.array(slots, np.int64)
-        bounds = bounds_of(boxes, self.slots.ndim)
+        number = np.array(tensors, np.int64)
+        bounds = bounds_of(boxes, self.tensors.ndim)
         is_found = self.ranges.is_range[number]
         is_found &= (bounds[:, START] >= 0).all(axis=1)
-        is_found &= (bounds[:, STOP] <= self.slots.whole[number, STOP]).all(axis=1)
+        is_found &= (bounds[:, STOP] <= self.tensors.whole[number, STOP]).all(axis=1)
         place, row, inner = self._find(number, bounds, np.flatnonzero(is_found))
         start, stop, size = spans(inner, self.bounds[row])
         target, _, _ = spans(inner, bounds[place])
-        itemsize = self.slots.itemsizes[number[place]]
-        # What is contiguous in a range of a tensor is contiguous in every box of it.
+        itemsize = self.tensors.itemsizes[number[place]]
+        # Bytes that are contiguous in a range of a tensor are so in every box of it.
         target = np.where(stop - start == size, target * itemsize, -1)
         numbers = np.stack([start * itemsize, stop * itemsize, target], axis=1)
         found = [
@@ -181,7 +183,7 @@ class Table:
             for index, fragment, ndim, (low, high), rest in zip(
                 place.tolist(),
                 self.fragments(row),
-                self.slots.ndims[number[place]].tolist(),
+                self.tensors.ndims[number[place]].tolist(),
                 inner.tolist(),
                 numbers.tolist(),
                 strict=True,
@@ -190,13 +192,13 @@ class Table:
         return found, is_found.tolist()
 
     def _find(
-        self, slots: Numbers, boxes: Numbers, wanted: Numbers
+        self, tensors: Numbers, boxes: Numbers, wanted: Numbers
     ) -> tuple[Numbers, Numbers, Numbers]:
         """Return the parts of the wanted boxes in fragments: box, row, and bounds."""
-        ranges, slots = self.ranges, slots[wanted]
-        first, last, _ = spans(boxes[wanted], self.slots.whole[slots])
-        low = np.searchsorted(ranges.lasts, ranges.bases[slots] + first, side="right")
-        high = np.searchsorted(ranges.firsts, ranges.bases[slots] + last, side="left")
+        ranges, tensors = self.ranges, tensors[wanted]
+        first, last, _ = spans(boxes[wanted], self.tensors.whole[tensors])
+        low = np.searchsorted(ranges.lasts, ranges.bases[tensors] + first, side="right")
+        high = np.searchsorted(ranges.firsts, ranges.bases[tensors] + last, side="left")
         counts = np.maximum(high - low, 0)
         box = np.repeat(wanted, counts)
         row = np.arange(len(box)) + np.repeat(low - np.cumsum(counts) + counts, counts)
@@ -206,17 +208,17 @@ class Table:
         is_met = (start < stop).all(axis=1)
         return box[is_met], row[is_met], np.stack([start, stop], axis=1)[is_met]
 
-    def near(self, slot: int, box: Box) -> list[Fragment]:
+    def near(self, tensor: int, box: Box) -> list[Fragment]:
         """Return the fragments of a tensor that hold any element of a box."""
         ndim = len(box.start)
-        rows = np.arange(*self.firsts[slot : slot + 2].tolist())
+        rows = np.arange(*self.firsts[tensor : tensor + 2].tolist())
         bounds = self.bounds[rows, :, :ndim]
         is_met = (bounds[:, START] < np.array(box.stop)) & (bounds[:, STOP] > np.array(box.start))
         return self.fragments(rows[is_met.all(axis=1)])
 
     def fragments(self, rows: slice | Numbers) -> list[Fragment]:
         """Return the fragments of rows."""
-        ndims = self.slots.ndims[self.slot_of[rows]].tolist()
+        ndims = self.tensors.ndims[self.tensor_of[rows]].tolist()
         places, bounds = self.places[rows].tolist(), self.bounds[rows].tolist()
         files, blocks = self.files, self.blocks
         return [
@@ -233,17 +235,17 @@ class Table:
             )
         ]
 
-    def entry(self, slot: int) -> TensorEntry:
+    def entry(self, tensor: int) -> TensorEntry:
         """Return a tensor with all its fragments."""
-        key, dtype, shape = self.slots.every[slot]
-        first, last = self.firsts[slot : slot + 2].tolist()
+        key, dtype, shape = self.tensors.every[tensor]
+        first, last = self.firsts[tensor : tensor + 2].tolist()
         fragments = tuple(self.fragments(slice(first, last)))
         return TensorEntry(key=key, dtype=dtype, shape=shape, fragments=fragments)
 
     def prove_coverage(self) -> None:
         """Prove coverage as ``StateMap.prove_coverage`` does, with its errors."""
-        for slot in np.flatnonzero(~self.ranges.is_range).tolist():
-            prove_entry(self.entry(slot))
+        for tensor in np.flatnonzero(~self.ranges.is_range).tolist():
+            prove_entry(self.entry(tensor))
 
 
 class TableEntries(Mapping[TensorKey, TensorEntry]):
@@ -256,17 +258,17 @@ class TableEntries(Mapping[TensorKey, TensorEntry]):
     def __getitem__(self, key: TensorKey) -> TensorEntry:
         found = self._made.get(key)
         if found is None:
-            found = self._made[key] = self.table.entry(self.table.slots.numbers[key])
+            found = self._made[key] = self.table.entry(self.table.tensors.numbers[key])
         return found
 
     def __contains__(self, key: object) -> bool:
-        return key in self.table.slots.numbers
+        return key in self.table.tensors.numbers
 
     def __iter__(self) -> Iterator[TensorKey]:
-        return iter(self.table.slots.numbers)
+        return iter(self.table.tensors.numbers)
 
     def __len__(self) -> int:
-        return len(self.table.slots.every)
+        return len(self.table.tensors.every)
 
 
 def bounds_of(boxes: Sequence[Box], ndim: int) -> Numbers:
@@ -295,23 +297,23 @@ def spans(inner: Numbers, outer: Numbers) -> tuple[Numbers, Numbers, Numbers]:
 
 
 def merged(tables: Sequence[Table]) -> Table:
-    """Return one table of all fragments, with slots sorted by key.
+    """Return one table of all fragments, with tensors sorted by key.
 
     Raises:
         CheckpointCorruptError: Two tables disagree on the dtype or shape of a tensor.
     """
-    slots, numbers = _merged_slots(tables)
+    tensors, numbers = _merged_tensors(tables)
     num_files = np.cumsum([0, *(len(table.files) for table in tables)])
     num_blocks = np.cumsum([0, *(len(table.blocks) for table in tables)])
     shifts = np.zeros((len(tables), NUM_BLOCKS + 1), np.int64)
     shifts[:, FILE], shifts[:, FIRST_BLOCK] = num_files[:-1], num_blocks[:-1]
-    slot = np.concatenate([n[t.slot_of] for t, n in zip(tables, numbers, strict=True)])
-    bounds = np.concatenate([_filled_up(table.bounds, slots.ndim) for table in tables])
-    order = box_order(slot, bounds)
+    tensor = np.concatenate([n[t.tensor_of] for t, n in zip(tables, numbers, strict=True)])
+    bounds = np.concatenate([_filled_up(table.bounds, tensors.ndim) for table in tables])
+    order = box_order(tensor, bounds)
     places = np.concatenate([t.places + shift for t, shift in zip(tables, shifts, strict=True)])
     return Table(
-        slots,
-        np.searchsorted(slot[order], np.arange(len(slots.every) + 1)),
+        tensors,
+        np.searchsorted(tensor[order], np.arange(len(tensors.every) + 1)),
         bounds[order],
         places[order],
         tuple(chain.from_iterable(table.files for table in tables)),
@@ -324,39 +326,39 @@ def columns_of(bounds: Numbers) -> list[Numbers]:
     return [bounds[:, side, dim] for side in (START, STOP) for dim in range(bounds.shape[2])]
 
 
-def box_order(slot: Numbers, bounds: Numbers) -> Numbers:
-    """Return the order of rows by slot, and then by box."""
-    order: Numbers = np.lexsort((*reversed(columns_of(bounds)), slot))
+def box_order(tensor: Numbers, bounds: Numbers) -> Numbers:
+    """Return the order of rows by tensor, and then by box."""
+    order: Numbers = np.lexsort((*reversed(columns_of(bounds)), tensor))
     return order
 
 
-def _merged_slots(tables: Sequence[Table]) -> tuple[Slots, list[Numbers]]:
-    """Return the slots of all tables, sorted, and the numbers that each table's slots get."""
-    first = tables[0].slots
-    if first.is_sorted and all(table.slots is first for table in tables):
+def _merged_tensors(tables: Sequence[Table]) -> tuple[TableTensors, list[Numbers]]:
+    """Return the tensors of all tables, sorted, and the numbers that each table's tensors get."""
+    first = tables[0].tensors
+    if first.is_sorted and all(table.tensors is first for table in tables):
         return first, [np.arange(len(first.every))] * len(tables)
-    known: dict[TensorKey, Slot] = {}
+    known: dict[TensorKey, TableTensor] = {}
     for place, table in enumerate(tables):
-        if place and table.slots is tables[place - 1].slots:
+        if place and table.tensors is tables[place - 1].tensors:
             continue
-        for slot in table.slots.every:
-            other = known.setdefault(slot.key, slot)
-            if other != slot:
+        for tensor in table.tensors.every:
+            other = known.setdefault(tensor.key, tensor)
+            if other != tensor:
                 raise CheckpointCorruptError(
-                    f"{slot.key}: a rank saved {slot.dtype}{list(slot.shape)} to "
+                    f"{tensor.key}: a rank saved {tensor.dtype}{list(tensor.shape)} to "
                     f"{', '.join(table.files)}, another rank {other.dtype}{list(other.shape)}",
-                    fqn=slot.key.fqn,
-                    slot=slot.key.slot,
+                    fqn=tensor.key.fqn,
+                    slot=tensor.key.slot,
                 )
-    slots = Slots(known[key] for key in sorted(known))
+    tensors = TableTensors(known[key] for key in sorted(known))
     found: list[Numbers] = []
     for place, table in enumerate(tables):
-        if place and table.slots is tables[place - 1].slots:
+        if place and table.tensors is tables[place - 1].tensors:
             found.append(found[-1])
         else:
-            places = [slots.numbers[slot.key] for slot in table.slots.every]
+            places = [tensors.numbers[tensor.key] for tensor in table.tensors.every]
             found.append(np.array(places, np.int64))
-    return slots, found
+    return tensors, found
 
 
 def _filled_up(bounds: Numbers, ndim: int) -> Numbers:

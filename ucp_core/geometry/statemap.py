@@ -65,7 +65,7 @@ class Fragment(NamedTuple):
         file: Name in the checkpoint's directory.
         offset_bytes: Place of the first element in the file.
         num_bytes: Bytes from there to the end of the last element.
-        crc32: Of all its bytes; None if a foreign format has no checksum of this range.
+        crc32: Checksum of all its bytes; None if a foreign format has no checksum of this range.
         blocks: crc32 of each block of the map's ``block_bytes``; the last block may be shorter.
             Empty if ``crc32`` is None.
         replica: Another fragment without this flag holds the same elements.

@@ -24,9 +24,9 @@ from ucp_core.geometry import (
     OFFSET,
     START,
     STOP,
-    Slot,
-    Slots,
     Table,
+    TableTensor,
+    TableTensors,
     TensorKey,
     columns_of,
 )
@@ -96,7 +96,7 @@ def scan(data: bytes) -> Scanned | None:
     names = _numbered_files(rows.places, document["files"])
     if names is None:
         return None
-    table = Table(tensors.slots, firsts, rows.bounds, rows.places, names, rows.blocks)
+    table = Table(tensors.listed, firsts, rows.bounds, rows.places, names, rows.blocks)
     if not _is_sound(table, document["files"], document["block_bytes"]):
         return None
     return Scanned(document | {"tensors": tensors.document}, table)
@@ -185,15 +185,15 @@ def _read(text: bytes) -> _Read | None:
     """Read the text of tensors."""
     cut = _without_lists(text)
     tensors = None if cut is None else _tensors(cut.text)
-    if cut is None or tensors is None or len(cut.begins) != len(tensors.slots.ndims):
+    if cut is None or tensors is None or len(cut.begins) != len(tensors.listed.ndims):
         return None
-    ndim = tensors.slots.ndim
+    ndim = tensors.listed.ndim
     if ndim > _NDIM_MAX:
         return None
     lists = list(zip(cut.begins, cut.ends, strict=True))
     counts = np.array([text.count(b"{", begin, end) for begin, end in lists], np.int64)
     firsts: Numbers = np.concatenate(([0], np.cumsum(counts)))
-    ndims = np.repeat(tensors.slots.ndims, counts)
+    ndims = np.repeat(tensors.listed.ndims, counts)
     found = [_no_rows(ndim)]
     num_blocks = 0
     for low, high in _chunks(lists):
@@ -253,7 +253,7 @@ class _Tensors(NamedTuple):
     """Everything about tensors but their fragments; shared, so nobody may change it."""
 
     document: dict[str, Any]
-    slots: Slots
+    listed: TableTensors
 
 
 class _Mark(int):
@@ -271,7 +271,7 @@ def _tensors(text: bytes) -> _Tensors | None:
         return marks[-1]
 
     document = load_json(text, constant=mark)
-    found: list[Slot] = []
+    found: list[TableTensor] = []
     try:
         for fqn, tensor in document.items():
             for slot, value in tensor["slots"].items():
@@ -279,12 +279,12 @@ def _tensors(text: bytes) -> _Tensors | None:
                 if type(place) is not _Mark or place != len(found):
                     return None
                 shape = tuple(value.get("shape", tensor["shape"]))
-                found.append(Slot(TensorKey(fqn, slot), value["dtype"], shape))
+                found.append(TableTensor(TensorKey(fqn, slot), value["dtype"], shape))
     except (AttributeError, KeyError, TypeError):
         return None
     if len(found) != len(marks) or validate_tensors(document):
         return None
-    return _Tensors(document, Slots(found))
+    return _Tensors(document, TableTensors(found))
 
 
 class _Rows(NamedTuple):
@@ -449,27 +449,27 @@ def _numbered_files(places: Numbers, files: Mapping[str, Any]) -> list[str] | No
 
 def _is_sound(table: Table, files: Mapping[str, Mapping[str, int]], block_bytes: int) -> bool:
     """Return whether the numbers satisfy SPEC.md, sections 2 and 3."""
-    slot, bounds = table.slot_of, table.bounds
+    tensor, bounds = table.tensor_of, table.bounds
     start, stop = bounds[:, START], bounds[:, STOP]
     offset, num_bytes = table.places[:, OFFSET], table.places[:, NUM_BYTES]
     sizes = np.array([files[name]["nbytes"] for name in table.files], np.int64)
     # A tensor has less than 2^60 elements, so no product of a valid box overflows.
-    expected_bytes = (stop - start).prod(axis=1) * table.slots.itemsizes[slot]
+    expected_bytes = (stop - start).prod(axis=1) * table.tensors.itemsizes[tensor]
     num_blocks = np.maximum(-(-num_bytes // block_bytes), 1)
     return bool(
         (start <= stop).all()
-        and (stop <= table.slots.whole[slot, STOP]).all()
+        and (stop <= table.tensors.whole[tensor, STOP]).all()
         and (num_bytes == expected_bytes).all()
         and (offset + num_bytes <= sizes[table.places[:, FILE]]).all()
         and (table.places[:, NUM_BLOCKS] == num_blocks).all()
-        and _is_sorted(slot, bounds)
+        and _is_sorted(tensor, bounds)
     )
 
 
-def _is_sorted(slot: Numbers, bounds: Numbers) -> bool:
-    """Return whether rows are sorted by slot, then by box."""
-    is_same = np.ones(max(len(slot) - 1, 0), np.bool_)
-    for column in (slot, *columns_of(bounds)):
+def _is_sorted(tensor: Numbers, bounds: Numbers) -> bool:
+    """Return whether rows are sorted by tensor, then by box."""
+    is_same = np.ones(max(len(tensor) - 1, 0), np.bool_)
+    for column in (tensor, *columns_of(bounds)):
         steps = np.diff(column)
         if (is_same & (steps < 0)).any():
             return False

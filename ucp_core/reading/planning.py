@@ -30,7 +30,7 @@ from ucp_core.geometry import (
 if TYPE_CHECKING:
     from collections.abc import Hashable, Iterator, Sequence
 
-    from ucp_core.geometry import Slot, Table
+    from ucp_core.geometry import Table, TableTensor
 
 #: With fewer fragments, checking each is cheaper than a search.
 _SEARCH_FRAGMENTS_MIN = 16
@@ -104,14 +104,14 @@ class Mean(NamedTuple):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ReadPlan:
-    """What to copy, and what to read for it.
+    """Copies to make, and the reads for them.
 
     Attributes:
-        parts: What was needed.
+        parts: The parts that were needed.
         copies: In order of source, file and offset.
         needed_bytes: Size of all parts.
         read_bytes: Bytes to read, with whole blocks.
-        means: What has to be averaged.
+        means: Parts that are averaged.
     """
 
     parts: tuple[Part, ...]
@@ -168,7 +168,6 @@ def plan(
     """Return how to get every part from the maps; box by box, an earlier map is preferred.
 
     Args:
-        need: What is needed.
         have: Sources, cheapest first.
         span_bytes_max: Most bytes of a fragment that a copy spans; bounds the scratch memory.
         direct_bytes_max: The same for copies that need no scratch memory. Default: the former.
@@ -223,17 +222,17 @@ class _Planner:
         """Cover parts as ``_part`` does, all at once; return those that are not in the table."""
         known: list[tuple[int, Part]] = []
         unknown: list[tuple[int, Part]] = []
-        slots: list[int] = []
+        tensors: list[int] = []
         for number, part in wanted:
-            slot = table.slots.numbers.get(part.key)
-            if slot is None:
+            tensor = table.tensors.numbers.get(part.key)
+            if tensor is None:
                 unknown.append((number, part))
             else:
-                _check_same(part, table.slots.every[slot])
+                _check_same(part, table.tensors.every[tensor])
                 known.append((number, part))
-                slots.append(slot)
+                tensors.append(tensor)
         limits = self._limits[0]
-        pieces, is_found = table.pieces(slots, [part.box for _, part in known])
+        pieces, is_found = table.pieces(tensors, [part.box for _, part in known])
         for index, fragment, box, start, stop, target in pieces:
             number, part = known[index]
             if target >= 0 and stop - start <= limits.direct_bytes:
@@ -242,7 +241,7 @@ class _Planner:
                 copies += _copies(number, part, 0, fragment, box, limits)
         for index in (index for index, flag in enumerate(is_found) if not flag):
             number, part = known[index]
-            near = _Index(table.near(slots[index], part.box), len(part.shape))
+            near = _Index(table.near(tensors[index], part.box), len(part.shape))
             left = self._cover(number, part, 0, near, [part.box], copies)
             if left:
                 raise _uncovered(part, left[0], f"box {left[0]} is in no file")
@@ -421,7 +420,7 @@ def _uncovered(part: Part, box: Box, what: str) -> UncoveredRegionError:
     )
 
 
-def _check_same(part: Part, entry: TensorEntry | Slot) -> None:
+def _check_same(part: Part, entry: TensorEntry | TableTensor) -> None:
     if part.dtype != entry.dtype or part.shape != entry.shape:
         raise CheckpointCorruptError(
             f"{part.key}: the checkpoint has {entry.dtype}{list(entry.shape)}, "
