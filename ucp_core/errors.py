@@ -27,7 +27,7 @@ class FactsError(Exception):
     """An error with facts, which survives pickling; each package derives a base of its own.
 
     Attributes:
-        facts: What was found and where, for programs; the message says the same to people.
+        facts: The finding and its place, for programs; the message says the same to people.
     """
 
     def __init__(self, message: str, **facts: Any) -> None:
@@ -83,7 +83,7 @@ class ForeignClassError(UcpError):
 
 
 class MemoryBudgetError(UcpError):
-    """What a foreign checkpoint holds takes more memory than reading may take."""
+    """The content of a foreign checkpoint takes more memory than reading may take."""
 
 
 class StorageError(UcpError):

@@ -1,4 +1,4 @@
-"""What the commands of ``ucp`` share: the app, options, opening a source, progress, output."""
+"""Parts that the commands of ``ucp`` share: app, options, opening a source, progress, output."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a conversion or a load would cost: arithmetic on the source's map."""
+"""The cost of a conversion or a load: arithmetic on the source's map."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ _MEMORY_BYTES = 64 << 20
 
 
 class Forecast(NamedTuple):
-    """What a conversion, and a load under a layout, would do.
+    """The work of a conversion, and of a load under a layout.
 
     Attributes:
         fragments: That hold them.

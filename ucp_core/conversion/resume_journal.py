@@ -58,7 +58,7 @@ def _line(value: object) -> bytes:
     return b"%08x %b\n" % (crc32(text), text)
 
 
-#: What a kill leaves of a line.
+#: The part of a line that a kill leaves.
 _TORN_LINE = re.compile(rb"[0-9a-f]{0,8}|[0-9a-f]{8} .*", re.DOTALL)
 #: A child that was just forked when its parent was killed holds the lock until it first runs.
 _LOCK_S = 2.0

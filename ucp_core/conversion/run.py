@@ -32,7 +32,7 @@ if TYPE_CHECKING:
 
 #: From here on a second process pays: starting one costs 5 ms.
 _PROCESS_BYTES_MIN = 32 << 20
-#: What a worker needs beside its buffers: interpreter state that it writes to, stacks.
+#: Memory of a worker beside its buffers: interpreter state that it writes to, stacks.
 _WORKER_BYTES = 8 << 20
 #: Does batches anywhere and gives every result to its last argument.
 Runner: TypeAlias = "Callable[[Job, Sequence[Batch], Callable[[Result], None]], None]"
@@ -40,7 +40,7 @@ Runner: TypeAlias = "Callable[[Job, Sequence[Batch], Callable[[Result], None]], 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ConvertResult:
-    """What ``convert`` did.
+    """The result of ``convert``.
 
     Attributes:
         read_bytes: Read from the source in this run.
@@ -102,7 +102,7 @@ def convert(  # noqa: PLR0913 - each is an option of the command
         workers=workers,
         progress=progress,
     )
-    # What is not JSON is told before anything is written.
+    # Values that are not JSON are reported before anything is written.
     conversion.small_files()
     with tidied(store, directory), _kept(_files(conversion, resume=resume)) as files:
         conversion.resume(files.resumed())

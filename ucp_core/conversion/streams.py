@@ -25,17 +25,17 @@ if TYPE_CHECKING:
 
 _SUFFIX = ".safetensors"
 _MARKER_SUFFIX = f"{_SUFFIX}.json"
-#: Of the random part of a claim, which may be in the names of files.
+#: Length of the random part of a claim, which may be in the names of files.
 _TOKEN_BYTES = 8
 _TOKEN = re.compile(rf"-[0-9a-f]{{{2 * _TOKEN_BYTES}}}(?=\.safetensors$)")
 
 
 class Claim(NamedTuple):
-    """Who converts to a directory of a store; such stores have no locks, so the last one does.
+    """The conversion that owns a directory of a store without locks: the last one that began.
 
     Attributes:
         directory: The destination.
-        content: What the file ``begun`` has as long as nobody else began.
+        content: The content of the file ``begun`` until another conversion begins.
     """
 
     store: Store

@@ -1,4 +1,4 @@
-"""What one worker of a conversion does: read a range of a target file, verify it, hash it.
+"""The work of one worker of a conversion: read a range of a target file, verify it, hash it.
 
 A block is read, hashed and written before the next one, so it stays in the processor's cache.
 
@@ -56,11 +56,11 @@ class WorkItem(NamedTuple):
 
 
 class Result(NamedTuple):
-    """What a worker found.
+    """The findings of a worker.
 
     Attributes:
         blocks: crc32 of every block of the target's tensors in the item, in order.
-        notes: What was read of checks that are not complete or not right.
+        notes: The part that was read of checks that are not complete or not right.
         read_bytes: How many bytes were read.
     """
 
@@ -72,7 +72,7 @@ class Result(NamedTuple):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Job:
-    """What all workers of a conversion share.
+    """The part of a conversion that all workers share.
 
     Attributes:
         files: The source's files; items and checks name them by index.

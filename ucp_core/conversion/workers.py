@@ -89,7 +89,6 @@ def run_processes(
     If the kernel kills a process, half as many start again and do what is left.
 
     Args:
-        job: What all batches share.
         take: Called with every result.
         processes: How many.
         in_child: Each child calls it first.
@@ -123,7 +122,7 @@ def run_processes(
 
 
 class _Child:
-    """What a forked process keeps from batch to batch."""
+    """The state that a forked process keeps from batch to batch."""
 
     worker: ClassVar[Worker]
     batches: ClassVar[Sequence[Batch]]

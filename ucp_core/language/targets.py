@@ -1,4 +1,4 @@
-"""What each rank of a layout holds: the paper's UcpInfo (``GenUcpMetadata``). Pure.
+"""The boxes that each rank of a layout holds: the paper's UcpInfo (``GenUcpMetadata``). Pure.
 
 Pipeline stages and tensor parallelism follow rules. Data-parallel sharding follows the framework:
 FSDP2 cuts dim 0 of every local tensor, ZeRO cuts flattened ones. A rank computes only its own part.

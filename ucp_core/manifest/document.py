@@ -51,7 +51,7 @@ __all__ = [
 
 
 class Kind(StrEnum):
-    """What a document describes; the value of its ``format``."""
+    """The content of a document; the value of its ``format``."""
 
     UNIVERSAL = "everstep-universal"
     DISTRIBUTED = "everstep-distributed"
@@ -69,7 +69,7 @@ class FileEntry:
 
 
 class Item(NamedTuple):
-    """What becomes of one item of a foreign checkpoint.
+    """The policy for one item of a foreign checkpoint.
 
     Attributes:
         policy: ``reshard``, ``replicate``, ``reseed`` or ``drop``.
@@ -96,7 +96,7 @@ class Manifest:
         rank: The rank of a record; -1 in a manifest.
         ties: Alias to the fqn that has an entry.
         roles: ``frozen``, ``buffer`` or ``extra`` by fqn; trained parameters have none.
-        items: What became of everything else in a foreign checkpoint.
+        items: The policies for everything else in a foreign checkpoint.
         patterns: How the shards of ranks made up a tensor, in the text form of ``RULES.md``; only
             in universal manifests of sharded sources.
     """
@@ -305,7 +305,6 @@ def to_bytes(manifest: Manifest, *, tensors: str | None = None) -> bytes:
     """Return the document as one line of JSON that ends with the crc32 of what precedes it.
 
     Args:
-        manifest: What to print.
         tensors: The text of its tensors if the caller has printed it; the map is empty then.
 
     Raises:

@@ -23,7 +23,7 @@ _FILE_NAME = re.compile(r"(?:extra/)?[A-Za-z0-9_%][A-Za-z0-9_.%-]*")
 _FILE_NAME_MAX = 240
 #: Roles of tensors that are no trained parameters.
 ROLES = ("frozen", "buffer", "extra")
-#: What can become of an item of a foreign checkpoint.
+#: Policies for an item of a foreign checkpoint.
 POLICIES = ("reshard", "replicate", "reseed", "drop")
 #: Damage can nest deeper than ``repr`` can follow.
 _QUOTE = reprlib.Repr()
@@ -36,7 +36,7 @@ class Problem(NamedTuple):
 
     Attributes:
         path: The place, as in ``tensors.wte.slots.weight.fragments[3].box``.
-        message: What is wrong and what would be right.
+        message: The mistake, and the right form.
     """
 
     path: str

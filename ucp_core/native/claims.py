@@ -1,4 +1,4 @@
-"""Who writes to a folder: of two exports or conversions into one folder, at most one goes on."""
+"""Claims of folders: at most one of two exports or conversions into one folder continues."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ def claimed(store: Store, directory: str) -> Iterator[None]:
                 raise in_use(directory)
             yield
         finally:
-            # Who deleted the claim of a living export may have begun another one.
+            # The process that deleted a live export's claim may have started its own.
             if store.exists(path) and store.read(path) == content:
                 store.delete(path)
 

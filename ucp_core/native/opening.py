@@ -105,7 +105,7 @@ def targets_of(need: Sequence[LocalTensor]) -> list[memoryview]:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LoadResult:
-    """What ``load`` did.
+    """The result of ``load``.
 
     Attributes:
         size_bytes: Bytes that were needed.

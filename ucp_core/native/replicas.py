@@ -75,7 +75,7 @@ class Transport(Protocol):
 
 
 class Share(NamedTuple):
-    """What one rank reads of a plan."""
+    """The part of a plan that one rank reads."""
 
     copies: tuple[Copy, ...]
     means: tuple[Mean, ...]
@@ -163,7 +163,7 @@ class _Fill(NamedTuple):
     """A step of the plan and the box of its part that it fills.
 
     Attributes:
-        step: What to read.
+        step: The step of the plan.
     """
 
     step: Copy | Mean
@@ -171,7 +171,7 @@ class _Fill(NamedTuple):
 
 
 class _Chunk(NamedTuple):
-    """What is read, then sent, in one message."""
+    """The bytes that are read, then sent, in one message."""
 
     items: tuple[_Fill, ...]
 

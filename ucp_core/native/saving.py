@@ -35,7 +35,7 @@ _HOLES = re.compile(r'"crc32":-1(?:,"blocks":\[-1(?:,-1)*\])?')
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SaveResult:
-    """What ``save_rank`` did.
+    """The result of ``save_rank``.
 
     Attributes:
         committed: Whether the checkpoint of all ranks is committed now.
@@ -75,7 +75,7 @@ def save_rank(  # noqa: PLR0913 - each is a fact that the record states
         attempt: The fencing token.
         rank: This rank.
         world_size: Ranks that save.
-        tensors: What this rank holds; replicas and empty boxes are skipped.
+        tensors: The boxes of this rank; replicas and empty ones are skipped.
         extra: Small named values, JSON.
         param_groups: The optimizer's groups with ``params`` as fqns, JSON.
         source: The writer, JSON.
@@ -110,7 +110,7 @@ class RankSaver:
     """Saves the same tensors of one rank many times; prints only once what does not change.
 
     Args:
-        tensors: What the rank holds; replicas, empty boxes, and all data are ignored.
+        tensors: The boxes of the rank; replicas, empty ones, and all data are ignored.
         attempt: The fencing token.
         source: The writer, JSON.
         block_bytes: Size of the blocks that have checksums.
@@ -247,7 +247,7 @@ class _TensorsForm:
     Filling it in takes a twentieth of printing a few hundred tensors (3 ms).
 
     Args:
-        tensors: What the rank writes, in order of the file; the boxes of one tensor are sorted.
+        tensors: In order of the file; the boxes of one tensor are sorted.
         file: Name of the data file.
         block_bytes: Size of the blocks that have checksums.
 

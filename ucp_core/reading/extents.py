@@ -110,7 +110,7 @@ def verify_extents(
     """Read extents and compare their checksums; return the bytes that were read.
 
     Args:
-        state_map: What is in them, for errors.
+        state_map: Their content, for errors.
         only: The extents to verify, by file.
         threads: Readers at most; few bytes take one.
 

@@ -85,7 +85,7 @@ def run_gap_bytes_min(store: Store) -> int:
 
 @dataclass(slots=True)
 class _Batch:
-    """What one call reads from one file for a group of copies."""
+    """The part of one file that one call reads for a group of copies."""
 
     group: Sequence[Copy]
     source: Source
@@ -151,7 +151,7 @@ def execute(
     """Fill the target of every part of the plan.
 
     Args:
-        plan: What to copy; its sources are indices into ``sources``.
+        plan: Its sources are indices into ``sources``.
         sources: Where the bytes are.
         targets: Writable memory of every part.
         threads: Most readers; small plans use fewer.

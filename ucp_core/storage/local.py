@@ -41,7 +41,7 @@ _RESERVE_BYTES = 32 << 20
 #: Elsewhere the C library may reserve by writing every block.
 _RESERVING_TYPES = {"ext4", "xfs", "btrfs"}
 
-#: What to tell the user of a system error, after the path.
+#: Advice to the user after a system error, behind the path.
 ADVICE = {
     errno.ENOENT: "does not exist",
     errno.EACCES: "is not permitted: check the owner and mode of the directory",
@@ -87,7 +87,7 @@ class LocalStore:
         if not Path(real).is_dir():
             beside = [os.path.realpath(Path(directory).parent)]
         store = copy.copy(self)
-        # Of the same class.
+        # An object of the same class.
         store._roots, store._given, store._inside = (real, *beside), directory, set()  # noqa: SLF001
         return store
 
@@ -290,7 +290,7 @@ class LocalStore:
     def delete(self, path: str) -> None:
         """Remove a file, or a directory with all in it."""
         with _named(path), suppress(FileNotFoundError):
-            # Of a link, only the link is removed.
+            # Only the link itself is removed.
             if Path(path).is_dir() and not Path(path).is_symlink():
                 shutil.rmtree(path)
             else:

@@ -38,7 +38,7 @@ def claim(store: Store, directory: str, life: int, record: Mapping[str, Any]) ->
     """Make ``life`` the owner of ``directory``; safe to repeat.
 
     Args:
-        life: What ``next_life`` returned.
+        life: The result of ``next_life``.
         record: JSON values; "token" is in no other claim, "host" and "since" tell people who it is.
 
     Returns:

@@ -61,7 +61,7 @@ _CREDENTIALS_CLASSES = {
 }
 _TAKEN_CODES = {"412", "ConditionalRequestConflict", "PreconditionFailed"}
 _MISSING_CODES = {"404", "NoSuchKey"}
-#: Of its own: a thread that stores takes none of the script's random numbers.
+#: A generator of its own: a thread that stores takes none of the script's random numbers.
 _JITTER = random.Random()  # noqa: S311  no secrets here
 
 

@@ -3,7 +3,7 @@
 A torch file (``torch_reader``, ``torch_writer``) is a zip (``zip_reader``, ``zip_writer``) with a
 pickle (``pickle_reader``, ``pickle_writer``). A pickle holds names of classes
 (``pickle_classes``), tensors (``pickle_tensors``), arrays of numpy (``pickle_arrays``) and small
-values, which become JSON (``pickle_values``). What is made of them draws from a ``budget``.
+values, which become JSON (``pickle_values``). Conversion draws from a ``budget``.
 """
 
 from ucp_core.torch_files.budget import current_budget, reading_within, use_budget

@@ -77,7 +77,7 @@ _COSTS = {
     b"\x8c": 56,
     b"\x93": 128,
 }
-#: Of every byte: a copy of it in a text, and a copy on the way there.
+#: Cost of every byte: a copy of it in a text, and a copy on the way there.
 _BYTE_COST = 2
 _OBJECT_BYTES = 256
 _ELEMENT_BYTES = 128
@@ -111,7 +111,7 @@ def read_pickle(
 
     Raises:
         ForeignClassError: Names a class that is not allowed, or data that cannot be read.
-        MemoryBudgetError: What it describes takes more memory than is left for the checkpoint.
+        MemoryBudgetError: Its content takes more memory than is left for the checkpoint.
         CheckpointCorruptError: Not a pickle of these protocols, cut short, or too large.
     """
     if len(data) > PICKLE_BYTES_MAX:

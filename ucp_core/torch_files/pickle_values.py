@@ -17,9 +17,9 @@ if TYPE_CHECKING:
 
 
 _DEPTH_MAX = 100
-#: What a value takes beside its text: its place, and the pieces of JSON around it.
+#: Memory of a value beside its text: its place, and the pieces of JSON around it.
 _NODE_BYTES = 256
-#: What a reader notes about each value that it keeps: its name, and what became of it.
+#: Memory of a reader's notes about each value that it keeps: its name, and what became of it.
 _NOTE_BYTES = 512
 #: JSON is a text, the pieces of it, and the bytes of a file, some of them twice for a moment.
 _TEXT_COPIES = 4
@@ -42,7 +42,7 @@ def as_json(
     tuples become lists.
 
     Args:
-        value: What ``read_pickle`` returns.
+        value: A result of ``read_pickle``.
         where: The file and the key of the value, for messages.
         tensor: Makes the value of a tensor; without it a tensor is an error.
         exact: Mark what JSON does not have, so that it can be converted back: ``{"tuple": [...]}``,

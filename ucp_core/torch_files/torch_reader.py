@@ -47,7 +47,7 @@ _STORAGE_FIELDS = 5
 
 @dataclass(frozen=True, slots=True)
 class TorchFile:
-    """What a torch file holds.
+    """The content of a torch file.
 
     Attributes:
         tree: Its value; tensors are ``TensorRef``, foreign objects ``Opaque``.
@@ -208,7 +208,7 @@ def _is_of(value: Any, kind: type[Any]) -> bool:
 
 
 class _Template(NamedTuple):
-    """What files of one tensor can have in common.
+    """The part that files of one tensor can have in common.
 
     Attributes:
         small_bytes: Where its small records begin.

@@ -37,7 +37,7 @@ _ENCRYPTED, _HAS_DESCRIPTOR = 0x1, 0x8
 _ZIP64_EXTRA = 1
 #: torch aligns the data of records to this unless told otherwise.
 _ALIGNMENT = 64
-#: Of the data descriptor: with 4-byte and with 8-byte sizes, each with or without its magic.
+#: Sizes of the data descriptor: with 4-byte and with 8-byte sizes, each with or without its magic.
 _DESCRIPTORS = frozenset((0, 12, 16, 20, 24))
 
 
@@ -46,7 +46,7 @@ class Record(NamedTuple):
 
     Attributes:
         offset_bytes: Where its data begin.
-        crc32: Of the data; None if the writer omitted it (it is 0 then).
+        crc32: Checksum of the data; None if the writer omitted it (it is 0 then).
         entry_bytes: Where its entry in the directory begins.
     """
 
@@ -56,7 +56,7 @@ class Record(NamedTuple):
     entry_bytes: int
 
 
-#: Of the crc32 in an entry of the directory.
+#: Place of the crc32 in an entry of the directory.
 ENTRY_CRC_BYTES = 16
 
 
@@ -76,7 +76,7 @@ def read_records(
 
     Args:
         read: ``read(offset, length)`` returns bytes of it.
-        tail_bytes: What to read of its end at first.
+        tail_bytes: Bytes to read at its end at first.
 
     Raises:
         CheckpointCorruptError: Not a zip file, truncated, damaged, or compressed.

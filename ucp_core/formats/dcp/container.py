@@ -65,7 +65,7 @@ class StoredTensor:
 
 @dataclass(slots=True)
 class Container:
-    """What the metadata say.
+    """The content of the metadata.
 
     Attributes:
         tensors: By key.

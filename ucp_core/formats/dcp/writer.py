@@ -33,7 +33,7 @@ _METADATA_NAME = ".metadata"
 _METADATA = "torch.distributed.checkpoint.metadata"
 _STORAGE_INFO = "torch.distributed.checkpoint.filesystem._StorageInfo"
 _LAYOUT = "torch.serialization._get_layout"
-#: Of torch 2.13; older ones ignore it.
+#: The version of torch 2.13; older ones ignore it.
 _VERSION = "1.0.0"
 _DTYPES = {
     "BOOL": "bool",
@@ -130,7 +130,7 @@ def write(  # noqa: PLR0913 - the options of a format
 
 @dataclass(slots=True)
 class _Contents:
-    """What is written under which key.
+    """The values to write, by key.
 
     Attributes:
         paths: The path in the nested state dict of every key.

@@ -60,7 +60,7 @@ _STEP_IN_TAG = re.compile(r"\D*(\d+)(?:_universal)?")
 
 @dataclass(slots=True)
 class _Folder:
-    """What was read of a universal folder.
+    """The content of a universal folder, as far as it was read.
 
     Attributes:
         files: Names of the files of each parameter, without the suffix.

@@ -43,7 +43,7 @@ if TYPE_CHECKING:
 #: Name in ``extra`` of the folder's small documents; the writer puts them beside the weights.
 EXTRA_NAME = "huggingface"
 
-#: Of a universal checkpoint: a family of files for each slot beside ``model-...``. Variants of a
+#: A universal checkpoint has a family of files for each slot beside ``model-...``. Variants of a
 #: model have a dot in the name of their family.
 _SLOT_FILE = re.compile(r"(?!model|pytorch_model)\w+-\d{5}-of-\d{5}\.safetensors")
 _FILE_NAME = re.compile(r"[^/\\\x00-\x1f]+")

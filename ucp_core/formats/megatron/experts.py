@@ -40,7 +40,7 @@ def is_gated(arguments: Mapping[str, Any]) -> bool:
 
 
 class Experts(NamedTuple):
-    """What the arguments say about experts.
+    """The experts, as the arguments describe them.
 
     Attributes:
         arguments: Megatron's ``args``.

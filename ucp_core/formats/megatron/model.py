@@ -50,7 +50,7 @@ _HEADS = {
 #: Since this version the rows of a fused projection are grouped by head.
 _GROUPED_VERSION = 2.0
 _MASTERS = "fp32_from_fp16_params"
-#: Of an entry of a nested dict that is walked.
+#: Memory of an entry of a nested dict that is walked.
 _ENTRY_BYTES = 128
 _REMEDY = "save in torch_dist format"
 
@@ -89,11 +89,11 @@ class Model:
     """The whole model.
 
     Attributes:
-        experts: What Megatron's ``args`` say about experts.
+        experts: The experts, as Megatron's ``args`` describe them.
         chunks: The chunks of all ranks.
         ties: Owner by alias.
         frozen: Names that no optimizer has.
-        items: What was dropped.
+        items: The dropped parts.
         mastered: Rank, expert-parallel rank and name of the weights that the optimizer has.
         moments: Slots other than weights, by rank and expert-parallel rank.
     """
@@ -180,9 +180,6 @@ def _shifted(name: str, offset: int) -> str:
 
 def model_of(saved: RankFile, experts: Experts) -> list[ModelPart]:
     """Return the chunks of one rank's file.
-
-    Args:
-        experts: What the arguments say of them.
 
     Raises:
         CheckpointCorruptError: It holds no tensors of a model.

@@ -1,4 +1,4 @@
-"""What several formats share, most of them with a file for each rank.
+"""Parts that several formats share, most of them with a file for each rank.
 
 ``torch_files`` opens the files of all ranks. ``shards`` makes whole tensors of their shards,
 ``groups`` one list of the optimizer's groups. ``values`` converts small values of pickles, and

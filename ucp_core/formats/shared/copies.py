@@ -37,7 +37,7 @@ def refuse_equal(
 
     Args:
         held: By rank, the tensors that no two ranks may share.
-        what: What they are, for errors.
+        what: Name for these tensors, for errors.
 
     Raises:
         CheckpointCorruptError: Two ranks hold the same, and more than a few repeated numbers.

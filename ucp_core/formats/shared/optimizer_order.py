@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
     Shape = tuple[int, ...]
 
-#: What the user can do if the optimizer can keep names, and if it cannot.
+#: Advice to the user if the optimizer can keep names, and if it cannot.
 NAME_THEM = (
     "make the optimizer of the trained ones of model.named_parameters(), whose names it keeps "
     "(torch 2.6 or later), or save with one that is distributed (ZeRO stage 1)"
@@ -85,7 +85,7 @@ def assign(
         wanted: By group, the shape of each parameter's state, or None.
         params: Names and shapes in the model's order.
         file: The file, for errors.
-        remedy: What the user can do, for errors.
+        remedy: Advice to the user, for errors.
 
     Raises:
         PatternError: The shapes do not decide.

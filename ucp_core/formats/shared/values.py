@@ -33,7 +33,7 @@ _FORMATS = {
 }
 #: Dtypes of which Python has the numbers.
 NUMBER_DTYPES = frozenset(_FORMATS)
-#: What Python raises if a structure is not the expected one.
+#: Errors that Python raises if a structure is not the expected one.
 _NONSENSE = (
     AttributeError,
     IndexError,
@@ -79,7 +79,7 @@ def json_value(value: Any, store: Store, directory: str, where: str, *, exact: b
     """Return ``value`` as JSON; tensors of one element as numbers, other small ones in base64.
 
     Args:
-        value: What a pickle holds.
+        value: A value of a pickle.
         where: The file in the directory and the key, for messages.
         exact: Mark all that JSON does not have; ``restored`` converts it back.
 

@@ -33,7 +33,7 @@ _SINCE_EXACT = "null_tokenizer_eod_id"
 
 @dataclass(frozen=True, slots=True)
 class Vocabulary:
-    """What the arguments of a run say about its vocabulary.
+    """The vocabulary of a run, as its arguments describe it.
 
     Attributes:
         num_rows: Rows of the saved embedding; None: unknown, and so is everything else.

@@ -34,7 +34,7 @@ _TIED_NAME = re.compile(r"tied_modules\.([^.]+)\.(.+)")
 
 @dataclass(slots=True)
 class LayerFiles:
-    """What the files of layers hold.
+    """The content of the files of layers.
 
     Attributes:
         params: By model-parallel rank, the parameters of its optimizer, in the model's order.

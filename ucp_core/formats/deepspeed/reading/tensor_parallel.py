@@ -178,7 +178,7 @@ class TensorParallelLayouts:
 
     Attributes:
         degree: Tensor-parallel ranks.
-        info: What the checkpoint says.
+        info: The checkpoint's own statements.
         rules: The user's rules; they override everything else.
         arguments: Megatron's ``args``, if the checkpoint holds them.
         equal: Whether all tensor-parallel ranks saved the same bytes of a tensor after training, by

@@ -36,7 +36,7 @@ _ZERO3 = 3
 
 @dataclass(slots=True)
 class Modules:
-    """What was found in the model files.
+    """The content of the model files.
 
     Attributes:
         shards: Gets the weights.
@@ -44,7 +44,7 @@ class Modules:
         masters: Whether there are masters at all; without them all but buffers is trained.
         ties: Owner by alias.
         roles: ``frozen`` or ``buffer`` by name.
-        items: What was dropped.
+        items: The dropped parts.
         refs: Every tensor by name and tensor-parallel rank, to prove replication.
         order: Names of the first rank's parameters, in the model's order.
         dtypes: Dtypes of the model's copies of trained parameters.

@@ -3,7 +3,8 @@
 Names and shapes in the files decide which parameter a number means, in this order:
 ``param_shapes``; ``param_names``, which torch's optimizers keep from 2.6 on if they were made of
 ``named_parameters()``; the storages that a group's parameters fill in the model's file; shapes and
-the model's order. What these leave open is refused. Float32 masters must then round to the weights.
+the model's order. If these leave a choice open, it is refused. Float32 masters must then round to
+the weights.
 """
 
 from __future__ import annotations
@@ -44,7 +45,7 @@ if TYPE_CHECKING:
 
     Params = Sequence[tuple[str, TensorRef]]
 
-#: What torch's optimizers call the names of a group.
+#: The key of a group's names in torch's optimizers.
 _NAMES = "param_names"
 #: The keys of a group that say which parameters it has.
 _NUMBERED = ("params", _NAMES)
@@ -93,10 +94,10 @@ class _Source(NamedTuple):
     """One saved optimizer.
 
     Attributes:
-        rank: Whose shards it has; the weights of all stages of a pipeline belong to the first.
-        params: What it can number, in the model's order.
+        rank: Owner of its shards; the weights of all stages of a pipeline belong to the first.
+        params: Parameters that it can number, in the model's order.
         names: By group, if the file has names. Those of frozen parameters can be among them.
-        remedy: What to do if the parameters cannot be told.
+        remedy: Advice if the parameters cannot be identified.
     """
 
     file: str

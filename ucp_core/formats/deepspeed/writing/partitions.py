@@ -39,7 +39,7 @@ class Span(NamedTuple):
 
 
 class Partition(NamedTuple):
-    """What one rank holds of one group, side by side.
+    """The part of one group that one rank holds, side by side.
 
     Attributes:
         spans: In order; padding only at the end in stages 1 and 2.
