@@ -265,10 +265,6 @@ def _numpy_reconstruct(kind: Any, shape: Any, code: Any) -> Array:
     return Array()
 
 
-def _numpy_frombuffer(data: Any, dtype: Any, shape: Any, order: Any) -> Any:
-    return array_of(data, dtype, shape, order)
-
-
 def _numpy_scalar(dtype: Any, data: Any = None) -> Any:
     return array_of(data, dtype, (), "C").tolist()
 
@@ -429,7 +425,7 @@ DEFAULT: dict[str, Callable[..., Any]] = {
     "numpy.dtype": _opaque("numpy.dtype"),
     "numpy.core.multiarray._reconstruct": _numpy_reconstruct,
     "numpy.core.multiarray.scalar": _numpy_scalar,
-    "numpy.core.numeric._frombuffer": _numpy_frombuffer,
+    "numpy.core.numeric._frombuffer": array_of,
     "torch.Size": _size,
     "torch.Tensor": _plain,
     "torch.nn.parameter.Parameter": _plain,

@@ -227,20 +227,15 @@ def _layouts(native: Native, modules: Modules, rules: Rules | None) -> TensorPar
         info=_info(native),
         rules=rules,
         arguments=state if isinstance(state, dict) else None,
+        # Weights in bfloat16 can be equal although their masters differ: 1.001 is 1 there.
         equal=lambda name: (
-            trained_on and modules.same_bytes(name) and _same_masters(native, modules, name)
+            trained_on
+            and modules.same_bytes(name)
+            and len(_beginnings(native, modules, TensorKey(name, WEIGHT))) <= 1
         ),
         moved=lambda name: _same_gradients(native, modules, name),
         buffers=buffer_names(native),
     )
-
-
-def _same_masters(native: Native, modules: Modules, name: str) -> bool:
-    """Return whether the masters of all tensor parallel ranks begin alike.
-
-    Weights in bfloat16 can be equal although their masters differ: 1.001 is 1 there.
-    """
-    return len(_beginnings(native, modules, TensorKey(name, WEIGHT))) <= 1
 
 
 def _same_gradients(native: Native, modules: Modules, name: str) -> bool:

@@ -2,12 +2,7 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
-
 from ucp_core.storage import Store
-
-if TYPE_CHECKING:
-    from collections.abc import Iterable
 
 NAME = "huggingface"
 SUFFIX = ".safetensors"
@@ -24,14 +19,11 @@ def recognise(store: Store, directory: str) -> bool:
     if directory.endswith(SUFFIX) or is_torch_file(store, directory):
         return True
     names = store.list(directory)
-    has_weights = any(n.endswith((SUFFIX, INDEX_SUFFIX)) for n in names) or _has_torch(names)
-    return _MANIFEST_NAME not in names and has_weights
+    has_torch = not {TORCH_NAME, TORCH_INDEX}.isdisjoint(names)
+    has_weights = has_torch or any(n.endswith((SUFFIX, INDEX_SUFFIX)) for n in names)
+    return has_weights and _MANIFEST_NAME not in names
 
 
 def is_torch_file(store: Store, path: str) -> bool:
     """Return whether ``path`` is a file that torch may have written."""
     return path.endswith(_TORCH_SUFFIXES) and store.exists(path)
-
-
-def _has_torch(names: Iterable[str]) -> bool:
-    return not {TORCH_NAME, TORCH_INDEX}.isdisjoint(names)

@@ -1,10 +1,11 @@
 """Parts that several formats share, most of them with a file for each rank.
 
 ``torch_files`` opens the files of all ranks. ``shards`` makes whole tensors of their shards,
-``groups`` one list of the optimizer's groups. ``values`` converts small values of pickles, and
-``inline`` serves numbers as files. ``evidence`` and ``optimizer_order`` find the parameter that a
-master or a numbered slot belongs to. ``grouped_experts`` knows the order of Megatron's experts that
-are one parameter. ``copies`` finds a file that was copied over another rank's.
+``groups`` one list of the optimizer's groups. ``values`` converts small values of pickles to JSON
+and back, and ``inline`` serves numbers as files. ``evidence`` and ``optimizer_order`` find the
+parameter that a master or a numbered slot belongs to. ``grouped_experts`` knows the order of
+Megatron's experts that are one parameter. ``copies`` finds a file that was copied over another
+rank's.
 """
 
 from ucp_core.formats.shared import grouped_experts
@@ -25,7 +26,6 @@ from ucp_core.formats.shared.optimizer_order import (
     largest_shape,
     unclear,
 )
-from ucp_core.formats.shared.restored import restored
 from ucp_core.formats.shared.shards import FlatRun, Layouts, Rank, Shards
 from ucp_core.formats.shared.torch_files import THREADS_MAX, Files, reading_pool, refuse_renamed
 from ucp_core.formats.shared.values import (
@@ -34,6 +34,7 @@ from ucp_core.formats.shared.values import (
     json_value,
     number,
     refusing_nonsense,
+    restored,
     whole_tensor,
 )
 from ucp_core.formats.shared.vocabulary import Vocabulary, tells_padding, vocabulary_of

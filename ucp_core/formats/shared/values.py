@@ -1,9 +1,9 @@
-"""Converts values of foreign pickles to JSON, and numbers to tensors."""
+"""Converts values of foreign pickles to JSON and back, and numbers to tensors."""
 
 from __future__ import annotations
 
 import struct
-from base64 import b64encode
+from base64 import b64decode, b64encode
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -12,7 +12,7 @@ from ucp_core.errors import CheckpointCorruptError, ForeignClassError
 from ucp_core.formats.shared.inline import INLINE_NAME, overlay
 from ucp_core.geometry import Box, Fragment, TensorEntry, TensorKey
 from ucp_core.storage import Store, join
-from ucp_core.torch_files import TensorRef, as_json
+from ucp_core.torch_files import TensorData, TensorRef, as_json
 
 #: A generator's state has 5 KiB.
 SMALL_TENSOR_BYTES = 64 << 10
@@ -177,3 +177,26 @@ def _packed(key: TensorKey, value: float) -> tuple[str, bytes]:
     if isinstance(value, int):
         return "I64", struct.pack("<q", value)
     return "F64", struct.pack("<d", value)
+
+
+def restored(value: Any) -> Any:
+    """Return a value of ``extra`` as it was before ``json_value``, if that was exact."""
+    match value:
+        case list():
+            return [restored(item) for item in value]
+        case {"dtype": str(dtype), "shape": list(shape), "base64": str(text), **rest} if not rest:
+            return TensorData.of_bytes(dtype, tuple(shape), b64decode(text))
+        case {"dtype": str(dtype), "shape": [], "value": number, **rest} if not rest:
+            return TensorData.of_bytes(dtype, (), bytes_of_number(number, dtype))
+        case {"base64": str(text), **rest} if not rest:
+            return b64decode(text)
+        case {"tuple": list(items), **rest} if not rest:
+            return tuple(map(restored, items))
+        case {"dict": list(pairs), **rest} if not rest:
+            return {key: restored(item) for key, item in pairs}
+        case {"float": "inf" | "-inf" | "nan" as text, **rest} if not rest:
+            return float(text)
+        case dict():
+            return {key: restored(item) for key, item in value.items()}
+        case _:
+            return value

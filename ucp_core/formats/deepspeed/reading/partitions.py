@@ -225,7 +225,9 @@ def _sorted_state(
     for name, value in state.items():
         if isinstance(value, int | float):
             scalars[name] = value
-        elif isinstance(value, TensorRef) and (not value.shape or _is_step(name, value)):
+        elif isinstance(value, TensorRef) and (
+            not value.shape or (name == "step" and value.num_elements == 1)
+        ):
             scalars[name] = value._replace(shape=(), strides=())
         elif isinstance(value, TensorRef) and _is_flat(value, size, padding):
             slots[name] = value
@@ -239,10 +241,6 @@ def _sorted_state(
                 slot=name,
             )
     return slots, scalars
-
-
-def _is_step(name: str, ref: TensorRef) -> bool:
-    return name == "step" and ref.num_elements == 1
 
 
 def _is_flat(ref: TensorRef, size: int, padding: int | None) -> bool:

@@ -59,7 +59,8 @@ def read_layer_files(native: Native) -> LayerFiles:
         CheckpointCorruptError: A file holds something that DeepSpeed does not write.
     """
     found = LayerFiles()
-    layers = {layer: held for layer in _numbers(native) if (held := _params(native, layer, 0))}
+    numbers = sorted({layer for layer, _ in native.layers})
+    layers = {layer: held for layer in numbers if (held := _params(native, layer, 0))}
     named = [
         param_shapes(native.files.trees[native.model[0, s * native.tp]], native.model[0, 0])
         for s in range(native.pp)
@@ -79,10 +80,6 @@ def read_layer_files(native: Native) -> LayerFiles:
         refs = {layer: _params(native, layer, rank.tp) for layer, _ in stages[rank.stage]}
         found.params[mp] = [(found.fqn(ly, n), refs[ly][n]) for ly, n in stages[rank.stage]]
     return found
-
-
-def _numbers(native: Native) -> list[int]:
-    return sorted({layer for layer, _ in native.layers})
 
 
 def _params(native: Native, layer: int, tp: int) -> dict[str, TensorRef]:
