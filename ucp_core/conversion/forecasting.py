@@ -22,8 +22,6 @@ class Forecast(NamedTuple):
     """The work of a conversion, and of a load under a layout.
 
     Attributes:
-        fragments: That hold them.
-        files: That hold those.
         read_bytes: Read by a conversion, replicas and padding of records included.
         gathered_bytes: The part of those that is put together element by element.
         written_bytes: Written by a conversion.

@@ -46,7 +46,6 @@ class ConvertResult:
         read_bytes: Read from the source in this run.
         written_bytes: Written to the destination in this run.
         resumed_bytes: Taken over from an interrupted run.
-        threads: How many worked in each.
     """
 
     size_bytes: int

@@ -61,7 +61,6 @@ class Result(NamedTuple):
     Attributes:
         blocks: crc32 of every block of the target's tensors in the item, in order.
         notes: The part that was read of checks that are not complete or not right.
-        read_bytes: How many bytes were read.
     """
 
     item: WorkItem
@@ -76,7 +75,6 @@ class Job:
 
     Attributes:
         files: The source's files; items and checks name them by index.
-        targets: The files to write.
         extents: How the source's own checksums are verified.
         chunk_bytes: Gathered at a time; whole blocks.
         general_bytes: The same for tensors that are averaged or strided.
@@ -161,8 +159,7 @@ class Worker:
         Call ``result`` after the last chunk. Items that only verify yield nothing.
 
         Raises:
-            ChecksumMismatchError: Damaged bytes.
-            CheckpointCorruptError: Replicas differ.
+                CheckpointCorruptError: Replicas differ.
         """
         self._notes = Notes()
         self._blocks = []

@@ -89,8 +89,6 @@ def run_processes(
     If the kernel kills a process, half as many start again and do what is left.
 
     Args:
-        take: Called with every result.
-        processes: How many.
         in_child: Each child calls it first.
 
     Raises:

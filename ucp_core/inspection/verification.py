@@ -41,8 +41,8 @@ def verify(
     """Return every problem of the checkpoint: missing files, wrong sizes, any flipped byte, holes.
 
     Args:
-        checkpoint: A foreign one is verified by the checksums of its own format,
-            and its replicas are compared; what has no checksum (``unchecked_bytes``) is only read.
+        checkpoint: A foreign one is verified by the checksums of its own format, and its replicas
+            are compared; bytes without a checksum (``unchecked_bytes``) are only read.
         progress: Called with the bytes done and the bytes of all files.
     """
     try:

@@ -67,7 +67,7 @@ def extract(  # noqa: PLR0913 - what a file says of a range of itself is so much
             what exceeds the shard is padding. None: the whole shard.
         replica: Another file holds the same elements and is the primary one.
         copy: Number of the copy of an average; default: ``rank``.
-        crc32: Checksum of the bytes, if they have a checksum; kept if one fragment is all of them.
+        crc32: Checksum of the bytes, if they have one; kept if one fragment is all of them.
         blocks: The same by blocks.
 
     Raises:

@@ -144,7 +144,6 @@ def place(pattern: Pattern, shards: Sequence[Sequence[int]], *, name: str = "ten
     """Return where the elements of the shards are in the whole tensor.
 
     Args:
-        pattern: How the tensor is sharded.
         shards: Shape of each rank's shard.
 
     Raises:

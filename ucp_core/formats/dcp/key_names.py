@@ -35,7 +35,6 @@ class Names:
         weights: Key to fqn: tensors of the model.
         states: Key to fqn and slot: tensors and values of the optimizer.
         groups: Key to root, group (its index, or the fqn it is of) and name of a hyper-parameter.
-        others: All other keys.
         numbers: The fqn by number, if the optimizer has only numbers.
     """
 

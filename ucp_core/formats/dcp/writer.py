@@ -265,7 +265,6 @@ class _DcpFiles:
 
         Args:
             written: Gets the path of every file before the file is begun.
-            fsync: Whether every file must survive a loss of power.
         """
         ahead = next(self._slabs, None)
         while ahead is not None or not self.names:

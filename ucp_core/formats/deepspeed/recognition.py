@@ -51,7 +51,6 @@ class Names:
         layers: A pipeline's layers, by ``(layer, tp)``; tp is None if the name has none.
         experts: By ``(moe layer, expert, mp)``; the layer is -1 in old names.
         expert_optim: Without ZeRO, by ``(ep, mp)``.
-        others: All other files.
     """
 
     model: dict[int, str] = field(default_factory=dict)

@@ -67,7 +67,6 @@ class _Folder:
         opened: Torch files by name in the directory.
         patterns: Patterns of the tensors that were assembled of shards, as JSON.
         scalars: Tensors of one element.
-        extras: ``extra`` and ``items``.
         native: The model files beside, if any.
     """
 

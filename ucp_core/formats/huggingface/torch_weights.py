@@ -31,11 +31,9 @@ def state_map(
 
     Args:
         listed: File by tensor, from the index; empty: there is no index.
-        block_bytes: Block size of the state map.
 
     Raises:
         CheckpointCorruptError: A file is damaged or no state dict, or the index contradicts it.
-        ForeignClassError: A pickle holds an unknown class.
     """
     files = Files(store, directory)
     files.open(names)

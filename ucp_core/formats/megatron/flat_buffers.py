@@ -33,7 +33,6 @@ def buffers(
     """Return every flat buffer: the dtype of its parameters, and its tensors by slot.
 
     Args:
-        tree: The content of the file.
         place: Number of the optimizer, and how many are chained.
 
     Raises:

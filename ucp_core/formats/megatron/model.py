@@ -75,7 +75,6 @@ class ModelPart:
     Attributes:
         number: Number of the chunk; above 0 in interleaved pipelines.
         params: Names in the whole model, and where the parameters are.
-        expert: The expert-parallel rank.
     """
 
     rank: Rank
@@ -89,11 +88,8 @@ class Model:
     """The whole model.
 
     Attributes:
-        experts: The experts, as Megatron's ``args`` describe them.
-        chunks: The chunks of all ranks.
         ties: Owner by alias.
         frozen: Names that no optimizer has.
-        items: The dropped parts.
         mastered: Rank, expert-parallel rank and name of the weights that the optimizer has.
         moments: Slots other than weights, by rank and expert-parallel rank.
     """

@@ -71,7 +71,6 @@ def decoded(
     """Return the entries in flat buffers by the model's keys, and their checksums.
 
     Args:
-        container: The checkpoint.
         models: The model's keys, in order.
 
     Raises:

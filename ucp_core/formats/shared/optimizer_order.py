@@ -43,7 +43,6 @@ def check_numbers(
     """Check that no parameter is numbered twice, and that each has a master if any has.
 
     Args:
-        groups: The optimizer's groups.
         masters: Masters by group, if there are any.
         file: The file, for errors.
 

@@ -45,7 +45,6 @@ class Files:
 
         Raises:
             CheckpointCorruptError: A file is damaged or holds something else.
-            ForeignClassError: A class is not known.
         """
         wanted = [name for name in dict.fromkeys(names) if name not in self.trees]
         if len(wanted) <= 1:

@@ -79,14 +79,12 @@ def json_value(value: Any, store: Store, directory: str, where: str, *, exact: b
     """Return ``value`` as JSON; tensors of one element as numbers, other small ones in base64.
 
     Args:
-        value: A value of a pickle.
         where: The file in the directory and the key, for messages.
         exact: Mark all that JSON does not have; ``restored`` converts it back.
 
     Raises:
         ForeignClassError: It holds a large tensor or an object that is no plain data.
         MemoryBudgetError: It takes more memory than is left for the checkpoint.
-        StorageError: A tensor cannot be read.
     """
 
     def tensor(ref: TensorRef) -> Any:

@@ -56,12 +56,7 @@ _OPTIM = {
 
 
 class Extras:
-    """Collects ``extra`` and ``items``.
-
-    Attributes:
-        extra: Small values by name.
-        items: Policies by key.
-    """
+    """Collects ``extra``, small values by name, and ``items``, policies by key."""
 
     def __init__(self, store: Store, directory: str) -> None:
         self.extra: dict[str, Any] = {}

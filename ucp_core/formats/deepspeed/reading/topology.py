@@ -71,12 +71,7 @@ class Native:
 
 
 def open_native(store: Store, directory: str, names: Names, *, with_optim: bool = True) -> Native:
-    """Open all files of the checkpoint, or only the model files of a universal one.
-
-    Raises:
-        CheckpointCorruptError: A file is missing or damaged, or files contradict one another.
-        ForeignClassError: A pickle holds an unknown class.
-    """
+    """Open all files of the checkpoint, or only the model files of a universal one."""
     files = Files(store, directory)
     items = {name: Item("drop", "not a file of the checkpoint") for name in names.others}
     found, is_zero3 = _model_names(names, directory)

@@ -39,12 +39,10 @@ class Modules:
     """The content of the model files.
 
     Attributes:
-        shards: Gets the weights.
         trained: Names that have masters; their copies in the model files are skipped.
         masters: Whether there are masters at all; without them all but buffers is trained.
         ties: Owner by alias.
         roles: ``frozen`` or ``buffer`` by name.
-        items: The dropped parts.
         refs: Every tensor by name and tensor-parallel rank, to prove replication.
         order: Names of the first rank's parameters, in the model's order.
         dtypes: Dtypes of the model's copies of trained parameters.

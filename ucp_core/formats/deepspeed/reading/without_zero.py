@@ -231,7 +231,6 @@ class _Optimizer:
     """A saved optimizer and the model's parameters, in their order.
 
     Attributes:
-        groups: Its groups as they were saved.
         names: The parameters of each group, in the group's order.
         is_unnamed: The files do not say the names, but no parameter has a state that could be
             given to another one.

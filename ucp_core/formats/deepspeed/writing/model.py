@@ -56,7 +56,6 @@ class Group:
 
     Attributes:
         names: Its parameters, in the order in which DeepSpeed flattens them.
-        hyper: Its hyper-parameters.
         flat: Slots with as many elements as their parameter: name and dtype.
         scalars: Slots that are one number for the whole group: name to dtype and bytes.
     """
@@ -72,7 +71,6 @@ class Model:
     """A training state in DeepSpeed's terms.
 
     Attributes:
-        entries: Every tensor of the checkpoint.
         groups: The optimizer's groups; empty without an optimizer.
         trained: Without an optimizer, the parameters that no role names.
         frozen: Parameters that are not trained, and those without elements.

@@ -81,7 +81,6 @@ class FlatReader:
 
         Raises:
             UcpError: A dtype that cannot be cast.
-            ChecksumMismatchError: The source is damaged.
         """
         for group in self._groups(_runs(ranges, dtype, self._slab_bytes)):
             slabs = iter(self._reader.read([piece for run in group for piece, _ in run.pieces]))
