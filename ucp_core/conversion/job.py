@@ -126,11 +126,7 @@ class Conversion:
             raise UcpError(f"extra cannot be kept as JSON: {error}") from error
 
     def manifest(self, small: dict[str, bytes]) -> Manifest:
-        """Return the manifest of the result, when every item is done.
-
-        Raises:
-            CheckpointCorruptError: The source's files changed during the conversion.
-        """
+        """Return the result's manifest; raise ``CheckpointCorruptError`` if the source changed."""
         self.collector.finish()
         if _check_files(self.checkpoint) != self._found:
             raise CheckpointCorruptError(

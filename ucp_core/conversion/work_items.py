@@ -159,7 +159,7 @@ class Worker:
         Call ``result`` after the last chunk. Items that only verify yield nothing.
 
         Raises:
-                CheckpointCorruptError: Replicas differ.
+            CheckpointCorruptError: Replicas differ.
         """
         self._notes = Notes()
         self._blocks = []

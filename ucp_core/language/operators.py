@@ -163,11 +163,7 @@ def _order(fragment: Fragment) -> tuple[Box, int, bool, str, int]:
 
 
 def strip_padding(entry: TensorEntry, shape: Sequence[int]) -> TensorEntry:
-    """Return the tensor cropped to ``shape``: without the padding of a vocabulary.
-
-    Raises:
-        PatternError: ``shape`` is larger than the tensor.
-    """
+    """Return the tensor cropped to ``shape``, which must fit: without a vocabulary's padding."""
     whole = Box.full(shape)
     if len(shape) != len(entry.shape) or not Box.full(entry.shape).contains(whole):
         raise PatternError(

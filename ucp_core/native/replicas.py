@@ -160,11 +160,7 @@ def load_together(
 
 
 class _Fill(NamedTuple):
-    """A step of the plan and the box of its part that it fills.
-
-    Attributes:
-        step: The step of the plan.
-    """
+    """A step of the plan and the box of its part that it fills."""
 
     step: Copy | Mean
     num_bytes: int

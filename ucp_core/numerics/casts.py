@@ -56,11 +56,7 @@ def cast(data: memoryview, source: str, target: str) -> memoryview:
 
 
 def decode(dtype: str, data: memoryview) -> NDArray[np.float64]:
-    """Return the elements of ``data`` of dtype ``dtype``; a complex number is two elements.
-
-    Raises:
-        CheckpointCorruptError: The dtype is not a floating one.
-    """
+    """Return the elements of ``data`` of a floating ``dtype``; a complex number is two elements."""
     if dtype == "C64":
         return decode("F32", data)
     if dtype not in FLOATS and dtype not in _SMALL:

@@ -58,9 +58,6 @@ def read_appended(
     Args:
         offset_bytes: First byte.
         size_bytes: Read no more than that.
-
-    Raises:
-        StorageError: There is no such file, or it cannot be read.
     """
     directory, name = posixpath.split(path)
 

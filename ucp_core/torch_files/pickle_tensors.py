@@ -191,11 +191,7 @@ def _tensor(
 
 
 def known_dtype(name: str, where: str) -> str:
-    """Return safetensors' name of a torch dtype.
-
-    Raises:
-        ForeignClassError: safetensors has no such dtype: the tensor is quantised, for example.
-    """
+    """Return safetensors' name of a torch dtype; raise ``ForeignClassError`` if it has none."""
     found = TORCH_DTYPES.get(name)
     if found is None:
         raise ForeignClassError(

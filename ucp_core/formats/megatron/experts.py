@@ -96,7 +96,7 @@ class Experts(NamedTuple):
 
         Args:
             key: The model's tensor: ``[experts, out, in]``.
-                ref: The parameter, or a slot of it: ``[in, experts * out]`` for the first linear,
+            ref: The parameter, or a slot of it: ``[in, experts * out]`` for the first linear,
                 ``[experts * in, out]`` for the second, both viewed as ``[experts, in, out]``.
 
         Returns:

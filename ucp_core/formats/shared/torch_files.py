@@ -80,14 +80,11 @@ def reading_pool(num_files: int) -> ThreadPoolExecutor:
 
 
 def refuse_renamed(directory: str, saved_as: Mapping[str, str]) -> None:
-    """Check that no file lies under the name of another one in the same folder.
+    """Raise ``CheckpointCorruptError`` if a file lies under the name of another one.
 
     Args:
         directory: The folder, for errors.
         saved_as: By file, the name without suffix that torch wrote into it.
-
-    Raises:
-        CheckpointCorruptError: One does.
     """
     for name, stem in saved_as.items():
         folder, slash, own = name.rpartition("/")

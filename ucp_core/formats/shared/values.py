@@ -139,11 +139,7 @@ class Scalars:
         self._offsets: dict[bytes, int] = {}
 
     def add(self, key: TensorKey, value: TensorRef | float) -> None:
-        """Add one; the first of several values for one key counts.
-
-        Raises:
-            CheckpointCorruptError: No dtype can hold the number.
-        """
+        """Add one unless the key has one; ``CheckpointCorruptError`` if no dtype can hold it."""
         if key in self.entries:
             return
         if not isinstance(value, TensorRef):

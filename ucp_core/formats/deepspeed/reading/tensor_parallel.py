@@ -83,11 +83,7 @@ class Names:
                 ) from error
 
     def match(self, name: str) -> str | None:
-        """Return the pattern that matches from the start of ``name``, as DeepSpeed matches.
-
-        Raises:
-            CheckpointCorruptError: Two patterns match.
-        """
+        """Return the one pattern that matches from the start of ``name``, as DeepSpeed does."""
         found = [regex.pattern for regex in self._regexes if regex.match(name)]
         if name in self._exact:
             found.append(self._exact[name])

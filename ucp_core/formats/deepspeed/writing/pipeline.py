@@ -28,9 +28,6 @@ class Pipeline:
     Args:
         starts: First layer of every stage, ascending, the first one 0.
         tied_layers: By key of a tied module, its layers, ascending.
-
-    Raises:
-        UcpError: They are impossible.
     """
 
     def __init__(self, starts: Sequence[int], tied_layers: Mapping[str, Sequence[int]]) -> None:
