@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import os
 import struct
-import threading
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -120,29 +121,35 @@ def test_a_half_written_state_leaves_the_last_whole_one(path: Path) -> None:
     assert RingReader(path).attempt()[1] == before
 
 
+_WRITER = """
+import sys
+from workers.records import FINISHED, RecordRing
+ring = RecordRing(sys.argv[1], attempt=3, num_ranks=4)
+world = ring.group("world", (0, 1, 2, 3))
+size = 0
+while True:
+    size += 1
+    seq, number = ring.enter(world, "all_reduce", size)
+    assert seq == size
+    ring.leave(world, seq, number, FINISHED)
+    if size == 1:
+        print(flush=True)
+"""
+
+
 def test_a_reader_never_sees_a_torn_state(path: Path) -> None:
     """Every state that is read has the size that was stored together with its number."""
-    ring = RecordRing(path, attempt=3, num_ranks=4)
-    world = ring.group("world", WORLD)
-    ring.enter(world, "all_reduce", 1)
-    stop = threading.Event()
+    command = [sys.executable, "-c", _WRITER, str(path)]
+    with subprocess.Popen(command, stdout=subprocess.PIPE) as writer:
+        try:
+            assert writer.stdout is not None
+            writer.stdout.readline()
+            found = [RingReader(path).attempt()[1] for _ in range(5000)]
+        finally:
+            writer.kill()
 
-    def write() -> None:
-        size = 1
-        while not stop.is_set():
-            size += 1
-            seq, number = ring.enter(world, "all_reduce", size)
-            assert seq == size
-            ring.leave(world, seq, number, FINISHED)
-
-    writer = threading.Thread(target=write)
-    writer.start()
-    try:
-        states = [RingReader(path).attempt()[1][0] for _ in range(2000)]
-    finally:
-        stop.set()
-        writer.join()
-
+    # It says nothing of a group that is stored to each time it looks.
+    states = [state for groups in found for state in groups]
     assert all(state.size_bytes == state.entered_seq for state in states)
     assert states[-1].entered_seq > states[0].entered_seq
 
