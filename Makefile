@@ -72,9 +72,9 @@ $(PEERS): $(STAMP)
 demo: $(STAMP)
 	$(BIN)/everstep demo
 
-# Two processes: what needs the Ray cluster, which mostly waits, and everything else beside it.
+# Three processes for two cores: two with Ray clusters, which mostly wait, and one with the rest.
 test: $(STAMP) $(PEERS)
-	$(BIN)/python -m pytest -n 2 --dist loadfile --no-loadscope-reorder --max-worker-restart 0
+	$(BIN)/python -m pytest -n 3 --dist loadfile --no-loadscope-reorder --max-worker-restart 0
 
 test-fast: $(STAMP)
 	$(BIN)/python -m pytest -m "not ray and not interop and not gpu and not chaos"
@@ -94,7 +94,7 @@ test-torch:
 	done
 
 test-peerless: $(STAMP)
-	$(BIN)/python -m pytest -n 2 --dist loadfile --no-loadscope-reorder --max-worker-restart 0 \
+	$(BIN)/python -m pytest -n 3 --dist loadfile --no-loadscope-reorder --max-worker-restart 0 \
 	  -m "not interop and not gpu and not chaos"
 
 # It takes the Python of the environment, or any other one that has torch and sees a GPU.

@@ -1,7 +1,8 @@
 """What holds for every suite: where markers come from and what is skipped, with the reason.
 
-No fixture lives here. What starts Ray has its own in ``tests/integration/cluster/conftest.py``,
-one cluster per session; shared builders and fakes are plain modules in ``tests/support``.
+No fixture lives here. What trains on one Ray cluster per session has its own in
+``tests/integration/cluster/conftest.py``; shared builders and fakes are plain modules in
+``tests/support``.
 """
 
 from __future__ import annotations
@@ -57,8 +58,9 @@ MARKER_BY_FOLDER = {
 #: The folders that were there when pytest started, where it was started.
 _FOLDERS = pytest.StashKey[set[str]]()
 
-#: What one process runs from beginning to end, and begins first: it takes longest.
-TOGETHER = "tests/integration/cluster/"
+#: Each is run by one process from beginning to end. They come first: they take longest, and wait
+#: most of that time.
+TOGETHER = ("tests/integration/cluster/", "tests/integration/own_cluster/")
 
 
 @pytest.hookimpl(optionalhook=True)
@@ -69,7 +71,7 @@ def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
     class Scheduling(LoadFileScheduling):
         def _split_scope(self, nodeid: str) -> str:
             path = str(super()._split_scope(nodeid))
-            return TOGETHER if path.startswith(TOGETHER) else path
+            return next((folder for folder in TOGETHER if path.startswith(folder)), path)
 
     return Scheduling(config, log)
 
@@ -79,7 +81,7 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
         folder = item.path.relative_to(TESTS).parts[0]
         if folder in MARKER_BY_FOLDER:
             item.add_marker(MARKER_BY_FOLDER[folder])
-    items.sort(key=lambda item: not item.nodeid.startswith(TOGETHER))
+    items.sort(key=lambda item: [not item.nodeid.startswith(folder) for folder in TOGETHER])
 
 
 def pytest_runtest_setup(item: pytest.Item) -> None:

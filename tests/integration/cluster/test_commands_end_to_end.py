@@ -7,20 +7,30 @@ import os
 import signal
 import socket
 import subprocess
-import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
+import ray
 import yaml
 
 from orchestrator.config import RunConfig
 from orchestrator.shell import RunNames, run_id
+from orchestrator.shell.serve import targets_path
 from tests.support.reach import PACED
-from tests.support.run_command import ACT_S_MAX, EVERSTEP, everstep, last_step, wait
+from tests.support.run_command import (
+    ACT_S_MAX,
+    EVERSTEP,
+    command_for,
+    everstep,
+    last_step,
+    wait,
+)
 
 pytestmark = pytest.mark.timeout(900)
+
+SUPPORT = Path(__file__).parents[2] / "support"
 
 
 def _write(config: RunConfig, tmp_path: Path, address: str | None) -> str:
@@ -174,72 +184,62 @@ def test_the_doctor_asks_every_node(
     assert findings["cluster.metrics_port"]["level"] == "warn"
 
 
-def _answers(port: int) -> bool:
-    """Return whether something listens at a port of this machine."""
-    with socket.socket() as one:
-        return one.connect_ex(("127.0.0.1", port)) == 0
-
-
-def test_ray_job_submit_runs_everstep_unchanged(
-    make_config: Callable[..., RunConfig], tmp_path: Path
+def test_a_run_that_is_ended_by_force_leaves_nobody_behind(
+    nodes: Any, make_config: Callable[..., RunConfig], tmp_path: Path
 ) -> None:
-    """The job's driver finds the cluster it runs on by itself: nothing names an address.
-
-    Ray brings no file along that .gitignore names.
-    """
+    """On a cluster that lives on, its workers would keep what others wait for."""
     config = make_config(
-        train__steps=3, train__warmup_steps=2, workers__max=1, workers__standby_per_node=0
+        train__steps=100_000,
+        workers__max=1,
+        workers__standby_per_node=0,
+        cluster__local_nodes=1,
+        snapshot__every_steps=0,
+        **PACED,
     )
-    project = tmp_path / "project"
-    project.mkdir()
-    document = yaml.safe_load(config.to_yaml())
-    document["cluster"].pop("address", None)
-    for name in ("job.yaml", "mine.yaml"):
-        (project / name).write_text(yaml.safe_dump(document))
-    (project / ".gitignore").write_text("mine.yaml\n")
-    outputs: list[str] = []
-    binaries = str(Path(sys.executable).parent)
-    environment = {**os.environ, "PATH": f"{binaries}:{os.environ['PATH']}"}
-    environment |= {"RAY_AUTH_MODE": "disabled", "RAY_GRACEFUL_SHUTDOWN_DRAIN_TIMEOUT_S": "0"}
-    head = [f"{binaries}/ray", "start", "--head", "--block", "--num-cpus=2", "--port=0"]
-    head += ["--dashboard-port=28265", "--include-dashboard=true"]
-    # The job agent's usual port is taken by the nodes of the other tests.
-    head += ["--dashboard-agent-listen-port=28366", "--temp-dir=/tmp/everstep-job"]
-    server = subprocess.Popen(
-        head, env=environment, stdout=subprocess.DEVNULL, text=True, start_new_session=True
+    with command_for(config, tmp_path) as command:
+        process = command.start("--address", nodes.address)
+        namespace = RunNames(run_id(command.directory)).namespace
+        target = targets_path(run_id(command.directory))
+        assert target.exists()
+
+        forced = everstep("stop", command.directory, "--force")
+        _, errors = process.communicate(timeout=60)
+
+        assert forced.returncode == 0, forced.stderr
+        assert process.returncode == 3, errors
+        assert f"the run in {command.directory} was ended by force" in errors
+        actors = [
+            actor
+            for actor in ray.util.list_named_actors(all_namespaces=True)
+            if actor["namespace"] == namespace
+        ]
+        assert actors == []
+        assert not target.exists(), "Prometheus looks for it for ever"
+        wait(lambda: _free_cpus() == 4, "its room is free again")
+
+
+def _free_cpus() -> float:
+    return float(ray.available_resources().get("CPU", 0.0))
+
+
+def test_what_a_script_prints_reaches_the_terminal_and_the_logs(
+    nodes: Any, make_config: Callable[..., RunConfig], tmp_path: Path
+) -> None:
+    """Prints were in Ray's own log folder only, which is gone with the cluster."""
+    config = make_config(
+        run__script=SUPPORT / "train_script.py",
+        train__steps=20,
+        workers__max=1,
+        workers__standby_per_node=0,
     )
-    try:
-        submit = [f"{binaries}/ray", "job", "submit", "--address", "http://127.0.0.1:28265"]
-        submit += ["--working-dir", str(project), "--"]
-        submit += ["sh", "-c", "everstep run mine.yaml; everstep run job.yaml"]
+    path = tmp_path / "run.yaml"
+    path.write_text(config.to_yaml())
 
-        def submitted() -> bool:
-            assert server.poll() is None, "the head did not start"
-            answer = subprocess.run(
-                # It waits for the end of the job.
-                submit,
-                env=environment,
-                capture_output=True,
-                text=True,
-                check=False,
-                timeout=2 * ACT_S_MAX,
-            )
-            outputs.append(answer.stdout)
-            if answer.returncode:
-                # The dashboard comes up some seconds after the head, the job agent later still.
-                is_early = ("Failed to connect", "No available agent")
-                output = answer.stderr + answer.stdout
-                assert any(words in output for words in is_early), output
-            return answer.returncode == 0
+    done = everstep("run", str(path), "--address", nodes.address)
+    logs = everstep("logs", config.run.directory)
 
-        # A submission that fails costs seconds of a processor.
-        wait(lambda: _answers(28265), "the dashboard is up", server)
-        wait(submitted, "the cluster takes the job")
-    finally:
-        os.killpg(server.pid, signal.SIGTERM)
-        server.wait(ACT_S_MAX)
-
-    summary = json.loads(Path(config.run.directory, "summary.json").read_text())
-    assert (summary["outcome"], summary["steps"]) == ("completed", 3)
-    assert "mine.yaml cannot be read" in outputs[-1]
-    assert "leaves out what .gitignore names" in outputs[-1]
+    assert done.returncode == 0, done.stderr
+    assert logs.stdout.startswith("loss 0.")
+    assert logs.stdout in done.stdout
+    machine = json.loads(everstep("logs", config.run.directory, "--json").stdout)
+    assert machine == {"attempt": 1, "rank": 0, "text": logs.stdout.strip()}

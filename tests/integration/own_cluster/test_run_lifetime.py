@@ -7,14 +7,10 @@ import os
 import signal
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any
 
 import pytest
-import ray
 
 from orchestrator.config import RunConfig
-from orchestrator.shell import RunNames, run_id
-from orchestrator.shell.serve import targets_path
 from tests.support.reach import PACED
 from tests.support.run_command import (
     ACT_S_MAX,
@@ -179,33 +175,6 @@ def test_a_command_whose_cluster_is_gone_says_which_step_is_safe(command: Comman
     assert "is safe in storage; the same command resumes from it" in errors
 
 
-def test_a_run_that_is_ended_by_force_leaves_nobody_behind(nodes: Any, command: Command) -> None:
-    """On a cluster that lives on, its workers would keep what others wait for."""
-    process = command.start("--address", nodes.address)
-    namespace = RunNames(run_id(command.directory)).namespace
-    target = targets_path(run_id(command.directory))
-    assert target.exists()
-
-    forced = everstep("stop", command.directory, "--force")
-    _, errors = process.communicate(timeout=60)
-
-    assert forced.returncode == 0, forced.stderr
-    assert process.returncode == 3, errors
-    assert f"the run in {command.directory} was ended by force" in errors
-    actors = [
-        actor
-        for actor in ray.util.list_named_actors(all_namespaces=True)
-        if actor["namespace"] == namespace
-    ]
-    assert actors == []
-    assert not target.exists(), "Prometheus looks for it for ever"
-    wait(lambda: _free_cpus() == 4, "its room is free again")
-
-
-def _free_cpus() -> float:
-    return float(ray.available_resources().get("CPU", 0.0))
-
-
 @pytest.mark.chaos
 def test_a_detached_run_is_ended_by_force_with_its_cluster(command: Command) -> None:
     """The last resort for a run that does not stop."""
@@ -215,26 +184,3 @@ def test_a_detached_run_is_ended_by_force_with_its_cluster(command: Command) -> 
 
     assert forced.returncode == 0, forced.stderr
     assert command.clusters() == []
-
-
-def test_what_a_script_prints_reaches_the_terminal_and_the_logs(
-    nodes: Any, make_config: Callable[..., RunConfig], tmp_path: Path
-) -> None:
-    """Prints were in Ray's own log folder only, which is gone with the cluster."""
-    config = make_config(
-        run__script=TESTS / "support/train_script.py",
-        train__steps=20,
-        workers__max=1,
-        workers__standby_per_node=0,
-    )
-    path = tmp_path / "run.yaml"
-    path.write_text(config.to_yaml())
-
-    done = everstep("run", str(path), "--address", nodes.address)
-    logs = everstep("logs", config.run.directory)
-
-    assert done.returncode == 0, done.stderr
-    assert logs.stdout.startswith("loss 0.")
-    assert logs.stdout in done.stdout
-    machine = json.loads(everstep("logs", config.run.directory, "--json").stdout)
-    assert machine == {"attempt": 1, "rank": 0, "text": logs.stdout.strip()}
