@@ -40,22 +40,10 @@ def command(make_config: Callable[..., RunConfig], tmp_path: Path) -> Iterator[C
         yield made
 
 
-@pytest.mark.parametrize(
-    ("number", "code"),
-    [
-        (signal.SIGINT, 130),
-        pytest.param(signal.SIGTERM, 143, marks=pytest.mark.chaos),
-        pytest.param(signal.SIGHUP, 129, marks=pytest.mark.chaos),
-    ],
-    ids=lambda value: getattr(value, "name", ""),
-)
-def test_a_signal_stops_the_run_at_a_step_and_takes_its_cluster(
-    command: Command, number: signal.Signals, code: int
-) -> None:
-    """It lived on hidden, trained for ever, and nothing listed it."""
-    process = command.start("--json")
-    assert len(command.clusters()) == 1
-
+def _check_stops(command: Command, number: signal.Signals, code: int) -> None:
+    """Send a signal to the command, and assert that it stops the run and takes the cluster."""
+    process = command.process
+    assert process is not None
     process.send_signal(number)
     output, errors = process.communicate(timeout=ACT_S_MAX)
 
@@ -65,6 +53,22 @@ def test_a_signal_stops_the_run_at_a_step_and_takes_its_cluster(
     assert Path(command.directory, f"checkpoints/step-{steps:08d}/manifest.json").exists()
     assert "the same command resumes from there" in errors
     assert command.clusters() == []
+
+
+@pytest.mark.chaos
+@pytest.mark.parametrize(
+    ("number", "code"),
+    [(signal.SIGTERM, 143), (signal.SIGHUP, 129)],
+    ids=lambda value: getattr(value, "name", ""),
+)
+def test_a_signal_stops_the_run_at_a_step_and_takes_its_cluster(
+    command: Command, number: signal.Signals, code: int
+) -> None:
+    """It lived on hidden, trained for ever, and nothing listed it."""
+    command.start("--json")
+    assert len(command.clusters()) == 1
+
+    _check_stops(command, number, code)
 
 
 def test_ctrl_c_again_ends_it_at_once(command: Command) -> None:
@@ -86,20 +90,17 @@ def test_ctrl_c_again_ends_it_at_once(command: Command) -> None:
     assert not Path(f"/proc/{cluster.host_pid}").exists()
 
 
-def test_an_outage_of_storage_does_not_end_the_command(command: Command) -> None:
+def test_an_outage_of_storage_does_not_end_the_command_and_ctrl_c_does(command: Command) -> None:
     """It ended at the first look that failed, with the simulated nodes and all that memory held."""
     process = command.start("--json")
+    assert len(command.clusters()) == 1
     summary, before = Path(command.directory, "summary.json"), last_step(command.directory)
     # Reading it is an error now, and not a sign that it is missing.
     summary.mkdir()
     wait(lambda: last_step(command.directory) > before + 10, "it trains on", process)
     summary.rmdir()
 
-    process.send_signal(signal.SIGINT)
-    output, errors = process.communicate(timeout=ACT_S_MAX)
-
-    assert process.returncode == 130, errors
-    assert json.loads(output)["outcome"] == "stopped"
+    _check_stops(command, signal.SIGINT, 130)
 
 
 @pytest.mark.chaos
