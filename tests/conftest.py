@@ -1,7 +1,7 @@
-"""What holds for every suite: where markers come from and what is skipped, with the reason.
+"""Rules of every suite: markers follow from the folder, and a skip says its reason.
 
-No fixture lives here. What trains on one Ray cluster per session has its own in
-``tests/integration/cluster/conftest.py``; shared builders and fakes are plain modules in
+No fixture lives here. The fixtures of the shared Ray cluster are in
+``tests/integration/cluster/conftest.py``; builders and fakes are plain modules in
 ``tests/support``.
 """
 

@@ -1,4 +1,4 @@
-"""What must not be in any file of the project, and what must be in each package."""
+"""Texts that no file may have, and files and names that each package must have."""
 
 from __future__ import annotations
 

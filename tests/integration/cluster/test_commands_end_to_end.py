@@ -53,8 +53,8 @@ def test_killed_driver_does_not_stop_the_run_and_a_command_does(
 ) -> None:
     """A laptop that closes must not cost a training; a second driver attaches and sees its end.
 
-    It does so wherever it would have the run itself. What was trained is kept: the last step of
-    a stopped run is in storage, and the run goes on from there when it is run again.
+    It does so wherever it would run itself. No step is lost: the last step of a stopped run is in
+    storage, and the same command resumes from there.
     """
     config = make_config(
         train__steps=100_000, train__warmup_steps=2, workers__standby_per_node=0, **PACED
@@ -106,7 +106,7 @@ def test_killed_driver_does_not_stop_the_run_and_a_command_does(
 def test_stop_is_told_to_the_controller_after_one_that_is_stopped(
     nodes: Any, make_config: Callable[..., RunConfig], tmp_path: Path
 ) -> None:
-    """It came to nobody then: the run went on, and the command said that nobody answers."""
+    """The request was lost: the run trained on, and the command said that nobody answers."""
     config = make_config(
         train__steps=100_000, recovery__patience=6, workers__max=1, workers__standby_per_node=0,
         **PACED,

@@ -1,4 +1,4 @@
-"""What somebody gets who installs everstep and has no checkout."""
+"""A user installs everstep and has no checkout."""
 
 from __future__ import annotations
 

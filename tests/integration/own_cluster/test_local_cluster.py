@@ -49,9 +49,9 @@ def _running(group: int) -> list[str]:
 
 
 def test_nothing_is_left_of_a_cluster_whose_host_died() -> None:
-    """Ray's daemons outlive who started them: a host whose own shutdown failed left all of them.
+    """Ray's daemons outlive their host: one whose own shutdown failed left all of them.
 
-    In a program of its own: who shuts a cluster down leaves the one that it is connected to.
+    It needs a program of its own: shutting a cluster down disconnects from any other one.
     """
     command = [sys.executable, "-c", _SCRIPT]
     with subprocess.Popen(
@@ -67,7 +67,7 @@ def test_nothing_is_left_of_a_cluster_whose_host_died() -> None:
 
 
 def test_nothing_is_left_of_a_cluster_whose_starter_was_killed_meanwhile() -> None:
-    """Nobody has its address by then, and it would wait for a command for ever."""
+    """No command has its address yet, so it would wait for one for ever."""
     program = subprocess.run(
         [sys.executable, "-c", _KILLED], stdout=subprocess.PIPE, text=True, check=False
     )

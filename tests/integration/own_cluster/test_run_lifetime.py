@@ -120,7 +120,7 @@ def test_output_that_nobody_reads_stops_the_run(command: Command) -> None:
 
 @pytest.mark.chaos
 def test_the_cluster_of_a_killed_command_ends(command: Command) -> None:
-    """Nobody is left to end it."""
+    """No other process would end it."""
     process = command.start()
 
     process.kill()
@@ -129,7 +129,7 @@ def test_the_cluster_of_a_killed_command_ends(command: Command) -> None:
 
 
 def test_a_detached_run_is_listed_and_stopped(command: Command) -> None:
-    """What nobody sees nobody stops."""
+    """A user cannot stop a run that no command shows."""
     process = command.start("--detach")
     output, _ = process.communicate(timeout=ACT_S_MAX)
     (cluster,) = command.clusters()
@@ -152,7 +152,7 @@ def test_a_detached_run_is_listed_and_stopped(command: Command) -> None:
 
 @pytest.mark.chaos
 def test_a_deleted_run_directory_ends_the_cluster(command: Command) -> None:
-    """Who deletes a run does not want it trained."""
+    """A user who deletes a run does not want it trained."""
     process = command.start("--detach")
     process.communicate(timeout=ACT_S_MAX)
 

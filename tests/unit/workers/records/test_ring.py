@@ -148,14 +148,14 @@ def test_a_reader_never_sees_a_torn_state(path: Path) -> None:
         finally:
             writer.kill()
 
-    # It says nothing of a group that is stored to each time it looks.
+    # A reader skips a group that changes at each of its looks.
     states = [state for groups in found for state in groups]
     assert all(state.size_bytes == state.entered_seq for state in states)
     assert states[-1].entered_seq > states[0].entered_seq
 
 
 def test_leaving_hides_the_groups_and_a_new_attempt_replaces_them(path: Path) -> None:
-    """What an aborted attempt left in flight must not look like a hang of the next."""
+    """A collective that an aborted attempt left in flight must not look like a hang of the next."""
     old = RecordRing(path, attempt=3, num_ranks=4)
     old.enter(old.group("world", WORLD), "all_reduce", 64)
     old.close()
