@@ -1,10 +1,10 @@
-"""Turns the keepers' reports into events: who has formed, which step is done, who hangs."""
+"""Turns keepers' reports into events: members have formed, a step is done, a member hangs."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
 
-from orchestrator.core import AttemptStalled, Event, HangFound, MembersAtWork, StepCompleted
+from orchestrator.core import AttemptStalled, HangFound, MembersAtWork, StepCompleted
 from orchestrator.detection import (
     Detector,
     Limits,
@@ -17,14 +17,15 @@ from orchestrator.detection import (
     observe,
     without_silent,
 )
+from orchestrator.shell.inbox import Inbox
 from workers.protocol import NOT_FORMED, NodeReport, WorkerReport
 from workers.settings import ParallelSettings
 
 #: A lost node that was silent for so long is forgotten when the next attempt starts.
 FORGET_S = 60.0
 
-#: It is judged this often at most: far more often than a keeper reports on who stands still, and
-#: less often in a large run, where a look at all members takes 5 us each.
+#: Reports are judged this often at most: far more often than a keeper reports on a member that
+#: stands still, and less often in a large run, where a look at all members takes 5 us each.
 JUDGE_S = 0.02
 JUDGE_S_EACH = 1e-4
 
@@ -33,8 +34,7 @@ class Observer:
     """Keeps the last report of every worker of a node and folds all of them into the detector.
 
     Args:
-        post: Where events go.
-        at_s: The run's clock.
+        inbox: Takes what reports tell.
         on_formed: Called once with (worker, attempt, when) for each that has formed.
         node_silent: Called with (node, cause) when a node says nothing beyond its bound.
         patience: A step may take this many times the observed p99.
@@ -43,16 +43,14 @@ class Observer:
 
     def __init__(
         self,
+        inbox: Inbox,
         *,
-        post: Callable[[Event], None],
-        at_s: Callable[[], float],
         on_formed: Callable[[str, int, float], None],
         node_silent: Callable[[str, str], None],
         patience: float,
         parallel: ParallelSettings,
     ) -> None:
-        self._post = post
-        self._at_s = at_s
+        self._inbox = inbox
         self._on_formed = on_formed
         self._node_silent = node_silent
         self._patience = patience
@@ -69,7 +67,7 @@ class Observer:
         self._judged = False
         self._stalled_s = 0.0
         self._judged_at_s = float("-inf")
-        #: Who is in an attempt that was fenced, from when they are late, and who of them works.
+        #: Members of a fenced attempt, when they are late, and those of them that still compute.
         self._fenced: tuple[str, ...] = ()
         self._late_at_s = 0.0
         self._at_work: tuple[str, ...] = ()
@@ -78,7 +76,7 @@ class Observer:
         self._listed: dict[str, frozenset[str]] = {}
 
     def begin(self, attempt: int, members: tuple[str, ...], resume_step: int) -> None:
-        """Watch ``attempt`` from now on; what older ones still say is only shown."""
+        """Watch ``attempt`` from now on; reports on older ones are only shown."""
         self._attempt = attempt
         self._members, self._is_member = members, frozenset(members)
         self._formed = set()
@@ -95,14 +93,14 @@ class Observer:
 
         Args:
             inside: Members that have to leave it.
-            late_s: Who has not left after so long is looked at.
+            late_s: Members that have not left after so long are looked at.
         """
         self._members, self._is_member = (), frozenset()
-        self._fenced, self._late_at_s = inside, self._at_s() + late_s
+        self._fenced, self._late_at_s = inside, self._inbox.at_s() + late_s
 
     def on_report(self, report: NodeReport) -> None:
         """Take in one keeper's report."""
-        at_s = self._at_s()
+        at_s = self._inbox.at_s()
         self._detector = observe(self._detector, report, at_s)
         listed = frozenset(row.worker for row in report.workers)
         self._forget(self._listed.get(report.node, frozenset()) - listed)
@@ -130,7 +128,7 @@ class Observer:
 
         With many nodes reports come faster than they can tell anything new.
         """
-        at_s = self._at_s()
+        at_s = self._inbox.at_s()
         self._look_who_leaves(at_s)
         period_s = JUDGE_S + JUDGE_S_EACH * len(self._members)
         if not self._members or self._judged or at_s - self._judged_at_s < period_s:
@@ -148,7 +146,7 @@ class Observer:
             self._node_silent(verdict.node, verdict.evidence)
         elif isinstance(verdict, Verdict):
             self._judged = True
-            self._post(
+            self._inbox.post(
                 HangFound(
                     at_s=at_s,
                     attempt=self._attempt,
@@ -159,8 +157,8 @@ class Observer:
             )
         waited_s = verdict.waited_s if isinstance(verdict, Stalled) else 0.0
         if waited_s >= 2.0 * self._stalled_s > 0.0 or waited_s > 0.0 == self._stalled_s:
-            # Of one stall again only after twice the time.
-            self._post(AttemptStalled(at_s=at_s, attempt=self._attempt, waited_s=waited_s))
+            # Report the same stall again only after twice the time.
+            self._inbox.post(AttemptStalled(at_s=at_s, attempt=self._attempt, waited_s=waited_s))
             self._stalled_s = waited_s
         elif waited_s < self._stalled_s:
             self._stalled_s = 0.0
@@ -172,7 +170,7 @@ class Observer:
         working = at_work(self._detector, attempt=self._attempt, members=self._fenced)
         if working != self._at_work:
             self._at_work = working
-            self._post(MembersAtWork(at_s=at_s, attempt=self._attempt, workers=working))
+            self._inbox.post(MembersAtWork(at_s=at_s, attempt=self._attempt, workers=working))
 
     def _forget(self, workers: Iterable[str]) -> None:
         for worker in workers:
@@ -184,7 +182,7 @@ class Observer:
             self._on_formed(row.worker, self._attempt, at_s)
 
     def _note_step(self, row: WorkerReport, at_s: float) -> None:
-        # Before its first step in the attempt a page still shows an older attempt's step.
+        # Before its first step in the attempt a record still shows an older attempt's step.
         if row.step <= self._step or not row.step_s:
             return
         self._ahead[row.worker] = row
@@ -192,7 +190,7 @@ class Observer:
             rows = self._ahead.values()
             self._step, step_s = min(row.step for row in rows), max(row.step_s for row in rows)
             self._ahead = {row.worker: row for row in rows if row.step > self._step}
-            self._post(
+            self._inbox.post(
                 StepCompleted(
                     at_s=at_s,
                     attempt=self._attempt,

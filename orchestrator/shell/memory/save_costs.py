@@ -7,7 +7,7 @@ import logging
 from collections.abc import Callable
 from typing import Any
 
-from orchestrator.core import ACTIVE, Event, RunState, SavesMeasured, SetCadence
+from orchestrator.core import ACTIVE, RunState, SavesMeasured, SetCadence
 from orchestrator.policies import (
     CadenceRules,
     Tier,
@@ -16,6 +16,7 @@ from orchestrator.policies import (
     taken_steps,
 )
 from orchestrator.shell.capacity import Workers
+from orchestrator.shell.inbox import Inbox
 from workers.protocol import Pace, SaveCosts
 from workers.settings import CheckpointSettings, SnapshotSettings
 
@@ -32,8 +33,7 @@ class CadenceWatch:
 
     Args:
         workers: Reaches the workers.
-        at_s: The run's clock.
-        post: Where events go.
+        inbox: Takes the costs.
         rules: Of the cadence.
         snapshot: What was asked for of snapshots.
         checkpoint: What was asked for of checkpoints.
@@ -41,17 +41,15 @@ class CadenceWatch:
 
     def __init__(
         self,
+        inbox: Inbox,
         *,
         workers: Workers,
-        at_s: Callable[[], float],
-        post: Callable[[Event], None],
         rules: CadenceRules,
         snapshot: SnapshotSettings,
         checkpoint: CheckpointSettings,
     ) -> None:
         self._workers = workers
-        self._at_s = at_s
-        self._post = post
+        self._inbox = inbox
         self._rules = rules
         self._kept = Pace(
             snapshot_steps=snapshot.first_every, checkpoint_steps=checkpoint.first_every
@@ -109,7 +107,8 @@ class CadenceWatch:
         costs = await self._workers.keep_pace(worker, attempt, pace)
         if costs is not None and (costs.step_s or costs.trouble):
             self.show(costs)
-            self._post(SavesMeasured(at_s=self._at_s(), attempt=attempt, costs=costs))
+            at_s = self._inbox.at_s()
+            self._inbox.post(SavesMeasured(at_s=at_s, attempt=attempt, costs=costs))
 
     def show(self, costs: SaveCosts) -> None:
         """Keep what was measured, and warn when it is over the budget."""

@@ -291,7 +291,7 @@ class Snapshots:
 
     async def inventories(self) -> list[Inventory]:
         """Return what keepers hold, by their answers in time."""
-        await self._nodes.met()
+        await self._nodes.met.wait()
         views = [v for v in self._views() if v.secret and v.node not in self._silent]
         return await self._ask(views, ASK_S)
 

@@ -18,7 +18,7 @@ from orchestrator.policies import (
     RedundancyRules,
     plan_redundancy,
 )
-from orchestrator.shell.capacity.nodes import NodeView
+from orchestrator.shell.capacity import NodeView
 from orchestrator.shell.memory import snapshots as module
 from orchestrator.shell.memory.snapshots import Snapshots
 from tests.support.keeper_handles import (
