@@ -302,7 +302,7 @@ class Run:
             act.ReadCommitted: lambda a: spawn(reads.read_committed(a)),
             act.ProbeLinks: lambda a: spawn(probe_links(a, parts.nodes.views, parts.inbox)),
             act.StartAttempt: self._start_attempt,
-            act.OrderKeepers: parts.snapshots.order,
+            act.OrderKeepers: parts.orders.give,
             act.SetCadence: lambda a: spawn(parts.cadence.tell(a)),
             act.SurveyWorkers: lambda _: spawn(reads.survey()),
             act.ReportIncident: lambda _: None,  # its line in the journal is what it is for
@@ -321,7 +321,7 @@ class Run:
     def _start_attempt(self, action: act.StartAttempt) -> None:
         members = tuple(worker for worker, _, _ in action.members)
         self._parts.observer.begin(action.attempt, members, action.resume_step)
-        self._parts.snapshots.order(
+        self._parts.orders.give(
             act.OrderKeepers(
                 attempt=action.attempt,
                 lineage=action.lineage,

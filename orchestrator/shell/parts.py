@@ -13,7 +13,7 @@ from orchestrator.run_directory import CHECKPOINTS
 from orchestrator.shell.capacity import ActorPool, Capacity, Keepers, Nodes, Rendezvous, Workers
 from orchestrator.shell.inbox import Inbox
 from orchestrator.shell.loggers import Loggers
-from orchestrator.shell.memory import CadenceWatch, ProtectionWatch, Snapshots
+from orchestrator.shell.memory import CadenceWatch, Orders, ProtectionWatch, Snapshots
 from orchestrator.shell.names import RunNames
 from orchestrator.shell.observer import Observer
 from orchestrator.shell.others import Others
@@ -143,8 +143,8 @@ class Parts:
             store=self.store,
             checkpoints=join(self.path, CHECKPOINTS),
             total_steps=config.train.steps,
-            life=self.owner.life,
         )
+        self.orders = Orders(self.nodes, self.owner.life)
         self.protection = ProtectionWatch(
             snapshots=self.snapshots, wanted=snapshot.tolerance if snapshot.every_steps else 0
         )

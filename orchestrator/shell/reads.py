@@ -135,7 +135,7 @@ class Reads:
         await self._parts.snapshots.inventories()
         self._measure()
         if self._parts.state.phase in ACTIVE:
-            self._parts.snapshots.order_again()
+            self._parts.orders.repeat()
 
     def _measure(self) -> None:
         """Report the memory of keepers, if it has changed."""

@@ -161,13 +161,7 @@ def with_keepers(
         handles = Handles(nodes)
         for node, handle in handles.items():
             nodes.views[node] = NodeView(node, ("", 0), keeper=handle, secret=node.encode())
-        made = Snapshots(
-            nodes=nodes,
-            store=store,
-            checkpoints=ROOT,
-            life=0,
-            total_steps=100,
-        )
+        made = Snapshots(nodes=nodes, store=store, checkpoints=ROOT, total_steps=100)
         return await act(made, handles)
 
     return asyncio.run(run())

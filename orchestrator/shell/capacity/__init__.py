@@ -5,7 +5,7 @@ from typing import TYPE_CHECKING
 from ucp_core.lazy import lazy_door
 
 if TYPE_CHECKING:
-    from orchestrator.shell.capacity.actors import ActorPool
+    from orchestrator.shell.capacity.actors import ActorPool, answer
     from orchestrator.shell.capacity.autoscaler import AutoscalerWatch
     from orchestrator.shell.capacity.keepers import Keepers
     from orchestrator.shell.capacity.node_view import NodeView
@@ -24,6 +24,7 @@ __all__ = [
     "Nodes",
     "Rendezvous",
     "Workers",
+    "answer",
     "probe_links",
 ]
 

@@ -171,6 +171,10 @@ class Nodes:
         """Return the longest of any node that is there."""
         return max((view.lease_s for view in self._living()), default=LEASE_S)
 
+    def kept(self) -> list[NodeView]:
+        """Return the nodes that are there and have a keeper."""
+        return [view for view in self._living() if view.keeper is not None]
+
     def _living(self) -> list[NodeView]:
         return [view for view in self.views.values() if not view.lost.is_set()]
 
