@@ -19,21 +19,8 @@ from typing import Any
 import ray
 from ray.exceptions import RayError
 
+from orchestrator import core
 from orchestrator.config import RunConfig
-from orchestrator.core import (
-    CapacityRefused,
-    Event,
-    FaultInjected,
-    MemoryProtected,
-    Phase,
-    StopRequested,
-    Ticked,
-    describe,
-    next_deadline_s,
-    own_share,
-    step,
-    transition_records,
-)
 from orchestrator.core import actions as act
 from orchestrator.errors import TokenError
 from orchestrator.shell.capacity import AutoscalerWatch, probe_links
@@ -70,20 +57,12 @@ REFUSALS_POLL_S = 2.0
 
 
 class Run:
-    """The effects of one run. ``serve`` returns when the run is over.
-
-    Args:
-        run_id: The run's name in Ray.
-        config: The resolved configuration as JSON.
-        life: The life that starts or resumes the run under this configuration.
-        token: Of this life.
-        controller: Ray handle of the actor around this, given to the keepers.
-    """
+    """The effects of one run; ``Controller`` says the arguments."""
 
     def __init__(
         self, *, run_id: str, config: dict[str, Any], life: int, token: str, controller: Any
     ) -> None:
-        self._events: asyncio.Queue[Event] = asyncio.Queue()
+        self._events: asyncio.Queue[core.Event] = asyncio.Queue()
         self._config = RunConfig.model_validate(config)
         self._parts = Parts(
             run_id=run_id,
@@ -160,7 +139,9 @@ class Run:
             with contextlib.suppress(RayError):  # nobody knows while the head is away
                 for alternative, why in (await in_thread(RAY, watch.refused, asked)).items():
                     at_s = self._inbox.at_s()
-                    self._inbox.post(CapacityRefused(at_s=at_s, alternative=alternative, why=why))
+                    self._inbox.post(
+                        core.CapacityRefused(at_s=at_s, alternative=alternative, why=why)
+                    )
 
     async def _watch_owner(self) -> None:
         """End this life of the run when a later one owns its directory.
@@ -210,7 +191,7 @@ class Run:
             self._reads.measure_soon()
         at_s = self._inbox.at_s()
         if parts.protection.look(parts.state, at_s):
-            self._inbox.post(MemoryProtected(at_s=at_s, attempt=parts.state.attempt.number))
+            self._inbox.post(core.MemoryProtected(at_s=at_s, attempt=parts.state.attempt.number))
 
     def require_token(self, token: str) -> None:
         """Raise ``TokenError`` unless it is the run's. From any thread."""
@@ -222,13 +203,13 @@ class Run:
 
         What memory holds is stored at once: a step may take longer than anybody waits for the end.
         """
-        self._inbox.post(StopRequested(at_s=self._inbox.at_s(), reason=reason))
+        self._inbox.post(core.StopRequested(at_s=self._inbox.at_s(), reason=reason))
         if self._config.snapshot.every_steps:
             self._spawn(self._parts.snapshots.flush(self._parts.state.lineage))
 
     def note_fault(self, fault: str, target: str) -> None:
         """Journal that a fault is being injected now. On the loop."""
-        self._inbox.post(FaultInjected(at_s=self._inbox.at_s(), fault=fault, target=target))
+        self._inbox.post(core.FaultInjected(at_s=self._inbox.at_s(), fault=fault, target=target))
 
     async def status(self) -> dict[str, Any]:
         """Return the status document."""
@@ -237,7 +218,7 @@ class Run:
     async def share(self) -> dict[str, Any]:
         """Return the run's ``Share`` as plain values."""
         parts, now_s = self._parts, self._inbox.at_s()
-        return asdict(own_share(parts.state, parts.rules, run=parts.names.run_id, now_s=now_s))
+        return asdict(core.own_share(parts.state, parts.rules, run=parts.names.run_id, now_s=now_s))
 
     def _spawn(self, coroutine: Coroutine[Any, Any, Any]) -> None:
         self._background.spawn(coroutine).add_done_callback(_finished)
@@ -247,16 +228,16 @@ class Run:
 
     async def _fold_next(self) -> None:
         parts = self._parts
-        left_s = next_deadline_s(parts.state) - self._inbox.at_s()
+        left_s = core.next_deadline_s(parts.state) - self._inbox.at_s()
         try:
             event = await asyncio.wait_for(self._events.get(), min(max(left_s, TICK_S), TICK_S_MAX))
         except TimeoutError:
-            event = Ticked(at_s=self._inbox.at_s())
+            event = core.Ticked(at_s=self._inbox.at_s())
         before = parts.state
-        after, actions = step(before, event, rules=parts.rules)
-        if after is before and not actions and not isinstance(event, FaultInjected):
+        after, actions = core.step(before, event, rules=parts.rules)
+        if after is before and not actions and not isinstance(event, core.FaultInjected):
             return  # nothing changed, so a replay does not need it
-        records = transition_records(event, actions, attempt=after.attempt.number)
+        records = core.transition_records(event, actions, attempt=after.attempt.number)
         for record in records:
             record["seq"], record["wall_time"] = self._seq, wall_time()
             self._seq += 1
@@ -273,7 +254,7 @@ class Run:
 
     def _is_quiet(self) -> bool:
         state = self._parts.state
-        is_settled = state.phase is Phase.RUNNING and state.surveying_until_s == math.inf
+        is_settled = state.phase is core.Phase.RUNNING and state.surveying_until_s == math.inf
         return is_settled and self._events.empty()
 
     def _compacted(self) -> bytes:
@@ -335,7 +316,7 @@ class Run:
     def _status(self) -> dict[str, Any]:
         parts, stats = self._parts, self._parts.outputs.stats
         return status_document(
-            described=describe(parts.state),
+            described=core.describe(parts.state),
             reports=parts.observer.reports,
             seen_at_s=parts.observer.seen_at_s,
             nodes=parts.nodes.views,

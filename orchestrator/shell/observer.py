@@ -4,19 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable
 
+from orchestrator import detection
 from orchestrator.core import AttemptStalled, HangFound, MembersAtWork, StepCompleted
-from orchestrator.detection import (
-    Detector,
-    Limits,
-    NodeSilent,
-    Stalled,
-    Verdict,
-    at_work,
-    judge,
-    limits_from,
-    observe,
-    without_silent,
-)
 from orchestrator.shell.inbox import Inbox
 from workers.protocol import NOT_FORMED, NodeReport, WorkerReport
 from workers.settings import ParallelSettings
@@ -55,7 +44,7 @@ class Observer:
         self._node_silent = node_silent
         self._patience = patience
         self._parallel = parallel
-        self._detector = Detector()
+        self._detector = detection.Detector()
         self._attempt = 0
         self._members: tuple[str, ...] = ()
         self._is_member: frozenset[str] = frozenset()
@@ -84,7 +73,7 @@ class Observer:
         self._stored_step = 0
         self._judged, self._stalled_s = False, 0.0
         self._fenced = self._at_work = ()
-        self._detector = without_silent(self._detector, members, FORGET_S)
+        self._detector = detection.without_silent(self._detector, members, FORGET_S)
         for node in self._listed.keys() - self._detector.nodes.keys():
             self._forget(self._listed.pop(node))
 
@@ -101,7 +90,7 @@ class Observer:
     def on_report(self, report: NodeReport) -> None:
         """Take in one keeper's report."""
         at_s = self._inbox.at_s()
-        self._detector = observe(self._detector, report, at_s)
+        self._detector = detection.observe(self._detector, report, at_s)
         listed = frozenset(row.worker for row in report.workers)
         self._forget(self._listed.get(report.node, frozenset()) - listed)
         self._listed[report.node] = listed
@@ -115,9 +104,9 @@ class Observer:
                 self._note_step(row, at_s)
 
     @property
-    def limits(self) -> Limits:
+    def limits(self) -> detection.Limits:
         """Return the bounds on waiting, as they follow from the steps so far."""
-        return limits_from(
+        return detection.limits_from(
             self._detector.step_s_p99,
             step_s_p50=self._detector.step_s_p50,
             patience=self._patience,
@@ -134,7 +123,7 @@ class Observer:
         if not self._members or self._judged or at_s - self._judged_at_s < period_s:
             return
         self._judged_at_s = at_s
-        verdict = judge(
+        verdict = detection.judge(
             self._detector,
             at_s,
             attempt=self._attempt,
@@ -142,9 +131,9 @@ class Observer:
             limits=self.limits,
             collectives_fail_s=self._parallel.timeout_s(self._detector.step_s_p50),
         )
-        if isinstance(verdict, NodeSilent):
+        if isinstance(verdict, detection.NodeSilent):
             self._node_silent(verdict.node, verdict.evidence)
-        elif isinstance(verdict, Verdict):
+        elif isinstance(verdict, detection.Verdict):
             self._judged = True
             self._inbox.post(
                 HangFound(
@@ -155,7 +144,7 @@ class Observer:
                     is_program=verdict.is_program,
                 )
             )
-        waited_s = verdict.waited_s if isinstance(verdict, Stalled) else 0.0
+        waited_s = verdict.waited_s if isinstance(verdict, detection.Stalled) else 0.0
         if waited_s >= 2.0 * self._stalled_s > 0.0 or waited_s > 0.0 == self._stalled_s:
             # Report the same stall again only after twice the time.
             self._inbox.post(AttemptStalled(at_s=at_s, attempt=self._attempt, waited_s=waited_s))
@@ -167,7 +156,7 @@ class Observer:
         """Post which members of a fenced attempt are at work, when that changes."""
         if not self._fenced or at_s < self._late_at_s:
             return
-        working = at_work(self._detector, attempt=self._attempt, members=self._fenced)
+        working = detection.at_work(self._detector, attempt=self._attempt, members=self._fenced)
         if working != self._at_work:
             self._at_work = working
             self._inbox.post(MembersAtWork(at_s=at_s, attempt=self._attempt, workers=working))

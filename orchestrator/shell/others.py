@@ -28,12 +28,7 @@ log = logging.getLogger(__name__)
 
 
 class Others:
-    """The other runs on the cluster.
-
-    Args:
-        names: Of the own run.
-        inbox: Takes each ``OthersSeen``. There is none while no other run is there.
-    """
+    """The other runs on the cluster; posts ``OthersSeen`` while there are any."""
 
     def __init__(self, inbox: Inbox, *, names: RunNames) -> None:
         self._names = names

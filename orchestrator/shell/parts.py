@@ -31,17 +31,7 @@ from workers import keeper, process
 
 
 class Parts:
-    """Builds the parts. ``state`` is the run's, as folded so far.
-
-    Args:
-        run_id: The run's name in Ray.
-        config: The resolved configuration.
-        life: The life that starts or resumes the run under this configuration.
-        token: Of this life.
-        controller: Ray handle of the actor around the run, given to the keepers.
-        post: Takes events.
-        on_keeper: Called with the node when a keeper is there, at first or again.
-    """
+    """Builds the parts. ``state`` is the run's, as folded so far; ``Controller`` says the rest."""
 
     def __init__(
         self,

@@ -9,19 +9,11 @@ import asyncio
 from collections.abc import Callable, Coroutine
 from typing import Any
 
-from orchestrator.core import (
-    ACTIVE,
-    CommittedRead,
-    MemoryMeasured,
-    RunState,
-    WorkersSurveyed,
-    WorkerStatus,
-    adopted,
-)
+from orchestrator import core
 from orchestrator.core import actions as act
 from orchestrator.policies import bad_sources
 from orchestrator.shell.parts import Parts
-from workers.protocol import Assignment, MemoryPart
+from workers.protocol import Assignment
 
 #: Keepers that come back together are asked, and told what to do, together.
 MEASURE_S = 0.05
@@ -31,12 +23,7 @@ SURVEY_S = 0.5
 
 
 class Reads:
-    """Asks keepers, workers and storage, and posts what they answer.
-
-    Args:
-        parts: Of the run.
-        spawn: Runs a coroutine in the background.
-    """
+    """Asks keepers, workers and storage, and posts what they answer."""
 
     def __init__(self, parts: Parts, spawn: Callable[[Coroutine[Any, Any, Any]], object]) -> None:
         self._parts = parts
@@ -52,14 +39,9 @@ class Reads:
         if not memory and action.resume_step and parts.config.snapshot.every_steps:
             memory = await snapshots.find_parts(*version, bad=action.bad, unreached=unreached)
         host, port = await parts.rendezvous.open()
-        # A member fenced in the meantime has reported it and would refuse to enter.
-        if parts.state.attempt.number == action.attempt and parts.state.phase in ACTIVE:
-            self._enter(action, memory, host, port)
-
-    def _enter(
-        self, action: act.StartAttempt, memory: tuple[MemoryPart, ...], host: str, port: int
-    ) -> None:
-        parts, plan = self._parts, action.plan
+        if parts.state.attempt.number != action.attempt or parts.state.phase not in core.ACTIVE:
+            return  # a member fenced in the meantime has reported it and would refuse to enter
+        plan = action.plan
         for rank, (worker, _, reservation) in enumerate(action.members):
             assignment = Assignment(
                 attempt=action.attempt,
@@ -96,7 +78,7 @@ class Reads:
         returning = await parts.nodes.outlived(filter(self._may_bring_back, answer.unheard))
         found = answer.version
         parts.inbox.post(
-            CommittedRead(
+            core.CommittedRead(
                 at_s=parts.inbox.at_s(),
                 attempt=action.attempt,
                 step=found.step if found else 0,
@@ -134,7 +116,7 @@ class Reads:
         # A controller that was restarted knows of no keeper what it holds.
         await self._parts.snapshots.inventories()
         self._measure()
-        if self._parts.state.phase in ACTIVE:
+        if self._parts.state.phase in core.ACTIVE:
             self._parts.orders.repeat()
 
     def _measure(self) -> None:
@@ -143,7 +125,9 @@ class Reads:
         if found != self._measured:
             self._measured = found
             (budgets, state_bytes), inbox = found, self._parts.inbox
-            inbox.post(MemoryMeasured(at_s=inbox.at_s(), budgets=budgets, state_bytes=state_bytes))
+            inbox.post(
+                core.MemoryMeasured(at_s=inbox.at_s(), budgets=budgets, state_bytes=state_bytes)
+            )
 
     async def survey(self) -> None:
         """After a restart of the controller, find out which workers live."""
@@ -153,18 +137,18 @@ class Reads:
             (
                 worker.name,
                 state.fleet.nodes[worker.node].name,
-                0.0 if worker.status is WorkerStatus.STARTING else SURVEY_S,
+                0.0 if worker.status is core.WorkerStatus.STARTING else SURVEY_S,
             )
             for worker in state.fleet.workers.values()
         ]
         alive = await parts.workers.survey(known)
         attempt = parts.state.attempt
-        found = adopted(parts.state, alive)
+        found = core.adopted(parts.state, alive)
         parts.observer.begin(attempt.number, found.members, attempt.step)
         for worker in found.inside:
             parts.workers.attend(worker, attempt.number, is_first=worker == found.members[0])
         parts.inbox.post(
-            WorkersSurveyed(
+            core.WorkersSurveyed(
                 at_s=parts.inbox.at_s(),
                 alive=tuple(alive),
                 reservations=tuple(parts.capacity.granted()),
@@ -173,7 +157,7 @@ class Reads:
         )
 
 
-def _stored_step(state: RunState) -> int:
+def _stored_step(state: core.RunState) -> int:
     """Return the newest step that is known to be committed in storage, and not to be bad."""
     step = 0 if state.committed_in_memory else state.committed[0]
     return 0 if step in bad_sources.in_storage(state.bad) else step

@@ -22,15 +22,7 @@ _T = TypeVar("_T")
 
 
 class ActorPool:
-    """Starts, finds and kills actors of one kind.
-
-    Args:
-        kind: The class of the actors.
-        options: Ray's, for each actor.
-        names: The run's names.
-        name: Returns an actor's name in Ray.
-        boot: Keyword arguments of ``kind`` that are equal for all actors.
-    """
+    """Starts, finds and kills actors of one kind; ``boot`` are arguments that all of them get."""
 
     def __init__(
         self,

@@ -33,12 +33,7 @@ ENDING_S = 0.1
 class Keepers:
     """Keeps a keeper on each node that needs one.
 
-    Args:
-        inbox: Takes what becomes of keepers.
-        nodes: The nodes; their views name the keepers.
-        pool: The actors by node.
-        on_keeper: Called with the node when a keeper is there, at first or again.
-        bounds: The run's bounds.
+    ``on_keeper`` is called with the node when a keeper is there, at first or again.
     """
 
     def __init__(

@@ -60,13 +60,7 @@ class _Reservation:
 
 
 class Capacity:
-    """The run's reservations.
-
-    Args:
-        inbox: Takes one ``ReservationGranted`` per grant.
-        names: The run's names.
-        alternatives: The kinds of capacity that may be asked for.
-    """
+    """The run's reservations; posts one ``ReservationGranted`` per grant."""
 
     def __init__(
         self, inbox: Inbox, *, names: RunNames, alternatives: Sequence[Alternative]

@@ -17,46 +17,21 @@ from typing import Any
 
 from ray.exceptions import ActorDiedError, RayError
 
-from orchestrator.core import (
-    UNKNOWN_ATTEMPT,
-    Event,
-    Leaving,
-    NotFiniteFound,
-    WorkerExited,
-    WorkerFormed,
-    WorkerLeft,
-    WorkerRaised,
-    WorkerReady,
-)
+from orchestrator import core
 from orchestrator.shell.capacity.actors import ActorPool, answer
 from orchestrator.shell.capacity.keepers import Keepers
 from orchestrator.shell.capacity.nodes import Nodes
 from orchestrator.shell.inbox import Inbox
 from orchestrator.shell.tasks import Tasks
-from workers.protocol import (
-    LEASE_S,
-    Assignment,
-    Completed,
-    Ending,
-    Fenced,
-    Formed,
-    Outcome,
-    Pace,
-    PeerLost,
-    Raised,
-    SaveCosts,
-    Superseded,
-    Unloadable,
-    Yielded,
-)
+from workers import protocol
 
 _HOW = {
-    Completed: Leaving.COMPLETED,
-    Yielded: Leaving.YIELDED,
-    Fenced: Leaving.FENCED,
-    PeerLost: Leaving.PEER_LOST,
-    Superseded: Leaving.FENCED,
-    Unloadable: Leaving.UNLOADABLE,
+    protocol.Completed: core.Leaving.COMPLETED,
+    protocol.Yielded: core.Leaving.YIELDED,
+    protocol.Fenced: core.Leaving.FENCED,
+    protocol.Superseded: core.Leaving.FENCED,
+    protocol.PeerLost: core.Leaving.PEER_LOST,
+    protocol.Unloadable: core.Leaving.UNLOADABLE,
 }
 
 #: A killed process whose node does not answer is taken for gone after this: it is fenced by
@@ -83,14 +58,7 @@ class _Member:
 
 
 class Workers:
-    """Handles of the run's workers; turns what happens to them into events.
-
-    Args:
-        inbox: Takes those events.
-        nodes: The nodes of the workers.
-        keepers: The keepers there; they kill processes and know how they ended.
-        pool: The actors by worker.
-    """
+    """Handles of the run's workers; turns what happens to them into events."""
 
     def __init__(self, inbox: Inbox, *, nodes: Nodes, keepers: Keepers, pool: ActorPool) -> None:
         self._inbox = inbox
@@ -113,16 +81,14 @@ class Workers:
     def kill(self, worker: str) -> None:
         """SIGKILL ``worker``; ``WorkerExited`` follows, also if its node no longer answers."""
         member = self._members.get(worker)
-        if member is None:
-            self._exited(worker, "killed", "it was already gone")
-            return
-        if member.handle is None:
-            self._exited(worker, "killed", "it was not started yet")
+        if member is None or member.handle is None:
+            why = "it was already gone" if member is None else "it was not started yet"
+            self._exited(worker, "killed", why)
             return
         member.killed = True
         self._tasks.spawn(self._kill(worker, member))
 
-    def enter(self, worker: str, assignment: Assignment, gpu_ids: tuple[int, ...]) -> None:
+    def enter(self, worker: str, assignment: protocol.Assignment, gpu_ids: tuple[int, ...]) -> None:
         """Put ``worker`` to work; ``WorkerLeft`` or ``WorkerRaised`` follows when it leaves."""
         member = self._members.get(worker)
         if member is None:
@@ -157,8 +123,9 @@ class Workers:
 
         With ``durable`` its state is in storage then, and else at least in keepers' memory.
         """
-        for member in self._known(workers):
-            member.handle.yield_at_boundary.remote(attempt, durable)
+        for worker in workers:
+            if worker in self._members:
+                self._members[worker].handle.yield_at_boundary.remote(attempt, durable)
 
     async def survey(self, workers: Iterable[tuple[str, str, float]]) -> list[tuple[str, str, int]]:
         """After a controller restart, find ``workers`` (name, node, seconds to wait for it) again.
@@ -169,7 +136,9 @@ class Workers:
         asked = (self._ask(worker, node, timeout_s) for worker, node, timeout_s in workers)
         return sorted(found for found in await asyncio.gather(*asked) if found is not None)
 
-    async def keep_pace(self, worker: str, attempt: int, pace: Pace) -> SaveCosts | None:
+    async def keep_pace(
+        self, worker: str, attempt: int, pace: protocol.Pace
+    ) -> protocol.SaveCosts | None:
         """Have ``attempt`` save so often, by telling its rank 0; return what saves cost there.
 
         None if it does not answer, or is not in that attempt.
@@ -186,9 +155,6 @@ class Workers:
         handles = [member.handle for member in self._members.values()]
         kills = [self._pool.kill(handle) for handle in handles if handle is not None]
         await asyncio.gather(self._pool.close(), *kills)
-
-    def _known(self, workers: Iterable[str]) -> list[_Member]:
-        return [self._members[worker] for worker in workers if worker in self._members]
 
     async def _start(self, worker: str, member: _Member) -> None:
         killing = [task for task, node in self._killing.items() if node == member.node]
@@ -214,7 +180,7 @@ class Workers:
     def _ready(self, worker: str, member: _Member, pid: int) -> None:
         member.pid = pid
         at_s = self._inbox.at_s()
-        self._inbox.post(WorkerReady(at_s=at_s, worker=worker, node=member.node, pid=pid))
+        self._inbox.post(core.WorkerReady(at_s=at_s, worker=worker, node=member.node, pid=pid))
 
     async def _hear(self, handle: Any, attempt: int) -> None:
         """Post what the first rank notes, until it has left the attempt."""
@@ -223,7 +189,7 @@ class Workers:
             while notes := await handle.notes.remote(attempt, num_heard):
                 for number, note in enumerate(notes, start=num_heard + 1):
                     self._inbox.post(
-                        NotFiniteFound(
+                        core.NotFiniteFound(
                             at_s=self._inbox.at_s(),
                             attempt=attempt,
                             step=note.step,
@@ -243,7 +209,7 @@ class Workers:
             self._ended(worker, error)
             return
         unreached = ""
-        if isinstance(outcome, PeerLost):
+        if isinstance(outcome, protocol.PeerLost):
             # The survivor's transport is often the first to know; Ray needs 1.5 s for a machine.
             unreached = self._nodes.look_around(outcome.unreached)
         self._inbox.post(_left(self._inbox.at_s(), worker, outcome, unreached))
@@ -256,12 +222,12 @@ class Workers:
 
     async def _note_formed(self, worker: str, handle: Any, attempt: int, at_s: float) -> None:
         try:
-            formed: Formed | None = await handle.formed.remote(attempt)
+            formed: protocol.Formed | None = await handle.formed.remote(attempt)
         except RayError:
             return  # its end is on the way
         if formed is not None:
             self._inbox.post(
-                WorkerFormed(
+                core.WorkerFormed(
                     at_s=at_s,
                     attempt=attempt,
                     worker=worker,
@@ -287,7 +253,7 @@ class Workers:
 
     async def _kill_again(self, worker: str, member: _Member) -> None:
         with contextlib.suppress(TimeoutError):
-            async with asyncio.timeout(LEASE_S):
+            async with asyncio.timeout(protocol.LEASE_S):
                 while not await self._kill_once(worker, member):  # noqa: ASYNC110  it is asked
                     await asyncio.sleep(KILL_AGAIN_S)
 
@@ -308,7 +274,7 @@ class Workers:
         except TimeoutError:
             # It is still starting, or it is stuck: alive, and perhaps ready later.
             self._tasks.spawn(self._accompany(worker, member))
-            return (worker, node, UNKNOWN_ATTEMPT)
+            return (worker, node, core.UNKNOWN_ATTEMPT)
         except ActorDiedError:
             self._members.pop(worker, None)
             return None
@@ -343,32 +309,32 @@ class Workers:
         if is_node:
             self._exited(worker, "node", "its node is lost")
             return
-        found = Ending(_first_line(error))
+        found = protocol.Ending(_first_line(error))
         if isinstance(error, ActorDiedError):
-            died = Ending(f"process {member.pid} died")
+            died = protocol.Ending(f"process {member.pid} died")
             found = died if member.killed else await self._how(member, error)
         self._exited(worker, self._cause(member, found), found.text)
 
-    def _cause(self, member: _Member, found: Ending) -> str:
+    def _cause(self, member: _Member, found: protocol.Ending) -> str:
         if member.killed:
             return "killed"
         if self._nodes.notices.is_draining(member.node):
             return "preempted"
         return "out_of_memory" if found.is_out_of_memory else "crash"
 
-    async def _how(self, member: _Member, error: ActorDiedError) -> Ending:
+    async def _how(self, member: _Member, error: ActorDiedError) -> protocol.Ending:
         """Return how a process ended: Ray says neither a signal nor an exit code."""
         told = str(error)
         pid = member.pid or int(next(iter(re.findall(r"pid[:=] ?(\d+)", told)), 0))
         if _IN_START in told:
             lines = [line for line in told.splitlines() if line.strip()]
             raised = [line for line in lines if not line.startswith((" ", "The actor", "\t"))]
-            return Ending(f"process {pid} raised at start: {(raised or lines)[-1]}")
+            return protocol.Ending(f"process {pid} raised at start: {(raised or lines)[-1]}")
         if _SHORT_OF_MEMORY in told:
             text = f"Ray ended process {pid}: its node was running low on memory"
-            return Ending(text, is_out_of_memory=True)
+            return protocol.Ending(text, is_out_of_memory=True)
         found = await self._keepers.ending(member.node, pid)
-        return found if found.text else Ending(f"process {pid} died")
+        return found if found.text else protocol.Ending(f"process {pid} died")
 
     def _exited(self, worker: str, cause: str, detail: str) -> None:
         member = self._members.get(worker)
@@ -379,13 +345,13 @@ class Workers:
             # Waiters keep their own handle; keeping one per past worker would leak.
             del self._members[worker]
         self._inbox.post(
-            WorkerExited(at_s=self._inbox.at_s(), worker=worker, cause=cause, detail=detail)
+            core.WorkerExited(at_s=self._inbox.at_s(), worker=worker, cause=cause, detail=detail)
         )
 
 
-def _left(at_s: float, worker: str, outcome: Outcome, unreached: str) -> Event:
-    if isinstance(outcome, Raised):
-        return WorkerRaised(
+def _left(at_s: float, worker: str, outcome: protocol.Outcome, unreached: str) -> core.Event:
+    if isinstance(outcome, protocol.Raised):
+        return core.WorkerRaised(
             at_s=at_s,
             attempt=outcome.attempt,
             worker=worker,
@@ -393,17 +359,17 @@ def _left(at_s: float, worker: str, outcome: Outcome, unreached: str) -> Event:
             error=outcome.error,
             traceback=outcome.traceback,
         )
-    left = WorkerLeft(
+    left = core.WorkerLeft(
         at_s=at_s,
         attempt=outcome.attempt,
         worker=worker,
         how=_HOW[type(outcome)],
         step=outcome.step,
         detail=_detail(outcome),
-        told=outcome.why if isinstance(outcome, Yielded) else "",
+        told=outcome.why if isinstance(outcome, protocol.Yielded) else "",
         unreached=unreached,
     )
-    if not isinstance(outcome, Unloadable):
+    if not isinstance(outcome, protocol.Unloadable):
         return left
     found = outcome.found
     return replace(
@@ -415,10 +381,10 @@ def _left(at_s: float, worker: str, outcome: Outcome, unreached: str) -> Event:
     )
 
 
-def _detail(outcome: Outcome) -> str:
-    if isinstance(outcome, Completed):
+def _detail(outcome: protocol.Outcome) -> str:
+    if isinstance(outcome, protocol.Completed):
         return outcome.ended
-    return outcome.detail if isinstance(outcome, PeerLost) else ""
+    return outcome.detail if isinstance(outcome, protocol.PeerLost) else ""
 
 
 def _first_line(error: BaseException) -> str:

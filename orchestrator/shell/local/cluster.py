@@ -226,12 +226,7 @@ class HostedCluster:
 
 
 class _Host:
-    """The process of a hosted cluster: takes commands, and ends when nobody needs the cluster.
-
-    Args:
-        folder: Holds its socket, its log and its entry in the registry.
-        starter_pid: The command that started it.
-    """
+    """The process of a hosted cluster: takes commands, and ends when nobody needs the cluster."""
 
     def __init__(self, folder: Path, starter_pid: int) -> None:
         self._folder = folder

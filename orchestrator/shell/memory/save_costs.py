@@ -29,15 +29,7 @@ LOOK_S = 5.0
 
 
 class CadenceWatch:
-    """Measures what saves cost, and shows it beside the budget.
-
-    Args:
-        workers: Reaches the workers.
-        inbox: Takes the costs.
-        rules: Of the cadence.
-        snapshot: What was asked for of snapshots.
-        checkpoint: What was asked for of checkpoints.
-    """
+    """Measures what saves cost, and shows it beside the budget."""
 
     def __init__(
         self,
@@ -63,12 +55,12 @@ class CadenceWatch:
         unmeasured = "not measured yet" if self._rules.chooses else "as configured"
         return {
             "snapshot_steps": self._steps[0],
-            "snapshot_taken_steps": self._taken_steps(costs) if costs is not None else None,
+            "snapshot_taken_steps": costs and self._taken_steps(costs),
             "checkpoint_steps": self._kept.checkpoint_steps,
-            "step_s": costs.step_s if costs is not None else None,
-            "snapshot_stall_s": costs.snapshot_stall_s if costs is not None else None,
-            "checkpoint_stall_s": costs.checkpoint_stall_s if costs is not None else None,
-            "cost_share": self._share(costs) if costs is not None else None,
+            "step_s": costs and costs.step_s,
+            "snapshot_stall_s": costs and costs.snapshot_stall_s,
+            "checkpoint_stall_s": costs and costs.checkpoint_stall_s,
+            "cost_share": costs and self._share(costs),
             "cost_share_max": self._rules.cost_share_max,
             "problems": [each for each in (self._problem, costs.trouble if costs else "") if each],
             "reason": state.pace_reason or unmeasured,

@@ -81,14 +81,7 @@ class Answer:
 
 
 class Snapshots:
-    """What the keepers of the run hold.
-
-    Args:
-        nodes: The keepers' handles and addresses.
-        store: Where the run directory is.
-        checkpoints: Path of the versions in it.
-        total_steps: Length of the run.
-    """
+    """What the keepers of the run hold."""
 
     def __init__(self, *, nodes: Nodes, store: Store, checkpoints: str, total_steps: int) -> None:
         self._nodes = nodes

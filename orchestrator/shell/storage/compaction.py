@@ -65,11 +65,6 @@ class Reading:
 def read_journal(store: Store, run_path: str, rules: RunRules) -> Reading:
     """Fold the journal of a run, from the compacted one on if that can be used.
 
-    Args:
-        store: Where the run directory is.
-        run_path: Its path there.
-        rules: Of the run since it was last started or resumed.
-
     Raises:
         JournalCorruptError: The journal cannot be folded.
     """
@@ -127,14 +122,7 @@ def deciding_files() -> list[Path]:
 
 
 class CompactionFile:
-    """Compacts the journal when it has grown enough and the run is quiet.
-
-    Args:
-        store: Where the run directory is.
-        run_path: Its path there.
-        rules: Of the run.
-        compacted_bytes: Size of the part of the journal that is compacted already.
-    """
+    """Compacts the journal when it has grown enough and the run is quiet."""
 
     def __init__(
         self, store: Store, run_path: str, *, rules: RunRules, compacted_bytes: int
@@ -148,12 +136,7 @@ class CompactionFile:
         self._is_writing = False
 
     def is_due(self, journal_bytes: int, *, is_quiet: bool) -> bool:
-        """Return whether to compact now.
-
-        Args:
-            journal_bytes: Size of the journal.
-            is_quiet: Whether nothing waits for the controller.
-        """
+        """Return whether to compact now; ``is_quiet`` if nothing waits for the controller."""
         spacing_bytes = self._spacing_bytes * (1 if is_quiet else PATIENCE)
         return not self._is_writing and journal_bytes - self._compacted_bytes >= spacing_bytes
 
