@@ -1,4 +1,4 @@
-"""What every part of a run gets: the place where events go, and the run's clock."""
+"""The inbox of a run, which every part gets: it takes events, and knows the time."""
 
 from __future__ import annotations
 

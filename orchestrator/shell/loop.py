@@ -103,7 +103,7 @@ class Run:
         if self._is_restart:
             await parts.capacity.adopt()
         if parts.begun.is_resume:
-            # Where the last controller was ended for good, nobody took its workers back.
+            # A controller that was ended for good has left its workers behind.
             await parts.capacity.release_all()
             await parts.worker_pool.kill_strays()
         for background in (
@@ -136,7 +136,7 @@ class Run:
             }
             if not asked:
                 continue
-            with contextlib.suppress(RayError):  # nobody knows while the head is away
+            with contextlib.suppress(RayError):  # Ray does not answer while the head is away
                 for alternative, why in (await in_thread(RAY, watch.refused, asked)).items():
                     at_s = self._inbox.at_s()
                     self._inbox.post(
@@ -148,7 +148,7 @@ class Run:
 
         Its trainers and keepers look for themselves before they commit or delete anything.
         """
-        while await self._owns():  # noqa: ASYNC110  storage tells nobody, it is asked
+        while await self._owns():  # noqa: ASYNC110  storage does not notify
             await asyncio.sleep(RECENT_S)
         self._over.set()
 
@@ -201,7 +201,7 @@ class Run:
     def request_stop(self, reason: str) -> None:
         """Stop at the next step boundary. On the loop.
 
-        What memory holds is stored at once: a step may take longer than anybody waits for the end.
+        Keepers store their snapshots at once: the user may not wait for the end of a step.
         """
         self._inbox.post(core.StopRequested(at_s=self._inbox.at_s(), reason=reason))
         if self._config.snapshot.every_steps:

@@ -42,7 +42,7 @@ class Others:
         was_shared = True
         while True:
             await asyncio.sleep(POLL_S)
-            with contextlib.suppress(RayError):  # nobody knows while the head is away
+            with contextlib.suppress(RayError):  # Ray does not answer while the head is away
                 namespaces = await in_thread(RAY, self._find)
                 await asyncio.gather(*map(self._ask, namespaces))
                 self._forget(namespaces)

@@ -1,6 +1,6 @@
-"""What the controller finds out of a run: where its version is, who lives, which memory there is.
+"""Reads of a run: where its version is, which workers live, and how much memory there is.
 
-An attempt is entered with the answers.
+Members enter an attempt with the answers.
 """
 
 from __future__ import annotations

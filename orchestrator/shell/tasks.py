@@ -1,4 +1,4 @@
-"""Tasks that nobody awaits."""
+"""Tasks that no other task awaits."""
 
 from __future__ import annotations
 

@@ -134,7 +134,7 @@ class Keepers:
         keeper = await starting
         await answer(keeper.clear.remote(), CLEAR_S)
         await self._pool.kill(keeper)
-        while await self._pool.find(view.node) is not None:  # noqa: ASYNC110  Ray tells nobody
+        while await self._pool.find(view.node) is not None:  # noqa: ASYNC110  Ray does not notify
             await asyncio.sleep(RETRY_S)
         view.ending = None
 
@@ -169,7 +169,7 @@ class Keepers:
             try:
                 await view.keeper.hold.remote()
             except RayError as error:
-                # Until it is back nobody asks it, nor is told of it.
+                # Until it is back it is not asked, and no peer is told of it.
                 view.secret, view.keeper_pid = b"", 0
                 # If the raylet answers, the machine lives: training need not stop for this.
                 # Callers wait until this is known.

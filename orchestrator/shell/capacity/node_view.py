@@ -1,4 +1,4 @@
-"""What the controller knows of a node."""
+"""The controller's view of a node."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ class NodeView:
         keeper: Ray handle of the keeper.
         host: Where the keeper serves snapshots; "" if it keeps none.
         port: Its port.
-        secret: What the keeper asks for before it serves; b"" before it said so.
+        secret: Peers must show it to the keeper; b"" before the keeper answered.
         tasks: Run until the node is lost.
         care: The one of ``tasks`` that ends with the keeper.
         ending: Set while the keeper is being ended.

@@ -22,7 +22,7 @@ _RAY, _KEEPER, _CONTROLLER = "ray", "keeper", "controller"
 
 
 class _Said(NamedTuple):
-    """What one source says of the end of a node, and what it means on the run's clock."""
+    """A source's notice of the end of a node, and the time on the run's clock."""
 
     said: Hashable
     by_s: float

@@ -135,7 +135,7 @@ class Capacity:
         await self._give_back(await in_thread(RAY, self._rows))
 
     async def poll_forever(self) -> None:
-        """Report grants, and give back what nobody asked for, until cancelled."""
+        """Report grants, and give back strays, until cancelled."""
         while True:
             self._asked.clear()
             if not self.pending() and time.monotonic() >= self._strays_until_s:
@@ -221,8 +221,8 @@ class Capacity:
     async def _give_back(self, numbers: Iterable[int]) -> None:
         """Remove the groups of ``numbers``, each once Ray is not busy placing it.
 
-        Ray 2.60 forgets what a node has put aside for a group that is removed meanwhile: nobody
-        gets that processor or GPU until the node restarts (ray-project/ray, issue 64693).
+        Ray 2.60 forgets the processor or GPU that a node has put aside for a group that is removed
+        meanwhile, until the node restarts (ray-project/ray, issue 64693).
         """
         left = set(numbers)
         until_s = time.monotonic() + BUSY_S_MAX

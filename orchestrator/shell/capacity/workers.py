@@ -171,8 +171,9 @@ class Workers:
 
     async def _accompany(self, worker: str, member: _Member) -> None:
         try:
-            hello = await member.handle.hello.remote()
-            self._ready(worker, member, hello["pid"])
+            if not member.pid:
+                hello = await member.handle.hello.remote()
+                self._ready(worker, member, hello["pid"])
             await member.handle.hold.remote()
         except RayError as error:
             self._ended(worker, error)
@@ -203,7 +204,7 @@ class Workers:
         try:
             outcome = await held
             if hearing is not None:
-                # What it noted last comes before its end, which may be that of the run.
+                # Its last notes come before its end, which may be that of the run.
                 await hearing
         except RayError as error:
             self._ended(worker, error)
@@ -281,16 +282,10 @@ class Workers:
         except RayError:
             # It is unreachable and perhaps alive: keep it, so that it can be killed.
             return None
-        # It may have got ready while nobody listened.
+        # It may have got ready while no controller listened.
         self._ready(worker, member, hello["pid"])
-        self._tasks.spawn(self._hold(worker, member))
+        self._tasks.spawn(self._accompany(worker, member))
         return (worker, node, hello["attempt"])
-
-    async def _hold(self, worker: str, member: _Member) -> None:
-        try:
-            await member.handle.hold.remote()
-        except RayError as error:
-            self._ended(worker, error)
 
     def _ended(self, worker: str, error: RayError) -> None:
         member = self._members.get(worker)

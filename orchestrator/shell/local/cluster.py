@@ -87,7 +87,7 @@ class _Nodes:
         )
         #: The simulated nodes by their Ray ids, oldest first.
         self.running: dict[str, Any] = {}
-        self._num_nodes, self._gpus = num_nodes, gpus
+        self._num_nodes, self._gpus = num_nodes, tuple(gpus)
         self._places: dict[str, int] = {}
         for _ in range(num_nodes):
             self.add_node()
@@ -226,7 +226,7 @@ class HostedCluster:
 
 
 class _Host:
-    """The process of a hosted cluster: takes commands, and ends when nobody needs the cluster."""
+    """The process of a hosted cluster: takes commands, and ends once the cluster is not needed."""
 
     def __init__(self, folder: Path, starter_pid: int) -> None:
         self._folder = folder
@@ -344,5 +344,5 @@ if __name__ == "__main__":
         raise
     finally:
         if os.getpgrp() == os.getpid():
-            # Daemons that Ray did not stop are in our group, and nobody else ends them.
+            # Daemons that Ray did not stop are in our group, and no other process ends them.
             os.killpg(0, signal.SIGKILL)

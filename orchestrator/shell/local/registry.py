@@ -26,12 +26,12 @@ class LocalEntry:
     """A local cluster as the registry knows it.
 
     Attributes:
-        address: Of its head.
+        address: Address of its head.
         host_pid: Its host, which leads the process group of all its processes.
         starter_pid: The command that started it.
         run_directory: The run that it serves, "" before there is one.
         is_detached: Whether it outlives its starter.
-        is_hosted: Whether its host still lives; without it nobody ends the cluster.
+        is_hosted: Whether its host still lives; without it no process ends the cluster.
     """
 
     address: str

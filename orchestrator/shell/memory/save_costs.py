@@ -73,7 +73,7 @@ class CadenceWatch:
 
     def _share(self, costs: SaveCosts) -> float:
         stalls_s = costs.snapshot_stall_s, costs.checkpoint_stall_s
-        # Those that are skipped stall nobody.
+        # Skipped snapshots stall no step.
         steps = self._taken_steps(costs), self._kept.checkpoint_steps
         return cost_share(costs.step_s, *stalls_s, steps=steps)
 

@@ -81,7 +81,7 @@ class Answer:
 
 
 class Snapshots:
-    """What the keepers of the run hold."""
+    """The snapshots that the keepers of the run hold."""
 
     def __init__(self, *, nodes: Nodes, store: Store, checkpoints: str, total_steps: int) -> None:
         self._nodes = nodes
@@ -264,7 +264,7 @@ class Snapshots:
         """Return what keepers hold; ask late ones again if their answer could be worth more.
 
         Args:
-            worth: What inventories are worth together, counted with the last that late ones said.
+            worth: Returns the value of inventories together, the last of late ones included.
             expected: So much is there, if all answer.
         """
         found = await self.inventories()
@@ -385,13 +385,13 @@ class Snapshots:
 
     def _living_reports(self) -> list[NodeReport]:
         met = {view.node for view in self._nodes.kept() if view.secret}
-        # What a keeper said before it died is not what the next one holds.
+        # The report of a keeper that died does not tell what the next one holds.
         self._reports = {node: one for node, one in self._reports.items() if node in met}
         return list(self._reports.values())
 
 
 def _seen(future: asyncio.Future[Any]) -> None:
-    """Retrieve the error of an answer that nobody waits for, so that asyncio does not log it."""
+    """Retrieve the error of an answer that no task awaits, so that asyncio does not log it."""
     if not future.cancelled():
         future.exception()
 

@@ -7,10 +7,10 @@ be used, the whole journal is folded.
 from __future__ import annotations
 
 import logging
-from dataclasses import dataclass
 from functools import cache
 from hashlib import sha256
 from pathlib import Path
+from typing import NamedTuple
 
 from orchestrator.core import (
     Basis,
@@ -47,14 +47,11 @@ SPACING_BYTES = 256 << 10
 PATIENCE = 8
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Reading:
-    """What a journal amounts to when an incarnation begins.
+class Reading(NamedTuple):
+    """The journal when an incarnation begins.
 
-    Attributes:
-        folded: All of it.
-        num_incidents_written: Incidents, from the first on, that are known to be written.
-        compacted_bytes: Size of the part that did not have to be folded.
+    ``num_incidents_written`` incidents, from the first on, are known to be written, and
+    ``compacted_bytes`` did not have to be folded.
     """
 
     folded: Folded
@@ -76,7 +73,7 @@ def read_journal(store: Store, run_path: str, rules: RunRules) -> Reading:
         if num_bytes >= SPACING_BYTES:
             extra = {"reason": str(error), "journal_bytes": num_bytes}
             log.warning("compacted_journal_not_used", extra=extra)
-    return Reading(folded=fold_on(Folded(), read_segments(store, run_path), rules))
+    return Reading(fold_on(Folded(), read_segments(store, run_path), rules))
 
 
 def _from_compacted(store: Store, run_path: str, rules: RunRules) -> Reading:
@@ -94,11 +91,8 @@ def _from_compacted(store: Store, run_path: str, rules: RunRules) -> Reading:
         raise CompactionError(f"segment {place.segment} is shorter than it was")
     segments = read_from(store, run_path, number=place.segment, offset_bytes=offset_bytes)
     num_written = folded.stats.num_settled
-    return Reading(
-        folded=fold_on(folded, behind(place, segments), rules, first=place.segment),
-        num_incidents_written=num_written,
-        compacted_bytes=place.journal_bytes,
-    )
+    folded = fold_on(folded, behind(place, segments), rules, first=place.segment)
+    return Reading(folded, num_written, place.journal_bytes)
 
 
 def basis_of(rules: RunRules) -> Basis:

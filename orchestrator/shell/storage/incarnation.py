@@ -32,16 +32,16 @@ UNSENT_ATTEMPTS = 100
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Incarnation:
-    """What a controller begins with.
+    """The start of a controller.
 
     Attributes:
         number: From 1.
         is_resume: Whether it resumes the run under settings of its own.
-        state: Of the run before ``first``.
+        state: The run's, before ``first``.
         first: Its first event.
         clock: Continues that of the incarnation before.
         seq: Number of the next record in the journal.
-        stats: Of earlier incarnations.
+        stats: The numbers of earlier incarnations.
         num_incidents_written: Incidents, from the first on, that are known to be written.
         journal_bytes: Size of the journal.
         compacted_bytes: Size of the part that the compacted journal replaces.

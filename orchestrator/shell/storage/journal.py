@@ -108,25 +108,22 @@ class JournalFile:
 
     def _append(self, data: bytes) -> None:
         """Append once there is room: a full disk is emptied by people."""
-        try:
-            self._store.append(self._path, data)
-        except StorageError as error:
-            if not is_full(error):
-                raise
-            log.warning("journal_waits", extra={"error": str(error)})
-            self.trouble = str(error)
-        else:
-            return
-        while self.trouble:
-            time.sleep(PAUSE_S)
-            # The part that there was room for is there already.
-            there = self._store.size(self._path) if self._store.exists(self._path) else 0
+        there = self._size_bytes
+        while True:
             try:
                 self._store.append(self._path, data[there - self._size_bytes :])
-                self.trouble = ""
             except StorageError as error:
                 if not is_full(error):
                     raise
+                if not self.trouble:
+                    log.warning("journal_waits", extra={"error": str(error)})
+                self.trouble = str(error)
+            else:
+                self.trouble = ""
+                return
+            time.sleep(PAUSE_S)
+            # The part that there was room for is there already.
+            there = self._store.size(self._path) if self._store.exists(self._path) else 0
 
     @property
     def journal_bytes(self) -> int:

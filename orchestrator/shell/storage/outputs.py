@@ -1,4 +1,4 @@
-"""What a run writes beside its journal: contact, incidents, summary."""
+"""The files of a run beside its journal: contact, incidents, summary."""
 
 from __future__ import annotations
 
