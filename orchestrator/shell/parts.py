@@ -10,6 +10,7 @@ import ray
 from orchestrator.config import RunConfig
 from orchestrator.core import Event
 from orchestrator.run_directory import CHECKPOINTS
+from orchestrator.shell import storage
 from orchestrator.shell.capacity import ActorPool, Capacity, Keepers, Nodes, Rendezvous, Workers
 from orchestrator.shell.inbox import Inbox
 from orchestrator.shell.loggers import Loggers
@@ -17,15 +18,6 @@ from orchestrator.shell.memory import CadenceWatch, Orders, ProtectionWatch, Sna
 from orchestrator.shell.names import RunNames
 from orchestrator.shell.observer import Observer
 from orchestrator.shell.others import Others
-from orchestrator.shell.storage import (
-    CompactionFile,
-    JournalFile,
-    RunOutputs,
-    Sender,
-    begin_incarnation,
-    run_token,
-    segment_path,
-)
 from ucp_core.storage import Owner, join, open_store
 from workers import keeper, process
 
@@ -50,11 +42,11 @@ class Parts:
         self.store, self.path = open_store(config.run.directory)
         self.owner = Owner(self.store, self.path, life)
         spool = self.names.spool(ray.get_runtime_context().get_actor_id() or "")
-        self.begun = begin_incarnation(
+        self.begun = storage.begin_incarnation(
             self.store, self.path, config, life=life, token=token, spool=spool
         )
         self.state = self.begun.state
-        self.token = run_token(self.store, self.path)
+        self.token = storage.run_token(self.store, self.path)
         self.inbox = Inbox(at_s=self.begun.clock.at_s, post=post)
         self._build_storage(spool)
         self._build_capacity(controller, on_keeper)
@@ -62,19 +54,19 @@ class Parts:
 
     def _build_storage(self, spool: str) -> None:
         begun, train = self.begun, self.config.train
-        journal_path = segment_path(self.path, begun.number)
-        sender = Sender(self.store, journal_path=journal_path, spool=spool)
-        self.journal = JournalFile(
+        journal_path = storage.segment_path(self.path, begun.number)
+        sender = storage.Sender(self.store, journal_path=journal_path, spool=spool)
+        self.journal = storage.JournalFile(
             self.store,
             self.path,
             incarnation=begun.number,
             before_bytes=begun.journal_bytes,
             sender=None if self.store.appends else sender,
         )
-        self.compaction = CompactionFile(
+        self.compaction = storage.CompactionFile(
             self.store, self.path, rules=self.rules, compacted_bytes=begun.compacted_bytes
         )
-        self.outputs = RunOutputs(
+        self.outputs = storage.RunOutputs(
             self.store,
             self.path,
             begun.stats,
