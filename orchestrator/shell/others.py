@@ -12,7 +12,7 @@ from ray.exceptions import RayError
 
 from orchestrator.core import OthersSeen
 from orchestrator.policies import Share
-from orchestrator.shell.capacity.actors import answer
+from orchestrator.shell.capacity import answer
 from orchestrator.shell.clock import monotonic_s
 from orchestrator.shell.inbox import Inbox
 from orchestrator.shell.names import NAMESPACE_PREFIX, RunNames
