@@ -24,7 +24,8 @@ NUM_ASKED = 32
 async def accepts(address: tuple[str, int]) -> bool | None:
     """Return whether something listens at ``address``; None if its machine does not answer."""
     try:
-        _, writer = await asyncio.wait_for(asyncio.open_connection(*address), PROBE_S)
+        async with asyncio.timeout(PROBE_S):
+            _, writer = await asyncio.open_connection(*address)
     except ConnectionRefusedError:
         return False
     except (TimeoutError, OSError):
