@@ -22,7 +22,7 @@ from orchestrator.shell.local import local_clusters
 
 #: A cluster that is there accepts a connection in milliseconds, also from far away.
 ANSWER_S = 3.0
-#: Ray's own words do not say so: whoever asks without the token is turned away like a stranger.
+#: Ray's own words do not say so: it refuses a process without the token like any stranger.
 _AUTH = "if it asks for a token, set RAY_AUTH_MODE=token and RAY_AUTH_TOKEN_PATH"
 _OWN_NAMES = frozenset({"127.0.0.1", "localhost"})
 
@@ -32,7 +32,7 @@ def connect_ray(address: str, *, namespace: str | None = None) -> None:
 
     Raises:
         ConnectionError: Nothing answers there.
-        RayError: What answers does not want this process.
+        RayError: The cluster refuses this process.
         ConfigError: This process has another version of Ray or Python than the cluster.
     """
     why = why_silent(address) or _why_no_head(address)
@@ -142,10 +142,9 @@ def _quiet_descriptor(number: int) -> Iterator[None]:
 
 
 def head_returns(environment: Mapping[str, str]) -> bool:
-    """Return whether a head comes back as the same cluster: what it knows is kept elsewhere.
+    """Return whether a head with ``environment`` comes back as the same cluster.
 
-    Args:
-        environment: Of the head's processes.
+    It does if it keeps its knowledge elsewhere.
     """
     kept = environment.get("RAY_gcs_storage", "memory")
     return bool(environment.get("RAY_REDIS_ADDRESS")) or kept != "memory"

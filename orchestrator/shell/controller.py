@@ -42,7 +42,7 @@ class Controller:
     """Ray's handle on a run.
 
     The run lives on an event loop of its own thread that starts with the process: after a
-    restart nobody has to call anything.
+    restart it needs no call.
 
     Args:
         run_id: The run's name in Ray.
@@ -72,7 +72,7 @@ class Controller:
             raise
         threading.Thread(target=self._serve, name="run", daemon=True).start()
 
-    # Nobody waits for an answer, and one of nothing costs a tenth of the call.
+    # An empty answer costs a tenth of the call, and no caller waits for it.
     @ray.method(num_returns=0)
     def observe(self, report: NodeReport) -> None:
         """Take in a keeper's report."""

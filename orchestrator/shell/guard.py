@@ -27,10 +27,9 @@ _NUM_LOOKS: Final = 10
 
 
 def begin_guard(stopped_s: float) -> subprocess.Popen[bytes]:
-    """Start the guard of this process; it ends with it, and when what is returned is dropped.
+    """Start a guard that kills this process once it was stopped for ``stopped_s``.
 
-    Args:
-        stopped_s: The process is killed when it was stopped for so long.
+    The guard ends with this process, and when the returned handle is dropped.
     """
     return subprocess.Popen(  # noqa: S603  our own file
         [sys.executable, "-I", "-S", __file__, str(os.getpid()), str(stopped_s)],

@@ -1,30 +1,20 @@
-"""Turns the keepers' reports into events: who has formed, which step is done, who hangs."""
+"""Turns keepers' reports into events: members have formed, a step is done, a member hangs."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
 
-from orchestrator.core import AttemptStalled, Event, HangFound, MembersAtWork, StepCompleted
-from orchestrator.detection import (
-    Detector,
-    Limits,
-    NodeSilent,
-    Stalled,
-    Verdict,
-    at_work,
-    judge,
-    limits_from,
-    observe,
-    without_silent,
-)
+from orchestrator import detection
+from orchestrator.core import AttemptStalled, HangFound, MembersAtWork, StepCompleted
+from orchestrator.shell.inbox import Inbox
 from workers.protocol import NOT_FORMED, NodeReport, WorkerReport
 from workers.settings import ParallelSettings
 
 #: A lost node that was silent for so long is forgotten when the next attempt starts.
 FORGET_S = 60.0
 
-#: It is judged this often at most: far more often than a keeper reports on who stands still, and
-#: less often in a large run, where a look at all members takes 5 us each.
+#: Reports are judged this often at most: far more often than a keeper reports on a member that
+#: stands still, and less often in a large run, where a look at all members takes 5 us each.
 JUDGE_S = 0.02
 JUDGE_S_EACH = 1e-4
 
@@ -33,8 +23,7 @@ class Observer:
     """Keeps the last report of every worker of a node and folds all of them into the detector.
 
     Args:
-        post: Where events go.
-        at_s: The run's clock.
+        inbox: Takes what reports tell.
         on_formed: Called once with (worker, attempt, when) for each that has formed.
         node_silent: Called with (node, cause) when a node says nothing beyond its bound.
         patience: A step may take this many times the observed p99.
@@ -43,21 +32,19 @@ class Observer:
 
     def __init__(
         self,
+        inbox: Inbox,
         *,
-        post: Callable[[Event], None],
-        at_s: Callable[[], float],
         on_formed: Callable[[str, int, float], None],
         node_silent: Callable[[str, str], None],
         patience: float,
         parallel: ParallelSettings,
     ) -> None:
-        self._post = post
-        self._at_s = at_s
+        self._inbox = inbox
         self._on_formed = on_formed
         self._node_silent = node_silent
         self._patience = patience
         self._parallel = parallel
-        self._detector = Detector()
+        self._detector = detection.Detector()
         self._attempt = 0
         self._members: tuple[str, ...] = ()
         self._is_member: frozenset[str] = frozenset()
@@ -69,7 +56,7 @@ class Observer:
         self._judged = False
         self._stalled_s = 0.0
         self._judged_at_s = float("-inf")
-        #: Who is in an attempt that was fenced, from when they are late, and who of them works.
+        #: Members of a fenced attempt, when they are late, and those of them that still compute.
         self._fenced: tuple[str, ...] = ()
         self._late_at_s = 0.0
         self._at_work: tuple[str, ...] = ()
@@ -78,7 +65,7 @@ class Observer:
         self._listed: dict[str, frozenset[str]] = {}
 
     def begin(self, attempt: int, members: tuple[str, ...], resume_step: int) -> None:
-        """Watch ``attempt`` from now on; what older ones still say is only shown."""
+        """Watch ``attempt`` from now on; reports on older ones are only shown."""
         self._attempt = attempt
         self._members, self._is_member = members, frozenset(members)
         self._formed = set()
@@ -86,7 +73,7 @@ class Observer:
         self._stored_step = 0
         self._judged, self._stalled_s = False, 0.0
         self._fenced = self._at_work = ()
-        self._detector = without_silent(self._detector, members, FORGET_S)
+        self._detector = detection.without_silent(self._detector, members, FORGET_S)
         for node in self._listed.keys() - self._detector.nodes.keys():
             self._forget(self._listed.pop(node))
 
@@ -95,15 +82,15 @@ class Observer:
 
         Args:
             inside: Members that have to leave it.
-            late_s: Who has not left after so long is looked at.
+            late_s: Members that have not left after so long are looked at.
         """
         self._members, self._is_member = (), frozenset()
-        self._fenced, self._late_at_s = inside, self._at_s() + late_s
+        self._fenced, self._late_at_s = inside, self._inbox.at_s() + late_s
 
     def on_report(self, report: NodeReport) -> None:
         """Take in one keeper's report."""
-        at_s = self._at_s()
-        self._detector = observe(self._detector, report, at_s)
+        at_s = self._inbox.at_s()
+        self._detector = detection.observe(self._detector, report, at_s)
         listed = frozenset(row.worker for row in report.workers)
         self._forget(self._listed.get(report.node, frozenset()) - listed)
         self._listed[report.node] = listed
@@ -117,9 +104,9 @@ class Observer:
                 self._note_step(row, at_s)
 
     @property
-    def limits(self) -> Limits:
+    def limits(self) -> detection.Limits:
         """Return the bounds on waiting, as they follow from the steps so far."""
-        return limits_from(
+        return detection.limits_from(
             self._detector.step_s_p99,
             step_s_p50=self._detector.step_s_p50,
             patience=self._patience,
@@ -130,13 +117,13 @@ class Observer:
 
         With many nodes reports come faster than they can tell anything new.
         """
-        at_s = self._at_s()
+        at_s = self._inbox.at_s()
         self._look_who_leaves(at_s)
         period_s = JUDGE_S + JUDGE_S_EACH * len(self._members)
         if not self._members or self._judged or at_s - self._judged_at_s < period_s:
             return
         self._judged_at_s = at_s
-        verdict = judge(
+        verdict = detection.judge(
             self._detector,
             at_s,
             attempt=self._attempt,
@@ -144,11 +131,11 @@ class Observer:
             limits=self.limits,
             collectives_fail_s=self._parallel.timeout_s(self._detector.step_s_p50),
         )
-        if isinstance(verdict, NodeSilent):
+        if isinstance(verdict, detection.NodeSilent):
             self._node_silent(verdict.node, verdict.evidence)
-        elif isinstance(verdict, Verdict):
+        elif isinstance(verdict, detection.Verdict):
             self._judged = True
-            self._post(
+            self._inbox.post(
                 HangFound(
                     at_s=at_s,
                     attempt=self._attempt,
@@ -157,10 +144,10 @@ class Observer:
                     is_program=verdict.is_program,
                 )
             )
-        waited_s = verdict.waited_s if isinstance(verdict, Stalled) else 0.0
+        waited_s = verdict.waited_s if isinstance(verdict, detection.Stalled) else 0.0
         if waited_s >= 2.0 * self._stalled_s > 0.0 or waited_s > 0.0 == self._stalled_s:
-            # Of one stall again only after twice the time.
-            self._post(AttemptStalled(at_s=at_s, attempt=self._attempt, waited_s=waited_s))
+            # Report the same stall again only after twice the time.
+            self._inbox.post(AttemptStalled(at_s=at_s, attempt=self._attempt, waited_s=waited_s))
             self._stalled_s = waited_s
         elif waited_s < self._stalled_s:
             self._stalled_s = 0.0
@@ -169,10 +156,10 @@ class Observer:
         """Post which members of a fenced attempt are at work, when that changes."""
         if not self._fenced or at_s < self._late_at_s:
             return
-        working = at_work(self._detector, attempt=self._attempt, members=self._fenced)
+        working = detection.at_work(self._detector, attempt=self._attempt, members=self._fenced)
         if working != self._at_work:
             self._at_work = working
-            self._post(MembersAtWork(at_s=at_s, attempt=self._attempt, workers=working))
+            self._inbox.post(MembersAtWork(at_s=at_s, attempt=self._attempt, workers=working))
 
     def _forget(self, workers: Iterable[str]) -> None:
         for worker in workers:
@@ -184,7 +171,7 @@ class Observer:
             self._on_formed(row.worker, self._attempt, at_s)
 
     def _note_step(self, row: WorkerReport, at_s: float) -> None:
-        # Before its first step in the attempt a page still shows an older attempt's step.
+        # Before its first step in the attempt a record still shows an older attempt's step.
         if row.step <= self._step or not row.step_s:
             return
         self._ahead[row.worker] = row
@@ -192,7 +179,7 @@ class Observer:
             rows = self._ahead.values()
             self._step, step_s = min(row.step for row in rows), max(row.step_s for row in rows)
             self._ahead = {row.worker: row for row in rows if row.step > self._step}
-            self._post(
+            self._inbox.post(
                 StepCompleted(
                     at_s=at_s,
                     attempt=self._attempt,

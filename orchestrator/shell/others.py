@@ -5,42 +5,34 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
-from collections.abc import Callable
 from typing import Any
 
 import ray
 from ray.exceptions import RayError
 
-from orchestrator.core import Event, OthersSeen
+from orchestrator.core import OthersSeen
 from orchestrator.policies import Share
+from orchestrator.shell.capacity import answer
 from orchestrator.shell.clock import monotonic_s
+from orchestrator.shell.inbox import Inbox
 from orchestrator.shell.names import NAMESPACE_PREFIX, RunNames
 from orchestrator.shell.threads import RAY, in_thread
 
 #: How often, and for how long an answer is waited for; a controller answered in 1 to 50 ms.
 POLL_S = 2.0
 ANSWER_S = 1.0
-#: What a controller said counts for so long while it says nothing: Ray starts it again.
+#: A controller's last answer counts for so long while it is silent: Ray starts it again.
 KEPT_S = 30.0
 
 log = logging.getLogger(__name__)
 
 
 class Others:
-    """The other runs on the cluster.
+    """The other runs on the cluster; posts ``OthersSeen`` while there are any."""
 
-    Args:
-        names: Of the own run.
-        at_s: Returns the time on the run's clock.
-        post: Takes each ``OthersSeen``. There is none while no other run is there.
-    """
-
-    def __init__(
-        self, *, names: RunNames, at_s: Callable[[], float], post: Callable[[Event], None]
-    ) -> None:
+    def __init__(self, inbox: Inbox, *, names: RunNames) -> None:
         self._names = names
-        self._at_s = at_s
-        self._post = post
+        self._inbox = inbox
         self._controllers: dict[str, Any] = {}
         self._said: dict[str, tuple[float, Share]] = {}
 
@@ -50,13 +42,14 @@ class Others:
         was_shared = True
         while True:
             await asyncio.sleep(POLL_S)
-            with contextlib.suppress(RayError):  # nobody knows while the head is away
+            with contextlib.suppress(RayError):  # Ray does not answer while the head is away
                 namespaces = await in_thread(RAY, self._find)
                 await asyncio.gather(*map(self._ask, namespaces))
                 self._forget(namespaces)
                 shares = tuple(share for _, (_, share) in sorted(self._said.items()))
                 if shares or was_shared:
-                    self._post(OthersSeen(at_s=self._at_s(), run=self._names.run_id, others=shares))
+                    at_s, run = self._inbox.at_s(), self._names.run_id
+                    self._inbox.post(OthersSeen(at_s=at_s, run=run, others=shares))
                 was_shared = bool(shares)
 
     def _find(self) -> list[str]:
@@ -80,12 +73,13 @@ class Others:
         controller = self._controllers.get(namespace)
         if controller is None:
             return
-        try:
-            said = await asyncio.wait_for(_share_of(controller), ANSWER_S)
-            self._said[namespace] = (monotonic_s(), Share(**said))
-        except (RayError, TimeoutError):
+        said = await answer(controller.share.remote(), ANSWER_S)
+        if said is None:
             # The next run in its directory has another controller.
             del self._controllers[namespace]
+            return
+        try:
+            self._said[namespace] = (monotonic_s(), Share(**said))
         except (AttributeError, TypeError) as error:  # of a version that says other things
             log.warning("run_not_understood", extra={"run": namespace, "error": str(error)})
 
@@ -101,8 +95,3 @@ class Others:
             for namespace, controller in self._controllers.items()
             if namespace in namespaces
         }
-
-
-async def _share_of(controller: Any) -> dict[str, Any]:
-    said: dict[str, Any] = await controller.share.remote()
-    return said

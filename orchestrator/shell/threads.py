@@ -1,7 +1,7 @@
 """Threads for the calls that block: the run's loop itself waits for nothing but events.
 
-What the calls wait for has threads of its own. A store that stalls holds up those that wait for
-storage. Polling of nodes and reservations goes on, and so does a journal on another file system.
+Ray, storage and the journal have threads of their own. A store that stalls holds up those that wait
+for storage, but not the polling of nodes and reservations, nor a journal on another file system.
 """
 
 from __future__ import annotations

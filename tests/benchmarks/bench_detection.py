@@ -18,6 +18,7 @@ from time import process_time
 from typing import Any
 
 from orchestrator.core import Event
+from orchestrator.shell.inbox import Inbox
 from orchestrator.shell.observer import Observer
 from workers.keeper.actor import MOVING_PERIOD_S, still_period_s
 from workers.protocol import GroupState, NodeReport, WorkerPhase, WorkerReport
@@ -62,8 +63,7 @@ class Replay:
         self.at_s = 100.0
         self.events: list[Event] = []
         self._observer = Observer(
-            post=self.events.append,
-            at_s=lambda: self.at_s,
+            Inbox(at_s=lambda: self.at_s, post=self.events.append),
             on_formed=lambda *_: None,
             node_silent=lambda *_: None,
             patience=3.0,

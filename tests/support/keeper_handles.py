@@ -7,12 +7,14 @@ from collections.abc import Awaitable, Callable, Coroutine
 from dataclasses import dataclass, field
 from typing import Any
 
-from orchestrator.core import Bounds
+from orchestrator.core import Bounds, Event
 from orchestrator.shell import RunNames
-from orchestrator.shell.capacity.nodes import Nodes, NodeView
+from orchestrator.shell.capacity import ActorPool, Keepers, Nodes, NodeView, Workers
+from orchestrator.shell.capacity.nodes import Cluster
+from orchestrator.shell.inbox import Inbox
 from orchestrator.shell.memory.snapshots import Answer, Snapshots
 from ucp_core.storage import Store
-from workers.protocol import Ending, Held, HeldPart, Inventory, KeeperOrder
+from workers.protocol import Held, HeldPart, Inventory, KeeperOrder
 
 ROOT = "run/checkpoints"
 LINEAGE = ((1, 0),)
@@ -49,6 +51,79 @@ class Handle:
         return True
 
 
+@dataclass
+class ClusterTable:
+    """What Ray's head knows of the nodes, handed to the watcher in its place.
+
+    Attributes:
+        rows: Ray's row of each node.
+        notices: Drain notices: the deadline in ms since the epoch by node; 0 without one.
+    """
+
+    rows: dict[str, dict[str, Any]] = field(default_factory=dict)
+    notices: dict[str, int] = field(default_factory=dict)
+
+    def add(self, node: str, address: tuple[str, int] = ("10.0.0.7", 4711)) -> None:
+        host, port = address
+        self.rows[node] = {
+            "NodeID": node,
+            "NodeManagerAddress": host,
+            "NodeManagerPort": port,
+            "Labels": {},
+            "Alive": True,
+            "Resources": {},
+        }
+
+    def read(self) -> Cluster:
+        return list(self.rows.values()), self.notices
+
+
+def nodes_of(
+    table: ClusterTable,
+    post: Callable[[Event], None],
+    *,
+    at_s: Callable[[], float] = lambda: 1.0,
+    here: str = "",
+) -> Nodes:
+    """Return a watcher of the nodes in ``table``, on the machine 10.0.0.1."""
+    return Nodes(
+        Inbox(at_s, post),
+        needs=[{}],
+        rack_label="",
+        here=here,
+        own_host="10.0.0.1",
+        own_notice=lambda: None,
+        read=table.read,
+    )
+
+
+def keepers_of(
+    nodes: Nodes, post: Callable[[Event], None], at_s: Callable[[], float] = lambda: 1.0
+) -> Keepers:
+    """Return the keepers on ``nodes``, which are started on Ray."""
+    names = RunNames("test")
+    return Keepers(
+        Inbox(at_s, post),
+        nodes=nodes,
+        pool=ActorPool(object, {}, names=names, name=names.keeper, boot={}),
+        on_keeper=lambda _: None,
+        bounds=Bounds(),
+    )
+
+
+def workers_of(
+    nodes: Nodes, post: Callable[[Event], None], at_s: Callable[[], float] = lambda: 0.0
+) -> Workers:
+    """Return the workers on ``nodes``, which are started on Ray."""
+    names = RunNames("test")
+    return Workers(
+        Inbox(at_s, post),
+        nodes=nodes,
+        keepers=keepers_of(nodes, post),
+        pool=ActorPool(object, {}, names=names, name=names.worker, boot={}),
+    )
+
+
 def held(step: int, rank: int) -> Held:
     return Held(
         slot=0,
@@ -81,27 +156,12 @@ def with_keepers(
     """Run ``act`` with two keepers that hold steps 6 and 7 of one rank each."""
 
     async def run() -> Any:
-        nodes = Nodes(
-            rack_label="",
-            names=RunNames("test"),
-            needs=[{"CPU": 1.0}],
-            boot={},
-            at_s=lambda: 0.0,
-            post=lambda _: None,
-            on_keeper=lambda _: None,
-            bounds=Bounds(),
-        )
-        nodes._met.set()
+        nodes = nodes_of(ClusterTable(), lambda _: None)
+        nodes.met.set()
         handles = Handles(nodes)
         for node, handle in handles.items():
             nodes.views[node] = NodeView(node, ("", 0), keeper=handle, secret=node.encode())
-        made = Snapshots(
-            nodes=nodes,
-            store=store,
-            checkpoints=ROOT,
-            life=0,
-            total_steps=100,
-        )
+        made = Snapshots(nodes=nodes, store=store, checkpoints=ROOT, total_steps=100)
         return await act(made, handles)
 
     return asyncio.run(run())
@@ -111,26 +171,3 @@ def version_of(answer: Answer | None) -> tuple[int, str] | None:
     assert answer is not None
     found = answer.version
     return None if found is None else (found.step, found.source)
-
-
-@dataclass
-class SoundNodes:
-    """Sound nodes that know of processes what they were told."""
-
-    kill: Callable[[str, str], Awaitable[bool]] | None = None
-    endings: dict[int, Ending] = field(default_factory=dict)
-
-    def is_draining(self, _node: str) -> bool:
-        return False
-
-    async def is_gone(self, _node: str) -> bool:
-        return False
-
-    async def ending(self, _node: str, pid: int) -> Ending:
-        return self.endings.get(pid, Ending(""))
-
-    async def kill_worker(self, node: str, worker: str) -> bool:
-        return await self.kill(node, worker) if self.kill is not None else True
-
-    def look_around(self, host: str) -> str:  # noqa: ARG002
-        return ""

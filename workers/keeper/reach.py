@@ -45,7 +45,9 @@ async def hung_up(address: tuple[str, int]) -> bool:
         Whether its machine answered to the end: it closed the connection, or refused it.
     """
     try:
-        reader, writer = await asyncio.wait_for(asyncio.open_connection(*address), _CONNECT_S)
+        # Unlike wait_for, a timeout does not swallow a cancellation as the connection is made.
+        async with asyncio.timeout(_CONNECT_S):
+            reader, writer = await asyncio.open_connection(*address)
         try:
             _keep_alive(writer.get_extra_info("socket"))
             while await reader.read(_GREETING_BYTES):

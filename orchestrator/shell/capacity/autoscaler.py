@@ -1,4 +1,4 @@
-"""What Ray's autoscaler says of requests that it cannot serve.
+"""Reads from Ray's autoscaler which requests it cannot serve.
 
 Ray tells a placement group nothing: it is pending, whether its machine is on the way, sold out, or
 of no type that the cluster has. The autoscaler reports both to Ray's head.
@@ -32,8 +32,8 @@ class AutoscalerWatch:
         """Return a line for people for each alternative that was refused since the last call.
 
         Args:
-            asked: The alternative of every pending group, by the group's id; what was refused
-                before is left out.
+            asked: The alternative of every pending group, by the group's id, without those that
+                were refused before.
         """
         state = _autoscaling_state()
         found: dict[int, str] = {}

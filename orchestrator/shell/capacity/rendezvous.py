@@ -29,11 +29,7 @@ _THREAD: Final = ThreadPoolExecutor(1, thread_name_prefix="rendezvous")
 
 
 class Rendezvous:
-    """Serves one store at a time; the last one stays up until the next is asked for.
-
-    Args:
-        host: The address of this machine.
-    """
+    """Serves one store at a time; the last one stays up until the next is asked for."""
 
     def __init__(self, host: str) -> None:
         self._host = host

@@ -12,7 +12,7 @@ import asyncio
 import contextlib
 import logging
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -28,20 +28,22 @@ from ray.util.placement_group import (
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
 from orchestrator.config import Alternative
+from orchestrator.core import ReservationGranted
+from orchestrator.shell.inbox import Inbox
 from orchestrator.shell.names import RunNames
 from orchestrator.shell.threads import RAY, in_thread
 
 #: Pending groups are looked at this often, and none are while all are placed. Ray offers no push
 #: that costs no worker process.
 POLL_S = 0.2
-#: What a controller that died asked for can come into force after the next one has looked, where
-#: Ray is slow: for so long it is looked for.
+#: If Ray is slow, a dead controller's request can come into force after the next controller has
+#: looked. So long are such reservations looked for.
 STRAYS_S = 30.0
 #: A reservation that has not said by then which GPUs it has is asked again. Ray starts a process
 #: in it for that: this takes seconds, and for ever if its node is gone and there is no other.
 GPU_S_MAX = 60.0
-#: What is given back while Ray places it is looked at this often, and waited for so long: a node
-#: that does not answer must not keep a run from its end.
+#: Poll period and bound for removing a placement group that Ray is still placing: a node that does
+#: not answer must not keep a run from its end.
 BUSY_POLL_S = 0.02
 BUSY_S_MAX = 30.0
 #: Ray's words for a group that waits for room, which nothing is put aside for.
@@ -58,27 +60,17 @@ class _Reservation:
 
 
 class Capacity:
-    """The run's reservations. ``on_granted(reservation, node)`` is called once per grant.
-
-    Args:
-        names: The run's names.
-        alternatives: What may be asked for.
-        on_granted: Called on the event loop.
-    """
+    """The run's reservations; posts one ``ReservationGranted`` per grant."""
 
     def __init__(
-        self,
-        *,
-        names: RunNames,
-        alternatives: Sequence[Alternative],
-        on_granted: Callable[[int, str], None],
+        self, inbox: Inbox, *, names: RunNames, alternatives: Sequence[Alternative]
     ) -> None:
+        self._inbox = inbox
         self._names = names
         self._alternatives = alternatives
-        self._on_granted = on_granted
         self._reservations: dict[int, _Reservation] = {}
         self._asked = asyncio.Event()
-        # Groups that are being created: who asked may be gone by the time that they are there.
+        # Groups that are being created: the caller may be gone before they are there.
         self._creations: set[asyncio.Future[PlacementGroup]] = set()
         self._grants: dict[int, asyncio.Future[None]] = {}
         self._strays_until_s = float("-inf")
@@ -143,7 +135,7 @@ class Capacity:
         await self._give_back(await in_thread(RAY, self._rows))
 
     async def poll_forever(self) -> None:
-        """Report grants, and give back what nobody asked for, until cancelled."""
+        """Report grants, and give back strays, until cancelled."""
         while True:
             self._asked.clear()
             if not self.pending() and time.monotonic() >= self._strays_until_s:
@@ -175,7 +167,8 @@ class Capacity:
         if gpu_ids and dict(_placed(await in_thread(RAY, self._rows))).get(number) != node:
             return  # it lost that node meanwhile
         entry.gpu_ids, entry.node = gpu_ids, node
-        self._on_granted(number, node)
+        at_s = self._inbox.at_s()
+        self._inbox.post(ReservationGranted(at_s=at_s, reservation=number, node=node))
 
     async def adopt(self) -> None:
         """After a restart of the controller: find the run's groups again by their names."""
@@ -228,8 +221,8 @@ class Capacity:
     async def _give_back(self, numbers: Iterable[int]) -> None:
         """Remove the groups of ``numbers``, each once Ray is not busy placing it.
 
-        Ray 2.60 forgets what a node has put aside for a group that is removed meanwhile: nobody
-        gets that processor or GPU until the node restarts (ray-project/ray, issue 64693).
+        Ray 2.60 forgets the processor or GPU that a node has put aside for a group that is removed
+        meanwhile, until the node restarts (ray-project/ray, issue 64693).
         """
         left = set(numbers)
         until_s = time.monotonic() + BUSY_S_MAX

@@ -11,53 +11,27 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import re
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from dataclasses import dataclass, field, replace
-from typing import Any, Protocol
+from typing import Any
 
-import ray
 from ray.exceptions import ActorDiedError, RayError
-from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
-from orchestrator.core import (
-    UNKNOWN_ATTEMPT,
-    Event,
-    Leaving,
-    NotFiniteFound,
-    WorkerExited,
-    WorkerFormed,
-    WorkerLeft,
-    WorkerRaised,
-    WorkerReady,
-)
-from orchestrator.shell.names import RunNames
-from orchestrator.shell.threads import RAY, in_thread
-from workers.process import OPTIONS, Worker
-from workers.protocol import (
-    LEASE_S,
-    Assignment,
-    Completed,
-    Ending,
-    Fenced,
-    Formed,
-    Noted,
-    Outcome,
-    Pace,
-    PeerLost,
-    Raised,
-    SaveCosts,
-    Superseded,
-    Unloadable,
-    Yielded,
-)
+from orchestrator import core
+from orchestrator.shell.capacity.actors import ActorPool, answer
+from orchestrator.shell.capacity.keepers import Keepers
+from orchestrator.shell.capacity.nodes import Nodes
+from orchestrator.shell.inbox import Inbox
+from orchestrator.shell.tasks import Tasks
+from workers import protocol
 
 _HOW = {
-    Completed: Leaving.COMPLETED,
-    Yielded: Leaving.YIELDED,
-    Fenced: Leaving.FENCED,
-    PeerLost: Leaving.PEER_LOST,
-    Superseded: Leaving.FENCED,
-    Unloadable: Leaving.UNLOADABLE,
+    protocol.Completed: core.Leaving.COMPLETED,
+    protocol.Yielded: core.Leaving.YIELDED,
+    protocol.Fenced: core.Leaving.FENCED,
+    protocol.Superseded: core.Leaving.FENCED,
+    protocol.PeerLost: core.Leaving.PEER_LOST,
+    protocol.Unloadable: core.Leaving.UNLOADABLE,
 }
 
 #: A killed process whose node does not answer is taken for gone after this: it is fenced by
@@ -83,51 +57,18 @@ class _Member:
     attended: set[int] = field(default_factory=set)
 
 
-class _Nodes(Protocol):
-    """What is asked of the run's nodes; see ``orchestrator.shell.capacity.nodes``."""
-
-    def is_draining(self, node: str) -> bool: ...
-
-    async def is_gone(self, node: str) -> bool: ...
-
-    async def ending(self, node: str, pid: int) -> Ending: ...
-
-    async def kill_worker(self, node: str, worker: str) -> bool: ...
-
-    def look_around(self, host: str) -> str: ...
-
-
 class Workers:
-    """Handles of the run's workers; turns what happens to them into events.
+    """Handles of the run's workers; turns what happens to them into events."""
 
-    Args:
-        names: The run's names.
-        at_s: The run's clock.
-        post: Where events go; called on the event loop.
-        nodes: The nodes that they are on.
-        boot: Keyword arguments of ``workers.process.actor.Worker`` that are equal for all workers.
-    """
-
-    def __init__(
-        self,
-        *,
-        names: RunNames,
-        at_s: Callable[[], float],
-        post: Callable[[Event], None],
-        nodes: _Nodes,
-        boot: dict[str, Any],
-    ) -> None:
-        self._names = names
-        self._at_s = at_s
-        self._post = post
+    def __init__(self, inbox: Inbox, *, nodes: Nodes, keepers: Keepers, pool: ActorPool) -> None:
+        self._inbox = inbox
         self._nodes = nodes
-        self._boot = boot
+        self._keepers = keepers
+        self._pool = pool
         self._members: dict[str, _Member] = {}
-        self._tasks: set[asyncio.Task[None]] = set()
-        #: Processes that are being started: who asked may be gone by the time that they are there.
-        self._creations: set[asyncio.Future[Any]] = set()
-        #: What kills a worker of a node that may still live, until that is known to have worked.
-        self._killing: dict[asyncio.Task[None], str] = {}
+        self._tasks = Tasks()
+        #: Kills of workers on nodes that may still live, until they are known to have worked.
+        self._killing: dict[asyncio.Task[Any], str] = {}
 
     def start(self, worker: str, node: str) -> None:
         """Start ``worker`` on ``node``; ``WorkerReady`` or ``WorkerExited`` follows.
@@ -135,21 +76,19 @@ class Workers:
         It waits for those there that were killed and may still live, and use the node's devices.
         """
         member = self._members[worker] = _Member(handle=None, node=node)
-        self._spawn(self._start(worker, member))
+        self._tasks.spawn(self._start(worker, member))
 
     def kill(self, worker: str) -> None:
         """SIGKILL ``worker``; ``WorkerExited`` follows, also if its node no longer answers."""
         member = self._members.get(worker)
-        if member is None:
-            self._exited(worker, "killed", "it was already gone")
-            return
-        if member.handle is None:
-            self._exited(worker, "killed", "it was not started yet")
+        if member is None or member.handle is None:
+            why = "it was already gone" if member is None else "it was not started yet"
+            self._exited(worker, "killed", why)
             return
         member.killed = True
-        self._spawn(self._kill(worker, member))
+        self._tasks.spawn(self._kill(worker, member))
 
-    def enter(self, worker: str, assignment: Assignment, gpu_ids: tuple[int, ...]) -> None:
+    def enter(self, worker: str, assignment: protocol.Assignment, gpu_ids: tuple[int, ...]) -> None:
         """Put ``worker`` to work; ``WorkerLeft`` or ``WorkerRaised`` follows when it leaves."""
         member = self._members.get(worker)
         if member is None:
@@ -166,8 +105,8 @@ class Workers:
         if member is None or attempt in member.attended:
             return
         member.attended.add(attempt)
-        hearing = self._spawn(self._hear(member.handle, attempt)) if is_first else None
-        self._spawn(self._attend(worker, member.handle.attend.remote(attempt), hearing))
+        hearing = self._tasks.spawn(self._hear(member.handle, attempt)) if is_first else None
+        self._tasks.spawn(self._attend(worker, member.handle.attend.remote(attempt), hearing))
 
     def fence(self, attempt: int, workers: Iterable[str]) -> None:
         """Abort ``attempt`` in ``workers``; every one that lives answers by an event.
@@ -184,56 +123,38 @@ class Workers:
 
         With ``durable`` its state is in storage then, and else at least in keepers' memory.
         """
-        for member in self._known(workers):
-            member.handle.yield_at_boundary.remote(attempt, durable)
+        for worker in workers:
+            if worker in self._members:
+                self._members[worker].handle.yield_at_boundary.remote(attempt, durable)
 
     async def survey(self, workers: Iterable[tuple[str, str, float]]) -> list[tuple[str, str, int]]:
         """After a controller restart, find ``workers`` (name, node, seconds to wait for it) again.
 
-        Returns (worker, node, attempt) of who lives; attempt 0 for who is in none,
-        ``UNKNOWN_ATTEMPT`` for who does not answer in time.
+        Returns (worker, node, attempt) of each that lives. The attempt is 0 for a worker in none,
+        and ``UNKNOWN_ATTEMPT`` for one that does not answer in time.
         """
         asked = (self._ask(worker, node, timeout_s) for worker, node, timeout_s in workers)
-        return sorted(answer for answer in await asyncio.gather(*asked) if answer is not None)
+        return sorted(found for found in await asyncio.gather(*asked) if found is not None)
 
-    async def keep_pace(self, worker: str, attempt: int, pace: Pace) -> SaveCosts | None:
+    async def keep_pace(
+        self, worker: str, attempt: int, pace: protocol.Pace
+    ) -> protocol.SaveCosts | None:
         """Have ``attempt`` save so often, by telling its rank 0; return what saves cost there.
 
         None if it does not answer, or is not in that attempt.
         """
-        if worker not in self._members:
+        member = self._members.get(worker)
+        if member is None:
             return None
-        try:
-            answer = _paced(self._members[worker].handle, attempt, pace)
-            return await asyncio.wait_for(answer, PACE_S)
-        except (RayError, TimeoutError):
-            return None
+        return await answer(member.handle.keep_pace.remote(attempt, pace), PACE_S)
 
     async def close(self) -> None:
         """Stop listening; SIGKILL every worker, also one that is only being started."""
         for task in self._tasks:
             task.cancel()
-        made = await asyncio.gather(*self._creations, return_exceptions=True)
         handles = [member.handle for member in self._members.values()]
-        handles += [handle for handle in made if not isinstance(handle, BaseException)]
-        await asyncio.gather(*(_end_actor(handle) for handle in handles if handle is not None))
-
-    def end_strays(self) -> None:
-        """SIGKILL every worker that an earlier incarnation of the controller left behind."""
-        for found in ray.util.list_named_actors(all_namespaces=True):
-            is_worker = found["name"].startswith(self._names.worker(""))
-            if is_worker and found["namespace"] == self._names.namespace:
-                with contextlib.suppress(RayError, ValueError):
-                    ray.kill(ray.get_actor(**found), no_restart=True)
-
-    def _known(self, workers: Iterable[str]) -> list[_Member]:
-        return [self._members[worker] for worker in workers if worker in self._members]
-
-    def _spawn(self, coroutine: Any) -> asyncio.Task[None]:
-        task: asyncio.Task[None] = asyncio.get_running_loop().create_task(coroutine)
-        self._tasks.add(task)
-        task.add_done_callback(self._tasks.discard)
-        return task
+        kills = [self._pool.kill(handle) for handle in handles if handle is not None]
+        await asyncio.gather(self._pool.close(), *kills)
 
     async def _start(self, worker: str, member: _Member) -> None:
         killing = [task for task, node in self._killing.items() if node == member.node]
@@ -241,52 +162,36 @@ class Workers:
             await asyncio.wait(killing)
         if member.gone:
             return
-        creation = asyncio.ensure_future(in_thread(RAY, self._create, worker, member.node))
-        self._creations.add(creation)
-        handle = await asyncio.shield(creation)
-        self._creations.discard(creation)
+        handle = await self._pool.start(worker, member.node, worker=worker)
         if self._members.get(worker) is not member:  # it was killed meanwhile
-            await _end_actor(handle)
+            await self._pool.kill(handle)
             return
         member.handle = handle
         await self._accompany(worker, member)
 
-    def _create(self, worker: str, node: str) -> Any:
-        options = {
-            **OPTIONS,
-            "name": self._names.worker(worker),
-            "namespace": self._names.namespace,
-            "lifetime": "detached",
-            "get_if_exists": True,
-            "scheduling_strategy": NodeAffinitySchedulingStrategy(node, soft=False),
-        }
-        directory = self._names.shared_directory(node)
-        return (
-            ray.remote(Worker)
-            .options(**options)
-            .remote(worker=worker, directory=directory, **self._boot)
-        )
-
     async def _accompany(self, worker: str, member: _Member) -> None:
         try:
-            hello = await member.handle.hello.remote()
-            member.pid = hello["pid"]
-            self._post(
-                WorkerReady(at_s=self._at_s(), worker=worker, node=member.node, pid=member.pid)
-            )
+            if not member.pid:
+                hello = await member.handle.hello.remote()
+                self._ready(worker, member, hello["pid"])
             await member.handle.hold.remote()
         except RayError as error:
             self._ended(worker, error)
+
+    def _ready(self, worker: str, member: _Member, pid: int) -> None:
+        member.pid = pid
+        at_s = self._inbox.at_s()
+        self._inbox.post(core.WorkerReady(at_s=at_s, worker=worker, node=member.node, pid=pid))
 
     async def _hear(self, handle: Any, attempt: int) -> None:
         """Post what the first rank notes, until it has left the attempt."""
         num_heard = 0
         with contextlib.suppress(RayError):  # its end is on the way
-            while notes := await _noted(handle, attempt, num_heard):
+            while notes := await handle.notes.remote(attempt, num_heard):
                 for number, note in enumerate(notes, start=num_heard + 1):
-                    self._post(
-                        NotFiniteFound(
-                            at_s=self._at_s(),
+                    self._inbox.post(
+                        core.NotFiniteFound(
+                            at_s=self._inbox.at_s(),
                             attempt=attempt,
                             step=note.step,
                             number=number,
@@ -299,31 +204,31 @@ class Workers:
         try:
             outcome = await held
             if hearing is not None:
-                # What it noted last comes before its end, which may be that of the run.
+                # Its last notes come before its end, which may be that of the run.
                 await hearing
         except RayError as error:
             self._ended(worker, error)
             return
         unreached = ""
-        if isinstance(outcome, PeerLost):
+        if isinstance(outcome, protocol.PeerLost):
             # The survivor's transport is often the first to know; Ray needs 1.5 s for a machine.
             unreached = self._nodes.look_around(outcome.unreached)
-        self._post(_left(self._at_s(), worker, outcome, unreached))
+        self._inbox.post(_left(self._inbox.at_s(), worker, outcome, unreached))
 
     def note_formed(self, worker: str, attempt: int, at_s: float) -> None:
         """Post that ``worker`` has formed, with what it says that it took."""
         if worker in self._members:
             handle = self._members[worker].handle
-            self._spawn(self._note_formed(worker, handle, attempt, at_s))
+            self._tasks.spawn(self._note_formed(worker, handle, attempt, at_s))
 
     async def _note_formed(self, worker: str, handle: Any, attempt: int, at_s: float) -> None:
         try:
-            formed: Formed | None = await handle.formed.remote(attempt)
+            formed: protocol.Formed | None = await handle.formed.remote(attempt)
         except RayError:
             return  # its end is on the way
         if formed is not None:
-            self._post(
-                WorkerFormed(
+            self._inbox.post(
+                core.WorkerFormed(
                     at_s=at_s,
                     attempt=attempt,
                     worker=worker,
@@ -343,52 +248,44 @@ class Workers:
     async def _end(self, worker: str, member: _Member) -> None:
         """Kill a process once, and from then on in the background until it is known to be gone."""
         if not await self._kill_once(worker, member):
-            killing = self._spawn(self._kill_again(worker, member))
+            killing = self._tasks.spawn(self._kill_again(worker, member))
             self._killing[killing] = member.node
             killing.add_done_callback(self._killing.pop)
 
     async def _kill_again(self, worker: str, member: _Member) -> None:
         with contextlib.suppress(TimeoutError):
-            async with asyncio.timeout(LEASE_S):
+            async with asyncio.timeout(protocol.LEASE_S):
                 while not await self._kill_once(worker, member):  # noqa: ASYNC110  it is asked
                     await asyncio.sleep(KILL_AGAIN_S)
 
     async def _kill_once(self, worker: str, member: _Member) -> bool:
         # First, because Ray calls an actor dead when it has asked it to go.
-        is_gone = await self._nodes.kill_worker(member.node, worker)
-        await _end_actor(member.handle)
+        is_gone = await self._keepers.kill_worker(member.node, worker)
+        await self._pool.kill(member.handle)
         return is_gone
 
     async def _ask(self, worker: str, node: str, timeout_s: float) -> tuple[str, str, int] | None:
-        name, space = self._names.worker(worker), self._names.namespace
-        try:
-            handle: Any = await in_thread(RAY, ray.get_actor, name, namespace=space)
-        except ValueError:
+        handle = await self._pool.find(worker)
+        if handle is None:
             return None
         member = self._members[worker] = _Member(handle=handle, node=node)
         try:
-            hello: dict[str, Any] = await asyncio.wait_for(_asked(handle), timeout_s)
+            async with asyncio.timeout(timeout_s):
+                hello = await handle.hello.remote()
         except TimeoutError:
             # It is still starting, or it is stuck: alive, and perhaps ready later.
-            self._spawn(self._accompany(worker, member))
-            return (worker, node, UNKNOWN_ATTEMPT)
+            self._tasks.spawn(self._accompany(worker, member))
+            return (worker, node, core.UNKNOWN_ATTEMPT)
         except ActorDiedError:
             self._members.pop(worker, None)
             return None
         except RayError:
-            # Unreachable is perhaps alive: it is kept, so that it can be killed.
+            # It is unreachable and perhaps alive: keep it, so that it can be killed.
             return None
-        member.pid = hello["pid"]
-        # It may have got ready while nobody listened.
-        self._post(WorkerReady(at_s=self._at_s(), worker=worker, node=node, pid=member.pid))
-        self._spawn(self._hold(worker, member))
+        # It may have got ready while no controller listened.
+        self._ready(worker, member, hello["pid"])
+        self._tasks.spawn(self._accompany(worker, member))
         return (worker, node, hello["attempt"])
-
-    async def _hold(self, worker: str, member: _Member) -> None:
-        try:
-            await member.handle.hold.remote()
-        except RayError as error:
-            self._ended(worker, error)
 
     def _ended(self, worker: str, error: RayError) -> None:
         member = self._members.get(worker)
@@ -396,7 +293,7 @@ class Workers:
             return
         if not member.ending:
             member.ending = True
-            self._spawn(self._find_cause(worker, member, error))
+            self._tasks.spawn(self._find_cause(worker, member, error))
 
     async def _find_cause(self, worker: str, member: _Member, error: RayError) -> None:
         """Say that ``worker`` is gone, and whether its whole node is."""
@@ -407,32 +304,32 @@ class Workers:
         if is_node:
             self._exited(worker, "node", "its node is lost")
             return
-        found = Ending(_first_line(error))
+        found = protocol.Ending(_first_line(error))
         if isinstance(error, ActorDiedError):
-            died = Ending(f"process {member.pid} died")
+            died = protocol.Ending(f"process {member.pid} died")
             found = died if member.killed else await self._how(member, error)
         self._exited(worker, self._cause(member, found), found.text)
 
-    def _cause(self, member: _Member, found: Ending) -> str:
+    def _cause(self, member: _Member, found: protocol.Ending) -> str:
         if member.killed:
             return "killed"
-        if self._nodes.is_draining(member.node):
+        if self._nodes.notices.is_draining(member.node):
             return "preempted"
         return "out_of_memory" if found.is_out_of_memory else "crash"
 
-    async def _how(self, member: _Member, error: ActorDiedError) -> Ending:
+    async def _how(self, member: _Member, error: ActorDiedError) -> protocol.Ending:
         """Return how a process ended: Ray says neither a signal nor an exit code."""
         told = str(error)
         pid = member.pid or int(next(iter(re.findall(r"pid[:=] ?(\d+)", told)), 0))
         if _IN_START in told:
             lines = [line for line in told.splitlines() if line.strip()]
             raised = [line for line in lines if not line.startswith((" ", "The actor", "\t"))]
-            return Ending(f"process {pid} raised at start: {(raised or lines)[-1]}")
+            return protocol.Ending(f"process {pid} raised at start: {(raised or lines)[-1]}")
         if _SHORT_OF_MEMORY in told:
             text = f"Ray ended process {pid}: its node was running low on memory"
-            return Ending(text, is_out_of_memory=True)
-        found = await self._nodes.ending(member.node, pid)
-        return found if found.text else Ending(f"process {pid} died")
+            return protocol.Ending(text, is_out_of_memory=True)
+        found = await self._keepers.ending(member.node, pid)
+        return found if found.text else protocol.Ending(f"process {pid} died")
 
     def _exited(self, worker: str, cause: str, detail: str) -> None:
         member = self._members.get(worker)
@@ -440,33 +337,16 @@ class Workers:
             if member.gone:
                 return
             member.gone = True
-            # Who waits for it has it; a handle for each that ever was would add up.
+            # Waiters keep their own handle; keeping one per past worker would leak.
             del self._members[worker]
-        self._post(WorkerExited(at_s=self._at_s(), worker=worker, cause=cause, detail=detail))
+        self._inbox.post(
+            core.WorkerExited(at_s=self._inbox.at_s(), worker=worker, cause=cause, detail=detail)
+        )
 
 
-async def _paced(handle: Any, attempt: int, pace: Pace) -> SaveCosts | None:
-    costs: SaveCosts | None = await handle.keep_pace.remote(attempt, pace)
-    return costs
-
-
-async def _noted(handle: Any, attempt: int, num_heard: int) -> tuple[Noted, ...]:
-    notes: tuple[Noted, ...] = await handle.notes.remote(attempt, num_heard)
-    return notes
-
-
-async def _end_actor(handle: Any) -> None:
-    with contextlib.suppress(RayError, ValueError):
-        await in_thread(RAY, ray.kill, handle, no_restart=True)
-
-
-async def _asked(handle: Any) -> Any:
-    return await handle.hello.remote()
-
-
-def _left(at_s: float, worker: str, outcome: Outcome, unreached: str) -> Event:
-    if isinstance(outcome, Raised):
-        return WorkerRaised(
+def _left(at_s: float, worker: str, outcome: protocol.Outcome, unreached: str) -> core.Event:
+    if isinstance(outcome, protocol.Raised):
+        return core.WorkerRaised(
             at_s=at_s,
             attempt=outcome.attempt,
             worker=worker,
@@ -474,17 +354,17 @@ def _left(at_s: float, worker: str, outcome: Outcome, unreached: str) -> Event:
             error=outcome.error,
             traceback=outcome.traceback,
         )
-    left = WorkerLeft(
+    left = core.WorkerLeft(
         at_s=at_s,
         attempt=outcome.attempt,
         worker=worker,
         how=_HOW[type(outcome)],
         step=outcome.step,
         detail=_detail(outcome),
-        told=outcome.why if isinstance(outcome, Yielded) else "",
+        told=outcome.why if isinstance(outcome, protocol.Yielded) else "",
         unreached=unreached,
     )
-    if not isinstance(outcome, Unloadable):
+    if not isinstance(outcome, protocol.Unloadable):
         return left
     found = outcome.found
     return replace(
@@ -496,10 +376,10 @@ def _left(at_s: float, worker: str, outcome: Outcome, unreached: str) -> Event:
     )
 
 
-def _detail(outcome: Outcome) -> str:
-    if isinstance(outcome, Completed):
+def _detail(outcome: protocol.Outcome) -> str:
+    if isinstance(outcome, protocol.Completed):
         return outcome.ended
-    return outcome.detail if isinstance(outcome, PeerLost) else ""
+    return outcome.detail if isinstance(outcome, protocol.PeerLost) else ""
 
 
 def _first_line(error: BaseException) -> str:

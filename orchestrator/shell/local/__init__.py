@@ -5,14 +5,8 @@ from typing import TYPE_CHECKING
 from ucp_core.lazy import lazy_door
 
 if TYPE_CHECKING:
-    from orchestrator.shell.local.cluster import (
-        HostedCluster,
-        LocalEntry,
-        is_over,
-        is_there,
-        kill_local_cluster,
-        local_clusters,
-    )
+    from orchestrator.shell.local.cluster import HostedCluster, is_over, is_there
+    from orchestrator.shell.local.registry import LocalEntry, kill_local_cluster, local_clusters
 
 __all__ = [
     "HostedCluster",

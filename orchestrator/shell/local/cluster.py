@@ -9,9 +9,9 @@ It also ends when the run's directory is deleted.
 from __future__ import annotations
 
 import contextlib
+import itertools
 import json
 import os
-import shutil
 import signal
 import socket
 import subprocess
@@ -20,16 +20,15 @@ import tempfile
 import threading
 import time
 import traceback
-from collections.abc import Iterator, Sequence
-from dataclasses import asdict, dataclass, replace
+from collections.abc import Sequence
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
 import ray
 
 from orchestrator.run_directory import SUMMARY
-from orchestrator.shell.names import RunNames, run_id
-from orchestrator.shell.serve import withdraw
+from orchestrator.shell.local.registry import ENTRY, PREFIX, LocalEntry, remove_traces
 from ucp_core.errors import StorageError
 from ucp_core.storage import join, open_store
 from workers.process import gpus_of_node, tuned
@@ -58,9 +57,6 @@ START_S_MAX = 240.0
 STARTS_MAX = 3
 #: How often the host looks after its starter and after the run.
 LOOK_S = 0.5
-#: Folders of hosts have this prefix and lie in the user's temporary directory: the registry.
-_PREFIX = "everstep-cluster-"
-_ENTRY = "cluster.json"
 
 _RAY_ENVIRONMENT = {"RAY_USAGE_STATS_ENABLED": "0", "RAY_AUTH_MODE": "disabled"}
 
@@ -70,96 +66,15 @@ def _environment() -> dict[str, str]:
     return {**_RAY_ENVIRONMENT, **tuned(os.environ)}
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class LocalEntry:
-    """A local cluster as the registry knows it.
+class _Nodes:
+    """Simulated nodes that this process starts and ends, beside a head that holds no workers."""
 
-    Attributes:
-        address: Of its head.
-        host_pid: Its host, which leads the process group of all its processes.
-        starter_pid: The command that started it.
-        run_directory: The run that it serves, "" before there is one.
-        is_detached: Whether it outlives its starter.
-        is_hosted: Whether its host still lives; without it nobody ends the cluster.
-    """
-
-    address: str
-    host_pid: int
-    starter_pid: int
-    run_directory: str = ""
-    is_detached: bool = False
-    is_hosted: bool = True
-
-
-def local_clusters() -> list[LocalEntry]:
-    """Return the local clusters of this user, oldest first; forget those of which nothing is left.
-
-    A host that was killed may have left its cluster behind: such an entry is not ``is_hosted``.
-    """
-    found: list[tuple[float, LocalEntry]] = []
-    for folder, entry, began_s in _entries():
-        if _group_lives(entry.host_pid):
-            is_hosted = _accepts(str(folder / "control"))
-            found.append((began_s, replace(entry, is_hosted=is_hosted)))
-        else:
-            _remove_traces(folder)
-    return [entry for _, entry in sorted(found, key=lambda pair: pair[0])]
-
-
-def kill_local_cluster(run_directory: str) -> bool:
-    """End the local cluster of a run at once; return whether there was one."""
-    mine = [(f, entry) for f, entry, _ in _entries() if entry.run_directory == run_directory]
-    for folder, entry in mine:
-        with contextlib.suppress(ProcessLookupError):
-            os.killpg(entry.host_pid, signal.SIGKILL)
-        _remove_traces(folder)
-    return bool(mine)
-
-
-def _entries() -> Iterator[tuple[Path, LocalEntry, float]]:
-    """Yield the folder and the entry of each local cluster of this user, and when it began."""
-    for folder in Path(tempfile.gettempdir()).glob(f"{_PREFIX}*"):
-        try:
-            state = folder.stat()
-            if state.st_uid == os.getuid():
-                document = json.loads((folder / _ENTRY).read_text())
-                yield folder, LocalEntry(**document), state.st_ctime
-        except (OSError, ValueError, TypeError):
-            continue  # it is being started, or has just ended
-
-
-def _group_lives(group: int) -> bool:
-    try:
-        os.killpg(group, 0)
-    except OSError:
-        return False
-    return True
-
-
-def _accepts(socket_path: str) -> bool:
-    with socket.socket(socket.AF_UNIX) as connection:
-        try:
-            connection.connect(socket_path)
-        except OSError:
-            return False
-    return True
-
-
-class LocalCluster:
-    """Simulated nodes that this process starts and ends.
-
-    Args:
-        num_nodes: Nodes beside the head, which holds no workers.
-        cpus_per_node: Workers that fit on each.
-        gpus: This machine's GPUs, which the nodes divide among themselves.
-    """
-
-    def __init__(self, *, num_nodes: int, cpus_per_node: int, gpus: Sequence[str] = ()) -> None:
+    def __init__(self, *, num_nodes: int, cpus_per_node: int, gpus: Sequence[str]) -> None:
         os.environ.update(_environment())
         from ray.cluster_utils import Cluster
 
         self._cpus = cpus_per_node
-        self._cluster = Cluster(
+        self.cluster = Cluster(
             initialize_head=True,
             shutdown_at_exit=False,
             head_node_args={
@@ -170,48 +85,36 @@ class LocalCluster:
                 "env_vars": HEAD_ENVIRONMENT,
             },
         )
-        self._nodes: dict[str, Any] = {}
+        #: The simulated nodes by their Ray ids, oldest first.
+        self.running: dict[str, Any] = {}
         self._num_nodes, self._gpus = num_nodes, tuple(gpus)
         self._places: dict[str, int] = {}
         for _ in range(num_nodes):
             self.add_node()
 
-    @property
-    def address(self) -> str:
-        """Return what ``ray.init(address=...)`` takes."""
-        return str(self._cluster.address)
-
-    def nodes(self) -> list[str]:
-        """Return the Ray ids of the simulated nodes, oldest first."""
-        return list(self._nodes)
-
     def add_node(self) -> str:
         """Start one more node and return its Ray id. Blocks for one to two seconds."""
-        taken = {self._places[node] for node in self._nodes}
+        taken = {self._places[node] for node in self.running}
         place = next(place for place in range(len(taken) + 1) if place not in taken)
         gpus = gpus_of_node(place % max(1, self._num_nodes), self._num_nodes, self._gpus)
-        node = self._cluster.add_node(
+        node = self.cluster.add_node(
             wait=False,
             num_cpus=self._cpus,
             num_gpus=len(gpus),
             object_store_memory=OBJECT_STORE_BYTES,
             env_vars={"CUDA_VISIBLE_DEVICES": ",".join(gpus)},
         )
-        self._nodes[node.node_id], self._places[node.node_id] = node, place
+        self.running[node.node_id], self._places[node.node_id] = node, place
         return str(node.node_id)
 
     def kill_node(self, node: str) -> None:
         """SIGKILL the raylet of ``node``, with which its workers end."""
-        processes = self._nodes.pop(node).all_processes
-        for info in (entry for entries in processes.values() for entry in entries):
+        infos = list(itertools.chain(*self.running.pop(node).all_processes.values()))
+        for info in infos:
             info.process.kill()
-        for info in (entry for entries in processes.values() for entry in entries):
+        for info in infos:
             # Before it is reaped, a dead raylet counts as alive and its workers train on.
             info.process.wait()
-
-    def shutdown(self) -> None:
-        """Stop every process of the cluster."""
-        self._cluster.shutdown()
 
 
 class HostedCluster:
@@ -286,10 +189,10 @@ class HostedCluster:
         with contextlib.suppress(ProcessLookupError):
             os.killpg(self._process.pid, signal.SIGKILL)
         self._process.wait()
-        _remove_traces(self._folder)
+        remove_traces(self._folder)
 
     def _start(self, num_nodes: int, cpus_per_node: int, gpus: Sequence[str]) -> None:
-        self._folder = Path(tempfile.mkdtemp(prefix=_PREFIX))
+        self._folder = Path(tempfile.mkdtemp(prefix=PREFIX))
         command = [sys.executable, "-m", "orchestrator.shell.local.cluster"]
         command += [str(self._folder), str(os.getpid())]
         command += [str(num_nodes), str(cpus_per_node), *gpus]
@@ -323,17 +226,12 @@ class HostedCluster:
 
 
 class _Host:
-    """The process of a hosted cluster: takes commands, and ends when nobody needs the cluster.
-
-    Args:
-        folder: Holds its socket, its log and its entry in the registry.
-        starter_pid: The command that started it.
-    """
+    """The process of a hosted cluster: takes commands, and ends once the cluster is not needed."""
 
     def __init__(self, folder: Path, starter_pid: int) -> None:
         self._folder = folder
         self._entry = LocalEntry(address="", host_pid=os.getpid(), starter_pid=starter_pid)
-        #: What was in the run's summary when the run was begun: an older one does not count.
+        #: The run's summary when the run was begun; only another one says that the run is over.
         self._old_summary: bytes | None = None
         #: The run's directory, open as long as this process lives: its inode is not given away.
         self._directory = -1
@@ -341,11 +239,11 @@ class _Host:
 
     def serve(self, num_nodes: int, cpus_per_node: int, gpus: Sequence[str]) -> None:
         """Host a cluster until it is told to shut down."""
-        self._cluster = LocalCluster(num_nodes=num_nodes, cpus_per_node=cpus_per_node, gpus=gpus)
+        self._nodes = _Nodes(num_nodes=num_nodes, cpus_per_node=cpus_per_node, gpus=gpus)
         try:
             with socket.socket(socket.AF_UNIX) as listener:
                 listener.bind(str(self._folder / "control"))
-                self._register(address=self._cluster.address)
+                self._register(address=str(self._nodes.cluster.address))
                 listener.listen()
                 command = ""
                 while command != "shutdown":
@@ -357,20 +255,20 @@ class _Host:
                             answer = self._perform(command, argument)
                             stream.write(json.dumps(answer).encode() + b"\n")
         finally:
-            self._cluster.shutdown()
-            _remove_traces(self._folder)
+            self._nodes.cluster.shutdown()
+            remove_traces(self._folder)
 
     def _perform(self, command: str, argument: str) -> list[Any]:
         try:
             match command:
                 case "address":
-                    return ["ok", self._cluster.address]
+                    return ["ok", str(self._nodes.cluster.address)]
                 case "nodes":
-                    return ["ok", self._cluster.nodes()]
+                    return ["ok", list(self._nodes.running)]
                 case "add_node":
-                    return ["ok", self._cluster.add_node()]
+                    return ["ok", self._nodes.add_node()]
                 case "kill_node":
-                    self._cluster.kill_node(argument)
+                    self._nodes.kill_node(argument)
                 case "serve_run" | "serve_run_detached":
                     self._old_summary = _content(join(argument, SUMMARY))
                     if "://" not in argument:
@@ -386,9 +284,9 @@ class _Host:
 
     def _register(self, **changes: Any) -> None:
         self._entry = replace(self._entry, **changes)
-        draft = self._folder / f"{_ENTRY}.new"
+        draft = self._folder / f"{ENTRY}.new"
         draft.write_text(json.dumps(asdict(self._entry)))
-        draft.replace(self._folder / _ENTRY)
+        draft.replace(self._folder / ENTRY)
 
     def _end_when_unneeded(self) -> None:
         while not self._is_unneeded():
@@ -431,22 +329,6 @@ def _content(url: str) -> bytes | None:
         return None
 
 
-def _remove_traces(folder: Path) -> None:
-    """Delete what processes that were killed could not: the run's shared memory, the folder.
-
-    Nor could they tell Prometheus that there is nothing to be scraped any more.
-    """
-    with contextlib.suppress(OSError, ValueError):
-        directory = json.loads((folder / _ENTRY).read_text())["run_directory"]
-        if directory:
-            names = RunNames(run_id(directory))
-            withdraw(names.run_id)
-            shared = Path(names.shared_root)
-            for path in (shared, *shared.parent.glob(Path(names.spool("*")).name)):
-                shutil.rmtree(path, ignore_errors=True)
-    shutil.rmtree(folder, ignore_errors=True)
-
-
 def _raise_exit(_signal: int, _frame: Any) -> None:
     raise SystemExit(0)
 
@@ -462,5 +344,5 @@ if __name__ == "__main__":
         raise
     finally:
         if os.getpgrp() == os.getpid():
-            # Daemons that Ray did not stop are in our group, and nobody else ends them.
+            # Daemons that Ray did not stop are in our group, and no other process ends them.
             os.killpg(0, signal.SIGKILL)

@@ -5,12 +5,14 @@ from typing import TYPE_CHECKING
 from ucp_core.lazy import lazy_door
 
 if TYPE_CHECKING:
+    from orchestrator.shell.memory.orders import Orders
     from orchestrator.shell.memory.redundancy_status import ProtectionWatch, loss_document
     from orchestrator.shell.memory.save_costs import CadenceWatch
     from orchestrator.shell.memory.snapshots import Snapshots
 
 __all__ = [
     "CadenceWatch",
+    "Orders",
     "ProtectionWatch",
     "Snapshots",
     "loss_document",

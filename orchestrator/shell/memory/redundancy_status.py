@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import asdict
 from typing import Any
 
@@ -19,7 +19,7 @@ class ProtectionWatch:
     """Keeps account of the time at reduced redundancy.
 
     Args:
-        snapshots: What keepers hold, by their reports.
+        snapshots: The snapshots that keepers report.
         wanted: How many nodes may be lost while all is well: 0, 1 or 2.
     """
 
@@ -56,54 +56,37 @@ class ProtectionWatch:
 
     def redundancy(self, state: RunState) -> dict[str, Any]:
         """Return what the status document says of redundancy."""
-        document = _redundancy(self._snapshots, state)
+        plan, snapshots = state.attempt.plan, self._snapshots
+        protection = snapshots.protection(state.lineage)
+        survived = protection.node_losses_survived
+        # The newest step that is known to be in storage; it may be newer.
+        read_step = 0 if state.committed_in_memory else state.committed[0]
+        stored_step = max(snapshots.stored_step(), read_step)
+        kind = "storage" if stored_step else "none"
+        if protection.step and protection.step >= stored_step:
+            kind = "memory"
+        # By the same reports as the rest of the document: the last look may be a second old.
+        is_whole = survived >= self._wanted
+        alerts = () if is_whole else alert(self._time, survived=survived, wanted=self._wanted)
         return {
-            **document,
+            "kind": kind,
+            "step": protection.step,
+            "stored_step": stored_step,
+            "node_losses_survived": survived,
+            "mechanism": str(plan.mechanism),
+            "reason": plan.reason,
+            "keepers": snapshots.memory(),
+            "problems": [*alerts, *snapshots.problems(plan), *bad_sources.described(state.bad)],
             "reduced_s": round(self._time.total_s, 1),
             "reduced_for_s": round(self._time.for_s, 1),
-            "problems": [*self._alerts(document), *document["problems"]],
         }
-
-    def _alerts(self, document: Mapping[str, Any]) -> tuple[str, ...]:
-        # What is held now, as the rest of the document says: the last look may be a second old.
-        survived = document["node_losses_survived"]
-        is_whole = survived >= self._wanted
-        return () if is_whole else alert(self._time, survived=survived, wanted=self._wanted)
-
-
-def stored_step(snapshots: Snapshots, state: RunState) -> int:
-    """Return the newest step that is known to be in storage; it may be newer."""
-    read_step = 0 if state.committed_in_memory else state.committed[0]
-    return max(snapshots.stored_step(), read_step)
-
-
-def _redundancy(snapshots: Snapshots, state: RunState) -> dict[str, Any]:
-    """Return how the run is protected now."""
-    plan = state.attempt.plan
-    protection = snapshots.protection(state.lineage)
-    in_storage = stored_step(snapshots, state)
-    kind = "storage" if in_storage else "none"
-    if protection.step and protection.step >= in_storage:
-        kind = "memory"
-    return {
-        "kind": kind,
-        "step": protection.step,
-        "stored_step": in_storage,
-        "node_losses_survived": protection.node_losses_survived,
-        "mechanism": str(plan.mechanism),
-        "reason": plan.reason,
-        "keepers": snapshots.memory(),
-        "problems": [*snapshots.problems(plan), *bad_sources.described(state.bad)],
-    }
 
 
 def loss_document(inventories: Sequence[Inventory], state: RunState) -> dict[str, Any]:
     """Return what ``everstep plan`` has to know of the run, as JSON values.
 
-    Args:
-        inventories: What keepers hold, all of one moment: of what one held a second ago others may
-            hold nothing any more.
-        state: Of the run.
+    The ``inventories`` of keepers must be of one moment: other keepers may have dropped by now a
+    version that one held a second ago.
     """
     good = bad_sources.good(inventories, state.bad)
     members = [n for n in state.attempt.members if n in state.fleet.workers]

@@ -7,7 +7,7 @@ import logging
 from collections.abc import Callable
 from typing import Any
 
-from orchestrator.core import ACTIVE, Event, RunState, SavesMeasured, SetCadence
+from orchestrator.core import ACTIVE, RunState, SavesMeasured, SetCadence
 from orchestrator.policies import (
     CadenceRules,
     Tier,
@@ -16,6 +16,7 @@ from orchestrator.policies import (
     taken_steps,
 )
 from orchestrator.shell.capacity import Workers
+from orchestrator.shell.inbox import Inbox
 from workers.protocol import Pace, SaveCosts
 from workers.settings import CheckpointSettings, SnapshotSettings
 
@@ -28,30 +29,19 @@ LOOK_S = 5.0
 
 
 class CadenceWatch:
-    """Measures what saves cost, and shows it beside the budget.
-
-    Args:
-        workers: Reaches the workers.
-        at_s: The run's clock.
-        post: Where events go.
-        rules: Of the cadence.
-        snapshot: What was asked for of snapshots.
-        checkpoint: What was asked for of checkpoints.
-    """
+    """Measures what saves cost, and shows it beside the budget."""
 
     def __init__(
         self,
+        inbox: Inbox,
         *,
         workers: Workers,
-        at_s: Callable[[], float],
-        post: Callable[[Event], None],
         rules: CadenceRules,
         snapshot: SnapshotSettings,
         checkpoint: CheckpointSettings,
     ) -> None:
         self._workers = workers
-        self._at_s = at_s
-        self._post = post
+        self._inbox = inbox
         self._rules = rules
         self._kept = Pace(
             snapshot_steps=snapshot.first_every, checkpoint_steps=checkpoint.first_every
@@ -65,12 +55,12 @@ class CadenceWatch:
         unmeasured = "not measured yet" if self._rules.chooses else "as configured"
         return {
             "snapshot_steps": self._steps[0],
-            "snapshot_taken_steps": self._taken_steps(costs) if costs is not None else None,
+            "snapshot_taken_steps": costs and self._taken_steps(costs),
             "checkpoint_steps": self._kept.checkpoint_steps,
-            "step_s": costs.step_s if costs is not None else None,
-            "snapshot_stall_s": costs.snapshot_stall_s if costs is not None else None,
-            "checkpoint_stall_s": costs.checkpoint_stall_s if costs is not None else None,
-            "cost_share": self._share(costs) if costs is not None else None,
+            "step_s": costs and costs.step_s,
+            "snapshot_stall_s": costs and costs.snapshot_stall_s,
+            "checkpoint_stall_s": costs and costs.checkpoint_stall_s,
+            "cost_share": costs and self._share(costs),
             "cost_share_max": self._rules.cost_share_max,
             "problems": [each for each in (self._problem, costs.trouble if costs else "") if each],
             "reason": state.pace_reason or unmeasured,
@@ -83,7 +73,7 @@ class CadenceWatch:
 
     def _share(self, costs: SaveCosts) -> float:
         stalls_s = costs.snapshot_stall_s, costs.checkpoint_stall_s
-        # Those that are skipped stall nobody.
+        # Skipped snapshots stall no step.
         steps = self._taken_steps(costs), self._kept.checkpoint_steps
         return cost_share(costs.step_s, *stalls_s, steps=steps)
 
@@ -109,7 +99,8 @@ class CadenceWatch:
         costs = await self._workers.keep_pace(worker, attempt, pace)
         if costs is not None and (costs.step_s or costs.trouble):
             self.show(costs)
-            self._post(SavesMeasured(at_s=self._at_s(), attempt=attempt, costs=costs))
+            at_s = self._inbox.at_s()
+            self._inbox.post(SavesMeasured(at_s=at_s, attempt=attempt, costs=costs))
 
     def show(self, costs: SaveCosts) -> None:
         """Keep what was measured, and warn when it is over the budget."""

@@ -1,8 +1,7 @@
 """The controller's side of the snapshots in keepers' memory.
 
-It asks all keepers at once which versions they hold. At the start of every attempt it tells them
-which memory is dead and which nodes they protect. When a run ends, it has the newest version stored
-if storage lacks it. Keepers continue without it.
+It asks all keepers at once which versions they hold. When a run ends, it has the newest version
+stored if storage lacks it.
 """
 
 from __future__ import annotations
@@ -13,14 +12,13 @@ import functools
 import logging
 import sys
 from asyncio import FIRST_COMPLETED
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from typing import Any
 
 from ray.exceptions import RayError
 
-from orchestrator.core import OrderKeepers
 from orchestrator.policies import (
     Holding,
     ParityHolding,
@@ -32,19 +30,16 @@ from orchestrator.policies import (
     versions,
 )
 from orchestrator.shell.capacity import Nodes, NodeView
+from orchestrator.shell.capacity import answer as told
 from ucp_core.errors import UcpError
 from ucp_core.lineage import Lineage
 from ucp_core.native import Found, checkpoint_name, find_committed, unloadable
 from ucp_core.storage import Store
 from workers.protocol import (
-    GroupPlace,
     Held,
     Inventory,
-    KeeperOrder,
     MemoryPart,
     NodeReport,
-    ParityGroup,
-    Peer,
     Source,
 )
 
@@ -63,8 +58,9 @@ STORAGE_S = 5.0
 _LOOKS_AT_ONCE = 2
 #: At the end of a run its newest version is stored within this, or stays unstored.
 FLUSH_S = 60.0
-#: A keeper that reaches none of so many other nodes is cut off.
-NUM_OTHERS = 3
+
+#: The newest version in storage, a line on each that was passed over, and the steps that are lost.
+_Looked = tuple[Found | None, tuple[str, ...], tuple[int, ...]]
 
 
 @dataclass(frozen=True, slots=True)
@@ -85,27 +81,10 @@ class Answer:
 
 
 class Snapshots:
-    """What the keepers of the run hold.
+    """The snapshots that the keepers of the run hold."""
 
-    Args:
-        nodes: The keepers' handles and addresses.
-        store: Where the run directory is.
-        checkpoints: Path of the versions in it.
-        total_steps: Length of the run.
-        life: Of the run; keepers are told.
-    """
-
-    def __init__(
-        self,
-        *,
-        nodes: Nodes,
-        store: Store,
-        checkpoints: str,
-        total_steps: int,
-        life: int,
-    ) -> None:
+    def __init__(self, *, nodes: Nodes, store: Store, checkpoints: str, total_steps: int) -> None:
         self._nodes = nodes
-        self._life = life
         self._store = store
         self._checkpoints = checkpoints
         self._total_steps = total_steps
@@ -115,9 +94,8 @@ class Snapshots:
         self._silent: set[str] = set()
         #: Those of them that were asked once more, or failed.
         self._hopeless: set[str] = set()
-        #: The last that each keeper said, in a report or when it was asked.
+        #: The last inventory of each keeper, from a report or an answer.
         self._known: dict[str, Inventory] = {}
-        self._order: OrderKeepers | None = None
         self._looks = ThreadPoolExecutor(_LOOKS_AT_ONCE, "storage-look")
         #: The newest look, which may have begun.
         self._waiting: Future[Any] = Future()
@@ -154,32 +132,31 @@ class Snapshots:
         Args:
             lineage: Says which versions count.
             enough_step: A version in memory of this step or later ends the search: nothing in
-                storage can be newer. -1 if nobody can say that.
+                storage can be newer. -1 if that is not known.
             stored_step: Known to be committed in storage: if that does not answer, no older
                 version is taken in its place.
             has_stored: Whether anything was ever committed there.
-            bad: What is not to be loaded from.
+            bad: Sources that are not to be loaded from.
             unreached: Nodes whose memory cannot be loaded from.
         """
-        answer = await self._find(
-            lineage,
-            enough_step=enough_step,
-            stored_step=stored_step,
-            has_stored=has_stored,
-            total_steps=self._total_steps,
-            bad=bad,
-            unreached=unreached,
-        )
+
+        def newest(inventories: Sequence[Inventory], other: tuple[int, int]) -> Version | None:
+            good = bad_sources.good(inventories, bad, unreached)
+            return versions.newest(good, other, lineage, total_steps=self._total_steps)
+
+        excluded = frozenset(map(checkpoint_name, bad_sources.in_storage(bad)))
+        stored = self._begin_look(lineage, excluded, has_stored=has_stored)
+        answer = await self._find(newest, stored, enough_step, stored_step)
         self._version = answer.version if answer is not None else None
         return answer
 
     def _begin_look(
-        self, lineage: Lineage, excluded: frozenset[str], *, has_stored: bool
-    ) -> asyncio.Future[tuple[Found | None, tuple[str, ...], tuple[int, ...]]]:
+        self, lineage: Lineage, excluded: frozenset[str] = frozenset(), *, has_stored: bool = False
+    ) -> asyncio.Future[_Looked]:
         """Look into storage in a thread; a look that waits for one is cancelled by a newer one.
 
         So storage that stalls, which is asked again and again, holds few threads and none that
-        somebody else needs.
+        another part needs.
         """
         self._waiting.cancel()
         where = self._store, self._checkpoints, lineage, excluded
@@ -190,32 +167,18 @@ class Snapshots:
 
     async def _find(
         self,
-        lineage: Lineage,
-        *,
+        newest: Callable[[Sequence[Inventory], tuple[int, int]], Version | None],
+        stored: asyncio.Future[_Looked],
         enough_step: int,
-        total_steps: int,
-        stored_step: int = 0,
-        has_stored: bool = False,
-        bad: Sequence[Source] = (),
-        unreached: Sequence[str] = (),
-        held_only: bool = False,
+        stored_step: int,
     ) -> Answer | None:
-        excluded = frozenset(map(checkpoint_name, bad_sources.in_storage(bad)))
-        stored = self._begin_look(lineage, excluded, has_stored=has_stored)
-
-        def newest(inventories: Sequence[Inventory], other: tuple[int, int]) -> Version | None:
-            good = bad_sources.good(inventories, bad, unreached)
-            if held_only:
-                good = [replace(one, parities=()) for one in good]
-            return versions.newest(good, other, lineage, total_steps=total_steps)
-
         def step(inventories: Sequence[Inventory]) -> int:
             held = newest(inventories, (0, 0))
             return held.step if held is not None else 0
 
         inventories = await self._patient_inventories(step)
         heard = {one.node for one in inventories}
-        unheard = frozenset(view.node for view in self._views() if view.node not in heard)
+        unheard = frozenset(view.node for view in self._nodes.kept() if view.node not in heard)
         answer = functools.partial(Answer, unheard=unheard)
         held = newest(inventories, (0, 0))
         if held is None or not 0 <= enough_step <= held.step:
@@ -271,7 +234,7 @@ class Snapshots:
         return next(map(self._memory_parts, found(inventories)), ())
 
     def _memory_parts(self, version: Version) -> tuple[MemoryPart, ...]:
-        secrets = {view.node: view.secret for view in self._views()}
+        secrets = {view.node: view.secret for view in self._nodes.kept()}
         places: list[tuple[Holding | ParityHolding, str, Held]] = [
             (part, part.arena, part.held) for part in version.parts
         ]
@@ -291,8 +254,8 @@ class Snapshots:
 
     async def inventories(self) -> list[Inventory]:
         """Return what keepers hold, by their answers in time."""
-        await self._nodes.met()
-        views = [v for v in self._views() if v.secret and v.node not in self._silent]
+        await self._nodes.met.wait()
+        views = [v for v in self._nodes.kept() if v.secret and v.node not in self._silent]
         return await self._ask(views, ASK_S)
 
     async def _patient_inventories(
@@ -301,12 +264,12 @@ class Snapshots:
         """Return what keepers hold; ask late ones again if their answer could be worth more.
 
         Args:
-            worth: What inventories are worth together, counted with the last that late ones said.
+            worth: Returns the value of inventories together, the last of late ones included.
             expected: So much is there, if all answer.
         """
         found = await self.inventories()
         hopeful = self._silent - self._hopeless
-        late = [view for view in self._views() if view.secret and view.node in hopeful]
+        late = [view for view in self._nodes.kept() if view.secret and view.node in hopeful]
         hoped = [self._known[view.node] for view in late if view.node in self._known]
         if late and max(worth([*found, *hoped]), expected) > worth(found):
             self._hopeless |= {view.node for view in late}
@@ -324,7 +287,7 @@ class Snapshots:
 
     async def _ask_one(self, view: NodeView, timeout_s: float) -> Inventory | None:
         """Return what a keeper holds; None if it is silent, or its node is lost meanwhile."""
-        asked = asyncio.ensure_future(_held(view.keeper))
+        asked = asyncio.ensure_future(view.keeper.held.remote())
         lost = asyncio.ensure_future(view.lost.wait())
         try:
             await asyncio.wait([asked, lost], timeout=timeout_s, return_when=FIRST_COMPLETED)
@@ -336,44 +299,9 @@ class Snapshots:
             asked.cancel()
             lost.cancel()
 
-    def order(self, order: OrderKeepers) -> None:
-        """Tell all keepers how an attempt is protected, without waiting."""
-        self._order = order
-        peers = {
-            view.node: Peer(node=view.node, host=view.host, port=view.port, secret=view.secret)
-            for view in self._views()
-            if view.secret
-        }
-        for view in self._views():
-            told = KeeperOrder(
-                attempt=order.attempt,
-                lineage=order.lineage,
-                copies_of=tuple(
-                    peers[name] for name in order.plan.copies_of(view.node) if name in peers
-                ),
-                parity=_parity_group(order, view.node, peers),
-                bad=bad_sources.on_node(order.bad, view.node),
-                life=self._life,
-                others=self._others(view, order.nodes),
-            )
-            view.keeper.order.remote(told)
-
-    def _others(self, view: NodeView, members: Sequence[str]) -> tuple[tuple[str, int], ...]:
-        """Return a few other nodes with members, for a keeper on one: the next ones in a ring."""
-        nodes = list(dict.fromkeys(members))
-        at = nodes.index(view.node) if view.node in nodes else len(nodes)
-        ring = [self._nodes.views.get(node) for node in (*nodes[at + 1 :], *nodes[:at])]
-        found = [other.raylet_address for other in ring if other is not None]
-        return tuple(found[:NUM_OTHERS]) if at < len(nodes) else ()
-
-    def order_again(self) -> None:
-        """Tell all keepers what they were told last: one that came back forgot it."""
-        if self._order is not None:
-            self.order(self._order)
-
     def measured(self) -> tuple[tuple[tuple[str, int], ...], int]:
         """Return the memory that keepers have, by node, and the size of a version."""
-        there = {view.node for view in self._views()}
+        there = {view.node for view in self._nodes.kept()}
         self._known = {node: one for node, one in self._known.items() if node in there}
         budgets = ((node, one.budget_bytes) for node, one in self._known.items())
         return tuple(sorted(each for each in budgets if each[1])), state_bytes(self._known.values())
@@ -384,16 +312,20 @@ class Snapshots:
             await asyncio.wait_for(self._flush(lineage), FLUSH_S)
 
     async def _flush(self, lineage: Lineage) -> None:
-        # Here the last step counts too: it may be all that there is of the run. Keepers store
-        # what they hold, and compute nothing.
-        answer = await self._find(lineage, enough_step=-1, total_steps=sys.maxsize, held_only=True)
+        # The last step counts too: it may be the only one of the run. Keepers store the parts that
+        # they hold, and compute nothing.
+        def newest(inventories: Sequence[Inventory], other: tuple[int, int]) -> Version | None:
+            held = [replace(one, parities=()) for one in inventories]
+            return versions.newest(held, other, lineage, total_steps=sys.maxsize)
+
+        answer = await self._find(newest, self._begin_look(lineage), -1, 0)
         version = answer.version if answer is not None else None
         if answer is None or version is None or answer.stored_step >= version.step:
             return
         holders = {part.node for part in version.parts}
         calls = [
-            _flushed(view.keeper, version.attempt, version.step)
-            for view in self._views()
+            told(view.keeper.flush.remote(version.attempt, version.step), FLUSH_S)
+            for view in self._nodes.kept()
             if view.node in holders
         ]
         stored_by = await asyncio.gather(*calls)
@@ -435,7 +367,7 @@ class Snapshots:
             "other; add nodes of other racks"
             for rack in plan.shared_racks
         ]
-        unnamed = [view.node[:8] for view in self._views() if label and not view.rack]
+        unnamed = [view.node[:8] for view in self._nodes.kept() if label and not view.rack]
         if unnamed:
             racks.append(
                 f"Ray knows no label {label!r} of node {', '.join(unnamed)}: each is taken to fail "
@@ -452,51 +384,14 @@ class Snapshots:
         return [report.inventory for report in reports if report.inventory is not None]
 
     def _living_reports(self) -> list[NodeReport]:
-        met = {view.node for view in self._views() if view.secret}
-        # What a keeper said before it died is not what the next one holds.
+        met = {view.node for view in self._nodes.kept() if view.secret}
+        # The report of a keeper that died does not tell what the next one holds.
         self._reports = {node: one for node, one in self._reports.items() if node in met}
         return list(self._reports.values())
 
-    def _views(self) -> list[NodeView]:
-        views = self._nodes.views.values()
-        return [view for view in views if view.keeper is not None and not view.lost.is_set()]
-
-
-def _parity_group(order: OrderKeepers, node: str, peers: Mapping[str, Peer]) -> ParityGroup | None:
-    """Return the group that a keeper keeps parities with; None while one of it is not met."""
-    plan = order.plan
-    group = plan.group_of(node) if plan.is_parity else ()
-    if not group or not peers.keys() >= set(group):
-        return None
-    places = tuple(
-        GroupPlace(
-            peer=None if name == node else peers[name],
-            ranks=tuple(rank for rank, where in enumerate(order.nodes) if where == name),
-        )
-        for name in group
-    )
-    return ParityGroup(
-        attempt=order.attempt,
-        num_parities=plan.tolerance,
-        places=places,
-        over_replicas=plan.rank_groups is not None,
-    )
-
-
-async def _held(keeper: Any) -> Inventory:
-    held: Inventory = await keeper.held.remote()
-    return held
-
-
-async def _flushed(keeper: Any, attempt: int, step: int) -> bool:
-    try:
-        return bool(await keeper.flush.remote(attempt, step))
-    except RayError:
-        return False
-
 
 def _seen(future: asyncio.Future[Any]) -> None:
-    """Retrieve the error of an answer that nobody waits for, so that asyncio does not log it."""
+    """Retrieve the error of an answer that no task awaits, so that asyncio does not log it."""
     if not future.cancelled():
         future.exception()
 
@@ -508,7 +403,7 @@ def _look(
     excluded: frozenset[str],
     *,
     has_stored: bool,
-) -> tuple[Found | None, tuple[str, ...], tuple[int, ...]]:
+) -> _Looked:
     """Return the newest version in storage that counts, what was passed over, and what is lost.
 
     What was passed over is a line each; what is lost are steps, where no version can be loaded.
@@ -523,6 +418,6 @@ def _look(
         told = "does not count; if it is damaged, `ucp verify` says where"
         names = sorted(store.list(checkpoints), reverse=True)
         rows = tuple((name, damaged.get(name) or told) for name in names)
-    # Who could not load from the excluded ones has said why.
+    # Those that could not load from the excluded ones have said why.
     lines = tuple(f"{name}: {why}" for name, why in rows if name not in excluded)
     return found, lines, tuple(step for step, _ in lost)

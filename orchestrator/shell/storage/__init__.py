@@ -1,4 +1,4 @@
-"""What the controller writes to the run directory."""
+"""The files that the controller writes to the run directory."""
 
 from typing import TYPE_CHECKING
 

@@ -7,24 +7,12 @@ be used, the whole journal is folded.
 from __future__ import annotations
 
 import logging
-from dataclasses import dataclass
 from functools import cache
 from hashlib import sha256
 from pathlib import Path
+from typing import NamedTuple
 
-from orchestrator.core import (
-    Basis,
-    Compaction,
-    Folded,
-    RunRules,
-    RunState,
-    RunStats,
-    behind,
-    core,
-    decode,
-    encode,
-    fold_on,
-)
+from orchestrator import core
 from orchestrator.errors import CompactionError, JournalCorruptError
 from orchestrator.policies import policies
 from orchestrator.run_directory import COMPACTED
@@ -47,28 +35,20 @@ SPACING_BYTES = 256 << 10
 PATIENCE = 8
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Reading:
-    """What a journal amounts to when an incarnation begins.
+class Reading(NamedTuple):
+    """The journal when an incarnation begins.
 
-    Attributes:
-        folded: All of it.
-        num_incidents_written: Incidents, from the first on, that are known to be written.
-        compacted_bytes: Size of the part that did not have to be folded.
+    ``num_incidents_written`` incidents, from the first on, are known to be written, and
+    ``compacted_bytes`` did not have to be folded.
     """
 
-    folded: Folded
+    folded: core.Folded
     num_incidents_written: int = 0
     compacted_bytes: int = 0
 
 
-def read_journal(store: Store, run_path: str, rules: RunRules) -> Reading:
+def read_journal(store: Store, run_path: str, rules: core.RunRules) -> Reading:
     """Fold the journal of a run, from the compacted one on if that can be used.
-
-    Args:
-        store: Where the run directory is.
-        run_path: Its path there.
-        rules: Of the run since it was last started or resumed.
 
     Raises:
         JournalCorruptError: The journal cannot be folded.
@@ -81,14 +61,14 @@ def read_journal(store: Store, run_path: str, rules: RunRules) -> Reading:
         if num_bytes >= SPACING_BYTES:
             extra = {"reason": str(error), "journal_bytes": num_bytes}
             log.warning("compacted_journal_not_used", extra=extra)
-    return Reading(folded=fold_on(Folded(), read_segments(store, run_path), rules))
+    return Reading(core.fold_on(core.Folded(), read_segments(store, run_path), rules))
 
 
-def _from_compacted(store: Store, run_path: str, rules: RunRules) -> Reading:
+def _from_compacted(store: Store, run_path: str, rules: core.RunRules) -> Reading:
     path = join(run_path, COMPACTED)
     if not store.exists(path):
         raise CompactionError("there is none")
-    found = decode(store.read(path), basis_of(rules))
+    found = core.decode(store.read(path), basis_of(rules))
     place, folded = found.place, found.folded
     sizes = segment_sizes(store, run_path)
     before_bytes = sum(sizes[: place.segment - 1])
@@ -99,16 +79,13 @@ def _from_compacted(store: Store, run_path: str, rules: RunRules) -> Reading:
         raise CompactionError(f"segment {place.segment} is shorter than it was")
     segments = read_from(store, run_path, number=place.segment, offset_bytes=offset_bytes)
     num_written = folded.stats.num_settled
-    return Reading(
-        folded=fold_on(folded, behind(place, segments), rules, first=place.segment),
-        num_incidents_written=num_written,
-        compacted_bytes=place.journal_bytes,
-    )
+    folded = core.fold_on(folded, core.behind(place, segments), rules, first=place.segment)
+    return Reading(folded, num_written, place.journal_bytes)
 
 
-def basis_of(rules: RunRules) -> Basis:
+def basis_of(rules: core.RunRules) -> core.Basis:
     """Return everything but the journal that its fold under ``rules`` depends on."""
-    return Basis(program=_program(), rules=repr(rules))
+    return core.Basis(program=_program(), rules=repr(rules))
 
 
 @cache
@@ -127,17 +104,10 @@ def deciding_files() -> list[Path]:
 
 
 class CompactionFile:
-    """Compacts the journal when it has grown enough and the run is quiet.
-
-    Args:
-        store: Where the run directory is.
-        run_path: Its path there.
-        rules: Of the run.
-        compacted_bytes: Size of the part of the journal that is compacted already.
-    """
+    """Compacts the journal when it has grown enough and the run is quiet."""
 
     def __init__(
-        self, store: Store, run_path: str, *, rules: RunRules, compacted_bytes: int
+        self, store: Store, run_path: str, *, rules: core.RunRules, compacted_bytes: int
     ) -> None:
         self._store = store
         self._path = join(run_path, COMPACTED)
@@ -148,26 +118,21 @@ class CompactionFile:
         self._is_writing = False
 
     def is_due(self, journal_bytes: int, *, is_quiet: bool) -> bool:
-        """Return whether to compact now.
-
-        Args:
-            journal_bytes: Size of the journal.
-            is_quiet: Whether nothing waits for the controller.
-        """
+        """Return whether to compact now; ``is_quiet`` if nothing waits for the controller."""
         spacing_bytes = self._spacing_bytes * (1 if is_quiet else PATIENCE)
         return not self._is_writing and journal_bytes - self._compacted_bytes >= spacing_bytes
 
-    def prepare(self, journal: JournalFile, state: RunState, stats: RunStats) -> bytes:
+    def prepare(self, journal: JournalFile, state: core.RunState, stats: core.RunStats) -> bytes:
         """Return the document to ``write``: the whole of ``journal``, folded."""
         place, last = journal.place, journal.last
-        folded = Folded(
+        folded = core.Folded(
             state=state,
             stats=stats,
             seq=last["seq"],
             at_s=last["at_s"],
             wall_time=last["wall_time"],
         )
-        document = encode(Compaction(place=place, folded=folded), self._basis)
+        document = core.encode(core.Compaction(place=place, folded=folded), self._basis)
         self._compacted_bytes = place.journal_bytes
         self._spacing_bytes = max(SPACING_BYTES, len(document))
         self._is_writing = True

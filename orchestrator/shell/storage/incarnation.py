@@ -15,19 +15,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from datetime import UTC, datetime
 
+from orchestrator import core
 from orchestrator.config import RunConfig, load
-from orchestrator.core import (
-    ControllerStarted,
-    Event,
-    Folded,
-    RunState,
-    RunStats,
-    events,
-    go_back,
-    resume_event,
-    resume_without_journal,
-    starts,
-)
 from orchestrator.run_directory import CHECKPOINTS, CONFIG, RESULT, SETTINGS, SUMMARY
 from orchestrator.shell.clock import RunClock, wall_time
 from orchestrator.shell.storage.compaction import read_journal
@@ -43,16 +32,16 @@ UNSENT_ATTEMPTS = 100
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Incarnation:
-    """What a controller begins with.
+    """The start of a controller.
 
     Attributes:
         number: From 1.
         is_resume: Whether it resumes the run under settings of its own.
-        state: Of the run before ``first``.
+        state: The run's, before ``first``.
         first: Its first event.
         clock: Continues that of the incarnation before.
         seq: Number of the next record in the journal.
-        stats: Of earlier incarnations.
+        stats: The numbers of earlier incarnations.
         num_incidents_written: Incidents, from the first on, that are known to be written.
         journal_bytes: Size of the journal.
         compacted_bytes: Size of the part that the compacted journal replaces.
@@ -60,11 +49,11 @@ class Incarnation:
 
     number: int
     is_resume: bool
-    state: RunState
-    first: Event
+    state: core.RunState
+    first: core.Event
     clock: RunClock
     seq: int
-    stats: RunStats
+    stats: core.RunStats
     num_incidents_written: int
     journal_bytes: int
     compacted_bytes: int
@@ -104,13 +93,13 @@ def begin_incarnation(
     if is_first:
         # The time while the run was over does not count.
         clock = RunClock(last_at_s=folded.at_s)
-        state = RunState()
+        state = core.RunState()
     else:
         assert folded.seq >= 0, "a restart has a journal before it"
         clock = RunClock(last_at_s=folded.at_s, last_wall_time=folded.wall_time)
         state = folded.state
-    started = ControllerStarted(at_s=clock.at_s(), incarnation=number)
-    first: Event = started
+    started = core.ControllerStarted(at_s=clock.at_s(), incarnation=number)
+    first: core.Event = started
     if is_first:
         first = _resumed(store, run_path, config, folded, started) or started
         _write_config(store, run_path, config, number)
@@ -133,15 +122,19 @@ def begin_incarnation(
 
 
 def _resumed(
-    store: Store, run_path: str, config: RunConfig, folded: Folded, started: ControllerStarted
-) -> events.RunResumed | None:
+    store: Store,
+    run_path: str,
+    config: RunConfig,
+    folded: core.Folded,
+    started: core.ControllerStarted,
+) -> core.events.RunResumed | None:
     """Return how the run resumes; None if there is nothing of it."""
     checkpoints = join(run_path, CHECKPOINTS)
     at_s, number = started.at_s, started.incarnation
     # A script that ran alone has attempts, too.
     attempt = last_attempt(store, checkpoints, store.list(checkpoints))
     if folded.seq >= 0:
-        resumed = resume_event(
+        resumed = core.resume_event(
             folded.state,
             at_s=at_s,
             incarnation=number,
@@ -150,13 +143,13 @@ def _resumed(
         )
     elif attempt:
         stored = _step_in_storage(store, checkpoints, config)
-        resumed = resume_without_journal(attempt, stored, at_s=at_s, incarnation=number)
+        resumed = core.resume_without_journal(attempt, stored, at_s=at_s, incarnation=number)
     else:
         return None
     if config.run.resume_from == "finite":
         newest, finite = newest_finite(store, checkpoints, lineage=resumed.lineage)
         if finite < newest:
-            return go_back(resumed, finite)
+            return core.go_back(resumed, finite)
     return resumed
 
 
@@ -172,7 +165,7 @@ def _step_in_storage(store: Store, checkpoints: str, config: RunConfig) -> int:
 
 def config_of(store: Store, run_path: str, segments: Sequence[bytes]) -> RunConfig:
     """Return the settings under which the last of ``segments``, all from the first, was written."""
-    return _config_at(store, run_path, max(starts(segments), default=0) + 1)
+    return _config_at(store, run_path, max(core.starts(segments), default=0) + 1)
 
 
 def _has_record(store: Store, run_path: str, incarnation: int) -> bool:

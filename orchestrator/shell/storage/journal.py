@@ -72,13 +72,6 @@ class JournalFile:
     A line is handed to the operating system before its actions run, so it survives the
     controller's process. It is not synced to the disk. If the machine dies with its page cache,
     the last events are lost, and the survey of living workers replaces them.
-
-    Args:
-        store: Where the run directory is.
-        run_path: Its path there.
-        incarnation: Number of the incarnation, from 1.
-        before_bytes: Size of all earlier segments.
-        sender: Writes the lines where storage cannot append.
     """
 
     def __init__(
@@ -97,7 +90,8 @@ class JournalFile:
         self._before_bytes = before_bytes
         self._size_bytes = 0
         self._last_line = b""
-        self._last: Mapping[str, Any] = {}
+        #: The last record; empty before this incarnation has one.
+        self.last: Mapping[str, Any] = {}
         #: Why nothing can be written now; nothing is decided meanwhile.
         self.trouble = ""
 
@@ -110,34 +104,26 @@ class JournalFile:
         else:
             self._sender.add(data, hurry=not all(map(is_event, records)))
         self._size_bytes += len(data)
-        self._last_line, self._last = lines[-1], records[-1]
+        self._last_line, self.last = lines[-1], records[-1]
 
     def _append(self, data: bytes) -> None:
         """Append once there is room: a full disk is emptied by people."""
-        try:
-            self._store.append(self._path, data)
-        except StorageError as error:
-            if not is_full(error):
-                raise
-            log.warning("journal_waits", extra={"error": str(error)})
-            self.trouble = str(error)
-        else:
-            return
-        while self.trouble:
-            time.sleep(PAUSE_S)
-            # The part that there was room for is there already.
-            there = self._store.size(self._path) if self._store.exists(self._path) else 0
+        there = self._size_bytes
+        while True:
             try:
                 self._store.append(self._path, data[there - self._size_bytes :])
-                self.trouble = ""
             except StorageError as error:
                 if not is_full(error):
                     raise
-
-    @property
-    def last(self) -> Mapping[str, Any]:
-        """Return the last record; this incarnation must have one."""
-        return self._last
+                if not self.trouble:
+                    log.warning("journal_waits", extra={"error": str(error)})
+                self.trouble = str(error)
+            else:
+                self.trouble = ""
+                return
+            time.sleep(PAUSE_S)
+            # The part that there was room for is there already.
+            there = self._store.size(self._path) if self._store.exists(self._path) else 0
 
     @property
     def journal_bytes(self) -> int:

@@ -1,4 +1,4 @@
-"""What a run writes beside its journal: contact, incidents, summary."""
+"""The files of a run beside its journal: contact, incidents, summary."""
 
 from __future__ import annotations
 
@@ -18,14 +18,7 @@ from ucp_core.storage import Store, join
 class RunOutputs:
     """Folds the journal into numbers as it grows, and writes them when they are final.
 
-    Args:
-        store: Where the run directory is.
-        run_path: Its path there.
-        stats: The numbers of earlier incarnations of the controller.
-        sender: Writes them.
-        num_written: Number of incidents that are written already, from the first on.
-        samples_per_step: The global batch.
-        tokens_per_step: 0 if that is not known.
+    Incidents up to number ``num_written`` are written already.
 
     Attributes:
         stats: The numbers so far.

@@ -35,7 +35,7 @@ class Sender:
         store: Where to.
         journal_path: The file that ``add`` appends to, in pieces; no other writer may.
         spool: Folder for what is not sent yet; it outlives the process.
-        piece_s: How long lines may wait that nobody hurries.
+        piece_s: How long lines may wait that are not hurried.
         pause_s: Pause after a write that failed.
     """
 

@@ -1,4 +1,4 @@
-"""The token of a run: whoever can read its directory may change the run, and nobody else."""
+"""The token of a run: only users who can read its directory may change the run."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ def run_token(store: Store, run_path: str) -> str:
 
 
 def _write_private(path: Path, data: bytes) -> None:
-    """Write a file that nobody else could ever read, unless there is one."""
+    """Write a file that no other user could ever read, unless there is one."""
     path.parent.mkdir(parents=True, exist_ok=True)
     temporary = path.with_name(f".{path.name}-{secrets.token_hex(4)}")
     fd = os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)

@@ -10,6 +10,7 @@ import pytest
 from orchestrator.config import Alternative
 from orchestrator.shell import RunNames
 from orchestrator.shell.capacity.reservations import Capacity
+from orchestrator.shell.inbox import Inbox
 from tests.support.snapshots import eventually
 
 pytestmark = pytest.mark.ray
@@ -19,9 +20,9 @@ NAMES = RunNames("run-capacity")
 
 def _capacity() -> Capacity:
     return Capacity(
+        Inbox(at_s=lambda: 0.0, post=lambda _: None),
         names=NAMES,
         alternatives=[Alternative(resources={"CPU": 1.0})],
-        on_granted=lambda _reservation, _node: None,
     )
 
 

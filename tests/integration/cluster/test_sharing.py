@@ -17,6 +17,7 @@ from orchestrator.driver.launch import Launched
 from orchestrator.policies import Share
 from orchestrator.run_directory import read_run
 from orchestrator.shell import RunNames, others
+from orchestrator.shell.inbox import Inbox
 from tests.support.history import read_history
 from tests.support.snapshots import eventually
 
@@ -64,7 +65,7 @@ def test_other_runs_are_asked_as_long_as_they_are_there(
     monkeypatch.setattr(others, "POLL_S", 0.05)
     share = Share(run="urgent", priority=1, num_held=1, num_lacking=2, needs=(("CPU", 1.0),))
     seen: list[Any] = []
-    poller = others.Others(names=RunNames("own"), at_s=lambda: 0.0, post=seen.append)
+    poller = others.Others(Inbox(lambda: 0.0, seen.append), names=RunNames("own"))
 
     async def play() -> None:
         polling = asyncio.create_task(poller.poll_forever())

@@ -23,7 +23,7 @@ from orchestrator.driver import plan_each_node, plan_losses, read_status
 from orchestrator.errors import CapacityError
 from orchestrator.policies import RecoveryPlan
 from orchestrator.run_directory import CHECKPOINTS, CONFIG, CONTACT, SUMMARY
-from orchestrator.shell.capacity.nodes import NodeView
+from orchestrator.shell.capacity import NodeView
 from orchestrator.shell.memory.redundancy_status import loss_document
 from orchestrator.shell.serve.page import StatusPage
 from orchestrator.shell.serve.status import status_document

@@ -10,6 +10,7 @@ import pytest
 from orchestrator.core import AttemptStalled, Event, HangFound, MembersAtWork
 from orchestrator.detection import PATIENCE
 from orchestrator.shell import observer as observer_module
+from orchestrator.shell.inbox import Inbox
 from orchestrator.shell.observer import Observer
 from tests.support.histories import ATTEMPT, calm, group, stop
 from workers.protocol import NodeReport, WorkerReport
@@ -27,8 +28,7 @@ def test_workers_and_nodes_that_are_gone_are_not_remembered(
     """A run that loses one every minute for weeks would look through all of them each second."""
     now_s = [100.0]
     observer = Observer(
-        post=lambda _: None,
-        at_s=lambda: now_s[0],
+        Inbox(at_s=lambda: now_s[0], post=lambda _: None),
         on_formed=lambda *_: None,
         node_silent=lambda *_: None,
         patience=PATIENCE,
@@ -59,8 +59,7 @@ def test_a_stall_is_told_again_only_after_twice_the_time() -> None:
     now_s = [100.0]
     posted: list[Event] = []
     observer = Observer(
-        post=posted.append,
-        at_s=lambda: now_s[0],
+        Inbox(at_s=lambda: now_s[0], post=posted.append),
         on_formed=lambda *_: None,
         node_silent=lambda *_: None,
         patience=PATIENCE,
@@ -85,8 +84,7 @@ def test_who_computes_in_a_fenced_attempt_is_told_when_it_changes() -> None:
     now_s = [100.0]
     posted: list[Event] = []
     observer = Observer(
-        post=posted.append,
-        at_s=lambda: now_s[0],
+        Inbox(at_s=lambda: now_s[0], post=posted.append),
         on_formed=lambda *_: None,
         node_silent=lambda *_: None,
         patience=PATIENCE,

@@ -11,9 +11,11 @@ from typing import Any
 import pytest
 
 from orchestrator.config import Alternative
+from orchestrator.core import Event
 from orchestrator.shell import RunNames
 from orchestrator.shell.capacity import reservations as module
 from orchestrator.shell.capacity.reservations import Capacity
+from orchestrator.shell.inbox import Inbox
 
 
 class _Loop(asyncio.SelectorEventLoop):
@@ -37,9 +39,9 @@ def test_nothing_wakes_while_all_reservations_are_placed() -> None:
 
     async def idle() -> None:
         capacity = Capacity(
+            Inbox(at_s=lambda: 0.0, post=lambda _: None),
             names=RunNames("r"),
             alternatives=[Alternative(resources={"CPU": 1.0})],
-            on_granted=lambda _reservation, _node: None,
         )
         polling = asyncio.create_task(capacity.poll_forever())
         for _ in range(10):
@@ -89,9 +91,9 @@ def test_reservations_are_given_back_while_ray_does_not_place_them_those_that_wa
         module, "remove_placement_group", lambda name: removed.append((looks[-1], name))
     )
     given = Capacity(
+        Inbox(at_s=lambda: 0.0, post=lambda _: None),
         names=names,
         alternatives=[Alternative(resources={"CPU": 1.0})],
-        on_granted=lambda _reservation, _node: None,
     )
 
     asyncio.run(given.release_all())
@@ -114,11 +116,11 @@ def test_a_reservation_that_is_given_back_as_it_is_placed_is_granted_to_nobody(
         "stats": {"scheduling_state": "FINISHED"},
         "bundles_to_node_id": {0: "a"},
     }
-    granted: list[int] = []
+    granted: list[Event] = []
     capacity = Capacity(
+        Inbox(at_s=lambda: 0.0, post=granted.append),
         names=names,
         alternatives=[Alternative(resources={"CPU": 1.0})],
-        on_granted=lambda reservation, _: granted.append(reservation),
     )
 
     async def play() -> None:

@@ -12,12 +12,20 @@ import pytest
 from ray.exceptions import ActorDiedError, ActorUnavailableError, RayError
 
 from orchestrator.core import Event, WorkerExited, WorkerReady
-from orchestrator.shell import RunNames
-from orchestrator.shell.capacity.workers import Workers
-from tests.support.keeper_handles import Call, SoundNodes
+from orchestrator.shell.capacity import Nodes, NodeView
+from tests.support.keeper_handles import Call, ClusterTable, nodes_of, workers_of
 from workers.protocol import Ending
 
 NODE = "a1b2" * 14
+#: The address of a machine that does not answer, which says nothing of its processes.
+NOWHERE = ("224.0.0.1", 9)
+
+
+def _node_with(**calls: Call) -> Nodes:
+    """Return a watcher that knows a node whose keeper answers ``calls``."""
+    nodes = nodes_of(ClusterTable(), lambda _: None)
+    nodes.views[NODE] = NodeView(NODE, NOWHERE, keeper=SimpleNamespace(**calls))
+    return nodes
 
 
 @pytest.mark.parametrize(
@@ -28,34 +36,30 @@ def test_a_worker_that_cannot_be_reached_after_a_restart_is_killed(
     monkeypatch: pytest.MonkeyPatch, error: RayError, num_killed: int
 ) -> None:
     """It is replaced, and trained or waited on unseen: nobody knew it when the run ended."""
-    posted: list[Event] = []
+    posted: asyncio.Queue[Event] = asyncio.Queue()
     killed: list[Any] = []
 
     async def refuse() -> None:
         raise error
 
-    handle = SimpleNamespace(hello=Call(refuse), hold=Call(refuse))
-    workers = Workers(
-        names=RunNames("test"),
-        at_s=lambda: 0.0,
-        post=posted.append,
-        nodes=SoundNodes(),
-        boot={},
-    )
+    async def kill(_: str) -> bool:
+        return True
 
-    async def play() -> list[tuple[str, str, int]]:
-        alive = await workers.survey([("w0001", "a", 60.0)])
+    handle = SimpleNamespace(hello=Call(refuse), hold=Call(refuse))
+    workers = workers_of(_node_with(kill=Call(kill)), posted.put_nowait)
+
+    async def play() -> Event:
+        assert await workers.survey([("w0001", NODE, 60.0)]) == []
         # As the machine orders for each that was not found.
         workers.kill("w0001")
-        await asyncio.gather(*workers._tasks)
-        return alive
+        return await asyncio.wait_for(posted.get(), 120.0)
 
     monkeypatch.setattr("ray.get_actor", lambda *_, **__: handle)
     monkeypatch.setattr("ray.kill", lambda found, **_: killed.append(found))
 
-    assert asyncio.run(play()) == []
+    assert isinstance(asyncio.run(play()), WorkerExited)
     assert killed == [handle] * num_killed
-    assert [type(event) for event in posted] == [WorkerExited]
+    assert posted.empty()
 
 
 def test_nobody_is_put_beside_a_worker_that_may_still_live(
@@ -65,9 +69,9 @@ def test_nobody_is_put_beside_a_worker_that_may_still_live(
     heard: list[str] = []
     answers = iter([False, False, True])
 
-    async def kill(node: str, worker: str) -> bool:
+    async def kill(worker: str) -> bool:
         is_gone = next(answers)
-        heard.append(f"{worker} on {node} is {'gone' if is_gone else 'not confirmed'}")
+        heard.append(f"{worker} is {'gone' if is_gone else 'not confirmed'}")
         return is_gone
 
     async def hello() -> dict[str, int]:
@@ -89,13 +93,7 @@ def test_nobody_is_put_beside_a_worker_that_may_still_live(
         posted.append(event)
         seen[event.worker, type(event)].set()
 
-    workers = Workers(
-        names=RunNames("test"),
-        at_s=lambda: 0.0,
-        post=post,
-        nodes=SoundNodes(kill),
-        boot={},
-    )
+    workers = workers_of(_node_with(kill=Call(kill)), post)
 
     async def play() -> None:
         workers.start("w0001", NODE)
@@ -115,8 +113,8 @@ def test_nobody_is_put_beside_a_worker_that_may_still_live(
     monkeypatch.setattr("ray.kill", lambda *_, **__: None)
     asyncio.run(play())
 
-    lost = f"w0001 on {NODE} is not confirmed"
-    assert heard == ["w0001 starts", lost, lost, f"w0001 on {NODE} is gone", "w0003 starts"]
+    lost = "w0001 is not confirmed"
+    assert heard == ["w0001 starts", lost, lost, "w0001 is gone", "w0003 starts"]
     exited = [event for event in posted if isinstance(event, WorkerExited)]
     assert [(event.worker, event.cause) for event in exited] == [
         ("w0001", "killed"),
@@ -131,7 +129,7 @@ def test_ray_that_does_not_answer_holds_up_nobody_and_what_it_starts_late_is_end
     """The loop stood still until Ray's head had taken in each process."""
     posted: list[Event] = []
     killed: list[Any] = []
-    loop_goes_on = threading.Event()
+    loop_goes_on, has_killed = threading.Event(), threading.Event()
     handle = SimpleNamespace()
 
     def boot(**_: object) -> Any:
@@ -143,14 +141,9 @@ def test_ray_that_does_not_answer_holds_up_nobody_and_what_it_starts_late_is_end
         assert no_restart
         assert threading.current_thread() is not threading.main_thread()
         killed.append(found)
+        has_killed.set()
 
-    workers = Workers(
-        names=RunNames("test"),
-        at_s=lambda: 0.0,
-        post=posted.append,
-        nodes=SoundNodes(),
-        boot={},
-    )
+    workers = workers_of(_node_with(), posted.append)
 
     async def play() -> None:
         workers.start("w0001", NODE)
@@ -159,7 +152,7 @@ def test_ray_that_does_not_answer_holds_up_nobody_and_what_it_starts_late_is_end
             workers.kill("w0001")
         loop_goes_on.set()
         if why == "killed":
-            await asyncio.wait(workers._tasks)
+            assert await asyncio.to_thread(has_killed.wait, 120.0)
         await workers.close()
 
     actor = SimpleNamespace(options=lambda **_: SimpleNamespace(remote=boot))
@@ -206,24 +199,21 @@ def test_why_a_process_died_is_told_as_far_as_anybody_knows(
     async def refuse() -> None:
         raise DiedError
 
-    posted: list[Event] = []
-    workers = Workers(
-        names=RunNames("test"),
-        at_s=lambda: 0.0,
-        post=posted.append,
-        nodes=SoundNodes(endings={77: known}),
-        boot={},
-    )
+    async def ending(pid: int) -> Ending:
+        return known if pid == 77 else Ending("")
+
+    posted: asyncio.Queue[Event] = asyncio.Queue()
+    workers = workers_of(_node_with(ending=Call(ending)), posted.put_nowait)
     handle = SimpleNamespace(hello=Call(refuse), hold=Call(refuse))
 
-    async def play() -> None:
-        monkeypatch.setattr(workers, "_create", lambda _worker, _node: handle)
+    async def play() -> Event:
         workers.start("w0001", NODE)
-        while not posted:
-            await asyncio.gather(*workers._tasks)
+        return await asyncio.wait_for(posted.get(), 120.0)
 
-    asyncio.run(play())
-    (event,) = posted
+    actor = SimpleNamespace(options=lambda **_: SimpleNamespace(remote=lambda **_: handle))
+    monkeypatch.setattr("ray.remote", lambda _: actor)
+    monkeypatch.setattr("ray.kill", lambda *_, **__: None)
+    event = asyncio.run(play())
     assert isinstance(event, WorkerExited)
     assert event.cause == cause
     assert event.detail.startswith(detail)

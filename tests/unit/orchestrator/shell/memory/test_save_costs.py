@@ -6,26 +6,18 @@ import pytest
 
 from orchestrator.core import RunState
 from orchestrator.policies import CadenceRules
-from orchestrator.shell import RunNames
-from orchestrator.shell.capacity.workers import Workers
+from orchestrator.shell.inbox import Inbox
 from orchestrator.shell.memory.save_costs import CadenceWatch
-from tests.support.keeper_handles import SoundNodes
+from tests.support.keeper_handles import ClusterTable, nodes_of, workers_of
 from workers.protocol import Pace, SaveCosts
 from workers.settings import CheckpointSettings, SnapshotSettings
 
 
 def _watch() -> CadenceWatch:
-    workers = Workers(
-        names=RunNames("test"),
-        at_s=lambda: 0.0,
-        post=lambda _: None,
-        nodes=SoundNodes(),
-        boot={},
-    )
+    inbox = Inbox(at_s=lambda: 0.0, post=lambda _: None)
     return CadenceWatch(
-        workers=workers,
-        at_s=lambda: 0.0,
-        post=lambda _: None,
+        inbox,
+        workers=workers_of(nodes_of(ClusterTable(), inbox.post), inbox.post),
         rules=CadenceRules(),
         snapshot=SnapshotSettings(every_steps=1),
         checkpoint=CheckpointSettings(every_steps=10),

@@ -18,7 +18,8 @@ from orchestrator.policies import (
     RedundancyRules,
     plan_redundancy,
 )
-from orchestrator.shell.capacity.nodes import NodeView
+from orchestrator.shell.capacity import NodeView
+from orchestrator.shell.memory import Orders
 from orchestrator.shell.memory import snapshots as module
 from orchestrator.shell.memory.snapshots import Snapshots
 from tests.support.keeper_handles import (
@@ -211,8 +212,9 @@ def test_a_keeper_is_told_what_it_is_to_hold_no_longer() -> None:
     """Whoever asks it must not be offered it again, be it a rank or another keeper."""
     bad = (held_source("aa", "w0.0", held(7, 0)), stored_source(7, 1))
 
-    async def act(made: Snapshots, handles: Handles) -> Any:
-        made.order(_order("aa", "bb", attempt=2, bad=bad))
+    async def act(_: Snapshots, handles: Handles) -> Any:
+        orders = Orders(handles.nodes, 0)
+        orders.give(_order("aa", "bb", attempt=2, bad=bad))
         return [handles[node].orders[-1].bad for node in ("aa", "bb")]
 
     assert with_keepers(MemoryStore(), act) == [(("w0.0", 0, 2),), ()]
@@ -238,10 +240,11 @@ def test_parts_are_told_only_of_the_version_that_is_resumed() -> None:
 def test_an_order_names_the_neighbour_and_no_keeper_that_is_not_met() -> None:
     """One that is only starting has no address yet; it is told of when it has."""
 
-    async def act(made: Snapshots, handles: Handles) -> Any:
-        made.order(_order("aa", "bb", "aa"))
+    async def act(_: Snapshots, handles: Handles) -> Any:
+        orders = Orders(handles.nodes, 0)
+        orders.give(_order("aa", "bb", "aa"))
         handles.nodes.views["bb"].secret = b""
-        made.order(_order("aa", "bb", attempt=2))
+        orders.give(_order("aa", "bb", attempt=2))
         return {
             node: [[peer.node for peer in order.copies_of] for order in handle.orders]
             for node, handle in handles.items()
@@ -253,12 +256,13 @@ def test_an_order_names_the_neighbour_and_no_keeper_that_is_not_met() -> None:
 def test_an_order_names_a_few_other_machines_of_the_attempt() -> None:
     """A keeper that reaches none of them is cut off; one without trainers need not know."""
 
-    async def act(made: Snapshots, handles: Handles) -> Any:
+    async def act(_: Snapshots, handles: Handles) -> Any:
+        orders = Orders(handles.nodes, 0)
         views = handles.nodes.views
         for number, node in enumerate(("aa", "bb", "cc", "dd", "ee", "ff")):
             handles[node] = Handle(node, (), 0)
             views[node] = NodeView(node, (node, number), keeper=handles[node], secret=b"s")
-        made.order(_order("aa", "bb", "bb", "cc", "dd", "ee"))
+        orders.give(_order("aa", "bb", "bb", "cc", "dd", "ee"))
         return {node: [host for host, _ in handles[node].orders[-1].others] for node in handles}
 
     assert with_keepers(MemoryStore(), act) == {
@@ -274,13 +278,14 @@ def test_an_order_names_a_few_other_machines_of_the_attempt() -> None:
 def test_an_order_names_the_group_once_all_of_it_are_met() -> None:
     """A group that waits for one that is not there would protect nobody."""
 
-    async def act(made: Snapshots, handles: Handles) -> Any:
+    async def act(_: Snapshots, handles: Handles) -> Any:
+        orders = Orders(handles.nodes, 0)
         views = handles.nodes.views
         handles["cc"] = Handle("cc", (), 2)
         views["cc"] = NodeView("cc", ("", 0), keeper=handles["cc"])
-        made.order(_order("aa", "bb", "cc", "cc", preference=Preference.PARITY))
+        orders.give(_order("aa", "bb", "cc", "cc", preference=Preference.PARITY))
         views["cc"].secret = b"cc"
-        made.order_again()
+        orders.repeat()
         return handles["bb"].orders
 
     early, whole = with_keepers(MemoryStore(), act)

@@ -1,0 +1,197 @@
+"""The keepers on the run's nodes: they are started, met, asked whether they live, and ended."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable
+from typing import Any
+
+from ray.exceptions import ActorUnavailableError, RayError
+
+from orchestrator.core import Bounds, KeeperDied, KeeperReady, KeeperSilent
+from orchestrator.shell.capacity.actors import ActorPool, answer
+from orchestrator.shell.capacity.node_view import NodeView
+from orchestrator.shell.capacity.nodes import Nodes
+from orchestrator.shell.capacity.probes import PROBE_S, accepts
+from orchestrator.shell.clock import wall_time
+from orchestrator.shell.inbox import Inbox
+from orchestrator.shell.tasks import Tasks
+from workers.protocol import Ending
+
+#: A keeper that is being started again is called this often.
+RETRY_S = 0.1
+#: A keeper that lives answers a new controller in 1 to 50 ms.
+MEET_S = 2.0
+#: How often a keeper is asked whether it is there.
+ASK_S = 5.0
+#: To remove its files takes a keeper milliseconds; one that stands still must not hold up the end.
+CLEAR_S = 5.0
+#: A keeper has so long to say how a process ended: the recovery waits for it.
+ENDING_S = 0.1
+
+
+class Keepers:
+    """Keeps a keeper on each node that needs one.
+
+    ``on_keeper`` is called with the node when a keeper is there, at first or again.
+    """
+
+    def __init__(
+        self,
+        inbox: Inbox,
+        *,
+        nodes: Nodes,
+        pool: ActorPool,
+        on_keeper: Callable[[str], None],
+        bounds: Bounds,
+    ) -> None:
+        self._inbox = inbox
+        self._nodes = nodes
+        self._pool = pool
+        self._on_keeper = on_keeper
+        self._bounds = bounds
+        self._restarts = Tasks()
+
+    async def meet(self) -> None:
+        """Meet the keepers that run already, at most for ``MEET_S``; then set ``Nodes.met``."""
+        await self._nodes.seen.wait()
+        nodes = list(self._nodes.views)
+        found = await asyncio.gather(*map(self._pool.find, nodes))
+        kept = [node for node, keeper in zip(nodes, found, strict=True) if keeper is not None]
+        for node in kept:
+            self.start(node)
+        greetings = [asyncio.create_task(self._nodes.views[node].greeted.wait()) for node in kept]
+        if greetings:
+            _, late = await asyncio.wait(greetings, timeout=MEET_S)
+            for task in late:
+                task.cancel()
+        self._nodes.met.set()
+
+    def start(self, node: str) -> None:
+        """Start a keeper on ``node``, or meet the running one."""
+        view = self._nodes.views.get(node)
+        if view is None or view.lost.is_set() or view.starting is not None:
+            return
+        if view.ending is not None:
+            # Ray would return the keeper that ends.
+            view.ending.add_done_callback(lambda _: self.start(node))
+            return
+        view.starting = asyncio.create_task(self._pool.start(node, node))
+        view.care = asyncio.create_task(self._care(view, view.starting))
+        view.tasks.append(view.care)
+
+    def end(self, node: str) -> None:
+        """End the keeper on ``node`` for good; a later ``start`` waits for that."""
+        view = self._nodes.views.get(node)
+        if view is None or view.lost.is_set() or view.starting is None or view.care is None:
+            return
+        view.care.cancel()
+        starting, view.starting, view.keeper = view.starting, None, None
+        view.host, view.port, view.secret, view.keeper_pid = "", 0, b"", 0
+        view.is_returning, view.greeted = False, asyncio.Event()
+        view.ending = asyncio.create_task(self._end(view, starting))
+
+    def restart(self, node: str) -> None:
+        """End the keeper's process: Ray asks it to end, or has its raylet kill it."""
+        view = self._nodes.views.get(node)
+        if view is not None and view.keeper is not None and not view.lost.is_set():
+            self._restarts.spawn(self._pool.kill(view.keeper, restart=True))
+
+    async def kill_worker(self, node: str, worker: str) -> bool:
+        """Have the keeper of ``node`` SIGKILL ``worker``; return whether it is known to be gone."""
+        view = self._nodes.views.get(node)
+        if view is None or view.keeper is None or view.is_dead:
+            return view is not None and view.is_dead
+        return bool(await answer(view.keeper.kill.remote(worker), PROBE_S))
+
+    async def ending(self, node: str, pid: int) -> Ending:
+        """Return how a process on ``node`` ended, if its keeper says so at once."""
+        view = self._nodes.views.get(node)
+        if view is None or view.keeper is None or view.is_dead:
+            return Ending("")
+        return await answer(view.keeper.ending.remote(pid), ENDING_S) or Ending("")
+
+    async def close(self) -> None:
+        """End every keeper of the run; those that can be reached leave nothing behind."""
+        views = list(self._nodes.views.values())
+        for view in views:
+            for task in view.tasks:
+                task.cancel()
+            if view.ending is not None:
+                await asyncio.wait([view.ending])
+            if view.starting is not None:
+                view.keeper = await view.starting
+        await asyncio.gather(*map(self._close, views))
+
+    async def _close(self, view: NodeView) -> None:
+        keeper = view.keeper or await self._pool.find(view.node)
+        if keeper is not None:
+            if not view.lost.is_set():
+                await answer(keeper.clear.remote(), CLEAR_S)
+            await self._pool.kill(keeper)
+
+    async def _end(self, view: NodeView, starting: asyncio.Future[Any]) -> None:
+        keeper = await starting
+        await answer(keeper.clear.remote(), CLEAR_S)
+        await self._pool.kill(keeper)
+        while await self._pool.find(view.node) is not None:  # noqa: ASYNC110  Ray does not notify
+            await asyncio.sleep(RETRY_S)
+        view.ending = None
+
+    async def _care(self, view: NodeView, starting: asyncio.Future[Any]) -> None:
+        view.keeper = await asyncio.shield(starting)
+        await asyncio.gather(self._accompany(view), self._ask_often(view))
+
+    async def _accompany(self, view: NodeView) -> None:
+        """Keep a held call on the keeper; a failing one is a reason to look at the node."""
+        while True:
+            try:
+                hello = await view.keeper.hello.remote()
+            except ActorUnavailableError:
+                # A call to a process that is only just starting fails like that.
+                await asyncio.sleep(RETRY_S)
+                continue
+            except RayError as error:
+                cause = f"its keeper is unreachable: {type(error).__name__}"
+                self._nodes.lost(view.node, cause)
+                return
+            view.raylet_pid, view.keeper_pid = hello["raylet_pid"], hello["pid"]
+            view.lease_s = hello["lease_s"]
+            # Less than it is by the time that the answer took.
+            view.clock_ahead_s = max(0.0, hello["wall_time"] - wall_time())
+            # After a restart it listens elsewhere, and asks for another secret.
+            view.host, view.port = hello["host"], hello["port"]
+            view.secret = hello["secret"]
+            view.is_returning = False
+            view.greeted.set()
+            self._inbox.post(KeeperReady(at_s=self._inbox.at_s(), node=view.node))
+            self._on_keeper(view.node)
+            try:
+                await view.keeper.hold.remote()
+            except RayError as error:
+                # Until it is back it is not asked, and no peer is told of it.
+                view.secret, view.keeper_pid = b"", 0
+                # If the raylet answers, the machine lives: training need not stop for this.
+                # Callers wait until this is known.
+                view.is_returning = True
+                detail = type(error).__name__
+                self._inbox.post(KeeperDied(at_s=self._inbox.at_s(), node=view.node, detail=detail))
+                view.is_returning = bool(await accepts(view.raylet_address))
+                if await self._nodes.is_gone(view.node):
+                    return
+
+    async def _ask_often(self, view: NodeView) -> None:
+        """Report a keeper that takes calls and says nothing: Ray takes it for alive."""
+        while True:
+            is_there = view.greeted.is_set() and not view.is_returning
+            bound_s = self._bounds.keeper_silent_s if is_there else self._bounds.keeper_return_s
+            try:
+                async with asyncio.timeout(bound_s):
+                    await view.keeper.hello.remote()
+            except TimeoutError:
+                at_s = self._inbox.at_s()
+                self._inbox.post(KeeperSilent(at_s=at_s, node=view.node, silent_s=bound_s))
+            except RayError:
+                # The held call has failed as well.
+                pass
+            await asyncio.sleep(ASK_S)

@@ -1,0 +1,75 @@
+"""The controller's view of a node."""
+
+from __future__ import annotations
+
+import asyncio
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from workers.protocol import LEASE_S
+
+
+@dataclass(slots=True)
+class NodeView:
+    """A node and its keeper.
+
+    Attributes:
+        node: Ray node id, hex.
+        raylet_address: Where its raylet listens.
+        rack: Nodes of one rack fail together; "" if none is known.
+        state: alive, draining or lost.
+        notice: The source of the notice that it ends; "" without notice.
+        taken_s: When it ends, on the run's clock; infinity if no time is known.
+        raylet_pid: Process id of the raylet; 0 before the keeper said it.
+        keeper_pid: Process id of the keeper; 0 while there is none.
+        clock_ahead_s: Lower bound of its clock's lead over the controller's; 0 if behind.
+        lease_s: How long its trainers continue without a controller.
+        lost_s: When it was declared lost, on the run's clock.
+        is_dead: Whether it is lost, and no process of it can be alive.
+        is_returning: Whether its keeper died alone and is being started again.
+        starting: Set once a keeper was asked for; its result is the handle.
+        keeper: Ray handle of the keeper.
+        host: Where the keeper serves snapshots; "" if it keeps none.
+        port: Its port.
+        secret: Peers must show it to the keeper; b"" before the keeper answered.
+        tasks: Run until the node is lost.
+        care: The one of ``tasks`` that ends with the keeper.
+        ending: Set while the keeper is being ended.
+        greeted: Set once the keeper has answered.
+        lost: Set when the node is.
+    """
+
+    node: str
+    raylet_address: tuple[str, int]
+    rack: str = ""
+    state: str = "alive"
+    notice: str = ""
+    taken_s: float = math.inf
+    raylet_pid: int = 0
+    keeper_pid: int = 0
+    clock_ahead_s: float = 0.0
+    lease_s: float = LEASE_S
+    lost_s: float = 0.0
+    is_dead: bool = False
+    is_returning: bool = False
+    starting: asyncio.Future[Any] | None = None
+    keeper: Any = None
+    host: str = ""
+    port: int = 0
+    secret: bytes = field(default=b"", repr=False)
+    tasks: list[asyncio.Task[None]] = field(default_factory=list)
+    care: asyncio.Task[None] | None = None
+    ending: asyncio.Task[None] | None = None
+    greeted: asyncio.Event = field(default_factory=asyncio.Event)
+    lost: asyncio.Event = field(default_factory=asyncio.Event)
+
+
+def view_of(row: Mapping[str, Any], rack_label: str) -> NodeView:
+    """Return what a row of Ray's node table says of a node; ``rack_label`` as for ``Nodes``."""
+    return NodeView(
+        node=row["NodeID"],
+        raylet_address=(row["NodeManagerAddress"], row["NodeManagerPort"]),
+        rack=row["Labels"].get(rack_label, ""),
+    )

@@ -1,0 +1,115 @@
+"""The notices that nodes end: Ray's, those that keepers ask for, and those of the own machine."""
+
+from __future__ import annotations
+
+import logging
+import math
+from collections.abc import Hashable, Mapping
+from typing import NamedTuple
+
+from orchestrator.core import ControllerDraining, NodeDraining
+from orchestrator.shell.capacity.node_view import NodeView
+from orchestrator.shell.clock import wall_time
+from orchestrator.shell.inbox import Inbox
+from workers.protocol import Notice
+
+log = logging.getLogger(__name__)
+
+#: A notice that names no time is followed when a replacement is there, and in a year at last.
+FAR_S = 365 * 86400.0
+#: The sources of notices: Ray, the node's keeper, and the controller on its own machine.
+_RAY, _KEEPER, _CONTROLLER = "ray", "keeper", "controller"
+
+
+class _Said(NamedTuple):
+    """A source's notice of the end of a node, and the time on the run's clock."""
+
+    said: Hashable
+    by_s: float
+    what: str
+
+
+class Notices:
+    """Merges the notices of each node: its earliest end counts.
+
+    Args:
+        views: The nodes; their state follows the notices.
+        inbox: Takes ``NodeDraining`` and ``ControllerDraining``.
+        here: The controller's node.
+    """
+
+    def __init__(self, views: Mapping[str, NodeView], inbox: Inbox, here: str) -> None:
+        self._views = views
+        self._inbox = inbox
+        self._here = here
+        self._known: dict[str, dict[str, _Said]] = {}
+
+    @property
+    def own(self) -> str:
+        """Return the source of the notice for the controller's machine; "" if it stays."""
+        return _first(self._known.get(self._here, {})).what
+
+    def is_draining(self, node: str) -> bool:
+        """Return whether ``node`` was given notice. Ray forgets when the node dies; we do not."""
+        return bool(self._known.get(node))
+
+    def forget(self, node: str) -> None:
+        """Forget the notices of a node, so that they are reported again."""
+        self._known.pop(node, None)
+
+    def on_ray(self, deadlines_ms: Mapping[str, int]) -> None:
+        """Take in Ray's notices: a deadline in ms since the epoch by node, 0 if there is none."""
+        for node in {**deadlines_ms, **self._known}:
+            said = deadlines_ms.get(node)
+            view = self._views.get(node)
+            # A pod that must go tells Ray by its own clock, and Ray does not say whose clock it is.
+            # The later clock counts, so that the node is left too early at worst.
+            ahead_s = view.clock_ahead_s if view is not None else 0.0
+            left_s = said / 1000.0 - wall_time() - ahead_s if said else 0.0
+            self._note(node, _RAY, said, left_s, "drained by Ray")
+
+    def on_keeper(self, node: str, notice: Notice | None) -> None:
+        """Take in what a node itself knows of its end; None if it stays."""
+        self._note_own(node, _KEEPER, notice)
+
+    def on_controller(self, notice: Notice | None) -> None:
+        """Take in what the controller knows of the end of its machine; None if it stays."""
+        self._note_own(self._here, _CONTROLLER, notice)
+
+    def _note_own(self, node: str, source: str, notice: Notice | None) -> None:
+        left_s, what = (notice.left_s, notice.what) if notice else (math.inf, "")
+        self._note(node, source, notice, left_s, what)
+
+    def _note(self, node: str, source: str, said: Hashable, left_s: float, what: str) -> None:
+        """Report the earliest end of a node if a notice is new, changed or withdrawn.
+
+        Notices of a dead node are neither reported nor withdrawn.
+        """
+        view = self._views.get(node)
+        if (view is None and node != self._here) or (view is not None and view.lost.is_set()):
+            return
+        known = self._known.setdefault(node, {})
+        if (known[source].said if source in known else None) == said:
+            return
+        was = _first(known)
+        at_s = self._inbox.at_s()
+        if said is None:
+            del known[source]
+        else:
+            known[source] = _Said(said, at_s + min(max(0.0, left_s), FAR_S), what)
+        now = _first(known)
+        is_news = now.by_s != was.by_s
+        if view is not None:
+            view.state, view.notice = "draining" if known else "alive", now.what
+            view.taken_s = now.by_s if now.by_s - at_s < FAR_S else math.inf
+            if is_news:
+                draining = NodeDraining(at_s=at_s, node=node, deadline_s=now.by_s, notice=now.what)
+                self._inbox.post(draining)
+        if node == self._here and is_news:
+            log.critical("controller_draining", extra={"notice": now.what, "by_s": now.by_s})
+            self._inbox.post(ControllerDraining(at_s=at_s, deadline_s=now.by_s, notice=now.what))
+
+
+def _first(known: Mapping[str, _Said]) -> _Said:
+    """Return the earliest end; infinity without notices."""
+    return min(known.values(), key=lambda each: each.by_s, default=_Said(None, math.inf, ""))

@@ -1,0 +1,21 @@
+"""The inbox of a run, which every part gets: it takes events, and knows the time."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from orchestrator.core import Event
+
+
+@dataclass(frozen=True, slots=True)
+class Inbox:
+    """Takes events; both are called on the event loop.
+
+    Attributes:
+        at_s: Returns the run's age in seconds.
+        post: Takes an event, to be folded after those that came before.
+    """
+
+    at_s: Callable[[], float]
+    post: Callable[[Event], None]

@@ -1,0 +1,112 @@
+"""The local clusters of this user: a folder with an entry for each, in the temporary directory."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import shutil
+import signal
+import socket
+import tempfile
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+from orchestrator.shell.names import RunNames, run_id
+from orchestrator.shell.serve import withdraw
+
+#: The name of such a folder begins so.
+PREFIX = "everstep-cluster-"
+ENTRY = "cluster.json"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LocalEntry:
+    """A local cluster as the registry knows it.
+
+    Attributes:
+        address: Address of its head.
+        host_pid: Its host, which leads the process group of all its processes.
+        starter_pid: The command that started it.
+        run_directory: The run that it serves, "" before there is one.
+        is_detached: Whether it outlives its starter.
+        is_hosted: Whether its host still lives; without it no process ends the cluster.
+    """
+
+    address: str
+    host_pid: int
+    starter_pid: int
+    run_directory: str = ""
+    is_detached: bool = False
+    is_hosted: bool = True
+
+
+def local_clusters() -> list[LocalEntry]:
+    """Return the local clusters of this user, oldest first; forget those of which nothing is left.
+
+    A host that was killed may have left its cluster behind: such an entry is not ``is_hosted``.
+    """
+    found: list[tuple[float, LocalEntry]] = []
+    for folder, entry, began_s in _entries():
+        if _group_lives(entry.host_pid):
+            is_hosted = _accepts(str(folder / "control"))
+            found.append((began_s, replace(entry, is_hosted=is_hosted)))
+        else:
+            remove_traces(folder)
+    return [entry for _, entry in sorted(found, key=lambda pair: pair[0])]
+
+
+def kill_local_cluster(run_directory: str) -> bool:
+    """End the local cluster of a run at once; return whether there was one."""
+    mine = [(f, entry) for f, entry, _ in _entries() if entry.run_directory == run_directory]
+    for folder, entry in mine:
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(entry.host_pid, signal.SIGKILL)
+        remove_traces(folder)
+    return bool(mine)
+
+
+def _entries() -> Iterator[tuple[Path, LocalEntry, float]]:
+    """Yield the folder and the entry of each local cluster of this user, and when it began."""
+    for folder in Path(tempfile.gettempdir()).glob(f"{PREFIX}*"):
+        try:
+            state = folder.stat()
+            if state.st_uid == os.getuid():
+                document = json.loads((folder / ENTRY).read_text())
+                yield folder, LocalEntry(**document), state.st_ctime
+        except (OSError, ValueError, TypeError):
+            continue  # it is being started, or has just ended
+
+
+def _group_lives(group: int) -> bool:
+    try:
+        os.killpg(group, 0)
+    except OSError:
+        return False
+    return True
+
+
+def _accepts(socket_path: str) -> bool:
+    with socket.socket(socket.AF_UNIX) as connection:
+        try:
+            connection.connect(socket_path)
+        except OSError:
+            return False
+    return True
+
+
+def remove_traces(folder: Path) -> None:
+    """Delete what processes that were killed could not: the run's shared memory, the folder.
+
+    Nor could they tell Prometheus that there is nothing to be scraped any more.
+    """
+    with contextlib.suppress(OSError, ValueError):
+        directory = json.loads((folder / ENTRY).read_text())["run_directory"]
+        if directory:
+            names = RunNames(run_id(directory))
+            withdraw(names.run_id)
+            shared = Path(names.shared_root)
+            for path in (shared, *shared.parent.glob(Path(names.spool("*")).name)):
+                shutil.rmtree(path, ignore_errors=True)
+    shutil.rmtree(folder, ignore_errors=True)

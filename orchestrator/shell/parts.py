@@ -1,0 +1,147 @@
+"""The parts of one run in the shell, and how they are wired."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import ray
+
+from orchestrator.config import RunConfig
+from orchestrator.core import Event
+from orchestrator.run_directory import CHECKPOINTS
+from orchestrator.shell import storage
+from orchestrator.shell.capacity import ActorPool, Capacity, Keepers, Nodes, Rendezvous, Workers
+from orchestrator.shell.inbox import Inbox
+from orchestrator.shell.loggers import Loggers
+from orchestrator.shell.memory import CadenceWatch, Orders, ProtectionWatch, Snapshots
+from orchestrator.shell.names import RunNames
+from orchestrator.shell.observer import Observer
+from orchestrator.shell.others import Others
+from ucp_core.storage import Owner, join, open_store
+from workers import keeper, process
+
+
+class Parts:
+    """Builds the parts. ``state`` is the run's, as folded so far; ``Controller`` says the rest."""
+
+    def __init__(
+        self,
+        *,
+        run_id: str,
+        config: RunConfig,
+        life: int,
+        token: str,
+        controller: Any,
+        post: Callable[[Event], None],
+        on_keeper: Callable[[str], None],
+    ) -> None:
+        self.config = config
+        self.names = RunNames(run_id)
+        self.rules = config.rules()
+        self.store, self.path = open_store(config.run.directory)
+        self.owner = Owner(self.store, self.path, life)
+        spool = self.names.spool(ray.get_runtime_context().get_actor_id() or "")
+        self.begun = storage.begin_incarnation(
+            self.store, self.path, config, life=life, token=token, spool=spool
+        )
+        self.state = self.begun.state
+        self.token = storage.run_token(self.store, self.path)
+        self.inbox = Inbox(at_s=self.begun.clock.at_s, post=post)
+        self._build_storage(spool)
+        self._build_capacity(controller, on_keeper)
+        self._build_watches()
+
+    def _build_storage(self, spool: str) -> None:
+        begun, train = self.begun, self.config.train
+        journal_path = storage.segment_path(self.path, begun.number)
+        sender = storage.Sender(self.store, journal_path=journal_path, spool=spool)
+        self.journal = storage.JournalFile(
+            self.store,
+            self.path,
+            incarnation=begun.number,
+            before_bytes=begun.journal_bytes,
+            sender=None if self.store.appends else sender,
+        )
+        self.compaction = storage.CompactionFile(
+            self.store, self.path, rules=self.rules, compacted_bytes=begun.compacted_bytes
+        )
+        self.outputs = storage.RunOutputs(
+            self.store,
+            self.path,
+            begun.stats,
+            sender=sender,
+            num_written=begun.num_incidents_written,
+            samples_per_step=train.global_batch,
+            tokens_per_step=self.config.tokens_per_step,
+        )
+        self.loggers = Loggers(self.config, store=self.store, path=self.path, owner=self.owner)
+
+    def _build_capacity(self, controller: Any, on_keeper: Callable[[str], None]) -> None:
+        config, names, inbox = self.config, self.names, self.inbox
+        own_host = ray.util.get_node_ip_address()
+        self.rendezvous = Rendezvous(own_host)
+        self.capacity = Capacity(inbox, names=names, alternatives=config.alternatives())
+        self.nodes = Nodes(
+            inbox,
+            needs=[each.resources for each in config.alternatives()],
+            rack_label=config.cluster.rack_label,
+            here=ray.get_runtime_context().get_node_id(),
+            own_host=own_host,
+            own_notice=keeper.NoticeWatch(keeper.sources_of(**config.watched())).notice,
+        )
+        boot = {"run_url": config.run.directory, "settings": config.settings_json()}
+        self.keepers = Keepers(
+            inbox,
+            nodes=self.nodes,
+            pool=ActorPool(
+                keeper.Keeper,
+                keeper.OPTIONS,
+                names=names,
+                name=names.keeper,
+                boot={
+                    **boot,
+                    "controller": controller,
+                    "life": self.owner.life,
+                    "notices": config.watched(),
+                },
+            ),
+            on_keeper=on_keeper,
+            bounds=self.rules.bounds,
+        )
+        self.worker_pool = ActorPool(
+            process.Worker,
+            process.OPTIONS,
+            names=names,
+            name=names.worker,
+            boot={**boot, "on_cpu": "GPU" not in config.worker_resources()},
+        )
+        self.workers = Workers(inbox, nodes=self.nodes, keepers=self.keepers, pool=self.worker_pool)
+
+    def _build_watches(self) -> None:
+        config, snapshot = self.config, self.config.snapshot
+        self.snapshots = Snapshots(
+            nodes=self.nodes,
+            store=self.store,
+            checkpoints=join(self.path, CHECKPOINTS),
+            total_steps=config.train.steps,
+        )
+        self.orders = Orders(self.nodes, self.owner.life)
+        self.protection = ProtectionWatch(
+            snapshots=self.snapshots, wanted=snapshot.tolerance if snapshot.every_steps else 0
+        )
+        self.observer = Observer(
+            self.inbox,
+            on_formed=self.workers.note_formed,
+            node_silent=self.nodes.silent,
+            patience=config.patience,
+            parallel=config.settings().parallel,
+        )
+        self.others = Others(self.inbox, names=self.names)
+        self.cadence = CadenceWatch(
+            self.inbox,
+            workers=self.workers,
+            rules=self.rules.cadence,
+            snapshot=snapshot,
+            checkpoint=config.checkpoint,
+        )
