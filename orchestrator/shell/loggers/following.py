@@ -9,22 +9,18 @@ from __future__ import annotations
 
 import json
 import logging
-import secrets
-import tempfile
 import threading
 from collections import deque
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from functools import partial
-from typing import Any, Final
+from typing import Final
 
-from orchestrator.config import MlflowSection, RunConfig, WandbSection
+from orchestrator.config import RunConfig
 from orchestrator.run_directory import LOGGERS
 from orchestrator.shell.loggers.curve import FILES, Curve, Point
-from orchestrator.shell.loggers.services import Mlflow, Service, TensorBoard, Wandb
+from orchestrator.shell.loggers.services import SERVICES, Service, first_ids
 from ucp_core.errors import StorageError, SupersededError
-from ucp_core.storage import RECENT_S, LocalStore, Owner, Store, join, read_appended
-
-__all__ = ["Loggers"]
+from ucp_core.storage import RECENT_S, Owner, Store, join, read_appended
 
 #: The files are looked at this often.
 _LOOK_S: Final = 2.0
@@ -52,9 +48,13 @@ class Loggers:
 
     def __init__(self, config: RunConfig, *, store: Store, path: str, owner: Owner) -> None:
         self._store, self._path, self._owner = store, path, owner
-        self._lines = [_Lines(store, join(path, name), name) for name in FILES]
+        #: How much of each file was read.
+        self._read_bytes = dict.fromkeys(FILES, 0)
         self._curve = Curve()
-        self._channels = self._open_channels(config)
+        self._channels = {
+            name: _Channel(name, run_id, partial(SERVICES[name], config))
+            for name, run_id in first_ids(config).items()
+        }
         self._look_s = _LOOK_S if store.appends else _LOOK_REMOTE_S
         self._ends = threading.Event()
         self._outcome = ""
@@ -83,25 +83,6 @@ class Loggers:
         """Return for each service what is wrong with it, "" if nothing is."""
         return {name: channel.problem for name, channel in self._channels.items()}
 
-    def _open_channels(self, config: RunConfig) -> dict[str, _Channel]:
-        asked, values = config.logging, config.model_dump(mode="json")
-        named = {"name": config.run.name, "config": values}
-        found: dict[str, _Channel] = {}
-        if asked.tensorboard:
-            is_told = isinstance(asked.tensorboard, str)
-            where = asked.tensorboard if is_told else join(config.run.directory, "tensorboard")
-            found["tensorboard"] = _Channel("tensorboard", str(where), _tensorboard)
-        if asked.wandb is not None:
-            is_local = isinstance(self._store, LocalStore)
-            directory = self._path if is_local else tempfile.mkdtemp(prefix="everstep-wandb-")
-            opened = partial(_wandb, asked.wandb, {**named, "directory": directory})
-            found["wandb"] = _Channel("wandb", "", opened)
-            # Ids of the service's own making have this form, too.
-            found["wandb"].first_id = secrets.token_hex(4)
-        if asked.mlflow is not None:
-            found["mlflow"] = _Channel("mlflow", "", partial(_mlflow, asked.mlflow, named))
-        return found
-
     def _follow(self) -> None:
         is_loaded = is_last = False
         while not is_last:
@@ -125,62 +106,49 @@ class Loggers:
         path = join(self._path, LOGGERS)
         noted = json.loads(self._store.read(path)) if self._store.exists(path) else {}
         known = noted.get("services", {})
-        found = [channel.resume(*known.get(name, ("", -1))) for name, channel in self._named()]
-        if all(found):
+        resumed = [one.resume(*known.get(name, ("", -1))) for name, one in self._channels.items()]
+        if all(resumed):
             self._curve = Curve.from_json(noted["curve"])
-            for lines in self._lines:
-                lines.offset_bytes = noted["read"].get(lines.name, 0)
-            return
-        for _, channel in self._named():
-            channel.run_id = channel.run_id or channel.first_id
-        # Before a service knows of it: a controller that dies now must not begin a second run.
-        self._note()
+            self._read_bytes |= noted["read"]
+        else:
+            # Before a service knows of it: a controller that dies now must not begin a second run.
+            self._note()
 
     def _round(self, *, is_final: bool) -> None:
         self._owner.require(within_s=RECENT_S)
-        for lines in self._lines:
-            self._curve.add(lines.name, lines.new())
+        for name in FILES:
+            self._curve.add(name, self._new_lines(name))
         points = self._curve.take(is_final=is_final)
         before = self._noted()
-        for _, channel in self._named():
+        for channel in self._channels.values():
             channel.write(points, is_last=self._ends.is_set())
-        if self._noted() != before and not any(channel.backlog for _, channel in self._named()):
+        if self._noted() != before and not any(one.backlog for one in self._channels.values()):
             self._note()
 
-    def _named(self) -> Iterable[tuple[str, _Channel]]:
-        return self._channels.items()
-
-    def _noted(self) -> dict[str, tuple[str, int]]:
-        return {name: (channel.run_id, channel.written) for name, channel in self._named()}
-
-    def _note(self) -> None:
-        document = {
-            "services": self._noted(),
-            "curve": self._curve.to_json(),
-            "read": {lines.name: lines.offset_bytes for lines in self._lines},
-        }
-        data = json.dumps(document, indent=1).encode()
-        self._store.write_atomic(join(self._path, LOGGERS), data, fsync=False)
-
-
-class _Lines:
-    """The whole lines of a file that grows."""
-
-    def __init__(self, store: Store, path: str, name: str) -> None:
-        self._store, self._path, self.name = store, path, name
-        self.offset_bytes = 0
-
-    def new(self) -> list[str]:
-        """Return the lines since the last call."""
+    def _new_lines(self, name: str) -> list[str]:
+        """Return the whole lines that a file has got since the last call."""
+        begin = self._read_bytes[name]
         try:
-            data = read_appended(self._store, self._path, self.offset_bytes)
+            data = read_appended(self._store, join(self._path, name), begin)
         except StorageError as error:
             if not error.facts.get("missing"):
                 raise
             return []
         whole = data[: data.rfind(b"\n") + 1]
-        self.offset_bytes += len(whole)
+        self._read_bytes[name] = begin + len(whole)
         return whole.decode(errors="replace").splitlines()
+
+    def _noted(self) -> dict[str, tuple[str, int]]:
+        return {name: (one.run_id, one.written) for name, one in self._channels.items()}
+
+    def _note(self) -> None:
+        document = {
+            "services": self._noted(),
+            "curve": self._curve.to_json(),
+            "read": self._read_bytes,
+        }
+        data = json.dumps(document, indent=1).encode()
+        self._store.write_atomic(join(self._path, LOGGERS), data, fsync=False)
 
 
 class _Channel:
@@ -191,13 +159,13 @@ class _Channel:
         self._service: Service | None = None
         self._rounds_left = 0
         self.run_id, self.written = run_id, -1
-        self.first_id = ""
         self.backlog: deque[Point] = deque(maxlen=_BACKLOG_MAX)
         self.problem = ""
 
     def resume(self, run_id: str, written: int) -> bool:
         """Continue the service's run ``run_id``, if there is one; return whether there is."""
-        if not run_id or (self.run_id and self.run_id != run_id):
+        is_moved = self._name == "tensorboard" and run_id != self.run_id
+        if not run_id or is_moved:
             return False
         self.run_id, self.written = run_id, written
         return True
@@ -237,15 +205,3 @@ class _Channel:
             log.warning("logging_failed", extra={"service": self._name, "error": problem})
         self.problem = problem
         self._rounds_left = _ROUNDS
-
-
-def _tensorboard(directory: str, written: int) -> Service:
-    return TensorBoard(directory, written=written)
-
-
-def _wandb(settings: WandbSection, named: dict[str, Any], run_id: str, _: int) -> Service:
-    return Wandb(settings, run_id=run_id, **named)
-
-
-def _mlflow(settings: MlflowSection, named: dict[str, Any], run_id: str, _: int) -> Service:
-    return Mlflow(settings, run_id=run_id, **named)

@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+import secrets
 import sys
-from collections.abc import Mapping, Sequence
-from typing import Any, Protocol
+import tempfile
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Protocol
 
-from orchestrator.config import MlflowSection, WandbSection
+from orchestrator.config import RunConfig
 from orchestrator.shell.clock import wall_time
 from orchestrator.shell.loggers.curve import Point
+from ucp_core.storage import LocalStore, join, open_store
 
 #: MLflow takes so many metrics in one request, and so many characters of a parameter.
 _METRICS_MAX, _PARAMETER_CHARS = 1000, 500
@@ -37,20 +41,18 @@ class Service(Protocol):
 
 
 class TensorBoard:
-    """Event files in a directory.
+    """Event files in the directory ``run_id``, a path or a URL that tensorboard opens itself.
 
-    Args:
-        directory: A path, or a URL that tensorboard's own file layer opens.
-        written: The last step that it has for sure. Later ones are written again: whatever an
-            earlier process has left of them is hidden by tensorboard's purge.
+    Steps after ``written`` are written again: tensorboard's purge hides what an earlier process
+    left of them.
     """
 
-    def __init__(self, directory: str, *, written: int) -> None:
+    def __init__(self, _config: RunConfig, run_id: str, written: int) -> None:
         from tensorboard.compat.proto.event_pb2 import Event, SessionLog
         from tensorboard.summary.writer.event_file_writer import EventFileWriter
 
-        self.run_id, self.written = directory, written
-        self._events = EventFileWriter(directory)
+        self.run_id, self.written = run_id, written
+        self._events = EventFileWriter(run_id)
         start = SessionLog(status=SessionLog.START)
         event = Event(wall_time=wall_time(), step=written + 1, session_log=start)
         self._events.add_event(event)
@@ -75,27 +77,17 @@ class TensorBoard:
 
 
 class Wandb:
-    """A run of Weights & Biases.
+    """A run of Weights & Biases; ``run_id`` is begun, or continued if the service knows it."""
 
-    Args:
-        settings: Project, mode and so on.
-        run_id: Of the run to begin or to continue.
-        name: Of the run, for people.
-        config: The run's configuration, shown beside the curve.
-        directory: Local folder for the files of offline runs.
-    """
-
-    def __init__(
-        self,
-        settings: WandbSection,
-        *,
-        run_id: str,
-        name: str,
-        config: Mapping[str, Any],
-        directory: str,
-    ) -> None:
+    def __init__(self, config: RunConfig, run_id: str, _written: int) -> None:
         import wandb
 
+        settings = config.logging.wandb
+        assert settings is not None, "the run asks for it"
+        store, path = open_store(config.run.directory)
+        if not isinstance(store, LocalStore):
+            path = join(tempfile.gettempdir(), f"everstep-wandb-{run_id}")
+            Path(path).mkdir(exist_ok=True)
         self.run_id = run_id
         # It takes over both, as if the process were its own: an end is told by ``close``.
         ends = {"exit": sys.exit, "excepthook": sys.excepthook}
@@ -104,12 +96,12 @@ class Wandb:
             resume="allow",
             project=settings.project,
             entity=settings.entity or None,
-            name=settings.name or name,
+            name=settings.name or config.run.name,
             group=settings.group or None,
             tags=settings.tags,
             mode=settings.mode,
-            config=dict(config),
-            dir=directory,
+            config=config.model_dump(mode="json"),
+            dir=path,
             settings=wandb.Settings(console="off", silent=True, x_disable_stats=True),
         )
         vars(sys).update(ends)
@@ -127,22 +119,15 @@ class Wandb:
 
 
 class Mlflow:
-    """A run of MLflow.
-
-    Args:
-        settings: Where the tracking server is, and the experiment.
-        run_id: Of the run to continue; "" begins one.
-        name: Of the run, for people.
-        config: The run's configuration, which becomes its parameters.
-    """
+    """A run of MLflow; with ``run_id`` "" it begins one, with the configuration as parameters."""
 
     _STATUS = {"completed": "FINISHED", "stopped": "KILLED", "failed": "FAILED"}  # noqa: RUF012
 
-    def __init__(
-        self, settings: MlflowSection, *, run_id: str, name: str, config: Mapping[str, Any]
-    ) -> None:
+    def __init__(self, config: RunConfig, run_id: str, _written: int) -> None:
         from mlflow import MlflowClient
 
+        settings = config.logging.mlflow
+        assert settings is not None, "the run asks for it"
         self._client = MlflowClient(settings.tracking_uri or None)
         self.run_id, self.written = run_id, -1
         if run_id:
@@ -156,7 +141,7 @@ class Mlflow:
             if found is not None
             else self._client.create_experiment(settings.experiment)
         )
-        run = self._client.create_run(experiment, run_name=settings.name or name)
+        run = self._client.create_run(experiment, run_name=settings.name or config.run.name)
         self.run_id = run.info.run_id
         self._log_parameters(config)
 
@@ -178,15 +163,34 @@ class Mlflow:
         if outcome:
             self._client.set_terminated(self.run_id, self._STATUS.get(outcome, "FAILED"))
 
-    def _log_parameters(self, config: Mapping[str, Any]) -> None:
+    def _log_parameters(self, config: RunConfig) -> None:
         from mlflow.entities import Param
 
         rows = [
             Param(f"{section}.{key}".rstrip("."), str(value)[:_PARAMETER_CHARS])
-            for section, keys in config.items()
+            for section, keys in config.model_dump(mode="json").items()
             for key, value in (keys if isinstance(keys, dict) else {"": keys}).items()
             if value not in (None, "", [], {})
         ]
         for start in range(0, len(rows), _PARAMETERS_MAX):
             part = rows[start : start + _PARAMETERS_MAX]
             self._client.log_batch(self.run_id, params=part)
+
+
+#: How each service is opened: with the run's configuration, the service's name of the run, and the
+#: last step that it is known to have.
+SERVICES: dict[str, Callable[[RunConfig, str, int], Service]] = {
+    "tensorboard": TensorBoard,
+    "wandb": Wandb,
+    "mlflow": Mlflow,
+}
+
+
+def first_ids(config: RunConfig) -> dict[str, str]:
+    """Return each service that a run asks for, and its name of a new run; "" if it chooses one."""
+    where = config.logging.tensorboard
+    if where is True:
+        where = join(config.run.directory, "tensorboard")
+    # Ids of wandb's own making have this form, too.
+    ids = {"tensorboard": where or "", "wandb": secrets.token_hex(4), "mlflow": ""}
+    return {name: each for name, each in ids.items() if getattr(config.logging, name)}
