@@ -1,26 +1,35 @@
-"""Charts as SVG text: curves, staircases, marks and bands. Pure.
+"""Charts as SVG: curves, staircases, marks and bands. Pure.
 
-Drawn here rather than by a library, because a report is one small file that works offline; plotly
-alone would add 4 MB to each. Colours are CSS classes, so one drawing serves light, dark and paper.
-Every number is also there as text: bands carry a ``<title>`` and the report has tables.
+This module places what ``templates/chart.svg.j2`` draws. A report is one small file that works
+offline; plotly alone would add 4 MB to each. Colours are CSS classes, so one drawing serves light,
+dark and paper. Every number is also there as text: bands have a title and the report has tables.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from html import escape
-from typing import TypeAlias
+from typing import Any, TypeAlias
+
+import jinja2
+from markupsafe import Markup
 
 #: ``(x, y)`` in the units of the axes.
 Point: TypeAlias = tuple[float, float]
 
+TEMPLATES = jinja2.Environment(
+    loader=jinja2.PackageLoader("orchestrator.report", "templates"),
+    autoescape=True,
+    undefined=jinja2.StrictUndefined,
+    trim_blocks=True,
+    lstrip_blocks=True,
+)
+
 #: Viewbox in SVG units; the page scales it.
-WIDTH, HEIGHT = 960.0, 320.0
-LEFT, RIGHT, TOP, BOTTOM = 62.0, 14.0, 48.0, 44.0
-#: Baseline of the line above the plot that names the y axis and the curves.
-LEGEND_Y = 16.0
+WIDTH, HEIGHT = 960, 320
+#: Edges of the plot in it.
+LEFT, RIGHT, TOP, BOTTOM = 62, WIDTH - 14, 48, HEIGHT - 44
 #: Baselines of the labels of bands, above the plot; the second takes those that overlap.
 LABEL_ROWS_Y = (TOP - 6, TOP - 19)
 #: With more bands than this only some are labelled, in one row and well apart.
@@ -38,7 +47,7 @@ class Series:
 
     label: str
     css: str
-    points: tuple[Point, ...]
+    points: Sequence[Point]
     staircase: bool = False
 
 
@@ -52,7 +61,7 @@ class Band:
     title: str
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(frozen=True, slots=True)
 class _Scale:
     """Maps data to the viewbox."""
 
@@ -62,11 +71,10 @@ class _Scale:
     y_max: float
 
     def x(self, value: float) -> float:
-        return LEFT + (value - self.x_min) / (self.x_max - self.x_min) * (WIDTH - LEFT - RIGHT)
+        return LEFT + (value - self.x_min) / (self.x_max - self.x_min) * (RIGHT - LEFT)
 
     def y(self, value: float) -> float:
-        share = (value - self.y_min) / (self.y_max - self.y_min)
-        return HEIGHT - BOTTOM - share * (HEIGHT - TOP - BOTTOM)
+        return BOTTOM - (value - self.y_min) / (self.y_max - self.y_min) * (BOTTOM - TOP)
 
 
 def chart(
@@ -76,22 +84,24 @@ def chart(
     y_label: str,
     bands: Sequence[Band] = (),
     y_from_zero: bool = False,
-) -> str:
+) -> Markup:
     """Return a chart as one ``<svg>`` element, or a sentence if there is nothing to draw."""
-    finite = [point for one in series for point in one.points if all(map(math.isfinite, point))]
-    if not finite:
-        return '<p class="empty">Nothing was recorded yet.</p>'
-    scale = _scale(finite, bands, y_from_zero=y_from_zero)
-    label = f"{escape(y_label)} over {escape(x_label)}"
-    parts = [
-        f'<svg viewBox="0 0 {WIDTH:.0f} {HEIGHT:.0f}" role="img" aria-label="{label}">',
-        *_bands(bands, scale),
-        *_axes(scale, x_label, y_label),
-        *(_curve(one, scale) for one in series),
-        _legend(series),
-        "</svg>",
-    ]
-    return "\n".join(parts)
+    known = [(one, [p for p in one.points if all(map(math.isfinite, p))]) for one in series]
+    points = [point for _, finite in known for point in finite]
+    if not points:
+        return Markup('<p class="empty">Nothing was recorded yet.</p>')
+    scale = _scale(points, bands, y_from_zero=y_from_zero)
+    drawn = TEMPLATES.get_template("chart.svg.j2").render(
+        scale=scale,
+        size=(WIDTH, HEIGHT),
+        plot=(LEFT, TOP, RIGHT, BOTTOM),
+        labels=(x_label, y_label),
+        ticks=(ticks(scale.x_min, scale.x_max, 10), ticks(scale.y_min, scale.y_max)),
+        bands=list(_placed(bands, scale)),
+        curves=[(one, thin(finite)) for one, finite in known if finite],
+        legend=list(_legend(series)),
+    )
+    return Markup(drawn)  # noqa: S704 - the template escapes
 
 
 def thin(points: Sequence[Point], count_max: int = POINTS_MAX) -> list[Point]:
@@ -128,83 +138,36 @@ def _scale(points: Sequence[Point], bands: Sequence[Band], *, y_from_zero: bool)
     x_min, x_max, y_min, y_max = min(xs), max(xs), min(ys), max(ys)
     margin = 0.0 if y_from_zero else 0.05 * (y_max - y_min)
     return _Scale(
-        x_min=x_min,
-        x_max=x_max if x_max > x_min else x_min + 1.0,
-        y_min=y_min - margin,
-        y_max=y_max + margin if y_max > y_min else y_min + 1.0,
+        x_min,
+        x_max if x_max > x_min else x_min + 1.0,
+        y_min - margin,
+        y_max + margin if y_max > y_min else y_min + 1.0,
     )
 
 
-def _axes(scale: _Scale, x_label: str, y_label: str) -> list[str]:
-    bottom, right = HEIGHT - BOTTOM, WIDTH - RIGHT
-    parts = [f'<path class="axis" d="M{LEFT} {TOP}V{bottom}H{right}"/>']
-    for value in ticks(scale.y_min, scale.y_max):
-        y = scale.y(value)
-        parts.append(f'<path class="grid" d="M{LEFT} {y:.1f}H{right}"/>')
-        parts.append(f'<text class="tick end" x="{LEFT - 8}" y="{y + 4:.1f}">{value:g}</text>')
-    for value in ticks(scale.x_min, scale.x_max, 10):
-        x = scale.x(value)
-        parts.append(f'<text class="tick mid" x="{x:.1f}" y="{bottom + 17}">{value:g}</text>')
-    middle = (LEFT + right) / 2
-    parts.append(
-        f'<text class="name mid" x="{middle}" y="{HEIGHT - 8}">{escape(x_label)}</text>'
-        f'<text class="name" x="8" y="{LEGEND_Y}">{escape(y_label)}</text>'
-    )
-    return parts
-
-
-def _bands(bands: Sequence[Band], scale: _Scale) -> list[str]:
-    """Return the bands. If a label has no room, the band's title has to do."""
+def _placed(bands: Sequence[Band], scale: _Scale) -> Iterator[dict[str, Any]]:
+    """Yield the bands in SVG units. If a label has no room, the band's title has to do."""
     is_crowded = len(bands) > LABELS_ALL_MAX
     rows_y = LABEL_ROWS_Y[:1] if is_crowded else LABEL_ROWS_Y
     gap = CHARACTER * (3 if is_crowded else 1)
-    taken = [-math.inf] * len(rows_y)
-    parts = []
+    taken = dict.fromkeys(rows_y, -math.inf)
     for band in sorted(bands, key=lambda band: band.begin):
-        begin, end = scale.x(band.begin), scale.x(band.end)
-        width = max(end - begin, 1.5)
+        begin = scale.x(band.begin)
+        width = max(scale.x(band.end) - begin, 1.5)
         middle, size = begin + width / 2, CHARACTER * len(band.label)
         # Near the right edge a label in the middle would leave the picture.
         anchor, left = ("end", middle - size) if begin > WIDTH - 90 else ("mid", middle - size / 2)
-        label = ""
-        for row, y in enumerate(rows_y):
-            if left >= taken[row]:
-                taken[row] = left + size + gap
-                text = escape(band.label)
-                label = f'<text class="{anchor}" x="{middle:.1f}" y="{y}">{text}</text>'
-                break
-        parts.append(
-            f'<g class="band"><title>{escape(band.title)}</title><rect x="{begin:.1f}" y="{TOP}" '
-            f'width="{width:.1f}" height="{HEIGHT - TOP - BOTTOM}"/>{label}</g>'
-        )
-    return parts
+        row_y = next((y for y in rows_y if left >= taken[y]), None)
+        if row_y is not None:
+            taken[row_y] = left + size + gap
+        yield {"band": band, "x": begin, "width": width, "anchor": anchor, "label_y": row_y}
 
 
-def _curve(series: Series, scale: _Scale) -> str:
-    points = thin([p for p in series.points if all(map(math.isfinite, p))])
-    if not points:
-        return ""
-    pieces = [f"M{scale.x(points[0][0]):.1f} {scale.y(points[0][1]):.1f}"]
-    for x, y in points[1:]:
-        if series.staircase:
-            pieces.append(f"H{scale.x(x):.1f}V{scale.y(y):.1f}")
-        else:
-            pieces.append(f"L{scale.x(x):.1f} {scale.y(y):.1f}")
-    return (
-        f'<path class="curve {series.css}" d="{"".join(pieces)}">'
-        f"<title>{escape(series.label)}</title></path>"
-    )
-
-
-def _legend(series: Sequence[Series]) -> str:
-    """Return the names of the curves, right-aligned above the plot."""
-    parts, right = [], WIDTH - RIGHT
+def _legend(series: Sequence[Series]) -> Iterator[tuple[Series, float]]:
+    """Yield the curves, each with the left edge of its name, right-aligned above the plot."""
+    right: float = RIGHT
     for one in reversed(series):
         # Beside the text there is the sample of the line.
         left = right - CHARACTER * len(one.label) - 40
-        parts.append(
-            f'<path class="curve {one.css}" d="M{left:.0f} {LEGEND_Y - 4}h26"/>'
-            f'<text class="legend" x="{left + 33:.0f}" y="{LEGEND_Y}">{escape(one.label)}</text>'
-        )
+        yield one, left
         right = left - 18
-    return "".join(parts)
