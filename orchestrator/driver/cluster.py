@@ -18,8 +18,6 @@ from workers.process import gpus_here
 from workers.protocol import LEAVE_SHARE
 from workers.records import lease_s
 
-__all__ = ["ClusterWatch", "has_controller", "open_cluster", "safe_text"]
-
 #: A cluster is gone if its head accepts no connection for so long, and will not come back.
 GONE_S = 15.0
 #: How often the head is looked for.
@@ -133,12 +131,25 @@ def open_cluster(config: RunConfig) -> HostedCluster | None:
             gpus=gpus_here() if config.cluster.gpus_per_worker else (),
         )
         address = cluster.address
-    try:
-        connect_ray(address, namespace=RunNames(run_id(config.run.directory)).namespace)
-    except (ConnectionError, RayError, OSError) as error:
-        raise CapacityError(
-            f"no Ray cluster answers at {address}: {error}. Start one with `ray start --head`, "
-            "or leave cluster.address out to use simulated nodes on this machine.",
-            address=address,
-        ) from error
+    join_cluster(
+        address,
+        namespace=RunNames(run_id(config.run.directory)).namespace,
+        advice=". Start one with `ray start --head`, or leave cluster.address out to use simulated "
+        "nodes on this machine.",
+    )
     return cluster
+
+
+def join_cluster(address: str, *, namespace: str | None = None, advice: str = "") -> None:
+    """Connect this process to the cluster at ``address``.
+
+    Raises:
+        CapacityError: Nothing answers there; ``advice`` is added to the reason.
+        ConfigError: This process has another version of Ray or Python than the cluster.
+    """
+    try:
+        connect_ray(address, namespace=namespace)
+    except (RayError, OSError) as error:
+        raise CapacityError(
+            f"no Ray cluster answers at {address}: {error}{advice}", address=address
+        ) from error

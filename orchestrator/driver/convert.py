@@ -14,8 +14,9 @@ from typing import Any
 import ray
 from ray.exceptions import RayError, RayTaskError
 
+from orchestrator.driver.cluster import join_cluster
 from orchestrator.errors import CapacityError
-from orchestrator.shell import HostedCluster, connect_ray
+from orchestrator.shell import HostedCluster
 from ucp_core.conversion import Batch, ConvertResult, Job, Result, convert, do_batch
 from ucp_core.native import Checkpoint
 from ucp_core.storage import open_store
@@ -144,7 +145,7 @@ def convert_command(  # noqa: PLR0913 - options of a command
         hosted = HostedCluster(num_nodes=num_nodes, cpus_per_node=cpus)
         address = hosted.address
     try:
-        _connect(address)
+        join_cluster(address, advice=". Start one, or give --local-nodes")
         with progress("converting", as_json=quiet) as bar:
             result = convert_on_cluster(
                 checkpoint, destination, memory_bytes=memory_bytes, progress=bar
@@ -155,13 +156,3 @@ def convert_command(  # noqa: PLR0913 - options of a command
         else:
             ray.shutdown()
     return conversion_facts(result, destination)
-
-
-def _connect(address: str) -> None:
-    try:
-        connect_ray(address)
-    except (ConnectionError, RayError) as error:
-        raise CapacityError(
-            f"no Ray cluster answers at {address}: {error}. Start one, or give --local-nodes",
-            address=address,
-        ) from error

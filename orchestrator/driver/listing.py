@@ -9,18 +9,16 @@ import ray
 from ray._private.services import find_gcs_addresses
 from ray.exceptions import RayError
 
+from orchestrator.driver.cluster import join_cluster
 from orchestrator.errors import CapacityError, ConfigError
 from orchestrator.shell import (
     NAMESPACE_PREFIX,
     LocalEntry,
     RunNames,
-    connect_ray,
     local_clusters,
     wall_time,
     why_silent,
 )
-
-__all__ = ["list_runs"]
 
 #: A controller answers in 1 to 50 ms; one that Ray is starting again takes a second or two.
 ANSWER_S = 5.0
@@ -54,11 +52,9 @@ def _runs_at(address: str, entry: LocalEntry | None) -> Iterator[dict[str, Any]]
         yield _row(address, entry, note=f"{_note(entry)}; its head is gone: {why}")
         return
     try:
-        connect_ray(address)
+        join_cluster(address)
     except ConfigError as error:
         raise CapacityError(str(error)) from error
-    except (ConnectionError, RayError) as error:
-        raise CapacityError(f"no Ray cluster answers at {address}: {error}") from error
     try:
         controllers = [
             (actor["name"], actor["namespace"])

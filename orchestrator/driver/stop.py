@@ -10,7 +10,7 @@ from typing import Any
 import ray
 from ray.exceptions import GetTimeoutError, RayError
 
-from orchestrator.driver.cluster import ClusterWatch, has_controller, safe_text
+from orchestrator.driver.cluster import ClusterWatch, has_controller, join_cluster, safe_text
 from orchestrator.driver.status import RunFiles
 from orchestrator.errors import CapacityError, TokenError
 from orchestrator.run_directory import TOKEN
@@ -127,14 +127,10 @@ def kill_run(url: str, *, token: str = "") -> None:
     run.note_killed()
     if kill_local_cluster(directory):
         return
-    try:
-        # Placement groups are found only from the run's own namespace.
-        connect_ray(contact["ray_address"], namespace=contact["namespace"])
-    except (ConnectionError, RayError) as error:
-        raise CapacityError(
-            f"no Ray cluster answers at {contact['ray_address']}: {error}. Nothing trains there",
-            address=contact["ray_address"],
-        ) from error
+    # Placement groups are found only from the run's own namespace.
+    join_cluster(
+        contact["ray_address"], namespace=contact["namespace"], advice=". Nothing trains there"
+    )
     names = RunNames(contact["namespace"].removeprefix(NAMESPACE_PREFIX))
     actors = [
         actor["name"]

@@ -23,6 +23,7 @@ from ray.exceptions import GetTimeoutError, RayError
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 from orchestrator.config import RunConfig, run_preflight
+from orchestrator.driver.cluster import join_cluster
 from orchestrator.driver.doctor.findings import (
     Finding,
     Level,
@@ -33,14 +34,11 @@ from orchestrator.driver.doctor.findings import (
     port_taken,
     unserved,
 )
-from orchestrator.errors import CapacityError
-from orchestrator.shell import connect_ray, wall_time
+from orchestrator.shell import wall_time
 from ucp_core.errors import UcpError
 from ucp_core.storage import join, open_store
 from workers.keeper import FAILURES, no_answer, sources_of
 from workers.process import copies_past_caches
-
-__all__ = ["examine"]
 
 T = TypeVar("T")
 
@@ -71,49 +69,38 @@ def examine(
     address = address or os.environ.get("RAY_ADDRESS")
     watched = _watched(config, address)
     here = replace(facts_of("this machine", watched), resources=_own_resources(config))
-    findings = _settings(config) if config is not None else []
     nodes: list[NodeFacts] = [here]
     silent: list[str] = []
+    findings = _settings(config) if config is not None else []
+    port = config.cluster.metrics_port if config is not None else 0
+    why_no_port: str | None = ""
     if address is not None:
+        join_cluster(address, advice=". Start one with `ray start --head`")
         try:
-            connect_ray(address)
-        except (ConnectionError, RayError) as error:
-            raise CapacityError(
-                f"no Ray cluster answers at {address}: {error}. Start one with `ray start --head`",
-                address=address,
-            ) from error
-        try:
-            run_url = config.run.directory if config is not None else ""
-            nodes, silent = _ask_nodes(run_url, watched)
+            nodes, silent = _ask_nodes(config.run.directory if config is not None else "", watched)
             if config is not None:
                 types = _on_head(_types_here)
                 findings += unserved(config, there=_nodes_there(), types=types)
-            if config is not None and config.cluster.metrics_port:
-                findings += port_taken(config, _on_head(_why_no_port, config.cluster.metrics_port))
+            if port:
+                why_no_port = _on_head(_why_no_port, port)
         finally:
             ray.shutdown()
-    elif config is not None:
-        findings += port_taken(config, _why_no_port(config.cluster.metrics_port))
+    elif port:
+        why_no_port = _why_no_port(port)
+    if why_no_port:
+        findings.append(port_taken(port, why_no_port))
     if silent:
-        findings.append(
-            Finding(
-                level=Level.FAIL,
-                about="processes",
-                message=f"no answer within {ANSWER_S_MAX:g} s from {', '.join(silent)}",
-                advice="see Ray's logs on these nodes, and whether everstep is installed there",
-            )
-        )
+        message = f"no answer within {ANSWER_S_MAX:g} s from {', '.join(silent)}"
+        advice = "see Ray's logs on these nodes, and whether everstep is installed there"
+        findings.append(Finding(Level.FAIL, "processes", message, advice))
     return [*findings, *diagnose(nodes, here=here, config=config)], nodes
 
 
 def _settings(config: RunConfig) -> list[Finding]:
     problems = run_preflight(config)
-    if not problems:
-        message = "run directory, data, files and memory are fine"
-        return [Finding(level=Level.OK, about="settings", message=message)]
-    return [
-        Finding(level=Level.FAIL, about=problem.path, message=problem.message)
-        for problem in problems
+    found = [Finding(Level.FAIL, problem.path, problem.message) for problem in problems]
+    return found or [
+        Finding(Level.OK, "settings", "run directory, data, files and memory are fine")
     ]
 
 
@@ -270,7 +257,7 @@ def _on_head(ask: Callable[..., T], *arguments: Any) -> T | None:
 
 
 def _why_no_port(port: int) -> str:
-    """Return why nothing can listen on a port of this machine, "" if it can; 0 is any port."""
+    """Return why nothing can listen on a port of this machine, "" if something can."""
     try:
         socket.create_server(("", port)).close()
     except OSError as error:

@@ -6,26 +6,13 @@ less clear message.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from enum import StrEnum
-from typing import Any
+from typing import Any, NamedTuple
 
 from orchestrator.config import Alternative, RunConfig
 from workers.process import TUNABLE, VARIABLE
-
-__all__ = [
-    "Finding",
-    "Level",
-    "NodeFacts",
-    "NodeKind",
-    "advice_lines",
-    "diagnose",
-    "interface_problem",
-    "port_taken",
-    "report",
-    "unserved",
-]
 
 #: Progress records and record rings of a worker take less than a MiB; with less than this free,
 #: something else fills it up.
@@ -44,7 +31,7 @@ class Level(StrEnum):
     FAIL = "fail"
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(frozen=True, slots=True)
 class Finding:
     """The result of one check.
 
@@ -59,10 +46,6 @@ class Finding:
     about: str
     message: str
     advice: str = ""
-
-    def to_json(self) -> dict[str, str]:
-        """Return the finding as plain values."""
-        return asdict(self)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -156,29 +139,18 @@ def unserved(
                 f"{'; '.join(map(str, types)) or 'none'}"
             )
         level = Level.WARN if types is None else Level.FAIL
-        findings.append(Finding(level=level, about=about, message=message, advice=advice))
+        findings.append(Finding(level, about, message, advice))
     return findings
 
 
-def port_taken(config: RunConfig, why: str | None) -> list[Finding]:
-    """Return that the port for metrics is not to be had; nothing where it is, or nobody knows.
-
-    Args:
-        config: Of the run.
-        why: Nothing can listen there, on the controller's machine; "" if something can.
-    """
-    if not why:
-        return []
-    port = config.cluster.metrics_port
-    return [
-        Finding(
-            level=Level.WARN,
-            about="cluster.metrics_port",
-            message=f"port {port} of the controller's machine: {why}; the run would take a free "
-            "one, so Prometheus would look at the wrong port",
-            advice=f"name another port; `ss -ltnp sport = :{port}` there says who has this one",
-        )
-    ]
+def port_taken(port: int, why: str) -> Finding:
+    """Report that nothing can listen on the port for metrics, and why."""
+    message = (
+        f"port {port} of the controller's machine: {why}; the run would take a free one, so "
+        "Prometheus would look at the wrong port"
+    )
+    advice = f"name another port; `ss -ltnp sport = :{port}` there says who has this one"
+    return Finding(Level.WARN, "cluster.metrics_port", message, advice)
 
 
 def diagnose(
@@ -191,121 +163,144 @@ def diagnose(
         here: The machine that asks; the nodes must have its versions.
         config: Of the run; None checks what every run needs.
     """
-    findings = [
-        _versions(nodes, here),
-        _each(
-            nodes,
-            "shared memory",
-            _little_shared_memory,
-            good=f"at least {SHARED_MEMORY_BYTES_MIN >> 20} MiB are free in /dev/shm",
-            advice="start containers with a larger --shm-size",
-        ),
-        _each(
-            nodes,
-            "open files",
-            lambda f: f"{f.open_files} a process" if f.open_files < OPEN_FILES_MIN else "",
-            good=f"at least {OPEN_FILES_MIN} a process are allowed",
-            advice="start Ray under `ulimit -n 65536`",
-        ),
-        _each(
-            nodes,
-            "interfaces",
-            lambda facts: facts.interface_problem,
-            level=Level.FAIL,
-            good="collectives find one",
-            advice="mend the variable where Ray is started, or leave it out",
-        ),
-        _notices(nodes),
-    ]
-    between = _between(nodes) if list(nodes) != [here] else []
-    if between and not any(facts.holds_workers for facts in nodes):
-        # One node reads what it wrote, and connects to itself.
-        between = [finding for finding in between if finding.level is not Level.OK] + [_NOBODY]
-    findings += between
+    findings = [_finding(check, nodes, here) for check in _OF_EACH]
+    if list(nodes) != [here]:
+        between = [_finding(check, nodes, here) for check in _BETWEEN]
+        if not any(facts.holds_workers for facts in nodes):
+            # One node reads what it wrote, and connects to itself.
+            between = [finding for finding in between if finding.level is not Level.OK]
+            between.append(_NO_NODES)
+        findings += between
     if config is not None:
         findings += [*_sharing(config), *_capacity(nodes, config)]
     return findings
 
 
-_NOBODY = Finding(
-    level=Level.WARN,
-    about="nodes",
-    message="none that could have workers is there and answers: storage and network between nodes "
-    "were not checked",
-    advice="add one, or begin the run so that an autoscaler brings one, and ask again",
-)
-
-
-def _between(nodes: Sequence[NodeFacts]) -> list[Finding]:
-    """Return the results of the checks that compare or connect nodes."""
-    return [
-        _each(
-            nodes,
-            "storage",
-            lambda facts: facts.storage_problem,
-            level=Level.FAIL,
-            good="every node reads what another wrote to the run directory",
-            advice="set run.directory to storage that all nodes share, such as s3:// or NFS",
-        ),
-        _each(
-            nodes,
-            "network",
-            lambda facts: (
-                f"cannot connect to {', '.join(facts.unreachable)}" if facts.unreachable else ""
-            ),
-            level=Level.FAIL,
-            good=f"each of {len(nodes)} nodes can connect to every other",
-            advice="open all TCP ports between the nodes: collectives and copies need them",
-        ),
-        _each(
-            nodes,
-            "clocks",
-            lambda f: f"{f.clock_ahead_s:+.1f} s" if abs(f.clock_ahead_s) > CLOCK_S_MAX else "",
-            good=f"all agree within {CLOCK_S_MAX:g} s",
-            advice="set them by NTP: incidents compare times of several machines",
-        ),
-        _each(
-            nodes,
-            "copies",
-            lambda facts: "" if facts.copies_past_caches else "large copies go through the caches",
-            good="large copies bypass the processor's caches",
-            advice=f"start Ray with {VARIABLE}={TUNABLE}: training waits less for snapshots",
-        ),
-    ]
-
-
-def _each(
-    nodes: Iterable[NodeFacts],
-    about: str,
-    problem: Callable[[NodeFacts], str],
-    *,
-    good: str,
-    advice: str,
-    level: Level = Level.WARN,
-) -> Finding:
+def _finding(check: _Check, nodes: Sequence[NodeFacts], here: NodeFacts) -> Finding:
     """Return one finding that names each node with a problem, and the problem."""
-    found = [f"{facts.node}: {why}" for facts in nodes if (why := problem(facts))]
-    if not found:
-        return Finding(level=Level.OK, about=about, message=good)
-    return Finding(level=level, about=about, message="; ".join(found), advice=advice)
+    found = [f"{facts.node}: {why}" for facts in nodes if (why := check.problem(facts, here))]
+    if found:
+        return Finding(check.level, check.about, "; ".join(found), check.advice)
+    good = check.good if isinstance(check.good, str) else check.good(nodes, here)
+    return Finding(Level.OK, check.about, good)
 
 
-def _versions(nodes: Iterable[NodeFacts], here: NodeFacts) -> Finding:
-    def differing(facts: NodeFacts) -> str:
-        return ", ".join(
-            f"{name} {facts.versions.get(name, 'is missing')} (here {version})"
-            for name, version in here.versions.items()
-            if facts.versions.get(name) != version
-        )
-
-    return _each(
-        nodes,
-        "versions",
-        differing,
-        level=Level.FAIL,
-        good=", ".join(f"{name} {version}" for name, version in here.versions.items()),
-        advice="install the same on every node: one image, or a runtime environment of Ray",
+def _differing(facts: NodeFacts, here: NodeFacts) -> str:
+    return ", ".join(
+        f"{name} {facts.versions.get(name, 'is missing')} (here {version})"
+        for name, version in here.versions.items()
+        if facts.versions.get(name) != version
     )
+
+
+def _versions(_: Sequence[NodeFacts], here: NodeFacts) -> str:
+    return ", ".join(f"{name} {version}" for name, version in here.versions.items())
+
+
+def _little_shared_memory(facts: NodeFacts, _: NodeFacts) -> str:
+    if facts.shared_memory_bytes >= SHARED_MEMORY_BYTES_MIN:
+        return ""
+    return f"{facts.shared_memory_bytes / (1 << 20):.0f} MiB are free in /dev/shm"
+
+
+def _watched(nodes: Sequence[NodeFacts], _: NodeFacts) -> str:
+    """Return what tells the nodes that they are taken."""
+    if watched := sorted({name for facts in nodes for name in facts.watched}):
+        return f"{' and '.join(watched)}: asked, and it answers"
+    return (
+        "no cloud is asked (none is recognised, notices.cloud is none, or nodes are simulated); "
+        "only Ray's own drains are followed (SIGTERM of a pod, `ray drain-node`)"
+    )
+
+
+class _Check(NamedTuple):
+    """A check of each node.
+
+    Attributes:
+        about: See ``Finding``.
+        problem: Returns the problem of a node, "" if it has none; also takes the machine that asks.
+        good: What to say if no node has one.
+        advice: What to do about the problem.
+        level: How bad it is.
+    """
+
+    about: str
+    problem: Callable[[NodeFacts, NodeFacts], str]
+    good: str | Callable[[Sequence[NodeFacts], NodeFacts], str]
+    advice: str
+    level: Level = Level.WARN
+
+
+_OF_EACH = (
+    _Check(
+        "versions",
+        _differing,
+        _versions,
+        "install the same on every node: one image, or a runtime environment of Ray",
+        Level.FAIL,
+    ),
+    _Check(
+        "shared memory",
+        _little_shared_memory,
+        f"at least {SHARED_MEMORY_BYTES_MIN >> 20} MiB are free in /dev/shm",
+        "start containers with a larger --shm-size",
+    ),
+    _Check(
+        "open files",
+        lambda f, _: f"{f.open_files} a process" if f.open_files < OPEN_FILES_MIN else "",
+        f"at least {OPEN_FILES_MIN} a process are allowed",
+        "start Ray under `ulimit -n 65536`",
+    ),
+    _Check(
+        "interfaces",
+        lambda f, _: f.interface_problem,
+        "collectives find one",
+        "mend the variable where Ray is started, or leave it out",
+        Level.FAIL,
+    ),
+    _Check(
+        "notices",
+        lambda f, _: ", ".join(f.unheard),
+        _watched,
+        "do as the brackets say; a node that is taken is else found when it is gone",
+    ),
+)
+#: Checks that compare or connect nodes.
+_BETWEEN = (
+    _Check(
+        "storage",
+        lambda f, _: f.storage_problem,
+        "every node reads what another wrote to the run directory",
+        "set run.directory to storage that all nodes share, such as s3:// or NFS",
+        Level.FAIL,
+    ),
+    _Check(
+        "network",
+        lambda f, _: f"cannot connect to {', '.join(f.unreachable)}" if f.unreachable else "",
+        lambda nodes, _: f"each of {len(nodes)} nodes can connect to every other",
+        "open all TCP ports between the nodes: collectives and copies need them",
+        Level.FAIL,
+    ),
+    _Check(
+        "clocks",
+        lambda f, _: f"{f.clock_ahead_s:+.1f} s" if abs(f.clock_ahead_s) > CLOCK_S_MAX else "",
+        f"all agree within {CLOCK_S_MAX:g} s",
+        "set them by NTP: incidents compare times of several machines",
+    ),
+    _Check(
+        "copies",
+        lambda f, _: "" if f.copies_past_caches else "large copies go through the caches",
+        "large copies bypass the processor's caches",
+        f"start Ray with {VARIABLE}={TUNABLE}: training waits less for snapshots",
+    ),
+)
+_NO_NODES = Finding(
+    Level.WARN,
+    "nodes",
+    "none that could have workers is there and answers: storage and network between nodes were not "
+    "checked",
+    "add one, or begin the run so that an autoscaler brings one, and ask again",
+)
 
 
 def interface_problem(environment: Mapping[str, str], interfaces: Sequence[str]) -> str:
@@ -333,28 +328,6 @@ def _fits(interface: str, word: str, *, exact: bool) -> bool:
     return interface == word if exact else interface.startswith(word)
 
 
-def _little_shared_memory(facts: NodeFacts) -> str:
-    if facts.shared_memory_bytes >= SHARED_MEMORY_BYTES_MIN:
-        return ""
-    return f"{facts.shared_memory_bytes / (1 << 20):.0f} MiB are free in /dev/shm"
-
-
-def _notices(nodes: Sequence[NodeFacts]) -> Finding:
-    """Return who tells the nodes that they are taken."""
-    watched = sorted({name for facts in nodes for name in facts.watched})
-    nobody = (
-        "no cloud is asked (none is recognised, notices.cloud is none, or nodes are simulated); "
-        "only Ray's own drains are followed (SIGTERM of a pod, `ray drain-node`)"
-    )
-    return _each(
-        nodes,
-        "notices",
-        lambda facts: ", ".join(facts.unheard),
-        good=f"{' and '.join(watched)}: asked, and it answers" if watched else nobody,
-        advice="do as the brackets say; a node that is taken is else found when it is gone",
-    )
-
-
 def _sharing(config: RunConfig) -> list[Finding]:
     """Return how many workers share a GPU, and what that costs."""
     share = config.cluster.gpus_per_worker
@@ -365,7 +338,7 @@ def _sharing(config: RunConfig) -> list[Finding]:
         "take turns, so a step takes as long as all of theirs together, and a collective some "
         "milliseconds more"
     )
-    return [Finding(level=Level.OK, about="sharing", message=message)]
+    return [Finding(Level.OK, "sharing", message)]
 
 
 def _capacity(nodes: Sequence[NodeFacts], config: RunConfig) -> list[Finding]:
@@ -378,21 +351,20 @@ def _capacity(nodes: Sequence[NodeFacts], config: RunConfig) -> list[Finding]:
     )
     of_one = ", ".join(f"{amount:g} {name}" for name, amount in needed.items())
     if room >= config.workers.max:
-        message = f"all {config.workers.max} workers fit now"
-        return [Finding(level=Level.OK, about="capacity", message=message)]
+        return [Finding(Level.OK, "capacity", f"all {config.workers.max} workers fit now")]
     message = f"{room} of workers.max={config.workers.max} fit now, each with {of_one}"
     if room >= config.workers.min:
         advice = "the run starts with these and grows when nodes join"
     else:
         advice = f"the run waits for workers.min={config.workers.min}: add nodes, or an autoscaler"
-    return [Finding(level=Level.WARN, about="capacity", message=message, advice=advice)]
+    return [Finding(Level.WARN, "capacity", message, advice)]
 
 
 def report(findings: Sequence[Finding], nodes: Sequence[NodeFacts]) -> dict[str, Any]:
     """Return what ``everstep doctor --json`` prints."""
     return {
         "ok": all(finding.level is not Level.FAIL for finding in findings),
-        "findings": [finding.to_json() for finding in findings],
+        "findings": [asdict(finding) for finding in findings],
         "nodes": [asdict(facts) for facts in nodes],
     }
 
