@@ -327,11 +327,11 @@ def stop(
     as_json: Json = False,
 ) -> None:
     """Stop a run at the next step boundary, with that step committed."""
-    from orchestrator.driver import await_end, kill_run, safe_text, stop_run
+    from orchestrator.driver import Run, await_end, kill_run, stop_run
 
     if force:
         kill_run(run_dir, token=token)
-        _print({"killed": run_dir, "note": safe_text(run_dir)}, as_json=as_json)
+        _print({"killed": run_dir, "note": Run(run_dir).safe_text()}, as_json=as_json)
         return
     say = partial(Console(stderr=True).print, highlight=False, markup=False, soft_wrap=True)
     stop_run(run_dir, "everstep stop", say=say, token=token)

@@ -5,7 +5,6 @@ from typing import TYPE_CHECKING
 from ucp_core.lazy import lazy_door
 
 if TYPE_CHECKING:
-    from orchestrator.driver.cluster import safe_text
     from orchestrator.driver.console import (
         RunView,
         print_bounds,
@@ -23,6 +22,7 @@ if TYPE_CHECKING:
     from orchestrator.driver.listing import list_runs
     from orchestrator.driver.logs import read_logs
     from orchestrator.driver.recovery_plan import plan_each_node, plan_losses
+    from orchestrator.driver.run import Run
     from orchestrator.driver.signals import Interrupt, interrupts, raise_interrupt
     from orchestrator.driver.status import read_status, replay_run
     from orchestrator.driver.stop import await_end, kill_run, stop_run
@@ -31,6 +31,7 @@ if TYPE_CHECKING:
 
 __all__ = [
     "Interrupt",
+    "Run",
     "RunView",
     "advice_lines",
     "await_end",
@@ -56,7 +57,6 @@ __all__ = [
     "replay_run",
     "report",
     "run_demo",
-    "safe_text",
     "stop_run",
     "watch_run",
 ]

@@ -10,12 +10,12 @@ from __future__ import annotations
 import json
 from typing import Any
 
-from orchestrator.config import RunConfig, load
-from orchestrator.driver.status import RunFiles
+from orchestrator.config import RunConfig
+from orchestrator.driver.run import Run
 from orchestrator.errors import ConfigError
-from orchestrator.run_directory import CHECKPOINTS, CONFIG, SUMMARY
+from orchestrator.run_directory import CHECKPOINTS, CONFIG
 from ucp_core.native import newest_finite
-from ucp_core.storage import Store, join, open_store
+from ucp_core.storage import join
 from workers.protocol import STOPPED
 from workers.settings import IGNORE
 
@@ -29,13 +29,13 @@ _ELSEWHERE = frozenset({"cluster.address", "cluster.local_nodes", "run.directory
 
 def require_same(config: RunConfig) -> None:
     """Raise ``ConfigError`` if the run that is under way has other settings than ``config``."""
-    changed = [line for path, line in _changes(_last(config), config) if path not in _ELSEWHERE]
-    if changed:
-        _refuse(
-            f"the run in {config.run.directory} is under way with other settings; stop it with "
-            f"`everstep stop {config.run.directory}` and run it again, or drop these changes:",
-            changed,
-        )
+    url = config.run.directory
+    changes = _changes(Run(url).settings(), config)
+    _refuse(
+        f"the run in {url} is under way with other settings; stop it with `everstep stop {url}` "
+        "and run it again, or drop these changes:",
+        [line for path, line in changes if path not in _ELSEWHERE],
+    )
 
 
 def require_resumable(config: RunConfig) -> None:
@@ -43,48 +43,45 @@ def require_resumable(config: RunConfig) -> None:
 
     A directory without a run, or with a run that committed nothing, takes every configuration.
     """
-    store, path = open_store(config.run.directory)
-    if not store.exists(join(path, CONFIG)):
+    url = config.run.directory
+    run = Run(url)
+    if not run.store.exists(join(run.path, CONFIG)):
         return
-    if store.exists(join(path, SUMMARY)):
-        steps = json.loads(store.read(join(path, SUMMARY)))["steps"]
-        stopped = _stopped(store, path)
-        line = ""
-        if steps >= config.train.steps:
-            line = f"train.steps: all {steps} steps are done; raise it to train on"
-        elif stopped.get("step") == steps:
-            line = (
-                f"train.steps: it is complete, the script stopped it behind step {steps}: "
-                f"{stopped['reason']}; delete {STOPPED} there to train on"
-            )
-        if line:
-            line += ", or name another run.directory"
-            _refuse(f"the run in {config.run.directory} is over:", [line])
-    if not store.list(join(path, CHECKPOINTS)):
+    summary = run.summary()
+    if summary is not None:
+        what_is_over = _over(config, run, summary["steps"])
+        _refuse(f"the run in {url} is over:", [what_is_over] if what_is_over else [])
+    if not run.saves():
         return
-    _require_finite(config, store, join(path, CHECKPOINTS))
-    broken = [line for path, line in _changes(_last(config), config) if _is_fixed(path)]
-    if broken:
-        _refuse(
-            f"the run in {config.run.directory} cannot resume from its last step with these "
-            "changes; undo them, or name another run.directory:",
-            broken,
-        )
+    _require_finite(config, run)
+    _refuse(
+        f"the run in {url} cannot resume from its last step with these changes; undo them, or name "
+        "another run.directory:",
+        [line for path, line in _changes(run.settings(), config) if _is_fixed(path)],
+    )
 
 
-def _stopped(store: Store, path: str) -> dict[str, Any]:
-    """Return the version with which a script ended its run; {} if none did."""
-    path = join(path, STOPPED)
-    found: dict[str, Any] = json.loads(store.read(path)) if store.exists(path) else {}
-    return found
+def _over(config: RunConfig, run: Run, steps: int) -> str:
+    """Return why a run that has ended after ``steps`` has nothing left to train; "" if it has."""
+    otherwise = ", or name another run.directory"
+    if steps >= config.train.steps:
+        return f"train.steps: all {steps} steps are done; raise it to train on{otherwise}"
+    path = join(run.path, STOPPED)
+    stopped = json.loads(run.store.read(path)) if run.store.exists(path) else {}
+    if stopped.get("step") != steps:
+        return ""
+    return (
+        f"train.steps: it is complete, the script stopped it behind step {steps}: "
+        f"{stopped['reason']}; delete {STOPPED} there to train on{otherwise}"
+    )
 
 
-def _require_finite(config: RunConfig, store: Store, checkpoints: str) -> None:
+def _require_finite(config: RunConfig, run: Run) -> None:
     """Raise if weights that are not finite would be trained on, unless the user says so."""
     if config.run.resume_from == "finite" or config.train.not_finite.action == IGNORE:
         return
-    lineage = RunFiles(config.run.directory).state().lineage
-    newest, finite = newest_finite(store, checkpoints, lineage=lineage)
+    checkpoints = join(run.path, CHECKPOINTS)
+    newest, finite = newest_finite(run.store, checkpoints, lineage=run.state().lineage)
     if finite < newest:
         line = (
             f"run.resume_from: step {finite} is the newest version with finite weights; mend what "
@@ -92,13 +89,7 @@ def _require_finite(config: RunConfig, store: Store, checkpoints: str) -> None:
             if finite
             else "run.directory: no version there has finite weights; name another one"
         )
-        what = f"the weights behind step {newest} of {config.run.directory} are not finite:"
-        _refuse(what, [line])
-
-
-def _last(config: RunConfig) -> RunConfig:
-    store, path = open_store(config.run.directory)
-    return load(store.read(join(path, CONFIG)).decode())
+        _refuse(f"the weights behind step {newest} of {run.url} are not finite:", [line])
 
 
 def _is_fixed(path: str) -> bool:
@@ -126,5 +117,7 @@ def _flat(document: dict[str, Any]) -> dict[str, Any]:
 
 
 def _refuse(what: str, lines: list[str]) -> None:
-    listing = "".join(f"\n  {line}" for line in lines)
-    raise ConfigError(what + listing, problems=lines)
+    """Raise ``ConfigError`` with the lines if there are any."""
+    if lines:
+        listing = "".join(f"\n  {line}" for line in lines)
+        raise ConfigError(what + listing, problems=lines)

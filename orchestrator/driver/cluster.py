@@ -10,7 +10,7 @@ import ray
 from ray.exceptions import RayError
 
 from orchestrator.config import RunConfig
-from orchestrator.driver.status import RunFiles
+from orchestrator.driver.run import Run
 from orchestrator.errors import CapacityError, OrchestratorError
 from orchestrator.shell import HostedCluster, RunNames, connect_ray, run_id, why_silent
 from ucp_core.errors import UcpError
@@ -22,23 +22,25 @@ from workers.records import lease_s
 GONE_S = 15.0
 #: How often the head is looked for.
 _LOOK_S = 2.0
+#: How often a run is looked at.
+FOLLOW_S = 0.25
+#: A new controller answers within this; it took 1 to 8 s on a busy 2-core machine.
+CONTROLLER_START_S = 90.0
 
 
 class ClusterWatch:
     """Notices that the cluster of a run is gone.
 
     Args:
-        address: Of its head.
-        url: The run directory.
+        run: The run.
+        address: Of the cluster's head.
         is_alive: Says whether its processes live, where this process started them.
     """
 
     def __init__(
-        self, address: str, url: str, *, is_alive: Callable[[], bool] = lambda: True
+        self, run: Run, address: str, *, is_alive: Callable[[], bool] = lambda: True
     ) -> None:
-        self._address = address
-        self._url = url
-        self._is_alive = is_alive
+        self._run, self._address, self._is_alive = run, address, is_alive
         self._looked_s = self._heard_s = time.monotonic()
 
     def await_head(self, say: Callable[[str], None]) -> None:
@@ -63,7 +65,7 @@ class ClusterWatch:
     def _returns(self) -> bool:
         """Return whether what the head knows outlives it; False if that is not known."""
         try:
-            return bool(RunFiles(self._url).contact().get("head_returns"))
+            return bool(self._run.contact().get("head_returns"))
         except (UcpError, OrchestratorError):
             return False
 
@@ -84,20 +86,16 @@ class ClusterWatch:
             return
         raise CapacityError(
             f"the Ray cluster at {self._address} is gone{f': {why}' if why else ''}. "
-            f"{safe_text(self._url)}",
+            f"{self._run.safe_text()}",
             address=self._address,
         )
 
 
-def safe_text(url: str) -> str:
-    """Return what is left of the run in ``url`` without its cluster, and how it resumes."""
-    try:
-        step = RunFiles(url).stored_step()
-    except (UcpError, OrchestratorError) as error:
-        return f"Which step is safe could not be read: {error}"
-    if not step:
-        return "No step is in storage yet; the same command starts the run again"
-    return f"Step {step} is safe in storage; the same command resumes from it"
+def wait(until: Callable[[], bool]) -> None:
+    """Wait until a controller has begun or ended, at most ``CONTROLLER_START_S``."""
+    deadline_s = time.monotonic() + CONTROLLER_START_S
+    while not until() and time.monotonic() < deadline_s:
+        time.sleep(FOLLOW_S)
 
 
 def has_controller(address: str, namespace: str) -> bool:

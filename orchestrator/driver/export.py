@@ -7,7 +7,7 @@ from dataclasses import replace
 from typing import Any, Final
 
 from orchestrator.config import RunConfig
-from orchestrator.driver.status import RunFiles
+from orchestrator.driver.run import Run
 from orchestrator.errors import RunNotFoundError
 from orchestrator.run_directory import CHECKPOINTS, CONFIG
 from ucp_core.errors import CheckpointNotFoundError, UcpError
@@ -15,8 +15,6 @@ from ucp_core.formats import export, left_behind
 from ucp_core.lineage import Lineage
 from ucp_core.native import Checkpoint, checkpoint_name, find_committed, open_checkpoint
 from ucp_core.storage import Store, join, open_store
-
-__all__ = ["export_run"]
 
 #: A run may commit a step and delete an older one while this looks; not so often in a row.
 _TRIES_MAX: Final = 10
@@ -65,11 +63,11 @@ def export_run(
         RunNotFoundError: No step is committed to storage there, or not that one.
         UcpError: As ``ucp_core.formats.export`` does.
     """
-    run, (store, path) = RunFiles(run_url), open_store(run_url)
-    checkpoints = join(path, CHECKPOINTS)
-    is_of_command = store.exists(join(path, CONFIG))
+    run = Run(run_url)
+    store, checkpoints = run.store, join(run.path, CHECKPOINTS)
+    is_of_command = store.exists(join(run.path, CONFIG))
     target_store, target = open_store(destination)
-    beside = _beside(run.config()) if is_of_command else ""
+    beside = _beside(run.settings()) if is_of_command else ""
     tries = 0
     while True:
         # The lineage grows with the attempts: what is newest may be of a later one by now.

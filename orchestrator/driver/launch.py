@@ -9,7 +9,6 @@ nodes end with the driver that started them, unless they are detached.
 from __future__ import annotations
 
 import contextlib
-import json
 import secrets
 import time
 from collections.abc import Callable
@@ -20,30 +19,31 @@ from ray.exceptions import RayError
 
 from orchestrator.config import RunConfig
 from orchestrator.driver.changes import require_resumable, require_same
-from orchestrator.driver.cluster import ClusterWatch, has_controller, open_cluster, safe_text
+from orchestrator.driver.cluster import (
+    CONTROLLER_START_S,
+    FOLLOW_S,
+    ClusterWatch,
+    has_controller,
+    join_cluster,
+    open_cluster,
+    wait,
+)
 from orchestrator.driver.launch_order import one_launch
 from orchestrator.driver.logs import LogTail
-from orchestrator.driver.status import RunFiles
-from orchestrator.errors import CapacityError
-from orchestrator.run_directory import CONTACT, SUMMARY
+from orchestrator.driver.run import Run
+from orchestrator.errors import CapacityError, RunNotFoundError
 from orchestrator.shell import (
     OPTIONS,
     Controller,
     HostedCluster,
     RunNames,
-    connect_ray,
     run_id,
 )
 from ucp_core.errors import StorageError
-from ucp_core.storage import RECENT_S, Owner, join, next_life, open_store
-
-#: How often a followed run is looked at.
-FOLLOW_S = 0.25
-#: A new controller must answer within this; it took 1 to 8 s on a busy 2-core machine.
-CONTROLLER_START_S = 90.0
+from ucp_core.storage import RECENT_S, Owner, next_life
 
 
-class Launched:
+class Launched(Run):
     """A run that this process started or found.
 
     Args:
@@ -55,46 +55,38 @@ class Launched:
     def __init__(
         self, config: RunConfig, cluster: HostedCluster | None, *, attach: bool = False
     ) -> None:
+        super().__init__(config.run.directory)
         self.config = config
         self.cluster = cluster
+        self.names = RunNames(run_id(self.url))
         self._address = ray.get_runtime_context().gcs_address
         self._watch = ClusterWatch(
-            self._address,
-            config.run.directory,
-            is_alive=lambda: cluster is None or cluster.is_alive,
+            self, self._address, is_alive=lambda: cluster is None or cluster.is_alive
         )
-        self._files = RunFiles(config.run.directory)
-        self.names = RunNames(run_id(config.run.directory))
-        self._store, self._path = open_store(config.run.directory)
         if not attach:
-            self._await_last()
+            # The controller of a run that is over writes the summary before it ends.
+            wait(lambda: not self.is_over() or not self._has_controller())
         #: What rank 0 prints from now on.
-        self.logs = LogTail(config.run.directory, rank=0)
+        self.logs = LogTail(self.url, rank=0)
         self.logs.skip()
         self._controller: Any = self._find() if attach else self._find_or_create()
         if not attach:
             self.controller_pid(timeout_s=CONTROLLER_START_S)
         #: As the life of the run sees it that this process follows.
-        self._owner = Owner(self._store, self._path, next_life(self._store, self._path) - 1)
-
-    def _await_last(self) -> None:
-        """Wait until the controller of a run that is over is gone: its summary comes before."""
-        deadline_s = time.monotonic() + CONTROLLER_START_S
-        while self.summary() is not None and time.monotonic() < deadline_s:
-            if not has_controller(self._address, self.names.namespace):
-                return
-            time.sleep(FOLLOW_S)
+        self._owner = Owner(self.store, self.path, next_life(self.store, self.path) - 1)
 
     def await_contact(self) -> None:
         """Wait until other commands can find the controller: it is in charge a little earlier."""
-        deadline_s = time.monotonic() + CONTROLLER_START_S
-        path = join(self._path, CONTACT)
-        while self.summary() is None and time.monotonic() < deadline_s:
-            with contextlib.suppress(RayError, TimeoutError):
-                pid = self.controller_pid()
-                if self._store.exists(path) and json.loads(self._store.read(path))["pid"] == pid:
-                    return
-            time.sleep(FOLLOW_S)
+
+        def is_found() -> bool:
+            with contextlib.suppress(RayError, TimeoutError, RunNotFoundError):
+                return bool(self.contact()["pid"] == self.controller_pid())
+            return False
+
+        wait(lambda: self.is_over() or is_found())
+
+    def _has_controller(self) -> bool:
+        return has_controller(self._address, self.names.namespace)
 
     def _find(self) -> Any:
         try:
@@ -103,24 +95,20 @@ class Launched:
             return None
 
     def _find_or_create(self) -> Any:
-        options = {
+        create: Any = ray.remote(Controller).options(
             **OPTIONS,
-            "name": self.names.controller,
-            "namespace": self.names.namespace,
-            "lifetime": "detached",
-            "get_if_exists": True,
+            name=self.names.controller,
+            namespace=self.names.namespace,
+            lifetime="detached",
+            get_if_exists=True,
             # The head's resource and not its id: a rebooted head has a new id.
-            "resources": {"node:__internal_head__": 0.001},
-        }
-        return (
-            ray.remote(Controller)
-            .options(**options)
-            .remote(
-                run_id=self.names.run_id,
-                config=self.config.model_dump(mode="json"),
-                life=next_life(self._store, self._path),
-                token=secrets.token_hex(8),
-            )
+            resources={"node:__internal_head__": 0.001},
+        )
+        return create.remote(
+            run_id=self.names.run_id,
+            config=self.config.model_dump(mode="json"),
+            life=next_life(self.store, self.path),
+            token=secrets.token_hex(8),
         )
 
     def status(self) -> dict[str, Any] | None:
@@ -140,35 +128,24 @@ class Launched:
     def note_fault(self, kind: str, target: str) -> None:
         """Write down that a fault is injected now, for the incident's ``t_fault_s``."""
         with contextlib.suppress(RayError):
-            token = self._files.token()
+            token = self.token()
             ray.get(self._controller.note_fault.remote(kind, target, token), timeout=2.0)
 
     def what_continues(self) -> str:
         """Return what becomes of the run when this process leaves it, for people."""
-        directory = self.config.run.directory
         if self.cluster is not None:
-            return f"the simulated nodes are stopped. {safe_text(directory)}"
+            return f"the simulated nodes are stopped. {self.safe_text()}"
         return (
-            f"the run continues; the same command follows it, `everstep stop {directory}` stops it"
+            f"the run continues; the same command follows it, `everstep stop {self.url}` stops it"
         )
 
     def stop(self, reason: str) -> None:
         """Ask the run to stop at the next step boundary."""
         if self._controller is not None:
-            self._controller.stop.remote(reason, self._files.token())
-
-    def summary(self) -> dict[str, Any] | None:
-        """Return the run's summary, None before the run is over."""
-        return self._files.summary()
-
-    def _summary_so_far(self) -> dict[str, Any] | None:
-        # What storage does not tell during an outage it tells later: the run trains on meanwhile.
-        with contextlib.suppress(StorageError):
-            return self._summary_of_ours()
-        return None
+            self._controller.stop.remote(reason, self.token())
 
     def _summary_of_ours(self, *, within_s: float = RECENT_S) -> dict[str, Any] | None:
-        # One that cannot be reached is for ``ClusterWatch`` and the controller to judge.
+        # ``ClusterWatch`` and the controller judge storage that cannot be reached.
         with contextlib.suppress(StorageError):
             self._owner.require(within_s=within_s)
         return self.summary()
@@ -180,23 +157,24 @@ class Launched:
             CapacityError: The cluster or the run is gone; says which step is safe in storage.
             SupersededError: The run goes on elsewhere; this life of it has ended.
         """
-        while (summary := self._summary_so_far()) is None:
+        while True:
+            # During an outage of storage the run trains on: a summary is read later.
+            with contextlib.suppress(StorageError):
+                if (summary := self._summary_of_ours()) is not None:
+                    return summary
             self._watch.require()
             status = self.status()
             if (
                 status is None
-                and not has_controller(self._address, self.names.namespace)
+                and not self._has_controller()
                 # It may have ended because it saw first that another life took over.
                 and self._summary_of_ours(within_s=0.0) is None
             ):
-                directory = self.config.run.directory
                 raise CapacityError(
-                    f"the run in {directory} was ended by force. {safe_text(directory)}",
-                    path=directory,
+                    f"the run in {self.url} was ended by force. {self.safe_text()}", path=self.url
                 )
             on_status(status)
             time.sleep(FOLLOW_S)
-        return summary
 
 
 def launch_run(
@@ -237,21 +215,20 @@ def launch_run(
 def _is_under_way(config: RunConfig, say: Callable[[str], None]) -> bool:
     """Return whether a controller has the run in its care; connect to its cluster if so.
 
-    A head that is away and will come back is waited for: its trainers go on.
-    That may be another cluster than ``config`` names. Two controllers in one directory would
-    fence each other's workers.
+    Wait for a head that is away and will come back: its trainers continue. The cluster may be
+    another one than ``config`` names. Two controllers in one directory would fence each other's
+    workers.
     """
-    store, path = open_store(config.run.directory)
-    if store.exists(join(path, SUMMARY)) or not store.exists(join(path, CONTACT)):
+    run, namespace = Run(config.run.directory), RunNames(run_id(config.run.directory)).namespace
+    if run.is_over():
         return False
-    address = json.loads(store.read(join(path, CONTACT)))["ray_address"]
-    names = RunNames(run_id(config.run.directory))
     try:
-        ClusterWatch(address, config.run.directory).await_head(say)
-        connect_ray(address, namespace=names.namespace)
-    except (CapacityError, ConnectionError, RayError, OSError):
+        address = run.contact()["ray_address"]
+        ClusterWatch(run, address).await_head(say)
+        join_cluster(address, namespace=namespace)
+    except (RunNotFoundError, CapacityError):
         return False
-    if has_controller(address, names.namespace):
+    if has_controller(address, namespace):
         return True
     ray.shutdown()
     return False

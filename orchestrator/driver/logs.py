@@ -11,7 +11,7 @@ import time
 from collections.abc import Iterator
 from dataclasses import dataclass
 
-from orchestrator.driver.status import RunFiles
+from orchestrator.driver.run import Run
 from orchestrator.errors import RunNotFoundError
 from ucp_core.storage import LocalStore, join, open_store
 from workers.protocol import LOGS
@@ -124,7 +124,7 @@ def read_logs(
     Raises:
         RunNotFoundError: There is no run, or it printed nothing that fits.
     """
-    run = RunFiles(url)
+    run = Run(url)
     run.contact()
     tail = LogTail(url, rank=rank, attempt=attempt)
     has_any = False

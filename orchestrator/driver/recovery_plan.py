@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-from orchestrator.driver.status import RunFiles
+from orchestrator.driver.run import Run
 from orchestrator.errors import CapacityError
 from orchestrator.policies import (
     MEMORY,
@@ -47,14 +47,14 @@ def plan_each_node(url: str) -> list[RecoveryPlan]:
 
 
 def _facts(url: str) -> LossFacts:
-    run = RunFiles(url)
+    run = Run(url)
     run.live_contact()
     document = _losses(run)
     lineage = [(attempt, step) for attempt, step in document["lineage"]]
     # Storage first: what is stored meanwhile is in memory too, and nearer there.
     stored = run.stored(lineage, [tuple(source) for source in document["bad"]])
     document = _losses(run)
-    rules = run.config().rules()
+    rules = run.settings().rules()
     return LossFacts(
         step=document["step"],
         num_members=document["num_members"],
@@ -69,7 +69,7 @@ def _facts(url: str) -> LossFacts:
     )
 
 
-def _losses(run: RunFiles) -> dict[str, Any]:
+def _losses(run: Run) -> dict[str, Any]:
     """Return what keepers hold; raise ``CapacityError`` if the controller does not answer."""
     document = run.ask("losses")
     if document is None:

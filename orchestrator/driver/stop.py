@@ -10,8 +10,15 @@ from typing import Any
 import ray
 from ray.exceptions import GetTimeoutError, RayError
 
-from orchestrator.driver.cluster import ClusterWatch, has_controller, join_cluster, safe_text
-from orchestrator.driver.status import RunFiles
+from orchestrator.driver.cluster import (
+    CONTROLLER_START_S,
+    FOLLOW_S,
+    ClusterWatch,
+    has_controller,
+    join_cluster,
+    wait,
+)
+from orchestrator.driver.run import Run
 from orchestrator.errors import CapacityError, TokenError
 from orchestrator.run_directory import TOKEN
 from orchestrator.shell import (
@@ -23,16 +30,10 @@ from orchestrator.shell import (
     withdraw,
 )
 
-__all__ = ["await_end", "kill_run", "stop_run"]
-
 #: A controller that is there answers within this; it took 1 to 50 ms.
 ANSWER_S = 3.0
-#: Ray starts a dead controller again within this; it took 1 to 8 s on a busy 2-core machine.
-RESTART_S = 90.0
 #: A process on the head answers within this; it took 1 to 3 s.
 HEAD_S = 30.0
-#: How often the end of a run is looked for.
-_LOOK_S = 0.25
 
 
 def stop_run(url: str, reason: str, *, say: Callable[[str], None], token: str = "") -> None:
@@ -49,22 +50,22 @@ def stop_run(url: str, reason: str, *, say: Callable[[str], None], token: str = 
         TokenError: The token is another one, or cannot be read.
         CapacityError: No controller answers, nor does the one that Ray would start after it.
     """
-    run = RunFiles(url)
+    run = Run(url)
     contact = run.live_contact()
     token = run.token(token)
-    ClusterWatch(contact["ray_address"], url).await_head(say)
+    ClusterWatch(run, contact["ray_address"]).await_head(say)
     try:
         connect_ray(contact["ray_address"])
         controller: Any = ray.get_actor(RunNames("").controller, namespace=contact["namespace"])
         order: Any = controller.stop.remote(reason, token)
         if not ray.wait([order], timeout=ANSWER_S)[0]:
-            ended_s = run.config().controller_stopped_s
+            ended_s = run.settings().controller_stopped_s
             say(
                 "the controller does not answer yet; if a signal has stopped it, it is ended "
                 f"after {ended_s:g} s and the next one is told. Waiting up to "
-                f"{ended_s + RESTART_S:g} s ..."
+                f"{ended_s + CONTROLLER_START_S:g} s ..."
             )
-            ray.get(order, timeout=ended_s + RESTART_S)
+            ray.get(order, timeout=ended_s + CONTROLLER_START_S)
         else:
             ray.get(order)
     except TokenError:
@@ -72,7 +73,7 @@ def stop_run(url: str, reason: str, *, say: Callable[[str], None], token: str = 
     except (ConnectionError, ValueError, RayError, TimeoutError) as error:
         raise CapacityError(
             f"the controller does not answer at {contact['ray_address']}: {error}. If its cluster "
-            f"is gone, nothing trains any more. {safe_text(url)}",
+            f"is gone, nothing trains any more. {run.safe_text()}",
             address=contact["ray_address"],
         ) from error
 
@@ -85,19 +86,20 @@ def await_end(url: str) -> dict[str, Any]:
     Raises:
         CapacityError: Its cluster is gone.
     """
-    run = RunFiles(url)
+    run = Run(url)
     contact = run.contact()
-    watch = ClusterWatch(contact["ray_address"], url)
+    address = contact["ray_address"]
+    watch = ClusterWatch(run, address)
     while (summary := run.summary()) is None:
         watch.require()
-        time.sleep(_LOOK_S)
-    deadline_s = time.monotonic() + RESTART_S
-    address = contact["ray_address"]
+        time.sleep(FOLLOW_S)
     # Detached simulated nodes end with the run.
-    while time.monotonic() < deadline_s and not why_silent(address, timeout_s=ANSWER_S):
-        if not has_controller(address, contact["namespace"]):
-            break
-        time.sleep(_LOOK_S)
+    wait(
+        lambda: (
+            bool(why_silent(address, timeout_s=ANSWER_S))
+            or not has_controller(address, contact["namespace"])
+        )
+    )
     return summary
 
 
@@ -119,8 +121,8 @@ def kill_run(url: str, *, token: str = "") -> None:
         TokenError: ``token`` is not that of the run, or that cannot be read.
         CapacityError: Its cluster does not answer.
     """
-    run = RunFiles(url)
-    contact, directory = run.live_contact(), run.config().run.directory
+    run = Run(url)
+    contact, directory = run.live_contact(), run.settings().run.directory
     # Ray ends processes for whoever reaches it; the directory says who may.
     if token not in ("", run.token()):
         raise _wrong_token(url)

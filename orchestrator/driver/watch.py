@@ -16,8 +16,8 @@ from signal import Signals
 from typing import Any
 
 from orchestrator.config import RunConfig
+from orchestrator.driver.run import Run
 from orchestrator.driver.signals import Interrupt, interrupts
-from orchestrator.driver.status import RunFiles
 from orchestrator.errors import CapacityError
 from ucp_core.errors import UcpError
 
@@ -60,7 +60,7 @@ def watch_run(
             by force.
         Interrupt: A signal ended a pause.
     """
-    run, tries = RunFiles(config.run.directory), _Tries()
+    run, tries = Run(config.run.directory), _Tries()
     first = before = _seen(run, _Seen())
     num_failed, saved_s = 0, time.monotonic()
     with interrupts(tries.on_signal):
@@ -117,7 +117,7 @@ class _Seen:
         return self.summary is not None and self.summary != first.summary
 
 
-def _seen(run: RunFiles, before: _Seen) -> _Seen:
+def _seen(run: Run, before: _Seen) -> _Seen:
     """Return what is there now, or ``before`` where storage does not answer."""
     with contextlib.suppress(UcpError):
         return _Seen(summary=run.summary(), killed_at=run.killed_at(), saves=run.saves())

@@ -22,7 +22,7 @@ from typing import Any
 
 import pytest
 
-from orchestrator.driver.status import RunFiles
+from orchestrator.driver.run import Run
 from orchestrator.errors import RunNotFoundError
 from tests.support import train_paced
 from tests.support.history import read_history
@@ -59,7 +59,7 @@ class Operator:
     def __init__(self, cluster: NetworkCluster, url: str, log: Path) -> None:
         self.cluster = cluster
         self.url = url
-        self.files = RunFiles(url)
+        self.files = Run(url)
         self._log = log
 
     def begin(self, steps: int, pace_s: float) -> None:
@@ -216,4 +216,4 @@ def test_thirty_mixed_faults_leave_the_same_weights(
         digests.append(summary["weights_digest"])
 
     assert digests[0] == digests[1], kinds
-    read_history(rough.url).check_exactly_once(rough.files.config())
+    read_history(rough.url).check_exactly_once(rough.files.settings())

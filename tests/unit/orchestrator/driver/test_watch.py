@@ -10,8 +10,8 @@ from pathlib import Path
 import pytest
 
 from orchestrator.config import RunConfig, load
+from orchestrator.driver.run import Run
 from orchestrator.driver.signals import Interrupt
-from orchestrator.driver.status import RunFiles
 from orchestrator.driver.watch import Watched, pause_s, watch_run
 from orchestrator.errors import CapacityError
 
@@ -100,11 +100,11 @@ def test_what_was_good_input_before_may_be_so_again(config: RunConfig) -> None:
 def test_a_run_that_was_ended_by_force_is_left_alone(config: RunConfig) -> None:
     """Whoever did it saw it come back a second later."""
     contact = "open('controller.json', 'w').write('{}'); "
-    by_force = "from orchestrator.driver.status import RunFiles; RunFiles('.').note_killed(); "
+    by_force = "from orchestrator.driver.run import Run; Run('.').note_killed(); "
 
     with pytest.raises(CapacityError, match="ended by force"):
         _watch(config, contact + by_force + f"sys.exit({LOST})")
-    assert RunFiles(config.run.directory).killed_at() is not None
+    assert Run(config.run.directory).killed_at() is not None
 
 
 def test_without_a_cluster_it_waits_as_long_as_for_workers(config: RunConfig) -> None:

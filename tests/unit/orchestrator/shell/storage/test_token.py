@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from orchestrator.driver.status import RunFiles
+from orchestrator.driver.run import Run
 from orchestrator.errors import TokenError
 from orchestrator.shell.storage import run_token
 from ucp_core.storage import open_store
@@ -22,7 +22,7 @@ def test_a_run_has_one_token_that_only_its_owner_reads(tmp_path: Path) -> None:
         os.umask(before)
 
     assert len(made) == 32
-    assert run_token(*open_store(url)) == RunFiles(url).token() == made
+    assert run_token(*open_store(url)) == Run(url).token() == made
     assert stat.S_IMODE(Path(url, "token").stat().st_mode) == 0o600
     assert [path.name for path in Path(url).iterdir()] == ["token"]
 
@@ -37,5 +37,5 @@ def test_a_bucket_keeps_the_token_too() -> None:
 def test_a_token_that_cannot_be_read_is_asked_for(tmp_path: Path) -> None:
     """Commands of other users find the directory, not the token in it."""
     with pytest.raises(TokenError, match="--token or EVERSTEP_TOKEN"):
-        RunFiles(str(tmp_path)).token()
-    assert RunFiles(str(tmp_path)).token("given") == "given"
+        Run(str(tmp_path)).token()
+    assert Run(str(tmp_path)).token("given") == "given"

@@ -1,0 +1,183 @@
+"""A run by its directory: what the files there say, and how to reach its controller."""
+
+from __future__ import annotations
+
+import json
+import urllib.request
+from collections.abc import Sequence
+from http.client import HTTPException
+from typing import Any
+
+from orchestrator.config import RunConfig, load
+from orchestrator.core import Folded, RunState, fold_on
+from orchestrator.errors import OrchestratorError, RunNotFoundError, TokenError
+from orchestrator.policies import StoredVersion, bad_sources
+from orchestrator.run_directory import CHECKPOINTS, CONFIG, CONTACT, METRICS, SUMMARY, TOKEN
+from orchestrator.shell import read_segments, wall_time
+from ucp_core.errors import StorageError, UcpError
+from ucp_core.lineage import Lineage
+from ucp_core.native import checkpoint_name, find_committed
+from ucp_core.storage import join, open_store, read_appended
+from workers.protocol import Source
+
+#: A living controller answered in 1 to 20 ms.
+ANSWER_S = 2.0
+#: A proxy of the user's is for the world, and does not reach a cluster's own network.
+_PAST_PROXIES = urllib.request.build_opener(urllib.request.ProxyHandler({}))
+
+
+class Run:
+    """The run in the directory ``url``, a path or an fsspec URL.
+
+    Attributes:
+        store: Where the directory is.
+        path: Its path there.
+    """
+
+    def __init__(self, url: str) -> None:
+        self.url = url
+        self.store, self.path = open_store(url)
+
+    def contact(self) -> dict[str, Any]:
+        """Return how to reach the run's newest controller.
+
+        Raises:
+            RunNotFoundError: The directory holds no run.
+        """
+        document = self._document(CONTACT)
+        if document is None:
+            raise RunNotFoundError(
+                f"{self.url} holds no run: {CONTACT} is not there; name the folder that `everstep "
+                "run` printed as its run directory, or ask again if the run is still starting",
+                url=self.url,
+            )
+        return document
+
+    def live_contact(self) -> dict[str, Any]:
+        """Return the same for a run that is not over.
+
+        Raises:
+            RunNotFoundError: There is no run, or it is over.
+        """
+        found = self.contact()
+        if self.is_over():
+            raise RunNotFoundError(
+                f"the run in {self.url} is over; see `everstep report {self.url}`", url=self.url
+            )
+        return found
+
+    def is_over(self) -> bool:
+        """Return whether the run has written its summary."""
+        return self.store.exists(join(self.path, SUMMARY))
+
+    def summary(self) -> dict[str, Any] | None:
+        """Return the run's summary, None before the run is over."""
+        return self._document(SUMMARY)
+
+    def token(self, given: str = "") -> str:
+        """Return ``given``, or the token in the directory.
+
+        Raises:
+            TokenError: It cannot be read.
+        """
+        if given:
+            return given
+        try:
+            return self.store.read(join(self.path, TOKEN)).decode().strip()
+        except StorageError as error:
+            raise TokenError(
+                f"the token of the run cannot be read: {error}; ask who started the run for it, "
+                "and give it by --token or EVERSTEP_TOKEN",
+                url=self.url,
+            ) from error
+
+    def killed_at(self) -> float | None:
+        """Return when the run was ended by force, None unless that was the last thing done."""
+        return (self._document(CONTACT) or {}).get("killed_at")
+
+    def note_killed(self) -> None:
+        """Write down that the run is ended by force, so that nobody who waits resumes it."""
+        contact = {**self.contact(), "killed_at": wall_time()}
+        path = join(self.path, CONTACT)
+        self.store.write_atomic(path, json.dumps(contact).encode(), fsync=False)
+
+    def saves(self) -> tuple[str, ...]:
+        """Return the names of the checkpoints in storage."""
+        return tuple(sorted(self.store.list(join(self.path, CHECKPOINTS))))
+
+    def settings(self) -> RunConfig:
+        """Return the settings that the run has now."""
+        return load(self.store.read(join(self.path, CONFIG)).decode())
+
+    def folded(self) -> Folded:
+        """Return what the whole journal amounts to."""
+        segments = read_segments(self.store, self.path)
+        return fold_on(Folded(), segments, self.settings().rules())
+
+    def state(self) -> RunState:
+        """Return the state that the journal leads to."""
+        return self.folded().state
+
+    def ask(self, page: str) -> dict[str, Any] | None:
+        """Return a document of the controller's page; None if it does not answer.
+
+        Ignore an answer from another process that now has the port.
+        """
+        url = f"{self.contact()['url']}/{page}"
+        try:
+            with _PAST_PROXIES.open(url, timeout=ANSWER_S) as answer:
+                document: Any = json.load(answer)
+        except (OSError, HTTPException, ValueError):
+            return None
+        directory = self.settings().run.directory
+        is_own = isinstance(document, dict) and document.get("directory") == directory
+        return document if is_own else None
+
+    def stored(self, lineage: Lineage, bad: Sequence[Source]) -> StoredVersion:
+        """Return the newest committed version of a history from which the run could resume."""
+        excluded = frozenset(map(checkpoint_name, bad_sources.in_storage(bad)))
+        root = join(self.path, CHECKPOINTS)
+        found = find_committed(self.store, root, lineage=lineage, exclude=excluded)
+        if found is None:
+            return StoredVersion()
+        files = found.checkpoint.manifest.files
+        sizes = tuple(files[name].num_bytes for name in sorted(files))
+        return StoredVersion(step=found.step, attempt=found.attempt, part_bytes=sizes)
+
+    def safe_text(self) -> str:
+        """Return what is left of the run without its cluster, and how it resumes."""
+        try:
+            state = self.state()
+            step = self.stored(state.lineage, state.bad).step
+        except (UcpError, OrchestratorError) as error:
+            return f"Which step is safe could not be read: {error}"
+        if not step:
+            return "No step is in storage yet; the same command starts the run again"
+        return f"Step {step} is safe in storage; the same command resumes from it"
+
+    def last_step(self) -> tuple[int, float | None]:
+        """Return the last step that was written down and its loss, None if that is no number.
+
+        (0, None) before the first. Workers write it also while nobody is in charge.
+        """
+        try:
+            lines = read_appended(self.store, join(self.path, METRICS)).splitlines()
+        except StorageError as error:
+            if not error.facts.get("missing"):
+                raise
+            return 0, None
+        for line in reversed(lines):
+            try:
+                found = json.loads(line)
+                loss = found["loss"]
+                return int(found["step"]), None if loss is None else float(loss)
+            except (ValueError, KeyError):
+                continue  # the last line may be half written
+        return 0, None
+
+    def _document(self, name: str) -> dict[str, Any] | None:
+        path = join(self.path, name)
+        if not self.store.exists(path):
+            return None
+        document: dict[str, Any] = json.loads(self.store.read(path))
+        return document
