@@ -17,8 +17,6 @@ from orchestrator.driver.signals import (
 )
 from ucp_core.errors import UcpError
 
-__all__ = ["Followed", "follow_run"]
-
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Followed:

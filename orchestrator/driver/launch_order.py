@@ -30,8 +30,6 @@ from orchestrator.shell import monotonic_s
 from ucp_core.errors import StorageError
 from ucp_core.storage import LocalStore, Store, join, open_store
 
-__all__ = ["NumberedLaunches", "one_launch"]
-
 #: Folder in the run directory.
 _LAUNCHES = "launches"
 #: How often a command rewrites its file, and looks at that of another.

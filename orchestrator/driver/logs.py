@@ -16,8 +16,6 @@ from orchestrator.errors import RunNotFoundError
 from ucp_core.storage import LocalStore, join, open_store
 from workers.protocol import LOGS
 
-__all__ = ["LogLine", "LogTail", "read_logs"]
-
 _ATTEMPT = re.compile(r"attempt-(\d+)")
 _FILE = re.compile(r"rank(\d+)(?:-(\d+))?\.log")
 #: How often new lines are looked for: a listing of an object store costs money.

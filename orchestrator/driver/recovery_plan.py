@@ -19,8 +19,6 @@ from orchestrator.policies import (
 )
 from workers.protocol import Held, HeldParity, Member
 
-__all__ = ["plan_each_node", "plan_losses"]
-
 
 def plan_losses(url: str, lose: Sequence[str]) -> RecoveryPlan:
     """Return what the run in ``url`` would do now if nodes or workers were lost.

@@ -10,8 +10,6 @@ import sys
 from collections.abc import Callable, Iterator
 from typing import IO, Any, NoReturn
 
-__all__ = ["Interrupt", "discard", "discard_closed_terminal", "interrupts", "raise_interrupt"]
-
 #: Ctrl-C, a supervisor or ``kill``, a terminal that was closed.
 _ENDING = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 

@@ -21,8 +21,6 @@ from orchestrator.driver.signals import Interrupt, interrupts
 from orchestrator.errors import CapacityError
 from ucp_core.errors import UcpError
 
-__all__ = ["Watched", "pause_s", "watch_run"]
-
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Watched:
