@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import time
 from collections.abc import Callable
+from typing import Any
 
 import ray
 from ray.exceptions import RayError
@@ -18,6 +19,8 @@ from workers.process import gpus_here
 from workers.protocol import LEAVE_SHARE
 from workers.records import lease_s
 
+#: The resource of the head, where the controller runs.
+HEAD = "node:__internal_head__"
 #: A cluster is gone if its head accepts no connection for so long, and will not come back.
 GONE_S = 15.0
 #: How often the head is looked for.
@@ -31,10 +34,7 @@ CONTROLLER_START_S = 90.0
 class ClusterWatch:
     """Notices that the cluster of a run is gone.
 
-    Args:
-        run: The run.
-        address: Of the cluster's head.
-        is_alive: Says whether its processes live, where this process started them.
+    ``is_alive`` says whether its processes live, where this process started them.
     """
 
     def __init__(
@@ -44,10 +44,7 @@ class ClusterWatch:
         self._looked_s = self._heard_s = time.monotonic()
 
     def await_head(self, say: Callable[[str], None]) -> None:
-        """Wait for a head that is away and will come back.
-
-        Args:
-            say: Called with a line for people before the wait.
+        """Wait for a head that is away and will come back; ``say`` so before the wait.
 
         Raises:
             CapacityError: It did not, in the time that trainers wait for it.
@@ -98,13 +95,19 @@ def wait(until: Callable[[], bool]) -> None:
         time.sleep(FOLLOW_S)
 
 
+def on_head(function: Callable[..., Any], *arguments: Any) -> Any:
+    """Begin a task where the controller runs; return Ray's reference to its result."""
+    task: Any = ray.remote(function).options(num_cpus=0, resources={HEAD: 0.001})
+    return task.remote(*arguments)
+
+
 def has_controller(address: str, namespace: str) -> bool:
     """Return whether Ray knows a run's controller, alive or restarting.
 
     This process must be connected to the cluster at ``address``.
     """
     if why_silent(address, timeout_s=_LOOK_S):
-        return True  # nobody can say, and Ray would ask for a minute
+        return True  # it cannot be known, and Ray would ask for a minute
     try:
         ray.get_actor(RunNames("").controller, namespace=namespace)
     except ValueError:

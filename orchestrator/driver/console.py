@@ -31,13 +31,7 @@ def say(console: Console, text: str) -> None:
 
 
 class RunView:
-    """Shows the status documents of one run as they come, and what its script prints.
-
-    Args:
-        console: Where to print.
-        title: What to call the run.
-        total_steps: Its length.
-    """
+    """Shows the status documents of the run ``title`` as they come, and what its script prints."""
 
     def __init__(self, console: Console, *, title: str, total_steps: int) -> None:
         self._console = console
@@ -218,7 +212,7 @@ def print_runs(runs: Sequence[Mapping[str, Any]], console: Console) -> None:
             run["directory"] or "-",
             run["phase"],
             _known(run["step"]),
-            _workers_text(run),
+            _known(run["workers"]) + (f" + {run['standbys']} standby" if run["standbys"] else ""),
             "-" if run["since"] is None else f"{datetime.fromtimestamp(run['since']):%b %d %H:%M}",  # noqa: DTZ006 - for people, in their time zone
             run["address"],
             run["note"],
@@ -226,12 +220,6 @@ def print_runs(runs: Sequence[Mapping[str, Any]], console: Console) -> None:
         for run in runs
     ]
     say(console, "\n".join(_table((columns, *rows))))
-
-
-def _workers_text(run: Mapping[str, Any]) -> str:
-    if run["workers"] is None:
-        return "-"
-    return f"{run['workers']}" + (f" + {run['standbys']} standby" if run["standbys"] else "")
 
 
 def print_status(status: Mapping[str, Any], console: Console, *, verbose: bool = False) -> None:
@@ -273,17 +261,15 @@ def _worker_rows(status: Mapping[str, Any]) -> list[tuple[str, ...]]:
             worker["node"][:_NODE_CHARS],
             _known(worker["pid"]),
             worker["state"],
-            _place(worker),
+            (
+                f"step {worker['step']}, {worker['phase']}"
+                if "rank" in worker and worker["step"] is not None
+                else "-"
+            ),
             _ago(worker["last_heartbeat_s"]),
         )
         for worker in (*status["workers"], *status["standbys"])
     ]
-
-
-def _place(worker: Mapping[str, Any]) -> str:
-    if "rank" not in worker or worker["step"] is None:
-        return "-"
-    return f"step {worker['step']}, {worker['phase']}"
 
 
 def _node_rows(status: Mapping[str, Any]) -> list[tuple[str, ...]]:
@@ -307,32 +293,28 @@ def _details(status: Mapping[str, Any]) -> Iterator[str]:
         yield f"cost: {_cost(status['cost'])}"
     if redundancy["step"]:
         losses = redundancy["node_losses_survived"]
-        yield f"in memory: step {redundancy['step']}, survives the loss of {_nodes(losses)}"
+        nodes = "1 node" if losses == 1 else f"{losses or 'no'} nodes"
+        yield f"in memory: step {redundancy['step']}, survives the loss of {nodes}"
     yield from map("notice: {}".format, _notices(status).values())
-    yield f"in storage: {_stored(redundancy)}"
+    stored_step = redundancy["stored_step"]
+    yield f"in storage: {f'step {stored_step}' if stored_step else 'nothing yet'}"
     if redundancy["reason"]:
         yield f"redundancy: {redundancy['reason']}"
     yield f"saves: {_cadence(cadence)}"
     yield f"intervals: {cadence['reason']}"
     if status["loaded"]:
         yield f"loaded: {_sources_text(status['loaded'])}"
-    for line in status["passed_over"]:
-        yield f"passed over: {line}"
-    for problem in (*redundancy["problems"], *cadence["problems"]):
-        yield f"problem: {problem}"
+    yield from map("passed over: {}".format, status["passed_over"])
+    yield from map("problem: {}".format, (*redundancy["problems"], *cadence["problems"]))
     if cause is not None:
         yield f"last change: {_cause_line(cause)}"
-    yield from _waits(status)
-    if status["reason"]:
-        yield f"ended: {status['reason']}"
-
-
-def _waits(status: Mapping[str, Any]) -> Iterator[str]:
     if status["shared"]:
         runs = ", ".join(status["shared"]["runs"])
         yield f"at most {status['shared']['limit']} workers: other runs need the rest ({runs})"
     if status["waits_for"]:
         yield f"waits for: {status['waits_for']}"
+    if status["reason"]:
+        yield f"ended: {status['reason']}"
 
 
 def _capacity(row: Mapping[str, Any]) -> str:
@@ -368,37 +350,23 @@ def _notices(status: Mapping[str, Any]) -> dict[tuple[str, str], str]:
     }
 
 
-def _stored(redundancy: Mapping[str, Any]) -> str:
-    return f"step {redundancy['stored_step']}" if redundancy["stored_step"] else "nothing yet"
-
-
 def _cadence(cadence: Mapping[str, Any]) -> str:
     planned, taken = cadence["snapshot_steps"], cadence["snapshot_taken_steps"]
-    is_slow = taken is not None and taken > planned
-    late = f" (in fact {_every(taken)}: the copies take longer)" if is_slow else ""
-    parts = [
-        f"{what} {_every(steps)}{note}"
-        for what, steps, note in (
-            ("a snapshot", planned, late),
-            ("a checkpoint", cadence["checkpoint_steps"], ""),
-        )
-        if steps
-    ]
-    share = cadence["cost_share"]
-    cost = (
-        ""
-        if share is None
-        else f"; {share:.2%} of step time, at most {cadence['cost_share_max']:.0%}"
-    )
-    return (", ".join(parts) or "nothing regularly") + cost
+    parts = []
+    if planned:
+        is_slow = taken is not None and taken > planned
+        late = f" (in fact {_every(taken)}: the copies take longer)" if is_slow else ""
+        parts.append(f"a snapshot {_every(planned)}{late}")
+    if cadence["checkpoint_steps"]:
+        parts.append(f"a checkpoint {_every(cadence['checkpoint_steps'])}")
+    text, share = ", ".join(parts) or "nothing regularly", cadence["cost_share"]
+    if share is None:
+        return text
+    return f"{text}; {share:.2%} of step time, at most {cadence['cost_share_max']:.0%}"
 
 
 def _every(steps: int) -> str:
     return "each step" if steps == 1 else f"every {steps} steps"
-
-
-def _nodes(number: int) -> str:
-    return f"{number} node" if number == 1 else f"{number or 'no'} nodes"
 
 
 def _known(number: int | None) -> str:

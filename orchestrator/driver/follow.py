@@ -20,12 +20,7 @@ from ucp_core.errors import UcpError
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Followed:
-    """How a run ended that was followed to its end.
-
-    Attributes:
-        summary: Of the run.
-        number: The signal that stopped it, None without one.
-    """
+    """The summary of a run that was followed to its end, and the signal that stopped it."""
 
     summary: dict[str, Any]
     number: signal.Signals | None
@@ -85,13 +80,13 @@ class _Follower:
             self.print_logs()
             self._view.show(status)
         except (OSError, SystemExit):
-            # Nobody reads the output any more. Rich raises SystemExit for a pipe without a reader.
+            # The output has no reader any more. Rich raises SystemExit for such a pipe.
             discard(self._view.file)
             self.first = self.first or signal.SIGHUP
 
     def print_logs(self, *, last: bool = False) -> None:
         """Print what rank 0 printed since the last call; with ``last``, all that there is."""
-        # What cannot be read now is read later, or by `everstep logs`.
+        # Lines that cannot be read now are read later, or by `everstep logs`.
         with contextlib.suppress(UcpError):
             for line in self._run.logs.new_lines(now=last):
                 self._view.print(line.text)

@@ -22,6 +22,7 @@ from orchestrator.driver.changes import require_resumable, require_same
 from orchestrator.driver.cluster import (
     CONTROLLER_START_S,
     FOLLOW_S,
+    HEAD,
     ClusterWatch,
     has_controller,
     join_cluster,
@@ -32,13 +33,7 @@ from orchestrator.driver.launch_order import one_launch
 from orchestrator.driver.logs import LogTail
 from orchestrator.driver.run import Run
 from orchestrator.errors import CapacityError, RunNotFoundError
-from orchestrator.shell import (
-    OPTIONS,
-    Controller,
-    HostedCluster,
-    RunNames,
-    run_id,
-)
+from orchestrator.shell import OPTIONS, Controller, HostedCluster, RunNames, run_id
 from ucp_core.errors import StorageError
 from ucp_core.storage import RECENT_S, Owner, next_life
 
@@ -66,7 +61,7 @@ class Launched(Run):
         if not attach:
             # The controller of a run that is over writes the summary before it ends.
             wait(lambda: not self.is_over() or not self._has_controller())
-        #: What rank 0 prints from now on.
+        #: The lines that rank 0 prints from now on.
         self.logs = LogTail(self.url, rank=0)
         self.logs.skip()
         self._controller: Any = self._find() if attach else self._find_or_create()
@@ -102,7 +97,7 @@ class Launched(Run):
             lifetime="detached",
             get_if_exists=True,
             # The head's resource and not its id: a rebooted head has a new id.
-            resources={"node:__internal_head__": 0.001},
+            resources={HEAD: 0.001},
         )
         return create.remote(
             run_id=self.names.run_id,
@@ -155,7 +150,7 @@ class Launched(Run):
 
         Raises:
             CapacityError: The cluster or the run is gone; says which step is safe in storage.
-            SupersededError: The run goes on elsewhere; this life of it has ended.
+            SupersededError: The run continues elsewhere; this life of it has ended.
         """
         while True:
             # During an outage of storage the run trains on: a summary is read later.
@@ -182,10 +177,8 @@ def launch_run(
 ) -> Launched:
     """Start the run in ``config``, resume it, or attach to it.
 
-    Args:
-        config: Of the run.
-        detach: Let simulated nodes that are started for it outlive this process.
-        say: Called with a line for people before something that takes long.
+    With ``detach`` simulated nodes that are started for it outlive this process. ``say`` is called
+    with a line for people before something that takes long.
 
     Raises:
         ConfigError: All its steps are done, or a setting changed that may not change now.

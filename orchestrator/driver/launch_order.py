@@ -42,9 +42,7 @@ _DEAD_S = 60.0
 def one_launch(directory: str, *, say: Callable[[str], None]) -> Iterator[Callable[[], None]]:
     """Wait until no other command launches the run in ``directory``, and keep others waiting.
 
-    Args:
-        directory: Of the run, a path or an fsspec URL.
-        say: Called with a line for people if another command is waited for.
+    ``say`` is called with a line for people before a wait.
 
     Yields:
         A function that raises ``CapacityError`` if another command took over meanwhile. Call it
@@ -84,14 +82,9 @@ def _is_locked(place: int, on_wait: Callable[[], None]) -> bool:
 
 
 class NumberedLaunches:
-    """Launches as numbered files of a store.
+    """Launches as numbered files in ``directory``.
 
-    Args:
-        store: Holds the files.
-        directory: Of the files.
-        dead_s: A command that has not rewritten its file for so long has died.
-        now_s: A clock that never goes back.
-        pause: Waits.
+    A command that has not rewritten its file for ``dead_s`` has died.
     """
 
     def __init__(

@@ -32,13 +32,7 @@ class LogLine:
 
 
 class LogTail:
-    """Reads the logs of a run as they grow.
-
-    Args:
-        url: The run directory.
-        rank: Only this rank; None for all.
-        attempt: Only this attempt; None for all.
-    """
+    """Reads the logs of the run in ``url`` as they grow: of one rank or attempt, or of all."""
 
     def __init__(self, url: str, *, rank: int | None = None, attempt: int | None = None) -> None:
         self._store, path = open_store(url)
@@ -111,13 +105,9 @@ class LogTail:
 def read_logs(
     url: str, *, rank: int | None, attempt: int | None, follow: bool
 ) -> Iterator[LogLine]:
-    """Yield the lines of a run's logs.
+    """Yield the lines of a run's logs: of one rank or attempt, or of all.
 
-    Args:
-        url: The run directory.
-        rank: Only this rank; None for all.
-        attempt: Only this attempt; None for all.
-        follow: Wait for more until the run is over.
+    With ``follow`` it waits for more until the run is over.
 
     Raises:
         RunNotFoundError: There is no run, or it printed nothing that fits.
@@ -144,5 +134,5 @@ def read_logs(
 
 
 def _text(line: bytes) -> str:
-    # Of a progress bar that redraws its line, the last state counts.
+    # A progress bar redraws its line: only the last state counts.
     return line.decode(errors="replace").rstrip("\r").rpartition("\r")[2]

@@ -21,11 +21,7 @@ from workers.protocol import Held, HeldParity, Member
 
 
 def plan_losses(url: str, lose: Sequence[str]) -> RecoveryPlan:
-    """Return what the run in ``url`` would do now if nodes or workers were lost.
-
-    Args:
-        url: Its run directory.
-        lose: See ``policies.whatif.plan_recovery``.
+    """Return what the run in ``url`` would do if it lost ``lose`` now; see ``plan_recovery``.
 
     Raises:
         RunNotFoundError: There is no run, or it is over.

@@ -16,6 +16,7 @@ from orchestrator.driver.cluster import (
     ClusterWatch,
     has_controller,
     join_cluster,
+    on_head,
     wait,
 )
 from orchestrator.driver.run import Run
@@ -39,11 +40,8 @@ HEAD_S = 30.0
 def stop_run(url: str, reason: str, *, say: Callable[[str], None], token: str = "") -> None:
     """Ask the controller of the run in ``url`` to stop it at the next step boundary.
 
-    Args:
-        url: The run directory.
-        reason: For the record.
-        token: Of the run; "" reads it in ``url``.
-        say: Called with a line for people before something that takes long.
+    ``say`` is called with a line for people before something that takes long. Without ``token`` it
+    is read in ``url``.
 
     Raises:
         RunNotFoundError: There is no run, or it is over.
@@ -123,7 +121,7 @@ def kill_run(url: str, *, token: str = "") -> None:
     """
     run = Run(url)
     contact, directory = run.live_contact(), run.settings().run.directory
-    # Ray ends processes for whoever reaches it; the directory says who may.
+    # Ray ends processes for every caller; the directory says which one may.
     if token not in ("", run.token()):
         raise _wrong_token(url)
     run.note_killed()
@@ -148,6 +146,5 @@ def kill_run(url: str, *, token: str = "") -> None:
             with contextlib.suppress(ValueError):
                 ray.util.remove_placement_group(ray.util.get_placement_group(group["name"]))
     # Or Prometheus looks for the controller for ever.
-    on_head = ray.remote(withdraw).options(num_cpus=0, resources={"node:__internal_head__": 0.001})
     with contextlib.suppress(RayError, GetTimeoutError):
-        ray.get(on_head.remote(names.run_id), timeout=HEAD_S)
+        ray.get(on_head(withdraw, names.run_id), timeout=HEAD_S)

@@ -27,8 +27,8 @@ class Watched:
     """How a run ended.
 
     Attributes:
-        code: Exit code of the command that saw it, and has said so; None if no command did.
-        summary: Of the run; None if it is not over.
+        code: Exit code of the command that saw and reported it; None if no command did.
+        summary: The run's; None if it is not over.
     """
 
     code: int | None
@@ -48,7 +48,7 @@ def watch_run(
 
     Args:
         commands: Each runs it on a cluster of its own. They take turns.
-        config: Of the run.
+        config: The run's.
         is_final: Whether a command that ended with this code, after so many tries before, would end
             so again.
         say: Called with a line for people before each pause.
@@ -93,13 +93,7 @@ def pause_s(num_failed: int) -> float:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Seen:
-    """What the run directory says.
-
-    Attributes:
-        summary: Of the run; None before it is over.
-        killed_at: When it was ended by force, None if it was not.
-        saves: Names of what is in storage.
-    """
+    """The contents of a run directory: see the methods of ``Run``."""
 
     summary: dict[str, Any] | None = None
     killed_at: float | None = None
@@ -124,11 +118,7 @@ def _seen(run: Run, before: _Seen) -> _Seen:
 
 @dataclass(slots=True)
 class _Tries:
-    """Runs one command at a time and passes signals on to it.
-
-    Attributes:
-        is_ending: Whether there was one.
-    """
+    """Runs one command at a time and passes signals on to it; the first one ends the tries."""
 
     is_ending: bool = False
     _process: subprocess.Popen[bytes] | None = field(default=None, repr=False)

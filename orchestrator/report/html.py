@@ -52,7 +52,7 @@ class Comparison(NamedTuple):
     Attributes:
         verdict: "same", "close", "different" or "unknown"; a CSS class of the page.
         headline: The same for people.
-        detail: What it is based on.
+        detail: The numbers behind it.
     """
 
     verdict: str

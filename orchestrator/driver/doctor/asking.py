@@ -23,7 +23,7 @@ from ray.exceptions import GetTimeoutError, RayError
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 from orchestrator.config import RunConfig, run_preflight
-from orchestrator.driver.cluster import join_cluster
+from orchestrator.driver.cluster import HEAD, join_cluster, on_head
 from orchestrator.driver.doctor.findings import (
     Finding,
     Level,
@@ -42,13 +42,11 @@ from workers.process import copies_past_caches
 
 T = TypeVar("T")
 
-#: Their versions must be equal on all machines. Of Python's, the first two numbers must.
+#: Their versions must be equal on all machines, as must the first two numbers of Python's.
 _PACKAGES = ("everstep", "ray", "torch")
 #: A node that starts no process within this would start no worker in time either.
 ANSWER_S_MAX = 60.0
 _CONNECT_S_MAX = 3.0
-#: The resource of the head, where the controller runs.
-_HEAD = "node:__internal_head__"
 
 
 def examine(
@@ -57,8 +55,8 @@ def examine(
     """Return what was found, and the facts about each machine.
 
     Args:
-        config: Of the run, which is checked too; None if there is none.
-        address: Of a Ray cluster. Without it, ``config`` or ``RAY_ADDRESS`` names one; without
+        config: The run's, which is checked too; None if there is none.
+        address: A Ray cluster's. Without it, ``config`` or ``RAY_ADDRESS`` names one; without
             those, only this machine is checked.
 
     Raises:
@@ -105,7 +103,7 @@ def _settings(config: RunConfig) -> list[Finding]:
 
 
 def _watched(config: RunConfig | None, address: str | None) -> dict[str, str]:
-    """Return who may tell a node that it is taken, as the run would ask."""
+    """Return where the run would ask whether a node is taken."""
     if config is None:
         return {"cloud": "auto" if address else "none"}
     cluster = config.cluster.model_copy(update={"address": address})
@@ -113,11 +111,9 @@ def _watched(config: RunConfig | None, address: str | None) -> dict[str, str]:
 
 
 def facts_of(node: str, watched: Mapping[str, str]) -> NodeFacts:
-    """Return the facts about this machine, as if its clock were right.
+    """Return the facts about this machine, called ``node``, as if its clock were right.
 
-    Args:
-        node: Its name.
-        watched: As for ``workers.keeper.sources_of``.
+    ``watched`` is for ``workers.keeper.sources_of``.
     """
     unheard = []
     sources = sources_of(**watched)
@@ -198,12 +194,12 @@ def _reaches(place: tuple[str, int]) -> bool:
 
 
 def _ask_nodes(run_url: str, watched: dict[str, str]) -> tuple[list[NodeFacts], list[str]]:
-    """Return the facts of the head and of all nodes that may hold workers; who is silent."""
+    """Return the facts of the head and of all nodes that may hold workers, and the silent nodes."""
     available = available_resources_per_node()
     rows = [
         row
         for row in ray.nodes()
-        if row["Alive"] and (row["Resources"].get("CPU", 0) or _HEAD in row["Resources"])
+        if row["Alive"] and (row["Resources"].get("CPU", 0) or HEAD in row["Resources"])
     ]
     holders = {row["NodeID"] for row in rows if row["Resources"].get("CPU", 0)}
     names = {row["NodeID"]: f"{row['NodeManagerHostname']} ({row['NodeID'][:8]})" for row in rows}
@@ -251,8 +247,7 @@ def _nodes_there() -> list[NodeKind]:
 
 def _on_head(ask: Callable[..., T], *arguments: Any) -> T | None:
     """Return the answer of a function that runs where the controller will; None without one."""
-    on_head = ray.remote(ask).options(num_cpus=0, resources={_HEAD: 0.001})
-    answer: T | None = _answers({"head": on_head.remote(*arguments)}).get("head")
+    answer: T | None = _answers({"head": on_head(ask, *arguments)}).get("head")
     return answer
 
 

@@ -37,9 +37,9 @@ class Finding:
 
     Attributes:
         level: How bad it is.
-        about: What was checked, in one or two words.
-        message: What was found; names the nodes.
-        advice: What to do; "" if there is nothing to do.
+        about: The subject of the check, in one or two words.
+        message: The result; names the nodes.
+        advice: How to mend it; "" if there is nothing to do.
     """
 
     level: Level
@@ -54,16 +54,16 @@ class NodeFacts:
 
     Attributes:
         node: Its host name and the beginning of Ray's id; "this machine" without Ray.
-        versions: Of Python and of the packages that must be equal on all machines, by name.
+        versions: By package, those of Python and of all that must be equal on all machines.
         clock_ahead_s: How far its clock is ahead of ours.
         shared_memory_bytes: Free in /dev/shm.
         open_files: How many a process may open.
-        resources: What Ray can still give there, by Ray's names.
+        resources: Ray's resources that are free there, by Ray's names.
         holds_workers: Whether it may; a head without processors has only the controller.
         copies_past_caches: Whether large copies in Ray's processes bypass the processor's caches.
         storage_problem: Why it cannot use the run directory; "" if it can, or none was named.
         unreachable: Nodes to which it could open no connection.
-        watched: Who would tell it that it is taken, beside Ray.
+        watched: Sources that would tell it that it is taken, beside Ray.
         unheard: A line for each of them that does not answer.
         interface_problem: Why collectives find no interface there; "" if they find one.
     """
@@ -85,12 +85,12 @@ class NodeFacts:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class NodeKind:
-    """What a node has that is there, or that an autoscaler may bring.
+    """A node that is there, or a type of node that an autoscaler may bring.
 
     Attributes:
         name: For people.
         resources: In all, by Ray's names; empty if the autoscaler finds out when it is there.
-        labels: Of Ray.
+        labels: Ray's labels.
     """
 
     name: str
@@ -115,10 +115,8 @@ def unserved(
 ) -> list[Finding]:
     """Return which alternatives of capacity no node can serve; without any, the room of a worker.
 
-    Args:
-        config: Of the run.
-        there: The nodes of the cluster.
-        types: What its autoscaler may bring; None if that is not known.
+    ``there`` are the nodes of the cluster, and ``types`` those that its autoscaler may bring; None
+    if that is not known.
     """
     findings: list[Finding] = []
     for number, wanted in enumerate(config.alternatives()):
@@ -161,7 +159,7 @@ def diagnose(
     Args:
         nodes: The head and the nodes for workers that answered; only ``here`` without a cluster.
         here: The machine that asks; the nodes must have its versions.
-        config: Of the run; None checks what every run needs.
+        config: The run's; None checks what every run needs.
     """
     findings = [_finding(check, nodes, here) for check in _OF_EACH]
     if list(nodes) != [here]:
@@ -217,11 +215,8 @@ class _Check(NamedTuple):
     """A check of each node.
 
     Attributes:
-        about: See ``Finding``.
         problem: Returns the problem of a node, "" if it has none; also takes the machine that asks.
-        good: What to say if no node has one.
-        advice: What to do about the problem.
-        level: How bad it is.
+        good: The message if no node has a problem.
     """
 
     about: str

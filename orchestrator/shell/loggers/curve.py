@@ -24,7 +24,7 @@ _OF_STEP: Final = {
 
 @dataclass(frozen=True, slots=True)
 class Point:
-    """What is known of one step.
+    """The values of one step.
 
     Attributes:
         step: Optimizer step, from 1; 0 for what is known before the first.
@@ -41,14 +41,13 @@ class Point:
 class Curve:
     """Each step once, as it was trained last before the step after it.
 
-    A step that is trained again after it was given out is not given out again: it has the same
-    samples, so the first values stay.
+    A step is given out once: trained again it has the same samples, so the first values stay.
 
     Attributes:
-        attempt: Of the newest line. Older attempts are fenced: their lines of later steps than it
-            began with do not count.
+        attempt: That of the newest line. Older attempts are fenced: their lines of steps after its
+            first do not count.
         given: The last step that was given out; -1 before any.
-        pending: What is known of later steps.
+        pending: The points of later steps.
     """
 
     attempt: int = 0

@@ -1,8 +1,8 @@
 """Follows the metrics of a run in a thread of its own, and writes them to the services.
 
-The run never waits for a service. One that refuses is told the same points again later. What was
-read and written is noted in the run directory, with the services' own names of the run: a
-controller that is restarted, and a run that is resumed, continue the same curve.
+The run never waits for a service: one that refuses gets the same points again later. The run
+directory notes how far each file was read and written, and each service's own name of the run. So
+a controller that is restarted, and a run that is resumed, continue the same curve.
 """
 
 from __future__ import annotations
@@ -39,11 +39,8 @@ log = logging.getLogger(__name__)
 class Loggers:
     """The services that ``config.logging`` names. Without any it does nothing.
 
-    Args:
-        config: Of the run.
-        store: Where the run directory is.
-        path: Its path there.
-        owner: Says whether this life of the run still owns the directory.
+    ``owner`` says whether this life of the run still owns the directory, which is ``path`` in
+    ``store``.
     """
 
     def __init__(self, config: RunConfig, *, store: Store, path: str, owner: Owner) -> None:
@@ -68,9 +65,7 @@ class Loggers:
     def close(self, outcome: str, timeout_s: float = CLOSE_S) -> None:
         """Write the last steps, and end the services' runs; returns after ``timeout_s`` at most.
 
-        Args:
-            outcome: How the run ended; "" if it continues under another controller.
-            timeout_s: See there.
+        ``outcome`` says how the run ended; "" if it continues under another controller.
         """
         self._outcome = outcome
         self._ends.set()
@@ -152,7 +147,7 @@ class Loggers:
 
 
 class _Channel:
-    """What goes to one service, which may be away."""
+    """The way to one service, which may be away."""
 
     def __init__(self, name: str, run_id: str, opened: Callable[[str, int], Service]) -> None:
         self._name, self._open = name, opened
