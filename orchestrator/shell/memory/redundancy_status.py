@@ -83,7 +83,7 @@ class ProtectionWatch:
 
 
 def loss_document(inventories: Sequence[Inventory], state: RunState) -> dict[str, Any]:
-    """Return what ``everstep plan`` has to know of the run, as JSON values.
+    """Return what ``everstep plan`` has to know of the run, by the names of ``LossFacts``.
 
     The ``inventories`` of keepers must be of one moment: other keepers may have dropped by now a
     version that one held a second ago.
@@ -108,31 +108,5 @@ def loss_document(inventories: Sequence[Inventory], state: RunState) -> dict[str
             for worker in workers
             if worker.status is WorkerStatus.READY
         ],
-        "versions": [
-            {
-                "step": version.step,
-                "attempt": version.attempt,
-                "world_size": version.world_size,
-                "parts": [
-                    {
-                        "rank": part.held.rank,
-                        "node": part.node,
-                        "arena": part.arena,
-                        "bytes": part.held.data_bytes,
-                    }
-                    for part in version.parts
-                ],
-                "parities": [
-                    {
-                        "node": one.node,
-                        "arena": one.parity.arena,
-                        "num_parities": one.parity.num_parities,
-                        "place": one.parity.place,
-                        "members": [each and asdict(each) for each in one.parity.members],
-                    }
-                    for one in version.parities
-                ],
-            }
-            for version in versions.complete(good, state.lineage)
-        ],
+        "held": [asdict(version) for version in versions.complete(good, state.lineage)],
     }
