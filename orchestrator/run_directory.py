@@ -34,6 +34,7 @@ __all__ = [
     "VALUES",
     "RunRecord",
     "StepRecord",
+    "appended_text",
     "read_run",
 ]
 
@@ -122,7 +123,7 @@ def read_run(url: str) -> RunRecord:
         url=url,
         config_text=_text(store, join(path, CONFIG)),
         journal=tuple(_journal(store, join(path, JOURNAL))),
-        steps=_steps(_appended_text(store, join(path, METRICS))),
+        steps=_steps(appended_text(store, join(path, METRICS))),
         incidents=tuple(_incidents(store, join(path, "incidents"))),
         summary=_object(_text(store, join(path, SUMMARY))),
     )
@@ -139,7 +140,7 @@ def _text(store: Store, path: str) -> str:
     return store.read(path).decode(errors="replace") if store.exists(path) else ""
 
 
-def _appended_text(store: Store, path: str) -> str:
+def appended_text(store: Store, path: str) -> str:
     """Return the text of a file of lines, "" if there is none."""
     try:
         return read_appended(store, path).decode(errors="replace")

@@ -69,11 +69,11 @@ def _status_with(
 
     An earlier fault may still be under repair, because steps are reported a second late.
     """
-
-    def has_rank(status: dict[str, Any]) -> bool:
-        return any(worker["rank"] == rank for worker in status["workers"]) and condition(status)
-
-    status = wait_for(run, has_rank, timeout_s=ANSWER_S_MAX)
+    status = wait_for(
+        run,
+        lambda s: any(worker["rank"] == rank for worker in s["workers"]) and condition(s),
+        timeout_s=ANSWER_S_MAX,
+    )
     if status is None:
         raise CapacityError(f"the run ended before anything happened to rank {rank}", rank=rank)
     return status

@@ -71,35 +71,30 @@ def _runs_at(address: str, entry: LocalEntry | None) -> Iterator[dict[str, Any]]
 
 
 def _run(address: str, entry: LocalEntry | None, name: str, namespace: str) -> dict[str, Any]:
-    run_id = namespace.removeprefix(NAMESPACE_PREFIX)
     try:
         controller: Any = ray.get_actor(name, namespace=namespace)
         status = ray.get(controller.status.remote(), timeout=ANSWER_S)
     except (ValueError, RayError, TimeoutError):
+        run_id = namespace.removeprefix(NAMESPACE_PREFIX)
         note = f"the controller of {run_id} does not answer"
-        return {**_row(address, entry, note=note), "phase": "controller down"}
-    return {
-        **_row(address, entry, note=_note(entry)),
-        "directory": status["directory"],
-        "phase": status["phase"],
-        "step": status["step"],
-        "workers": len(status["workers"]),
-        "standbys": len(status["standbys"]),
-        "since": round(wall_time() - status["at_s"], 3),
-    }
+        return _row(address, entry, note=note, phase="controller down")
+    return _row(
+        address,
+        entry,
+        note=_note(entry),
+        directory=status["directory"],
+        phase=status["phase"],
+        step=status["step"],
+        workers=len(status["workers"]),
+        standbys=len(status["standbys"]),
+        since=round(wall_time() - status["at_s"], 3),
+    )
 
 
-def _row(address: str, entry: LocalEntry | None, *, note: str) -> dict[str, Any]:
-    return {
-        "directory": entry.run_directory or None if entry is not None else None,
-        "phase": "no run",
-        "step": None,
-        "workers": None,
-        "standbys": None,
-        "since": None,
-        "address": address,
-        "note": note,
-    }
+def _row(address: str, entry: LocalEntry | None, *, note: str, **known: Any) -> dict[str, Any]:
+    directory = entry.run_directory or None if entry is not None else None
+    row = {"directory": directory, "phase": "no run", "step": None, "workers": None}
+    return {**row, "standbys": None, "since": None, "address": address, "note": note, **known}
 
 
 def _note(entry: LocalEntry | None) -> str:

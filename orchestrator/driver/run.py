@@ -12,12 +12,20 @@ from orchestrator.config import RunConfig, load
 from orchestrator.core import Folded, RunState, fold_on
 from orchestrator.errors import OrchestratorError, RunNotFoundError, TokenError
 from orchestrator.policies import StoredVersion, bad_sources
-from orchestrator.run_directory import CHECKPOINTS, CONFIG, CONTACT, METRICS, SUMMARY, TOKEN
+from orchestrator.run_directory import (
+    CHECKPOINTS,
+    CONFIG,
+    CONTACT,
+    METRICS,
+    SUMMARY,
+    TOKEN,
+    appended_text,
+)
 from orchestrator.shell import read_segments, wall_time
 from ucp_core.errors import StorageError, UcpError
 from ucp_core.lineage import Lineage
 from ucp_core.native import checkpoint_name, find_committed
-from ucp_core.storage import join, open_store, read_appended
+from ucp_core.storage import join, open_store
 from workers.protocol import Source
 
 #: A living controller answered in 1 to 20 ms.
@@ -96,7 +104,7 @@ class Run:
         return (self._document(CONTACT) or {}).get("killed_at")
 
     def note_killed(self) -> None:
-        """Write down that the run is ended by force, so that nobody who waits resumes it."""
+        """Write down that the run is ended by force, so that no waiting command resumes it."""
         contact = {**self.contact(), "killed_at": wall_time()}
         path = join(self.path, CONTACT)
         self.store.write_atomic(path, json.dumps(contact).encode(), fsync=False)
@@ -158,15 +166,9 @@ class Run:
     def last_step(self) -> tuple[int, float | None]:
         """Return the last step that was written down and its loss, None if that is no number.
 
-        (0, None) before the first. Workers write it also while nobody is in charge.
+        (0, None) before the first. Workers write it also while no controller is in charge.
         """
-        try:
-            lines = read_appended(self.store, join(self.path, METRICS)).splitlines()
-        except StorageError as error:
-            if not error.facts.get("missing"):
-                raise
-            return 0, None
-        for line in reversed(lines):
+        for line in reversed(appended_text(self.store, join(self.path, METRICS)).splitlines()):
             try:
                 found = json.loads(line)
                 loss = found["loss"]

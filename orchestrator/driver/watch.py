@@ -10,10 +10,10 @@ import contextlib
 import subprocess
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from itertools import cycle
 from signal import Signals
-from typing import Any
+from typing import Any, NamedTuple
 
 from orchestrator.config import RunConfig
 from orchestrator.driver.run import Run
@@ -91,8 +91,7 @@ def pause_s(num_failed: int) -> float:
     return min(2.0**num_failed, 60.0)
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class _Seen:
+class _Seen(NamedTuple):
     """The contents of a run directory: see the methods of ``Run``."""
 
     summary: dict[str, Any] | None = None
@@ -112,16 +111,15 @@ class _Seen:
 def _seen(run: Run, before: _Seen) -> _Seen:
     """Return what is there now, or ``before`` where storage does not answer."""
     with contextlib.suppress(UcpError):
-        return _Seen(summary=run.summary(), killed_at=run.killed_at(), saves=run.saves())
+        return _Seen(run.summary(), run.killed_at(), run.saves())
     return before
 
 
-@dataclass(slots=True)
 class _Tries:
     """Runs one command at a time and passes signals on to it; the first one ends the tries."""
 
-    is_ending: bool = False
-    _process: subprocess.Popen[bytes] | None = field(default=None, repr=False)
+    is_ending = False
+    _process: subprocess.Popen[bytes] | None = None
 
     def run(self, command: Sequence[str]) -> int:
         # In a session of its own, or Ctrl-C in a terminal would reach it twice.

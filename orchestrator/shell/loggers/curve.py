@@ -4,13 +4,15 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from math import nan
 from typing import Any, Final
 
+from pydantic import TypeAdapter
+
 from orchestrator.run_directory import METRICS, VALIDATION, VALUES
 
-#: Keys of a step's line, and what people see them as.
+#: Keys of a step's line, and their names for people.
 _OF_STEP: Final = {
     "loss": "train/loss",
     "grad_norm": "train/grad_norm",
@@ -48,14 +50,15 @@ class Curve:
             first do not count.
         given: The last step that was given out; -1 before any.
         pending: The points of later steps.
+        newest: The newest step; -1 before any.
+        begun: The first step of each attempt.
     """
 
     attempt: int = 0
     given: int = -1
     pending: dict[int, Point] = field(default_factory=dict)
-    _newest: int = -1
-    #: The first step of each attempt.
-    _begun: dict[int, int] = field(default_factory=dict)
+    newest: int = -1
+    begun: dict[int, int] = field(default_factory=dict)
 
     def add(self, path: str, lines: Iterable[str]) -> None:
         """Take in whole lines of a file of metrics; see ``FILES`` for their order."""
@@ -65,19 +68,19 @@ class Curve:
                 continue
             attempt, step = int(document["attempt"]), int(document["step"])
             # Another file may be read later: its lines before a new attempt are still to come.
-            if any(first <= step for later, first in self._begun.items() if later > attempt) or (
+            if any(first <= step for later, first in self.begun.items() if later > attempt) or (
                 path == METRICS and attempt < self.attempt
             ):
                 continue
             first = step if path == METRICS else step + 1
-            self._begun[attempt] = min(self._begun.get(attempt, first), first)
+            self.begun[attempt] = min(self.begun.get(attempt, first), first)
             if attempt > self.attempt:
-                # It begins after a commit; what was seen of later steps is lost.
+                # It begins after a commit: later steps are lost.
                 self.attempt = attempt
-                self._newest = min(self._newest, step)
+                self.newest = min(self.newest, step)
                 self.pending = {at: one for at, one in self.pending.items() if at < first}
             if path == METRICS:
-                self._newest = max(self._newest, step)
+                self.newest = max(self.newest, step)
             if step > self.given:
                 known = self.pending.get(step, Point(step, 0.0, {}))
                 wall_time = float(document.get("wall_time") or known.wall_time)
@@ -85,32 +88,23 @@ class Curve:
                 self.pending[step] = Point(step, wall_time, values)
 
     def take(self, *, is_final: bool = False) -> list[Point]:
-        """Return the points of steps that nothing is added to any more, in order.
+        """Return the points of steps that are complete, in order.
 
         The newest step waits for the next one, or for the end of the run.
         """
-        steps = sorted(step for step in self.pending if is_final or step < self._newest)
+        steps = sorted(step for step in self.pending if is_final or step < self.newest)
         if steps:
             self.given = steps[-1]
         return [self.pending.pop(step) for step in steps]
 
     def to_json(self) -> dict[str, Any]:
         """Return its state as plain values."""
-        rows = [[one.step, one.wall_time, dict(one.values)] for one in self.pending.values()]
-        return {
-            "attempt": self.attempt,
-            "given": self.given,
-            "newest": self._newest,
-            "pending": rows,
-            "begun": list(self._begun.items()),
-        }
+        return asdict(self)
 
     @classmethod
     def from_json(cls, document: Mapping[str, Any]) -> Curve:
         """Return the curve that ``to_json`` was called on."""
-        pending = {step: Point(step, at, values) for step, at, values in document["pending"]}
-        begun = dict(document.get("begun", ()))
-        return cls(document["attempt"], document["given"], pending, document["newest"], begun)
+        return TypeAdapter(Curve).validate_python(document)
 
 
 def _document(line: str) -> dict[str, Any] | None:
