@@ -41,7 +41,7 @@ def convert_on_cluster(
 ) -> ConvertResult:
     """Make a universal checkpoint with all processors of the connected Ray cluster.
 
-    A killed conversion to the same destination goes on where it was.
+    A killed conversion to the same destination continues where it was.
 
     Args:
         checkpoint: The source, of any format, on storage that every node sees.

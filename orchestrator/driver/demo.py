@@ -42,7 +42,7 @@ class DemoResult:
 
 
 def demo_directories(directory: str) -> list[str]:
-    """Make the two run directories anew, as absolute paths; delete those of an earlier demo.
+    """Make two new run directories, as absolute paths; delete those of an earlier demo.
 
     Raises:
         ConfigError: Something else is there; nothing was deleted.

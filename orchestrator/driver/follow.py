@@ -31,8 +31,8 @@ def follow_run(run: Launched, view: RunView) -> Followed:
 
     If this process started the cluster, the first signal (see ``interrupts``) stops the run at the
     next step boundary and the second one at once; the cluster ends in both cases. Otherwise the
-    first signal leaves the run alone and ends only this command. A terminal or pipe that nobody
-    reads any more counts as SIGHUP.
+    first signal leaves the run alone and ends only this command. A terminal or pipe that has
+    lost its reader counts as SIGHUP.
 
     Raises:
         CapacityError: The cluster is gone.

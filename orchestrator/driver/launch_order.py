@@ -7,7 +7,7 @@ when the command ends. An object store has no locks, so there each launch has a 
 - launch n + 1 may begin when launch n is over. It belongs to the command that writes its file
   first: the store accepts only one write to the same path (``write_atomic``, ``exclusive``).
 - The command rewrites its file every few seconds, and a last time when its launch is over.
-- A file that nobody rewrites for a minute belongs to a dead command. The waiting command measures
+- A file that is not rewritten for a minute belongs to a dead command. The waiting command measures
   that on its own clock, because the clocks of two machines cannot be compared.
 - No file is removed, so no number comes twice. A command that was taken for dead sees a higher
   number and gives up.

@@ -1,4 +1,4 @@
-"""The signals that ask a command to end, and output that nobody reads any more."""
+"""The signals that ask a command to end, and output that has lost its reader."""
 
 from __future__ import annotations
 

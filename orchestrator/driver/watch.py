@@ -78,7 +78,7 @@ def watch_run(
                 time.sleep(pause_s(num_failed))
                 num_failed += 1
             before = _seen(run, now)
-            if before.is_over_since(first):  # nobody followed it then
+            if before.is_over_since(first):  # no command followed it then
                 return Watched(code=None, summary=before.summary)
     raise AssertionError("unreachable: there is a command")
 
@@ -101,7 +101,7 @@ class _Seen(NamedTuple):
     def is_over_since(self, first: _Seen) -> bool:
         """Return whether the run has ended since ``first``.
 
-        Raises ``CapacityError`` if somebody ended it by force: they do not want it back.
+        Raises ``CapacityError`` if it was ended by force: it must not come back.
         """
         if self.killed_at not in (None, first.killed_at):
             raise CapacityError("the run was ended by force; the same command resumes it")

@@ -45,7 +45,7 @@ def test_what_the_history_depends_on_is_refused_by_name(directory: Path, overrid
 
 
 def test_a_run_that_committed_nothing_takes_every_setting(tmp_path: Path) -> None:
-    """Who mistyped the data path must not have to clean up by hand."""
+    """A user who mistyped the data path must not have to clean up by hand."""
     require_resumable(_config(tmp_path))
     (tmp_path / "config.yaml").write_text(_config(tmp_path).to_yaml())
     require_resumable(_config(tmp_path, "train.seed=1"))

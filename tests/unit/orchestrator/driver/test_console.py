@@ -84,7 +84,7 @@ def test_what_a_library_says_in_brackets_is_printed_as_it_is() -> None:
 
 
 def test_a_version_that_was_passed_over_is_named_once() -> None:
-    """Who resumes from something older than the newest file should know why."""
+    """A user whose run resumes from an older file than the newest should know why."""
     output = io.StringIO()
     worker = {"rank": 0, "pid": 7}
     status: dict[str, Any] = {

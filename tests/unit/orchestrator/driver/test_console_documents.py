@@ -1,4 +1,4 @@
-"""What people read about a run, in a terminal that may be narrow."""
+"""People read about a run in a terminal that may be narrow."""
 
 from __future__ import annotations
 
@@ -125,7 +125,7 @@ def test_what_is_safe_and_what_is_wrong_has_a_line_each() -> None:
 
 
 def test_a_machine_that_is_taken_has_a_line() -> None:
-    """Whoever looks wants to know why there will soon be fewer workers, and how soon."""
+    """A reader wants to know why there will soon be fewer workers, and how soon."""
     (node,) = _status()["nodes"]
     said = {"state": "draining", "notice": "aws: spot instance, stop"}
     other = {**node, "node": "0" * 56}
@@ -176,7 +176,7 @@ def test_a_link_that_stretches_the_interval_is_told(due: int, taken: int | None,
 
 
 def test_a_run_without_controller_says_so_and_what_is_not_there_has_no_line() -> None:
-    """What was true last must not be taken for what is."""
+    """The last known state must not be taken for the present one."""
     nothing = {"step": 0, "stored_step": 0, "node_losses_survived": 0, "reason": "", "problems": []}
     lines = _lines(
         _status(

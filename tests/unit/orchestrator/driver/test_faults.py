@@ -26,7 +26,7 @@ class Starved(Launched):
         return None
 
     def note_fault(self, kind: str, target: str) -> None:
-        """Nobody asks for it here."""
+        """Note nothing: no test here looks."""
 
 
 def test_a_fault_is_not_given_up_because_the_controller_is_late() -> None:

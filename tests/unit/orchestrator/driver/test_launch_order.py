@@ -97,7 +97,7 @@ def test_a_launch_that_is_over_holds_nobody_up_and_its_number_never_comes_again(
 
 
 def test_a_command_that_died_holds_up_for_a_minute_and_not_for_ever() -> None:
-    """Nobody ends its launch, and its file stays."""
+    """Its launch is never ended, and its file stays."""
     world = World()
     world.store.write_atomic("launches/000001.json", b'{"is_over": false}', fsync=False)
 

@@ -1,4 +1,4 @@
-"""What a training script printed, as it is read while it grows and afterwards."""
+"""The output of a training script, read while it grows and afterwards."""
 
 from __future__ import annotations
 
@@ -95,7 +95,7 @@ def test_the_last_line_of_a_process_that_died_is_printed(directory: Path) -> Non
 
 
 def test_following_ends_with_the_run(directory: Path) -> None:
-    """What is printed between the last look and the end belongs to it."""
+    """A line that is printed between the last look and the end belongs to it."""
     lines = read_logs(str(directory), rank=0, attempt=10, follow=True)
 
     assert next(lines).text == "ten"

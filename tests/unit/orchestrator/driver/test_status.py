@@ -1,4 +1,4 @@
-"""What is said of a run whose controller does not answer, or is not complete yet."""
+"""The status of a run whose controller does not answer, or that is not complete yet."""
 
 import asyncio
 import contextlib
@@ -105,7 +105,7 @@ def test_a_loss_that_is_no_number_is_told_as_unknown(tmp_path: Path) -> None:
 
 
 def test_steps_of_a_run_whose_head_is_away_are_counted(tmp_path: Path) -> None:
-    """Nobody journals them; with the loss of the last one a user would take it for stuck."""
+    """No controller journals them; with the loss of the last one a user would take it for stuck."""
     _run_in(tmp_path)
     (tmp_path / "metrics").mkdir()
     (tmp_path / "metrics/rank0.jsonl").write_text('{"step": 70, "loss": 0.5}\n{"step": 71')
@@ -218,7 +218,7 @@ def test_what_could_not_be_loaded_is_named_while_the_controller_is_down(tmp_path
 
 
 def test_without_a_loss_to_plan_each_node_is_planned_for(tmp_path: Path) -> None:
-    """Who asks what may be lost does not know yet which machine it will be."""
+    """A user who asks what may be lost does not know yet which machine it will be."""
     run = _run_in(tmp_path)
     nodes = [node.name for node in run.state.fleet.nodes.values()]
 

@@ -98,7 +98,7 @@ def test_what_was_good_input_before_may_be_so_again(config: RunConfig) -> None:
 
 
 def test_a_run_that_was_ended_by_force_is_left_alone(config: RunConfig) -> None:
-    """Whoever did it saw it come back a second later."""
+    """The user who did it saw it come back a second later."""
     contact = "open('controller.json', 'w').write('{}'); "
     by_force = "from orchestrator.driver.run import Run; Run('.').note_killed(); "
 

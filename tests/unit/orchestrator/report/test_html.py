@@ -50,7 +50,7 @@ def test_a_run_with_equal_digests_is_said_to_have_the_same_weights(tmp_path: Pat
 
 
 def test_what_the_run_and_each_incident_cost_is_told_where_prices_are_known(tmp_path: Path) -> None:
-    """Whoever pays asks what a million tokens cost, and what the faults did."""
+    """The one who pays asks what a million tokens cost, and what the faults did."""
     path = write_run(tmp_path / "run", faults=(CRASH, NODE))
     assert "cost" not in Path(write_report(str(path))).read_text(encoding="utf-8")
     _change(path / "summary.json", cost_usd=12.5)
@@ -238,7 +238,7 @@ def test_a_loss_that_is_not_a_number_does_not_break_the_picture() -> None:
 
 
 def test_a_loss_that_is_not_a_number_hides_no_other() -> None:
-    """Of many points each stretch shows its lowest and highest, and with NaN nothing is either."""
+    """Each stretch of many points shows its lowest and highest, and with NaN nothing is either."""
     losses = [float("nan") if step % 5 == 0 else 2.0 + step % 3 for step in range(20_000)]
     losses[12_345 + 1] = 40.0
     points = tuple((float(step), loss) for step, loss in enumerate(losses))

@@ -1,4 +1,4 @@
-"""What is found wrong with a cluster, and that nothing else is."""
+"""The doctor finds what is wrong with a cluster, and nothing else."""
 
 from __future__ import annotations
 
@@ -142,7 +142,7 @@ def test_workers_are_counted_node_by_node(cpus: list[float], level: Level, said:
 
 
 def test_a_cluster_without_a_node_for_workers_is_not_said_to_be_fine() -> None:
-    """Of no nodes each reads what every other wrote: an autoscaler has brought none yet."""
+    """A check of no nodes finds no problem: an autoscaler has brought none yet."""
     head = replace(HERE, node="head", holds_workers=False)
 
     for nodes in ([], [head]):

@@ -15,7 +15,7 @@ def line(step: int, attempt: int = 1, **more: Any) -> str:
 
 
 def test_a_step_is_given_once_nothing_more_can_belong_to_it() -> None:
-    """What a script and an evaluation say of a step comes after the step's own line."""
+    """Lines of a script and of an evaluation come after the step's own line."""
     curve = Curve()
     curve.add(METRICS, [line(1, loss=4.0, lr=0.1, wall_time=7.0), line(2, loss=3.0)])
     curve.add(VALIDATION, [line(2, loss=2.5)])
