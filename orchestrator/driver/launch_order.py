@@ -101,8 +101,6 @@ class NumberedLaunches:
         self._dead_s = dead_s
         self._now_s = now_s
         self._pause = pause
-        #: Unique, so that a retried write recognises its own file.
-        self._holder = f"{socket.gethostname()}:{os.getpid()}:{os.urandom(6).hex()}"
 
     @contextlib.contextmanager
     def next(self, on_wait: Callable[[], None]) -> Iterator[Callable[[], None]]:
@@ -126,10 +124,7 @@ class NumberedLaunches:
             if (newest, data) != seen:
                 seen, seen_s = (newest, data), self._now_s()
             if not newest or _is_over(data) or self._now_s() - seen_s >= self._dead_s:
-                mine = self._document(0, is_over=False)
-                if self._store.write_atomic(
-                    self._path(newest + 1), mine, fsync=False, exclusive=True
-                ):
+                if self._write(newest + 1, is_new=True):
                     return newest + 1
                 continue
             if not waits:
@@ -139,14 +134,12 @@ class NumberedLaunches:
 
     def _sign(self, number: int, over: threading.Event) -> None:
         """Rewrite the file until the launch is over, and a last time then."""
-        num_signs, is_over = 0, False
+        is_over = False
         while not is_over:
             is_over = over.wait(_SIGN_S)
-            num_signs += 1
-            document = self._document(num_signs, is_over=is_over)
             # At worst another command takes over, which ``_require`` notices.
             with contextlib.suppress(StorageError):
-                self._store.write_atomic(self._path(number), document, fsync=False)
+                self._write(number, is_over=is_over)
 
     def _require(self, number: int) -> None:
         if self._newest() != number:
@@ -160,9 +153,11 @@ class NumberedLaunches:
         names = (name.partition(".")[0] for name in self._store.list(self._directory))
         return max((int(name) for name in names if name.isdecimal()), default=0)
 
-    def _document(self, num_signs: int, *, is_over: bool) -> bytes:
-        document = {"holder": self._holder, "num_signs": num_signs, "is_over": is_over}
-        return json.dumps(document).encode()
+    def _write(self, number: int, *, is_over: bool = False, is_new: bool = False) -> bool:
+        # The sign differs each time, so that a retried write also recognises its own file.
+        holder, sign = f"{socket.gethostname()}:{os.getpid()}", os.urandom(6).hex()
+        data = json.dumps({"holder": holder, "sign": sign, "is_over": is_over}).encode()
+        return self._store.write_atomic(self._path(number), data, fsync=False, exclusive=is_new)
 
     def _path(self, number: int) -> str:
         return join(self._directory, f"{number:06d}.json")
