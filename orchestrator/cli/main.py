@@ -168,14 +168,14 @@ def run(
         return
     view = RunView(console, title=settings.run.name, total_steps=settings.train.steps)
     try:
-        followed = follow_run(launched, view)
+        summary, number = follow_run(launched, view)
     except Interrupt as interrupt:
         _say_ended(interrupt, launched.what_continues())
         raise
-    _finish(followed.summary, as_json=as_json)
-    if followed.number is not None:
-        raise typer.Exit(code_of_signal(followed.number))
-    raise typer.Exit(code_of_outcome(followed.summary["outcome"]))
+    _finish(summary, as_json=as_json)
+    if number is not None:
+        raise typer.Exit(code_of_signal(number))
+    raise typer.Exit(code_of_outcome(summary["outcome"]))
 
 
 @app.command(epilog="Example: everstep watch run.yaml --address auto")

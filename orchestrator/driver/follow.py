@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import signal
-from dataclasses import dataclass
 from typing import Any
 
 from orchestrator.driver.console import RunView
@@ -18,16 +17,8 @@ from orchestrator.driver.signals import (
 from ucp_core.errors import UcpError
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Followed:
-    """The summary of a run that was followed to its end, and the signal that stopped it."""
-
-    summary: dict[str, Any]
-    number: signal.Signals | None
-
-
-def follow_run(run: Launched, view: RunView) -> Followed:
-    """Show the run until it is over.
+def follow_run(run: Launched, view: RunView) -> tuple[dict[str, Any], signal.Signals | None]:
+    """Show the run until it is over; return its summary, and the signal that stopped it.
 
     If this process started the cluster, the first signal (see ``interrupts``) stops the run at the
     next step boundary and the second one at once; the cluster ends in both cases. Otherwise the
@@ -46,7 +37,7 @@ def follow_run(run: Launched, view: RunView) -> Followed:
     finally:
         if run.cluster is not None:
             (run.cluster.kill if follower.is_urgent else run.cluster.shutdown)()
-    return Followed(summary=summary, number=follower.first)
+    return summary, follower.first
 
 
 class _Follower:
