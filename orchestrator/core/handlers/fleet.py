@@ -216,8 +216,9 @@ def end_needless_keepers(transition: Transition) -> None:
         node = fleet.nodes[number]
         if node.reservations or node.workers:
             continue
-        if not node.alive:
-            # It may come back, and its keeper with it.
+        if not node.alive or number in transition.run.attempt.nodes:
+            # It may come back, and its keeper with it; or a member that has left was on it, and
+            # what its keeper holds is the newest.
             fleet.emptied = (*fleet.emptied, number)
             continue
         ended = node._replace(is_kept=False, keeper_by_s=inf, budget_bytes=0)

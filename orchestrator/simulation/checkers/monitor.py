@@ -251,17 +251,19 @@ class Monitor:
         require(not damaged or at not in self.found_damaged, "S6", f"loads {at} again")
         if damaged:
             self.found_damaged.add(at)
-        left_out = set(self._left_out())
+        # A step has one manifest in storage, that of its newest commit.
+        left_out = {step for step, _, node, *_ in self._left_out() if not node}
         intact = {
             v: commit.landed_s
             for v, commit in commits.items()
-            if not commit.damaged and stored_source(*v) not in left_out
+            if not commit.damaged and v[0] not in left_out
         }
         # Until the last member that could be reached was out, commits may have landed.
         in_time = [v for v in intact if intact[v] <= self.last_left_s and self.counts(*v)]
         in_time += [v for v in held if landed_s[v] <= self.last_left_s]
         newest = max(in_time, default=(0, 0))
-        require(at >= newest, "S3", f"resumes from {at}, though {newest} was committed")
+        # All versions of a step that count have the same state.
+        require(at[0] >= newest[0], "S3", f"resumes from {at}, though {newest} was committed")
         if self.yielded is not None and self.yielded[0] == self.attempt:
             version = (self.yielded[1], self.attempt)
             heard = not self.cut_off[self.attempt]
