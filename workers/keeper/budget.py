@@ -10,7 +10,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Final
 
-from workers.keeper.slots import available_bytes, meminfo_bytes
+from workers.keeper.arena_table import available_bytes, meminfo_bytes
 
 _NAME: Final = "budget"
 

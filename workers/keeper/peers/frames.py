@@ -221,7 +221,7 @@ class Listed:
     """An arena of a peer.
 
     Attributes:
-        body_bytes: What a slot can hold.
+        body_bytes: What a buffer can hold.
         parts: Its complete versions, oldest first.
         kept: Attempt and step of the version that all ranks and their peers have.
     """

@@ -10,8 +10,8 @@ from typing import Final
 
 from ucp_core.errors import StorageError
 from workers.errors import ArenaError
+from workers.keeper.arena_table import be_nice
 from workers.keeper.peers.client import WireClient
-from workers.keeper.slots import be_nice
 
 __all__ = ["POLL_S", "Replication"]
 
