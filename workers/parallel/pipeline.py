@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 from workers.errors import TaskError
 from workers.parallel.fsdp import own_names
-from workers.parallel.plan import ModelPlan
+from workers.parallel.tensor import ModelPlan
 from workers.parallel.torch_names import tree_map
 
 __all__ = ["StageModel", "cut_stages", "described"]
