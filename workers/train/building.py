@@ -16,6 +16,7 @@ from workers.parallel import (
     LocalShard,
     Mesh,
     ModelPlan,
+    Pipeline,
     StageModel,
     apply_tensor_plan,
     cut_stages,
@@ -28,7 +29,6 @@ from workers.protocol import Assignment
 from workers.settings import Settings
 from workers.state import Optimizers, PersistentBuffers, Registered, TrainingState, reserve
 from workers.train.executor import (
-    Pipeline,
     RankCalls,
     Reduction,
     ShardedModel,

@@ -7,7 +7,6 @@ from ucp_core.lazy import lazy_door
 if TYPE_CHECKING:
     from workers.train.executor.not_finite import Finiteness, described_numbers
     from workers.train.executor.own_changes import refuse_hooks
-    from workers.train.executor.pipeline import PassHooks, Pipeline
     from workers.train.executor.quotas import Quota, quota
     from workers.train.executor.rank_calls import RankCalls
     from workers.train.executor.reduction import (
@@ -23,8 +22,6 @@ if TYPE_CHECKING:
 
 __all__ = [
     "Finiteness",
-    "PassHooks",
-    "Pipeline",
     "Quota",
     "RankCalls",
     "Reduction",

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import torch
 from torch import nn
 
-from workers.parallel import LocalShard, Mesh
+from workers.parallel import LocalShard, Mesh, Pipeline
 from workers.state import (
     Optimizers,
     PersistentBuffers,
@@ -16,7 +16,6 @@ from workers.state import (
     TrainingState,
     refuse_unsavable,
 )
-from workers.train.executor.pipeline import Pipeline
 from workers.train.executor.rank_calls import RankCalls
 from workers.train.executor.reduction import Reduction
 from workers.train.executor.whole_gradients import WholeGradients

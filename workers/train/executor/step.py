@@ -21,7 +21,7 @@ from torch.amp import GradScaler
 from workers import collectives
 from workers.data import keeping_host_numbers, random_seed, seed_all
 from workers.errors import TaskError
-from workers.parallel import drop_gathered, fsdp_modules
+from workers.parallel import PassHooks, Pipeline, drop_gathered, fsdp_modules
 from workers.protocol import WorkerPhase
 from workers.records import ProgressRecord
 from workers.settings import TrainSettings
@@ -44,7 +44,6 @@ from workers.train.executor.own_changes import (
     refuse_unfrozen,
     was_changed,
 )
-from workers.train.executor.pipeline import PassHooks, Pipeline
 from workers.train.executor.quotas import Pass, Quota
 from workers.train.executor.sharded_model import ShardedModel
 from workers.train.executor.signals import Signals, reading, refuse_readings
