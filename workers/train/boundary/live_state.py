@@ -105,6 +105,17 @@ class Marks:
         self._versions = _versions(shards)
         self._values = [_few_values(shard.local) for shard in shards]
 
+    def refuse_written(self) -> None:
+        """Raise ``TaskError`` if something wrote to the weights, which have no values yet."""
+        fqn = self.written(frozen_too=True)
+        if fqn is not None:
+            raise TaskError(
+                f"parameter {fqn} was written to before session.optimizer returned, which fills "
+                "all weights: the values would be lost. Give them by build, initialise or "
+                "init_from, or write after session.optimizer `if session.step == 0:`",
+                fqn=fqn,
+            )
+
     def written(self, *, frozen_too: bool) -> str | None:
         """Return the name of a parameter that was written to since; None if none was.
 

@@ -15,12 +15,13 @@ if TYPE_CHECKING:
         use_deterministic_kernels,
         use_tree,
     )
-    from workers.train.executor.sharded_model import ShardedModel
+    from workers.train.executor.sharded_model import BuiltModel, ShardedModel
     from workers.train.executor.signals import Signals, all_agree, on_host
     from workers.train.executor.step import Step
     from workers.train.executor.whole_gradients import WholeGradients
 
 __all__ = [
+    "BuiltModel",
     "Finiteness",
     "Quota",
     "RankCalls",
