@@ -27,11 +27,7 @@ _DECLARED: Final = "depends_on_ranks"
 
 
 class RankCalls:
-    """Calls of ``torch.distributed`` by forward passes, from ``begin`` to ``refuse``.
-
-    Args:
-        model: Its modules have names.
-    """
+    """Calls of ``torch.distributed`` by forward passes, from ``begin`` to ``refuse``."""
 
     def __init__(self, model: nn.Module) -> None:
         self._model = model

@@ -93,14 +93,7 @@ def reading(numbers: Tensor) -> Callable[[], list[float]]:
 
 
 def refuse_readings(agreed: Signals, mine: Signals, *, step: int, device: torch.device) -> None:
-    """Raise ``DataError`` on every rank if not all have read the same of a stream.
-
-    Args:
-        agreed: What all ranks signalled.
-        mine: What this one did.
-        step: The step.
-        device: For tensors of collectives.
-    """
+    """Raise ``DataError`` on every rank if not all have read the same of a stream."""
     num = dist.get_world_size()
     # By Cauchy and Schwarz: numbers whose squares sum up so are equal.
     if num * agreed.read_squared == agreed.read**2:
