@@ -88,11 +88,6 @@ class StageModel(nn.Module):
 
     Only the last stage computes a loss. So a function of the loss is called on every rank: on the
     last stage it gets the outputs of the whole model, on others it ends where it calls the model.
-
-    Args:
-        stage: The stage, sharded.
-        number: Its number.
-        num_stages: Number of stages.
     """
 
     def __init__(self, stage: nn.Module, number: int, num_stages: int) -> None:
@@ -288,10 +283,6 @@ class _Passes(nn.Module):
 
     The sharded model is no child of it: torch would decide when FSDP2 reduces gradients, which the
     step does.
-
-    Attributes:
-        number: The pass that comes next.
-        hooks: What surrounds it.
     """
 
     number: int

@@ -45,12 +45,7 @@ _Run = tuple[int, int]
 
 
 class ReplicaParity:
-    """The parity that one rank keeps in one attempt; used like ``workers.snapshot.guards.Guards``.
-
-    Args:
-        memory: Memory of this worker.
-        assignment: Says whose shares it covers.
-    """
+    """The parity that one rank keeps in one attempt; used like ``guards.Guards``."""
 
     def __init__(self, memory: SnapshotMemory, assignment: Assignment) -> None:
         self._memory = memory

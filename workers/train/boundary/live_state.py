@@ -95,9 +95,6 @@ class Marks:
     """What shows that a script writes to weights: version counters, and a few values of each.
 
     The values show writes through ``.data``, which nothing counts. Takes about 10 us a parameter.
-
-    Args:
-        shards: The weights.
     """
 
     def __init__(self, shards: Sequence[LocalShard]) -> None:
