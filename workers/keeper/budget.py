@@ -60,7 +60,7 @@ def _claimed_bytes(own: Path) -> int:
     pattern = f"*/{own.parent.name}/{_NAME}"
     others = [path for path in own.parent.parent.parent.glob(pattern) if path != own]
     claimed = sum(_living_bytes(path) for path in others)
-    return max(claimed - _shared_bytes(), 0)
+    return max(claimed - (meminfo_bytes("Shmem") or 0), 0)
 
 
 def _living_bytes(path: Path) -> int:
@@ -74,10 +74,6 @@ def _living_bytes(path: Path) -> int:
     except OSError:
         pass  # it has just ended, or is somebody else's
     return 0
-
-
-def _shared_bytes() -> int:
-    return meminfo_bytes("Shmem") or 0
 
 
 @contextmanager

@@ -20,12 +20,12 @@ from workers.errors import WorkerError
 from workers.keeper.arena_table import ArenaTable
 from workers.keeper.budget import Budget
 from workers.keeper.descriptor_server import DescriptorServer
-from workers.keeper.peers import Mirrors, ParityMirror, WireServer
+from workers.keeper.peers import Mirrors, WireServer
 from workers.keeper.persister import Persister
 from workers.keeper.trainer_watch import dead_workers
 from workers.memory import Arena, LocalPart, descriptor_socket, is_parity
 from workers.parity import read_record
-from workers.protocol import Held, HeldParity, HeldPart, Inventory, KeeperOrder, ParityGroup
+from workers.protocol import Held, HeldParity, HeldPart, Inventory, KeeperOrder
 from workers.settings import Settings
 
 __all__ = ["NodeMemory", "Problems"]
@@ -86,8 +86,6 @@ class NodeMemory:
             niceness=_NICENESS_SENDING,
         )
         self._mirrors = Mirrors(self._table, self._problems.tell, _NICENESS_COPYING)
-        self._group: ParityGroup | None = None
-        self._parity_mirror: ParityMirror | None = None
         self._persister = Persister(
             self._table, store, path, settings.checkpoint, self._problems.note
         )
@@ -143,8 +141,7 @@ class NodeMemory:
         """Protect the nodes that the order names, and no others any more."""
         with self._obeying:
             if order.attempt == self._table.attempt:
-                self._mirrors.follow(order.copies_of)
-                self._protect(order.parity)
+                self._mirrors.follow(order.copies_of, order.parity)
 
     def flush(self, attempt: int, step: int) -> bool:
         """Store what is held of a version; return whether it is committed."""
@@ -166,26 +163,11 @@ class NodeMemory:
         """Stop serving and free the memory."""
         self._descriptors.close()
         self._mirrors.stop()
-        self._protect(None)
         self.stop_storing()
         self._wire.close()
         for name in self._table.arenas():
             self._table.drop(name)
         self._budget.close()
-
-    def _protect(self, group: ParityGroup | None) -> None:
-        """Keep parities of this group only; an unchanged group continues."""
-        if group == self._group:
-            return
-        if self._parity_mirror is not None:
-            self._parity_mirror.stop()
-            self._parity_mirror = self._group = None
-        if group is not None:
-            self._parity_mirror = ParityMirror(
-                self._table, group, self._problems.tell, _NICENESS_COPYING
-            )
-        # Last: if no thread could be started, a repeated order tries again.
-        self._group = group
 
     def _note_refused(self, owner: str, why: str) -> None:
         self._problems.note(f"memory of {owner}", why)

@@ -20,9 +20,10 @@ from workers.errors import ArenaError
 from workers.keeper.arena_table import ArenaTable
 from workers.keeper.peers.client import WireClient
 from workers.keeper.peers.frames import Listed
+from workers.keeper.peers.parity_mirror import ParityMirror
 from workers.keeper.peers.replication import POLL_S, Replication
 from workers.memory import Arena, copy_name, counts
-from workers.protocol import Held, Peer
+from workers.protocol import Held, ParityGroup, Peer
 
 __all__ = ["Mirror", "Mirrors", "wanted"]
 
@@ -63,7 +64,7 @@ class Mirror(Replication):
         self._refused: dict[str, float] = {}
         #: Overtaken copies in a row, by arena.
         self._overtaken: dict[str, int] = {}
-        self._start()
+        self._thread.start()
 
     def stop(self) -> None:
         """Copy nothing any more, at once; what was copied stays."""
@@ -160,7 +161,7 @@ class Mirror(Replication):
 
 
 class Mirrors:
-    """The mirrors of one keeper, for the peers that its newest order names."""
+    """The mirrors and the parity mirror of one keeper, as its newest order names them."""
 
     def __init__(
         self, table: ArenaTable, on_problem: Callable[[str], object], niceness: int = 0
@@ -168,22 +169,28 @@ class Mirrors:
         self._niceness = niceness
         self._table = table
         self._on_problem = on_problem
-        self._mirrors: dict[Peer, Mirror] = {}
+        self._running: dict[Peer | ParityGroup, Replication] = {}
 
-    def follow(self, peers: Sequence[Peer]) -> None:
-        """Follow these peers only; mirrors that run already continue."""
-        for peer in self._mirrors.keys() - set(peers):
-            self._mirrors.pop(peer).stop()
-        for peer in peers:
-            if peer not in self._mirrors:
-                self._mirrors[peer] = Mirror(
-                    self._table, peer, peer.secret, self._on_problem, self._niceness
-                )
+    def follow(self, peers: Sequence[Peer], group: ParityGroup | None = None) -> None:
+        """Copy from these peers and keep parities of this group only; what runs continues."""
+        wanted_now: list[Peer | ParityGroup] = list(peers)
+        if group is not None:
+            wanted_now.append(group)
+        for each in self._running.keys() - set(wanted_now):
+            self._running.pop(each).stop()
+        for each in wanted_now:
+            if each not in self._running:
+                # If no thread can be started, a repeated order tries again.
+                self._running[each] = self._started(each)
+
+    def _started(self, each: Peer | ParityGroup) -> Replication:
+        if isinstance(each, Peer):
+            return Mirror(self._table, each, each.secret, self._on_problem, self._niceness)
+        return ParityMirror(self._table, each, self._on_problem, self._niceness)
 
     def stop(self) -> None:
-        """Follow nobody; the copies stay."""
-        for peer in list(self._mirrors):
-            self._mirrors.pop(peer).stop()
+        """Follow nothing any more; copies and parities stay."""
+        self.follow(())
 
 
 def _holds(arena: Arena, source: Held) -> bool:

@@ -79,7 +79,7 @@ class ParityMirror(Replication):
         self._kept: tuple[int, int] | None = None
         #: What peers know to be protected, by place and arena.
         self._told: dict[tuple[int, str], Held] = {}
-        self._start()
+        self._thread.start()
 
     def stop(self) -> None:
         """Stop at once; the parities stay."""

@@ -27,7 +27,7 @@ _REPEAT_S: Final = 30.0
 
 
 class Replication(ABC):
-    """What the mirrors have in common: a thread that starts with ``_start``.
+    """What the mirrors have in common: ``_thread``, which they start when they are complete.
 
     Args:
         what: What is done for the peers; a report appends "fails".
@@ -69,9 +69,6 @@ class Replication(ABC):
         for client in self._clients:
             client.abort()
         self._thread.join()
-
-    def _start(self) -> None:
-        self._thread.start()
 
     def _run(self) -> None:
         be_nice(self._niceness)
