@@ -33,7 +33,7 @@ class Budget:
 
     def __init__(self, directory: Path, node_memory_mib: int) -> None:
         path = directory / _NAME
-        # Of two keepers that start at once one counts the other.
+        # Lock, so that of two starting keepers one sees the other's memory.
         with _locked(directory.parent.parent):
             found = node_memory_mib << 20
             if not found:

@@ -43,7 +43,7 @@ _NUM_MAX: Final = 32
 
 
 class NodeMemory:
-    """What a keeper runs beside its watch when snapshots are taken.
+    """A keeper's services for snapshots, beside its watch.
 
     ``life`` is that of the run, until an order names a later one.
 

@@ -1,4 +1,4 @@
-"""What snapshots need of CUDA: a stream for copies beside the computation, and pinned memory."""
+"""CUDA for snapshots: a stream for copies beside the computation, and pinned memory."""
 
 from __future__ import annotations
 

@@ -154,7 +154,7 @@ class _CalledSignal(BaseException):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PassHooks:
-    """What surrounds each pass, by its number.
+    """Calls around each pass, by its number.
 
     Attributes:
         begin: Called before a forward pass.
@@ -279,7 +279,7 @@ class _Stage(PipelineStage):
 
 
 class _Passes(nn.Module):
-    """What torch's stage calls for a forward pass.
+    """The module that torch's stage calls for a forward pass.
 
     The sharded model is no child of it: torch would decide when FSDP2 reduces gradients, which the
     step does.

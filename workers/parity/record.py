@@ -28,7 +28,7 @@ _RECORD_BYTES: Final = 512
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ParityRecord:
-    """What a node's parities cover.
+    """The parts that a node's parities cover.
 
     Attributes:
         attempt: Of the version.

@@ -1,4 +1,4 @@
-"""Who keeps which redundancy of whose snapshots, by which mechanism, and what it survives. Pure.
+"""Plans the redundancy of snapshots: its keepers, its mechanism, and what it survives. Pure.
 
 For state of which each rank has its own part, so that it has to travel. State that replicas hold
 too is protected without network: ``orchestrator.policies.saving.redundancy``.
@@ -87,7 +87,7 @@ class Node:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PlacementRules:
-    """What is asked for.
+    """The user's wishes.
 
     Attributes:
         tolerance: How many nodes of a group may be lost, 1 or 2; 0 asks for nothing.

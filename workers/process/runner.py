@@ -196,7 +196,7 @@ class AttemptRunner:
             # This process may be ended next.
             output.close()
         else:
-            # Nobody waits for storage while the run recovers.
+            # A recovering run does not wait for storage.
             output.close(wait_s=0.0)
         self.attempt = 0
         self._progress.assign(0, -1)

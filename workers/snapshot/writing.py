@@ -33,7 +33,7 @@ __all__ = ["BLOCK_BYTES", "Captured", "SnapshotMemory", "SnapshotWriter", "sourc
 _LOOK_S: Final = 0.02
 #: Period of checking whether peers have a copy: copying takes about as long.
 _COPIED_LOOK_S: Final = 0.005
-#: What is left of a snapshot is its record, and off a device some ms for each 100 MB.
+#: The record of a snapshot is left to write, and off a device some ms for each 100 MB.
 _CLOSE_S_MAX: Final = 5.0
 #: A keeper that is away for longer protects nothing: the state goes to storage.
 _KEEPER_S_MAX: Final = 30.0
@@ -412,7 +412,7 @@ class _FencedError(Exception):
 
 @dataclass(frozen=True, slots=True)
 class _Copied:
-    """What was captured, where and when, and its known checksums."""
+    """A captured state: where and when, and its known checksums."""
 
     buffer: int
     state: Captured

@@ -35,7 +35,7 @@ _TAGS: Final = ({"tensor", "shape", "base64"}, {"array", "shape", "base64"}, {"b
 
 @runtime_checkable
 class Stateful(Protocol):
-    """What can be registered."""
+    """An object that can be registered."""
 
     def state_dict(self) -> Mapping[str, Any]:
         """Return the state: numbers, texts, small tensors, in dictionaries and lists."""

@@ -1,4 +1,4 @@
-"""The steps of one attempt, one after the other: what is done between two of them, and the end."""
+"""The loop over the steps of one attempt: its data, the work between two steps, and the end."""
 
 from __future__ import annotations
 
@@ -219,7 +219,7 @@ class Steps:
         if not step.is_applied:
             raise TaskError(f"step {step.number} was left without step.apply(); call it once")
         if self._open is not None:
-            # What the script does after ``apply`` belongs to the step: a scheduler's step, say.
+            # The script's work after ``apply`` belongs to the step: a scheduler's step, say.
             self._complete_open()
             self._progress.enter(WorkerPhase.SCRIPT)
         if step.number == self._settings.train.steps:

@@ -233,7 +233,7 @@ class Listed:
 
 @dataclass(frozen=True, slots=True)
 class Listing:
-    """What a peer's own ranks have written.
+    """The versions that a peer's own ranks have written.
 
     Attributes:
         news: To pass as ``after`` next time.

@@ -57,7 +57,7 @@ class Mirror(Replication):
         super().__init__(what, [self._client], on_problem, niceness)
         self._table = table
         self._peer = peer
-        #: What the peer knows to be copied, by arena, and over how many connections it was told.
+        #: Copies that the peer knows of, by arena, and over how many connections it was told.
         self._told: dict[str, Held] = {}
         self._told_over = 0
         #: Arenas without memory, and when to ask again.

@@ -77,7 +77,7 @@ class ParityMirror(Replication):
         self._group = group
         #: The newest version that all ranks, and all nodes with parities of it, have.
         self._kept: tuple[int, int] | None = None
-        #: What peers know to be protected, by place and arena.
+        #: Versions that peers know to be protected, by place and arena.
         self._told: dict[tuple[int, str], Held] = {}
         self._thread.start()
 

@@ -27,7 +27,7 @@ _REPEAT_S: Final = 30.0
 
 
 class Replication(ABC):
-    """What the mirrors have in common: ``_thread``, which they start when they are complete.
+    """Common part of the mirrors: ``_thread``, which they start when they are complete.
 
     Args:
         what: What is done for the peers; a report appends "fails".

@@ -290,7 +290,7 @@ class PeerLiveness:
     def __init__(self, table: ArenaTable) -> None:
         self._table = table
         self._lock = threading.Lock()
-        #: What each follower said it has, by arena.
+        #: Versions that each follower said it has, by arena.
         self._got: dict[Hashable, dict[str, Held | None]] = {}
         self._renewed_s = 0.0
 

@@ -1,4 +1,4 @@
-"""What happens between two steps: report, save, leave. Membership changes only here.
+"""Work between two steps: report, save, leave. Membership changes only here.
 
 If the node's keeper has memory, the state after a step goes there, and the keeper stores some of
 these snapshots. Without a keeper, and if the state must outlive the nodes, the workers store it.

@@ -18,7 +18,7 @@ from workers.train.executor import ShardedModel, Step
 
 __all__ = ["LiveState", "Marks", "capture"]
 
-#: Of each shard, about so many values are compared.
+#: About so many values of each shard are compared.
 _NUM_VALUES: Final = 64
 
 
@@ -92,7 +92,7 @@ def capture(step: int, sharded: ShardedModel, extra: Mapping[str, Any]) -> Captu
 
 
 class Marks:
-    """What shows that a script writes to weights: version counters, and a few values of each.
+    """Marks that show writes of a script to weights: version counters, and a few values of each.
 
     The values show writes through ``.data``, which nothing counts. Takes about 10 us a parameter.
     """

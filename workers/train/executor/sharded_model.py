@@ -1,4 +1,4 @@
-"""What a step works on: the sharded model with its optimizers."""
+"""The sharded model of an attempt, alone and with its optimizers."""
 
 from __future__ import annotations
 

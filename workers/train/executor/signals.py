@@ -1,4 +1,4 @@
-"""What the ranks of an attempt tell each other: signals within a step, and votes."""
+"""Messages between the ranks of an attempt: signals within a step, and votes."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ __all__ = ["Signals", "all_agree", "on_host", "reading", "refuse_readings"]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Signals:
-    """What one rank signals in a step; after the step's all-reduce, what any rank signalled.
+    """Signals of one rank in a step; after the step's all-reduce, those of any rank.
 
     Attributes:
         buffers: A pass changed a persistent buffer.

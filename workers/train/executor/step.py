@@ -42,7 +42,7 @@ __all__ = ["Step", "learning_rate"]
 
 
 class StepBoundary(Protocol):
-    """What a step needs of the boundary after it: ``workers.train.boundary.Boundary``.
+    """The calls of a step to the boundary after it: ``workers.train.boundary.Boundary``.
 
     Attributes:
         finiteness: Decides about updates that are not finite.

@@ -57,7 +57,7 @@ class Needed:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Initial:
-    """What a run started from.
+    """The checkpoint that a run started from.
 
     Attributes:
         size_bytes: Bytes that this rank loaded.
