@@ -38,27 +38,27 @@ STOPPED: Final = "stopped.json"
 #: What scripts save for themselves by ``session.save``, a folder each.
 SAVED: Final = "saved"
 
-#: A source of a state: ``(step, attempt, node, arena, slot, sequence)`` of a slot in the memory of
-#: a node; node and arena are "" for the version in storage.
+#: A source of a state: ``(step, attempt, node, arena, buffer, sequence)`` of a buffer in the memory
+#: of a node; node and arena are "" for the version in storage.
 Source: TypeAlias = tuple[int, int, str, str, int, int]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Held:
-    """A complete version of one rank in a slot of an arena.
+    """A complete version of one rank in a buffer of an arena.
 
     Attributes:
-        slot: The slot.
-        sequence: Number of writes to the slot; a reader compares it before and after.
+        buffer: The buffer.
+        sequence: Number of writes to the buffer; a reader compares it before and after.
         attempt: The attempt that wrote it.
         step: The step after which the state was taken.
         rank: The rank in that attempt.
         world_size: The number of ranks in that attempt.
-        data_bytes: Length of the data, at the start of the slot's body.
+        data_bytes: Length of the data, at the start of the buffer's body.
         record_bytes: Length of the record, which follows the data.
     """
 
-    slot: int
+    buffer: int
     sequence: int
     attempt: int
     step: int
@@ -74,7 +74,7 @@ class HeldPart:
 
     Attributes:
         arena: Name of the arena on its node.
-        held: The version in one of its slots.
+        held: The version in one of its buffers.
     """
 
     arena: str
@@ -107,7 +107,7 @@ class HeldParity:
 
     Attributes:
         arena: Name of the arena on its node.
-        held: The parities in one of its slots; the rank is below 0.
+        held: The parities in one of its buffers; the rank is below 0.
         num_parities: 1 or 2: the number of nodes that may be lost.
         place: The node's place in the group.
         members: The versions it was computed from, by place; None for a node without one.
@@ -220,8 +220,8 @@ class ParityGroup:
 
 
 def held_source(node: str, arena: str, held: Held) -> Source:
-    """Return a slot of an arena on a node as a source."""
-    return (held.step, held.attempt, node, arena, held.slot, held.sequence)
+    """Return a buffer of an arena on a node as a source."""
+    return (held.step, held.attempt, node, arena, held.buffer, held.sequence)
 
 
 def stored_source(step: int, attempt: int) -> Source:
@@ -239,7 +239,7 @@ class KeeperOrder:
             which versions no longer count.
         copies_of: Keepers whose ranks' newest versions it copies into its memory.
         parity: The group whose parities it keeps; None for no parities.
-        bad: ``(arena, slot, sequence)`` of versions that could not be loaded: it drops them.
+        bad: ``(arena, buffer, sequence)`` of versions that could not be loaded: it drops them.
         life: The life of the run that gives the order (``ucp_core.storage.Owner``).
         others: Addresses of raylets on a few other nodes of the attempt: a keeper that reaches none
             of them, and not the head, ends its trainers.

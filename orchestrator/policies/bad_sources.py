@@ -1,6 +1,6 @@
 """Sources that workers found bad and that must not be loaded again. Pure.
 
-A source is a slot in the memory of one keeper, or a version in storage (``workers.protocol``).
+A source is a buffer in the memory of one keeper, or a version in storage (``workers.protocol``).
 One that is bad is left out of every later answer to what a run can resume from, for as long as
 its version counts.
 """
@@ -52,8 +52,10 @@ def in_storage(bad: Iterable[Source]) -> frozenset[int]:
 
 
 def on_node(bad: Iterable[Source], node: str) -> tuple[tuple[str, int, int], ...]:
-    """Return ``(arena, slot, sequence)`` of the bad sources in a node's memory."""
-    return tuple((arena, slot, sequence) for _, _, at, arena, slot, sequence in bad if at == node)
+    """Return ``(arena, buffer, sequence)`` of the bad sources in a node's memory."""
+    return tuple(
+        (arena, buffer, sequence) for _, _, at, arena, buffer, sequence in bad if at == node
+    )
 
 
 def still_bad(bad: Iterable[Source], lineage: Lineage) -> tuple[Source, ...]:

@@ -45,7 +45,7 @@ class Holding(NamedTuple):
         host: Where the keeper serves bytes.
         port: Its port.
         arena: Name of the arena on the node.
-        held: What is in one of its slots.
+        held: What is in one of its buffers.
     """
 
     node: str
@@ -56,7 +56,7 @@ class Holding(NamedTuple):
 
     @property
     def is_copy(self) -> bool:
-        """Return whether it is another node's snapshot, copied (``workers.keeper.slots``)."""
+        """Return whether it is another node's snapshot, copied (``workers.keeper.arena_table``)."""
         return "/" in self.arena
 
 
@@ -67,7 +67,7 @@ class ParityHolding(NamedTuple):
         node: Ray node id, hex.
         host: Where the keeper serves bytes.
         port: Its port.
-        parity: What is in one of its slots.
+        parity: What is in one of its buffers.
     """
 
     node: str

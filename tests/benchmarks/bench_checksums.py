@@ -24,7 +24,7 @@ import torch
 from ucp_core.numerics import of_blocks
 from workers.memory import Arena, Checksums
 from workers.snapshot.buckets import BUCKET_BYTES
-from workers.snapshot.slot_layout import BLOCK_BYTES
+from workers.snapshot.buffer_layout import BLOCK_BYTES
 
 NUM_BUCKETS: Final = 8
 NUM_OPERATIONS: Final = 3000

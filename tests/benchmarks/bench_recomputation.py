@@ -47,7 +47,7 @@ from ucp_core.geometry import Box
 from ucp_core.layout import ParallelLayout
 from ucp_core.native import load
 from workers.keeper import MemorySources
-from workers.memory import NUM_SLOTS
+from workers.memory import NUM_BUFFERS
 from workers.protocol import Assignment, KeeperOrder
 from workers.settings import Settings, SnapshotSettings
 from workers.snapshot import Captured, SnapshotMemory, SnapshotWriter
@@ -324,7 +324,7 @@ def measure(megabytes: int, replicas: int, rounds: int, folder: Path) -> dict[st
                 for name in ("stall_ms", "stall_max_ms", "processor_ms")
             }
             copied = (state + (every - 1) * logged) / every
-            memory = NUM_SLOTS * state + every * logged
+            memory = NUM_BUFFERS * state + every * logged
             found[way] = {**middle, "copied_mib": round(copied, 1), "memory_mib": round(memory, 1)}
         if replicas == 2:
             found["recovery"] = bench.recovery(rounds)

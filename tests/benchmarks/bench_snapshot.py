@@ -5,9 +5,9 @@
 One process holds a keeper's memory. Every writer is a process with the weights and Adam moments
 that one of four FSDP workers has of a decoder. All writers at once, in turn
 
-- ``copy``: copy the bytes into the next slot of their arena with one call of memcpy (numpy's);
+- ``copy``: copy the bytes into the next buffer of their arena with one call of memcpy (numpy's);
 - ``tensors``: the same with a call per tensor, because nobody's state is one piece of memory;
-- ``snapshot``: take a snapshot as training does. The tensors are copied into the next slot, then
+- ``snapshot``: take a snapshot as training does. The tensors are copied into the next buffer, then
   another thread checksums them, writes the record and tells the keeper. The next snapshot starts
   after that; in a training, the second part runs beside the next step.
 

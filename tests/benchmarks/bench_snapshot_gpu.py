@@ -3,7 +3,7 @@
     python -m tests.benchmarks snapshot_gpu [--preset 1b] [--rounds 6] [--block 8]
 
 ``copy`` moves the same tensors off the device, in turn into torch's own pinned memory and into a
-slot of a keeper's memory that is registered with the driver; ``of_pinned`` compares the speeds.
+buffer of a keeper's memory that is registered with the driver; ``of_pinned`` compares the speeds.
 ``steps`` trains a decoder on the device without and with a snapshot after every step, in turn, as
 ``bench_snapshot_steps`` does. The buckets leave with the passes of the step; with ``at_once`` they
 leave as fast as they can. The preset 1b needs 20 GB on the device and 45 GB of memory for three
@@ -41,29 +41,29 @@ TENSOR_BYTES: Final = 64 << 20
 
 
 def measure_copies(device: torch.device, folder: Path, *, num_bytes: int, rounds: int) -> Any:
-    """Return how fast a slot of keeper's memory takes tensors, beside torch's pinned memory."""
+    """Return how fast a buffer of keeper's memory takes tensors, beside torch's pinned memory."""
     node = NodeProcess("node-a", folder / "node-a", folder / "run", Settings())
     memory = SnapshotMemory(folder / "node-a", "w0000")
     try:
         arena = memory.ensure(num_bytes, attempt=1, for_cuda=device.type == "cuda")
         is_cuda = device.type == "cuda"
         pinned = torch.empty(num_bytes, dtype=torch.uint8, pin_memory=is_cuda)
-        slot = torch.frombuffer(arena.body(0), dtype=torch.uint8)[:num_bytes]
+        buffer = torch.frombuffer(arena.body(0), dtype=torch.uint8)[:num_bytes]
         sources = list(torch.ones(num_bytes, dtype=torch.uint8, device=device).split(TENSOR_BYTES))
-        seconds: dict[str, list[float]] = {"pinned": [], "slot": []}
+        seconds: dict[str, list[float]] = {"pinned": [], "buffer": []}
         for _ in range(rounds + 1):
-            for name, target in (("pinned", pinned), ("slot", slot)):
+            for name, target in (("pinned", pinned), ("buffer", buffer)):
                 copy = DeviceCopy(Credits(folder / "node-a"), BLOCK_BYTES)
                 begun_s = time.perf_counter()
                 copy.begin(list(target.split(TENSOR_BYTES)), sources, num_checked=0)
                 copy.run(())
                 seconds[name].append(time.perf_counter() - begun_s)
-        del slot
+        del buffer
     finally:
         memory.leave()
         node.kill()
     # The first of each meets fresh pages.
-    of_pinned = paired(seconds["pinned"][1:], seconds["slot"][1:])
+    of_pinned = paired(seconds["pinned"][1:], seconds["buffer"][1:])
     return {
         "gigabytes": num_bytes / 1e9,
         "pinned_gb_per_s": round(num_bytes / 1e9 / min(seconds["pinned"]), 2),

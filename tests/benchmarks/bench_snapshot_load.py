@@ -92,8 +92,8 @@ def fill_memory(door: Path, megabytes: int) -> None:
         part = DecoderPart(megabytes, rank, NUM_WORKERS)
         body_bytes = part.block.nbytes + RECORD_BYTES_MAX
         arena = reserve(door, f"w{rank:04d}.1", body_bytes=body_bytes, attempt=1)
-        slot = arena.choose(())
-        arena.begin(slot, attempt=1, step=1, rank=rank, world_size=NUM_WORKERS)
+        buffer = arena.choose(())
+        arena.begin(buffer, attempt=1, step=1, rank=rank, world_size=NUM_WORKERS)
         tensors = [entry.local_tensor(entry.tensor) for entry in part.entries]
         saver = RankSaver(
             tensors,
@@ -104,7 +104,7 @@ def fill_memory(door: Path, megabytes: int) -> None:
             block_bytes=BLOCK_BYTES,
         )
         saver.save(
-            ArenaStore(arena, slot),
+            ArenaStore(arena, buffer),
             "",
             step=1,
             data=[tensors[index].data for index in saver.order],
@@ -174,7 +174,7 @@ class Loader:
         """Copy as many bytes as are needed, from the front of the parts."""
         target = self.part.block
         for arena, place in zip(self.arenas, self.places, strict=True):
-            body = np.frombuffer(arena.body(place.held.slot), np.uint8)
+            body = np.frombuffer(arena.body(place.held.buffer), np.uint8)
             size = min(place.held.data_bytes, target.nbytes)
             np.copyto(target[:size], body[:size])
             target = target[size:]
@@ -188,7 +188,7 @@ class Loader:
             while target.size:
                 if not left:
                     arena, place = next(bodies)
-                    left = arena.body(place.held.slot)[: place.held.data_bytes]
+                    left = arena.body(place.held.buffer)[: place.held.data_bytes]
                 size = min(target.size, len(left))
                 np.copyto(target[:size], np.frombuffer(left[:size], np.uint8))
                 target, left = target[size:], left[size:]

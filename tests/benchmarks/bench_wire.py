@@ -8,7 +8,7 @@ sides, as a mirror reads) and by loading a version of two ranks as one (verified
 connections as a load has threads). The medians count, so ratios hold on a busy machine and rates do
 not.
 
-``copied_ms`` is the time from a trainer's notice that a small slot is complete until that trainer
+``copied_ms`` is the time from a trainer's notice that a small buffer is complete until that trainer
 sees that the peer has it: notice, listing, bytes, and the note back.
 """
 
@@ -33,12 +33,12 @@ import numpy as np
 from tests.benchmarks.common import spread
 from ucp_core.geometry import Box
 from ucp_core.native import LocalTensor, load, save_rank
+from workers.keeper.arena_table import ArenaTable
 from workers.keeper.descriptor_server import DescriptorServer
 from workers.keeper.peers.client import RemotePart, WireClient
 from workers.keeper.peers.frames import Listing
 from workers.keeper.peers.mirror import Mirrors
 from workers.keeper.peers.server import WireServer
-from workers.keeper.slots import NodeSlots
 from workers.memory import Arena, ArenaStore, Part, descriptor_socket, notify, open_version
 from workers.protocol import Peer
 
@@ -72,10 +72,10 @@ def tensors(size_bytes: int, rank: int, num_ranks: int) -> list[LocalTensor]:
 
 def save(arena: Arena, size_bytes: int, rank: int) -> None:
     """Write a rank's part of the version as a trainer does."""
-    slot = arena.choose(())
-    arena.begin(slot, attempt=1, step=1, rank=rank, world_size=len(RANKS))
+    buffer = arena.choose(())
+    arena.begin(buffer, attempt=1, step=1, rank=rank, world_size=len(RANKS))
     save_rank(
-        ArenaStore(arena, slot), "step", step=1, attempt=1, rank=rank, world_size=len(RANKS),
+        ArenaStore(arena, buffer), "step", step=1, attempt=1, rank=rank, world_size=len(RANKS),
         tensors=tensors(size_bytes, rank, len(RANKS)), extra={}, param_groups=[], source={},
         fsync=False,
     )  # fmt: skip
@@ -86,24 +86,24 @@ def hold(size_bytes: int) -> None:
 
     A line of input is a number of small snapshots to take; answered by how long the copies took.
     """
-    slots = NodeSlots(budget_bytes=1 << 50)
+    table = ArenaTable(budget_bytes=1 << 50)
     for rank, name in enumerate(RANKS):
         body_bytes = size_bytes // len(RANKS) + RECORD_BYTES
-        save(slots.reserve(name, body_bytes=body_bytes), size_bytes, rank)
-    server = WireServer(slots, host="127.0.0.1", secret=SECRET)
+        save(table.reserve(name, body_bytes=body_bytes), size_bytes, rank)
+    server = WireServer(table, host="127.0.0.1", secret=SECRET)
     listener = socket.create_server(("127.0.0.1", 0))
-    first = slots.arena(RANKS[0])
+    first = table.arena(RANKS[0])
     assert first is not None
-    view = first.body(first.versions()[0].slot)[: size_bytes // len(RANKS)]
+    view = first.body(first.versions()[0].buffer)[: size_bytes // len(RANKS)]
     threading.Thread(target=stream, args=(listener, view), daemon=True).start()
     print(json.dumps([server.address[1], listener.getsockname()[1]]), flush=True)
     with tempfile.TemporaryDirectory() as directory:
         path = descriptor_socket(Path(directory))
-        door = DescriptorServer(path, slots)
+        door = DescriptorServer(path, table)
         for line in sys.stdin:
             for name in RANKS:
-                slots.drop(name)
-            small = slots.reserve(SMALL, body_bytes=SMALL_BYTES)
+                table.drop(name)
+            small = table.reserve(SMALL, body_bytes=SMALL_BYTES)
             print(json.dumps([snapshot(small, path, n) for n in range(int(line))]), flush=True)
         door.close()
     server.close()
@@ -119,11 +119,11 @@ def stream(listener: socket.socket, view: memoryview) -> None:
 
 
 def snapshot(arena: Arena, path: Path, step: int) -> float:
-    """Finish a small slot and return how long its copy took, in seconds."""
+    """Finish a small buffer and return how long its copy took, in seconds."""
     wait(arena.is_followed)
-    slot = arena.choose(())
-    arena.begin(slot, attempt=1, step=step, rank=0, world_size=1)
-    arena.finish(slot, data_bytes=SMALL_BYTES, record_bytes=0)
+    buffer = arena.choose(())
+    arena.begin(buffer, attempt=1, step=step, rank=0, world_size=1)
+    arena.finish(buffer, data_bytes=SMALL_BYTES, record_bytes=0)
     begun_s = time.perf_counter()
     notify(path, SMALL)
     wait(lambda: not arena.copy_behind())
@@ -202,7 +202,7 @@ def measure_copies(process: subprocess.Popen[str], port: int, number: int) -> di
     """Return how long the copies of ``number`` small snapshots took, in milliseconds."""
     assert process.stdin is not None
     assert process.stdout is not None
-    mirrors = Mirrors(NodeSlots(budget_bytes=1 << 30), print)
+    mirrors = Mirrors(ArenaTable(budget_bytes=1 << 30), print)
     process.stdin.write(f"{number}\n")
     process.stdin.flush()
     mirrors.follow([Peer(node=NODE, host="127.0.0.1", port=port, secret=SECRET)])

@@ -20,9 +20,9 @@ from tests.support.snapshots import body_bytes, eventually, snapshot
 from ucp_core.layout import ParallelLayout
 from ucp_core.storage import claim, open_store, read_appended
 from ucp_core.storage.service_errors import Retries
+from workers.keeper.arena_table import ArenaTable
 from workers.keeper.node_memory import Problems
 from workers.keeper.persister import Persister
-from workers.keeper.slots import NodeSlots
 from workers.memory import Arena
 from workers.protocol import Assignment
 from workers.settings import CheckpointSettings
@@ -196,13 +196,13 @@ def test_a_checkpoint_costs_four_requests_a_rank(url: str, proxy: Proxy) -> None
     """Data, record, one look and its record read by who commits; little beside, for each step."""
     num_ranks, num_versions, steps_each = 4, 8, 10
     store, path = open_store(url)
-    slots = NodeSlots(budget_bytes=1 << 30)
-    slots.fence(1, ((1, 0),))
+    table = ArenaTable(budget_bytes=1 << 30)
+    table.fence(1, ((1, 0),))
     claim(store, path, 1, {"token": "of-life-1"})
-    slots.life = 1
-    arenas = [slots.reserve(f"w{rank:04d}.1", body_bytes=body_bytes(4)) for rank in range(4)]
+    table.life = 1
+    arenas = [table.reserve(f"w{rank:04d}.1", body_bytes=body_bytes(4)) for rank in range(4)]
     problems = Problems()
-    persister = Persister(slots, store, path, CheckpointSettings(keep=2), problems.note)
+    persister = Persister(table, store, path, CheckpointSettings(keep=2), problems.note)
     lines = StorageWriter(
         store=store,
         directory=path,
@@ -219,8 +219,8 @@ def test_a_checkpoint_costs_four_requests_a_rank(url: str, proxy: Proxy) -> None
         for number in range(step - steps_each + 1, step + 1):
             lines.append("metrics/rank0.jsonl", {"step": number, "loss": 1.0})
         for rank, arena in enumerate(arenas):
-            snapshot(arena, step, rank=rank, world=num_ranks, pin=True, lineage=slots.lineage)
-            slots.tell()
+            snapshot(arena, step, rank=rank, world=num_ranks, pin=True, lineage=table.lineage)
+            table.tell()
             assert eventually(partial(_is_stored, arena))
         assert persister.stored[1] == step
     assert lines.close()

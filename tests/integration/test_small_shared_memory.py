@@ -15,7 +15,7 @@ from pathlib import Path
 from tests.support.snapshots import snapshot, weights
 from workers.memory import descriptor_socket, open_arena, reserve
 from workers.keeper.descriptor_server import DescriptorServer
-from workers.keeper.slots import NodeSlots
+from workers.keeper.arena_table import ArenaTable
 
 def used_bytes():
     found = os.statvfs("/dev/shm")
@@ -25,13 +25,13 @@ total = os.statvfs("/dev/shm")
 assert total.f_blocks * total.f_frsize == 64 << 20
 directory = Path("/dev/shm/node")
 directory.mkdir()
-door = DescriptorServer(descriptor_socket(directory), NodeSlots(budget_bytes=1 << 30))
+door = DescriptorServer(descriptor_socket(directory), ArenaTable(budget_bytes=1 << 30))
 before = used_bytes()
 arena = reserve(descriptor_socket(directory), "w0001.1", body_bytes=60 << 20, attempt=1)
 for step in (1, 2, 3):
     snapshot(arena, step)
     held = arena.newest()
-    arena.body(held.slot)[held.data_bytes + held.record_bytes :] = bytes(
+    arena.body(held.buffer)[held.data_bytes + held.record_bytes :] = bytes(
         arena.body_bytes - held.data_bytes - held.record_bytes
     )
 other = open_arena(descriptor_socket(directory), "w0001.1")
@@ -59,7 +59,7 @@ def may_mount() -> None:
 
 
 def test_snapshots_do_not_fit_into_shared_memory_and_need_not() -> None:
-    """180 MB of three slots; files of that size in /dev/shm are a bus error in the trainer."""
+    """180 MB of three buffers; files of that size in /dev/shm are a bus error in the trainer."""
     done = _in_small_shm([sys.executable, "-c", SCRIPT])
 
     assert done.returncode == 0, done.stderr

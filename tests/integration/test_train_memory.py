@@ -257,7 +257,7 @@ def test_whatever_moment_trainers_are_killed_at_memory_holds_a_whole_version(
 def test_a_flipped_bit_is_found_and_the_copy_on_another_node_is_loaded(
     run: Run, text: DataSettings, make_nodes: MakeNodes
 ) -> None:
-    """The header of the slot is whole, and says that the version is."""
+    """The header of the buffer is whole, and says that the version is."""
     chosen = rarely_stored(text, steps=10_000)
     nodes = make_nodes(chosen, num_nodes=2, copies=True)
     step = leave(run, chosen, after=3, durable=False, num_workers=2)
@@ -274,7 +274,7 @@ def test_a_flipped_bit_is_found_and_the_copy_on_another_node_is_loaded(
         (own,) = [place for place in node.places() if place in places() and "/" not in place.arena]
         arena = open_arena(descriptor_socket(node.directory), own.arena)
         at = own.held.data_bytes - 5 if number else own.held.data_bytes + 20
-        arena.body(own.held.slot)[at] ^= 4
+        arena.body(own.held.buffer)[at] ^= 4
         arena.close()
     left = run.train(
         replace(chosen, train=replace(chosen.train, steps=step + 2)),
@@ -300,7 +300,7 @@ def test_a_damaged_version_without_a_copy_is_loaded_by_no_rank(
     assert resume == (step, 1)
     place = next(place for place in memory if place.held.rank == 1)
     arena = open_arena(descriptor_socket(node.directory), place.arena)
-    body = np.frombuffer(arena.body(place.held.slot), np.uint8)
+    body = np.frombuffer(arena.body(place.held.buffer), np.uint8)
     body[: place.held.data_bytes] ^= 1
     bad = held_source(node.node, place.arena, place.held)
     left = run.train(chosen, num_workers=2, resume=resume, memory=memory)

@@ -16,9 +16,9 @@ from ucp_core.errors import CheckpointCorruptError, UcpError
 from ucp_core.native import Checkpoint, find_committed, load, save_rank
 from ucp_core.storage import LocalStore
 from workers.keeper import MemorySources
+from workers.keeper.arena_table import ArenaTable
 from workers.keeper.descriptor_server import DescriptorServer
 from workers.keeper.peers.server import WireServer
-from workers.keeper.slots import NodeSlots
 from workers.memory import descriptor_socket
 from workers.protocol import HeldPart, Inventory, MemoryPart, Source, held_source
 
@@ -37,11 +37,11 @@ class _Node:
     def __init__(self, name: str, directory: Path) -> None:
         directory.mkdir()
         self.name, self.directory = name, directory
-        self.slots = NodeSlots(budget_bytes=64 << 20)
-        self._door = DescriptorServer(descriptor_socket(directory), self.slots)
-        self._wire = WireServer(self.slots, host="127.0.0.1", secret=SECRET)
+        self.table = ArenaTable(budget_bytes=64 << 20)
+        self._door = DescriptorServer(descriptor_socket(directory), self.table)
+        self._wire = WireServer(self.table, host="127.0.0.1", secret=SECRET)
         for rank in range(WORLD):
-            arena = self.slots.reserve(f"w{rank:04d}.1", body_bytes=1 << 17)
+            arena = self.table.reserve(f"w{rank:04d}.1", body_bytes=1 << 17)
             for step, state in STATES.items():
                 write_version(arena, state, step=step, rank=rank, world_size=WORLD)
 
@@ -49,29 +49,29 @@ class _Node:
         host, port = self._wire.address
         parts = tuple(
             HeldPart(arena=name, held=held)
-            for name, found in self.slots.versions().items()
+            for name, found in self.table.versions().items()
             for held in found
         )
         return Inventory(node=self.name, host=host, port=port, parts=parts)
 
     def flip(self, part: HeldPart, at: str, rng: random.Random) -> None:
-        """Flip one bit of the header, the data or the record of what a slot holds."""
-        arena = self.slots.arena(part.arena)
+        """Flip one bit of the header, the data or the record of what a buffer holds."""
+        arena = self.table.arena(part.arena)
         assert arena is not None
         held, bit = part.held, 1 << rng.randrange(8)
         if at == "header":
-            start = arena.body_offset(held.slot) - 4096 + rng.randrange(HEADER_BYTES)
+            start = arena.body_offset(held.buffer) - 4096 + rng.randrange(HEADER_BYTES)
             arena._memory[start] ^= bit
         elif at == "record":
-            arena.body(held.slot)[held.data_bytes + rng.randrange(held.record_bytes)] ^= bit
+            arena.body(held.buffer)[held.data_bytes + rng.randrange(held.record_bytes)] ^= bit
         else:
-            arena.body(held.slot)[rng.randrange(held.data_bytes)] ^= bit
+            arena.body(held.buffer)[rng.randrange(held.data_bytes)] ^= bit
 
     def close(self) -> None:
         self._door.close()
         self._wire.close()
-        for name in self.slots.arenas():
-            self.slots.drop(name)
+        for name in self.table.arenas():
+            self.table.drop(name)
 
 
 @pytest.fixture
@@ -127,7 +127,7 @@ def test_every_flipped_bit_is_noticed_and_another_source_is_loaded(
         before = [
             (arena, bytes(arena._memory))
             for node in nodes
-            for arena in node.slots.arenas().values()
+            for arena in node.table.arenas().values()
         ]
         rank = rng.randrange(WORLD)
         flipped: set[Source] = set()

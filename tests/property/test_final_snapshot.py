@@ -8,7 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from workers.memory import counts
-from workers.memory.retention import choose_slot
+from workers.memory.retention import choose_buffer
 from workers.protocol import Held
 from workers.snapshot import Fallback
 
@@ -20,32 +20,32 @@ Version = tuple[int, int]
 
 @dataclass
 class Rank:
-    """The arena of one rank: what its slots hold, which one is under way, which one pinned."""
+    """The arena of one rank: what its buffers hold, which one is under way, which one pinned."""
 
-    slots: list[Held | None]
+    buffers: list[Held | None]
     fallback: Fallback = field(default_factory=lambda: Fallback(2, (1, RESUMED)))
     pinned: int | None = None
     under_way: tuple[int, int] | None = None
 
-    def begin(self, slot: int, step: int) -> None:
-        assert slot != self.pinned
-        self.slots[slot], self.under_way = None, (slot, step)
+    def begin(self, buffer: int, step: int) -> None:
+        assert buffer != self.pinned
+        self.buffers[buffer], self.under_way = None, (buffer, step)
 
     def finish(self, *, pin: bool = False) -> None:
         if self.under_way is not None:
-            slot, step = self.under_way
-            self.slots[slot], self.under_way = held(slot, 2, step), None
+            buffer, step = self.under_way
+            self.buffers[buffer], self.under_way = held(buffer, 2, step), None
             if pin and self.pinned is None:
-                self.pinned = slot
+                self.pinned = buffer
 
     def versions(self) -> set[Version]:
-        found = (one for one in self.slots if one is not None and counts(one, LINEAGE))
+        found = (one for one in self.buffers if one is not None and counts(one, LINEAGE))
         return {(one.attempt, one.step) for one in found}
 
 
-def held(slot: int, attempt: int, step: int) -> Held:
+def held(buffer: int, attempt: int, step: int) -> Held:
     return Held(
-        slot=slot, sequence=2, attempt=attempt, step=step, rank=0, world_size=2, data_bytes=8,
+        buffer=buffer, sequence=2, attempt=attempt, step=step, rank=0, world_size=2, data_bytes=8,
         record_bytes=8,
     )  # fmt: skip
 
@@ -68,10 +68,10 @@ def train(data: st.DataObject, ranks: list[Rank], step: int) -> None:
         rank.fallback.agree(is_behind=is_behind, is_without_memory=False)
     if not is_open and data.draw(OFTEN, label="due"):
         for rank in ranks:
-            slot = choose_slot(
-                rank.slots, pinned=rank.pinned, lineage=LINEAGE, kept=rank.fallback.safe
+            buffer = choose_buffer(
+                rank.buffers, pinned=rank.pinned, lineage=LINEAGE, kept=rank.fallback.safe
             )
-            rank.begin(slot, step)
+            rank.begin(buffer, step)
             rank.fallback.take(step)
 
 
@@ -81,9 +81,9 @@ def leave(data: st.DataObject, rank: Rank, step: int) -> None:
         rank.finish()
     if rank.under_way is not None or (2, step) in rank.versions():
         return
-    slot = rank.fallback.slot(rank.slots, pinned=rank.pinned, lineage=LINEAGE)
-    if slot is not None:
-        rank.begin(slot, step)
+    buffer = rank.fallback.buffer(rank.buffers, pinned=rank.pinned, lineage=LINEAGE)
+    if buffer is not None:
+        rank.begin(buffer, step)
         if data.draw(st.booleans(), label="whole"):
             rank.finish()
 
@@ -97,12 +97,12 @@ def test_whoever_leaves_or_dies_whenever_the_newest_common_version_stays(
     older = st.permutations([held(0, 1, RESUMED), held(0, 1, 9), held(0, 1, RESUMED - 1), None])
     ranks = []
     for _ in range(2):
-        drawn = data.draw(older, label="slots")[:3]
-        slots = [
-            held(slot, one.attempt, one.step) if one is not None else None
-            for slot, one in enumerate(drawn)
+        drawn = data.draw(older, label="buffers")[:3]
+        buffers = [
+            held(buffer, one.attempt, one.step) if one is not None else None
+            for buffer, one in enumerate(drawn)
         ]
-        ranks.append(Rank(slots))
+        ranks.append(Rank(buffers))
     last = RESUMED + data.draw(st.integers(1, 7), label="steps")
     for step in range(RESUMED + 1, last + 1):
         train(data, ranks, step)

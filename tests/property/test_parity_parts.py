@@ -17,7 +17,7 @@ from tests.support.stripes import rebuild_shares
 from ucp_core.errors import UcpError
 from workers.errors import ParityError
 from workers.memory import Arena, LocalPart, Part
-from workers.parity import ParityRecord, Stripes, slot_bytes, write
+from workers.parity import ParityRecord, Stripes, buffer_bytes, write
 from workers.parity import rebuild as parity_part
 from workers.parity.code import BLOCK_BYTES
 from workers.parity.rebuild import Group
@@ -57,7 +57,7 @@ def _held(
     rank: int, data_bytes: int, record_bytes: int, world_size: int = 9, step: int = STEP
 ) -> Held:
     return Held(
-        slot=2,
+        buffer=2,
         sequence=8,
         attempt=ATTEMPT,
         step=step,
@@ -88,7 +88,7 @@ def _members(parts: Sequence[Part | None]) -> tuple[Member | None, ...]:
 
 
 def _parities(parts: Sequence[Part | None], num_parities: int) -> list[_BytesPart]:
-    """Return every node's parity slot; a node never needs its own part for it."""
+    """Return every node's parity buffer; a node never needs its own part for it."""
     found = []
     lengths = [0 if p is None else p.held.data_bytes + p.held.record_bytes for p in parts]
     for place in range(len(parts)):
@@ -100,7 +100,7 @@ def _parities(parts: Sequence[Part | None], num_parities: int) -> list[_BytesPar
             place=place,
             members=_members(parts),
         )
-        body = bytearray(b"\xaa" * slot_bytes(lengths, num_parities=num_parities))
+        body = bytearray(b"\xaa" * buffer_bytes(lengths, num_parities=num_parities))
         others = {i: part for i, part in enumerate(parts) if part is not None and i != place}
         data_bytes, record_bytes = write(record, others, memoryview(body))
         held = _held(-1, data_bytes, record_bytes)
@@ -259,7 +259,7 @@ def _version(arenas: Sequence[Arena], num_parities: int) -> tuple[list[LocalPart
     kept = []
     lengths = [part.held.data_bytes + part.held.record_bytes for part in parts]
     for place in range(len(parts)):
-        size = slot_bytes(lengths, num_parities=num_parities)
+        size = buffer_bytes(lengths, num_parities=num_parities)
         arena = Arena.create("parity", body_bytes=size)
         arena.begin(0, attempt=1, step=5, rank=-1, world_size=4)
         record = ParityRecord(

@@ -64,16 +64,16 @@ class Run:
 
 @dataclass
 class Cluster:
-    """Room for ``num_slots`` workers, which whoever asks first gets."""
+    """Room for ``num_buffers`` workers, which whoever asks first gets."""
 
     runs: list[Run]
-    num_slots: int
+    num_buffers: int
     rng: Random
     now_s: float = 0.0
     num_given: int = 0
 
     def free(self) -> int:
-        return self.num_slots - sum(run.num_held for run in self.living())
+        return self.num_buffers - sum(run.num_held for run in self.living())
 
     def living(self) -> list[Run]:
         return [run for run in self.runs if not run.is_over]
@@ -170,7 +170,7 @@ def test_what_is_left_when_a_run_ends_is_taken(cluster: Cluster) -> None:
         cluster.turn()
 
     wanted = sum(run.num_max for run in cluster.living())
-    assert cluster.free() == max(cluster.num_slots - wanted, 0), cluster.runs
+    assert cluster.free() == max(cluster.num_buffers - wanted, 0), cluster.runs
 
 
 def test_a_run_that_does_not_take_what_it_is_given_gets_nothing_more() -> None:

@@ -93,7 +93,7 @@ def test_every_claimed_tolerance_is_true_and_none_is_too_small(
         Node(name=name, rack=rack, num_ranks=1 + index % 2, headroom_bytes=headroom[index])
         for index, (name, rack) in enumerate(_domains(racks).items())
     ]
-    rules = PlacementRules(tolerance=tolerance, group_max=group_max, num_slots=1)
+    rules = PlacementRules(tolerance=tolerance, group_max=group_max, num_buffers=1)
     placement = place(nodes, rank_bytes, rules)
     names = [node.name for node in nodes]
     for count in range(placement.tolerance + 1):

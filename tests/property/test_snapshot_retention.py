@@ -13,16 +13,16 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
-from workers.memory import NUM_SLOTS, HeldArena, counts, in_use, reapable, split_name
-from workers.memory.retention import choose_slot
+from workers.memory import NUM_BUFFERS, HeldArena, counts, in_use, reapable, split_name
+from workers.memory.retention import choose_buffer
 from workers.protocol import Held
 
 Version = tuple[int, int]
 
 
-def _held(slot: int, attempt: int, step: int, rank: int = 0, world: int = 1) -> Held:
+def _held(buffer: int, attempt: int, step: int, rank: int = 0, world: int = 1) -> Held:
     return Held(
-        slot=slot, sequence=2, attempt=attempt, step=step, rank=rank, world_size=world,
+        buffer=buffer, sequence=2, attempt=attempt, step=step, rank=rank, world_size=world,
         data_bytes=1, record_bytes=1,
     )  # fmt: skip
 
@@ -30,30 +30,30 @@ def _held(slot: int, attempt: int, step: int, rank: int = 0, world: int = 1) -> 
 LINEAGES = st.lists(st.integers(0, 9), max_size=4).map(
     lambda resumes: [(attempt, step) for attempt, step in enumerate(resumes, 1)]
 )
-SLOTS = st.tuples(
+BUFFERS = st.tuples(
     *(
-        st.none() | st.builds(_held, st.just(slot), st.integers(1, 5), st.integers(0, 9))
-        for slot in range(NUM_SLOTS)
+        st.none() | st.builds(_held, st.just(buffer), st.integers(1, 5), st.integers(0, 9))
+        for buffer in range(NUM_BUFFERS)
     )
 )
 
 
-@given(SLOTS, st.none() | st.integers(0, NUM_SLOTS - 1), LINEAGES)
+@given(BUFFERS, st.none() | st.integers(0, NUM_BUFFERS - 1), LINEAGES)
 def test_a_writer_spares_what_is_pinned_and_the_newest_that_counts(
-    slots: tuple[Held | None, ...], pinned: int | None, lineage: list[Version]
+    buffers: tuple[Held | None, ...], pinned: int | None, lineage: list[Version]
 ) -> None:
-    """Whatever is in the slots; and of the rest, what is worth least goes first."""
-    chosen = choose_slot(slots, pinned=pinned, lineage=lineage)
+    """Whatever is in the buffers; and of the rest, what is worth least goes first."""
+    chosen = choose_buffer(buffers, pinned=pinned, lineage=lineage)
 
     assert chosen != pinned
-    old = slots[chosen]
-    others = [held for slot, held in enumerate(slots) if slot not in {chosen, pinned}]
+    old = buffers[chosen]
+    others = [held for buffer, held in enumerate(buffers) if buffer not in {chosen, pinned}]
     if old is not None:
         assert None not in others
         if counts(old, lineage):
             assert all(held is not None and counts(held, lineage) for held in others)
-            newest = max((h.attempt, h.step) for h in slots if h and counts(h, lineage))
-            same = [h for h in slots if h and (h.attempt, h.step) == newest]
+            newest = max((h.attempt, h.step) for h in buffers if h and counts(h, lineage))
+            same = [h for h in buffers if h and (h.attempt, h.step) == newest]
             assert (old.attempt, old.step) < newest or len(same) > 1
 
 
@@ -84,7 +84,7 @@ def test_a_copy_stays_until_what_is_newer_is_protected(
     num_protected: int | None, goes: list[str]
 ) -> None:
     """Parities take over from copies, but memory may be refused them; then nothing protects."""
-    own = [_held(slot, 2, 6 + slot) for slot in (0, 1)]
+    own = [_held(buffer, 2, 6 + buffer) for buffer in (0, 1)]
     arenas = [
         HeldArena(name="w1.1", in_use=True, versions=tuple(own)),
         HeldArena(name="bb/w1.1", in_use=False, versions=(_held(0, 1, 5),)),
@@ -97,12 +97,12 @@ def test_a_copy_stays_until_what_is_newer_is_protected(
 
 @dataclass
 class _Arena:
-    slots: list[Held | None] = field(default_factory=lambda: [None] * NUM_SLOTS)
+    buffers: list[Held | None] = field(default_factory=lambda: [None] * NUM_BUFFERS)
     pinned: int | None = None
 
     def versions(self) -> list[Held]:
         return sorted(
-            (held for held in self.slots if held is not None), key=lambda h: (h.attempt, h.step)
+            (held for held in self.buffers if held is not None), key=lambda h: (h.attempt, h.step)
         )
 
 
@@ -126,7 +126,7 @@ class Run(RuleBasedStateMachine):
         super().__init__()
         self.num_workers = 0
         self.num_nodes = 0
-        self.slots: dict[str, dict[str, _Arena]] = {}
+        self.buffers: dict[str, dict[str, _Arena]] = {}
         self.ranks: list[_Rank] = []
         self.attempt, self.step = 1, 0
         self.lineage: list[Version] = [(1, 0)]
@@ -142,7 +142,7 @@ class Run(RuleBasedStateMachine):
         for _ in range(num_nodes):
             self._add_node()
         for number in range(num_ranks):
-            self._add_rank(sorted(self.slots)[number % num_nodes])
+            self._add_rank(sorted(self.buffers)[number % num_nodes])
 
     @rule(snapshot=st.booleans(), pin=st.booleans(), is_calm=st.booleans())
     def train(self, *, snapshot: bool, pin: bool, is_calm: bool) -> None:
@@ -177,23 +177,23 @@ class Run(RuleBasedStateMachine):
         pin = pin and not any(arena.pinned is not None for arena in arenas)
         world = len(self.ranks)
         for number, (rank, arena) in enumerate(zip(self.ranks, arenas, strict=True)):
-            slot = choose_slot(
-                arena.slots, pinned=arena.pinned, lineage=self.lineage, kept=self.kept
+            buffer = choose_buffer(
+                arena.buffers, pinned=arena.pinned, lineage=self.lineage, kept=self.kept
             )
-            arena.slots[slot] = None
-            rank.pending = _held(slot, self.attempt, self.step, number, world)
+            arena.buffers[buffer] = None
+            rank.pending = _held(buffer, self.attempt, self.step, number, world)
             rank.pin = pin
 
     @rule(mask=st.integers(0, 15))
     def finish(self, mask: int) -> None:
-        """The threads of some ranks complete their slots."""
+        """The threads of some ranks complete their buffers."""
         for number, rank in enumerate(self.ranks):
             if mask >> number & 1 and rank.pending is not None:
                 held, rank.pending = rank.pending, None
                 arena = self._arena(rank)
-                arena.slots[held.slot] = held
+                arena.buffers[held.buffer] = held
                 if rank.pin:
-                    arena.pinned = held.slot
+                    arena.pinned = held.buffer
         self._note_completed()
 
     @rule(mask=st.integers(0, 255))
@@ -206,33 +206,33 @@ class Run(RuleBasedStateMachine):
 
     @rule(index=st.integers(0, 7))
     def unpin(self, index: int) -> None:
-        """A keeper has stored a slot, or given it up."""
-        slots = self.slots[sorted(self.slots)[index % len(self.slots)]]
-        for arena in slots.values():
+        """A keeper has stored a buffer, or given it up."""
+        buffers = self.buffers[sorted(self.buffers)[index % len(self.buffers)]]
+        for arena in buffers.values():
             arena.pinned = None
 
     @rule(index=st.integers(0, 7))
     def reap(self, index: int) -> None:
         """A keeper lets go of what nobody needs."""
-        node = sorted(self.slots)[index % len(self.slots)]
-        slots = self.slots[node]
+        node = sorted(self.buffers)[index % len(self.buffers)]
+        buffers = self.buffers[node]
         living = {rank.worker: rank.generation for rank in self.ranks if rank.node == node}
         listed = {
             other[:12]: [name for name in arenas if "/" not in name]
-            for other, arenas in self.slots.items()
+            for other, arenas in self.buffers.items()
             if other != node
         }
-        used = in_use(list(slots), living=living, listed=listed)
+        used = in_use(list(buffers), living=living, listed=listed)
         held_arenas = [
             HeldArena(
                 name=name,
                 in_use=name in used or arena.pinned is not None,
                 versions=tuple(arena.versions()),
             )
-            for name, arena in slots.items()
+            for name, arena in buffers.items()
         ]
         for name in reapable(held_arenas, lineage=self.lineage):
-            del slots[name]
+            del buffers[name]
 
     @rule(index=st.integers(0, 7), grows=st.booleans(), inherits=st.booleans())
     def kill_worker(self, *, index: int, grows: bool, inherits: bool) -> None:
@@ -240,8 +240,8 @@ class Run(RuleBasedStateMachine):
         dead = self.ranks.pop(index % len(self.ranks))
         self._add_rank(dead.node)
         if inherits:
-            slots = self.slots[dead.node]
-            slots[self.ranks[-1].name] = slots.pop(dead.name)
+            buffers = self.buffers[dead.node]
+            buffers[self.ranks[-1].name] = buffers.pop(dead.name)
         self._resume(grows=grows)
 
     @precondition(lambda self: len(self.ranks) > 1)
@@ -251,7 +251,7 @@ class Run(RuleBasedStateMachine):
         self.ranks.pop(index % len(self.ranks))
         self._resume(grows=grows)
 
-    @precondition(lambda self: len(self.slots) > 1)
+    @precondition(lambda self: len(self.buffers) > 1)
     @rule(index=st.integers(0, 1), is_copied=st.booleans())
     def lose_node(self, *, index: int, is_copied: bool) -> None:
         """A machine goes with its keeper; a new one comes."""
@@ -260,9 +260,9 @@ class Run(RuleBasedStateMachine):
                 self._copy(node, name)
         self._note_completed()
         before = list(self.completed)
-        node = sorted(self.slots)[index]
+        node = sorted(self.buffers)[index]
         was_copied = not any(self._is_uncopied(*original) for original in self._originals())
-        del self.slots[node]
+        del self.buffers[node]
         self.ranks = [rank for rank in self.ranks if rank.node != node]
         self.completed = self._complete_versions()[-2:]
         # What was resumed from after the loss before is on one node, until the next version is.
@@ -273,7 +273,7 @@ class Run(RuleBasedStateMachine):
             assert self.completed[-1:] == before[-1:]
         self._add_node()
         for _ in range(2 if self.ranks else 3):
-            self._add_rank(max(self.slots))
+            self._add_rank(max(self.buffers))
         self._resume(grows=False)
 
     @invariant()
@@ -287,16 +287,16 @@ class Run(RuleBasedStateMachine):
 
     @invariant()
     def what_all_have_is_kept_by_all(self) -> None:
-        """However far ahead of their copies the ranks are: unless a slot waits to be stored."""
+        """However far ahead of their copies the ranks are: unless a buffer waits to be stored."""
         arenas = [self._arena(rank) for rank in self.ranks]
         if self.kept is None or any(arena.pinned is not None for arena in arenas):
             self.kept = None
             return
         for rank in self.ranks:
             assert _holds(self._arena(rank), self.kept)
-            for node, slots in self.slots.items():
+            for node, buffers in self.buffers.items():
                 if node != rank.node:
-                    assert _holds(slots[f"{rank.node[:12]}/{rank.name}"], self.kept)
+                    assert _holds(buffers[f"{rank.node[:12]}/{rank.name}"], self.kept)
 
     def _resume(self, *, grows: bool) -> None:
         for rank in self.ranks:
@@ -310,23 +310,25 @@ class Run(RuleBasedStateMachine):
         for rank in self.ranks:
             if grows:
                 rank.generation += 1
-            self.slots[rank.node].setdefault(rank.name, _Arena())
+            self.buffers[rank.node].setdefault(rank.name, _Arena())
         # An order has every keeper give up the pins of versions that are dead now.
-        for slots in self.slots.values():
-            for arena in slots.values():
-                held = None if arena.pinned is None else arena.slots[arena.pinned]
+        for buffers in self.buffers.values():
+            for arena in buffers.values():
+                held = None if arena.pinned is None else arena.buffers[arena.pinned]
                 if held is None or not counts(held, self.lineage):
                     arena.pinned = None
 
     def _copy(self, node: str, name: str) -> None:
-        counting = [h for h in self.slots[node][name].versions() if counts(h, self.lineage)]
-        for other in self.slots:
+        counting = [h for h in self.buffers[node][name].versions() if counts(h, self.lineage)]
+        for other in self.buffers:
             if other == node or not counting:
                 continue
-            target = self.slots[other].setdefault(f"{node[:12]}/{name}", _Arena())
+            target = self.buffers[other].setdefault(f"{node[:12]}/{name}", _Arena())
             if not _has(target, counting[-1]):
-                slot = choose_slot(target.slots, pinned=None, lineage=self.lineage, kept=self.kept)
-                target.slots[slot] = replace(counting[-1], slot=slot)
+                buffer = choose_buffer(
+                    target.buffers, pinned=None, lineage=self.lineage, kept=self.kept
+                )
+                target.buffers[buffer] = replace(counting[-1], buffer=buffer)
 
     def _is_behind(self) -> bool:
         """Return whether a rank's newest version is not held by the other node."""
@@ -338,22 +340,22 @@ class Run(RuleBasedStateMachine):
         return max(((h.attempt, h.step) for h in held if h.attempt == self.attempt), default=None)
 
     def _is_uncopied(self, node: str, name: str) -> bool:
-        newest = [h for h in self.slots[node][name].versions() if counts(h, self.lineage)][-1:]
+        newest = [h for h in self.buffers[node][name].versions() if counts(h, self.lineage)][-1:]
         return any(
             bool(newest)
             and other != node
-            and not _has(slots.get(f"{node[:12]}/{name}", _Arena()), newest[0])
-            for other, slots in self.slots.items()
+            and not _has(buffers.get(f"{node[:12]}/{name}", _Arena()), newest[0])
+            for other, buffers in self.buffers.items()
         )
 
     def _arena(self, rank: _Rank) -> _Arena:
-        return self.slots[rank.node][rank.name]
+        return self.buffers[rank.node][rank.name]
 
     def _originals(self) -> list[tuple[str, str]]:
         return [
             (node, name)
-            for node, slots in sorted(self.slots.items())
-            for name in sorted(slots)
+            for node, buffers in sorted(self.buffers.items())
+            for name in sorted(buffers)
             if not split_name(name)[0]
         ]
 
@@ -363,8 +365,8 @@ class Run(RuleBasedStateMachine):
     def _complete_versions(self) -> list[Version]:
         held: dict[Version, set[int]] = {}
         worlds: dict[Version, int] = {}
-        for slots in self.slots.values():
-            for arena in slots.values():
+        for buffers in self.buffers.values():
+            for arena in buffers.values():
                 for each in arena.versions():
                     held.setdefault((each.attempt, each.step), set()).add(each.rank)
                     worlds[each.attempt, each.step] = each.world_size
@@ -375,13 +377,13 @@ class Run(RuleBasedStateMachine):
 
     def _add_node(self) -> None:
         self.num_nodes += 1
-        self.slots[f"{self.num_nodes:012d}ffff"] = {}
+        self.buffers[f"{self.num_nodes:012d}ffff"] = {}
 
     def _add_rank(self, node: str) -> None:
         self.num_workers += 1
         rank = _Rank(worker=f"w{self.num_workers:04d}", node=node)
         self.ranks.append(rank)
-        self.slots[node][rank.name] = _Arena()
+        self.buffers[node][rank.name] = _Arena()
 
 
 def _has(arena: _Arena, held: Held) -> bool:
@@ -408,5 +410,5 @@ def test_memory_of_workers_that_are_gone_is_let_go_of_in_the_end() -> None:
         for index in range(2):
             run.reap(index)
         run.the_newest_complete_version_is_there()
-        assert sum(map(len, run.slots.values())) <= 2 * 4 + 2
+        assert sum(map(len, run.buffers.values())) <= 2 * 4 + 2
         run.kill_worker(index=number, grows=False, inherits=False)

@@ -74,13 +74,13 @@ def test_a_flipped_bit_is_never_loaded(position: int) -> None:
     with _arenas(2) as arenas:
         for rank, arena in enumerate(arenas):
             held = write_version(arena, state, step=1, rank=rank, world_size=2)
-        arena.body(held.slot)[position % (held.data_bytes + held.record_bytes)] ^= 0x04
+        arena.body(held.buffer)[position % (held.data_bytes + held.record_bytes)] ^= 0x04
 
         with pytest.raises(CheckpointCorruptError):
             _check_loads(arenas, state, step=1, world=2)
 
 
-def test_a_slot_that_is_written_over_while_it_is_read_is_said_to_be() -> None:
+def test_a_buffer_that_is_written_over_while_it_is_read_is_said_to_be() -> None:
     """A stopped trainer can wake up and go on: what was read is not what was found."""
     state = make_state(4)
     with _arenas(1) as (arena,):
@@ -93,17 +93,17 @@ def test_a_slot_that_is_written_over_while_it_is_read_is_said_to_be() -> None:
             load(checkpoint, local_tensors(state, 0, 1))
 
 
-def test_data_that_lies_in_the_slot_already_is_not_moved() -> None:
+def test_data_that_lies_in_the_buffer_already_is_not_moved() -> None:
     """A snapshot that was captured in place only gets its record."""
     with _arenas(1) as (arena,):
-        slot = arena.choose(())
-        arena.begin(slot, attempt=1, step=1, rank=0, world_size=1)
-        body = arena.body(slot)[:32]
+        buffer = arena.choose(())
+        arena.begin(buffer, attempt=1, step=1, rank=0, world_size=1)
+        body = arena.body(buffer)[:32]
         body[:] = bytes(range(32))
         tensor = LocalTensor(
             fqn="w", slot="weight", dtype="F32", shape=(8,), box=Box.full((8,)), data=body
         )
-        store = ArenaStore(arena, slot)
+        store = ArenaStore(arena, buffer)
         save_rank(
             store, "s", step=1, attempt=1, rank=0, world_size=1, tensors=[tensor], extra={},
             param_groups=[], source={}, fsync=False,
@@ -118,7 +118,7 @@ def test_data_that_lies_in_the_slot_already_is_not_moved() -> None:
         body.release()
 
 
-def test_a_state_that_outgrew_its_slot_is_refused_and_leaves_no_version() -> None:
+def test_a_state_that_outgrew_its_buffer_is_refused_and_leaves_no_version() -> None:
     """An optimizer makes its slots at its first step, after memory was reserved."""
     with _arenas(1) as (arena,):
         big = {"embed": np.zeros((1 << 12, 32), np.float32)}

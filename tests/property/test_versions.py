@@ -20,7 +20,7 @@ SIZE_BYTES = 6400
 
 def _held(attempt: int, step: int, rank: int) -> Held:
     return Held(
-        slot=0,
+        buffer=0,
         sequence=2,
         attempt=attempt,
         step=step,
@@ -52,7 +52,7 @@ def _record(attempt: int, step: int, place: int) -> ParityRecord:
 def _parity(version: tuple[int, int], place: int) -> HeldParity:
     record = _record(*version, place)
     held = Held(
-        slot=0,
+        buffer=0,
         sequence=2,
         attempt=record.attempt,
         step=record.step,
@@ -71,8 +71,8 @@ def _parity(version: tuple[int, int], place: int) -> HeldParity:
 
 
 @dataclass(frozen=True)
-class _Slot:
-    """What a loader would read of a slot before it computes anything."""
+class _Buffer:
+    """What a loader would read of a buffer before it computes anything."""
 
     held: Held
     data: bytes = b""
@@ -125,9 +125,9 @@ def _holders(
 def _is_there(inventories: Sequence[Inventory], step: int, attempt: int) -> bool:
     """Return whether a loader would find, or could compute, the parts of all ranks."""
     _, nodes = _holders(inventories, step, attempt)
-    parts = [_Slot(_held(attempt, step, rank)) for rank in nodes]
+    parts = [_Buffer(_held(attempt, step, rank)) for rank in nodes]
     parities = [
-        _Slot(parity.held, _record(attempt, step, parity.place).to_bytes())
+        _Buffer(parity.held, _record(attempt, step, parity.place).to_bytes())
         for inventory in inventories
         for parity in inventory.parities
         if (parity.held.step, parity.held.attempt) == (step, attempt)

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from workers.memory import CopyStream, Mark
 from workers.snapshot import device
-from workers.snapshot.slot_layout import HostTensors
+from workers.snapshot.buffer_layout import HostTensors
 from workers.snapshot.writing import BLOCK_BYTES
 
 __all__ = ["Done", "install", "releases"]

@@ -29,16 +29,16 @@ from ucp_core.lineage import Lineage
 from ucp_core.storage import local
 from workers.keeper.node_memory import NodeMemory
 from workers.keeper.peers import server as wire
-from workers.memory import NUM_SLOTS, Arena, is_copy
+from workers.memory import NUM_BUFFERS, Arena, is_copy
 from workers.memory.arena import PAGE_BYTES
 from workers.protocol import MemoryPart
 
 #: A small state has many chunks then.
 CHUNK_BYTES = 8 << 10
-#: Of a slot's data so many bytes are passed over: what comes in one piece is longer.
+#: Of a buffer's data so many bytes are passed over: what comes in one piece is longer.
 _STRIDE = 61
 _HEADER_BYTES = 64
-#: Words that whoever writes an arena stores: the pin, and how many slots were finished.
+#: Words that whoever writes an arena stores: the pin, and how many buffers were finished.
 _WRITER_WORDS = (0, 4)
 _STORE_FILE = str(local.__file__)
 
@@ -215,7 +215,7 @@ def _serve_node(pipe: Connection, how: dict[str, Any]) -> None:
     fate.install()
     memory = NodeMemory(**how)
     # Not by its methods: the line that is looked at may have their lock.
-    arenas = memory._slots._arenas
+    arenas = memory._table._arenas
     serve(pipe, memory, doom=fate.doom)
 
 
@@ -244,8 +244,8 @@ def _mark_of(directory: Path) -> Path:
 def _print_of(arena: Arena, value: int) -> int:
     """Return a number that is another one when what its writer has written there is."""
     memory = np.frombuffer(arena._memory, np.uint8)
-    for slot in range(NUM_SLOTS):
-        body = arena.body_offset(slot)
+    for buffer in range(NUM_BUFFERS):
+        body = arena.body_offset(buffer)
         head = body - PAGE_BYTES
         value = crc32(memory[head : head + _HEADER_BYTES].tobytes(), value)
         value = crc32(memory[body : body + arena.body_bytes : _STRIDE].tobytes(), value)

@@ -127,7 +127,7 @@ class Cluster:
                 attempt=self.attempt, lineage=self.lineage,
             )  # fmt: skip
             if pin:
-                arena.pin(held.slot)
+                arena.pin(held.buffer)
             self._leases[member].ensure(_arena_name(member), arena)
             notify(door, _arena_name(member))
 

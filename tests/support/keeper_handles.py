@@ -126,7 +126,7 @@ def workers_of(
 
 def held(step: int, rank: int) -> Held:
     return Held(
-        slot=0,
+        buffer=0,
         sequence=2,
         attempt=1,
         step=step,

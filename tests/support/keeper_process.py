@@ -19,11 +19,11 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from workers.keeper.arena_table import ArenaTable
 from workers.keeper.descriptor_server import DescriptorServer
 from workers.keeper.peers.mirror import Mirrors
 from workers.keeper.peers.parity_mirror import ParityMirror
 from workers.keeper.peers.server import WireServer
-from workers.keeper.slots import NodeSlots
 from workers.memory import descriptor_socket
 from workers.protocol import GroupPlace, ParityGroup, Peer
 
@@ -98,11 +98,11 @@ def _say(line: str) -> None:
 
 
 def _main(directory: Path) -> None:
-    slots = NodeSlots(budget_bytes=_BUDGET_BYTES)
-    door = DescriptorServer(descriptor_socket(directory), slots)
+    table = ArenaTable(budget_bytes=_BUDGET_BYTES)
+    door = DescriptorServer(descriptor_socket(directory), table)
     secret = os.urandom(32)
-    server = WireServer(slots, host="127.0.0.1", secret=secret)
-    mirrors = Mirrors(slots, sys.stderr.write)
+    server = WireServer(table, host="127.0.0.1", secret=secret)
+    mirrors = Mirrors(table, sys.stderr.write)
     _say(json.dumps([*server.address, secret.hex()]))
     parity_mirrors: list[ParityMirror] = []
     for line in sys.stdin:
@@ -115,7 +115,7 @@ def _main(directory: Path) -> None:
                 for fields, ranks in order.pop("places")
             )
             group = ParityGroup(places=places, **order)
-            parity_mirrors.append(ParityMirror(slots, group, sys.stderr.write))
+            parity_mirrors.append(ParityMirror(table, group, sys.stderr.write))
         _say("done")
     for mirror in parity_mirrors:
         mirror.stop()

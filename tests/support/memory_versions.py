@@ -56,11 +56,11 @@ def write_version(
     lineage: Lineage = (),
     kept: tuple[int, int] | None = None,
 ) -> Held:
-    """Make the arena's next slot the part of ``rank`` and return what it holds then."""
-    slot = arena.choose(lineage, kept=kept)
-    arena.begin(slot, attempt=attempt, step=step, rank=rank, world_size=world_size)
+    """Make the arena's next buffer the part of ``rank`` and return what it holds then."""
+    buffer = arena.choose(lineage, kept=kept)
+    arena.begin(buffer, attempt=attempt, step=step, rank=rank, world_size=world_size)
     save_rank(
-        ArenaStore(arena, slot),
+        ArenaStore(arena, buffer),
         f"step-{step:08d}",
         step=step,
         attempt=attempt,
@@ -72,7 +72,7 @@ def write_version(
         source={},
         fsync=False,
     )
-    held = arena.held(slot)
+    held = arena.held(buffer)
     assert held is not None
     return held
 

@@ -14,8 +14,8 @@ from tests.support.snapshots import eventually
 from ucp_core.geometry import Box
 from ucp_core.layout import ParallelLayout
 from ucp_core.native import LocalTensor, load
+from workers.keeper.arena_table import ArenaTable
 from workers.keeper.descriptor_server import DescriptorServer
-from workers.keeper.slots import NodeSlots
 from workers.memory import Arena, CopyStream, LocalPart, descriptor_socket, open_version
 from workers.protocol import Assignment
 from workers.snapshot import Captured, SnapshotMemory, SnapshotWriter
@@ -37,8 +37,8 @@ class Node:
         self.start()
 
     def start(self) -> None:
-        self.slots = NodeSlots(budget_bytes=self._budget_bytes, dead=self._dead)
-        self._server = DescriptorServer(descriptor_socket(self.directory), self.slots)
+        self.table = ArenaTable(budget_bytes=self._budget_bytes, dead=self._dead)
+        self._server = DescriptorServer(descriptor_socket(self.directory), self.table)
 
     def close(self) -> None:
         self._server.close()
@@ -49,7 +49,7 @@ class Node:
         self.start()
 
     def arena(self) -> Arena:
-        (arena,) = self.slots.arenas().values()
+        (arena,) = self.table.arenas().values()
         return arena
 
     def steps(self) -> list[int]:

@@ -46,7 +46,7 @@ def part(step: int, rank: int, world: int) -> LocalTensor:
 
 
 def body_bytes(world: int) -> int:
-    """Return what a slot needs for the part of one of ``world`` ranks."""
+    """Return what a buffer needs for the part of one of ``world`` ranks."""
     return weights(0).nbytes // world + (16 << 10)
 
 
@@ -60,11 +60,11 @@ def snapshot(
     pin: bool = False,
     lineage: Sequence[tuple[int, int]] = (),
 ) -> Held:
-    """Write one version as a trainer does and return what the slot says then."""
-    slot = arena.choose(lineage)
-    arena.begin(slot, attempt=attempt, step=step, rank=rank, world_size=world)
+    """Write one version as a trainer does and return what the buffer says then."""
+    buffer = arena.choose(lineage)
+    arena.begin(buffer, attempt=attempt, step=step, rank=rank, world_size=world)
     save_rank(
-        ArenaStore(arena, slot),
+        ArenaStore(arena, buffer),
         checkpoint_name(step),
         step=step,
         attempt=attempt,
@@ -77,8 +77,8 @@ def snapshot(
         fsync=False,
     )
     if pin:
-        arena.pin(slot)
-    held = arena.held(slot)
+        arena.pin(buffer)
+    held = arena.held(buffer)
     assert held is not None
     return held
 

@@ -11,12 +11,12 @@ SECRET = b"of this run"
 
 
 def write(arena: Arena, step: int, *, size: int) -> Held:
-    """Fill the arena's next slot with bytes that only ``step`` has; return what it holds then."""
-    slot = arena.choose(())
-    arena.begin(slot, attempt=1, step=step, rank=0, world_size=1)
-    body = np.frombuffer(arena.body(slot), np.uint8)[:size]
+    """Fill the arena's next buffer with bytes that only ``step`` has; return what it holds then."""
+    buffer = arena.choose(())
+    arena.begin(buffer, attempt=1, step=step, rank=0, world_size=1)
+    body = np.frombuffer(arena.body(buffer), np.uint8)[:size]
     body[:] = np.random.default_rng(step).integers(0, 256, size, np.uint8)
-    arena.finish(slot, data_bytes=size, record_bytes=0)
-    held = arena.held(slot)
+    arena.finish(buffer, data_bytes=size, record_bytes=0)
+    held = arena.held(buffer)
     assert held is not None
     return held

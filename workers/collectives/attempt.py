@@ -25,7 +25,7 @@ _T = TypeVar("_T")
 
 
 class _Group(Protocol):
-    """What an attempt asks of its groups; see ``workers.collectives.group``."""
+    """The calls of an attempt to its groups; see ``workers.collectives.group``."""
 
     def on_device(self) -> Any: ...
 
@@ -105,7 +105,7 @@ class Attempt:
     def abort(self) -> int:
         """Wake every thread that waits in this attempt; return how many waits there were.
 
-        What runs on a device ends soon afterwards; nobody waits for it here.
+        Work on a device ends soon afterwards; this does not wait for it.
         """
         with self._lock:
             is_first = not self.aborted.is_set()

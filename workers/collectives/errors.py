@@ -1,4 +1,4 @@
-"""What a collective can raise.
+"""The errors that a collective can raise.
 
 GroupError
 + AbortedError      the orchestrator aborted the attempt; no rank is to blame

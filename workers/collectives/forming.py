@@ -30,7 +30,7 @@ _LEFTOVER_SLACK_S: Final = 5.0
 
 
 class _Process:
-    """What outlives an attempt."""
+    """The parts that outlive an attempt."""
 
     def __init__(self) -> None:
         self.lock = threading.Lock()

@@ -32,7 +32,7 @@ __all__ = [
 
 log = logging.getLogger(__name__)
 
-#: What torch's watchdog must not do.
+#: Actions that torch's watchdog must not take.
 ENVIRONMENT: Final = {
     # By default (3) a collective that failed or timed out ends the process.
     "TORCH_NCCL_ASYNC_ERROR_HANDLING": "0",

@@ -2,7 +2,7 @@
 
 A dataset that can only be iterated keeps its own order; see ``stream``.
 
-What a step sees depends on seed and step alone: any number of workers reads it, and a run that
+The samples of a step depend on seed and step alone: any number of workers reads it, and a run that
 resumes begins at its step without reading what was before. Random numbers of the dataset
 (augmentation, masking) are keyed by step and micro-batch, so they are the same everywhere, too.
 """
@@ -36,7 +36,7 @@ _AHEAD: Final = 2
 _SAMPLES_AT_ONCE: Final = 1 << 14
 
 
-#: What a reader does next: a function of it, and further arguments.
+#: A reader's next task: a function of it, and further arguments.
 _Call: TypeAlias = tuple[Callable[..., Any], tuple[Any, ...]]
 
 
@@ -67,7 +67,7 @@ def _refuse_batches(data: Any) -> None:
 
 
 class Dataset(Protocol):
-    """What can be read: torch's and Hugging Face's map-style datasets, lists, arrays."""
+    """A readable dataset: torch's and Hugging Face's map-style datasets, lists, arrays."""
 
     def __getitem__(self, index: Any, /) -> Any:
         """Return a sample."""
@@ -268,7 +268,7 @@ class _Cut:
 
 
 class _Reader:
-    """What reads, in a process of its own or in the training process."""
+    """Reads samples, in a process of its own or in the training process."""
 
     def __init__(self, dataset: Any, collate: Callable[[list[Any]], Any]) -> None:
         self.dataset, self.collate = dataset, collate

@@ -132,7 +132,7 @@ def _main(begin: Callable[[], Any], calls: Connection, results: Connection) -> N
     torch.set_num_threads(1)
     reader = begin()
     received: queue.SimpleQueue[bytes | None] = queue.SimpleQueue()
-    # Who sends must never wait for one that sends to it.
+    # Receive in a thread: two processes that both block in send would deadlock.
     threading.Thread(target=_receive_all, args=(calls, received), daemon=True).start()
     while (data := received.get()) is not None:
         try:

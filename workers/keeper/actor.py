@@ -60,7 +60,7 @@ ENDED_S = 0.02
 OPTIONS = {
     "num_cpus": 0,
     "max_restarts": -1,
-    # A dead controller leaves its held call behind: with few slots a keeper would go deaf.
+    # A dead controller leaves its held call behind: with few threads a keeper would go deaf.
     "max_concurrency": 10_000,
     "enable_task_events": False,
 }

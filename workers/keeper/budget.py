@@ -10,7 +10,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Final
 
-from workers.keeper.slots import available_bytes, meminfo_bytes
+from workers.keeper.arena_table import available_bytes, meminfo_bytes
 
 _NAME: Final = "budget"
 
@@ -33,7 +33,7 @@ class Budget:
 
     def __init__(self, directory: Path, node_memory_mib: int) -> None:
         path = directory / _NAME
-        # Of two keepers that start at once one counts the other.
+        # Lock, so that of two starting keepers one sees the other's memory.
         with _locked(directory.parent.parent):
             found = node_memory_mib << 20
             if not found:
@@ -60,7 +60,7 @@ def _claimed_bytes(own: Path) -> int:
     pattern = f"*/{own.parent.name}/{_NAME}"
     others = [path for path in own.parent.parent.parent.glob(pattern) if path != own]
     claimed = sum(_living_bytes(path) for path in others)
-    return max(claimed - _shared_bytes(), 0)
+    return max(claimed - (meminfo_bytes("Shmem") or 0), 0)
 
 
 def _living_bytes(path: Path) -> int:
@@ -74,10 +74,6 @@ def _living_bytes(path: Path) -> int:
     except OSError:
         pass  # it has just ended, or is somebody else's
     return 0
-
-
-def _shared_bytes() -> int:
-    return meminfo_bytes("Shmem") or 0
 
 
 @contextmanager

@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any, Final
 
 from workers.errors import ArenaError
-from workers.keeper.slots import NodeSlots
+from workers.keeper.arena_table import ArenaTable
 from workers.memory import ANSWER_S, PACKET_BYTES, notice_socket, owner_of
 
 __all__ = ["DescriptorServer"]
@@ -26,19 +26,22 @@ _ACCEPT_S: Final = 0.1
 
 
 class DescriptorServer:
-    """Hands out the arenas in ``slots`` at ``path``, in its own threads, until ``close``.
+    """Hands out the arenas in ``table`` at ``path``, in its own threads, until ``close``.
 
     Args:
         path: Path of the socket.
-        slots: The node's arenas.
+        table: The node's arenas.
         on_refused: Called with the owner (``owner_of``) of a reservation and why it was refused; ""
             once it is granted.
     """
 
     def __init__(
-        self, path: Path, slots: NodeSlots, on_refused: Callable[[str, str], None] = lambda *_: None
+        self,
+        path: Path,
+        table: ArenaTable,
+        on_refused: Callable[[str, str], None] = lambda *_: None,
     ) -> None:
-        self._slots = slots
+        self._table = table
         self._on_refused = on_refused
         self._closed = False
         # First: trainers identify a keeper by this socket. If notices were accepted before,
@@ -65,7 +68,7 @@ class DescriptorServer:
 
     def _read_notices(self) -> None:
         while self._notices.recv(PACKET_BYTES) or not self._closed:
-            self._slots.tell()
+            self._table.tell()
 
     def _serve(self) -> None:
         while True:
@@ -109,29 +112,29 @@ class DescriptorServer:
         do, name = str(request["do"]), str(request["arena"])
         if do == "reserve":
             self._reserve(name, int(request["body_bytes"]), int(request["attempt"]))
-            return [self._slots.hand_out(name)]
+            return [self._table.hand_out(name)]
         if do == "open":
-            return [self._slots.hand_out(name)]
+            return [self._table.hand_out(name)]
         if do == "adopt":
             if len(fds) != 1:
                 raise ArenaError("adopt comes with one file descriptor", arena=name)
-            self._slots.adopt(name, fds[0])
+            self._table.adopt(name, fds[0])
             fds.clear()
             return []
         if do == "leave":
-            self._slots.leave(name)
+            self._table.leave(name)
             # A refused reservation of it no longer matters.
             self._on_refused(owner_of(name), "")
             return []
         raise ArenaError(f"unknown request {do!r}")
 
     def _reserve(self, name: str, body_bytes: int, attempt: int) -> None:
-        if attempt < self._slots.attempt:
+        if attempt < self._table.attempt:
             raise ArenaError(
-                f"attempt {attempt} is over, attempt {self._slots.attempt} has begun", arena=name
+                f"attempt {attempt} is over, attempt {self._table.attempt} has begun", arena=name
             )
         try:
-            self._slots.reserve(name, body_bytes=body_bytes)
+            self._table.reserve(name, body_bytes=body_bytes)
         except ArenaError as error:
             self._on_refused(owner_of(name), str(error))
             raise

@@ -17,15 +17,15 @@ from typing import Final
 from ucp_core.errors import UcpError
 from ucp_core.storage import open_store
 from workers.errors import WorkerError
+from workers.keeper.arena_table import ArenaTable
 from workers.keeper.budget import Budget
 from workers.keeper.descriptor_server import DescriptorServer
-from workers.keeper.peers import Mirrors, ParityMirror, WireServer
+from workers.keeper.peers import Mirrors, WireServer
 from workers.keeper.persister import Persister
-from workers.keeper.slots import NodeSlots
 from workers.keeper.trainer_watch import dead_workers
 from workers.memory import Arena, LocalPart, descriptor_socket, is_parity
 from workers.parity import read_record
-from workers.protocol import Held, HeldParity, HeldPart, Inventory, KeeperOrder, ParityGroup
+from workers.protocol import Held, HeldParity, HeldPart, Inventory, KeeperOrder
 from workers.settings import Settings
 
 __all__ = ["NodeMemory", "Problems"]
@@ -43,7 +43,7 @@ _NUM_MAX: Final = 32
 
 
 class NodeMemory:
-    """What a keeper runs beside its watch when snapshots are taken.
+    """A keeper's services for snapshots, beside its watch.
 
     ``life`` is that of the run, until an order names a later one.
 
@@ -73,26 +73,24 @@ class NodeMemory:
         self._refused: set[str] = set()
         self._obeying = threading.Lock()
         self._budget = Budget(directory, settings.snapshot.node_memory_mib)
-        self._slots = NodeSlots(
+        self._table = ArenaTable(
             budget_bytes=self._budget.num_bytes,
             dead=partial(dead_workers, directory),
         )
-        self._slots.life = life
+        self._table.life = life
         self._wire = WireServer(
-            self._slots,
+            self._table,
             host=host,
             secret=self.secret,
             bytes_per_s=settings.snapshot.send_mib_per_s << 20,
             niceness=_NICENESS_SENDING,
         )
-        self._mirrors = Mirrors(self._slots, self._problems.tell, _NICENESS_COPYING)
-        self._group: ParityGroup | None = None
-        self._parity_mirror: ParityMirror | None = None
+        self._mirrors = Mirrors(self._table, self._problems.tell, _NICENESS_COPYING)
         self._persister = Persister(
-            self._slots, store, path, settings.checkpoint, self._problems.note
+            self._table, store, path, settings.checkpoint, self._problems.note
         )
         self._descriptors = DescriptorServer(
-            descriptor_socket(directory), self._slots, self._note_refused
+            descriptor_socket(directory), self._table, self._note_refused
         )
 
     @property
@@ -110,7 +108,7 @@ class NodeMemory:
         host, port = self.address
         parts: list[HeldPart] = []
         parities: list[HeldParity] = []
-        for name, arena in self._slots.arenas().items():
+        for name, arena in self._table.arenas().items():
             for held in arena.versions():
                 if not is_parity(name):
                     parts.append(HeldPart(arena=name, held=held))
@@ -132,19 +130,18 @@ class NodeMemory:
 
     def fence(self, order: KeeperOrder) -> bool:
         """Refuse everything older than the order; return whether to obey the order."""
-        if order.attempt < self._slots.attempt:
+        if order.attempt < self._table.attempt:
             return False
-        self._slots.fence(order.attempt, order.lineage)
-        self._slots.life = max(self._slots.life, order.life)
-        self._slots.quarantine(order.bad)
+        self._table.fence(order.attempt, order.lineage)
+        self._table.life = max(self._table.life, order.life)
+        self._table.quarantine(order.bad)
         return True
 
     def obey(self, order: KeeperOrder) -> None:
         """Protect the nodes that the order names, and no others any more."""
         with self._obeying:
-            if order.attempt == self._slots.attempt:
-                self._mirrors.follow(order.copies_of)
-                self._protect(order.parity)
+            if order.attempt == self._table.attempt:
+                self._mirrors.follow(order.copies_of, order.parity)
 
     def flush(self, attempt: int, step: int) -> bool:
         """Store what is held of a version; return whether it is committed."""
@@ -156,7 +153,7 @@ class NodeMemory:
         for owner in list(self._refused):
             if owner.rpartition("/")[2] not in living:
                 self._note_refused(owner, "")
-        self._slots.reap(living=living, stored_step=self.stored[1])
+        self._table.reap(living=living, stored_step=self.stored[1])
 
     def stop_storing(self) -> None:
         """Store nothing any more: the run is over. Safe to repeat."""
@@ -166,26 +163,11 @@ class NodeMemory:
         """Stop serving and free the memory."""
         self._descriptors.close()
         self._mirrors.stop()
-        self._protect(None)
         self.stop_storing()
         self._wire.close()
-        for name in self._slots.arenas():
-            self._slots.drop(name)
+        for name in self._table.arenas():
+            self._table.drop(name)
         self._budget.close()
-
-    def _protect(self, group: ParityGroup | None) -> None:
-        """Keep parities of this group only; an unchanged group continues."""
-        if group == self._group:
-            return
-        if self._parity_mirror is not None:
-            self._parity_mirror.stop()
-            self._parity_mirror = self._group = None
-        if group is not None:
-            self._parity_mirror = ParityMirror(
-                self._slots, group, self._problems.tell, _NICENESS_COPYING
-            )
-        # Last: if no thread could be started, a repeated order tries again.
-        self._group = group
 
     def _note_refused(self, owner: str, why: str) -> None:
         self._problems.note(f"memory of {owner}", why)
@@ -225,7 +207,7 @@ class Problems:
 
 
 def _parity(name: str, arena: Arena, held: Held) -> HeldParity | None:
-    """Return what a slot holds parities of; None if it is damaged or was freed."""
+    """Return what a buffer holds parities of; None if it is damaged or was freed."""
     try:
         record = read_record(LocalPart(arena, held))
     except (UcpError, WorkerError, ValueError):

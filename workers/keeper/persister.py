@@ -1,9 +1,9 @@
 """Stores pinned versions in the background: training never waits for storage.
 
-A slot holds, bit for bit, the two files of a rank in a checkpoint. They are copied and checked
+A buffer holds, bit for bit, the two files of a rank in a checkpoint. They are copied and checked
 against the record on the way, so a bit that flipped in memory never becomes a checkpoint. Slow,
-full or silent storage keeps a slot pinned for a while; then the version is given up with a line for
-people, and the next one that is due is tried.
+full or silent storage keeps a buffer pinned for a while; then the version is given up with a line
+for people, and the next one that is due is tried.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from ucp_core.manifest import Kind, Manifest, from_bytes
 from ucp_core.native import Collector, checkpoint_name, try_commit
 from ucp_core.numerics import crc32
 from ucp_core.storage import Owner, Store, join
-from workers.keeper.slots import NodeSlots, be_nice
+from workers.keeper.arena_table import ArenaTable, be_nice
 from workers.memory import Arena, counts, is_parity
 from workers.protocol import CHECKPOINTS, Held
 from workers.settings import CheckpointSettings
@@ -45,7 +45,7 @@ log = logging.getLogger(__name__)
 
 
 class Persister:
-    """Stores the pinned slots of a node in a thread of its own until ``close``.
+    """Stores the pinned buffers of a node in a thread of its own until ``close``.
 
     ``on_problem`` is called with a subject and its problem, "" for none, from any thread;
     ``pauses_s`` are the pauses between the tries to store a version.
@@ -53,7 +53,7 @@ class Persister:
 
     def __init__(
         self,
-        slots: NodeSlots,
+        table: ArenaTable,
         store: Store,
         directory: str,
         settings: CheckpointSettings,
@@ -61,7 +61,7 @@ class Persister:
         *,
         pauses_s: Sequence[float] = _PAUSES_S,
     ) -> None:
-        self._slots = slots
+        self._table = table
         self._directory = directory
         self._checkpoints = join(directory, CHECKPOINTS)
         self._store = store
@@ -83,7 +83,7 @@ class Persister:
     def stored(self) -> tuple[int, int]:
         """Return attempt and step of the newest commit that was seen and counts; 0, 0 if none."""
         attempt, step = self._stored
-        is_valid = lineage_rule.counts(step=step, attempt=attempt, lineage=self._slots.lineage)
+        is_valid = lineage_rule.counts(step=step, attempt=attempt, lineage=self._table.lineage)
         return self._stored if is_valid else (0, 0)
 
     @property
@@ -105,7 +105,7 @@ class Persister:
         stored too, unless they are stored already: their own node may be gone.
         """
         # Own parts first, so that two keepers do not write the same part at once.
-        names = sorted(self._slots.arenas().items(), key=lambda item: "/" in item[0])
+        names = sorted(self._table.arenas().items(), key=lambda item: "/" in item[0])
         found = [
             (name, arena, held)
             for name, arena in names
@@ -125,31 +125,31 @@ class Persister:
     def close(self) -> None:
         """Store nothing any more. Safe to repeat; does not wait for a store that is stuck."""
         self._closing.set()
-        self._slots.tell_pins()
+        self._table.tell_pins()
         self._thread.join(_CLOSE_S_MAX)
 
     def _run(self) -> None:
         be_nice(_NICENESS)
         num_news = -1
         while not self._closing.is_set():
-            num_news = self._slots.wait_pins(num_news, None)
-            for name, arena in self._slots.arenas().items():
-                slot = arena.pinned()
-                if slot is not None and not self._closing.is_set():
-                    self._serve(name, arena, slot)
+            num_news = self._table.wait_pins(num_news, None)
+            for name, arena in self._table.arenas().items():
+                buffer = arena.pinned()
+                if buffer is not None and not self._closing.is_set():
+                    self._serve(name, arena, buffer)
 
-    def _serve(self, name: str, arena: Arena, slot: int) -> None:
-        held = arena.held(slot)
-        if held is not None and counts(held, self._slots.lineage):
+    def _serve(self, name: str, arena: Arena, buffer: int) -> None:
+        held = arena.held(buffer)
+        if held is not None and counts(held, self._table.lineage):
             self._persist(name, arena, held)
         with contextlib.suppress(ValueError):
             # Stored, given up, outdated or damaged. The arena may have been freed.
-            arena.unpin(slot)
+            arena.unpin(buffer)
 
     def _persist(self, name: str, arena: Arena, held: Held) -> bool:
         """Try until it is stored or hopeless; return whether the whole version is committed."""
         # It may be stored already: by this keeper before its process died, or at the end of a run.
-        is_usual = arena.pinned() == held.slot and name in self._served
+        is_usual = arena.pinned() == held.buffer and name in self._served
         may_be_there = self._store.appends or not is_usual
         self._served.add(name)
         for pause_s in (*self._pauses_s, None):
@@ -159,7 +159,7 @@ class Persister:
                 with contextlib.suppress(ValueError):
                     # The arena may be freed at this moment.
                     arena.quarantine(held)
-                self._slots.tell()
+                self._table.tell()
                 self._say(held, f"{error}; it is not used any more")
                 return False
             except (_GoneError, ValueError) as error:
@@ -179,7 +179,7 @@ class Persister:
             may_be_there = True
             if pause_s is None or self._closing.wait(pause_s):
                 break
-            if not counts(held, self._slots.lineage):
+            if not counts(held, self._table.lineage):
                 break
         return False
 
@@ -187,7 +187,7 @@ class Persister:
         self._on_problem(_SUBJECT, "")
         if committed:
             self._stored = max(self._stored, (held.attempt, held.step))
-        lineage = self._slots.lineage
+        lineage = self._table.lineage
         is_known = any(attempt >= held.attempt for attempt, _ in lineage)
         # Without the lineage an outdated checkpoint could be kept in place of a good one.
         if held.rank == 0 and self._collector is not None and is_known:
@@ -206,7 +206,7 @@ class Persister:
 
     def _require_owner(self, attempt: int) -> None:
         """Look who owns the directory, once in an attempt: parts of it harm nobody then."""
-        life = self._slots.life
+        life = self._table.life
         if life != self._owner.life:
             self._owner, self._owned_attempt = Owner(self._store, self._directory, life), 0
         if attempt != self._owned_attempt:
@@ -252,7 +252,7 @@ class Persister:
     def _record(self, arena: Arena, held: Held) -> tuple[Manifest, bytes]:
         """Return the record behind the data, parsed and as bytes."""
         stop = held.data_bytes + held.record_bytes
-        data = bytes(arena.body(held.slot)[held.data_bytes : stop])
+        data = bytes(arena.body(held.buffer)[held.data_bytes : stop])
         _check_there(arena, held)
         try:
             record = from_bytes(data, where="its record")
@@ -264,13 +264,13 @@ class Persister:
         if found != expected or sizes != [held.data_bytes]:
             raise _DamagedError(
                 f"its record says (kind, step, attempt, rank, world_size) = {found} and sizes "
-                f"{sizes}, the slot {expected} and {held.data_bytes}"
+                f"{sizes}, the buffer {expected} and {held.data_bytes}"
             )
         return record, data
 
     def _chunks(self, arena: Arena, held: Held, expected: int, caller: int) -> Iterator[memoryview]:
         """Yield checksummed copies of the data; raise after the last one if the sum is wrong."""
-        body = np.frombuffer(arena.body(held.slot), dtype=np.uint8)[: held.data_bytes]
+        body = np.frombuffer(arena.body(held.buffer), dtype=np.uint8)[: held.data_bytes]
         copy = np.empty(_CHUNK_BYTES, dtype=np.uint8)
         value = 0
         for low in range(0, held.data_bytes, _CHUNK_BYTES):
@@ -288,13 +288,13 @@ class Persister:
 
 
 class _DamagedError(Exception):
-    """The slot does not hold the bytes that were written."""
+    """The buffer does not hold the bytes that were written."""
 
 
 class _GoneError(Exception):
-    """The slot was overwritten, or its arena freed."""
+    """The buffer was overwritten, or its arena freed."""
 
 
 def _check_there(arena: Arena, held: Held) -> None:
-    if arena.held(held.slot) != held:
+    if arena.held(held.buffer) != held:
         raise _GoneError("it was written over")

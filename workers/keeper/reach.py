@@ -34,7 +34,7 @@ _RECALL_S: Final = 0.5
 #: They only wait. A rack of machines may vanish at once, and what is behind a cut is asked again
 #: and again.
 _ASKING: Final = ThreadPoolExecutor(32, thread_name_prefix="reach")
-#: What a server says first is not looked at.
+#: The first words of a server are ignored.
 _GREETING_BYTES: Final = 1 << 10
 
 

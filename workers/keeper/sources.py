@@ -167,7 +167,7 @@ class MemorySources:
                     read_record(parity)
                     opened.append(parity)
                 except ParityError as error:
-                    # Damaged by its checksum; an overwritten slot raises another error.
+                    # Damaged by its checksum; an overwritten buffer raises another error.
                     self._give_up_on([place], error, is_damaged=True)
                 except (ArenaError, StorageError) as error:
                     self._give_up_on([place], error)

@@ -1,4 +1,4 @@
-"""What a keeper sees on its node: the progress records and record rings of its trainers."""
+"""A keeper's view of its node: the progress records and record rings of its trainers."""
 
 from __future__ import annotations
 

@@ -1,9 +1,9 @@
-"""Memory that outlives a trainer: arenas of slots, and the versions in them."""
+"""Memory that outlives a trainer: arenas of buffers, and the versions in them."""
 
 from typing import TYPE_CHECKING
 
 from ucp_core.lazy import lazy_door
-from workers.memory.arena import NUM_SLOTS, Arena
+from workers.memory.arena import NUM_BUFFERS, Arena
 from workers.memory.credits import PATIENCE_S, Credits
 from workers.memory.descriptors import (
     ANSWER_S,
@@ -34,9 +34,9 @@ from workers.memory.retention import (
 )
 
 if TYPE_CHECKING:
+    from workers.memory.arena_store import ArenaStore
     from workers.memory.checksums import Checksums
     from workers.memory.cuda import CopyStream, CudaStream, Mark, is_recording_graph
-    from workers.memory.slot_store import ArenaStore
     from workers.memory.versions import (
         LocalPart,
         MemoryTier,
@@ -49,7 +49,7 @@ if TYPE_CHECKING:
 
 __all__ = [
     "ANSWER_S",
-    "NUM_SLOTS",
+    "NUM_BUFFERS",
     "PACKET_BYTES",
     "PATIENCE_S",
     "Arena",

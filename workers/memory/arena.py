@@ -1,16 +1,16 @@
-"""An arena: memory of three slots that outlives the trainer that writes it.
+"""An arena: memory of three buffers that outlives the trainer that writes it.
 
 It is an anonymous file (memfd): not limited by the size of /dev/shm, alive as long as the keeper
-*or* a trainer holds it, and freed with its last holder. A slot takes one version of one rank: a
-header page, the data, and the record that makes the data readable. A slot is valid if its header is
+*or* a trainer holds it, and freed with its last holder. A buffer takes one version of one rank: a
+header page, the data, and the record that makes the data readable. It is valid if its header is
 intact and says "complete"; the checksums in the record verify the data.
 
 The first header page also carries a few words between trainer and keeper, each with one writer and
-stored atomically: the pinned slot, whether peers follow this arena, what they have copied, which
-version is kept, and which slots are damaged.
+stored atomically: the pinned buffer, whether peers follow this arena, what they have copied, which
+version is kept, and which buffers are damaged.
 
-Source: the snapshot processes and double buffers of REFT (arXiv 2310.12670). The third slot keeps
-the last version that all ranks completed while one slot is written and one is newer.
+Source: the snapshot processes and double buffers of REFT (arXiv 2310.12670). The third buffer keeps
+the last version that all ranks completed while one buffer is written and one is newer.
 """
 
 from __future__ import annotations
@@ -26,13 +26,13 @@ from typing import Final
 from zlib import crc32
 
 from workers.errors import ArenaError
-from workers.memory.retention import choose_slot
+from workers.memory.retention import choose_buffer
 from workers.protocol import Held
 
-__all__ = ["NUM_SLOTS", "Arena", "address_of"]
+__all__ = ["NUM_BUFFERS", "Arena", "address_of"]
 
-#: One slot is written, one holds the newest version that counts, one may be pinned.
-NUM_SLOTS: Final = 3
+#: One buffer is written, one holds the newest version that counts, one may be pinned.
+NUM_BUFFERS: Final = 3
 PAGE_BYTES: Final = 4096
 _MAGIC = b"evstarn1"
 #: Magic, sequence, attempt, step, rank, world size, data bytes, record bytes; then their crc32.
@@ -57,51 +57,51 @@ _LIBC.mmap.argtypes = (
 #: Place and number of the words between trainer and keeper.
 _WORDS_AT: Final = 2048
 _NUM_WORDS: Final = 9
-#: Trainer: number of the pin, with slot + 1 in the lowest byte. Keeper: the pin that it released.
+#: Trainer: number of the pin, with buffer + 1 in the lowest byte. Keeper: the pin that it released.
 _PIN, _RELEASED = 0, 1
-#: Keeper: until when a peer follows this arena, in ns of the monotonic clock; sequence and slot of
-#: what it has copied.
+#: Keeper: until when a peer follows this arena, in ns of the monotonic clock; sequence and buffer
+#: of what it has copied.
 _FOLLOWED, _COPIED = 2, 3
 #: How long a follower counts: a killed keeper must not hold snapshots back. The keeper renews it
 #: four times a second.
 _FOLLOWED_NS: Final = 2 * 10**9
-#: Trainer: number of finished slots.
+#: Trainer: number of finished buffers.
 _FINISHED: Final = 4
-#: Keeper, one per slot: the sequence of a damaged version.
+#: Keeper, one per buffer: the sequence of a damaged version.
 _DAMAGED: Final = 5
-#: Trainer: sequence and slot of the version that all ranks and peers have.
+#: Trainer: sequence and buffer of the version that all ranks and peers have.
 _KEPT: Final = 8
 
 
 class Arena:
-    """Three slots in one memfd, mapped here.
+    """Three buffers in one memfd, mapped here.
 
     Attributes:
         fd: The memfd; owned by this object.
-        body_bytes: What a slot can hold, data and record together.
+        body_bytes: What a buffer can hold, data and record together.
     """
 
     def __init__(self, fd: int) -> None:
         size_bytes = os.fstat(fd).st_size
-        slot_bytes, rest = divmod(size_bytes, NUM_SLOTS)
-        if rest or slot_bytes <= PAGE_BYTES or slot_bytes % PAGE_BYTES:
+        buffer_bytes, rest = divmod(size_bytes, NUM_BUFFERS)
+        if rest or buffer_bytes <= PAGE_BYTES or buffer_bytes % PAGE_BYTES:
             raise ArenaError(
-                f"a file of {size_bytes} bytes is not an arena: its size must be {NUM_SLOTS} slots "
-                "of whole pages",
+                f"a file of {size_bytes} bytes is not an arena: its size must be {NUM_BUFFERS} "
+                "buffers of whole pages",
                 size_bytes=size_bytes,
             )
         self.fd = fd
-        self.body_bytes = slot_bytes - PAGE_BYTES
-        self._slot_bytes = slot_bytes
+        self.body_bytes = buffer_bytes - PAGE_BYTES
+        self._buffer_bytes = buffer_bytes
         self._map, self._map_start = _mapped(fd, size_bytes)
         self._memory = memoryview(self._map)[self._map_start : self._map_start + size_bytes]
         self._words = self._memory[_WORDS_AT : _WORDS_AT + 8 * _NUM_WORDS].cast("Q")
         header_bytes = _HEADER.size + _CRC.size
-        starts = [slot * slot_bytes for slot in range(NUM_SLOTS)]
+        starts = [buffer * buffer_bytes for buffer in range(NUM_BUFFERS)]
         self._headers = [self._memory[start : start + header_bytes] for start in starts]
-        #: The last read header of each slot, parsed: a keeper reads hundreds a step, and parsing
+        #: The last read header of each buffer, parsed: a keeper reads hundreds a step, and parsing
         #: costs ten times as much as comparing.
-        self._seen = [(bytes(header_bytes), _EMPTY)] * NUM_SLOTS
+        self._seen = [(bytes(header_bytes), _EMPTY)] * NUM_BUFFERS
 
     @classmethod
     def create(cls, name: str, *, body_bytes: int) -> Arena:
@@ -116,7 +116,7 @@ class Arena:
         fd = -1
         try:
             fd = os.memfd_create(f"everstep-{name}", os.MFD_CLOEXEC)
-            os.ftruncate(fd, NUM_SLOTS * pages * PAGE_BYTES)
+            os.ftruncate(fd, NUM_BUFFERS * pages * PAGE_BYTES)
             arena = cls(fd)
             arena._make_huge()
             arena.populate()
@@ -124,7 +124,7 @@ class Arena:
             if fd >= 0:
                 os.close(fd)
             raise ArenaError(
-                f"{NUM_SLOTS} snapshots of {body_bytes} bytes for {name} do not fit into memory: "
+                f"{NUM_BUFFERS} snapshots of {body_bytes} bytes for {name} do not fit into memory: "
                 f"{error}; lower the snapshot budget or take larger nodes",
                 body_bytes=body_bytes,
             ) from error
@@ -149,7 +149,7 @@ class Arena:
     @property
     def size_bytes(self) -> int:
         """Return how much memory the arena takes."""
-        return NUM_SLOTS * self._slot_bytes
+        return NUM_BUFFERS * self._buffer_bytes
 
     @property
     def address(self) -> int:
@@ -169,41 +169,41 @@ class Arena:
             # The number could belong to another file by the second call.
             os.close(fd)
 
-    def body(self, slot: int) -> memoryview:
-        """Return the slot's memory behind its header, writable."""
-        start = self.body_offset(slot)
+    def body(self, buffer: int) -> memoryview:
+        """Return the buffer's memory behind its header, writable."""
+        start = self.body_offset(buffer)
         return self._memory[start : start + self.body_bytes]
 
-    def body_offset(self, slot: int) -> int:
-        """Return where the slot's body begins in the file."""
-        assert 0 <= slot < NUM_SLOTS, f"slot {slot} of {NUM_SLOTS}"
-        return slot * self._slot_bytes + PAGE_BYTES
+    def body_offset(self, buffer: int) -> int:
+        """Return where the buffer's body begins in the file."""
+        assert 0 <= buffer < NUM_BUFFERS, f"buffer {buffer} of {NUM_BUFFERS}"
+        return buffer * self._buffer_bytes + PAGE_BYTES
 
-    def begin(self, slot: int, *, attempt: int, step: int, rank: int, world_size: int) -> None:
-        """Mark the slot as being written; its version is gone."""
-        sequence = self._sequence(slot) // 2 * 2 + 1
-        self._write(slot, sequence, attempt, step, rank, world_size, 0, 0)
+    def begin(self, buffer: int, *, attempt: int, step: int, rank: int, world_size: int) -> None:
+        """Mark the buffer as being written; its version is gone."""
+        sequence = self._sequence(buffer) // 2 * 2 + 1
+        self._write(buffer, sequence, attempt, step, rank, world_size, 0, 0)
 
-    def finish(self, slot: int, *, data_bytes: int, record_bytes: int) -> None:
-        """Mark a slot that was begun as complete."""
-        begun = self._read(slot)
-        assert begun is not None, f"slot {slot} was not begun"
-        assert data_bytes + record_bytes <= self.body_bytes, "more than the slot holds"
-        assert begun.sequence % 2, f"slot {slot} is complete already"
+    def finish(self, buffer: int, *, data_bytes: int, record_bytes: int) -> None:
+        """Mark a buffer that was begun as complete."""
+        begun = self._read(buffer)
+        assert begun is not None, f"buffer {buffer} was not begun"
+        assert data_bytes + record_bytes <= self.body_bytes, "more than the buffer holds"
+        assert begun.sequence % 2, f"buffer {buffer} is complete already"
         about = begun.attempt, begun.step, begun.rank, begun.world_size
-        self._write(slot, begun.sequence + 1, *about, data_bytes, record_bytes)
+        self._write(buffer, begun.sequence + 1, *about, data_bytes, record_bytes)
         self._words[_FINISHED] += 1
 
     @property
     def finished(self) -> int:
-        """Return how many times a slot was finished."""
+        """Return how many times a buffer was finished."""
         return self._words[_FINISHED]
 
-    def held(self, slot: int) -> Held | None:
-        """Return what the slot holds; None if it is empty, being written, damaged, or freed."""
+    def held(self, buffer: int) -> Held | None:
+        """Return what the buffer holds; None if it is empty, being written, damaged, or freed."""
         try:
-            held = self._read(slot)
-            damaged = self._words[_DAMAGED + slot]
+            held = self._read(buffer)
+            damaged = self._words[_DAMAGED + buffer]
         except ValueError:
             # Another thread closed the arena.
             return None
@@ -212,8 +212,8 @@ class Arena:
         return held if held.data_bytes + held.record_bytes <= self.body_bytes else None
 
     def versions(self) -> list[Held]:
-        """Return what all slots hold, oldest first."""
-        held = [found for slot in range(NUM_SLOTS) if (found := self.held(slot)) is not None]
+        """Return what all buffers hold, oldest first."""
+        held = [found for buffer in range(NUM_BUFFERS) if (found := self.held(buffer)) is not None]
         return sorted(held, key=lambda found: (found.attempt, found.step))
 
     def newest(self) -> Held | None:
@@ -223,30 +223,30 @@ class Arena:
     def choose(
         self, lineage: Sequence[tuple[int, int]], *, kept: tuple[int, int] | None = None
     ) -> int:
-        """Return the slot to write next; see ``workers.memory.retention.choose_slot``.
+        """Return the buffer to write next; see ``workers.memory.retention.choose_buffer``.
 
         For the writer only, once every rank has finished its newest version.
         """
-        slots = [self.held(slot) for slot in range(NUM_SLOTS)]
-        return choose_slot(slots, pinned=self.pinned(), lineage=lineage, kept=kept)
+        buffers = [self.held(buffer) for buffer in range(NUM_BUFFERS)]
+        return choose_buffer(buffers, pinned=self.pinned(), lineage=lineage, kept=kept)
 
-    def pin(self, slot: int) -> None:
-        """Keep the slot until the keeper has stored it; for the trainer."""
-        assert 0 <= slot < NUM_SLOTS, f"slot {slot} of {NUM_SLOTS}"
-        self._words[_PIN] = ((self._words[_PIN] >> 8) + 1) << 8 | (slot + 1)
+    def pin(self, buffer: int) -> None:
+        """Keep the buffer until the keeper has stored it; for the trainer."""
+        assert 0 <= buffer < NUM_BUFFERS, f"buffer {buffer} of {NUM_BUFFERS}"
+        self._words[_PIN] = ((self._words[_PIN] >> 8) + 1) << 8 | (buffer + 1)
 
     def pinned(self) -> int | None:
-        """Return the slot that waits to be stored, complete or not."""
+        """Return the buffer that waits to be stored, complete or not."""
         try:
             pin, released = self._words[_PIN], self._words[_RELEASED]
         except ValueError:
             return None
         return None if pin == released else (pin & 0xFF) - 1
 
-    def unpin(self, slot: int) -> None:
-        """Release a pinned slot; for the keeper."""
+    def unpin(self, buffer: int) -> None:
+        """Release a pinned buffer; for the keeper."""
         pin = self._words[_PIN]
-        if (pin & 0xFF) == slot + 1:
+        if (pin & 0xFF) == buffer + 1:
             self._words[_RELEASED] = pin
 
     def set_followed(self, flag: bool) -> None:  # noqa: FBT001  a state that is passed on
@@ -286,24 +286,24 @@ class Arena:
 
     def quarantine(self, held: Held) -> None:
         """Drop a damaged version; for the keeper."""
-        self._words[_DAMAGED + held.slot] = held.sequence
+        self._words[_DAMAGED + held.buffer] = held.sequence
 
-    def _sequence(self, slot: int) -> int:
-        held = self._read(slot)
+    def _sequence(self, buffer: int) -> int:
+        held = self._read(buffer)
         return held.sequence if held is not None else 0
 
-    def _read(self, slot: int) -> Held | None:
-        """Return the header of a slot, being written or not; None if it is not intact."""
-        header = bytes(self._headers[slot])
-        seen, held = self._seen[slot]
+    def _read(self, buffer: int) -> Held | None:
+        """Return the header of a buffer, being written or not; None if it is not intact."""
+        header = bytes(self._headers[buffer])
+        seen, held = self._seen[buffer]
         if header != seen:
-            held = _unpacked(header, slot)
-            self._seen[slot] = header, held
+            held = _unpacked(header, buffer)
+            self._seen[buffer] = header, held
         return held
 
-    def _write(self, slot: int, *fields: int) -> None:
+    def _write(self, buffer: int, *fields: int) -> None:
         packed = _HEADER.pack(_MAGIC, *fields)
-        start = slot * self._slot_bytes
+        start = buffer * self._buffer_bytes
         # One store: a reader that sees half of it finds a wrong crc32, which is no version.
         self._memory[start : start + _HEADER.size + _CRC.size] = packed + _CRC.pack(crc32(packed))
 
@@ -330,13 +330,13 @@ def _mapped(fd: int, size_bytes: int) -> tuple[mmap.mmap, int]:
     return space, start
 
 
-def _unpacked(header: bytes, slot: int) -> Held | None:
+def _unpacked(header: bytes, buffer: int) -> Held | None:
     packed = header[: _HEADER.size]
     if packed[:8] != _MAGIC or _CRC.unpack(header[_HEADER.size :]) != (crc32(packed),):
         return None
     _, sequence, attempt, step, rank, world_size, data_bytes, record_bytes = _HEADER.unpack(packed)
     return Held(
-        slot=slot,
+        buffer=buffer,
         sequence=sequence,
         attempt=attempt,
         step=step,
@@ -348,4 +348,4 @@ def _unpacked(header: bytes, slot: int) -> Held | None:
 
 
 def _copied_word(held: Held) -> int:
-    return held.sequence << 2 | held.slot
+    return held.sequence << 2 | held.buffer

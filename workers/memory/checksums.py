@@ -26,8 +26,8 @@ from workers.memory.checksum_process import ATTACH, DETACH, HEAD, PLACE, SUM
 __all__ = ["Checksums"]
 
 _SCRIPT: Final = Path(__file__).with_name("checksum_process.py")
-#: Slots from this size on are worth a process, and so much at a time is worth a question.
-_SLOT_BYTES_MIN: Final = 16 << 20
+#: Buffers from this size on are worth a process, and so much at a time is worth a question.
+_BUFFER_BYTES_MIN: Final = 16 << 20
 _ASKED_BYTES_MIN: Final = 1 << 20
 #: A bucket takes some ms. A process that is stopped for so long is given up.
 _ANSWER_S: Final = 10.0
@@ -55,7 +55,7 @@ class Checksums:
 
     def attach(self, arena: Arena) -> None:
         """Have the arena checksummed by the process from now on, if it is large enough."""
-        if arena.body_bytes < _SLOT_BYTES_MIN:
+        if arena.body_bytes < _BUFFER_BYTES_MIN:
             return
         with self._lock, self._giving_up():
             if self._is_given_up or arena.fd in self._attached:

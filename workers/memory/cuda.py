@@ -1,4 +1,4 @@
-"""What snapshots need of CUDA: a stream for copies beside the computation, and pinned memory."""
+"""CUDA for snapshots: a stream for copies beside the computation, and pinned memory."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from workers.errors import ArenaError
-from workers.memory.arena import NUM_SLOTS, Arena
+from workers.memory.arena import NUM_BUFFERS, Arena
 
 __all__ = ["CopyStream", "CudaStream", "Mark", "is_recording_graph", "register", "unregister"]
 
@@ -103,17 +103,17 @@ def is_recording_graph() -> bool:
 
 
 def register(arena: Arena) -> None:
-    """Pin the slots with the CUDA driver: copies into them run at the full speed of the bus.
+    """Pin the buffers with the CUDA driver: copies into them run at the full speed of the bus.
 
     Raises:
         ArenaError: The driver refuses.
     """
-    for slot in range(NUM_SLOTS):
-        body = torch.frombuffer(arena.body(slot), dtype=torch.uint8)
+    for buffer in range(NUM_BUFFERS):
+        body = torch.frombuffer(arena.body(buffer), dtype=torch.uint8)
         error = torch.cuda.cudart().cudaHostRegister(body.data_ptr(), body.numel(), 0)
         if int(error) != 0:
             # Otherwise the next try would fail on these.
-            unregister(arena, num_slots=slot)
+            unregister(arena, num_buffers=buffer)
             raise ArenaError(
                 f"CUDA does not take {body.numel()} bytes of snapshot memory as pinned: error "
                 f"{int(error)}; raise the limit of locked memory (ulimit -l)",
@@ -121,8 +121,8 @@ def register(arena: Arena) -> None:
             )
 
 
-def unregister(arena: Arena, *, num_slots: int = NUM_SLOTS) -> None:
-    """Unpin the first ``num_slots`` slots; before the memory is released."""
-    for slot in range(num_slots):
-        body = torch.frombuffer(arena.body(slot), dtype=torch.uint8)
+def unregister(arena: Arena, *, num_buffers: int = NUM_BUFFERS) -> None:
+    """Unpin the first ``num_buffers`` buffers; before the memory is released."""
+    for buffer in range(num_buffers):
+        body = torch.frombuffer(arena.body(buffer), dtype=torch.uint8)
         torch.cuda.cudart().cudaHostUnregister(body.data_ptr())

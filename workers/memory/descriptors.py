@@ -112,7 +112,7 @@ def reserve(path: Path, arena_name: str, *, body_bytes: int, attempt: int) -> Ar
     Args:
         path: The descriptor socket.
         arena_name: ``"{worker}.{generation}"``; a larger arena is a new generation.
-        body_bytes: What a slot has to hold.
+        body_bytes: What a buffer has to hold.
         attempt: The attempt that it is for; the keeper refuses older attempts.
 
     Raises:
@@ -157,7 +157,7 @@ def leave_arena(path: Path, arena_name: str) -> None:
 
 
 def notify(path: Path, arena_name: str) -> bool:
-    """Tell the keeper that a slot of an arena was finished. Never waits, never raises.
+    """Tell the keeper that a buffer of an arena was finished. Never waits, never raises.
 
     Returns:
         Whether a keeper is there, even if its queue of notices is full.

@@ -17,7 +17,7 @@ from workers.protocol import Held
 
 __all__ = [
     "HeldArena",
-    "choose_slot",
+    "choose_buffer",
     "copy_name",
     "counts",
     "guard_name",
@@ -67,36 +67,38 @@ def counts(held: Held, lineage: lineage_rule.Lineage) -> bool:
     return lineage_rule.counts(step=held.step, attempt=held.attempt, lineage=lineage)
 
 
-def choose_slot(
-    slots: Sequence[Held | None],
+def choose_buffer(
+    buffers: Sequence[Held | None],
     *,
     pinned: int | None,
     lineage: Sequence[tuple[int, int]],
     kept: tuple[int, int] | None = None,
 ) -> int:
-    """Return the slot to write next.
+    """Return the buffer to write next.
 
-    Never the pinned slot nor the newest version that counts. First an empty slot, then one that
+    Never the pinned buffer nor the newest version that counts. First an empty buffer, then one that
     does not count, then the oldest; the kept version only if no other is left.
 
     Args:
-        slots: What each slot holds; None if it is empty, damaged or being written.
-        pinned: A slot that waits to be stored.
+        buffers: What each buffer holds; None if it is empty, damaged or being written.
+        pinned: A buffer that waits to be stored.
         lineage: ``(attempt, resume_step)`` of every attempt so far; empty if unknown: all count.
         kept: Attempt and step of the newest version that all ranks and peers have.
     """
-    counting = [held for held in slots if held is not None and counts(held, lineage)]
+    counting = [held for held in buffers if held is not None and counts(held, lineage)]
     newest = max(counting, key=version_of, default=None)
     free = [
-        slot
-        for slot, held in enumerate(slots)
-        if slot != pinned and (held is None or newest is None or held.slot != newest.slot)
+        buffer
+        for buffer, held in enumerate(buffers)
+        if buffer != pinned and (held is None or newest is None or held.buffer != newest.buffer)
     ]
-    assert free, "one slot is pinned, one is the newest: of three one is left"
-    # If storage and peers are both slow all slots are needed. Then overwriting the kept version
+    assert free, "one buffer is pinned, one is the newest: of three one is left"
+    # If storage and peers are both slow all buffers are needed. Then overwriting the kept version
     # costs, when a node is lost, what storage lacks.
-    others = [slot for slot in free if (held := slots[slot]) is None or version_of(held) != kept]
-    return min(others or free, key=lambda slot: worth(slots[slot], lineage))
+    others = [
+        buffer for buffer in free if (held := buffers[buffer]) is None or version_of(held) != kept
+    ]
+    return min(others or free, key=lambda buffer: worth(buffers[buffer], lineage))
 
 
 def in_use(
@@ -223,7 +225,7 @@ def _is_spent(
 
 
 def worth(held: Held | None, lineage: Sequence[tuple[int, int]]) -> tuple[int, int, int]:
-    """Return an order of what slots hold: nothing, what does not count, old and new versions."""
+    """Return an order of what buffers hold: nothing, what does not count, old and new versions."""
     if held is None:
         return (0, 0, 0)
     return (2 if counts(held, lineage) else 1, *version_of(held))

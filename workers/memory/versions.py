@@ -1,7 +1,7 @@
 """Versions in memory, read like checkpoints.
 
-A version in memory is a native distributed checkpoint whose files are slots of arenas. It is opened
-and loaded as any other, under any layout, and every block is verified.
+A version in memory is a native distributed checkpoint whose files are buffers of arenas. It is
+opened and loaded as any other, under any layout, and every block is verified.
 """
 
 from __future__ import annotations
@@ -34,10 +34,10 @@ class Part(Protocol):
 
     @property
     def held(self) -> Held:
-        """Return what the slot said when the part was found."""
+        """Return what the buffer said when the part was found."""
 
     def fill(self, offset_bytes: int, targets: Sequence[memoryview]) -> None:
-        """Read from ``offset_bytes`` of the slot's body on into the targets, one after the other.
+        """Read from ``offset_bytes`` of the buffer's body on into the targets, one after the other.
 
         Raises:
             StorageError: The part is not there any more.
@@ -65,8 +65,8 @@ class LocalPart:
     held: Held
 
     def fill(self, offset_bytes: int, targets: Sequence[memoryview]) -> None:
-        """Copy, and check that the slot was not overwritten meanwhile."""
-        body = np.frombuffer(self.arena.body(self.held.slot), dtype=np.uint8)
+        """Copy, and check that the buffer was not overwritten meanwhile."""
+        body = np.frombuffer(self.arena.body(self.held.buffer), dtype=np.uint8)
         for target in targets:
             stop = offset_bytes + len(target)
             np.copyto(np.frombuffer(target, dtype=np.uint8), body[offset_bytes:stop])
@@ -75,11 +75,11 @@ class LocalPart:
 
     def mapped(self) -> Mapped:
         """Return its data in place."""
-        data = self.arena.body(self.held.slot)[: self.held.data_bytes]
+        data = self.arena.body(self.held.buffer)[: self.held.data_bytes]
         return Mapped(data, lambda _: self._confirm())
 
     def _confirm(self) -> None:
-        now = self.arena.held(self.held.slot)
+        now = self.arena.held(self.held.buffer)
         if now != self.held:
             raise StorageError(
                 f"the snapshot of rank {self.held.rank} after step {self.held.step} was "
@@ -187,7 +187,7 @@ class MemoryTier(RefusingStore):
         return self._part(path).held.data_bytes
 
     def lock(self, path: str, *, shared: bool) -> AbstractContextManager[bool | None]:
-        """Lock nothing: a reader of an overwritten slot gets an error."""
+        """Lock nothing: a reader of an overwritten buffer gets an error."""
         del path, shared
         return nullcontext(None)
 

@@ -65,7 +65,7 @@ class SnapshotMemory:
         return [self._beside[name] for name in names]
 
     def ensure(self, body_bytes: int, *, attempt: int, for_cuda: bool) -> Arena:
-        """Return an arena whose slots hold ``body_bytes``, with what it holds already.
+        """Return an arena whose buffers hold ``body_bytes``, with what it holds already.
 
         A larger arena is a new one: the keeper has the old one while its versions may be needed.
 
@@ -83,7 +83,7 @@ class SnapshotMemory:
         return self._arena
 
     def tell(self) -> bool:
-        """Notify the keeper of a finished slot; hand the memory to a restarted keeper.
+        """Notify the keeper of a finished buffer; hand the memory to a restarted keeper.
 
         Returns:
             Whether the keeper has the memory.

@@ -16,13 +16,15 @@ if TYPE_CHECKING:
         shard_model,
     )
     from workers.parallel.mesh import Mesh, build_mesh
-    from workers.parallel.plan import ModelPlan, apply_tensor_plan
-    from workers.parallel.stages import StageModel, cut_stages, described
+    from workers.parallel.pipeline import PassHooks, Pipeline, StageModel, cut_stages, described
+    from workers.parallel.tensor import ModelPlan, apply_tensor_plan
 
 __all__ = [
     "LocalShard",
     "Mesh",
     "ModelPlan",
+    "PassHooks",
+    "Pipeline",
     "StageModel",
     "apply_tensor_plan",
     "build_mesh",

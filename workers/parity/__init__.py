@@ -1,11 +1,11 @@
-"""Parity over the parts of a version: the code, its arrangement in slots, and rebuilding."""
+"""Parity over the parts of a version: the code, its arrangement in buffers, and rebuilding."""
 
 from workers.parity.rebuild import damaged, lost_parts, write
 from workers.parity.record import (
     ParityRecord,
+    buffer_bytes,
     complete_draft,
     read_record,
-    slot_bytes,
     write_draft,
 )
 from workers.parity.stripes import Stripes
@@ -13,11 +13,11 @@ from workers.parity.stripes import Stripes
 __all__ = [
     "ParityRecord",
     "Stripes",
+    "buffer_bytes",
     "complete_draft",
     "damaged",
     "lost_parts",
     "read_record",
-    "slot_bytes",
     "write",
     "write_draft",
 ]

@@ -5,8 +5,8 @@ Each node of a group contributes one part of a version, and keeps parities as
 be lost; with two parities 2/(k-2), and any two. A rebuilt part is read like any other, and verified
 by the checksums in its own record.
 
-Counterparts: ``workers.keeper.peers.parity_mirror`` fills the slots while ranks train, or completes
-those that ``workers.snapshot.replica_parity`` filled.
+Counterparts: ``workers.keeper.peers.parity_mirror`` fills the buffers while ranks train, or
+completes those that ``workers.snapshot.replica_parity`` filled.
 """
 
 from __future__ import annotations
@@ -55,10 +55,10 @@ def write(record: ParityRecord, parts: Mapping[int, Part], body: memoryview) -> 
     Args:
         record: What to make.
         parts: The members of the record by place, without the node's own.
-        body: Body of the slot, ``slot_bytes`` long.
+        body: Body of the buffer, ``buffer_bytes`` long.
 
     Returns:
-        Data bytes and record bytes, to finish the slot with.
+        Data bytes and record bytes, to finish the buffer with.
 
     Raises:
         StorageError: A part is not there any more.
@@ -100,8 +100,8 @@ class _Range:
     """Where a block of a member or of a parity is read.
 
     Attributes:
-        part: The slot.
-        start: Where the block begins in the slot's body.
+        part: The buffer.
+        start: Where the block begins in the buffer's body.
         size_bytes: Its length; a shorter block counts as padded with zeros.
     """
 
@@ -183,7 +183,7 @@ class Group:
 
     def _check(self, held: Held) -> None:
         expected = [_held(self.record, member) for member in self.record.members if member]
-        if replace(held, slot=0, sequence=0) not in expected:
+        if replace(held, buffer=0, sequence=0) not in expected:
             raise ParityError(
                 f"the part of rank {held.rank} after step {held.step} of attempt {held.attempt} "
                 f"did not go into the parity of (attempt, step) {self.record.version[:2]}",
@@ -264,7 +264,7 @@ class ParityPart:
 
     @property
     def held(self) -> Held:
-        """Return what the lost slot said, except for where it was."""
+        """Return what the lost buffer said, except for where it was."""
         return self._held
 
     def fill(self, offset_bytes: int, targets: Sequence[memoryview]) -> None:
@@ -367,7 +367,7 @@ def is_sound(part: Part) -> bool:
 
 def _held(record: ParityRecord, member: Member) -> Held:
     return Held(
-        slot=0,
+        buffer=0,
         sequence=0,
         attempt=record.attempt,
         step=record.step,

@@ -1,4 +1,4 @@
-"""The record behind the parities in a slot: which parts they cover, and in what blocks.
+"""The record behind the parities in a buffer: which parts they cover, and in what blocks.
 
 Parities that a keeper computes cover data and records of the members. A rank that computes a parity
 from its own replica knows the other members' data, but not their records: it leaves a draft, and
@@ -18,7 +18,7 @@ from workers.memory import Part
 from workers.parity.stripes import Stripes
 from workers.protocol import Member
 
-__all__ = ["ParityRecord", "complete_draft", "read_record", "slot_bytes", "write_draft"]
+__all__ = ["ParityRecord", "buffer_bytes", "complete_draft", "read_record", "write_draft"]
 
 _CRC_BYTES: Final = 4
 #: Room in a record for each member, and for the rest.
@@ -28,7 +28,7 @@ _RECORD_BYTES: Final = 512
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ParityRecord:
-    """What a node's parities cover.
+    """The parts that a node's parities cover.
 
     Attributes:
         attempt: Of the version.
@@ -69,7 +69,7 @@ class ParityRecord:
         return self.num_parities * self.stripes.block_bytes
 
     def record_start(self, place: int) -> int:
-        """Return where in a slot with records the record of a member lies."""
+        """Return where in a buffer with records the record of a member lies."""
         before = self.members[:place]
         return self.parities_bytes + sum(each.record_bytes for each in before if each is not None)
 
@@ -103,17 +103,17 @@ class ParityRecord:
         return cls(members=tuple(members), **fields)
 
 
-def slot_bytes(lengths: Sequence[int], *, num_parities: int) -> int:
-    """Return what a slot needs for a node's parities of such parts and their record."""
+def buffer_bytes(lengths: Sequence[int], *, num_parities: int) -> int:
+    """Return what a buffer needs for a node's parities of such parts and their record."""
     stripes = Stripes.of_parts(lengths, num_parities=num_parities)
     return num_parities * stripes.block_bytes + _record_bytes_max(len(lengths))
 
 
 def write_draft(record: ParityRecord, body: memoryview) -> tuple[int, int]:
-    """Write a draft at the end of a slot with room for all members' records.
+    """Write a draft at the end of a buffer with room for all members' records.
 
     Returns:
-        Data bytes and record bytes, to finish the slot with.
+        Data bytes and record bytes, to finish the buffer with.
     """
     record_bytes = _record_bytes_max(len(record.members))
     data_bytes = len(body) - record_bytes
@@ -124,12 +124,12 @@ def write_draft(record: ParityRecord, body: memoryview) -> tuple[int, int]:
 def complete_draft(made: Part, parts: Mapping[int, Part], body: memoryview) -> None:
     """Add the records of all members, by place, to a parity that was made from a replica.
 
-    Does nothing if they are there. Nobody else writes there until the slot is begun again, and then
-    this version does not count.
+    Does nothing if they are there. Nobody else writes there until the buffer is begun again, and
+    then this version does not count.
 
     Raises:
         ParityError: It has other members, or no room for their records.
-        StorageError: A part, or the slot, was overwritten.
+        StorageError: A part, or the buffer, was overwritten.
     """
     draft, held = _read(made), made.held
     if not draft.is_draft:
@@ -162,11 +162,11 @@ def _record_bytes_max(num_members: int) -> int:
 
 
 def read_record(parity: Part) -> ParityRecord:
-    """Return the record of the parities in a slot.
+    """Return the record of the parities in a buffer.
 
     Raises:
-        ParityError: It is damaged, a draft, or of another version than the slot.
-        StorageError: The slot was overwritten.
+        ParityError: It is damaged, a draft, or of another version than the buffer.
+        StorageError: The buffer was overwritten.
     """
     record = _read(parity)
     if record.is_draft:
@@ -180,7 +180,7 @@ def _read(parity: Part) -> ParityRecord:
     record = ParityRecord.from_bytes(bytes(data))
     if record.version[:2] != (parity.held.attempt, parity.held.step):
         raise ParityError(
-            f"a parity of (attempt, step) {record.version[:2]} is in a slot that says "
+            f"a parity of (attempt, step) {record.version[:2]} is in a buffer that says "
             f"{(parity.held.attempt, parity.held.step)}: take another source"
         )
     return record

@@ -1,4 +1,4 @@
-"""Who keeps which redundancy of whose snapshots, by which mechanism, and what it survives. Pure.
+"""Plans the redundancy of snapshots: its keepers, its mechanism, and what it survives. Pure.
 
 For state of which each rank has its own part, so that it has to travel. State that replicas hold
 too is protected without network: ``orchestrator.policies.saving.redundancy``.
@@ -76,7 +76,7 @@ class Node:
         name: Name of the node.
         rack: Rack that it fails together with; "" if unknown.
         num_ranks: Workers on it.
-        headroom_bytes: Memory for snapshots and redundancy, in all slots.
+        headroom_bytes: Memory for snapshots and redundancy, in all buffers.
     """
 
     name: str
@@ -87,20 +87,20 @@ class Node:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PlacementRules:
-    """What is asked for.
+    """The user's wishes.
 
     Attributes:
         tolerance: How many nodes of a group may be lost, 1 or 2; 0 asks for nothing.
         preference: Allowed mechanisms.
         group_max: Nodes in a group. With two parities groups of 8 outlive pairs from 64 nodes on,
             at a third of their memory.
-        num_slots: Versions held at once.
+        num_buffers: Versions held at once.
     """
 
     tolerance: int = 1
     preference: Preference = Preference.AUTO
     group_max: int = 8
-    num_slots: int = 3
+    num_buffers: int = 3
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -232,7 +232,7 @@ def _costs(
 def _refusal(costs: Mapping[str, Cost], nodes: Mapping[str, Node], rules: PlacementRules) -> str:
     """Return why some node cannot bear its cost; "" if all can."""
     for name, each in costs.items():
-        need_bytes, free_bytes = each.memory_bytes * rules.num_slots, nodes[name].headroom_bytes
+        need_bytes, free_bytes = each.memory_bytes * rules.num_buffers, nodes[name].headroom_bytes
         if need_bytes > free_bytes:
             return f"needs {sized(need_bytes)} on {name[:8]}, {sized(free_bytes)} are free"
     return ""

@@ -14,7 +14,7 @@ from workers.protocol import Outcome, Raised
 
 __all__ = ["EXIT_CODE", "has_failed", "is_of_script"]
 
-#: Of a process whose device failed.
+#: Exit code of a process whose device failed.
 EXIT_CODE: Final = 70
 #: How CUDA describes a failed assertion, such as an index out of range.
 _ASSERTION: Final = "device-side assert"

@@ -20,9 +20,9 @@ __all__ = ["TUNABLE", "VARIABLE", "copies_past_caches", "tuned"]
 
 VARIABLE: Final = "GLIBC_TUNABLES"
 _NAME: Final = "glibc.cpu.x86_non_temporal_threshold"
-#: Half a block of a snapshot (``workers.snapshot.slot_layout.BLOCK_BYTES``), because the last block
-#: of a tensor is shorter. A quarter of 50 MB is in such blocks: training waits a tenth less than
-#: with a whole block. 64 and 32 KiB are no better; steps of the small preset take as long.
+#: Half a block of a snapshot (``workers.snapshot.buffer_layout.BLOCK_BYTES``), because the last
+#: block of a tensor is shorter. A quarter of 50 MB is in such blocks: training waits a tenth less
+#: than with a whole block. 64 and 32 KiB are no better; steps of the small preset take as long.
 TUNABLE: Final = f"{_NAME}=0x20000"
 
 

@@ -1,4 +1,4 @@
-"""What a script prints goes to ``RUN_DIR/logs/`` as well, one log per attempt and rank.
+"""Output of a script goes to ``RUN_DIR/logs/`` as well, one log per attempt and rank.
 
 A local file system gets ``logs/attempt-0001/rank0.log``, which grows. Object stores rewrite a file
 to append to it, so they get numbered pieces: ``rank0-0001.log``, ``rank0-0002.log``, ...
@@ -124,7 +124,7 @@ class OutputLog:
 
 
 class HeldOutput:
-    """What was printed before there was a log: the first one gets it."""
+    """Output from before there was a log: the first one gets it."""
 
     def __init__(self) -> None:
         self._texts: list[str] = []

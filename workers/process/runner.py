@@ -6,12 +6,14 @@ fence is final: a fenced attempt is never entered.
 
 from __future__ import annotations
 
+import asyncio
 import gc
 import logging
 import os
 import threading
 import traceback
 from collections.abc import Callable
+from concurrent.futures import Future
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -20,13 +22,13 @@ from ucp_core.storage import open_store
 from workers import collectives
 from workers.keeper import progress_path, ring_path
 from workers.process import device, termination
-from workers.process.notes import Notes
 from workers.process.output import HeldOutput, OutputLog, log_of
 from workers.process.warm_up import import_for, open_built_in, run_top_level, warm_up
 from workers.protocol import (
     Assignment,
     Completed,
     Formed,
+    Noted,
     Outcome,
     Pace,
     Raised,
@@ -40,6 +42,39 @@ from workers.settings import Settings
 from workers.train import WorkerContext, run_attempt
 
 log = logging.getLogger(__name__)
+
+
+class Notes:
+    """Notes of attempts; the training thread adds them, coroutines of one loop wait for them."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._attempt = 0
+        self._notes: tuple[Noted, ...] = ()
+        #: Done with the next note.
+        self._news: Future[None] = Future()
+
+    def add(self, note: Noted) -> None:
+        """Add a note; those of earlier attempts are forgotten."""
+        with self._lock:
+            kept = self._notes if note.attempt == self._attempt else ()
+            self._attempt, self._notes = note.attempt, (*kept, note)
+            news, self._news = self._news, Future()
+        news.set_result(None)
+
+    async def after(self, attempt: int, num_heard: int, *, left: Future[Any]) -> tuple[Noted, ...]:
+        """Return the notes of ``attempt`` but the first ``num_heard``, once there are some.
+
+        () once ``left`` is done and there are none.
+        """
+        while True:
+            with self._lock:
+                news = self._news
+                notes = self._notes[num_heard:] if attempt == self._attempt else ()
+            if notes or left.done():
+                return notes
+            waits = [asyncio.wrap_future(news), asyncio.wrap_future(left)]
+            await asyncio.wait(waits, return_when=asyncio.FIRST_COMPLETED)
 
 
 class AttemptRunner:
@@ -161,7 +196,7 @@ class AttemptRunner:
             # This process may be ended next.
             output.close()
         else:
-            # Nobody waits for storage while the run recovers.
+            # A recovering run does not wait for storage.
             output.close(wait_s=0.0)
         self.attempt = 0
         self._progress.assign(0, -1)

@@ -1,4 +1,4 @@
-"""What a process records of itself, readable from outside after it stopped or died."""
+"""A process's records of itself, readable from outside after it stopped or died."""
 
 from workers.records.lease import Lease, has_run_out, lease_s
 from workers.records.progress import (

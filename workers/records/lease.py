@@ -44,10 +44,6 @@ class Lease:
 
     One that an earlier keeper left in ``directory`` goes on.
 
-    Args:
-        directory: In shared memory.
-        lease_s: Its length.
-
     Raises:
         OSError: There is no room for it.
     """

@@ -55,7 +55,7 @@ _KERNEL_BYTES_MAX: Final = 4096
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ProgressView:
-    """What a progress record said at one moment; times on the machine's monotonic clock.
+    """The content of a progress record at one moment; times on the machine's monotonic clock.
 
     Attributes:
         worker: Worker id.
@@ -307,7 +307,7 @@ def report_on(
 
 
 class ProcessState(NamedTuple):
-    """What the kernel says of a process or of one of its threads.
+    """The kernel's account of a process or of one of its threads.
 
     ``exit_status`` is as ``waitpid`` gives it, and None of a process that lives or is gone.
     """

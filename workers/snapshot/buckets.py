@@ -1,4 +1,4 @@
-"""What of a state is copied off a device together, in which order and from where."""
+"""The buckets in which a state is copied off a device: their tensors and order."""
 
 from __future__ import annotations
 

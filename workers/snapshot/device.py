@@ -1,4 +1,4 @@
-"""From a device into a slot: in buckets, beside the computation, done before the next update.
+"""From a device into a buffer: in buckets, beside the computation, done before the next update.
 
 Between two updates the state stands still. Meanwhile it leaves in buckets on a stream of its own,
 and each bucket is checksummed while the next ones are copied. Few are under way at once, and only
@@ -12,7 +12,7 @@ reached on the device, since the processor enqueues a pass long before; the devi
 gaps between passes, for the releases of a later step. Without marks, and when somebody waits for
 the snapshot, buckets leave as fast as they can.
 
-Tensors in this machine's memory were copied already (``workers.snapshot.slot_layout``), and only
+Tensors in this machine's memory were copied already (``workers.snapshot.buffer_layout``), and only
 missing checksums are made here, by credits too. The thread is not made nice: when descheduled, it
 would hold the interpreter's lock and delay training.
 
@@ -403,17 +403,17 @@ class DeviceCopy:
             raise self._failed
 
     def _plan_of(self, targets: Sequence[Tensor], sources: Sequence[Tensor]) -> Plan:
-        """Return how to copy these tensors; the last plan for a slot if nothing has moved."""
+        """Return how to copy these tensors; the last plan for a buffer if nothing has moved."""
         places = [source.data_ptr() for source in sources]
-        slot = id(targets[0])
-        plan = self._plans.get(slot)
+        buffer = id(targets[0])
+        plan = self._plans.get(buffer)
         if plan is None or not plan.fits(targets, sources, places):
             if any(not known.copies(sources, places) for known in self._plans.values()):
                 # They would keep memory that the training has left.
                 self._plans = {}
             sizes = [target.numel() * target.element_size() for target in targets]
             plan = Plan(targets, sources, places, self._buckets_of(sizes))
-            self._plans[slot] = plan
+            self._plans[buffer] = plan
         return plan
 
     def _buckets_of(self, sizes_bytes: Iterable[int]) -> list[tuple[TensorRange, ...]]:

@@ -1,4 +1,4 @@
-"""The final snapshot of a rank that leaves an attempt early: whether, and into which slot. Pure.
+"""The final snapshot of a rank that leaves an attempt early: whether, and into which buffer. Pure.
 
 A rank that survives its attempt still has the state after its last step, which memory may not have.
 So it takes one more snapshot before it says that it has left; if all ranks do, no step is lost. No
@@ -66,10 +66,10 @@ class Fallback:
         elif not is_behind and self._taken is not None:
             self.safe = self._taken
 
-    def slot(
-        self, slots: Sequence[Held | None], *, pinned: int | None, lineage: Lineage
+    def buffer(
+        self, buffers: Sequence[Held | None], *, pinned: int | None, lineage: Lineage
     ) -> int | None:
-        """Return the slot for one more snapshot; None if every slot may be needed.
+        """Return the buffer for one more snapshot; None if every buffer may be needed.
 
         Spared are the newest version that all ranks have completed and copied, and everything
         newer. Also, keepers take the first of two versions of an attempt for complete
@@ -77,16 +77,16 @@ class Fallback:
         incomplete.
 
         Args:
-            slots: What each slot holds; None if it is empty, damaged or being written.
-            pinned: A slot that waits to be stored.
+            buffers: What each buffer holds; None if it is empty, damaged or being written.
+            pinned: A buffer that waits to be stored.
             lineage: ``(attempt, resume_step)`` of every attempt up to this one.
         """
         if self._num_taken == 1 and self.safe != self._taken:
             return None
         free = [
-            slot
-            for slot, held in enumerate(slots)
-            if slot != pinned
+            buffer
+            for buffer, held in enumerate(buffers)
+            if buffer != pinned
             and (held is None or not counts(held, lineage) or version_of(held) < self.safe)
         ]
-        return min(free, key=lambda slot: worth(slots[slot], lineage), default=None)
+        return min(free, key=lambda buffer: worth(buffers[buffer], lineage), default=None)

@@ -20,7 +20,7 @@ from torch import Tensor
 from workers.errors import ArenaError
 from workers.memory import Arena, ArenaStore, SnapshotMemory, guard_name
 from workers.protocol import Assignment
-from workers.snapshot.slot_layout import BLOCK_BYTES, Captured, SlotLayout
+from workers.snapshot.buffer_layout import BLOCK_BYTES, BufferLayout, Captured
 from workers.state import StateEntry
 
 __all__ = ["Guards"]
@@ -77,21 +77,21 @@ class Guards:
         targets: list[Tensor] = []
         sources: list[Tensor] = []
         for share in self._shares:
-            share.slot = -1
+            share.buffer = -1
             if share.arena is None:
                 continue
-            share.slot = share.arena.choose(self._assignment.lineage, kept=kept)
+            share.buffer = share.arena.choose(self._assignment.lineage, kept=kept)
             share.arena.begin(
-                share.slot,
+                share.buffer,
                 attempt=self._assignment.attempt,
                 step=step,
                 rank=share.rank,
                 world_size=self._assignment.layout.world_size,
             )
-            blocks = share.layout.copy(share.slot)
+            blocks = share.layout.copy(share.buffer)
             share.blocks = blocks or [[] for _ in share.layout.sources]
             if blocks is None:
-                targets += share.layout.views[share.slot]
+                targets += share.layout.views[share.buffer]
                 sources += share.layout.sources
         return targets, sources
 
@@ -102,17 +102,17 @@ class Guards:
         incomplete.
         """
         for share in self._shares:
-            if share.arena is None or share.slot < 0:
+            if share.arena is None or share.buffer < 0:
                 continue
-            if share.arena.held(share.slot) is None:
-                data = share.layout.data[share.slot]
+            if share.arena.held(share.buffer) is None:
+                data = share.layout.data[share.buffer]
                 blocks = [list(known) for known in share.blocks]
                 unknown = [place for place, known in enumerate(blocks) if not known]
                 sums = self._memory.checksums.of_blocks([data[i] for i in unknown], BLOCK_BYTES)
                 for place, found in zip(unknown, sums, strict=True):
                     blocks[place] = found
                 share.layout.saver.save(
-                    ArenaStore(share.arena, share.slot, is_captured=True, check=check),
+                    ArenaStore(share.arena, share.buffer, is_captured=True, check=check),
                     "",
                     step=state.step,
                     data=data,
@@ -127,8 +127,8 @@ class Guards:
         for share in self._shares:
             share.memory.leave()
 
-    def _layout_of(self, rank: int, entries: Sequence[StateEntry], state: Captured) -> SlotLayout:
-        return SlotLayout(replace(state, entries=entries), replace(self._assignment, rank=rank))
+    def _layout_of(self, rank: int, entries: Sequence[StateEntry], state: Captured) -> BufferLayout:
+        return BufferLayout(replace(state, entries=entries), replace(self._assignment, rank=rank))
 
     def reserve(self) -> None:
         """Reserve missing memory, unless it was refused a moment ago."""
@@ -155,8 +155,8 @@ class _Share:
 
     rank: int
     memory: SnapshotMemory
-    layout: SlotLayout
+    layout: BufferLayout
     arena: Arena | None = None
-    slot: int = -1
+    buffer: int = -1
     blocks: Sequence[Sequence[int]] = ()
     refused_until_s: float = float("-inf")

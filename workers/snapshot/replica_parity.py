@@ -24,9 +24,9 @@ from torch import Tensor
 
 from workers.errors import ArenaError
 from workers.memory import Arena, SnapshotMemory, replica_parity_name
-from workers.parity import ParityRecord, Stripes, slot_bytes, write_draft
+from workers.parity import ParityRecord, Stripes, buffer_bytes, write_draft
 from workers.protocol import Assignment, Member
-from workers.snapshot.slot_layout import Captured, SlotLayout
+from workers.snapshot.buffer_layout import BufferLayout, Captured
 from workers.state import StateEntry
 
 __all__ = ["ReplicaParity", "fold", "folds"]
@@ -45,22 +45,17 @@ _Run = tuple[int, int]
 
 
 class ReplicaParity:
-    """The parity that one rank keeps in one attempt; used like ``workers.snapshot.guards.Guards``.
-
-    Args:
-        memory: Memory of this worker.
-        assignment: Says whose shares it covers.
-    """
+    """The parity that one rank keeps in one attempt; used like ``guards.Guards``."""
 
     def __init__(self, memory: SnapshotMemory, assignment: Assignment) -> None:
         self._memory = memory
         self._assignment = assignment
-        self._others: list[tuple[int, SlotLayout]] = []
+        self._others: list[tuple[int, BufferLayout]] = []
         self._draft: ParityRecord | None = None
         self._beside: SnapshotMemory | None = None
         self._arena: Arena | None = None
         self._body_bytes = 0
-        self._slot = -1
+        self._buffer = -1
         self._for_cuda = False
         self._refused_until_s = float("-inf")
         self._seen: list[Sequence[memoryview]] = []
@@ -83,11 +78,11 @@ class ReplicaParity:
         """Reserve memory for states like this one, if it is granted."""
         assignment, ranks = self._assignment, self._assignment.parity
         layouts = {
-            rank: SlotLayout(replace(state, entries=entries), replace(assignment, rank=rank))
+            rank: BufferLayout(replace(state, entries=entries), replace(assignment, rank=rank))
             for rank, entries in state.guarded
         }
         self._others = list(layouts.items())
-        layouts[assignment.rank] = SlotLayout(state, assignment)
+        layouts[assignment.rank] = BufferLayout(state, assignment)
         lengths = [layouts[rank].data_bytes for rank in ranks]
         self._draft = ParityRecord(
             attempt=assignment.attempt,
@@ -102,7 +97,7 @@ class ReplicaParity:
             with_records=True,
         )
         records_bytes = sum(layout.body_bytes - layout.data_bytes for layout in layouts.values())
-        self._body_bytes = slot_bytes(lengths, num_parities=1) + records_bytes
+        self._body_bytes = buffer_bytes(lengths, num_parities=1) + records_bytes
         self._for_cuda, self._arena, self._seen, self._on_device = for_cuda, None, [], None
         (self._beside,) = self._memory.beside([replica_parity_name(self._memory.worker)])
         self._refused_until_s = float("-inf")
@@ -112,13 +107,13 @@ class ReplicaParity:
         self, step: int, kept: tuple[int, int] | None = None
     ) -> tuple[list[Tensor], list[Tensor]]:
         """Compute the parity; return (targets, sources) of what is to be copied off a device."""
-        self._slot = -1
+        self._buffer = -1
         if self._arena is None or self._draft is None:
             return [], []
         assignment = self._assignment
-        self._slot = self._arena.choose(assignment.lineage, kept=kept)
+        self._buffer = self._arena.choose(assignment.lineage, kept=kept)
         self._arena.begin(
-            self._slot,
+            self._buffer,
             attempt=assignment.attempt,
             step=step,
             # Not a rank: a reader that takes it for one must find none.
@@ -126,7 +121,7 @@ class ReplicaParity:
             world_size=assignment.layout.world_size,
         )
         self._draft = replace(self._draft, step=step)
-        block = self._arena.body(self._slot)[: self._draft.parities_bytes]
+        block = self._arena.body(self._buffer)[: self._draft.parities_bytes]
         views = [layout.bytes() for _, layout in self._others]
         seen = [view for view in views if view is not None]
         if len(seen) < len(views):
@@ -143,14 +138,14 @@ class ReplicaParity:
 
     def complete(self, state: Captured, *, check: Callable[[], None]) -> None:
         """Write the draft record; the keeper completes it. ``check`` as for ``Guards``."""
-        if self._arena is None or self._slot < 0 or self._arena.held(self._slot) is not None:
+        if self._arena is None or self._buffer < 0 or self._arena.held(self._buffer) is not None:
             return
         assert self._draft is not None
         assert self._draft.step == state.step, "what was captured is completed"
-        body = self._arena.body(self._slot)[: self._body_bytes]
+        body = self._arena.body(self._buffer)[: self._body_bytes]
         data_bytes, record_bytes = write_draft(self._draft, body)
         check()
-        self._arena.finish(self._slot, data_bytes=data_bytes, record_bytes=record_bytes)
+        self._arena.finish(self._buffer, data_bytes=data_bytes, record_bytes=record_bytes)
 
     def reserve(self) -> None:
         """Reserve missing memory, unless it was refused a moment ago."""
@@ -201,7 +196,7 @@ class ReplicaParity:
                 # Some of a state may be off the device.
                 fold(self._on_device[start:stop], [source.to(device) for source in sources])
         except torch.OutOfMemoryError:
-            self._slot = -1
+            self._buffer = -1
             return [], []
         return [torch.frombuffer(block, dtype=torch.uint8)], [self._on_device]
 

@@ -1,9 +1,9 @@
-"""Snapshots: the state after a step goes straight into a slot that the keeper holds too.
+"""Snapshots: the state after a step goes straight into a buffer that the keeper holds too.
 
-The training thread chooses the slot and copies. A thread of its own checksums the copy and writes
-the record, which completes the slot. Nothing here waits for another process or fails the training:
-while there is no memory, or a snapshot cannot be completed, that is logged once and the state goes
-to storage.
+The training thread chooses the buffer and copies. A thread of its own checksums the copy and
+writes the record, which completes the buffer. Nothing here waits for another process or fails the
+training: while there is no memory, or a snapshot cannot be completed, it logs that once and the
+state goes to storage.
 """
 
 from __future__ import annotations
@@ -18,13 +18,13 @@ from typing import Final
 
 from ucp_core.native import LocalTensor
 from workers.errors import ArenaError
-from workers.memory import NUM_SLOTS, Arena, ArenaStore, CopyStream, Credits, SnapshotMemory
+from workers.memory import NUM_BUFFERS, Arena, ArenaStore, CopyStream, Credits, SnapshotMemory
 from workers.protocol import Assignment
+from workers.snapshot.buffer_layout import BLOCK_BYTES, BufferLayout, Captured, source_of
 from workers.snapshot.device import DeviceCopy
 from workers.snapshot.final import FINAL_S_MAX, Fallback, is_quick
 from workers.snapshot.guards import Guards
 from workers.snapshot.replica_parity import ReplicaParity
-from workers.snapshot.slot_layout import BLOCK_BYTES, Captured, SlotLayout, source_of
 from workers.state import StateEntry
 
 __all__ = ["BLOCK_BYTES", "Captured", "SnapshotMemory", "SnapshotWriter", "source_of"]
@@ -33,7 +33,7 @@ __all__ = ["BLOCK_BYTES", "Captured", "SnapshotMemory", "SnapshotWriter", "sourc
 _LOOK_S: Final = 0.02
 #: Period of checking whether peers have a copy: copying takes about as long.
 _COPIED_LOOK_S: Final = 0.005
-#: What is left of a snapshot is its record, and off a device some ms for each 100 MB.
+#: The record of a snapshot is left to write, and off a device some ms for each 100 MB.
 _CLOSE_S_MAX: Final = 5.0
 #: A keeper that is away for longer protects nothing: the state goes to storage.
 _KEEPER_S_MAX: Final = 30.0
@@ -78,7 +78,7 @@ class SnapshotWriter:
         self._for_others: Guards | ReplicaParity = (
             ReplicaParity(memory, assignment) if assignment.parity else Guards(memory, assignment)
         )
-        self._layout: SlotLayout | None = None
+        self._layout: BufferLayout | None = None
         self._arena: Arena | None = None
         self._captured: _Copied | None = None
         self._finished_step = -1
@@ -163,7 +163,7 @@ class SnapshotWriter:
         self._copy.hold_update()
 
     def capture(self, state: Captured, *, kept_step: int = -1) -> bool:
-        """Copy the state into a slot; return whether that was possible.
+        """Copy the state into a buffer; return whether that was possible.
 
         The previous snapshot must be complete: see ``is_behind`` and ``wait``. Every rank and its
         peers have the snapshot of ``kept_step``: it is not overwritten.
@@ -177,25 +177,25 @@ class SnapshotWriter:
         self._capture(self._arena.choose(self._assignment.lineage, kept=kept), state, kept)
         return True
 
-    def _capture(self, slot: int, state: Captured, kept: tuple[int, int]) -> None:
+    def _capture(self, buffer: int, state: Captured, kept: tuple[int, int]) -> None:
         assert self._arena is not None
         assert self._layout is not None
         begun_s, assignment = time.monotonic(), self._assignment
         self._arena.keep(kept)
         self._arena.begin(
-            slot,
+            buffer,
             attempt=assignment.attempt,
             step=state.step,
             rank=assignment.rank,
             world_size=assignment.layout.world_size,
         )
-        blocks = self._layout.copy(slot)
+        blocks = self._layout.copy(buffer)
         targets, sources = self._for_others.capture(state.step, kept)
         mine = self._layout.sources if blocks is None else []
         if mine:
-            targets = [*self._layout.views[slot], *targets]
+            targets = [*self._layout.views[buffer], *targets]
         self._copy.begin(targets, [*mine, *sources], num_checked=len(mine))
-        self._captured = _Copied(slot, state, begun_s, blocks or [])
+        self._captured = _Copied(buffer, state, begun_s, blocks or [])
 
     def complete(self, *, pin: bool) -> None:
         """Complete the captured snapshot in the background; ``pin`` it to have it stored."""
@@ -243,7 +243,7 @@ class SnapshotWriter:
         """Take a snapshot of the state that this rank leaves with, although it may be fenced.
 
         Call it before the rank says that it has left: until then the attempt is not over.
-        ``fallback`` says which slot can be spared.
+        ``fallback`` says which buffer can be spared.
 
         Returns:
             Whether it is complete; otherwise nothing that counted before is lost.
@@ -268,18 +268,18 @@ class SnapshotWriter:
             self._late_until_s = float("-inf")
 
     def _capture_spare(self, state: Captured, fallback: Fallback) -> None:
-        """Copy the state into a slot that nobody needs, if there is one."""
+        """Copy the state into a buffer that nobody needs, if there is one."""
         if not self.is_ready_for(state.entries, state.guarded):
             return
         assert self._arena is not None
         assert self._layout is not None
-        slot = fallback.slot(
-            [self._arena.held(slot) for slot in range(NUM_SLOTS)],
+        buffer = fallback.buffer(
+            [self._arena.held(buffer) for buffer in range(NUM_BUFFERS)],
             pinned=self._arena.pinned(),
             lineage=self._assignment.lineage,
         )
-        if slot is not None and is_quick(self._layout.body_bytes, self._took_s):
-            self._capture(slot, state, fallback.safe)
+        if buffer is not None and is_quick(self._layout.body_bytes, self._took_s):
+            self._capture(buffer, state, fallback.safe)
 
     def held(self) -> list[LocalTensor] | None:
         """Return the tensors captured last, in place; None if they are not complete.
@@ -292,7 +292,7 @@ class SnapshotWriter:
             self._copy.wait()
         except Exception:  # noqa: BLE001  who completes it says so, and storage takes over
             return None
-        return self._layout.tensors(self._captured.slot)
+        return self._layout.tensors(self._captured.buffer)
 
     def close(self) -> bool:
         """End the thread; return whether it has released the memory.
@@ -318,7 +318,7 @@ class SnapshotWriter:
         self._memory.leave()
 
     def _prepare(self, state: Captured) -> None:
-        layout = SlotLayout(state, self._assignment)
+        layout = BufferLayout(state, self._assignment)
         shares = (state.entries, *(entries for _, entries in state.guarded))
         for_cuda = any(entry.tensor.is_cuda for entries in shares for entry in entries)
         arena = self._memory.ensure(
@@ -363,17 +363,17 @@ class SnapshotWriter:
         assert self._arena is not None
         assert self._layout is not None
         hurries = time.monotonic() < self._late_until_s
-        data = self._layout.data[copied.slot]
+        data = self._layout.data[copied.buffer]
         blocks = self._copy.run(data, known=copied.blocks, hurries=hurries)
         # The metrics of a version's steps are written before it counts.
         self._told()
-        slot, state = copied.slot, copied.state
+        buffer, state = copied.buffer, copied.state
         # Before the own record: whoever finds that may expect the copies for other ranks.
         self._for_others.complete(state, check=self._check)
         # It is complete already if the fence came while another rank's share was completed.
-        if self._arena.held(slot) is None:
+        if self._arena.held(buffer) is None:
             self._layout.saver.save(
-                ArenaStore(self._arena, slot, is_captured=True, check=self._check),
+                ArenaStore(self._arena, buffer, is_captured=True, check=self._check),
                 "",
                 step=state.step,
                 data=data,
@@ -383,8 +383,8 @@ class SnapshotWriter:
                 blocks=blocks,
             )
         if pin:
-            # After the record: a pinned slot is complete.
-            self._arena.pin(slot)
+            # After the record: a pinned buffer is complete.
+            self._arena.pin(buffer)
         self._finished_step = state.step
         self._took_s = time.monotonic() - copied.begun_s - self._copy.waited_s
         self._tell()
@@ -407,14 +407,14 @@ class SnapshotWriter:
 
 
 class _FencedError(Exception):
-    """The attempt was fenced: the slot stays incomplete."""
+    """The attempt was fenced: the buffer stays incomplete."""
 
 
 @dataclass(frozen=True, slots=True)
 class _Copied:
-    """What was captured, where and when, and its known checksums."""
+    """A captured state: where and when, and its known checksums."""
 
-    slot: int
+    buffer: int
     state: Captured
     begun_s: float
     blocks: Sequence[Sequence[int]]

@@ -6,8 +6,8 @@ from ucp_core.lazy import lazy_door
 
 if TYPE_CHECKING:
     from workers.state.buffers import PersistentBuffers
-    from workers.state.dtypes import DTYPES
     from workers.state.entries import (
+        DTYPES,
         HostBuffer,
         StateEntry,
         TrainingState,

@@ -22,7 +22,7 @@ from torch.distributed.fsdp import FSDPModule
 
 from workers.errors import TaskError
 from workers.parallel import own_names
-from workers.state.dtypes import DTYPES
+from workers.state.entries import DTYPES
 
 __all__ = ["PersistentBuffers"]
 

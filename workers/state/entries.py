@@ -19,11 +19,11 @@ from ucp_core.geometry import Box
 from ucp_core.native import LocalTensor
 from workers.errors import StateError
 from workers.parallel import LocalShard
-from workers.state.dtypes import DTYPES
 from workers.state.replica_shares import ReplicaShare, cut
 from workers.state.whole_vectors import of_shard
 
 __all__ = [
+    "DTYPES",
     "HostBuffer",
     "StateEntry",
     "TrainingState",
@@ -31,6 +31,22 @@ __all__ = [
     "set_scalars",
     "state_of",
 ]
+
+#: The dtypes that a checkpoint can hold, by safetensors' names.
+DTYPES: Final = {
+    torch.bool: "BOOL",
+    torch.uint8: "U8",
+    torch.int8: "I8",
+    torch.int16: "I16",
+    torch.int32: "I32",
+    torch.int64: "I64",
+    torch.float8_e4m3fn: "F8_E4M3",
+    torch.float8_e5m2: "F8_E5M2",
+    torch.float16: "F16",
+    torch.bfloat16: "BF16",
+    torch.float32: "F32",
+    torch.float64: "F64",
+}
 
 
 class HoldsState(Protocol):

@@ -1,4 +1,4 @@
-"""What an optimizer keeps beside the state of parameters, as ScheduleFree's count of steps.
+"""Values of an optimizer beside the state of parameters, such as ScheduleFree's count of steps.
 
 Such values are in its groups; and in a kind that is not torch's own, in attributes and in ``state``
 under keys that are no parameters. Numbers, texts, tensors of no dimension and collections of these
@@ -24,7 +24,7 @@ __all__ = ["OwnValues", "is_plain", "own_items", "refusal", "saved_form"]
 _SET_BY_OTHERS: Final = frozenset({"params", "lr", "initial_lr"})
 #: Attributes of every optimizer; those for hooks begin with ``_optimizer_``.
 _OF_TORCH: Final = frozenset({"defaults", "param_groups", "state"})
-#: What is noted of a value that is not plain.
+#: Noted for a value that is not plain.
 _OTHER: Final = object()
 
 

@@ -35,7 +35,7 @@ _TAGS: Final = ({"tensor", "shape", "base64"}, {"array", "shape", "base64"}, {"b
 
 @runtime_checkable
 class Stateful(Protocol):
-    """What can be registered."""
+    """An object that can be registered."""
 
     def state_dict(self) -> Mapping[str, Any]:
         """Return the state: numbers, texts, small tensors, in dictionaries and lists."""
@@ -152,11 +152,10 @@ def _is_plain(key: str, value: Any) -> bool:
     if key == "params" or value is None or isinstance(value, str | bool):
         return False
     parts = value if isinstance(value, list | tuple) else [value]
-    return all(isinstance(part, int | float) or _is_number(part) for part in parts)
-
-
-def _is_number(value: Any) -> bool:
-    return isinstance(value, Tensor) and value.dim() == 0
+    return all(
+        part.dim() == 0 if isinstance(part, Tensor) else isinstance(part, int | float)
+        for part in parts
+    )
 
 
 def encode(value: Any, path: str) -> Any:

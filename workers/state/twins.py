@@ -19,7 +19,7 @@ from workers.state.own_values import is_plain, own_items, refusal, saved_form
 
 __all__ = ["refuse_unsavable", "state_of_a_step"]
 
-#: What stands for a value that is not there.
+#: Stands for a value that is not there.
 _NOTHING: Final = object()
 #: Generators of random numbers.
 _RANDOM: Final = (

@@ -1,4 +1,4 @@
-"""What all workers of an attempt must have alike: their data, and what a script registers."""
+"""Checks that all workers of an attempt have the same data, and register the same state."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ import torch.distributed as dist
 
 from workers.data import DataLoader, DataOrder
 from workers.errors import DataError, TaskError
-from workers.train.executor import on_host
+from workers.train.executor import ShardedModel, on_host
 
 __all__ = ["agree_on_data", "agree_on_registered", "is_everywhere"]
 
@@ -27,8 +27,7 @@ def agree_on_data(
     *,
     restored: Mapping[str, Any],
     step: int,
-    rank: int,
-    device: torch.device,
+    sharded: ShardedModel,
 ) -> dict[str, Any]:
     """Return what a checkpoint records about the data.
 
@@ -38,8 +37,7 @@ def agree_on_data(
         digest: Identifies them; "" for that of the loader.
         restored: The small named values of the version of ``step``.
         step: The step that the attempt resumes from.
-        rank: This worker's rank.
-        device: For tensors of collectives.
+        sharded: The model of the attempt.
 
     Raises:
         DataError: Workers, or this run and its checkpoint, have different data.
@@ -67,9 +65,9 @@ def agree_on_data(
             expected=before,
         )
     differing = [
-        f"{name} (rank {rank} has {value})"
+        f"{name} (rank {sharded.mesh.rank} has {value})"
         for name, value in cursor.items()
-        if not is_everywhere(repr(value), device)
+        if not is_everywhere(repr(value), sharded.device)
     ]
     if differing:
         raise DataError(
@@ -79,23 +77,18 @@ def agree_on_data(
     return cursor
 
 
-def agree_on_registered(
-    values: Mapping[str, Any],
-    saved: Mapping[str, Any],
-    *,
-    step: int,
-    rank: int,
-    device: torch.device,
-) -> None:
+def agree_on_registered(sharded: ShardedModel, saved: Mapping[str, Any], *, step: int) -> None:
     """Raise ``TaskError`` if the state that the script registered differs between workers.
 
-    ``saved`` is what the version of ``step`` has: what is no longer registered is told.
+    ``saved`` is the state in the version of ``step``; a warning names state that the script no
+    longer registers.
     """
+    values = sharded.registered.values()
     unknown = sorted(saved.keys() - values.keys())
-    if unknown and rank == 0:
+    if unknown and sharded.mesh.rank == 0:
         told = ", ".join(unknown)
         log.warning("step %s has state of %s, which nobody registers now", step, told)
-    if values and not is_everywhere(json.dumps(values, sort_keys=True), device):
+    if values and not is_everywhere(json.dumps(values, sort_keys=True), sharded.device):
         raise TaskError(
             f"the registered state ({', '.join(values)}) differs between workers; register "
             "what is the same on all of them"

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import fields
 from fnmatch import fnmatchcase
 from typing import Any
 
@@ -13,9 +13,9 @@ from torch import nn
 
 from workers.errors import TaskError
 from workers.parallel import (
-    LocalShard,
     Mesh,
     ModelPlan,
+    Pipeline,
     StageModel,
     apply_tensor_plan,
     cut_stages,
@@ -25,10 +25,10 @@ from workers.parallel import (
     shard_model,
 )
 from workers.protocol import Assignment
-from workers.settings import Settings
+from workers.settings import Settings, TrainSettings
 from workers.state import Optimizers, PersistentBuffers, Registered, TrainingState, reserve
 from workers.train.executor import (
-    Pipeline,
+    BuiltModel,
     RankCalls,
     Reduction,
     ShardedModel,
@@ -39,30 +39,7 @@ from workers.train.executor import (
     use_tree,
 )
 
-__all__ = ["BuiltModel", "as_optimizers", "assemble", "build_model"]
-
-
-@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
-class BuiltModel:
-    """A sharded model without values.
-
-    Attributes:
-        model: The whole model, or this rank's pipeline stage of it.
-        called: What the script calls: ``model``, or what stands for the whole.
-        shapes: Shapes of all parameters of the whole model, by name.
-        shards: This rank's shard of every parameter that it has a part of.
-        buffers: The persistent buffers of ``model``.
-        keeps_gathered: Whether parameters stay gathered until the last pass of a step.
-        pipeline: Runs micro-batches through the stages; None if the model is whole.
-    """
-
-    model: nn.Module
-    called: nn.Module
-    shapes: Mapping[str, tuple[int, ...]]
-    shards: Sequence[LocalShard]
-    buffers: PersistentBuffers
-    keeps_gathered: bool
-    pipeline: Pipeline | None
+__all__ = ["as_optimizers", "assemble", "build_model"]
 
 
 def build_model(
@@ -72,7 +49,6 @@ def build_model(
     mesh: Mesh,
     settings: Settings,
     device: torch.device,
-    reduction: Reduction,
     averaged: Sequence[str] = (),
 ) -> BuiltModel:
     """Build the model on the meta device, cut and shard it, and allocate this rank's part.
@@ -104,6 +80,7 @@ def build_model(
         reshard_after_forward=settings.parallel.reshard_after_forward,
     )
     materialize(model, device)
+    reduction = Reduction()
     if settings.train.deterministic:
         use_tree(model, reduction)
     elif device.type == "cpu":
@@ -127,14 +104,14 @@ def build_model(
         buffers=PersistentBuffers(model, averaged),
         keeps_gathered=keeps_gathered,
         pipeline=pipeline,
+        reduction=reduction,
+        mesh=mesh,
+        device=device,
     )
 
 
 def _groups_elsewhere(
-    built: BuiltModel,
-    optimizers: Optimizers,
-    parameters: Mapping[str, nn.Parameter],
-    device: torch.device,
+    built: BuiltModel, optimizers: Optimizers, parameters: Mapping[str, nn.Parameter]
 ) -> list[list[str]] | None:
     """Return the names of the parameters that only other stages have, by group of the optimizers.
 
@@ -154,7 +131,7 @@ def _groups_elsewhere(
     at = {id(one): number for number, group in enumerate(groups) for one in group["params"]}
     names = sorted(built.shapes)
     mine = [at.get(id(parameters.get(name)), -1) for name in names]
-    numbers = torch.tensor([*mine, len(groups), -len(groups)], device=device)
+    numbers = torch.tensor([*mine, len(groups), -len(groups)], device=built.device)
     dist.all_reduce(numbers, op=dist.ReduceOp.MAX)
     *found, most, negative = map(int, on_host(numbers))
     if most != -negative:
@@ -174,49 +151,37 @@ def assemble(
     every: Sequence[torch.optim.Optimizer],
     *,
     assignment: Assignment,
-    settings: Settings,
-    mesh: Mesh,
-    device: torch.device,
-    reduction: Reduction,
+    train: TrainSettings,
 ) -> ShardedModel:
     """Return the model with its optimizers, ``every``, none of which need be there.
 
     Raises:
         TaskError: Stages of a pipeline have different groups of parameters.
     """
-    optimizers, train = Optimizers(every, parameters), settings.train
-    elsewhere = _groups_elsewhere(built, optimizers, parameters, device) if every else None
+    optimizers = Optimizers(every, parameters)
     return ShardedModel(
-        model=built.model,
-        shapes=built.shapes,
-        optimizers=optimizers,
-        shards=built.shards,
+        **{field.name: getattr(built, field.name) for field in fields(built)},
         parameters=parameters,
-        reduction=reduction,
-        mesh=mesh,
-        device=device,
-        keeps_gathered=built.keeps_gathered,
+        optimizers=optimizers,
         state=TrainingState(
             built.shards,
             parameters,
             optimizers,
             rank=assignment.rank,
             guards=assignment.saved_too,
-            elsewhere=elsewhere,
+            elsewhere=_groups_elsewhere(built, optimizers, parameters) if every else None,
             buffers=built.buffers.named(),
-            sharers=mesh.sharers,
+            sharers=built.mesh.sharers,
         ),
         registered=Registered(optimizers.every),
-        buffers=built.buffers,
         whole=WholeGradients(
             built.shards,
             built.shapes,
             num_parts=train.num_micro_batches if train.deterministic else 1,
-            counts=mesh.tensor_rank == 0,
-            device=device,
+            counts=built.mesh.tensor_rank == 0,
+            device=built.device,
         ),
         rank_calls=RankCalls(built.model),
-        pipeline=built.pipeline,
     )
 
 

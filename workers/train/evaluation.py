@@ -13,7 +13,8 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from workers.data import random_seed, seed_all, seeded
-from workers.train.executor import PassHooks, ShardedModel, on_host, quota
+from workers.parallel import PassHooks
+from workers.train.executor import ShardedModel, on_host, quota
 
 __all__ = ["mean_over_samples"]
 

@@ -55,7 +55,7 @@ _BUILT_IN: Final = str(Path(__file__).with_name("lm.py"))
 
 
 class _Process:
-    """What the process keeps from attempt to attempt."""
+    """Memory that the process keeps from attempt to attempt."""
 
     buffer = HostBuffer()
     memory: SnapshotMemory | None = None

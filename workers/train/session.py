@@ -9,7 +9,8 @@ from __future__ import annotations
 import logging
 import math
 import time
-from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from functools import partial
 from typing import Any, TypeVar
 
 import torch
@@ -18,14 +19,9 @@ from torch import Tensor, nn
 
 from ucp_core.storage import join
 from workers import collectives
-from workers.data import DataLoader, DataOrder, Dataset, as_data, micro_batches_of
+from workers.data import DataLoader, Dataset
 from workers.errors import TaskError
-from workers.models import adapter_documents
-from workers.parallel import (
-    Mesh,
-    ModelPlan,
-    drop_gathered,
-)
+from workers.parallel import Mesh, ModelPlan, drop_gathered
 from workers.protocol import VALIDATION, VALUES, Assignment, Formed, WorkerPhase
 from workers.settings import Settings
 from workers.snapshot import SnapshotMemory
@@ -38,21 +34,14 @@ from workers.state import (
     refuse_unfit,
     take_whole_vectors,
 )
-from workers.train.agreement import agree_on_data, agree_on_registered
 from workers.train.boundary import UNWRITTEN, Boundary, Marks, StorageWriter
-from workers.train.building import BuiltModel, as_optimizers, assemble, build_model
+from workers.train.building import as_optimizers, assemble, build_model
 from workers.train.context import WorkerContext
 from workers.train.evaluation import mean_over_samples
-from workers.train.executor import (
-    Quota,
-    Reduction,
-    ShardedModel,
-    Step,
-    quota,
-)
+from workers.train.executor import BuiltModel, ShardedModel, Step
 from workers.train.loading import Initialise, Restored, StateLoader
 from workers.train.state_dicts import guard_state_dicts
-from workers.train.steps import REGISTERED, STREAM, Steps
+from workers.train.steps import Steps
 from workers.train.whole_weights import path_to_save, write_weights
 
 __all__ = ["Initialise", "Session"]
@@ -91,10 +80,7 @@ class Session:
         self._built: BuiltModel | None = None
         self._unfilled: Marks | None = None
         self._sharded: ShardedModel | None = None
-        self._reduction = Reduction()
-        self._has_begun = False
         self._steps: Steps | None = None
-        self._batches: Generator[Any] | None = None
         self._validation_loss = math.nan
         self._evaluates_badly = False
         self._storage = StorageWriter(
@@ -157,7 +143,6 @@ class Session:
             mesh=self._mesh,
             settings=self.settings,
             device=self.device,
-            reduction=self._reduction,
             averaged=average_buffers,
         )
         self._state.prepare(build, initialise)
@@ -188,24 +173,33 @@ class Session:
             raise TaskError("call session.model before session.optimizer")
         self._context.progress.enter(WorkerPhase.LOADING)
         began_s = time.monotonic()
-        parameters = local_parameters(self._built.shards)
-        self._refuse_written()
-        # What it makes of the weights must be of their values.
-        built = self._built
-        self._state.fill_new(lambda: self._assembled(built, parameters, []))
+        shards = self._built.shards
+        parameters = local_parameters(shards)
+        if self._unfilled is not None:
+            self._unfilled.refuse_written()
+            self._unfilled = None
+        assembled = partial(
+            assemble,
+            self._built,
+            parameters,
+            assignment=self._assignment,
+            train=self.settings.train,
+        )
+        # ``make`` may read the weights, so they need their values.
+        self._state.fill_new(lambda: assembled([]))
         deterministic = self.settings.train.deterministic
         if deterministic and elementwise:
             in_whole_vectors(parameters.values())
-        self._unfilled = Marks(self._built.shards)
+        before = Marks(shards)
         made = make(parameters)
-        self._refuse_written()
+        before.refuse_written()
         every = as_optimizers(made)
         for one in every:
             refuse_unfit(one, self._mesh.layout, elementwise=elementwise)
-            adopt(one, self._built.shards, parameters)
+            adopt(one, shards, parameters)
             if deterministic:
                 take_whole_vectors(one)
-        self._sharded = self._assembled(self._built, parameters, every)
+        self._sharded = assembled(every)
         restored = self._load(self._sharded)
         collectives.set_timeout(self.settings.parallel.collective_timeout_s)
         self._context.progress.resumed(self.step)
@@ -235,15 +229,12 @@ class Session:
             TaskError: The optimizer is not there yet, a step has begun, the name is taken, or the
                 state cannot be saved or loaded.
         """
-        if self._sharded is None or self._has_begun:
+        if self._steps is None or self._steps.has_begun:
             raise TaskError(
                 f"session.register: call it for {name!r} after session.optimizer and before "
                 "session.steps"
             )
-        saved = self._state.extra.get(REGISTERED, {}).get(name)
-        if saved is None and self.step and self.rank == 0:
-            log.warning("step %s was saved without the state of %s", self.step, name)
-        self._sharded.registered.add(name, stateful, saved)
+        self._steps.register(name, stateful)
         return stateful
 
     def steps(
@@ -262,41 +253,7 @@ class Session:
             DataError: Workers, or this run and its checkpoint, have different data.
             TaskError: A step was left without ``apply``, or workers registered different state.
         """
-        self._has_begun = True
-        agree_on_registered(
-            self._ready().registered.values(),
-            self._state.extra.get(REGISTERED, {}),
-            step=self.step,
-            rank=self.rank,
-            device=self.device,
-        )
-        read = as_data(data)
-        num_samples = read if isinstance(read, int) else 1 if read.is_stream else len(read)
-        order = DataOrder(
-            seed=self.settings.data.seed,
-            num_samples=num_samples,
-            global_batch=self.settings.train.global_batch,
-            epoch=read.epoch if isinstance(read, DataLoader) else None,
-        )
-        cursor = agree_on_data(
-            read,
-            order,
-            data_digest,
-            restored=self._state.extra,
-            step=self.step,
-            rank=self.rank,
-            device=self.device,
-        )
-        cursor |= adapter_documents(self._ready().model)
-        plan = quota(
-            self.settings.train.num_micro_batches,
-            self._mesh.layout.dp,
-            self._mesh.data_rank,
-            fixed_tree=self.settings.train.deterministic,
-        )
-        stream = read if isinstance(read, DataLoader) and read.is_stream else None
-        assert self._steps is not None, "the state is loaded"
-        yield from self._steps.each(self._samples_of(read, order, plan), plan, cursor, stream)
+        yield from self._ready().each(data, data_digest)
 
     def train_step(
         self,
@@ -343,7 +300,7 @@ class Session:
         """
         if num_samples < 1:
             raise TaskError(f"evaluate: num_samples={num_samples} must be at least 1")
-        sharded, progress = self._ready(), self._context.progress
+        sharded, progress = self._ready().sharded, self._context.progress
         progress.enter(WorkerPhase.SCRIPT)
         loss, bad = mean_over_samples(
             loss_of,
@@ -376,7 +333,7 @@ class Session:
             StorageError: It cannot be written.
             TaskError: There is no model yet, or ``name`` is no plain name.
         """
-        sharded, progress = self._ready(), self._context.progress
+        sharded, progress = self._ready().sharded, self._context.progress
         path = path_to_save(name)
         progress.enter(WorkerPhase.SAVING)
         write_weights(
@@ -452,48 +409,19 @@ class Session:
         """Release the model and end writing; return whether all memory is free again."""
         if self._sharded is not None:
             self._sharded.rank_calls.end()
+        if self._steps is not None:
+            self._steps.close()
         self._built = self._unfilled = self._sharded = self._steps = None
-        if self._batches is not None:
-            self._batches.close()
         is_closed, is_written = self._boundary.close(), self._storage.close()
         if is_closed and not is_written:
             # The write still reads the memory of snapshots, which is freed after it.
             self._boundary.leave_memory()
         return is_closed and is_written
 
-    def _ready(self) -> ShardedModel:
-        if self._sharded is None:
+    def _ready(self) -> Steps:
+        if self._steps is None:
             raise TaskError("call session.model and session.optimizer first")
-        return self._sharded
-
-    def _refuse_written(self) -> None:
-        """Raise if the script wrote to weights that nothing has filled yet."""
-        unfilled, self._unfilled = self._unfilled, None
-        fqn = unfilled.written(frozen_too=True) if unfilled is not None else None
-        if fqn is not None:
-            raise TaskError(
-                f"parameter {fqn} was written to before session.optimizer returned, which fills "
-                "all weights: the values would be lost. Give them by build, initialise or "
-                "init_from, or write after session.optimizer `if session.step == 0:`",
-                fqn=fqn,
-            )
-
-    def _assembled(
-        self,
-        built: BuiltModel,
-        parameters: Mapping[str, nn.Parameter],
-        every: Sequence[torch.optim.Optimizer],
-    ) -> ShardedModel:
-        return assemble(
-            built,
-            parameters,
-            every,
-            assignment=self._assignment,
-            settings=self.settings,
-            mesh=self._mesh,
-            device=self.device,
-            reduction=self._reduction,
-        )
+        return self._steps
 
     def _load(self, sharded: ShardedModel) -> Restored:
         """Load what ``StateLoader.fill_new`` did not fill; return what was loaded."""
@@ -515,19 +443,3 @@ class Session:
             progress=self._context.progress,
         )
         return restored
-
-    def _samples_of(self, data: int | DataLoader, order: DataOrder, plan: Quota) -> Iterator[Any]:
-        """Return the batches, or indices, of this rank's micro-batches from the next step on."""
-        train = self.settings.train
-        numbers = [one.micro_batch for one in plan.passes]
-        first = {"micro_batch": train.micro_batch, "first_step": self.step + 1}
-        if isinstance(data, DataLoader):
-            self._batches = data.batches(
-                order,
-                seed=train.seed,
-                numbers=numbers,
-                state=self._state.extra.get(STREAM),
-                **first,
-            )
-            return self._batches
-        return (samples for _, _, samples in micro_batches_of(order, numbers=numbers, **first))

@@ -1,30 +1,33 @@
-"""The steps of one attempt, one after the other: what is done between two of them, and the end."""
+"""The loop over the steps of one attempt: its data, the work between two steps, and the end."""
 
 from __future__ import annotations
 
 import logging
 import math
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Generator, Iterable, Iterator, Mapping
 from typing import Any, Final
 
 from workers import collectives
-from workers.data import DataLoader
+from workers.data import DataLoader, DataOrder, Dataset, as_data, micro_batches_of
 from workers.errors import TaskError
+from workers.models import adapter_documents
 from workers.protocol import WorkerPhase
 from workers.records import ProgressRecord
 from workers.settings import Settings
+from workers.state import Stateful
+from workers.train.agreement import agree_on_data, agree_on_registered
 from workers.train.boundary import Boundary
-from workers.train.executor import Quota, ShardedModel, Step
+from workers.train.executor import Quota, ShardedModel, Step, quota
 
-__all__ = ["REGISTERED", "STREAM", "Steps"]
+__all__ = ["Steps"]
 
 log = logging.getLogger(__name__)
 
-#: Where a version keeps what a script registered.
-REGISTERED: Final = "registered"
-#: Where a version keeps the place in a stream.
-STREAM: Final = "stream"
+#: A version keeps here the state that a script registered.
+_REGISTERED: Final = "registered"
+#: A version keeps here the place in a stream.
+_STREAM: Final = "stream"
 
 
 class Steps:
@@ -42,6 +45,8 @@ class Steps:
         step: Last completed step.
         loss: Its loss; nan if it is not known.
         current: The step that was yielded last; None before the first.
+        has_begun: Whether the script has asked for the first step.
+        sharded: The model.
     """
 
     def __init__(
@@ -57,41 +62,45 @@ class Steps:
         loss = restored.get("loss")
         self.step, self.loss = step, math.nan if loss is None else loss
         self.current: Step | None = None
+        self.has_begun = False
+        self.sharded = sharded
         self._restored = restored
-        self._settings, self._sharded = settings, sharded
+        self._settings = settings
         self._boundary, self._progress = boundary, progress
         self._first_step = step + 1
         self._timeout_s = settings.parallel.collective_timeout_s
         self._cursor: Mapping[str, Any] = {}
         self._stream: DataLoader | None = None
+        self._batches: Generator[Any] | None = None
         self._begun_s = self._step_s = 0.0
         #: A step whose body has not ended, so that what is registered may still change.
         self._open: Step | None = None
         self._is_left = False
 
-    def each(
-        self,
-        samples: Iterator[Any],
-        quota: Quota,
-        cursor: Mapping[str, Any],
-        stream: DataLoader | None,
-    ) -> Iterator[Step]:
-        """Yield the remaining steps.
-
-        Args:
-            samples: Those of this rank's micro-batches from the next step on.
-            quota: The passes of a step.
-            cursor: What a version records about the data.
-            stream: The loader, if its place is to be recorded.
+    def register(self, name: str, stateful: Stateful) -> None:
+        """Save and load the state of ``stateful`` with the model from now on.
 
         Raises:
-            TaskError: A step was left without ``apply``.
+            TaskError: The name is taken, or the state cannot be saved or loaded.
         """
-        self._cursor, self._stream = cursor, stream
-        self._boundary.reads(stream)
+        saved = self._restored.get(_REGISTERED, {}).get(name)
+        if saved is None and self.step and self.sharded.mesh.rank == 0:
+            log.warning("step %s was saved without the state of %s", self.step, name)
+        self.sharded.registered.add(name, stateful, saved)
+
+    def each(self, data: int | DataLoader | Dataset | Iterable[Any], digest: str) -> Iterator[Step]:
+        """Yield the remaining steps; see ``Session.steps``.
+
+        Raises:
+            DataError: Workers, or this run and its checkpoint, have different data.
+            TaskError: A step was left without ``apply``, or workers registered different state.
+        """
+        self.has_begun = True
+        samples, passes = self._read(data, digest)
+        self._boundary.reads(self._stream)
         train = self._settings.train
         if self._boundary.ending.resumed():
-            self._boundary.end(self.step, self._sharded, self._restored)
+            self._boundary.end(self.step, self.sharded, self._restored)
             return
         if self.step >= train.steps:
             log.warning("resumed at step %s of %s: no step is left", self.step, train.steps)
@@ -102,9 +111,9 @@ class Steps:
             self.current = step = Step(
                 self.step + 1,
                 samples=samples,
-                quota=quota,
+                quota=passes,
                 train=train,
-                sharded=self._sharded,
+                sharded=self.sharded,
                 progress=self._progress,
                 boundary=self._boundary,
                 on_applied=self._applied,
@@ -116,6 +125,46 @@ class Steps:
         if not self._boundary.ending.reason:
             self._boundary.commit(self.step)
 
+    def _read(
+        self, data: int | DataLoader | Dataset | Iterable[Any], digest: str
+    ) -> tuple[Iterator[Any], Quota]:
+        """Return this rank's micro-batches from the next step on, and the passes of a step."""
+        train, sharded, restored = self._settings.train, self.sharded, self._restored
+        agree_on_registered(sharded, restored.get(_REGISTERED, {}), step=self.step)
+        read = as_data(data)
+        loader = read if isinstance(read, DataLoader) else None
+        order = DataOrder(
+            seed=self._settings.data.seed,
+            num_samples=read if isinstance(read, int) else 1 if read.is_stream else len(read),
+            global_batch=train.global_batch,
+            epoch=loader.epoch if loader is not None else None,
+        )
+        cursor = agree_on_data(
+            read, order, digest, restored=restored, step=self.step, sharded=sharded
+        )
+        self._cursor = cursor | adapter_documents(sharded.model)
+        self._stream = loader if loader is not None and loader.is_stream else None
+        passes = quota(
+            train.num_micro_batches,
+            sharded.mesh.layout.dp,
+            sharded.mesh.data_rank,
+            fixed_tree=train.deterministic,
+        )
+        numbers = [one.micro_batch for one in passes.passes]
+        first = {"micro_batch": train.micro_batch, "first_step": self.step + 1}
+        if loader is None:
+            upcoming = micro_batches_of(order, numbers=numbers, **first)
+            return (samples for _, _, samples in upcoming), passes
+        self._batches = loader.batches(
+            order, seed=train.seed, numbers=numbers, state=restored.get(_STREAM), **first
+        )
+        return self._batches, passes
+
+    def close(self) -> None:
+        """End the reading of data."""
+        if self._batches is not None:
+            self._batches.close()
+
     def finish(self) -> None:
         """End the run where the script left its loop; every worker calls it behind the script.
 
@@ -126,7 +175,7 @@ class Steps:
         if self._is_left and self.step:
             self._boundary.ending.leave_loop(self.step)
             self._complete_open()
-            self._boundary.end(self.step, self._sharded, self._restored)
+            self._boundary.end(self.step, self.sharded, self._restored)
         elif self.step < steps and not self._boundary.ending.reason:
             raise TaskError(
                 f"the script ended after step {self.step} of train.steps={steps}; iterate "
@@ -140,7 +189,7 @@ class Steps:
         if step.number > self._first_step:
             self._extend_timeout()
         self._open = step
-        if not self._sharded.registered:
+        if not self.sharded.registered:
             self._complete_open()
         self._progress.enter(WorkerPhase.SCRIPT)
 
@@ -158,25 +207,25 @@ class Steps:
             **self._boundary.finiteness.values(),
         }
         if self._stream is not None:
-            extra[STREAM] = self._stream.state()
-        registered = self._sharded.registered.values()
+            extra[_STREAM] = self._stream.state()
+        registered = self.sharded.registered.values()
         if registered:
-            extra[REGISTERED] = registered
+            extra[_REGISTERED] = registered
         # The wait for protection happens once, so it does not count as time of the next step.
-        self._begun_s += self._boundary.completed(step, self._step_s, self._sharded, extra)
+        self._begun_s += self._boundary.completed(step, self._step_s, self.sharded, extra)
 
     def _ends(self, step: Step) -> bool:
         """Do what is due once the body of the loop has ended; return whether the run ends here."""
         if not step.is_applied:
             raise TaskError(f"step {step.number} was left without step.apply(); call it once")
         if self._open is not None:
-            # What the script does after ``apply`` belongs to the step: a scheduler's step, say.
+            # The script's work after ``apply`` belongs to the step: a scheduler's step, say.
             self._complete_open()
             self._progress.enter(WorkerPhase.SCRIPT)
         if step.number == self._settings.train.steps:
             return False
         if self._boundary.ending.is_due(agreed=step.agreed.stops):
-            self._boundary.end(step.number, self._sharded, self._restored)
+            self._boundary.end(step.number, self.sharded, self._restored)
             return True
         if step.leaves:
             self._boundary.leave(step.number)

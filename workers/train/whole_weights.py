@@ -28,7 +28,7 @@ from workers.train.executor import ShardedModel, all_agree, on_host
 
 __all__ = ["digest_of_weights", "path_to_save", "write_weights"]
 
-#: What a script may call a file that it saves.
+#: Names that a script may give to a file that it saves.
 _PLAIN_NAME: Final = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.-]*")
 
 

@@ -351,7 +351,7 @@ def _inverted(keepers: Sequence[Sequence[int]]) -> tuple[tuple[int, ...], ...]:
 def _refusal(facts: RedundancyFacts, version_bytes: Mapping[str, int]) -> str:
     """Return which node lacks memory for versions of such sizes; "" if none does."""
     for name, size_bytes in version_bytes.items():
-        need_bytes = PlacementRules().num_slots * size_bytes
+        need_bytes = PlacementRules().num_buffers * size_bytes
         free_bytes = _budget_bytes(facts, name)
         if need_bytes > free_bytes:
             return f"needs {sized(need_bytes)} on {name[:8]}, {sized(free_bytes)} are free"

@@ -17,7 +17,7 @@ from ucp_core.lineage import Lineage, counts
 from workers.protocol import Held, HeldParity, HeldPart, Inventory, Source, held_source
 
 #: As ``workers.memory.arena``.
-NUM_SLOTS = 3
+NUM_BUFFERS = 3
 
 
 class Part(NamedTuple):
@@ -40,7 +40,7 @@ class Part(NamedTuple):
 @lru_cache(maxsize=1 << 16)
 def _held(part: Part) -> Held:
     return Held(
-        slot=0,
+        buffer=0,
         sequence=2,
         attempt=part.attempt,
         step=part.step,
@@ -78,7 +78,7 @@ class Memory:
         """Put a part where the least is lost: over what does not count, else over the oldest."""
         self._said.pop(node, None)
         parts = self._nodes.setdefault(node, {}).setdefault(arena, [])
-        if len(parts) == NUM_SLOTS:
+        if len(parts) == NUM_BUFFERS:
             over = 0
             for index, old in enumerate(parts):
                 if old.attempt != part.attempt and not counts(
@@ -93,7 +93,7 @@ class Memory:
         """Put a node's parities over the oldest of the attempt."""
         self._said.pop(node, None)
         kept = self._parities.setdefault(node, {}).setdefault(parity.arena, [])
-        kept[:] = [*kept[1 - NUM_SLOTS :], parity]
+        kept[:] = [*kept[1 - NUM_BUFFERS :], parity]
 
     def finished(self, part: Part, now_s: float) -> bool:
         """Note that a rank's snapshot is done; return whether the version is committed by it."""

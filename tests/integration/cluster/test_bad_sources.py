@@ -52,7 +52,7 @@ def _damage(arenas: dict[tuple[int, str, str], Arena]) -> tuple[int, int]:
     for arena in arenas.values():
         for held in arena.versions():
             if held.step == step:
-                arena.body(held.slot)[held.data_bytes // 2] ^= 1
+                arena.body(held.buffer)[held.data_bytes // 2] ^= 1
     return step, min(newest, key=newest.__getitem__)
 
 

@@ -1,6 +1,6 @@
-"""What the answers of metadata services mean. Pure; times are seconds since the epoch.
+"""Reads the answers of metadata services. Pure; times are seconds since the epoch.
 
-Of an answer that makes no sense they raise any ``Exception``.
+An answer that makes no sense raises any ``Exception``.
 """
 
 from __future__ import annotations

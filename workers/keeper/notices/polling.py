@@ -22,7 +22,7 @@ _ASK_S_MAX: Final = 60.0
 
 
 class NoticeWatch:
-    """What the sources of a node say. Its threads end with the process, or with ``close``.
+    """The notices of a node's sources. Its threads end with the process, or with ``close``.
 
     A source that does not answer takes back nothing of what it said.
     """

@@ -1,4 +1,4 @@
-"""Who is asked on a node: the cloud's metadata service, a file, a command. Each call may block.
+"""Sources of notices on a node: the cloud's service, a file, a command. Each call may block.
 
 Sources of the formats and periods:
 AWS: docs.aws.amazon.com/AWSEC2/latest/UserGuide, "spot-instance-termination-notices" and
@@ -28,8 +28,8 @@ from workers.protocol import Notice
 
 __all__ = ["FAILURES", "Source", "no_answer", "sources_of"]
 
-#: What a source raises that could not be asked, or whose answer makes no sense: anything, as what
-#: others answer may be anything, such as brackets in brackets and years of eleven digits.
+#: Errors of a source without an answer, or with one that makes no sense. It may raise anything: an
+#: answer may hold anything, such as brackets in brackets and years of eleven digits.
 FAILURES: Final = (Exception,)
 #: The same at all three, on the link of the machine; no name has to be looked up.
 _ENDPOINT: Final = "http://169.254.169.254"
@@ -40,7 +40,7 @@ _ANSWER_BYTES_MAX: Final = 1 << 20
 #: So long Google's holds the answer back until there is another.
 _HANG_S: Final = 5
 _TOKEN_LIVES_S: Final = 21600
-#: Of a command of the user's own.
+#: Time limit of the user's own command.
 _COMMAND_S: Final = 30.0
 
 

@@ -83,7 +83,7 @@ class WireClient:
         *,
         is_unchecked: bool = False,
     ) -> None:
-        """Fill ``targets``, one after the other, from ``offset_bytes`` of the slot's body on.
+        """Fill ``targets``, one after the other, from ``offset_bytes`` of the buffer's body on.
 
         A broken connection is made again, and the read continues where it broke off. Chunks carry
         no crc32 if ``is_unchecked``: the caller then verifies the bytes end to end.
@@ -322,7 +322,7 @@ class RemotePart:
 
     @property
     def held(self) -> Held:
-        """Return what the slot said when the part was found."""
+        """Return what the buffer said when the part was found."""
         return self._held
 
     def fill(self, offset_bytes: int, targets: Sequence[memoryview]) -> None:

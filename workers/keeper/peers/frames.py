@@ -221,7 +221,7 @@ class Listed:
     """An arena of a peer.
 
     Attributes:
-        body_bytes: What a slot can hold.
+        body_bytes: What a buffer can hold.
         parts: Its complete versions, oldest first.
         kept: Attempt and step of the version that all ranks and their peers have.
     """
@@ -233,7 +233,7 @@ class Listed:
 
 @dataclass(frozen=True, slots=True)
 class Listing:
-    """What a peer's own ranks have written.
+    """The versions that a peer's own ranks have written.
 
     Attributes:
         news: To pass as ``after`` next time.

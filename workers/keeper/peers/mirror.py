@@ -1,9 +1,9 @@
 """Copies what the ranks of another node write: losing that node then costs no version.
 
 A mirror follows one peer's keeper. It takes the newest version of each arena, skips missed ones,
-and reads straight into a slot of its own memory. The ranks over there take no snapshot while their
-newest one is not copied; they skip snapshots rather than wait. If they go on regardless, both sides
-keep the newest version that all ranks have, and it is reported. When the peer is gone its copies
+and reads straight into a buffer of its own memory. The ranks over there take no snapshot while
+their newest one is not copied: they skip it rather than wait. If they take one nevertheless, both
+sides keep the newest version that all ranks have, and report it. When the peer is gone its copies
 stay and are served from here.
 
 Counterparts: ``workers.keeper.peers.server`` lists and sends, ``workers.memory.arena`` keeps.
@@ -17,12 +17,13 @@ from typing import Final, TypeAlias
 
 from ucp_core.errors import StorageError
 from workers.errors import ArenaError
+from workers.keeper.arena_table import ArenaTable
 from workers.keeper.peers.client import WireClient
 from workers.keeper.peers.frames import Listed
+from workers.keeper.peers.parity_mirror import ParityMirror
 from workers.keeper.peers.replication import POLL_S, Replication
-from workers.keeper.slots import NodeSlots
 from workers.memory import Arena, copy_name, counts
-from workers.protocol import Held, Peer
+from workers.protocol import Held, ParityGroup, Peer
 
 __all__ = ["Mirror", "Mirrors", "wanted"]
 
@@ -45,7 +46,7 @@ class Mirror(Replication):
 
     def __init__(
         self,
-        slots: NodeSlots,
+        table: ArenaTable,
         peer: Peer,
         secret: bytes,
         on_problem: Callable[[str], object],
@@ -54,21 +55,21 @@ class Mirror(Replication):
         self._client = WireClient((peer.host, peer.port), secret=secret)
         what = f"copying what the ranks of node {peer.node} write"
         super().__init__(what, [self._client], on_problem, niceness)
-        self._slots = slots
+        self._table = table
         self._peer = peer
-        #: What the peer knows to be copied, by arena, and over how many connections it was told.
+        #: Copies that the peer knows of, by arena, and over how many connections it was told.
         self._told: dict[str, Held] = {}
         self._told_over = 0
         #: Arenas without memory, and when to ask again.
         self._refused: dict[str, float] = {}
         #: Overtaken copies in a row, by arena.
         self._overtaken: dict[str, int] = {}
-        self._start()
+        self._thread.start()
 
     def stop(self) -> None:
         """Copy nothing any more, at once; what was copied stays."""
         super().stop()
-        self._slots.note_listed(self._peer.node, ())
+        self._table.note_listed(self._peer.node, ())
 
     def _replicate(self) -> None:
         news, copied = -1, dict[str, Held]()
@@ -79,7 +80,7 @@ class Mirror(Replication):
                 after=news, timeout_s=POLL_S, without=without, copied=copied
             )
             news = listing.news
-            self._slots.note_listed(self._peer.node, listing.arenas)
+            self._table.note_listed(self._peer.node, listing.arenas)
             arenas = listing.arenas.items()
             there = [name for name, x in arenas if name not in without and self._copy(name, x)]
             copied = self._news_of({name: listing.arenas[name].parts[-1] for name in there})
@@ -99,7 +100,7 @@ class Mirror(Replication):
 
     def _copy(self, name: str, listed: Listed) -> bool:
         """Return whether all that counts in this listing is copied."""
-        source = wanted(listed.parts, self._slots.lineage)
+        source = wanted(listed.parts, self._table.lineage)
         if source is None:
             return bool(listed.parts)
         if source.data_bytes + source.record_bytes > listed.body_bytes:
@@ -115,7 +116,7 @@ class Mirror(Replication):
 
     def _target(self, name: str, body_bytes: int) -> Arena | None:
         try:
-            arena = self._slots.reserve(copy_name(self._peer.node, name), body_bytes=body_bytes)
+            arena = self._table.reserve(copy_name(self._peer.node, name), body_bytes=body_bytes)
         except ArenaError as error:
             self._report_problem(name, f"{name} of node {self._peer.node} is not copied: {error}")
             self._refused[name] = time.monotonic() + _REFUSED_S
@@ -125,9 +126,9 @@ class Mirror(Replication):
         return arena
 
     def _read(self, name: str, source: Held, target: Arena, kept: tuple[int, int] | None) -> bool:
-        slot = target.choose(self._slots.lineage, kept=kept)
+        buffer = target.choose(self._table.lineage, kept=kept)
         target.begin(
-            slot,
+            buffer,
             attempt=source.attempt,
             step=source.step,
             rank=source.rank,
@@ -135,7 +136,7 @@ class Mirror(Replication):
         )
         size_bytes = source.data_bytes + source.record_bytes
         try:
-            self._client.read(name, source, 0, [target.body(slot)[:size_bytes]])
+            self._client.read(name, source, 0, [target.body(buffer)[:size_bytes]])
         except StorageError as error:
             if error.facts["refused"]:
                 # Overwritten or freed: the next listing has what is there now.
@@ -144,7 +145,7 @@ class Mirror(Replication):
             raise
         self._overtaken.pop(name, None)
         self._reported.pop(name, None)
-        target.finish(slot, data_bytes=source.data_bytes, record_bytes=source.record_bytes)
+        target.finish(buffer, data_bytes=source.data_bytes, record_bytes=source.record_bytes)
         return True
 
     def _note_overtaken(self, name: str, source: Held) -> None:
@@ -160,30 +161,36 @@ class Mirror(Replication):
 
 
 class Mirrors:
-    """The mirrors of one keeper, for the peers that its newest order names."""
+    """The mirrors and the parity mirror of one keeper, as its newest order names them."""
 
     def __init__(
-        self, slots: NodeSlots, on_problem: Callable[[str], object], niceness: int = 0
+        self, table: ArenaTable, on_problem: Callable[[str], object], niceness: int = 0
     ) -> None:
         self._niceness = niceness
-        self._slots = slots
+        self._table = table
         self._on_problem = on_problem
-        self._mirrors: dict[Peer, Mirror] = {}
+        self._running: dict[Peer | ParityGroup, Replication] = {}
 
-    def follow(self, peers: Sequence[Peer]) -> None:
-        """Follow these peers only; mirrors that run already continue."""
-        for peer in self._mirrors.keys() - set(peers):
-            self._mirrors.pop(peer).stop()
-        for peer in peers:
-            if peer not in self._mirrors:
-                self._mirrors[peer] = Mirror(
-                    self._slots, peer, peer.secret, self._on_problem, self._niceness
-                )
+    def follow(self, peers: Sequence[Peer], group: ParityGroup | None = None) -> None:
+        """Copy from these peers and keep parities of this group only; what runs continues."""
+        wanted_now: list[Peer | ParityGroup] = list(peers)
+        if group is not None:
+            wanted_now.append(group)
+        for each in self._running.keys() - set(wanted_now):
+            self._running.pop(each).stop()
+        for each in wanted_now:
+            if each not in self._running:
+                # If no thread can be started, a repeated order tries again.
+                self._running[each] = self._started(each)
+
+    def _started(self, each: Peer | ParityGroup) -> Replication:
+        if isinstance(each, Peer):
+            return Mirror(self._table, each, each.secret, self._on_problem, self._niceness)
+        return ParityMirror(self._table, each, self._on_problem, self._niceness)
 
     def stop(self) -> None:
-        """Follow nobody; the copies stay."""
-        for peer in list(self._mirrors):
-            self._mirrors.pop(peer).stop()
+        """Follow nothing any more; copies and parities stay."""
+        self.follow(())
 
 
 def _holds(arena: Arena, source: Held) -> bool:

@@ -21,12 +21,12 @@ from typing import Final
 
 from ucp_core.errors import StorageError
 from workers.errors import ArenaError, ParityError
+from workers.keeper.arena_table import ArenaTable
 from workers.keeper.peers.client import RemotePart, WireClient
 from workers.keeper.peers.frames import Listed
 from workers.keeper.peers.replication import POLL_S, Replication
-from workers.keeper.slots import NodeSlots
 from workers.memory import Arena, LocalPart, Part, is_copy, is_parity
-from workers.parity import ParityRecord, complete_draft, slot_bytes, write
+from workers.parity import ParityRecord, buffer_bytes, complete_draft, write
 from workers.protocol import Held, Member, ParityGroup
 
 __all__ = ["ParityMirror", "parity_name"]
@@ -61,7 +61,7 @@ class ParityMirror(Replication):
 
     def __init__(
         self,
-        slots: NodeSlots,
+        table: ArenaTable,
         group: ParityGroup,
         on_problem: Callable[[str], object],
         niceness: int = 0,
@@ -73,19 +73,19 @@ class ParityMirror(Replication):
         }
         what = f"protecting a group of {len(group.places)} nodes by parity"
         super().__init__(what, list(self._peers.values()), on_problem, niceness)
-        self._slots = slots
+        self._table = table
         self._group = group
         #: The newest version that all ranks, and all nodes with parities of it, have.
         self._kept: tuple[int, int] | None = None
-        #: What peers know to be protected, by place and arena.
+        #: Versions that peers know to be protected, by place and arena.
         self._told: dict[tuple[int, str], Held] = {}
-        self._start()
+        self._thread.start()
 
     def stop(self) -> None:
         """Stop at once; the parities stay."""
         self._stopping.set()
         # It may be waiting for this node's own ranks.
-        self._slots.tell()
+        self._table.tell()
         super().stop()
 
     def _replicate(self) -> None:
@@ -117,8 +117,8 @@ class ParityMirror(Replication):
         if place in self._peers:
             listing = self._peers[place].list_arenas(after=news, timeout_s=timeout_s)
             return listing.news, listing.arenas
-        news = self._slots.wait_news(news, timeout_s)
-        own = {name: arena for name, arena in self._slots.arenas().items() if not is_copy(name)}
+        news = self._table.wait_news(news, timeout_s)
+        own = {name: arena for name, arena in self._table.arenas().items() if not is_copy(name)}
         return news, {
             name: Listed(arena.body_bytes, tuple(arena.versions()), arena.kept())
             for name, arena in own.items()
@@ -143,7 +143,7 @@ class ParityMirror(Replication):
         """Add the members' records to the parity that this node's rank has made."""
         rank = self._group.places[self._group.place].ranks[row]
         arena, made = self._made(rank, step)
-        own = self._slots.arena(found[self._group.place].arena)
+        own = self._table.arena(found[self._group.place].arena)
         if own is None:
             return False
         parts: dict[int, Part] = {
@@ -153,7 +153,7 @@ class ParityMirror(Replication):
             for index, each in found.items()
         }
         try:
-            complete_draft(made, parts, arena.body(made.held.slot))
+            complete_draft(made, parts, arena.body(made.held.buffer))
         except ParityError as error:
             raise ArenaError(f"the parity of rank {rank} is of no use: {error}") from error
         except StorageError as error:
@@ -173,7 +173,7 @@ class ParityMirror(Replication):
             ArenaError: There is none. A rank makes it before it finishes its own part.
         """
         version = (self._group.attempt, step, -1 - rank)
-        for name, arena in self._slots.arenas().items():
+        for name, arena in self._table.arenas().items():
             for held in arena.versions() if is_parity(name) else ():
                 if (held.attempt, held.step, held.rank) == version:
                     return arena, LocalPart(arena, held)
@@ -186,7 +186,7 @@ class ParityMirror(Replication):
         group = self._group
         places = range(len(group.places))
         sizes = [found[index].body_bytes if index in found else 0 for index in places]
-        arena = self._reserve(row, slot_bytes(sizes, num_parities=group.num_parities))
+        arena = self._reserve(row, buffer_bytes(sizes, num_parities=group.num_parities))
         if any((held.attempt, held.step) == (group.attempt, step) for held in arena.versions()):
             return True
         world_size = next(iter(found.values())).held.world_size
@@ -204,12 +204,12 @@ class ParityMirror(Replication):
             if index in found
         }
         try:
-            slot = arena.choose(self._slots.lineage, kept=self._kept)
+            buffer = arena.choose(self._table.lineage, kept=self._kept)
             # Not a rank: a reader that takes it for one must find none.
             rank = -1 - group.place
-            arena.begin(slot, attempt=group.attempt, step=step, rank=rank, world_size=world_size)
-            data_bytes, record_bytes = write(record, parts, arena.body(slot))
-            arena.finish(slot, data_bytes=data_bytes, record_bytes=record_bytes)
+            arena.begin(buffer, attempt=group.attempt, step=step, rank=rank, world_size=world_size)
+            data_bytes, record_bytes = write(record, parts, arena.body(buffer))
+            arena.finish(buffer, data_bytes=data_bytes, record_bytes=record_bytes)
         except StorageError as error:
             if error.facts["refused"]:
                 # Overwritten: the next listing has what is there now.
@@ -227,9 +227,9 @@ class ParityMirror(Replication):
         """
         names = (parity_name(row, self._group.attempt, number) for number in itertools.count())
         for name in names:
-            arena = self._slots.arena(name)
+            arena = self._table.arena(name)
             if arena is None or arena.body_bytes >= body_bytes:
-                return self._slots.reserve(name, body_bytes=body_bytes)
+                return self._table.reserve(name, body_bytes=body_bytes)
         raise AssertionError("numbers do not end")
 
     def _tell(self, listed: Mapping[int, Mapping[str, Listed]], made: int) -> None:

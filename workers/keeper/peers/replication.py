@@ -10,8 +10,8 @@ from typing import Final
 
 from ucp_core.errors import StorageError
 from workers.errors import ArenaError
+from workers.keeper.arena_table import be_nice
 from workers.keeper.peers.client import WireClient
-from workers.keeper.slots import be_nice
 
 __all__ = ["POLL_S", "Replication"]
 
@@ -27,7 +27,7 @@ _REPEAT_S: Final = 30.0
 
 
 class Replication(ABC):
-    """What the mirrors have in common: a thread that starts with ``_start``.
+    """Common part of the mirrors: ``_thread``, which they start when they are complete.
 
     Args:
         what: What is done for the peers; a report appends "fails".
@@ -69,9 +69,6 @@ class Replication(ABC):
         for client in self._clients:
             client.abort()
         self._thread.join()
-
-    def _start(self) -> None:
-        self._thread.start()
 
     def _run(self) -> None:
         be_nice(self._niceness)

@@ -1,7 +1,7 @@
-"""The keepers' data plane: serves byte ranges of slots to other nodes over TCP.
+"""The keepers' data plane: serves byte ranges of buffers to other nodes over TCP.
 
 A client proves that it knows the keeper's secret, then sends one request after the other.
-Every chunk carries its crc32, and the server checks the slot before each: a version that was
+Every chunk carries its crc32, and the server checks the buffer before each: a version that was
 overwritten meanwhile is refused, never sent. A client that verifies all bytes against the
 version's own record may ask for unchecked chunks, which carry no crc32.
 
@@ -37,6 +37,7 @@ from collections.abc import Collection, Hashable, Mapping, Sequence
 from typing import Any, Final
 
 from ucp_core.numerics import crc32
+from workers.keeper.arena_table import ArenaTable, be_nice
 from workers.keeper.peers.frames import (
     CHALLENGE_BYTES,
     CHUNK,
@@ -57,8 +58,7 @@ from workers.keeper.peers.frames import (
     send,
     send_json,
 )
-from workers.keeper.slots import NodeSlots, be_nice
-from workers.memory import NUM_SLOTS, Arena, is_copy
+from workers.memory import NUM_BUFFERS, Arena, is_copy
 from workers.protocol import Held
 
 __all__ = ["CHUNK_BYTES", "LISTING_BYTES_MAX", "STALL_S", "PeerLiveness", "WireServer"]
@@ -93,10 +93,10 @@ _RENEW_S: Final = 0.2
 
 
 class WireServer:
-    """Serves the arenas in ``slots`` on one interface until ``close``.
+    """Serves the arenas in ``table`` on one interface until ``close``.
 
     Args:
-        slots: The node's arenas.
+        table: The node's arenas.
         host: Address on the data network, not 0.0.0.0.
         secret: Of this keeper.
         bytes_per_s: Limit over all connections; 0 is none.
@@ -105,19 +105,19 @@ class WireServer:
 
     def __init__(
         self,
-        slots: NodeSlots,
+        table: ArenaTable,
         *,
         host: str,
         secret: bytes,
         bytes_per_s: float = 0.0,
         niceness: int = 0,
     ) -> None:
-        self._slots = slots
+        self._table = table
         self._niceness = niceness
         self._secret = secret
         self._limit = RateLimit(bytes_per_s)
         self._bytes_per_s = bytes_per_s
-        self._liveness = PeerLiveness(slots)
+        self._liveness = PeerLiveness(table)
         self._closed = False
         self._listener = socket.create_server((host, 0), family=family_of(host), backlog=128)
         self.address: tuple[str, int] = self._listener.getsockname()[:2]
@@ -205,7 +205,7 @@ class WireServer:
         while True:
             self._liveness.follow(connection, versions.keys() - without)
             wait_s = min(_LOOK_S, max(end_s - time.monotonic(), 0.0))
-            news = self._slots.wait_news(news, wait_s)
+            news = self._table.wait_news(news, wait_s)
             versions = self._originals()
             # Copies that are made here are news too, but not for the peer.
             if news != after and (after < 0 or versions != self._listed.get(connection)):
@@ -221,13 +221,13 @@ class WireServer:
         arenas = {
             name: Listed(arena.body_bytes, tuple(parts), arena.kept())
             for name, parts in versions.items()
-            if (arena := self._slots.arena(name)) is not None
+            if (arena := self._table.arena(name)) is not None
         }
         self._listed[connection] = versions
         send_json(connection, Listing(news, arenas).to_json())
 
     def _originals(self) -> dict[str, list[Held]]:
-        arenas = self._slots.arenas()
+        arenas = self._table.arenas()
         return {name: arena.versions() for name, arena in arenas.items() if not is_copy(name)}
 
     def _send_range(self, connection: socket.socket, request: dict[str, Any]) -> None:
@@ -239,7 +239,7 @@ class WireServer:
             chunk_bytes = self._chunk_bytes()
             for low in range(start, start + size_bytes, chunk_bytes):
                 high = min(low + chunk_bytes, start + size_bytes)
-                data = arena.body(held.slot)[low:high]
+                data = arena.body(held.buffer)[low:high]
                 self._send_chunk(connection, arena, held, data, is_unchecked=is_unchecked)
         except Refused as refusal:
             words = str(refusal).encode()
@@ -253,11 +253,11 @@ class WireServer:
         return min(CHUNK_BYTES, max(int(shared_bytes), _CHUNK_BYTES_MIN))
 
     def _arena(self, name: str, held: Held, start: int, stop: int) -> Arena:
-        arena = self._slots.find(name)
+        arena = self._table.find(name)
         if arena is None:
             raise Refused(f"no snapshot of {name} is held here")
-        if not (0 <= held.slot < NUM_SLOTS and 0 <= start <= stop <= arena.body_bytes):
-            raise Refused(f"a slot of {name} has {arena.body_bytes} bytes, of {NUM_SLOTS}")
+        if not (0 <= held.buffer < NUM_BUFFERS and 0 <= start <= stop <= arena.body_bytes):
+            raise Refused(f"a buffer of {name} has {arena.body_bytes} bytes, of {NUM_BUFFERS}")
         return arena
 
     def _send_chunk(
@@ -271,7 +271,7 @@ class WireServer:
     ) -> None:
         self._limit.wait(len(data))
         value = 0 if is_unchecked else crc32(data)
-        if arena.held(held.slot) != held:
+        if arena.held(held.buffer) != held:
             raise Refused(f"the snapshot after step {held.step} was overwritten")
         # In one packet with the data.
         self._send(connection, CHUNK.pack(len(data), value), socket.MSG_MORE)
@@ -287,10 +287,10 @@ class PeerLiveness:
     Thread-safe. A rank waits with its next snapshot for its followers.
     """
 
-    def __init__(self, slots: NodeSlots) -> None:
-        self._slots = slots
+    def __init__(self, table: ArenaTable) -> None:
+        self._table = table
         self._lock = threading.Lock()
-        #: What each follower said it has, by arena.
+        #: Versions that each follower said it has, by arena.
         self._got: dict[Hashable, dict[str, Held | None]] = {}
         self._renewed_s = 0.0
 
@@ -330,7 +330,7 @@ class PeerLiveness:
             self._tell(name)
 
     def _tell(self, name: str) -> None:
-        arena = self._slots.arena(name)
+        arena = self._table.arena(name)
         if arena is None:
             return
         got = [names[name] for names in self._got.values() if name in names]

@@ -1,4 +1,4 @@
-"""What happens between two steps: report, save, leave."""
+"""Work between two steps: report, save, leave."""
 
 from typing import TYPE_CHECKING
 

@@ -1,4 +1,4 @@
-"""What happens between two steps: report, save, leave. Membership changes only here.
+"""Work between two steps: report, save, leave. Membership changes only here.
 
 If the node's keeper has memory, the state after a step goes there, and the keeper stores some of
 these snapshots. Without a keeper, and if the state must outlive the nodes, the workers store it.
@@ -446,7 +446,7 @@ class Boundary:
         assert self._writer is not None, "a rank without memory signals it"
         assert state is not None, "a state is captured whenever a save is due"
         if self._due.barrier:
-            # This overwrites one of three slots: every rank must have completed the newest one.
+            # This overwrites one of three buffers: every rank must have completed the newest one.
             self._writer.wait(state.step)
             # Reading the result makes the host wait, which a collective on a device does not.
             all_agree(agreed=True, device=self._device)

@@ -1,4 +1,4 @@
-"""What to do with the state after a step: pure, and the same on every rank.
+"""Decides what to do with the state after a step: pure, and the same on every rank.
 
 All ranks decide from the same input: the step, the settings, and the signals of all ranks.
 """
@@ -22,7 +22,7 @@ SKIPPED_MAX: Final = 256
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Due:
-    """What to do with the state after one step.
+    """The decision about the state after one step.
 
     Attributes:
         snapshot: Copy it into memory.

@@ -1,4 +1,4 @@
-"""What steps and saves cost on one rank, measured during training to choose intervals. Pure."""
+"""Costs of steps and saves on one rank, measured during training to choose intervals. Pure."""
 
 from __future__ import annotations
 

@@ -18,7 +18,7 @@ from workers.train.executor import ShardedModel, Step
 
 __all__ = ["LiveState", "Marks", "capture"]
 
-#: Of each shard, about so many values are compared.
+#: About so many values of each shard are compared.
 _NUM_VALUES: Final = 64
 
 
@@ -92,18 +92,26 @@ def capture(step: int, sharded: ShardedModel, extra: Mapping[str, Any]) -> Captu
 
 
 class Marks:
-    """What shows that a script writes to weights: version counters, and a few values of each.
+    """Marks that show writes of a script to weights: version counters, and a few values of each.
 
     The values show writes through ``.data``, which nothing counts. Takes about 10 us a parameter.
-
-    Args:
-        shards: The weights.
     """
 
     def __init__(self, shards: Sequence[LocalShard]) -> None:
         self._shards = shards
         self._versions = _versions(shards)
         self._values = [_few_values(shard.local) for shard in shards]
+
+    def refuse_written(self) -> None:
+        """Raise ``TaskError`` if something wrote to the weights, which have no values yet."""
+        fqn = self.written(frozen_too=True)
+        if fqn is not None:
+            raise TaskError(
+                f"parameter {fqn} was written to before session.optimizer returned, which fills "
+                "all weights: the values would be lost. Give them by build, initialise or "
+                "init_from, or write after session.optimizer `if session.step == 0:`",
+                fqn=fqn,
+            )
 
     def written(self, *, frozen_too: bool) -> str | None:
         """Return the name of a parameter that was written to since; None if none was.

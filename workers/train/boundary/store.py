@@ -264,7 +264,7 @@ class StorageWriter:
     def close(self) -> bool:
         """End the thread; return whether it has released the tensors that it was given.
 
-        What is queued is written first, unless the attempt is fenced.
+        Queued lines are written first, unless the attempt is fenced.
         """
         self._ended.set()
         self._tasks.put(self._try_lines)

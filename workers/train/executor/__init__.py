@@ -7,7 +7,6 @@ from ucp_core.lazy import lazy_door
 if TYPE_CHECKING:
     from workers.train.executor.not_finite import Finiteness, described_numbers
     from workers.train.executor.own_changes import refuse_hooks
-    from workers.train.executor.pipeline import PassHooks, Pipeline
     from workers.train.executor.quotas import Quota, quota
     from workers.train.executor.rank_calls import RankCalls
     from workers.train.executor.reduction import (
@@ -16,15 +15,14 @@ if TYPE_CHECKING:
         use_deterministic_kernels,
         use_tree,
     )
-    from workers.train.executor.sharded_model import ShardedModel
+    from workers.train.executor.sharded_model import BuiltModel, ShardedModel
     from workers.train.executor.signals import Signals, all_agree, on_host
     from workers.train.executor.step import Step
     from workers.train.executor.whole_gradients import WholeGradients
 
 __all__ = [
+    "BuiltModel",
     "Finiteness",
-    "PassHooks",
-    "Pipeline",
     "Quota",
     "RankCalls",
     "Reduction",

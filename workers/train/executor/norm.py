@@ -19,7 +19,7 @@ __all__ = ["ordered_sum", "row_squares", "scale_gradients", "sum_of_squares"]
 def sum_of_squares(shards: Sequence[LocalShard], rank: int, device: torch.device) -> Tensor:
     """Return the sum of squares of this rank's gradients, a float64 scalar.
 
-    Of replicas only the first counts. Those of ``WholeGradients`` do not.
+    Only the first of several replicas counts. Those of ``WholeGradients`` do not.
     """
     counted = gradients(
         [one for one in shards if one.replicas[0] == rank and not is_whole(one.shape)]

@@ -31,7 +31,7 @@ _SMALLEST_SCALE: Final = 1.0
 
 
 class Reduced(Protocol):
-    """What is known of a step when its sums are reduced."""
+    """The facts about a step when its sums are reduced."""
 
     number: int
     loss: float

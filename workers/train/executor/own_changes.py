@@ -1,4 +1,4 @@
-"""What a script does to gradients by itself, and would be lost or wrong without a word."""
+"""Refuses changes of gradients between backward and apply, which would be lost or wrong."""
 
 from __future__ import annotations
 
@@ -11,22 +11,8 @@ from torch import Tensor, nn
 from workers.errors import TaskError
 from workers.parallel import LocalShard
 
-__all__ = [
-    "Marks",
-    "Probe",
-    "marked",
-    "probe_of",
-    "refuse_changes",
-    "refuse_clipped",
-    "refuse_hooks",
-    "refuse_unfrozen",
-    "was_changed",
-]
+__all__ = ["Changes", "refuse_clipped", "refuse_hooks", "refuse_unfrozen"]
 
-#: Gradients of shards with how often each was written to.
-Marks = Sequence[tuple[Tensor | None, int]]
-#: A shard, and a copy of its gradient.
-Probe = tuple[LocalShard, Tensor]
 _ADVICE = (
     "To limit the norm set clip_norm; else change gradients in a hook of the optimizer "
     "(optimizer.register_step_pre_hook), where they are means over the global batch"
@@ -44,48 +30,42 @@ def refuse_hooks(named: Mapping[str, nn.Parameter]) -> None:
             )
 
 
-def marked(shards: Sequence[LocalShard]) -> Marks:
-    """Return what tells whether a gradient is changed from now on.
+class Changes:
+    """Detects whether a script changes gradients from now on; it may drop them.
 
     Raises:
         TaskError: A parameter has a hook on its gradient.
     """
-    refuse_hooks({shard.fqn: shard.parameter for shard in shards})
-    return [_mark(shard) for shard in shards]
 
+    def __init__(self, shards: Sequence[LocalShard]) -> None:
+        refuse_hooks({shard.fqn: shard.parameter for shard in shards})
+        self._marks = [(shard, *_mark(shard)) for shard in shards]
+        # torch 2.13 counts no writes of clip_grad_norm_, to all: compare the smallest gradient.
+        held = [(shard, one) for shard, one, _ in self._marks if one is not None and one.numel()]
+        smallest = min(held, key=lambda pair: pair[1].numel(), default=None)
+        self._probe = (smallest[0], smallest[1].clone()) if smallest is not None else None
 
-def refuse_changes(shards: Sequence[LocalShard], marks: Marks, step: int) -> None:
-    """Raise ``TaskError`` if a gradient was changed since ``marks``; it may be dropped.
+    def refuse(self, step: int) -> None:
+        """Raise ``TaskError`` if a gradient was written to; forget them. Waits for no device."""
+        marks, self._marks = self._marks, []
+        for shard, before, version in marks:
+            now, written = _mark(shard)
+            if now is not None and (now is not before or written != version):
+                raise TaskError(
+                    f"step {step}: the gradient of {shard.fqn} was changed between step.backward "
+                    f"and step.apply, where it is a sum over tokens of this worker. {_ADVICE}",
+                    fqn=shard.fqn,
+                    step=step,
+                )
 
-    Waits for no device.
-    """
-    for shard, (before, version) in zip(shards, marks, strict=False):
-        now, written = _mark(shard)
-        if now is not None and (now is not before or written != version):
-            raise TaskError(
-                f"step {step}: the gradient of {shard.fqn} was changed between step.backward and "
-                f"step.apply, where it is a sum over tokens of this worker. {_ADVICE}",
-                fqn=shard.fqn,
-                step=step,
-            )
-
-
-def probe_of(shards: Sequence[LocalShard]) -> Probe | None:
-    """Return the smallest gradient: torch 2.13 counts no writes of clip_grad_norm_, to all."""
-    held = [(shard, one) for shard in shards if (one := shard.gradient) is not None and one.numel()]
-    if not held:
-        return None
-    shard, gradient = min(held, key=lambda pair: pair[1].numel())
-    return shard, gradient.clone()
-
-
-def was_changed(probe: Probe | None, device: torch.device) -> Tensor:
-    """Return 1.0 if the gradient is another one now, else 0.0, float64; waits for no device."""
-    now = probe[0].gradient if probe is not None else None
-    if probe is None or now is None:
-        return torch.zeros(1, dtype=torch.float64, device=device)
-    differs = (probe[1] != now) & ~(probe[1].isnan() & now.isnan())
-    return differs.any().double().reshape(1)
+    def are_seen(self, device: torch.device) -> Tensor:
+        """Return 1.0 if the smallest gradient has changed, else 0.0, float64, ``(1,)``."""
+        now = self._probe[0].gradient if self._probe is not None else None
+        if self._probe is None or now is None:
+            return torch.zeros(1, dtype=torch.float64, device=device)
+        before = self._probe[1]
+        differs = (before != now) & ~(before.isnan() & now.isnan())
+        return differs.any().double().reshape(1)
 
 
 def refuse_clipped(step: int) -> NoReturn:

@@ -65,7 +65,7 @@ def quota(num_micro_batches: int, num_ranks: int, rank: int, *, fixed_tree: bool
     """
     parts = blocks(num_micro_batches, num_ranks)
     num_passes = max(stop - start for start, stop in parts)
-    syncs = _tree_syncs(parts, num_passes) if fixed_tree else _last_only(num_passes)
+    syncs = _tree_syncs(parts, num_passes) if fixed_tree else frozenset({num_passes - 1})
     start, stop = parts[rank]
     spare = min(max(stop - 1, start), num_micro_batches - 1)
     passes = tuple(
@@ -77,10 +77,6 @@ def quota(num_micro_batches: int, num_ranks: int, rank: int, *, fixed_tree: bool
         for number in range(num_passes)
     )
     return Quota(passes=passes, nodes=_nodes(parts, syncs) if fixed_tree else ())
-
-
-def _last_only(num_passes: int) -> frozenset[int]:
-    return frozenset({num_passes - 1})
 
 
 def _tree_syncs(parts: tuple[tuple[int, int], ...], num_passes: int) -> frozenset[int]:

@@ -22,16 +22,12 @@ _WITHIN: Final = ("torch.distributed.distributed_c10d", "torch.distributed.c10d_
 #: FSDP and DTensor may ask. Dynamo asks when it compiles a forward pass that does.
 _OWN: Final = ("torch.", "workers.")
 _DYNAMO: Final = "torch._dynamo.variables."
-#: What a module says whose result is the same for any number of ranks.
+#: A module says this if its result is the same for any number of ranks.
 _DECLARED: Final = "depends_on_ranks"
 
 
 class RankCalls:
-    """Calls of ``torch.distributed`` by forward passes, from ``begin`` to ``refuse``.
-
-    Args:
-        model: Its modules have names.
-    """
+    """Calls of ``torch.distributed`` by forward passes, from ``begin`` to ``refuse``."""
 
     def __init__(self, model: nn.Module) -> None:
         self._model = model

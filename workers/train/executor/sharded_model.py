@@ -1,4 +1,4 @@
-"""What a step works on: the sharded model with its optimizers."""
+"""The sharded model of an attempt, alone and with its optimizers."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import torch
 from torch import nn
 
-from workers.parallel import LocalShard, Mesh
+from workers.parallel import LocalShard, Mesh, Pipeline
 from workers.state import (
     Optimizers,
     PersistentBuffers,
@@ -16,51 +16,61 @@ from workers.state import (
     TrainingState,
     refuse_unsavable,
 )
-from workers.train.executor.pipeline import Pipeline
 from workers.train.executor.rank_calls import RankCalls
 from workers.train.executor.reduction import Reduction
 from workers.train.executor.whole_gradients import WholeGradients
 
-__all__ = ["ShardedModel"]
+__all__ = ["BuiltModel", "ShardedModel"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
-class ShardedModel:
-    """A sharded model with its optimizers, as this rank holds them.
+class BuiltModel:
+    """A sharded model without values.
 
     Attributes:
         model: The whole model, or this rank's pipeline stage of it, sharded.
+        called: The script calls it: ``model``, or a stage that stands for the whole model.
         shapes: Shapes of all parameters of the whole model, by name.
-        optimizers: The optimizers over ``parameters``.
-        shards: This rank's shard of every parameter.
-        parameters: The shards as plain parameters by name, in the same memory.
+        shards: This rank's shard of every parameter that it has a part of.
+        buffers: Persistent buffers of ``model``.
+        keeps_gathered: Whether parameters stay gathered until the last pass of a step.
+        pipeline: Runs micro-batches through the stages; None if the model is whole.
         reduction: State of the deterministic reduction.
         mesh: The ranks that the model is sharded over.
         device: The device that it is on.
-        keeps_gathered: Whether parameters stay gathered until the last pass of a step.
-        state: The tensors of the training state.
-        registered: State of the script, beside them.
-        buffers: Persistent buffers of the model.
-        whole: Gradients of the parameters that are not sharded.
-        rank_calls: Notes what the model asks about ranks.
-        pipeline: Runs micro-batches through the stages; None if the model is whole.
     """
 
     model: nn.Module
+    called: nn.Module
     shapes: Mapping[str, tuple[int, ...]]
-    optimizers: Optimizers
     shards: Sequence[LocalShard]
-    parameters: Mapping[str, nn.Parameter]
+    buffers: PersistentBuffers
+    keeps_gathered: bool
+    pipeline: Pipeline | None
     reduction: Reduction
     mesh: Mesh
     device: torch.device
-    keeps_gathered: bool
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class ShardedModel(BuiltModel):
+    """A sharded model with its optimizers, as this rank holds them.
+
+    Attributes:
+        parameters: The shards as plain parameters by name, in the same memory.
+        optimizers: The optimizers over ``parameters``.
+        state: The tensors of the training state.
+        registered: State of the script, beside them.
+        whole: Gradients of the parameters that are not sharded.
+        rank_calls: Notes what the model asks about ranks.
+    """
+
+    parameters: Mapping[str, nn.Parameter]
+    optimizers: Optimizers
     state: TrainingState
     registered: Registered
-    buffers: PersistentBuffers
     whole: WholeGradients
     rank_calls: RankCalls
-    pipeline: Pipeline | None = None
 
     def try_unknown(self) -> None:
         """Raise ``StateError`` if optimizers of other libraries have state that cannot be saved.

@@ -1,4 +1,4 @@
-"""What the ranks of an attempt tell each other: signals within a step, and votes."""
+"""Messages between the ranks of an attempt: signals within a step, and votes."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ __all__ = ["Signals", "all_agree", "on_host", "reading", "refuse_readings"]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Signals:
-    """What one rank signals in a step; after the step's all-reduce, what any rank signalled.
+    """Signals of one rank in a step; after the step's all-reduce, those of any rank.
 
     Attributes:
         buffers: A pass changed a persistent buffer.
@@ -93,14 +93,7 @@ def reading(numbers: Tensor) -> Callable[[], list[float]]:
 
 
 def refuse_readings(agreed: Signals, mine: Signals, *, step: int, device: torch.device) -> None:
-    """Raise ``DataError`` on every rank if not all have read the same of a stream.
-
-    Args:
-        agreed: What all ranks signalled.
-        mine: What this one did.
-        step: The step.
-        device: For tensors of collectives.
-    """
+    """Raise ``DataError`` on every rank if not all have read the same of a stream."""
     num = dist.get_world_size()
     # By Cauchy and Schwarz: numbers whose squares sum up so are equal.
     if num * agreed.read_squared == agreed.read**2:

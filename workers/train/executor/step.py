@@ -21,12 +21,11 @@ from torch.amp import GradScaler
 from workers import collectives
 from workers.data import keeping_host_numbers, random_seed, seed_all
 from workers.errors import TaskError
-from workers.parallel import drop_gathered, fsdp_modules
+from workers.parallel import PassHooks, Pipeline, drop_gathered, fsdp_modules
 from workers.protocol import WorkerPhase
 from workers.records import ProgressRecord
 from workers.settings import TrainSettings
 from workers.state import fitted
-from workers.train.executor.learning_rate import learning_rate
 from workers.train.executor.norm import (
     ordered_sum,
     row_squares,
@@ -34,26 +33,16 @@ from workers.train.executor.norm import (
     sum_of_squares,
 )
 from workers.train.executor.not_finite import Finiteness
-from workers.train.executor.own_changes import (
-    Marks,
-    Probe,
-    marked,
-    probe_of,
-    refuse_changes,
-    refuse_clipped,
-    refuse_unfrozen,
-    was_changed,
-)
-from workers.train.executor.pipeline import PassHooks, Pipeline
+from workers.train.executor.own_changes import Changes, refuse_clipped, refuse_unfrozen
 from workers.train.executor.quotas import Pass, Quota
 from workers.train.executor.sharded_model import ShardedModel
 from workers.train.executor.signals import Signals, reading, refuse_readings
 
-__all__ = ["Step"]
+__all__ = ["Step", "learning_rate"]
 
 
 class StepBoundary(Protocol):
-    """What a step needs of the boundary after it: ``workers.train.boundary.Boundary``.
+    """The calls of a step to the boundary after it: ``workers.train.boundary.Boundary``.
 
     Attributes:
         finiteness: Decides about updates that are not finite.
@@ -120,8 +109,7 @@ class Step:
         self._on_applied = on_applied
         self._pass: Pass | None = None
         self._sums: dict[int, tuple[Tensor, int]] = {}
-        self._marks: Marks = ()
-        self._probe: Probe | None = None
+        self._changes = Changes(())
 
     @property
     def leaves(self) -> bool:
@@ -209,10 +197,6 @@ class Step:
     ) -> None:
         """Do the whole step: every micro-batch of this worker, then ``apply``.
 
-        Args:
-            loss_of: See ``Session.train_step``.
-            optimizers: See ``apply``.
-
         Raises:
             TaskError: The step has begun already, or ``loss_of`` returned something else.
         """
@@ -275,8 +259,7 @@ class Step:
         self._sharded.whole.end_pass(one.micro_batch if one.counts else None)
         if one is self._quota.passes[-1]:
             self._sharded.whole.end_passes()
-            self._marks = marked(self._sharded.shards)
-            self._probe = probe_of(self._sharded.shards)
+            self._changes = Changes(self._sharded.shards)
 
     def _weigh(self, loss: Tensor, tokens: int) -> Tensor:
         """Take the loss of the open pass; return what its gradient is computed of."""
@@ -312,8 +295,7 @@ class Step:
                 "iterate step.micro_batches() to its end first"
             )
         self._sharded.rank_calls.refuse()
-        refuse_changes(self._sharded.shards, self._marks, self.number)
-        self._marks = ()
+        self._changes.refuse(self.number)
         refuse_unfrozen(self._sharded.shards, self._sharded.parameters, self.number)
         self._sharded.optimizers.refuse_rates(self.number, self._sharded.registered.schedule)
         self._progress.enter(WorkerPhase.REDUCING)
@@ -380,7 +362,7 @@ class Step:
         num_said, whole = len(said), sharded.whole
         said += whole.exist()
         counts = torch.tensor(said, dtype=torch.float64, device=sharded.device)
-        changed, first = was_changed(self._probe, device), len(said) + 1
+        changed, first = self._changes.are_seen(device), len(said) + 1
         end = first + num_places
         numbers = torch.cat((counts, changed, losses, whole.sums(), squares))
         dist.all_reduce(numbers)
@@ -433,6 +415,22 @@ class Step:
                 sharded.optimizers.set_rates(optimizer, lr)
             optimizer.step()
             optimizer.zero_grad(set_to_none=True)
+
+
+def learning_rate(train: TrainSettings, step: int) -> float:
+    """Return the learning rate of ``step``, counted from 1.
+
+    It rises linearly over the warm-up to ``lr``, then falls to ``lr * lr_min_ratio`` at the
+    last step, by half a cosine or a line; "constant" stays at ``lr``.
+    """
+    warmup_steps = train.num_warmup_steps
+    if step <= warmup_steps:
+        return train.lr * step / warmup_steps
+    if train.schedule == "constant":
+        return train.lr
+    done = min(1.0, (step - warmup_steps) / max(1, train.steps - warmup_steps))
+    left = 0.5 * (1.0 + math.cos(math.pi * done)) if train.schedule == "cosine" else 1.0 - done
+    return train.lr * (train.lr_min_ratio + (1.0 - train.lr_min_ratio) * left)
 
 
 def _loss_and_tokens(returned: Any, num_samples: int) -> tuple[Tensor, int]:

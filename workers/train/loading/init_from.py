@@ -7,7 +7,7 @@ run's: every value stays the same.
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from fnmatch import fnmatchcase
 from typing import Any, Final
@@ -57,7 +57,7 @@ class Needed:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Initial:
-    """What a run started from.
+    """The checkpoint that a run started from.
 
     Attributes:
         size_bytes: Bytes that this rank loaded.
@@ -206,7 +206,10 @@ def _tied(
     manifest = checkpoint.manifest
     held = {key.fqn for key in manifest.state_map.entries}
     tied: dict[str, str] = {}
-    for alias, owner in (*manifest.ties.items(), *_reverse(aliases)):
+    for alias, owner in (
+        *manifest.ties.items(),
+        *((name, alias) for alias, name in aliases.items()),
+    ):
         is_free = alias not in held and alias not in tied.values()
         if alias in needed and is_free and owner in held and owner not in needed:
             tied[owner] = alias
@@ -220,10 +223,6 @@ def _aliases(model: nn.Module) -> dict[str, str]:
     first = {id(value): name for name, value in own_names(model.named_parameters()).items()}
     every = own_names(model.named_parameters(remove_duplicate=False))
     return {name: first[id(one)] for name, one in every.items() if first[id(one)] != name}
-
-
-def _reverse(aliases: Mapping[str, str]) -> Iterable[tuple[str, str]]:
-    return ((name, alias) for alias, name in aliases.items())
 
 
 def _new_name(name: str, patterns: Sequence[tuple[str, str]]) -> str:

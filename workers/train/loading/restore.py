@@ -79,7 +79,7 @@ class UnloadableSignal(BaseException):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Restored:
-    """What was loaded.
+    """A loaded version.
 
     Attributes:
         step: Training continues after this step; 0 if there was nothing to load.

@@ -2,9 +2,9 @@ from orchestrator.policies.bad_sources import described, good, in_storage, on_no
 from workers.protocol import Held, HeldPart, Inventory, held_source, stored_source
 
 
-def _part(arena: str, *, slot: int, sequence: int, step: int = 5) -> HeldPart:
+def _part(arena: str, *, buffer: int, sequence: int, step: int = 5) -> HeldPart:
     held = Held(
-        slot=slot,
+        buffer=buffer,
         sequence=sequence,
         attempt=1,
         step=step,
@@ -20,11 +20,11 @@ def _inventory(node: str, *parts: HeldPart) -> Inventory:
     return Inventory(node=node, host="h", port=1, parts=parts)
 
 
-def test_only_the_very_slot_is_left_out() -> None:
-    """Its copy is another source, and so is what was written into the slot since."""
-    bad = _part("w.1", slot=0, sequence=4)
-    others = (_part("w.1", slot=1, sequence=4), _part("w.1", slot=0, sequence=6))
-    copy = _part("a/w.1", slot=0, sequence=4)
+def test_only_the_very_buffer_is_left_out() -> None:
+    """Its copy is another source, and so is what was written into the buffer since."""
+    bad = _part("w.1", buffer=0, sequence=4)
+    others = (_part("w.1", buffer=1, sequence=4), _part("w.1", buffer=0, sequence=6))
+    copy = _part("a/w.1", buffer=0, sequence=4)
     inventories = [_inventory("a", bad, *others), _inventory("b", copy)]
 
     left = good(inventories, [held_source("a", bad.arena, bad.held)])
@@ -34,7 +34,7 @@ def test_only_the_very_slot_is_left_out() -> None:
 
 def test_a_version_in_storage_says_nothing_of_the_same_step_in_memory() -> None:
     """The other tier is the next source."""
-    part = _part("w.1", slot=0, sequence=4)
+    part = _part("w.1", buffer=0, sequence=4)
     bad = [stored_source(5, 1)]
 
     assert good([_inventory("a", part)], bad) == [_inventory("a", part)]
@@ -51,9 +51,9 @@ def test_what_counts_no_more_need_not_be_left_out() -> None:
     assert still_bad(bad, ((1, 0), (2, 5), (3, 8))) == (stored_source(5, 1),)
 
 
-def test_a_keeper_is_told_of_its_own_slots_and_people_of_all() -> None:
+def test_a_keeper_is_told_of_its_own_buffers_and_people_of_all() -> None:
     """A keeper that is told of another's would look for an arena that it has not."""
-    part = _part("w.1", slot=2, sequence=8)
+    part = _part("w.1", buffer=2, sequence=8)
     bad = [held_source("aa", "w.1", part.held), stored_source(5, 1)]
 
     assert on_node(bad, "aa") == (("w.1", 2, 8),)

@@ -21,7 +21,7 @@ LINEAGE = ((1, 0),)
 
 def _held(step: int, rank: int, *, attempt: int = 1, world_size: int = 2) -> Held:
     return Held(
-        slot=0,
+        buffer=0,
         sequence=2,
         attempt=attempt,
         step=step,

@@ -182,7 +182,7 @@ def test_what_users_wrote_is_escaped(tmp_path: Path) -> None:
 
 
 def test_what_was_not_loaded_is_told_and_blames_nobody(tmp_path: Path) -> None:
-    """Hundreds of slots may be damaged at once; the page has room for some."""
+    """Hundreds of buffers may be damaged at once; the page has room for some."""
     write_run(tmp_path, faults=(CRASH,))
     path = tmp_path / "incidents" / "0001" / "incident.json"
     document = json.loads(path.read_text(encoding="utf-8"))

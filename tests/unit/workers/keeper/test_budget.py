@@ -12,7 +12,7 @@ from workers.keeper.budget import Budget
 def machine(monkeypatch: pytest.MonkeyPatch) -> None:
     """Return a machine with 1000 bytes left, and none of them shared."""
     monkeypatch.setattr(module, "available_bytes", lambda: 1000)
-    monkeypatch.setattr(module, "_shared_bytes", lambda: 0)
+    monkeypatch.setattr(module, "meminfo_bytes", lambda _name: 0)
 
 
 def _directory(root: Path, run: str, node: str = "n1") -> Path:
@@ -48,7 +48,7 @@ def test_what_a_run_has_taken_is_not_counted_twice(
     """It is not available any more, so only the rest of its share is still to come."""
     first = Budget(_directory(tmp_path, "a"), 0)
     monkeypatch.setattr(module, "available_bytes", lambda: 600)
-    monkeypatch.setattr(module, "_shared_bytes", lambda: 400)
+    monkeypatch.setattr(module, "meminfo_bytes", lambda _name: 400)
 
     assert first.num_bytes == 500
     assert Budget(_directory(tmp_path, "b"), 0).num_bytes == (600 - 100) // 2

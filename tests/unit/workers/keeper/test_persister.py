@@ -26,10 +26,10 @@ from ucp_core.errors import StorageError
 from ucp_core.native import load, open_checkpoint
 from ucp_core.storage import Buffer, LocalStore, MemoryStore, Store, claim
 from workers.keeper import persister as persister_module
+from workers.keeper.arena_table import ArenaTable
 from workers.keeper.descriptor_server import DescriptorServer
 from workers.keeper.node_memory import Problems
 from workers.keeper.persister import Persister
-from workers.keeper.slots import NodeSlots
 from workers.memory import Arena, descriptor_socket, open_arena
 from workers.settings import CheckpointSettings
 
@@ -43,21 +43,21 @@ def problems() -> Problems:
 
 
 @pytest.fixture
-def slots() -> Iterator[NodeSlots]:
-    slots = NodeSlots(budget_bytes=1 << 30)
-    yield slots
-    for name in slots.arenas():
-        slots.drop(name)
+def table() -> Iterator[ArenaTable]:
+    table = ArenaTable(budget_bytes=1 << 30)
+    yield table
+    for name in table.arenas():
+        table.drop(name)
 
 
 @pytest.fixture
-def persisting(slots: NodeSlots, problems: Problems) -> Persisting:
+def persisting(table: ArenaTable, problems: Problems) -> Persisting:
     @contextmanager
     def persist(
         store: Store, directory: str = "run", *, keep: int = 0, fsync: bool = False
     ) -> Iterator[Persister]:
         persister = Persister(
-            slots, store, directory, CheckpointSettings(keep=keep, fsync=fsync), problems.note,
+            table, store, directory, CheckpointSettings(keep=keep, fsync=fsync), problems.note,
             pauses_s=(0.01, 0.01),
         )  # fmt: skip
         yield persister
@@ -66,19 +66,19 @@ def persisting(slots: NodeSlots, problems: Problems) -> Persisting:
     return persist
 
 
-def _arenas(slots: NodeSlots, world: int = WORLD) -> list[Arena]:
-    return [slots.reserve(f"w{rank:04d}.1", body_bytes=body_bytes(world)) for rank in range(world)]
+def _arenas(table: ArenaTable, world: int = WORLD) -> list[Arena]:
+    return [table.reserve(f"w{rank:04d}.1", body_bytes=body_bytes(world)) for rank in range(world)]
 
 
 def _save(
-    slots: NodeSlots, arenas: list[Arena], step: int, *, pin: bool = True, attempt: int = 1
+    table: ArenaTable, arenas: list[Arena], step: int, *, pin: bool = True, attempt: int = 1
 ) -> None:
     for rank, arena in enumerate(arenas):
         snapshot(
             arena, step, attempt=attempt, rank=rank, world=len(arenas), pin=pin,
-            lineage=slots.lineage,
+            lineage=table.lineage,
         )  # fmt: skip
-    slots.tell()
+    table.tell()
 
 
 def _has_stored(persister: Persister, step: int) -> bool:
@@ -94,15 +94,15 @@ def _check_stored(store: Store, step: int, directory: str = "run") -> None:
 
 
 def test_what_is_pinned_becomes_a_checkpoint(
-    slots: NodeSlots,
+    table: ArenaTable,
     problems: Problems,
     persisting: Persisting,
     tmp_path: Path,
 ) -> None:
-    """Bit for bit the state, to be loaded under any layout; and the slots are free again."""
-    arenas, store = _arenas(slots), LocalStore()
+    """Bit for bit the state, to be loaded under any layout; and the buffers are free again."""
+    arenas, store = _arenas(table), LocalStore()
     with persisting(store, str(tmp_path)) as persister:
-        _save(slots, arenas, 7)
+        _save(table, arenas, 7)
 
         assert eventually(lambda: not any(a.pinned() is not None for a in arenas))
         assert persister.stored[1] == 7
@@ -110,34 +110,34 @@ def test_what_is_pinned_becomes_a_checkpoint(
     assert problems.lines() == ()
 
 
-def test_what_is_not_pinned_is_not_stored(slots: NodeSlots, persisting: Persisting) -> None:
+def test_what_is_not_pinned_is_not_stored(table: ArenaTable, persisting: Persisting) -> None:
     """Snapshots are taken far more often than storage could take them."""
-    arenas, store = _arenas(slots), MemoryStore()
+    arenas, store = _arenas(table), MemoryStore()
     with persisting(store):
-        _save(slots, arenas, 1, pin=False)
-        _save(slots, arenas, 2)
+        _save(table, arenas, 1, pin=False)
+        _save(table, arenas, 2)
         assert eventually(lambda: not any(a.pinned() is not None for a in arenas))
-        _save(slots, arenas, 3, pin=False)
+        _save(table, arenas, 3, pin=False)
 
     assert store.list("run/checkpoints") == ("step-00000002",)
 
 
-def test_a_stalled_store_holds_up_one_slot_and_nothing_else(
-    slots: NodeSlots,
+def test_a_stalled_store_holds_up_one_buffer_and_nothing_else(
+    table: ArenaTable,
     persisting: Persisting,
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """For minutes: snapshots go on beside the pinned one, the door answers, and it is said."""
     monkeypatch.setattr(persister_module, "_SILENT_S", 0.05)
-    (arena,), store = _arenas(slots, 1), StallingStore()
-    door = DescriptorServer(descriptor_socket(tmp_path), slots)
+    (arena,), store = _arenas(table, 1), StallingStore()
+    door = DescriptorServer(descriptor_socket(tmp_path), table)
     with persisting(store) as persister:
-        _save(slots, [arena], 1)
+        _save(table, [arena], 1)
         assert store.is_stalled.wait(20.0)
 
         for step in range(2, 12):
-            _save(slots, [arena], step, pin=False)
+            _save(table, [arena], step, pin=False)
         open_arena(descriptor_socket(tmp_path), "w0000.1").close()
         assert [held.step for held in arena.versions()] == [1, 10, 11]
         assert eventually(lambda: "silent for" in persister.silence)
@@ -152,41 +152,41 @@ def test_a_stalled_store_holds_up_one_slot_and_nothing_else(
 
 @pytest.mark.parametrize("where", ["data", "record"])
 def test_a_flipped_bit_is_not_stored(
-    slots: NodeSlots,
+    table: ArenaTable,
     problems: Problems,
     persisting: Persisting,
     where: str,
 ) -> None:
-    """Poison in storage would be found when it is needed. The slot is not offered any more."""
-    (arena,), store = _arenas(slots, 1), MemoryStore()
+    """Poison in storage would be found when it is needed. The buffer is not offered any more."""
+    (arena,), store = _arenas(table, 1), MemoryStore()
     good = snapshot(arena, 1)
     bad = snapshot(arena, 2)
     position = bad.data_bytes // 3 if where == "data" else bad.data_bytes + bad.record_bytes // 3
-    arena.body(bad.slot)[position] ^= 0x10
-    arena.pin(bad.slot)
+    arena.body(bad.buffer)[position] ^= 0x10
+    arena.pin(bad.buffer)
     with persisting(store) as persister:
-        slots.tell()
+        table.tell()
 
         assert eventually(lambda: arena.pinned() is None)
         assert persister.stored[1] == 0
     assert store.list("run/checkpoints/step-00000002") == ()
     assert arena.versions() == [good]
     assert any("damaged" in line and "not used any more" in line for line in problems.lines())
-    assert arena.choose(()) != good.slot
+    assert arena.choose(()) != good.buffer
 
 
-def test_a_slot_that_is_written_over_meanwhile_is_never_committed(
-    slots: NodeSlots, problems: Problems, persisting: Persisting
+def test_a_buffer_that_is_written_over_meanwhile_is_never_committed(
+    table: ArenaTable, problems: Problems, persisting: Persisting
 ) -> None:
     """A zombie keeps to no pin: half of one version and half of another is none."""
-    (arena,), store = _arenas(slots, 1), StallingStore()
+    (arena,), store = _arenas(table, 1), StallingStore()
     held = snapshot(arena, 1, pin=True)
     with persisting(store):
-        slots.tell()
+        table.tell()
         assert store.is_stalled.wait(20.0)
-        arena.begin(held.slot, attempt=1, step=9, rank=0, world_size=1)
-        np.frombuffer(arena.body(held.slot), np.uint8)[:] = 7
-        arena.finish(held.slot, data_bytes=held.data_bytes, record_bytes=held.record_bytes)
+        arena.begin(held.buffer, attempt=1, step=9, rank=0, world_size=1)
+        np.frombuffer(arena.body(held.buffer), np.uint8)[:] = 7
+        arena.finish(held.buffer, data_bytes=held.data_bytes, record_bytes=held.record_bytes)
         store.may_go_on.set()
 
         assert eventually(lambda: arena.pinned() is None)
@@ -209,77 +209,77 @@ class _FailingStore(MemoryStore):
 
 
 def test_a_store_that_fails_for_a_moment_is_tried_again(
-    slots: NodeSlots, problems: Problems, persisting: Persisting
+    table: ArenaTable, problems: Problems, persisting: Persisting
 ) -> None:
     """Most failures of a network are over in a second."""
-    arenas, store = _arenas(slots), _FailingStore(2)
+    arenas, store = _arenas(table), _FailingStore(2)
     with persisting(store) as persister:
-        _save(slots, arenas, 3)
+        _save(table, arenas, 3)
 
         assert eventually(lambda: persister.stored[1] == 3)
     assert problems.lines() == ()
 
 
 def test_a_full_store_is_an_event_and_the_next_version_is_tried_anew(
-    slots: NodeSlots, problems: Problems, persisting: Persisting
+    table: ArenaTable, problems: Problems, persisting: Persisting
 ) -> None:
     """Training must not fail for it; people must hear of it."""
-    (arena,), store = _arenas(slots, 1), _FailingStore(3)
+    (arena,), store = _arenas(table, 1), _FailingStore(3)
     with persisting(store) as persister:
-        _save(slots, [arena], 3)
+        _save(table, [arena], 3)
         assert eventually(lambda: arena.pinned() is None)
         (line,) = problems.lines()
         assert "step 3 is not stored" in line
         assert "the file system is full" in line
 
-        _save(slots, [arena], 6)
+        _save(table, [arena], 6)
         assert eventually(lambda: persister.stored[1] == 6)
         assert eventually(lambda: problems.lines() == ())
     assert store.list("run/checkpoints") == ("step-00000006",)
 
 
 def test_a_version_of_a_fenced_attempt_is_not_stored(
-    slots: NodeSlots, persisting: Persisting
+    table: ArenaTable, persisting: Persisting
 ) -> None:
     """It would be a checkpoint that does not count, in the way of one that does."""
-    (arena,), store = _arenas(slots, 1), MemoryStore()
+    (arena,), store = _arenas(table, 1), MemoryStore()
     with persisting(store):
-        slots.fence(2, [(1, 0), (2, 4)])
+        table.fence(2, [(1, 0), (2, 4)])
         snapshot(arena, 5, attempt=1, pin=True)
-        slots.tell()
+        table.tell()
 
         assert eventually(lambda: arena.pinned() is None)
     assert store.list("run/checkpoints") == ()
 
 
 def test_a_part_whose_version_still_counts_is_stored_after_the_fence(
-    slots: NodeSlots, persisting: Persisting
+    table: ArenaTable, persisting: Persisting
 ) -> None:
     """The new attempt resumed from it: should memory be lost now, it is all there is."""
-    arenas, store = _arenas(slots), MemoryStore()
-    _save(slots, arenas, 4)
-    slots.fence(2, [(1, 0), (2, 4)])
+    arenas, store = _arenas(table), MemoryStore()
+    _save(table, arenas, 4)
+    table.fence(2, [(1, 0), (2, 4)])
     with persisting(store) as persister:
         assert eventually(lambda: persister.stored[1] == 4)
-        slots.fence(3, [(1, 0), (2, 4), (3, 2)])
+        table.fence(3, [(1, 0), (2, 4), (3, 2)])
         assert persister.stored[1] == 0
     _check_stored(store, 4)
 
 
 def test_old_checkpoints_go_only_when_the_history_is_known(
-    slots: NodeSlots, persisting: Persisting
+    table: ArenaTable, persisting: Persisting
 ) -> None:
     """A keeper that was just started knows no lineage and would take dead ones for good ones."""
-    (arena,), store = _arenas(slots, 1), MemoryStore()
+    (arena,), store = _arenas(table, 1), MemoryStore()
     with persisting(store, keep=1) as persister:
         for step in (1, 2):
-            _save(slots, [arena], step)
+            _save(table, [arena], step)
             assert eventually(partial(_has_stored, persister, step))
         assert eventually(lambda: arena.pinned() is None)
         assert len(store.list("run/checkpoints")) == 2
 
-        slots.fence(1, [(1, 0)])
-        _save(slots, [arena], 3)
+        table.fence(1, [(1, 0)])
+        _save(table, [arena], 3)
         assert eventually(lambda: not store.exists("run/checkpoints/step-00000001/manifest.json"))
     _check_stored(store, 3)
 
@@ -292,29 +292,29 @@ class _StaleStore(MemoryStore):
 
 
 def test_whatever_is_wrong_with_old_checkpoints_the_next_one_is_stored(
-    slots: NodeSlots, problems: Problems, persisting: Persisting
+    table: ArenaTable, problems: Problems, persisting: Persisting
 ) -> None:
-    """Who stores also deletes, in the same thread: its end would leave a slot pinned for ever."""
-    (arena,), store = _arenas(slots, 1), _StaleStore()
-    slots.fence(1, [(1, 0)])
+    """Who stores also deletes, in the same thread: its end would leave a buffer pinned for ever."""
+    (arena,), store = _arenas(table, 1), _StaleStore()
+    table.fence(1, [(1, 0)])
     with persisting(store, keep=1) as persister:
         for step in (1, 2, 3):
-            _save(slots, [arena], step)
+            _save(table, [arena], step)
             assert eventually(partial(_has_stored, persister, step))
             assert eventually(lambda: arena.pinned() is None)
         assert any("old checkpoints are not deleted" in line for line in problems.lines())
 
 
-def test_flush_stores_what_was_not_due(slots: NodeSlots, persisting: Persisting) -> None:
+def test_flush_stores_what_was_not_due(table: ArenaTable, persisting: Persisting) -> None:
     """The last version of a run that ends early; a rank whose node is gone is here as a copy."""
-    own, store = slots.reserve("w0000.1", body_bytes=body_bytes(2)), MemoryStore()
+    own, store = table.reserve("w0000.1", body_bytes=body_bytes(2)), MemoryStore()
     snapshot(own, 5, rank=0, world=2)
     with persisting(store) as persister:
         assert not persister.flush(1, 5)
-        copy = slots.reserve("0123456789ab/w0001.1", body_bytes=body_bytes(2))
+        copy = table.reserve("0123456789ab/w0001.1", body_bytes=body_bytes(2))
         snapshot(copy, 5, rank=1, world=2)
         snapshot(copy, 6, rank=1, world=2)
-        parity = slots.reserve("parity/0.1", body_bytes=body_bytes(2))
+        parity = table.reserve("parity/0.1", body_bytes=body_bytes(2))
         parity.begin(0, attempt=1, step=5, rank=0, world_size=2)
         parity.finish(0, data_bytes=100, record_bytes=100)
 
@@ -326,11 +326,11 @@ def test_flush_stores_what_was_not_due(slots: NodeSlots, persisting: Persisting)
 
 
 def test_every_keeper_that_flushes_knows_of_the_commit(
-    slots: NodeSlots, problems: Problems, persisting: Persisting
+    table: ArenaTable, problems: Problems, persisting: Persisting
 ) -> None:
     """The one that is done first waits for the one that commits."""
-    store, other = MemoryStore(), NodeSlots(budget_bytes=1 << 30)
-    arenas = [each.reserve("w0001.1", body_bytes=body_bytes(2)) for each in (slots, other)]
+    store, other = MemoryStore(), ArenaTable(budget_bytes=1 << 30)
+    arenas = [each.reserve("w0001.1", body_bytes=body_bytes(2)) for each in (table, other)]
     for rank, arena in enumerate(arenas):
         snapshot(arena, 5, rank=rank, world=2)
     theirs = Persister(
@@ -347,18 +347,18 @@ def test_every_keeper_that_flushes_knows_of_the_commit(
 
 
 def test_a_part_that_is_stored_already_is_not_written_again(
-    slots: NodeSlots, persisting: Persisting
+    table: ArenaTable, persisting: Persisting
 ) -> None:
     """A keeper that was restarted finds the pins of the one before."""
-    (arena,), store = _arenas(slots, 1), MemoryStore()
+    (arena,), store = _arenas(table, 1), MemoryStore()
     with persisting(store) as persister:
-        _save(slots, [arena], 1)
+        _save(table, [arena], 1)
         assert eventually(lambda: arena.pinned() is None)
     full = _FailingStore(1)
     full._files = store._files
-    arena.pin(arena.versions()[0].slot)
+    arena.pin(arena.versions()[0].buffer)
     with persisting(full) as persister:
-        slots.tell()
+        table.tell()
         assert eventually(lambda: persister.stored[1] == 1)
 
 
@@ -374,18 +374,18 @@ def test_storage_gets_what_training_leaves(persisting: Persisting) -> None:
 
 
 def test_a_keeper_of_a_superseded_life_stores_and_deletes_nothing_more(
-    slots: NodeSlots, problems: Problems, persisting: Persisting
+    table: ArenaTable, problems: Problems, persisting: Persisting
 ) -> None:
     """Its trainers do not know yet and save on. It says who has the directory."""
-    arenas, store = _arenas(slots), MemoryStore()
+    arenas, store = _arenas(table), MemoryStore()
     claim(store, "run", 1, {"token": "a"})
-    slots.fence(1, ((1, 0),))
-    slots.life = 1
+    table.fence(1, ((1, 0),))
+    table.life = 1
     with persisting(store, keep=1) as persister:
-        _save(slots, arenas, 7)
+        _save(table, arenas, 7)
         assert eventually(lambda: _has_stored(persister, 7))
         claim(store, "run", 2, {"token": "b", "host": "head-of-b"})
-        _save(slots, arenas, 8)
+        _save(table, arenas, 8)
 
         assert eventually(lambda: any("life 2" in line for line in problems.lines()))
         persister.close()
@@ -394,14 +394,14 @@ def test_a_keeper_of_a_superseded_life_stores_and_deletes_nothing_more(
 
 
 def test_a_restarted_keeper_looks_before_it_writes_a_part(
-    slots: NodeSlots, problems: Problems, persisting: Persisting
+    table: ArenaTable, problems: Problems, persisting: Persisting
 ) -> None:
     """The newer life may have given the same number to an attempt of its own."""
     store = MemoryStore()
     claim(store, "run", 1, {"token": "a"})
     claim(store, "run", 2, {"token": "b"})
-    slots.life = 1
+    table.life = 1
     with persisting(store):
-        _save(slots, _arenas(slots), 7)
+        _save(table, _arenas(table), 7)
         assert eventually(lambda: any("life 2" in line for line in problems.lines()))
     assert store.list("run/checkpoints") == ()

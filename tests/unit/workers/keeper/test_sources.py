@@ -12,9 +12,9 @@ from tests.support.memory_versions import State, local_tensors, make_state, writ
 from ucp_core.errors import CheckpointNotFoundError, UncoveredRegionError
 from ucp_core.native import Checkpoint, load
 from workers.keeper import MemorySources
+from workers.keeper.arena_table import ArenaTable
 from workers.keeper.descriptor_server import DescriptorServer
 from workers.keeper.peers.server import WireServer
-from workers.keeper.slots import NodeSlots
 from workers.memory import descriptor_socket
 from workers.protocol import LOCAL_MEMORY, PEER_MEMORY, MemoryPart, Source, held_source
 
@@ -29,14 +29,14 @@ class Keeper:
     def __init__(self, node: str, directory: Path, ranks: tuple[int, ...]) -> None:
         directory.mkdir()
         self.node, self.directory = node, directory
-        self.slots = NodeSlots(budget_bytes=64 << 20)
-        self.door = DescriptorServer(descriptor_socket(directory), self.slots)
-        self.wire = WireServer(self.slots, host="127.0.0.1", secret=SECRET)
+        self.table = ArenaTable(budget_bytes=64 << 20)
+        self.door = DescriptorServer(descriptor_socket(directory), self.table)
+        self.wire = WireServer(self.table, host="127.0.0.1", secret=SECRET)
         self.is_open = {"door", "wire"}
         self.parts: dict[int, MemoryPart] = {}
         for rank in ranks:
             name = f"w{rank:04d}.1"
-            arena = self.slots.reserve(name, body_bytes=1 << 20)
+            arena = self.table.reserve(name, body_bytes=1 << 20)
             held = write_version(arena, STATE, step=3, rank=rank, world_size=WORLD)
             host, port = self.wire.address
             self.parts[rank] = MemoryPart(
@@ -46,10 +46,10 @@ class Keeper:
     def flip(self, rank: int, byte: int) -> None:
         """Flip a bit of what is held of a rank; counted from the end if negative."""
         part = self.parts[rank]
-        arena = self.slots.arena(part.arena)
+        arena = self.table.arena(part.arena)
         assert arena is not None
         size_bytes = part.held.data_bytes + part.held.record_bytes
-        arena.body(part.held.slot)[byte % size_bytes] ^= 16
+        arena.body(part.held.buffer)[byte % size_bytes] ^= 16
 
     def source(self, rank: int) -> Source:
         """Return what is held of a rank as a source."""
@@ -59,9 +59,9 @@ class Keeper:
     def overwrite(self, rank: int) -> None:
         """Begin another version where the part of a rank is."""
         part = self.parts[rank]
-        arena = self.slots.arena(part.arena)
+        arena = self.table.arena(part.arena)
         assert arena is not None
-        arena.begin(part.held.slot, attempt=1, step=4, rank=rank, world_size=WORLD)
+        arena.begin(part.held.buffer, attempt=1, step=4, rank=rank, world_size=WORLD)
 
     def close(self, *, door: bool = True, wire: bool = True) -> None:
         """Close what is asked for and still open."""

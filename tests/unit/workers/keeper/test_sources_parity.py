@@ -14,12 +14,12 @@ from tests.support.memory_versions import local_tensors, make_state, write_versi
 from ucp_core.errors import CheckpointNotFoundError
 from ucp_core.native import Checkpoint, load
 from workers.keeper import MemorySources
+from workers.keeper.arena_table import ArenaTable
 from workers.keeper.descriptor_server import DescriptorServer
 from workers.keeper.peers.parity_mirror import parity_name
 from workers.keeper.peers.server import WireServer
-from workers.keeper.slots import NodeSlots
 from workers.memory import Arena, LocalPart, Part, descriptor_socket
-from workers.parity import ParityRecord, read_record, slot_bytes, write
+from workers.parity import ParityRecord, buffer_bytes, read_record, write
 from workers.protocol import LOCAL_MEMORY, PARITY, PEER_MEMORY, Member, MemoryPart, held_source
 
 WORLD = 4
@@ -35,12 +35,12 @@ class _Node:
 
     name: str
     directory: Path
-    slots: NodeSlots
+    table: ArenaTable
     door: DescriptorServer
     wire: WireServer
 
     def arena(self, name: str) -> Arena:
-        arena = self.slots.arena(name)
+        arena = self.table.arena(name)
         assert arena is not None
         return arena
 
@@ -58,13 +58,13 @@ class _Node:
     def flip(self, name: str, byte: int) -> None:
         held = self.place(name).held
         size_bytes = held.data_bytes + held.record_bytes
-        self.arena(name).body(held.slot)[byte % size_bytes] ^= 16
+        self.arena(name).body(held.buffer)[byte % size_bytes] ^= 16
 
     def close(self) -> None:
         self.door.close()
         self.wire.close()
-        for name in self.slots.arenas():
-            self.slots.drop(name)
+        for name in self.table.arenas():
+            self.table.drop(name)
 
 
 PARITIES = parity_name(0, 1)
@@ -76,11 +76,11 @@ def nodes(tmp_path: Path, request: pytest.FixtureRequest) -> Iterator[list[_Node
     for rank in range(WORLD):
         directory = tmp_path / str(rank)
         directory.mkdir()
-        slots = NodeSlots(budget_bytes=64 << 20)
-        door = DescriptorServer(descriptor_socket(directory), slots)
-        wire = WireServer(slots, host="127.0.0.1", secret=SECRET)
-        made.append(_Node(str(rank), directory, slots, door, wire))
-        arena = slots.reserve(made[-1].own, body_bytes=1 << 20)
+        table = ArenaTable(budget_bytes=64 << 20)
+        door = DescriptorServer(descriptor_socket(directory), table)
+        wire = WireServer(table, host="127.0.0.1", secret=SECRET)
+        made.append(_Node(str(rank), directory, table, door, wire))
+        arena = table.reserve(made[-1].own, body_bytes=1 << 20)
         write_version(arena, STATE, step=3, rank=rank, world_size=WORLD)
     _protect(made, request.param)
     yield made
@@ -107,8 +107,8 @@ def _protect(nodes: Sequence[_Node], num_parities: int) -> None:
             place=place,
             members=members,
         )
-        body_bytes = slot_bytes(sizes, num_parities=num_parities)
-        arena = node.slots.reserve(PARITIES, body_bytes=body_bytes)
+        body_bytes = buffer_bytes(sizes, num_parities=num_parities)
+        arena = node.table.reserve(PARITIES, body_bytes=body_bytes)
         arena.begin(0, attempt=1, step=3, rank=-1 - place, world_size=WORLD)
         data_bytes, record_bytes = write(record, parts, arena.body(0))
         arena.finish(0, data_bytes=data_bytes, record_bytes=record_bytes)
@@ -209,7 +209,7 @@ def test_every_flipped_bit_of_what_a_part_is_computed_from_is_noticed(
             "header": rng.randrange(HEADER_BYTES) - PAGE_BYTES,
         }[at]
         found = _sources(left)
-        arena._memory[arena.body_offset(held.slot) + byte] ^= 1 << rng.randrange(8)
+        arena._memory[arena.body_offset(held.buffer) + byte] ^= 1 << rng.randrange(8)
         with closing(found):
             found.load(_read)
         arena._memory[:] = content

@@ -19,8 +19,8 @@ import pytest
 from tests.support.snapshots import eventually
 from workers.errors import ArenaError
 from workers.keeper import descriptor_server
+from workers.keeper.arena_table import ArenaTable, available_bytes
 from workers.keeper.descriptor_server import DescriptorServer
-from workers.keeper.slots import NodeSlots, available_bytes
 from workers.memory import (
     Arena,
     Lease,
@@ -41,12 +41,12 @@ def arena() -> Iterator[Arena]:
 
 
 @pytest.fixture
-def held() -> NodeSlots:
-    return NodeSlots(budget_bytes=1 << 20)
+def held() -> ArenaTable:
+    return ArenaTable(budget_bytes=1 << 20)
 
 
 @pytest.fixture
-def served(tmp_path: Path, held: NodeSlots) -> Iterator[Path]:
+def served(tmp_path: Path, held: ArenaTable) -> Iterator[Path]:
     path = descriptor_socket(tmp_path)
     server = DescriptorServer(path, held)
     yield path
@@ -54,11 +54,11 @@ def served(tmp_path: Path, held: NodeSlots) -> Iterator[Path]:
 
 
 def _write(arena: Arena, step: int, data: bytes, *, attempt: int = 1) -> int:
-    slot = arena.choose(())
-    arena.begin(slot, attempt=attempt, step=step, rank=0, world_size=1)
-    arena.body(slot)[: len(data)] = data
-    arena.finish(slot, data_bytes=len(data), record_bytes=0)
-    return slot
+    buffer = arena.choose(())
+    arena.begin(buffer, attempt=attempt, step=step, rank=0, world_size=1)
+    arena.body(buffer)[: len(data)] = data
+    arena.finish(buffer, data_bytes=len(data), record_bytes=0)
+    return buffer
 
 
 def test_a_version_that_is_under_way_is_none(arena: Arena) -> None:
@@ -72,11 +72,11 @@ def test_a_version_that_is_under_way_is_none(arena: Arena) -> None:
 def test_the_newest_two_versions_are_never_written_over(arena: Arena) -> None:
     """One of them is the last that all ranks have."""
     for step in range(1, 10):
-        slot = arena.choose(())
-        arena.begin(slot, attempt=1, step=step, rank=0, world_size=1)
+        buffer = arena.choose(())
+        arena.begin(buffer, attempt=1, step=step, rank=0, world_size=1)
         left = [held.step for held in arena.versions()]
         assert left == [s for s in (step - 2, step - 1) if s > 0]
-        arena.finish(slot, data_bytes=0, record_bytes=0)
+        arena.finish(buffer, data_bytes=0, record_bytes=0)
 
 
 def test_an_arena_is_mapped_at_a_huge_page_and_given_back_whole() -> None:
@@ -85,8 +85,8 @@ def test_an_arena_is_mapped_at_a_huge_page_and_given_back_whole() -> None:
     """
     made = Arena.create("huge", body_bytes=3 << 20)
     found = Arena(os.dup(made.fd))
-    slot = _write(made, 1, os.urandom(3 << 20))
-    assert found.body(slot) == made.body(slot)
+    buffer = _write(made, 1, os.urandom(3 << 20))
+    assert found.body(buffer) == made.body(buffer)
     for arena in (made, found):
         (first, _), *_ = places = _maps("huge")
         assert first % (2 << 20) == 0
@@ -125,12 +125,12 @@ def test_a_version_of_an_older_attempt_goes_first(arena: Arena) -> None:
 @pytest.mark.parametrize("byte", range(0, 60, 7))
 def test_a_damaged_header_is_no_version(arena: Arena, byte: int) -> None:
     """Whatever wrote there, the length and step that it says must not be believed."""
-    slot = _write(arena, 1, b"one")
-    start = arena.body_offset(slot) - 4096 + byte
+    buffer = _write(arena, 1, b"one")
+    start = arena.body_offset(buffer) - 4096 + byte
     old = os.pread(arena.fd, 1, start)
     os.pwrite(arena.fd, bytes([old[0] ^ 0x10]), start)
 
-    assert arena.held(slot) is None
+    assert arena.held(buffer) is None
 
 
 def test_a_file_that_is_no_arena_is_refused() -> None:
@@ -144,7 +144,7 @@ def test_a_file_that_is_no_arena_is_refused() -> None:
 
 @pytest.mark.parametrize("body_bytes", [0, 1])
 def test_memory_for_next_to_nothing_is_memory(body_bytes: int) -> None:
-    """A page is the least that a slot has beside its header."""
+    """A page is the least that a buffer has beside its header."""
     arena = Arena.create("small", body_bytes=body_bytes)
     assert arena.body_bytes >= body_bytes
     assert arena.newest() is None
@@ -153,12 +153,12 @@ def test_memory_for_next_to_nothing_is_memory(body_bytes: int) -> None:
 
 def test_memory_that_cannot_be_mapped_is_refused_and_let_go_of(tmp_path: Path) -> None:
     """A loader goes on to the next source for that; what it still held would never be free."""
-    slots = NodeSlots(budget_bytes=1 << 20)
-    served = DescriptorServer(descriptor_socket(tmp_path), slots)
+    table = ArenaTable(budget_bytes=1 << 20)
+    served = DescriptorServer(descriptor_socket(tmp_path), table)
     fd = os.memfd_create("large")
     # Of which nothing is ever touched.
     os.ftruncate(fd, 3 << 28)
-    slots.adopt("w0001.0", fd)
+    table.adopt("w0001.0", fd)
     soft, hard = resource.getrlimit(resource.RLIMIT_AS)
     taken_bytes = int(Path("/proc/self/statm").read_text().split()[0]) * mmap.PAGESIZE
     resource.setrlimit(resource.RLIMIT_AS, (taken_bytes + (1 << 28), hard))
@@ -170,7 +170,7 @@ def test_memory_that_cannot_be_mapped_is_refused_and_let_go_of(tmp_path: Path) -
     served.close()
     # The keeper lets go of what it has handed over behind the answer.
     assert eventually(lambda: _num_open("memfd:large") == 1, within_s=20.0)
-    slots.drop("w0001.0")
+    table.drop("w0001.0")
 
 
 def _num_open(name: str) -> int:
@@ -208,21 +208,21 @@ def test_what_a_trainer_wrote_survives_its_kill(served: Path) -> None:
     arena = open_arena(served, "w0001.0")
     (held,) = arena.versions()
     assert (held.attempt, held.step, held.rank, held.world_size) == (3, 12, 1, 2)
-    assert bytes(arena.body(held.slot)[: held.data_bytes]) == b"state"
+    assert bytes(arena.body(held.buffer)[: held.data_bytes]) == b"state"
     arena.close()
 
 
 def test_a_restarted_keeper_is_handed_what_the_trainers_hold(tmp_path: Path) -> None:
     """Its own memory is gone; the trainers' mapping of the same memory is not."""
     path = descriptor_socket(tmp_path)
-    first = DescriptorServer(path, NodeSlots(budget_bytes=1 << 20))
+    first = DescriptorServer(path, ArenaTable(budget_bytes=1 << 20))
     mine = reserve(path, "w0001.0", body_bytes=4096, attempt=1)
     lease = Lease(path)
     assert lease.ensure("w0001.0", mine)
     _write(mine, 5, b"kept")
     mine.set_followed(True)
     first.close()
-    second_shelf = NodeSlots(budget_bytes=1 << 20)
+    second_shelf = ArenaTable(budget_bytes=1 << 20)
     second = DescriptorServer(path, second_shelf)
 
     assert lease.ensure("w0001.0", mine)
@@ -237,8 +237,8 @@ def test_a_restarted_keeper_is_handed_what_the_trainers_hold(tmp_path: Path) -> 
 def test_a_lease_asks_the_same_keeper_once(tmp_path: Path) -> None:
     """It is looked at with every snapshot."""
     path = descriptor_socket(tmp_path)
-    slots = NodeSlots(budget_bytes=1 << 20)
-    server = DescriptorServer(path, slots)
+    table = ArenaTable(budget_bytes=1 << 20)
+    server = DescriptorServer(path, table)
     mine = reserve(path, "w0001.0", body_bytes=4096, attempt=1)
     lease = Lease(path)
     assert lease.ensure("w0001.0", mine)
@@ -248,66 +248,66 @@ def test_a_lease_asks_the_same_keeper_once(tmp_path: Path) -> None:
     path.unlink()
     assert not lease.ensure("w0001.0", mine), "a keeper that is gone is no error"
     mine.close()
-    slots.drop("w0001.0")
+    table.drop("w0001.0")
 
 
 def test_an_arena_that_is_handed_over_again_is_the_same(tmp_path: Path) -> None:
     """Readers are in the middle of it."""
     path = descriptor_socket(tmp_path)
-    slots = NodeSlots(budget_bytes=1 << 20)
-    server = DescriptorServer(path, slots)
+    table = ArenaTable(budget_bytes=1 << 20)
+    server = DescriptorServer(path, table)
     mine = reserve(path, "w0001.0", body_bytes=4096, attempt=1)
-    before = slots.arena("w0001.0")
+    before = table.arena("w0001.0")
     adopt(path, "w0001.0", mine)
 
-    assert slots.arena("w0001.0") is before
+    assert table.arena("w0001.0") is before
     server.close()
     mine.close()
-    slots.drop("w0001.0")
+    table.drop("w0001.0")
 
 
 def test_an_attempt_that_is_over_gets_no_memory(tmp_path: Path) -> None:
     """Nothing of attempt n is accepted after attempt n + 1 began."""
-    slots = NodeSlots(budget_bytes=1 << 20)
-    server = DescriptorServer(descriptor_socket(tmp_path), slots)
-    slots.fence(3, [(1, 0), (2, 0), (3, 5)])
+    table = ArenaTable(budget_bytes=1 << 20)
+    server = DescriptorServer(descriptor_socket(tmp_path), table)
+    table.fence(3, [(1, 0), (2, 0), (3, 5)])
 
     with pytest.raises(ArenaError, match="attempt 2 is over, attempt 3 has begun"):
         reserve(descriptor_socket(tmp_path), "w0001.1", body_bytes=4096, attempt=2)
     reserve(descriptor_socket(tmp_path), "w0001.1", body_bytes=4096, attempt=3).close()
     server.close()
-    slots.drop("w0001.1")
+    table.drop("w0001.1")
 
 
 def test_a_notice_wakes_who_waits_and_one_without_a_keeper_is_nothing(tmp_path: Path) -> None:
     """The trainer is in its step: it neither waits nor fails, whatever the keeper does."""
     path = descriptor_socket(tmp_path)
     notify(path, "w0001.1")
-    slots = NodeSlots(budget_bytes=1 << 20)
-    server = DescriptorServer(path, slots)
-    news = slots.wait_news(-1, 0.0)
+    table = ArenaTable(budget_bytes=1 << 20)
+    server = DescriptorServer(path, table)
+    news = table.wait_news(-1, 0.0)
     for _ in range(2000):
         notify(path, "w0001.1")
 
-    assert slots.wait_news(news, 20.0) > news
+    assert table.wait_news(news, 20.0) > news
     server.close()
     notify(path, "w0001.1")
 
 
 def test_waiting_for_pins_is_not_disturbed_by_other_news() -> None:
     """The persister sleeps while nothing is due, however many snapshots are finished."""
-    slots = NodeSlots(budget_bytes=1 << 20)
-    arena = slots.reserve("w0001.1", body_bytes=4096)
-    slot = _write(arena, 1, b"one")
-    pins, news = slots.wait_pins(-1, 0.0), slots.wait_news(-1, 0.0)
-    slots.tell()
-    assert slots.wait_news(news, 0.0) > news
-    assert slots.wait_pins(pins, 0.0) == pins
+    table = ArenaTable(budget_bytes=1 << 20)
+    arena = table.reserve("w0001.1", body_bytes=4096)
+    buffer = _write(arena, 1, b"one")
+    pins, news = table.wait_pins(-1, 0.0), table.wait_news(-1, 0.0)
+    table.tell()
+    assert table.wait_news(news, 0.0) > news
+    assert table.wait_pins(pins, 0.0) == pins
 
-    arena.pin(slot)
-    slots.tell()
-    assert slots.wait_pins(pins, 0.0) > pins
-    slots.drop("w0001.1")
+    arena.pin(buffer)
+    table.tell()
+    assert table.wait_pins(pins, 0.0) > pins
+    table.drop("w0001.1")
 
 
 def test_a_guest_that_is_stopped_keeps_nobody_waiting(
@@ -324,7 +324,7 @@ def test_a_guest_that_is_stopped_keeps_nobody_waiting(
 
 
 def test_memory_beyond_the_budget_is_refused_with_the_numbers(
-    served: Path, held: NodeSlots
+    served: Path, held: ArenaTable
 ) -> None:
     """Up front, by name: not by the kernel in the middle of the night."""
     reserve(served, "w0001.0", body_bytes=200_000, attempt=1).close()
@@ -336,16 +336,16 @@ def test_memory_beyond_the_budget_is_refused_with_the_numbers(
 
 def test_memory_that_could_not_be_made_is_not_taken_for_used() -> None:
     """A process runs out of file descriptors for a moment; what was claimed must be free again."""
-    slots = NodeSlots(budget_bytes=1 << 20, available=lambda: 1 << 40)
+    table = ArenaTable(budget_bytes=1 << 20, available=lambda: 1 << 40)
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     resource.setrlimit(resource.RLIMIT_NOFILE, (0, hard))
     try:
         with pytest.raises(ArenaError, match="Too many open files"):
-            slots.reserve("w0.1", body_bytes=1 << 18)
+            table.reserve("w0.1", body_bytes=1 << 18)
     finally:
         resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
-    slots.reserve("w0.1", body_bytes=1 << 18)
-    slots.drop("w0.1")
+    table.reserve("w0.1", body_bytes=1 << 18)
+    table.drop("w0.1")
 
 
 def test_a_worker_that_asks_again_gets_the_same_memory(served: Path) -> None:
@@ -373,8 +373,8 @@ def test_whoever_speaks_nonsense_at_the_door_is_refused_and_the_next_is_served(
 def test_memory_that_the_node_has_not_is_refused_whatever_the_budget_says(tmp_path: Path) -> None:
     """The kernel would not refuse it: it would kill somebody later."""
     refused: dict[str, str] = {}
-    slots = NodeSlots(budget_bytes=1 << 40, available=lambda: 80 << 20)
-    server = DescriptorServer(descriptor_socket(tmp_path), slots, refused.__setitem__)
+    table = ArenaTable(budget_bytes=1 << 40, available=lambda: 80 << 20)
+    server = DescriptorServer(descriptor_socket(tmp_path), table, refused.__setitem__)
 
     with pytest.raises(ArenaError, match="the node has 16777216 left"):
         reserve(descriptor_socket(tmp_path), "w0001.1", body_bytes=10 << 20, attempt=1)
@@ -384,7 +384,7 @@ def test_memory_that_the_node_has_not_is_refused_whatever_the_budget_says(tmp_pa
     with pytest.raises(ArenaError, match="reserve the next generation"):
         reserve(descriptor_socket(tmp_path), "w0001.2", body_bytes=2 << 20, attempt=1)
     server.close()
-    slots.drop("w0001.2")
+    table.drop("w0001.2")
 
 
 @pytest.mark.parametrize(
@@ -423,9 +423,9 @@ def test_what_a_container_may_take_is_what_is_available(
     assert available_bytes(meminfo, tmp_path) == expected_mib << 20
 
 
-def _left(slots: NodeSlots, name: str, step: int, *, body_bytes: int = 8192) -> Held:
+def _left(table: ArenaTable, name: str, step: int, *, body_bytes: int = 8192) -> Held:
     """Have a worker write a version into an arena of its own."""
-    arena = slots.reserve(name, body_bytes=body_bytes)
+    arena = table.reserve(name, body_bytes=body_bytes)
     held = arena.held(_write(arena, step, b"left"))
     assert held is not None
     return held
@@ -434,44 +434,44 @@ def _left(slots: NodeSlots, name: str, step: int, *, body_bytes: int = 8192) -> 
 def test_who_takes_a_dead_workers_place_goes_on_in_its_memory() -> None:
     """At once, within the same budget; and who was told the old name still finds what is there."""
     dead: set[str] = set()
-    slots = NodeSlots(budget_bytes=3 * 8192, dead=lambda: dead)
-    held = _left(slots, "w0001.1", 5)
-    before = slots.arena("w0001.1")
+    table = ArenaTable(budget_bytes=3 * 8192, dead=lambda: dead)
+    held = _left(table, "w0001.1", 5)
+    before = table.arena("w0001.1")
     assert before is not None
     before.set_followed(True)
     with pytest.raises(ArenaError, match=r"w0002\.1 need"):
-        slots.reserve("w0002.1", body_bytes=8000)
+        table.reserve("w0002.1", body_bytes=8000)
     dead.add("w0001")
 
-    arena = slots.reserve("w0002.1", body_bytes=8000)
+    arena = table.reserve("w0002.1", body_bytes=8000)
     assert arena is before
     assert arena.versions() == [held]
-    assert arena.choose(()) != held.slot
+    assert arena.choose(()) != held.buffer
     assert not arena.is_followed()
-    assert slots.versions() == {"w0002.1": [held]}
-    assert slots.find("w0001.1") is arena
-    assert slots.arena("w0001.1") is None
-    os.close(slots.hand_out("w0001.1"))
+    assert table.versions() == {"w0002.1": [held]}
+    assert table.find("w0001.1") is arena
+    assert table.arena("w0001.1") is None
+    os.close(table.hand_out("w0001.1"))
     dead.add("w0002")
-    assert slots.reserve("w0003.1", body_bytes=8000) is arena
-    assert slots.find("w0001.1") is arena
+    assert table.reserve("w0003.1", body_bytes=8000) is arena
+    assert table.find("w0001.1") is arena
     for attempt in (1, 2):
-        slots.fence(attempt, ())
-    assert slots.find("w0001.1") is None
-    slots.drop("w0003.1")
+        table.fence(attempt, ())
+    assert table.find("w0001.1") is None
+    table.drop("w0003.1")
 
 
 @pytest.mark.parametrize("name", ["w0001.1", "0123456789ab/w0009.1"])
 def test_memory_that_does_not_fit_is_not_handed_on(name: str) -> None:
     """Too small, far too large, a copy of another node's, or of a worker that is there."""
     dead = {"w0009"} if "/" in name else set()
-    slots = NodeSlots(budget_bytes=1 << 20, dead=lambda: dead)
-    _left(slots, name, 5)
-    slots.reserve("w0002.1", body_bytes=8192)
+    table = ArenaTable(budget_bytes=1 << 20, dead=lambda: dead)
+    _left(table, name, 5)
+    table.reserve("w0002.1", body_bytes=8192)
     dead.add("w0001")
-    slots.reserve("w0002.2", body_bytes=8193)
-    slots.reserve("w0003.1", body_bytes=4000)
+    table.reserve("w0002.2", body_bytes=8193)
+    table.reserve("w0003.1", body_bytes=4000)
 
-    assert sorted(slots.versions()) == sorted([name, "w0002.1", "w0002.2", "w0003.1"])
-    for each in slots.versions():
-        slots.drop(each)
+    assert sorted(table.versions()) == sorted([name, "w0002.1", "w0002.2", "w0003.1"])
+    for each in table.versions():
+        table.drop(each)

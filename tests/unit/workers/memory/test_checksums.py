@@ -16,13 +16,13 @@ from tests.support.ranks import until
 from workers.memory import Arena, Checksums
 
 BLOCK_BYTES = 64 << 10
-SLOT_BYTES = 16 << 20
+BUFFER_BYTES = 16 << 20
 
 
 @pytest.fixture
 def arena() -> Iterator[Arena]:
-    made = Arena.create("w0001.0", body_bytes=SLOT_BYTES)
-    made.body(1)[:SLOT_BYTES] = os.urandom(1 << 20) * (SLOT_BYTES >> 20)
+    made = Arena.create("w0001.0", body_bytes=BUFFER_BYTES)
+    made.body(1)[:BUFFER_BYTES] = os.urandom(1 << 20) * (BUFFER_BYTES >> 20)
     yield made
     made.close()
 
@@ -36,7 +36,7 @@ def checksums(arena: Arena) -> Iterator[Checksums]:
 
 
 def views_of(arena: Arena) -> list[memoryview]:
-    """Return parts of the slot: large, empty, within a block, with a short last block."""
+    """Return parts of the buffer: large, empty, within a block, with a short last block."""
     body = arena.body(1)
     return [body[:5_000_000], body[7:7], body[5_000_000:5_000_100], body[6_000_001:15_999_999]]
 
@@ -69,7 +69,7 @@ def test_other_memory_is_checksummed_here(checksums: Checksums) -> None:
 def test_memory_that_is_left_is_released(checksums: Checksums, arena: Arena) -> None:
     """The process would keep it for as long as the trainer lives."""
     maps = Path(f"/proc/{pid_of(checksums)}/maps")
-    other = Arena.create("w0001.1", body_bytes=SLOT_BYTES)
+    other = Arena.create("w0001.1", body_bytes=BUFFER_BYTES)
     checksums.attach(other)
     views = views_of(arena)
     checksums.of_blocks(views, BLOCK_BYTES)

@@ -9,7 +9,7 @@ import torch
 
 from tests.support.snapshot_rank import Node
 from workers.errors import ArenaError
-from workers.memory import NUM_SLOTS
+from workers.memory import NUM_BUFFERS
 from workers.memory.cuda import register, unregister
 
 
@@ -39,15 +39,15 @@ def test_memory_that_was_pinned_in_part_can_be_pinned_later(
     """Memory is short for a moment; the worker would never take a snapshot again."""
     driver, node = _Driver(num_free=1), Node(tmp_path)
     monkeypatch.setattr(torch.cuda, "cudart", lambda: driver)
-    arena = node.slots.reserve("w0001.1", body_bytes=8192)
+    arena = node.table.reserve("w0001.1", body_bytes=8192)
     with pytest.raises(ArenaError, match="error 2; raise the limit of locked memory"):
         register(arena)
     assert driver.pinned == set()
 
-    driver.num_free = NUM_SLOTS
+    driver.num_free = NUM_BUFFERS
     register(arena)
-    assert len(driver.pinned) == NUM_SLOTS
+    assert len(driver.pinned) == NUM_BUFFERS
     unregister(arena)
     assert driver.pinned == set()
-    node.slots.drop("w0001.1")
+    node.table.drop("w0001.1")
     node.close()

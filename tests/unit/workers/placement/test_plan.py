@@ -12,7 +12,7 @@ from workers.placement import Mechanism, Node, PlacementRules, place
 from workers.placement.plan import Cost
 
 RANK_BYTES = 600
-RULES = PlacementRules(num_slots=1)
+RULES = PlacementRules(num_buffers=1)
 
 
 def _nodes(count: int, headroom_bytes: int) -> list[Node]:

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from workers.process import TUNABLE, VARIABLE, copies_past_caches, tuned
-from workers.snapshot.slot_layout import BLOCK_BYTES
+from workers.snapshot.buffer_layout import BLOCK_BYTES
 
 LOADER = Path("/lib64/ld-linux-x86-64.so.2")
 

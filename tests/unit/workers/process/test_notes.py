@@ -6,7 +6,7 @@ import asyncio
 import threading
 from concurrent.futures import Future
 
-from workers.process.notes import Notes
+from workers.process.runner import Notes
 from workers.protocol import Noted
 
 

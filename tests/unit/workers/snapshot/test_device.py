@@ -196,11 +196,11 @@ def test_a_tensor_that_gets_other_memory_or_another_place_is_copied_from_there(
     tmp_path: Path,
 ) -> None:
     """What is sliced is kept from copy to copy."""
-    slots = [tensors() for _ in range(2)]
-    sources = slots[0][1]
+    buffers = [tensors() for _ in range(2)]
+    sources = buffers[0][1]
     with running(0) as device:
         copy = DeviceCopy(Credits(tmp_path, 1), BLOCK_BYTES, device)
-        for number, (targets, _, data) in enumerate(slots * 3):
+        for number, (targets, _, data) in enumerate(buffers * 3):
             if number == 3:
                 sources[1].data = sources[1] + 1
             if number == 4:

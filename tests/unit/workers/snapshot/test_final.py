@@ -15,9 +15,9 @@ from tests.support.snapshots import eventually
 from workers.memory import Credits
 from workers.protocol import Held
 from workers.snapshot import Fallback, device, final, writing
-from workers.snapshot import slot_layout as form
+from workers.snapshot import buffer_layout as form
+from workers.snapshot.buffer_layout import BLOCK_BYTES
 from workers.snapshot.final import is_quick
-from workers.snapshot.slot_layout import BLOCK_BYTES
 from workers.state import StateEntry
 
 
@@ -28,9 +28,9 @@ def patient(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(final, "_EXPECTED_S_MAX", 60.0)
 
 
-def held(slot: int, step: int, *, attempt: int = 2) -> Held:
+def held(buffer: int, step: int, *, attempt: int = 2) -> Held:
     return Held(
-        slot=slot, sequence=2, attempt=attempt, step=step, rank=0, world_size=2, data_bytes=8,
+        buffer=buffer, sequence=2, attempt=attempt, step=step, rank=0, world_size=2, data_bytes=8,
         record_bytes=8,
     )  # fmt: skip
 
@@ -41,63 +41,63 @@ def agreed(fallback: Fallback, *, behind: bool = False, without_memory: bool = F
 
 def test_what_all_ranks_have_and_what_is_newer_is_spared() -> None:
     """Whether the newest is complete on other ranks, the rank that leaves cannot know."""
-    slots = [held(0, 7), held(1, 5), held(2, 6)]
+    buffers = [held(0, 7), held(1, 5), held(2, 6)]
     for num_agreed, expected in ((0, None), (1, None), (2, 1), (3, 1)):
         fallback = Fallback(2, (1, 4))
         for number, step in enumerate((5, 6, 7)):
             fallback.take(step)
             agreed(fallback, behind=number >= num_agreed)
-        assert fallback.slot(slots, pinned=None, lineage=((1, 0), (2, 4))) == expected
+        assert fallback.buffer(buffers, pinned=None, lineage=((1, 0), (2, 4))) == expected
 
 
 @pytest.mark.parametrize("pinned", [0, 1, 2, None])
 def test_of_all_that_counts_the_newest_common_version_is_left(pinned: int | None) -> None:
     """Another rank may have died with the newest one under way: the one before is what is left."""
     for order in itertools.permutations(range(3)):
-        slots = [held(slot, 5 + place) for place, slot in enumerate(order)]
-        slots.sort(key=lambda one: one.slot)
+        buffers = [held(buffer, 5 + place) for place, buffer in enumerate(order)]
+        buffers.sort(key=lambda one: one.buffer)
         fallback = Fallback(2, (1, 4))
         for step in (5, 6):
             fallback.take(step)
             agreed(fallback)
         fallback.take(7)
         agreed(fallback, behind=True)
-        chosen = fallback.slot(slots, pinned=pinned, lineage=((1, 0), (2, 4)))
-        assert chosen is None or (chosen != pinned and slots[chosen].step == 5)
+        chosen = fallback.buffer(buffers, pinned=pinned, lineage=((1, 0), (2, 4)))
+        assert chosen is None or (chosen != pinned and buffers[chosen].step == 5)
         assert (chosen is None) == (pinned == order[0])
 
 
 def test_none_comes_behind_a_first_one_that_is_perhaps_not_complete() -> None:
     """Of two versions of an attempt a keeper takes the first for complete, and reaps by it."""
-    slots = [held(0, 4, attempt=1), held(1, 5), None]
+    buffers = [held(0, 4, attempt=1), held(1, 5), None]
     fallback = Fallback(2, (1, 4))
     fallback.take(5)
     agreed(fallback, behind=True)
-    assert fallback.slot(slots, pinned=None, lineage=((1, 0), (2, 4))) is None
+    assert fallback.buffer(buffers, pinned=None, lineage=((1, 0), (2, 4))) is None
     agreed(fallback)
-    assert fallback.slot(slots, pinned=None, lineage=((1, 0), (2, 4))) == 2
+    assert fallback.buffer(buffers, pinned=None, lineage=((1, 0), (2, 4))) == 2
 
 
 def test_what_a_rank_perhaps_failed_to_complete_is_never_taken_for_safe() -> None:
     """It has memory again two steps later, and says so; that it skipped a version it does not."""
-    slots = [held(0, 5), held(1, 6), held(2, 4, attempt=1)]
+    buffers = [held(0, 5), held(1, 6), held(2, 4, attempt=1)]
     fallback = Fallback(2, (1, 4))
     for step in (5, 6):
         fallback.take(step)
     agreed(fallback, without_memory=True)
     agreed(fallback)
 
-    assert fallback.slot(slots, pinned=None, lineage=((1, 0), (2, 4))) is None
+    assert fallback.buffer(buffers, pinned=None, lineage=((1, 0), (2, 4))) is None
 
 
 def test_before_its_first_snapshot_an_attempt_has_what_it_began_with() -> None:
     """That is the only version there is, perhaps; what it did not resume from is no loss."""
-    slots = [held(0, 4, attempt=1), held(1, 9, attempt=1), held(2, 3, attempt=1)]
+    buffers = [held(0, 4, attempt=1), held(1, 9, attempt=1), held(2, 3, attempt=1)]
     fallback = Fallback(2, (1, 4))
 
-    assert fallback.slot(slots, pinned=None, lineage=((1, 0), (2, 4))) == 1
-    assert fallback.slot(slots, pinned=1, lineage=((1, 0), (2, 4))) == 2
-    assert Fallback(1, (0, 0)).slot(
+    assert fallback.buffer(buffers, pinned=None, lineage=((1, 0), (2, 4))) == 1
+    assert fallback.buffer(buffers, pinned=1, lineage=((1, 0), (2, 4))) == 2
+    assert Fallback(1, (0, 0)).buffer(
         [held(0, 1, attempt=1), None, None], pinned=None, lineage=()
     ) in (
         1,
@@ -134,7 +134,7 @@ def test_a_fenced_rank_leaves_its_state(rank: Rank, node: Node) -> None:
 
 @pytest.mark.usefixtures("patient")
 def test_a_snapshot_that_the_fence_met_under_way_is_completed(rank: Rank, node: Node) -> None:
-    """It is copied whole, and there is no slot to spare for it a second time."""
+    """It is copied whole, and there is no buffer to spare for it a second time."""
     entries = state()
     assert rank.ready(entries)
     rank.may_tell.clear()
@@ -156,7 +156,7 @@ def test_what_came_off_a_device_before_the_fence_is_completed(
 ) -> None:
     """Its weights may have changed since; what is completed is the copy, with its checksums."""
     monkeypatch.setattr(device, "BUCKET_BYTES", BLOCK_BYTES)
-    monkeypatch.setattr(form.SlotLayout, "copy", lambda *_: None)
+    monkeypatch.setattr(form.BufferLayout, "copy", lambda *_: None)
     entries = state(num_rows=40_000)
     assert rank.ready(entries)
     before = {(one.fqn, one.slot): one.tensor.clone() for one in entries}
@@ -193,7 +193,7 @@ def waiting(
     for module in (device, writing):
         monkeypatch.setattr(module, "time", clock)
     monkeypatch.setattr(device, "BUCKET_BYTES", BLOCK_BYTES)
-    monkeypatch.setattr(form.SlotLayout, "copy", lambda *_: None)
+    monkeypatch.setattr(form.BufferLayout, "copy", lambda *_: None)
     assert rank.ready(entries)
     rank.writer.hold_update()
     for _ in range(10):
@@ -248,4 +248,4 @@ def test_what_is_late_is_refused(rank: Rank, node: Node, monkeypatch: pytest.Mon
 def test_without_memory_there_is_no_final_snapshot(rank: Rank, node: Node) -> None:
     """It would have to be got first, from a keeper that may not be there."""
     assert not rank.writer.take_final(captured(8, state()), Fallback(1, (0, 0)))
-    assert node.slots.arenas() == {}
+    assert node.table.arenas() == {}

@@ -11,11 +11,11 @@ import torch
 from tests.support.snapshot_rank import Node, Rank, captured, state
 from tests.support.snapshots import eventually
 from ucp_core.layout import ParallelLayout
+from workers.keeper.arena_table import ArenaTable
 from workers.keeper.descriptor_server import DescriptorServer
-from workers.keeper.slots import NodeSlots
 from workers.memory import SnapshotMemory, descriptor_socket, guard_name, is_guard
 from workers.snapshot import guards
-from workers.snapshot.slot_layout import Captured
+from workers.snapshot.buffer_layout import Captured
 from workers.state import ReplicaShare, StateEntry, replicas_of
 from workers.state.replica_shares import cut
 
@@ -72,9 +72,9 @@ def _take(rank: Rank, step: int, kept_step: int = -1) -> None:
 
 def _bytes(node: Node, name: str) -> bytes:
     """Return data and record of the newest version in an arena."""
-    arena = node.slots.arenas()[name]
+    arena = node.table.arenas()[name]
     held = arena.versions()[-1]
-    return bytes(arena.body(held.slot)[: held.data_bytes + held.record_bytes])
+    return bytes(arena.body(held.buffer)[: held.data_bytes + held.record_bytes])
 
 
 def test_a_guarded_share_is_to_the_bit_what_its_own_rank_saves(tmp_path: Path, node: Node) -> None:
@@ -89,7 +89,7 @@ def test_a_guarded_share_is_to_the_bit_what_its_own_rank_saves(tmp_path: Path, n
     names = [f"w000{rank}.1" for rank in (0, 2)]
     copies = [f"{guard_name(number, 'w0001')}.1" for number in (1, 0)]
     assert [_bytes(node, name) for name in copies] == [_bytes(far, name) for name in names]
-    held = {name: (one.rank, one.world_size) for name, (one,) in node.slots.versions().items()}
+    held = {name: (one.rank, one.world_size) for name, (one,) in node.table.versions().items()}
     assert held == {"w0001.1": (1, 3), copies[0]: (0, 3), copies[1]: (2, 3)}
     assert all(rank.writer.close() for rank in (one, *others))
     far.close()
@@ -119,7 +119,7 @@ def test_memory_that_is_refused_for_a_guard_costs_no_own_snapshot(
     node.restart(budget_bytes=64 << 20)
     _take(rank, 2)
     _take(rank, 3)
-    held = {name: [one.step for one in held] for name, held in node.slots.versions().items()}
+    held = {name: [one.step for one in held] for name, held in node.table.versions().items()}
     assert held.pop("w0000.1")[-1] == 3
     assert [(is_guard(name), steps) for name, steps in held.items()] == [(True, [3])]
     assert rank.writer.wait_copied(3, until_s=0.0)
@@ -130,8 +130,8 @@ def test_memory_that_is_refused_for_a_guard_costs_no_own_snapshot(
 def test_memory_that_was_refused_is_no_problem_once_it_is_not_wanted(tmp_path: Path) -> None:
     """The next attempt may be protected otherwise; people would look for memory all the same."""
     refused: dict[str, str] = {}
-    slots = NodeSlots(budget_bytes=4 << 20)
-    door = DescriptorServer(descriptor_socket(tmp_path), slots, refused.__setitem__)
+    table = ArenaTable(budget_bytes=4 << 20)
+    door = DescriptorServer(descriptor_socket(tmp_path), table, refused.__setitem__)
     memory = SnapshotMemory(tmp_path, "w0000")
     assert _begin(memory, 0, (1,)).writer.close()
     assert "raise snapshot.node_memory_mib" in refused[guard_name(0, "w0000")]
@@ -146,7 +146,7 @@ def test_what_all_ranks_have_stays_among_the_guarded_shares_too(node: Node) -> N
     for step in (1, 2, 3, 4):
         _take(rank, step, kept_step=1)
 
-    held = {name: [one.step for one in held] for name, held in node.slots.versions().items()}
+    held = {name: [one.step for one in held] for name, held in node.table.versions().items()}
     assert held == {GUARD: [1, 3, 4], "w0000.1": [1, 3, 4]}
     assert rank.writer.close()
 
@@ -158,7 +158,7 @@ def test_a_restarted_keeper_is_handed_the_guarded_share_too(node: Node) -> None:
     node.restart()
     _take(rank, 2)
 
-    held = {name: [one.step for one in held] for name, held in node.slots.versions().items()}
+    held = {name: [one.step for one in held] for name, held in node.table.versions().items()}
     assert held == {GUARD: [1, 2], "w0000.1": [1, 2]}
     assert rank.writer.close()
 
@@ -170,23 +170,23 @@ def test_a_share_that_is_guarded_no_more_stays_until_what_is_newer_is_proven(nod
     _take(rank, 1)
     assert rank.writer.close()
     after = _begin(memory, 0, None, attempt=2)
-    node.slots.fence(2, [(1, 0), (2, 1)])
+    node.table.fence(2, [(1, 0), (2, 1)])
 
     _take(after, 2)
-    assert node.slots.reap(living=["w0000"], stored_step=0) == []
+    assert node.table.reap(living=["w0000"], stored_step=0) == []
     _take(after, 3)
-    assert node.slots.reap(living=["w0000"], stored_step=0) == [GUARD]
+    assert node.table.reap(living=["w0000"], stored_step=0) == [GUARD]
     assert after.writer.close()
 
 
 def test_a_guarded_share_is_kept_while_its_writer_lives(node: Node) -> None:
     """No peer lists it, as one does what a keeper copies; nor is it a worker's own."""
     rank = _begin(SnapshotMemory(node.directory, "w0000"), 0, (1,))
-    assert node.slots.reap(living=["w0000"], stored_step=9) == []
+    assert node.table.reap(living=["w0000"], stored_step=9) == []
     _take(rank, 1)
-    assert node.slots.reap(living=["w0000"], stored_step=9) == []
-    assert node.slots.reap(living=[], stored_step=0) == []
-    assert sorted(node.slots.reap(living=[], stored_step=9)) == sorted([GUARD, "w0000.1"])
+    assert node.table.reap(living=["w0000"], stored_step=9) == []
+    assert node.table.reap(living=[], stored_step=0) == []
+    assert sorted(node.table.reap(living=[], stored_step=9)) == sorted([GUARD, "w0000.1"])
     assert rank.writer.close()
 
 
@@ -202,7 +202,7 @@ def test_a_worker_that_takes_the_place_of_a_dead_one_is_given_both_memories(
     dead.add("w0000")
     after = _begin(SnapshotMemory(node.directory, "w0009"), 0, (1,), attempt=2)
 
-    assert sorted(node.slots.versions()) == [f"{guard_name(0, 'w0009')}.1", "w0009.1"]
-    assert all([one.step for one in held] == [1] for held in node.slots.versions().values())
+    assert sorted(node.table.versions()) == [f"{guard_name(0, 'w0009')}.1", "w0009.1"]
+    assert all([one.step for one in held] == [1] for held in node.table.versions().values())
     assert after.writer.close()
     node.close()

@@ -154,7 +154,7 @@ def test_wherever_the_writer_is_killed_a_whole_version_is_held(node: Node) -> No
             break
         assert not seen or seen[-1] <= steps
         seen.append(steps)
-        node.slots.drop("w0001.1")
+        node.table.drop("w0001.1")
     else:
         pytest.fail("the memory changes more often than was tried")
     # The header, each of the tensors that have elements, the record, the header, what is told.
@@ -172,7 +172,7 @@ def test_what_a_writer_completes_that_wakes_in_a_later_attempt_counts_no_more(
     pid = _started(node, num_changes, signal.SIGSTOP)
     assert os.WIFSTOPPED(os.waitpid(pid, os.WUNTRACED)[1])
     lineage = ((1, 0), (2, 2))
-    node.slots.fence(2, lineage)
+    node.table.fence(2, lineage)
     before = _newest(node, lineage)
     os.kill(pid, signal.SIGCONT)
     assert os.WEXITSTATUS(os.waitpid(pid, 0)[1]) == _DONE

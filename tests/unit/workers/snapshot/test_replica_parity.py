@@ -33,7 +33,7 @@ from workers.protocol import (
     held_source,
 )
 from workers.snapshot import replica_parity
-from workers.snapshot.slot_layout import Captured
+from workers.snapshot.buffer_layout import Captured
 from workers.state import ReplicaShare, StateEntry
 from workers.state.replica_shares import cut
 
@@ -66,7 +66,7 @@ class _Replica:
     problems: list[str] = field(default_factory=list)
 
     def __post_init__(self) -> None:
-        self.wire = WireServer(self.node.slots, host="127.0.0.1", secret=SECRET)
+        self.wire = WireServer(self.node.table, host="127.0.0.1", secret=SECRET)
         self.worker = f"w{self.rank:04d}"
         self.memory = SnapshotMemory(self.node.directory, self.worker)
 
@@ -87,7 +87,7 @@ class _Replica:
         assert self.writer.wait(step)
 
     def arena(self, *, parity: bool) -> Arena:
-        (found,) = (x for name, x in self.node.slots.arenas().items() if is_parity(name) == parity)
+        (found,) = (x for name, x in self.node.table.arenas().items() if is_parity(name) == parity)
         return found
 
     def part(self, step: int, *, parity: bool) -> Part:
@@ -136,7 +136,7 @@ def _protect(replicas: Sequence[_Replica], stack: ExitStack) -> None:
             for rank in own.group
         )
         group = ParityGroup(attempt=1, num_parities=1, places=places, over_replicas=True)
-        mirror = ParityMirror(own.node.slots, group, own.problems.append)
+        mirror = ParityMirror(own.node.table, group, own.problems.append)
         stack.callback(mirror.stop)
     arenas = [one.arena(parity=False) for one in replicas]
     assert eventually(lambda: all(map(Arena.is_followed, arenas)))
@@ -163,7 +163,7 @@ def _whole(part: Part) -> bytes:
 
 
 def _content(held: Held) -> Held:
-    return replace(held, slot=0, sequence=0)
+    return replace(held, buffer=0, sequence=0)
 
 
 def _left(replicas: Sequence[_Replica], step: int) -> list[MemoryPart]:
@@ -178,7 +178,7 @@ def _left(replicas: Sequence[_Replica], step: int) -> list[MemoryPart]:
             held=held,
         )
         for one in replicas
-        for name, versions in one.node.slots.versions().items()
+        for name, versions in one.node.table.versions().items()
         for held in versions
         if held.step == step
     ]
@@ -247,7 +247,7 @@ def test_a_damaged_share_gives_way_to_the_parities_of_the_others(tmp_path: Path)
         replicas = _taken(tmp_path, stack)
         arena = replicas[1].arena(parity=False)
         (held,) = arena.versions()
-        arena.body(held.slot)[held.data_bytes // 2] ^= 16
+        arena.body(held.buffer)[held.data_bytes // 2] ^= 16
 
         damaged, kinds = _loaded(_left(replicas, 1), replicas[0])
         assert damaged == [held_source("node1", "w0001.1", held)]
@@ -266,7 +266,7 @@ def test_a_damaged_parity_is_never_loaded(tmp_path: Path, where: str) -> None:
         record = read_record(LocalPart(arena, held))
         lost = replicas[0].group[0]
         places = {"parity": 100, "record": held.data_bytes + 9, "copy": record.record_start(0) + 20}
-        arena.body(held.slot)[places[where]] ^= 16
+        arena.body(held.buffer)[places[where]] ^= 16
         left = [one for one in replicas if one.rank != lost]
 
         if where == "copy":
@@ -310,7 +310,7 @@ def test_memory_that_is_refused_for_a_parity_costs_no_snapshot_and_holds_nobody_
         assert eventually(lambda: any("no parity of step 1" in line for line in poor.problems))
         assert eventually(lambda: not replicas[0].arena(parity=False).copy_behind())
 
-        poor.node.slots.budget_bytes = 64 << 20
+        poor.node.table.budget_bytes = 64 << 20
         for step in (2, 3):
             for one in replicas:
                 one.take(step)
@@ -323,12 +323,12 @@ def test_a_parity_stays_while_its_writer_lives_and_until_it_is_not_needed(tmp_pa
     """A later attempt begins with what this one has left; no peer lists it either."""
     with ExitStack() as stack:
         replicas = _taken(tmp_path, stack)
-        slots = replicas[0].node.slots
-        slots.fence(2, ((1, 0), (2, 1)))
-        assert slots.reap(living=["w0000"], stored_step=9) == []
-        assert slots.reap(living=[], stored_step=0) == []
+        table = replicas[0].node.table
+        table.fence(2, ((1, 0), (2, 1)))
+        assert table.reap(living=["w0000"], stored_step=9) == []
+        assert table.reap(living=[], stored_step=0) == []
         names = [f"{replica_parity_name('w0000')}.1", "w0000.1"]
-        assert sorted(slots.reap(living=[], stored_step=9)) == names
+        assert sorted(table.reap(living=[], stored_step=9)) == names
 
 
 def test_a_restarted_keeper_is_handed_the_parity_too(tmp_path: Path) -> None:
@@ -338,7 +338,7 @@ def test_a_restarted_keeper_is_handed_the_parity_too(tmp_path: Path) -> None:
         replicas[0].take(1)
         replicas[0].node.restart()
         replicas[0].take(2)
-        held = replicas[0].node.slots.versions()
+        held = replicas[0].node.table.versions()
         steps = {name: [one.step for one in each] for name, each in held.items()}
         assert steps == {f"{replica_parity_name('w0000')}.1": [1, 2], "w0000.1": [1, 2]}
 

@@ -19,7 +19,7 @@ from workers.keeper import descriptor_server
 from workers.memory import HandOver, descriptor_socket, notify
 from workers.memory import worker_memory as memory_module
 from workers.snapshot import SnapshotMemory, writing
-from workers.snapshot import slot_layout as form
+from workers.snapshot import buffer_layout as form
 from workers.snapshot.writing import BLOCK_BYTES
 from workers.state import StateEntry
 
@@ -76,7 +76,7 @@ def test_a_pinned_version_is_whole_when_it_is_found_pinned(rank: Rank, node: Nod
         assert rank.writer.wait(step)
 
     assert node.steps() == [1, 3, 4]
-    node.arena().unpin(node.arena().versions()[0].slot)
+    node.arena().unpin(node.arena().versions()[0].buffer)
     assert not rank.writer.is_pinned()
 
 
@@ -109,7 +109,7 @@ def test_a_larger_part_gets_other_memory_and_leaves_the_old_alone(rank: Rank, no
     assert after.take(2, more)
 
     assert after.writer.wait(2)
-    held = {name: [one.step for one in found] for name, found in node.slots.versions().items()}
+    held = {name: [one.step for one in found] for name, found in node.table.versions().items()}
     assert held == {"w0001.1": [1], "w0001.2": [2]}
     assert after.writer.close()
 
@@ -159,7 +159,7 @@ def test_a_tensor_that_moved_is_captured_from_where_it_is(rank: Rank, node: Node
 
 
 def test_tensors_that_are_not_contiguous_are_captured_too(rank: Rank, node: Node) -> None:
-    """Their bytes are not those that a slot has, so they take another way there."""
+    """Their bytes are not those that a buffer has, so they take another way there."""
     entries = state()
     whole = torch.randn(3, 40)
     entries[0] = replace(entries[0], tensor=whole.T)
@@ -172,7 +172,7 @@ def test_tensors_that_are_not_contiguous_are_captured_too(rank: Rank, node: Node
 
 
 @pytest.mark.parametrize("where", [0, BLOCK_BYTES - 1, BLOCK_BYTES, 2 * BLOCK_BYTES + 99])
-def test_what_changes_in_a_slot_after_it_was_completed_is_noticed(
+def test_what_changes_in_a_buffer_after_it_was_completed_is_noticed(
     rank: Rank, node: Node, where: int
 ) -> None:
     """In the first block of a tensor, in the last, and where two meet."""
@@ -183,12 +183,12 @@ def test_what_changes_in_a_slot_after_it_was_completed_is_noticed(
     assert rank.ready(entries)
     assert rank.take(1, entries)
     assert rank.writer.wait(1)
-    slot = node.arena().versions()[0].slot
-    node.arena().body(slot)[where] ^= 1
+    buffer = node.arena().versions()[0].buffer
+    node.arena().body(buffer)[where] ^= 1
 
     with pytest.raises(ChecksumMismatchError):
         loaded(node.arena(), entries)
-    node.arena().body(slot)[where] ^= 1
+    node.arena().body(buffer)[where] ^= 1
     assert torch.equal(loaded(node.arena(), entries)["a", "weight"], entries[0].tensor)
 
 
@@ -230,7 +230,7 @@ def test_a_restarted_keeper_is_handed_the_memory_with_the_next_snapshot(
     assert rank.take(1, entries)
     assert rank.writer.wait(1)
     node.restart()
-    assert node.slots.arenas() == {}
+    assert node.table.arenas() == {}
     assert rank.take(2, entries)
 
     assert rank.writer.wait(2)
@@ -253,7 +253,7 @@ def test_a_keeper_that_is_another_one_while_it_is_told_does_not_count_as_told(
 
     monkeypatch.setattr(memory_module, "notify", restarted_first)
     assert not rank.memory.tell()
-    assert node.slots.arenas() == {}
+    assert node.table.arenas() == {}
     assert rank.memory.tell()
     assert node.steps() == [1]
 
@@ -272,7 +272,7 @@ def test_a_keeper_that_is_back_after_an_attempt_has_ended_is_handed_the_memory(
     hand_over = HandOver(rank.memory)
     node.start()
 
-    assert eventually(lambda: bool(node.slots.arenas()))
+    assert eventually(lambda: bool(node.table.arenas()))
     assert node.steps() == [1]
     hand_over.end()
 
@@ -377,7 +377,7 @@ def test_a_restarted_keeper_is_handed_the_memory_though_no_snapshot_is_due(
     assert not rank.writer.is_behind(), "the keeper has it"
     assert rank.memory.is_told()
     node.restart()
-    assert node.slots.arenas() == {}
+    assert node.table.arenas() == {}
     assert not rank.memory.is_told()
 
     rank.writer.look_after()
@@ -405,7 +405,7 @@ def test_what_could_not_be_copied_off_a_device_is_not_held(
     rank: Rank, simulated: SimulatedDevice, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The device has no memory for it; the state is stored by other ways, and training goes on."""
-    monkeypatch.setattr(form.SlotLayout, "copy", lambda *_: None)
+    monkeypatch.setattr(form.BufferLayout, "copy", lambda *_: None)
     entries = state()
     assert rank.ready(entries)
     simulated.fails_at = 1

@@ -60,7 +60,7 @@ def test_copies_are_kept_on_as_many_other_nodes_as_may_be_lost(tolerance: int) -
 def test_parity_is_taken_when_memory_has_no_room_for_copies(
     tolerance: int, budget_bytes: int, mechanism: Mechanism
 ) -> None:
-    """Three slots of the own part and of each copy; people must be told why it is not a copy."""
+    """Three buffers of the own part and of each copy; people must be told why it is not a copy."""
     plan = _plan(FIVE, tolerance=tolerance, budget_bytes=budget_bytes)
 
     assert (plan.mechanism, plan.tolerance) == (mechanism, tolerance)
@@ -240,7 +240,7 @@ def test_the_size_of_the_state_is_that_of_its_newest_version() -> None:
 
     def part(step: int, rank: int, size_bytes: int) -> HeldPart:
         held = Held(
-            slot=0,
+            buffer=0,
             sequence=2,
             attempt=1,
             step=step,

@@ -12,10 +12,10 @@ import pytest
 from tests.support.snapshots import eventually
 from tests.support.wired import SECRET, write
 from ucp_core.errors import StorageError
+from workers.keeper.arena_table import ArenaTable
 from workers.keeper.peers import server as wire
 from workers.keeper.peers.client import WireClient
 from workers.keeper.peers.server import WireServer
-from workers.keeper.slots import NodeSlots
 from workers.memory import Arena
 from workers.memory import arena as arena_module
 
@@ -32,10 +32,10 @@ def size() -> int:
 
 
 def test_a_listing_has_what_the_nodes_own_ranks_wrote(
-    slots: NodeSlots, arena: Arena, client: WireClient
+    table: ArenaTable, arena: Arena, client: WireClient
 ) -> None:
     """Copies of copies would go round a ring of nodes for ever."""
-    _write(slots.reserve("0123456789ab/w0009.0", body_bytes=SIZE), 7)
+    _write(table.reserve("0123456789ab/w0009.0", body_bytes=SIZE), 7)
     listing = client.list_arenas(after=-1, timeout_s=0.0)
 
     assert listing.arenas.keys() == {"w0001"}
@@ -53,7 +53,7 @@ def patient(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.usefixtures("patient")
-def test_a_listing_waits_for_news(slots: NodeSlots, arena: Arena, client: WireClient) -> None:
+def test_a_listing_waits_for_news(table: ArenaTable, arena: Arena, client: WireClient) -> None:
     """Whoever asks again and again instead is late, or takes the node's processors."""
     before = client.list_arenas(after=-1, timeout_s=0.0)
     begun_s = time.monotonic()
@@ -63,7 +63,7 @@ def test_a_listing_waits_for_news(slots: NodeSlots, arena: Arena, client: WireCl
     def finish() -> None:
         assert eventually(arena.is_followed)
         _write(arena, 2)
-        slots.tell()
+        table.tell()
 
     writer = threading.Thread(target=finish)
     begun_s = time.monotonic()
@@ -77,7 +77,7 @@ def test_a_listing_waits_for_news(slots: NodeSlots, arena: Arena, client: WireCl
 @pytest.mark.usefixtures("patient")
 @pytest.mark.parametrize(("together_s", "expected"), [(LONG_S, {2}), (0.01, {1, 2})])
 def test_ranks_that_finish_together_are_listed_together(
-    slots: NodeSlots,
+    table: ArenaTable,
     arena: Arena,
     client: WireClient,
     monkeypatch: pytest.MonkeyPatch,
@@ -86,41 +86,41 @@ def test_ranks_that_finish_together_are_listed_together(
 ) -> None:
     """A listing for each costs both ends; but one that never finishes must not hold the others."""
     monkeypatch.setattr(wire, "_TOGETHER_S", together_s)
-    second = slots.reserve("w0002", body_bytes=SIZE)
+    second = table.reserve("w0002", body_bytes=SIZE)
     _write(second, 1)
     before = client.list_arenas(after=-1, timeout_s=0.0)
 
     def finish() -> None:
         _write(arena, 2)
-        slots.tell()
+        table.tell()
         if together_s > 1:
-            assert eventually(lambda: slots.wait_news(-1, 0.0) > before.news)
+            assert eventually(lambda: table.wait_news(-1, 0.0) > before.news)
             _write(second, 2)
-            slots.tell()
+            table.tell()
 
     writer = threading.Thread(target=finish)
     writer.start()
     after = client.list_arenas(after=before.news, timeout_s=LONG_S)
     writer.join()
     assert {listed.parts[-1].step for listed in after.arenas.values()} == expected
-    slots.drop("w0002")
+    table.drop("w0002")
 
 
 @pytest.mark.usefixtures("patient")
 def test_what_is_copied_here_is_no_news_to_those_who_copy_from_here(
-    slots: NodeSlots, arena: Arena, client: WireClient
+    table: ArenaTable, arena: Arena, client: WireClient
 ) -> None:
     """Two nodes that copy each other would wake each other once more for every version."""
     before = client.list_arenas(after=-1, timeout_s=0.0)
-    _write(slots.reserve("0123456789ab/w0009.0", body_bytes=SIZE), 7)
-    slots.tell()
+    _write(table.reserve("0123456789ab/w0009.0", body_bytes=SIZE), 7)
+    table.tell()
     begun_s = time.monotonic()
     after = client.list_arenas(after=before.news, timeout_s=0.4)
     assert time.monotonic() - begun_s > 0.35, "it answered without news"
     assert (after.news > before.news, after.arenas) == (True, before.arenas)
 
     _write(arena, 2)
-    slots.tell()
+    table.tell()
     last = client.list_arenas(after=after.news, timeout_s=LONG_S)
     assert [held.step for held in last.arenas["w0001"].parts] == [1, 2]
     assert client.list_arenas(after=-1, timeout_s=LONG_S) == last, "who has nothing is told at once"

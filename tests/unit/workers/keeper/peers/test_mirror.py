@@ -16,13 +16,13 @@ import numpy as np
 import pytest
 
 from tests.support.snapshots import eventually
+from workers.keeper.arena_table import ArenaTable
 from workers.keeper.peers import mirror as mirror_module
 from workers.keeper.peers import server as wire
 from workers.keeper.peers.client import RemotePart, WireClient
 from workers.keeper.peers.mirror import Mirror, Mirrors, wanted
 from workers.keeper.peers.server import WireServer
-from workers.keeper.slots import NodeSlots
-from workers.memory import NUM_SLOTS, Arena
+from workers.memory import NUM_BUFFERS, Arena
 from workers.memory import arena as arena_module
 from workers.protocol import Held, Peer
 
@@ -40,7 +40,7 @@ def _content(attempt: int, step: int, size: int = SIZE) -> bytes:
 
 
 def _write(
-    slots: NodeSlots,
+    table: ArenaTable,
     step: int,
     *,
     attempt: int = 1,
@@ -49,14 +49,14 @@ def _write(
     kept: tuple[int, int] | None = None,
 ) -> Held:
     """Write a version as a trainer does, and give notice of it."""
-    arena = slots.arena(name)
+    arena = table.arena(name)
     assert arena is not None
-    slot = arena.choose(slots.lineage, kept=kept)
-    arena.begin(slot, attempt=attempt, step=step, rank=3, world_size=5)
-    arena.body(slot)[:size] = _content(attempt, step, size)
-    arena.finish(slot, data_bytes=size - 1000, record_bytes=1000)
-    slots.tell()
-    held = arena.held(slot)
+    buffer = arena.choose(table.lineage, kept=kept)
+    arena.begin(buffer, attempt=attempt, step=step, rank=3, world_size=5)
+    arena.body(buffer)[:size] = _content(attempt, step, size)
+    arena.finish(buffer, data_bytes=size - 1000, record_bytes=1000)
+    table.tell()
+    held = arena.held(buffer)
     assert held is not None
     return held
 
@@ -66,37 +66,37 @@ def _check_whole(arena: Arena) -> list[tuple[int, int]]:
     held = arena.versions()
     for each in held:
         size = each.data_bytes + each.record_bytes
-        found = bytes(arena.body(each.slot)[:size])
-        if arena.held(each.slot) == each:
+        found = bytes(arena.body(each.buffer)[:size])
+        if arena.held(each.buffer) == each:
             assert found == _content(each.attempt, each.step, size)
     return [(each.attempt, each.step) for each in held]
 
 
 @pytest.fixture
-def theirs() -> Iterator[NodeSlots]:
-    slots = NodeSlots(budget_bytes=1 << 30)
-    slots.reserve(NAME, body_bytes=SIZE)
-    yield slots
-    slots.drop(NAME)
+def theirs() -> Iterator[ArenaTable]:
+    table = ArenaTable(budget_bytes=1 << 30)
+    table.reserve(NAME, body_bytes=SIZE)
+    yield table
+    table.drop(NAME)
 
 
 @pytest.fixture
-def source(theirs: NodeSlots) -> Arena:
+def source(theirs: ArenaTable) -> Arena:
     arena = theirs.arena(NAME)
     assert arena is not None
     return arena
 
 
 @pytest.fixture
-def ours() -> Iterator[NodeSlots]:
-    slots = NodeSlots(budget_bytes=1 << 30)
-    yield slots
-    for name in slots.versions():
-        slots.drop(name)
+def ours() -> Iterator[ArenaTable]:
+    table = ArenaTable(budget_bytes=1 << 30)
+    yield table
+    for name in table.versions():
+        table.drop(name)
 
 
 @pytest.fixture
-def server(theirs: NodeSlots) -> Iterator[WireServer]:
+def server(theirs: ArenaTable) -> Iterator[WireServer]:
     server = WireServer(theirs, host="127.0.0.1", secret=SECRET)
     yield server
     server.close()
@@ -113,23 +113,23 @@ def _peer(server: WireServer) -> Peer:
 
 
 @pytest.fixture
-def mirrors(ours: NodeSlots, problems: list[str]) -> Iterator[Mirrors]:
+def mirrors(ours: ArenaTable, problems: list[str]) -> Iterator[Mirrors]:
     mirrors = Mirrors(ours, problems.append)
     yield mirrors
     mirrors.stop()
 
 
-def _copies(ours: NodeSlots) -> list[tuple[int, int]]:
+def _copies(ours: ArenaTable) -> list[tuple[int, int]]:
     arena = ours.arena(COPY)
     return [] if arena is None else [(held.attempt, held.step) for held in arena.versions()]
 
 
-def _wait_for_copy(ours: NodeSlots, step: int) -> None:
+def _wait_for_copy(ours: ArenaTable, step: int) -> None:
     assert eventually(lambda: (1, step) in _copies(ours))
 
 
 def test_a_copy_is_the_original_but_for_its_place(
-    theirs: NodeSlots, ours: NodeSlots, server: WireServer, mirrors: Mirrors
+    theirs: ArenaTable, ours: ArenaTable, server: WireServer, mirrors: Mirrors
 ) -> None:
     """Whoever loads from it must find the rank's own record behind the rank's own bytes."""
     for step in (4, 5):
@@ -141,7 +141,7 @@ def test_a_copy_is_the_original_but_for_its_place(
     assert copy is not None
     _check_whole(copy)
     (held,) = copy.versions()
-    assert replace(held, slot=original.slot, sequence=original.sequence) == original
+    assert replace(held, buffer=original.buffer, sequence=original.sequence) == original
 
 
 @pytest.fixture
@@ -156,7 +156,7 @@ def patient(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.usefixtures("patient")
 def test_every_version_is_copied_soon_and_the_ranks_are_told(
-    theirs: NodeSlots, source: Arena, ours: NodeSlots, server: WireServer, mirrors: Mirrors
+    theirs: ArenaTable, source: Arena, ours: ArenaTable, server: WireServer, mirrors: Mirrors
 ) -> None:
     """A poll once in a while would do for the copies, and cost the ranks all snapshots between."""
     mirrors.follow([_peer(server)])
@@ -170,7 +170,7 @@ def test_every_version_is_copied_soon_and_the_ranks_are_told(
 
 
 def test_the_last_copy_that_counts_outlives_what_is_copied_after_it(
-    theirs: NodeSlots, ours: NodeSlots, server: WireServer, mirrors: Mirrors
+    theirs: ArenaTable, ours: ArenaTable, server: WireServer, mirrors: Mirrors
 ) -> None:
     """Until all ranks have a version of the new attempt, the old one is what there is."""
     mirrors.follow([_peer(server)])
@@ -187,7 +187,7 @@ def test_the_last_copy_that_counts_outlives_what_is_copied_after_it(
 
 
 def test_versions_that_are_dead_are_not_copied_and_not_waited_for(
-    theirs: NodeSlots, source: Arena, ours: NodeSlots, server: WireServer, mirrors: Mirrors
+    theirs: ArenaTable, source: Arena, ours: ArenaTable, server: WireServer, mirrors: Mirrors
 ) -> None:
     """After a resume the newest that a rank holds may be ahead of the history."""
     for step in (8, 9, 10):
@@ -210,7 +210,7 @@ def test_what_is_wanted_is_the_newest_that_counts(
     versions = [(1, 5), (1, 9), (2, 6), (2, 7)]
     parts = [
         Held(
-            slot=0,
+            buffer=0,
             sequence=2,
             attempt=attempt,
             step=step,
@@ -227,7 +227,7 @@ def test_what_is_wanted_is_the_newest_that_counts(
 
 
 def test_what_a_dead_peer_wrote_is_served_from_here(
-    theirs: NodeSlots, ours: NodeSlots, server: WireServer, mirrors: Mirrors
+    theirs: ArenaTable, ours: ArenaTable, server: WireServer, mirrors: Mirrors
 ) -> None:
     """That is what the copy is for."""
     mirrors.follow([_peer(server)])
@@ -246,7 +246,7 @@ def test_what_a_dead_peer_wrote_is_served_from_here(
 
 
 def test_a_peer_that_comes_back_elsewhere_is_followed_into_the_same_copies(
-    theirs: NodeSlots, ours: NodeSlots, server: WireServer, mirrors: Mirrors, problems: list[str]
+    theirs: ArenaTable, ours: ArenaTable, server: WireServer, mirrors: Mirrors, problems: list[str]
 ) -> None:
     """Its keeper was restarted: another port, another secret, the ranks' memory as before."""
     mirrors.follow([_peer(server)])
@@ -266,9 +266,9 @@ def test_a_peer_that_comes_back_elsewhere_is_followed_into_the_same_copies(
 
 
 def test_a_broken_connection_is_made_again(
-    theirs: NodeSlots,
+    theirs: ArenaTable,
     source: Arena,
-    ours: NodeSlots,
+    ours: ArenaTable,
     server: WireServer,
     mirrors: Mirrors,
     problems: list[str],
@@ -284,7 +284,7 @@ def test_a_broken_connection_is_made_again(
 
 
 def test_a_peer_that_forgot_what_was_copied_is_told_again(
-    theirs: NodeSlots, source: Arena, ours: NodeSlots, server: WireServer, mirrors: Mirrors
+    theirs: ArenaTable, source: Arena, ours: ArenaTable, server: WireServer, mirrors: Mirrors
 ) -> None:
     """The connection broke before it heard: its ranks would wait for a copy that is there."""
     mirrors.follow([_peer(server)])
@@ -297,7 +297,7 @@ def test_a_peer_that_forgot_what_was_copied_is_told_again(
 
 
 def test_a_follower_is_told_again_what_was_copied_over_a_new_connection(
-    theirs: NodeSlots, source: Arena, ours: NodeSlots, monkeypatch: pytest.MonkeyPatch
+    theirs: ArenaTable, source: Arena, ours: ArenaTable, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A range goes on by itself where its connection broke off, and the peer has forgotten who had
     got what: where two copy, the other one's word alone would never do."""
@@ -326,13 +326,13 @@ def test_a_follower_is_told_again_what_was_copied_over_a_new_connection(
 
 
 def test_nothing_half_is_ever_a_copy(
-    theirs: NodeSlots,
+    theirs: ArenaTable,
     source: Arena,
-    ours: NodeSlots,
+    ours: ArenaTable,
     mirrors: Mirrors,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """A writer that waits for nobody overtakes the copying; its slots change under the reads."""
+    """A writer that waits for nobody overtakes the copying; its buffers change under the reads."""
     monkeypatch.setattr(wire, "CHUNK_BYTES", 1 << 14)
     slow = WireServer(theirs, host="127.0.0.1", secret=SECRET, bytes_per_s=20 * SIZE)
     mirrors.follow([_peer(slow)])
@@ -354,7 +354,7 @@ def test_nothing_half_is_ever_a_copy(
 
 
 def test_ranks_that_do_not_wait_keep_what_the_copy_has_and_it_is_told(
-    theirs: NodeSlots, source: Arena, ours: NodeSlots, mirrors: Mirrors, problems: list[str]
+    theirs: ArenaTable, source: Arena, ours: ArenaTable, mirrors: Mirrors, problems: list[str]
 ) -> None:
     """A peer too slow for good: the one version that both have must outlive all that are not."""
     slow = WireServer(theirs, host="127.0.0.1", secret=SECRET, bytes_per_s=10 * SIZE)
@@ -377,7 +377,7 @@ def test_ranks_that_do_not_wait_keep_what_the_copy_has_and_it_is_told(
 
 
 def test_memory_that_is_refused_is_a_problem_and_holds_nobody_up(
-    theirs: NodeSlots,
+    theirs: ArenaTable,
     source: Arena,
     server: WireServer,
     problems: list[str],
@@ -386,8 +386,8 @@ def test_memory_that_is_refused_is_a_problem_and_holds_nobody_up(
     """Training goes on without the copy; it is made once there is room."""
     monkeypatch.setattr(mirror_module, "_REFUSED_S", 0.2)
     theirs.reserve("w0002.0", body_bytes=SIZE)
-    need = 2 * NUM_SLOTS * (SIZE + 8192)
-    small = NodeSlots(budget_bytes=need)
+    need = 2 * NUM_BUFFERS * (SIZE + 8192)
+    small = ArenaTable(budget_bytes=need)
     small.reserve("w0007.0", body_bytes=SIZE)
     _write(theirs, 1)
     _write(theirs, 1, name="w0002.0")
@@ -406,7 +406,7 @@ def test_memory_that_is_refused_is_a_problem_and_holds_nobody_up(
 
 
 def test_a_peer_with_another_secret_is_a_problem(
-    ours: NodeSlots, server: WireServer, problems: list[str]
+    ours: ArenaTable, server: WireServer, problems: list[str]
 ) -> None:
     """It is not the keeper that the order meant."""
     mirror = Mirror(ours, _peer(server), b"wrong", problems.append)
@@ -417,7 +417,7 @@ def test_a_peer_with_another_secret_is_a_problem(
 
 @pytest.mark.usefixtures("patient")
 def test_a_mirror_stops_at_once_while_it_waits_for_news(
-    source: Arena, ours: NodeSlots, server: WireServer
+    source: Arena, ours: ArenaTable, server: WireServer
 ) -> None:
     """Every order may end it, and the keeper has reports to send."""
     mirror = Mirror(ours, _peer(server), SECRET, _ignore)
@@ -431,7 +431,7 @@ def test_a_mirror_stops_at_once_while_it_waits_for_news(
 
 
 @pytest.mark.usefixtures("patient")
-def test_a_mirror_stops_at_once_while_it_connects(ours: NodeSlots) -> None:
+def test_a_mirror_stops_at_once_while_it_connects(ours: ArenaTable) -> None:
     """A machine that is gone answers nothing, not even no."""
     with socket.create_server(("127.0.0.1", 0), backlog=0) as deaf:
         address = deaf.getsockname()
@@ -456,7 +456,7 @@ def _is_connecting(port: int) -> bool:
 
 
 def test_copying_takes_what_trainers_leave(
-    theirs: NodeSlots, ours: NodeSlots, server: WireServer, problems: list[str]
+    theirs: ArenaTable, ours: ArenaTable, server: WireServer, problems: list[str]
 ) -> None:
     """The keeper itself is above them, and no thread of it but those that copy may be below."""
     # What tests before this one had may end meanwhile.
@@ -474,7 +474,7 @@ def test_copying_takes_what_trainers_leave(
 
 
 def test_no_thread_and_no_connection_is_left(
-    theirs: NodeSlots, ours: NodeSlots, problems: list[str]
+    theirs: ArenaTable, ours: ArenaTable, problems: list[str]
 ) -> None:
     """Fifty orders, fifty mirrors: a run has many attempts."""
     threads, files = set(threading.enumerate()), _files()

@@ -14,12 +14,12 @@ import pytest
 from tests.support.memory_versions import check_loads, make_state, write_version
 from tests.support.snapshots import eventually
 from workers.errors import ParityError
+from workers.keeper.arena_table import ArenaTable
 from workers.keeper.peers import parity_mirror
 from workers.keeper.peers import server as wire
 from workers.keeper.peers.client import RemotePart, WireClient
 from workers.keeper.peers.parity_mirror import ParityMirror, parity_name
 from workers.keeper.peers.server import WireServer
-from workers.keeper.slots import NodeSlots
 from workers.memory import Arena, Part, is_copy, is_parity
 from workers.memory import arena as arena_module
 from workers.parity import lost_parts
@@ -37,7 +37,7 @@ LONG_S = 60.0
 class _Node:
     place: int
     ranks: tuple[int, ...]
-    slots: NodeSlots
+    table: ArenaTable
     server: WireServer
     arenas: dict[int, Arena]
     client: WireClient
@@ -52,7 +52,7 @@ class _Node:
         """Return what its memory has of a step, as a loader on another node reads it."""
         return [
             RemotePart(self.client, name, held)
-            for name, versions in self.slots.versions().items()
+            for name, versions in self.table.versions().items()
             for held in versions
             if held.step == step and is_parity(name) == parity
         ]
@@ -60,15 +60,15 @@ class _Node:
 
 @contextmanager
 def _node(place: int, ranks: tuple[int, ...], budget_bytes: int = 1 << 26) -> Iterator[_Node]:
-    slots = NodeSlots(budget_bytes=budget_bytes)
-    arenas = {rank: slots.reserve(f"w{rank}.0", body_bytes=BODY_BYTES) for rank in ranks}
-    server = WireServer(slots, host="127.0.0.1", secret=b"s")
+    table = ArenaTable(budget_bytes=budget_bytes)
+    arenas = {rank: table.reserve(f"w{rank}.0", body_bytes=BODY_BYTES) for rank in ranks}
+    server = WireServer(table, host="127.0.0.1", secret=b"s")
     client = WireClient(server.address, secret=b"s")
-    yield _Node(place, ranks, slots, server, arenas, client)
+    yield _Node(place, ranks, table, server, arenas, client)
     client.close()
     server.close()
-    for name in slots.versions():
-        slots.drop(name)
+    for name in table.versions():
+        table.drop(name)
 
 
 @pytest.fixture
@@ -87,7 +87,7 @@ def _protecting(
             GroupPlace(peer=None if node is own else node.peer, ranks=node.ranks) for node in nodes
         )
         group = ParityGroup(attempt=attempt, num_parities=num_parities, places=places)
-        mirrors.append(ParityMirror(own.slots, group, own.problems.append))
+        mirrors.append(ParityMirror(own.table, group, own.problems.append))
     yield mirrors
     for mirror in mirrors:
         mirror.stop()
@@ -102,7 +102,7 @@ def _write(
             write_version(
                 arena, state, step=step, rank=rank, world_size=WORLD, attempt=attempt, kept=kept
             )
-            node.slots.tell()
+            node.table.tell()
 
 
 def _is_protected(nodes: Sequence[_Node]) -> bool:
@@ -199,7 +199,7 @@ def test_a_group_of_the_next_attempt_keeps_what_the_last_one_made(nodes: list[_N
 def test_parities_of_what_is_kept_stay_whatever_dead_workers_kept(nodes: list[_Node]) -> None:
     """Memory of a worker that died stays while it is on its way to storage, and names what was kept
     in its own attempt: that is older than what the ranks of now have agreed on."""
-    dead = nodes[1].slots.reserve("w9.0", body_bytes=BODY_BYTES)
+    dead = nodes[1].table.reserve("w9.0", body_bytes=BODY_BYTES)
     write_version(dead, make_state(1), step=1, rank=0, world_size=WORLD, attempt=1)
     dead.keep((1, 1))
     with _protecting(nodes, 1, attempt=2):
@@ -220,7 +220,7 @@ def test_parts_that_outgrow_their_parities_are_protected_all_the_same(nodes: lis
         for factor in (2, 8):
             for rank, arena in nodes[1].arenas.items():
                 body_bytes = factor * arena.body_bytes
-                nodes[1].arenas[rank] = nodes[1].slots.reserve(
+                nodes[1].arenas[rank] = nodes[1].table.reserve(
                     f"w{rank}.{factor}", body_bytes=body_bytes
                 )
             _write(nodes, factor)

@@ -21,13 +21,13 @@ from tests.support.snapshots import eventually
 from tests.support.wired import SECRET, write
 from ucp_core.errors import CheckpointCorruptError, StorageError
 from ucp_core.numerics import crc32
+from workers.keeper.arena_table import ArenaTable
 from workers.keeper.peers import frames
 from workers.keeper.peers import server as wire
 from workers.keeper.peers.client import RemotePart, WireClient
 from workers.keeper.peers.frames import CHALLENGE_BYTES
 from workers.keeper.peers.probe import unreached
 from workers.keeper.peers.server import CHUNK_BYTES, WireServer
-from workers.keeper.slots import NodeSlots
 from workers.memory import Arena
 from workers.memory import arena as arena_module
 from workers.protocol import Held
@@ -84,7 +84,7 @@ def _has_ipv6() -> bool:
 
 
 def _expected(arena: Arena, held: Held, start: int, stop: int) -> bytes:
-    return bytes(arena.body(held.slot)[start:stop])
+    return bytes(arena.body(held.buffer)[start:stop])
 
 
 @pytest.mark.parametrize("is_unchecked", [False, True])
@@ -117,9 +117,9 @@ def test_ranges_arrive_in_the_buffers_they_are_for(
 
 
 @pytest.mark.skipif(not _has_ipv6(), reason="needs the address ::1")
-def test_machines_that_have_only_ipv6_reach_one_another(slots: NodeSlots, arena: Arena) -> None:
+def test_machines_that_have_only_ipv6_reach_one_another(table: ArenaTable, arena: Arena) -> None:
     """Their runs would train without snapshots, and say so in one word of the log."""
-    server = WireServer(slots, host="::1", secret=SECRET)
+    server = WireServer(table, host="::1", secret=SECRET)
     client = WireClient(server.address, secret=SECRET)
     (held,) = arena.versions()
 
@@ -257,12 +257,12 @@ def test_a_version_that_was_overwritten_is_refused(server: WireServer, arena: Ar
 
 
 def test_what_is_not_there_is_refused_by_name(server: WireServer, arena: Arena) -> None:
-    """A range outside of a slot would be another rank's state."""
+    """A range outside of a buffer would be another rank's state."""
     (held,) = arena.versions()
     client = WireClient(server.address, secret=SECRET)
     with pytest.raises(StorageError, match="no snapshot of w0002 is held here"):
         client.read("w0002", held, 0, [memoryview(bytearray(1))])
-    with pytest.raises(StorageError, match="a slot of w0001 has"):
+    with pytest.raises(StorageError, match="a buffer of w0001 has"):
         client.read("w0001", held, arena.body_bytes - 5, [memoryview(bytearray(10))])
     client.close()
 
@@ -348,12 +348,12 @@ def test_a_range_goes_on_where_a_connection_broke_off(
 
 @pytest.mark.parametrize("spare_bytes", [0, 60_000])
 def test_a_bit_that_is_flipped_on_the_way_to_a_load_is_noticed(
-    slots: NodeSlots, server: WireServer, spare_bytes: int
+    table: ArenaTable, server: WireServer, spare_bytes: int
 ) -> None:
     """Loads do without the checksums of the wire, since those of the record are end to end."""
     state = make_state(1)
     held = write_version(
-        slots.reserve("w0002", body_bytes=1 << 20), state, step=1, rank=0, world_size=1
+        table.reserve("w0002", body_bytes=1 << 20), state, step=1, rank=0, world_size=1
     )
     # The record comes first, the data behind it.
     spare_bytes += CHALLENGE_BYTES + (held.record_bytes if spare_bytes else 0)
@@ -366,7 +366,7 @@ def test_a_bit_that_is_flipped_on_the_way_to_a_load_is_noticed(
     check_loads({0: part}, state, world_size=2)
     client.close()
     bridge.close()
-    slots.drop("w0002")
+    table.drop("w0002")
 
 
 def test_a_peer_that_never_works_is_given_up(server: WireServer, arena: Arena) -> None:
@@ -389,10 +389,10 @@ def test_nonsense_on_the_port_hurts_nobody(server: WireServer, arena: Arena) -> 
     client.close()
 
 
-def test_a_rate_limit_is_kept(slots: NodeSlots, arena: Arena) -> None:
+def test_a_rate_limit_is_kept(table: ArenaTable, arena: Arena) -> None:
     """Recovery of one run must not take the network from another's training."""
     (held,) = arena.versions()
-    server = WireServer(slots, host="127.0.0.1", secret=SECRET, bytes_per_s=SIZE / 1.5)
+    server = WireServer(table, host="127.0.0.1", secret=SECRET, bytes_per_s=SIZE / 1.5)
     client = WireClient(server.address, secret=SECRET)
     begun = time.monotonic()
     client.read("w0001", held, 0, [memoryview(bytearray(SIZE))])
@@ -403,13 +403,13 @@ def test_a_rate_limit_is_kept(slots: NodeSlots, arena: Arena) -> None:
     server.close()
 
 
-def test_who_sends_slowly_is_not_silent_for_long(slots: NodeSlots, arena: Arena) -> None:
+def test_who_sends_slowly_is_not_silent_for_long(table: ArenaTable, arena: Arena) -> None:
     """A peer that hears nothing for 5 s gives up, and ranks wait for none that takes nothing.
 
     At 1 MiB a second a chunk of 4 MiB was sent after 4 s without a word, to one peer alone.
     """
     (held,) = arena.versions()
-    server = WireServer(slots, host="127.0.0.1", secret=SECRET, bytes_per_s=SIZE)
+    server = WireServer(table, host="127.0.0.1", secret=SECRET, bytes_per_s=SIZE)
     client = WireClient(server.address, secret=SECRET)
     target = memoryview(bytearray(SIZE))
     sizes = list(client._stream("w0001", held, 0, [target], is_unchecked=False))
@@ -420,11 +420,11 @@ def test_who_sends_slowly_is_not_silent_for_long(slots: NodeSlots, arena: Arena)
 
 
 def test_who_shares_a_limit_with_many_is_not_kept_waiting_for_long(
-    slots: NodeSlots, arena: Arena
+    table: ArenaTable, arena: Arena
 ) -> None:
     """A hundred workers that load at once would each hear nothing for longer than they wait."""
     (held,) = arena.versions()
-    server = WireServer(slots, host="127.0.0.1", secret=SECRET, bytes_per_s=SIZE)
+    server = WireServer(table, host="127.0.0.1", secret=SECRET, bytes_per_s=SIZE)
     others = [socket.create_connection(server.address) for _ in range(9)]
     assert eventually(lambda: len(server._open) == 9)
     client = WireClient(server.address, secret=SECRET)

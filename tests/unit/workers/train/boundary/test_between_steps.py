@@ -86,10 +86,10 @@ def boundary(node: Node, tmp_path: Path) -> Iterator[Boundary]:
     assert storage.close()
 
 
-def test_no_slot_is_written_over_before_a_rank_knows_that_all_have_the_version_before(
+def test_no_buffer_is_written_over_before_a_rank_knows_that_all_have_the_version_before(
     boundary: Boundary, node: Node, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A collective on a device returns at once; of the slots one may hold what others need."""
+    """A collective on a device returns at once; of the buffers one may hold what others need."""
     monkeypatch.setattr(dist, "all_reduce", lambda *_, **__: None)
     entries, writer = state(), boundary._writer
     assert writer is not None

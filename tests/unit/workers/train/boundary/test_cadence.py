@@ -128,7 +128,7 @@ def test_whatever_peers_say_only_so_many_snapshots_in_a_row_are_skipped(
         due = plan.due(step, Signals(behind=is_behind))
         assert not (due.skipped and due.snapshot)
         assert due.snapshot or not due.pin
-        assert due.barrier == (due.snapshot and is_behind), "three slots: all have the one before"
+        assert due.barrier == (due.snapshot and is_behind), "three buffers: all have the one before"
         skipped = 0 if due.snapshot else skipped + due.skipped
         assert skipped <= SKIPPED_MAX
 

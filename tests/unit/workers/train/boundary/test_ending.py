@@ -46,7 +46,7 @@ def test_storage_that_is_away_keeps_no_run_from_what_memory_holds(tmp_path: Path
     # It is there and cannot be read.
     (tmp_path / STOPPED).mkdir()
     held = Held(
-        slot=0, sequence=2, attempt=1, step=5, rank=0, world_size=1, data_bytes=1, record_bytes=1
+        buffer=0, sequence=2, attempt=1, step=5, rank=0, world_size=1, data_bytes=1, record_bytes=1
     )
     part = MemoryPart(node="a", host="", port=0, arena="w0001.0", held=held, secret=b"")
 

@@ -3,7 +3,7 @@ from __future__ import annotations
 import pytest
 
 from workers.settings import Settings, TrainSettings, problems
-from workers.train.executor.learning_rate import learning_rate
+from workers.train.executor.step import learning_rate
 
 
 @pytest.mark.parametrize("shape", ["cosine", "linear"])

@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from workers.train.loading.initial_values import initial_values
+from workers.train.loading.filling import initial_values
 
 
 class Rotary(nn.Module):

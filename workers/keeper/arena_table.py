@@ -11,7 +11,7 @@ from typing import Final
 
 from workers.errors import ArenaError
 from workers.memory import (
-    NUM_SLOTS,
+    NUM_BUFFERS,
     Arena,
     HeldArena,
     in_use,
@@ -22,7 +22,7 @@ from workers.memory import (
 )
 from workers.protocol import Held
 
-__all__ = ["NodeSlots", "available_bytes", "be_nice", "meminfo_bytes"]
+__all__ = ["ArenaTable", "available_bytes", "be_nice", "meminfo_bytes"]
 
 #: Memory that is left to everybody else when an arena is made.
 _SPARE_BYTES: Final = 64 << 20
@@ -75,7 +75,7 @@ def _stat_bytes(path: Path, name: str) -> int:
     return 0
 
 
-class NodeSlots:
+class ArenaTable:
     """The arenas of one node by name, within a budget. Thread-safe.
 
     | who writes | name |
@@ -122,7 +122,7 @@ class NodeSlots:
         still be needed, no memory has to be faulted in, and the budget need not hold both.
 
         Raises:
-            ArenaError: It exceeds the budget or the memory, or the arena has smaller slots.
+            ArenaError: It exceeds the budget or the memory, or the arena has smaller buffers.
         """
         node, _, generation = split_name(name)
         is_own = not node or is_guard(name)
@@ -136,7 +136,7 @@ class NodeSlots:
                 return arena
             arena = self._inherit(name, body_bytes, dead)
             if arena is None:
-                self._claim(name, NUM_SLOTS * body_bytes)
+                self._claim(name, NUM_BUFFERS * body_bytes)
         if arena is None:
             arena = self._create(name, body_bytes)
         self.tell()
@@ -225,14 +225,14 @@ class NodeSlots:
     def wait_news(self, after: int, timeout_s: float) -> int:
         """Wait for news later than number ``after``; return the latest number.
 
-        News is a finished slot, or an arena that came or went. On timeout the number is ``after``.
+        News is a finished buffer, or an arena that came or went. On timeout return ``after``.
         """
         with self._news:
             self._news.wait_for(lambda: self._num_news > after, timeout_s)
             return self._num_news
 
     def wait_pins(self, after: int, timeout_s: float | None) -> int:
-        """Like ``wait_news``, for news while a slot waits to be stored."""
+        """Like ``wait_news``, for news while a buffer waits to be stored."""
         with self._pins:
             self._pins.wait_for(lambda: self._num_pins > after, timeout_s)
             return self._num_pins
@@ -253,12 +253,12 @@ class NodeSlots:
         """Drop versions that could not be loaded: nobody is offered them again.
 
         Args:
-            bad: ``(arena, slot, sequence)`` of each; a newer version in the slot is left alone.
+            bad: ``(arena, buffer, sequence)`` of each; a newer version in the buffer is left alone.
         """
         has_changed = False
-        for name, slot, sequence in bad:
+        for name, buffer, sequence in bad:
             arena = self.find(name)
-            held = arena.held(slot) if arena is not None else None
+            held = arena.held(buffer) if arena is not None else None
             if arena is not None and held is not None and held.sequence == sequence:
                 with contextlib.suppress(ValueError):
                     # Another thread may free the arena.
@@ -293,7 +293,7 @@ class NodeSlots:
         held_arenas = [
             HeldArena(
                 name=name,
-                # A pinned slot stays until it is stored or given up.
+                # A pinned buffer stays until it is stored or given up.
                 in_use=name in used or arena.pinned() is not None,
                 versions=tuple(arena.versions()),
             )
@@ -358,7 +358,7 @@ class NodeSlots:
             self._claims[name] = need_bytes
             return
         raise ArenaError(
-            f"snapshots of {name} need {need_bytes} bytes ({NUM_SLOTS} slots); {why}: raise "
+            f"snapshots of {name} need {need_bytes} bytes ({NUM_BUFFERS} buffers); {why}: raise "
             "snapshot.node_memory_mib, take nodes with more memory, or put fewer workers on one",
             arena=name,
             need_bytes=need_bytes,
@@ -369,7 +369,7 @@ class NodeSlots:
 def _check_fits(name: str, arena: Arena, body_bytes: int) -> None:
     if arena.body_bytes < body_bytes:
         raise ArenaError(
-            f"the slots of {name} have {arena.body_bytes} bytes, {body_bytes} are needed: "
+            f"the buffers of {name} have {arena.body_bytes} bytes, {body_bytes} are needed: "
             "reserve the next generation",
             arena=name,
         )

@@ -1,4 +1,4 @@
-"""How the tensors of a rank lie in a slot, and copies within this machine's memory.
+"""How the tensors of a rank lie in a buffer, and copies within this machine's memory.
 
 Tensors of a block and more are checksummed later by another thread (``workers.snapshot.device``):
 on the way it would make training wait a fifth longer. Smaller ones are checksummed on the way: for
@@ -19,11 +19,11 @@ from torch import Tensor
 
 from ucp_core.native import LocalTensor, RankSaver
 from ucp_core.numerics import crc32
-from workers.memory import NUM_SLOTS, Arena
+from workers.memory import NUM_BUFFERS, Arena
 from workers.protocol import Assignment
 from workers.state import StateEntry
 
-__all__ = ["BLOCK_BYTES", "Captured", "HostTensors", "SlotLayout", "source_of"]
+__all__ = ["BLOCK_BYTES", "BufferLayout", "Captured", "HostTensors", "source_of"]
 
 #: A new layout needs parts of blocks, which are read whole: a tenth to a third more than needed
 #: with these, half as much again with blocks of 1 MiB.
@@ -37,7 +37,7 @@ _LARGE_BYTES: Final = 64 << 10
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Captured:
-    """A state to put into a slot; see ``ucp_core.native.save_rank``.
+    """A state to put into a buffer; see ``ucp_core.native.save_rank``.
 
     Attributes:
         step: The step after which it was taken.
@@ -59,8 +59,8 @@ def source_of(assignment: Assignment) -> dict[str, Any]:
     return {"writer": "everstep", "layout": assignment.layout.to_json()}
 
 
-class SlotLayout:
-    """Where everything lies in a slot, as ``save_rank`` writes it; made once per layout."""
+class BufferLayout:
+    """Where everything lies in a buffer, as ``save_rank`` writes it; made once per layout."""
 
     def __init__(self, state: Captured, assignment: Assignment) -> None:
         self._entries = state.entries
@@ -100,14 +100,14 @@ class SlotLayout:
         """Return the bytes of every tensor in place, in the order of the data; see ``views``."""
         return self._host.views()
 
-    def copy(self, slot: int) -> list[list[int]] | None:
-        """Copy all of it into the slot and return block checksums; None if it is on a device."""
-        return self._host.copy_to(self.data[slot])
+    def copy(self, buffer: int) -> list[list[int]] | None:
+        """Copy all of it into the buffer and return block checksums; None if it is on a device."""
+        return self._host.copy_to(self.data[buffer])
 
     def lay_out(self, arena: Arena) -> None:
-        """Find the place of every tensor in every slot."""
-        for slot in range(NUM_SLOTS):
-            body = arena.body(slot)
+        """Find the place of every tensor in every buffer."""
+        for buffer in range(NUM_BUFFERS):
+            body = arena.body(buffer)
             block = torch.frombuffer(body, dtype=torch.uint8)
             data: list[memoryview] = []
             views: list[Tensor] = []
@@ -120,11 +120,11 @@ class SlotLayout:
             self.data.append(data)
             self.views.append(views)
 
-    def tensors(self, slot: int) -> list[LocalTensor]:
-        """Return the tensors as they lie in a slot."""
+    def tensors(self, buffer: int) -> list[LocalTensor]:
+        """Return the tensors as they lie in a buffer."""
         return [
             entry.local_tensor(view)
-            for entry, view in zip(self._written, self.views[slot], strict=True)
+            for entry, view in zip(self._written, self.views[buffer], strict=True)
         ]
 
 

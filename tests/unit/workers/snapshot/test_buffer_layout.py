@@ -8,7 +8,7 @@ from typing import Any, Final
 import pytest
 import torch
 
-from workers.snapshot.slot_layout import HostTensors
+from workers.snapshot.buffer_layout import HostTensors
 
 #: More than what is copied without letting other threads run.
 BLOCK_BYTES: Final = 100_000
