@@ -1,56 +1,99 @@
-"""The settings of a training: model, data, optimizer, checkpoints, snapshots, sharding.
+"""The sections of a configuration that workers need: each key, its meaning, bound and default.
 
-Frozen values without torch, so that the orchestrator can build and check them anywhere.
-``problems`` returns every problem at once.
+Frozen values without torch, so that the orchestrator can build and check them anywhere. Its other
+sections are in ``orchestrator.config.sections``. ``problems`` returns every problem at once.
 """
 
 from __future__ import annotations
 
 import json
-import math
-from collections.abc import Callable, Mapping
-from dataclasses import asdict, dataclass, field, fields, is_dataclass
+import re
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, field, fields, replace
 from pathlib import Path
-from typing import Any, Final, TypeVar
+from typing import Annotated, Any, ClassVar, Final, Literal, TypeAlias, TypeVar
 
-from workers.errors import SettingsError
+from annotated_types import Ge, Gt, Le, Lt, MinLen
+
 from workers.models import BYTE_VOCAB_SIZE, PRESETS, ModelShape, resolve, shape_problems
 
 __all__ = [
     "AUTO",
     "CheckpointSettings",
     "DataSettings",
-    "InitSettings",
     "ModelSettings",
     "NotFiniteSettings",
     "ParallelSettings",
+    "RunSettings",
     "Settings",
     "SnapshotSettings",
     "TrainSettings",
+    "between_keys",
     "model_shape",
     "problems",
+    "value_problem",
+    "well_formed",
 ]
 
-SCHEDULES: Final = ("cosine", "linear", "constant")
-PRECISIONS: Final = ("fp32", "bf16")
 SKIP, STOP, IGNORE = "skip", "stop", "ignore"
 #: An interval chosen from measured costs and failures.
 AUTO: Final = "auto"
 #: The intervals before anything was measured.
 _SNAPSHOT_STEPS, _CHECKPOINT_STEPS = 1, 10
-INIT_STATES: Final = ("weights", "all")
-MECHANISMS: Final = ("auto", "copy", "parity")
-TOLERANCE_MAX: Final = 2
 STDLIB: Final = "stdlib"
 _STEPS_WAITED: Final = 30
 _FORMING_S: Final = 60.0
 _WARMUP_STEPS: Final = 20
-NUM_BETAS: Final = 2
+_NUM_BETAS: Final = 2
 
 #: Before the folder of a Hugging Face model.
 _FOLDER: Final = "hf:"
 
+#: What pydantic calls the branches of an interval; of two branches, the second says nothing more.
+_INTERVAL: Final = "constrained-int"
+_SECOND_BRANCH: Final = ("str", f"literal['{AUTO}']")
+#: Keys without a default, and values to check the others with.
+_REQUIRED: Final = {"run": {"directory": "x"}, "workers": {"max": 1}}
+
 _T = TypeVar("_T")
+_Count: TypeAlias = Annotated[int, Ge(0)]
+_AtLeastOne: TypeAlias = Annotated[int, Ge(1)]
+_Positive: TypeAlias = Annotated[float, Gt(0)]
+_Beta: TypeAlias = Annotated[float, Ge(0), Lt(1)]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RunSettings:
+    """What the run is called, where it lives, and what it trains.
+
+    Attributes:
+        directory: Run directory, a path or an fsspec URL that every node can reach.
+        name: For people. Default: the last part of ``directory``.
+        priority: A run that lacks workers takes them from those of lower priority on its cluster,
+            down to their ``workers.min``, and gives them back; runs of one priority share evenly.
+        script: A training script that calls ``everstep.run``. Without one the built-in language
+            model is trained.
+        arguments: The script's ``sys.argv[1:]``, each as one text: ``["--width", "512"]``.
+        resume_from: The version that a resume continues from: "newest", or "finite" for the newest
+            with finite weights, behind which steps are trained again.
+        init_from: A checkpoint that a new run starts from, a path or URL, in any format that
+            ``ucp`` opens: Hugging Face, DeepSpeed, Megatron, torch DCP, everstep. A run that
+            resumes does not look at it.
+        init_state: "weights", or "all" to also load the optimizer state.
+        init_rename: The model's names by the checkpoint's: ``{"transformer.*": "model.*"}``.
+        init_missing: Names, with ``*``, of parameters that may begin with new values.
+    """
+
+    directory: Annotated[str, MinLen(1)]
+    name: str = ""
+    priority: int = 0
+    script: str = ""
+    arguments: tuple[str, ...] = ()
+    resume_from: Literal["newest", "finite"] = "newest"
+    init_from: str = ""
+    init_state: Literal["weights", "all"] = "weights"
+    init_rename: dict[str, str] = field(default_factory=dict)
+    init_missing: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -102,13 +145,13 @@ class DataSettings:
             machine's temporary directory.
     """
 
-    source: str = STDLIB
+    source: Annotated[str, MinLen(1)] = STDLIB
     tokenizer: str = ""
     text_field: str = "text"
-    sequence_length: int = 128
-    seed: int = 0
-    validation_share: float = 0.05
-    validation_samples: int = 64
+    sequence_length: Annotated[int, Ge(2)] = 128
+    seed: _Count = 0
+    validation_share: Annotated[float, Gt(0), Lt(1)] = 0.05
+    validation_samples: _AtLeastOne = 64
     cache_directory: str = ""
 
 
@@ -122,8 +165,8 @@ class NotFiniteSettings:
         most: With "skip", so many in a row end the run.
     """
 
-    action: str = SKIP
-    most: int = 3
+    action: Literal["skip", "stop", "ignore"] = "skip"
+    most: _AtLeastOne = 3
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -150,28 +193,22 @@ class TrainSettings:
         not_finite: Updates that are NaN or infinite.
     """
 
-    steps: int = 200
-    global_batch: int = 16
-    micro_batch: int = 2
-    lr: float = 3e-3
-    warmup_steps: int | None = None
-    schedule: str = "cosine"
-    lr_min_ratio: float = 0.1
-    weight_decay: float = 0.1
-    betas: tuple[float, ...] = (0.9, 0.95)
-    eps: float = 1e-8
-    clip_norm: float = 1.0
-    precision: str = "fp32"
-    seed: int = 0
+    steps: _AtLeastOne = 200
+    global_batch: _AtLeastOne = 16
+    micro_batch: _AtLeastOne = 2
+    lr: _Positive = 3e-3
+    warmup_steps: _Count | None = None
+    schedule: Literal["cosine", "linear", "constant"] = "cosine"
+    lr_min_ratio: Annotated[float, Ge(0), Le(1)] = 0.1
+    weight_decay: Annotated[float, Ge(0)] = 0.1
+    betas: tuple[_Beta, ...] = (0.9, 0.95)
+    eps: _Positive = 1e-8
+    clip_norm: Annotated[float, Ge(0)] = 1.0
+    precision: Literal["fp32", "bf16"] = "fp32"
+    seed: _Count = 0
     deterministic: bool = False
-    validation_every: int = 0
+    validation_every: _Count = 0
     not_finite: NotFiniteSettings = field(default_factory=NotFiniteSettings)
-
-    def __post_init__(self) -> None:
-        """Take a dictionary of ``not_finite``, too."""
-        given: Any = self.not_finite
-        if isinstance(given, Mapping):
-            object.__setattr__(self, "not_finite", NotFiniteSettings(**given))
 
     @property
     def num_warmup_steps(self) -> int:
@@ -201,10 +238,10 @@ class CheckpointSettings:
         threads: Threads per worker that read while loading.
     """
 
-    every_steps: int | str = _CHECKPOINT_STEPS
-    keep: int = 3
+    every_steps: _AtLeastOne | Literal["auto"] = _CHECKPOINT_STEPS
+    keep: _Count = 3
     fsync: bool = False
-    threads: int = 2
+    threads: _AtLeastOne = 2
 
     @property
     def first_every(self) -> int:
@@ -232,11 +269,11 @@ class SnapshotSettings:
             between replicas. "auto" uses copies if memory allows, else parity.
     """
 
-    every_steps: int | str = _SNAPSHOT_STEPS
-    node_memory_mib: int = 0
-    send_mib_per_s: int = 0
-    tolerance: int = 1
-    mechanism: str = AUTO
+    every_steps: _Count | Literal["auto"] = _SNAPSHOT_STEPS
+    node_memory_mib: _Count = 0
+    send_mib_per_s: _Count = 0
+    tolerance: Annotated[int, Ge(0), Le(2)] = 1
+    mechanism: Literal["auto", "copy", "parity"] = "auto"
 
     @property
     def first_every(self) -> int:
@@ -246,21 +283,27 @@ class SnapshotSettings:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ParallelSettings:
-    """How the model is sharded; the degrees of parallelism come with each attempt.
+    """How the model is sharded over the workers. ``dp_shard`` follows from their number.
+
+    Workers come in multiples of the product of the degrees. A script that runs alone ignores them.
 
     Attributes:
+        dp_replicate: Full copies of the model.
+        tp: Tensor-parallel ways: workers that have a part of each matrix, and the same samples.
+        pp: Pipeline stages: workers that have some of the layers each, and the same samples.
         reshard_after_forward: Whether a block's gathered parameters are dropped after its
             forward and backward pass: less memory, more gathers. Models of up to 64 MiB stay
             gathered.
         collective_timeout_s: Time after which a collective fails; ten times as long while ranks
             load or commit a version. A backstop: faults are usually found much sooner. Raise it
             if one rank works for longer while the others wait for it, or it is judged to hang.
-        gpu_share: The part of its GPU that a worker has; below 1 others share the GPU.
     """
 
+    dp_replicate: _AtLeastOne = 1
+    tp: _AtLeastOne = 1
+    pp: _AtLeastOne = 1
     reshard_after_forward: bool = True
-    collective_timeout_s: float = 300.0
-    gpu_share: float = 1.0
+    collective_timeout_s: _Positive = 300.0
 
     @property
     def forming_timeout_s(self) -> float:
@@ -281,84 +324,38 @@ class ParallelSettings:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class InitSettings:
-    """The checkpoint that a new run starts from. A run that resumes does not look at it.
-
-    Attributes:
-        path: A checkpoint in any format that ``ucp`` opens, a path or URL; "" for new weights.
-        state: "weights", or "all" to also load the optimizer state.
-        rename: ``(the checkpoint's name, the model's)``, such as ``("transformer.*", "model.*")``;
-            a dictionary becomes that.
-        missing: Names, with ``*``, of parameters that may begin with new values.
-    """
-
-    path: str = ""
-    state: str = "weights"
-    rename: tuple[tuple[str, str], ...] = ()
-    missing: tuple[str, ...] = ()
-
-    def __post_init__(self) -> None:
-        """Make the names hashable, as all settings are."""
-        pairs: Any = self.rename.items() if isinstance(self.rename, Mapping) else self.rename
-        object.__setattr__(self, "rename", tuple((theirs, ours) for theirs, ours in pairs))
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
 class Settings:
-    """All settings of a training.
+    """All settings of a training: the sections of a configuration that workers need.
 
     Attributes:
+        run: The script, and the checkpoint to start from.
         model: The built-in model.
         data: The text of the built-in training, and the order of samples.
         train: The optimization.
         checkpoint: State in storage.
         snapshot: State in memory.
         parallel: Sharding.
-        init: The checkpoint to start from.
-        script: A training script that calls ``everstep.run``; "" trains the built-in
-            language model.
-        arguments: The script's ``sys.argv[1:]``.
+        gpu_share: The part of its GPU that a worker has; below 1 others share the GPU.
     """
 
-    model: ModelSettings = field(default_factory=ModelSettings)
-    data: DataSettings = field(default_factory=DataSettings)
-    train: TrainSettings = field(default_factory=TrainSettings)
-    checkpoint: CheckpointSettings = field(default_factory=CheckpointSettings)
-    snapshot: SnapshotSettings = field(default_factory=SnapshotSettings)
-    parallel: ParallelSettings = field(default_factory=ParallelSettings)
-    init: InitSettings = field(default_factory=InitSettings)
-    script: str = ""
-    arguments: tuple[str, ...] = ()
+    __pydantic_config__: ClassVar = {"allow_inf_nan": False}
+
+    run: RunSettings = RunSettings(directory="run")
+    model: ModelSettings = ModelSettings()
+    data: DataSettings = DataSettings()
+    train: TrainSettings = TrainSettings()
+    checkpoint: CheckpointSettings = CheckpointSettings()
+    snapshot: SnapshotSettings = SnapshotSettings()
+    parallel: ParallelSettings = ParallelSettings()
+    gpu_share: float = 1.0
 
     @property
-    def start(self) -> InitSettings:
-        """Return what a new run starts from: ``init``, or the weights in the model's folder."""
-        folder = self.model.folder if not self.script else ""
-        if self.init.path or not folder or not any(Path(folder).glob("*.safetensors")):
-            return self.init
-        return InitSettings(path=folder)
-
-    def to_json(self) -> dict[str, Any]:
-        """Return nested dictionaries of plain values."""
-        document = asdict(self)
-        document["train"]["betas"] = list(self.train.betas)
-        document["arguments"] = list(self.arguments)
-        document["init"]["rename"] = [list(pair) for pair in self.init.rename]
-        document["init"]["missing"] = list(self.init.missing)
-        return document
-
-    @classmethod
-    def from_json(cls, document: dict[str, Any]) -> Settings:
-        """Return the settings of ``to_json``; missing names have their defaults.
-
-        Raises:
-            SettingsError: There are unknown names; lists all of them.
-        """
-        unknown: list[str] = []
-        settings = _read(cls, document, "", unknown)
-        if unknown:
-            raise SettingsError("; ".join(unknown), problems=unknown)
-        return settings
+    def start(self) -> RunSettings:
+        """Return ``run``, to start from the weights in the model's folder if it names none."""
+        folder = self.model.folder if not self.run.script else ""
+        if self.run.init_from or not folder or not any(Path(folder).glob("*.safetensors")):
+            return self.run
+        return replace(self.run, init_from=folder)
 
 
 def model_shape(settings: ModelSettings) -> ModelShape:
@@ -372,34 +369,79 @@ def model_shape(settings: ModelSettings) -> ModelShape:
 
 def problems(settings: Settings) -> list[str]:
     """Return every problem of ``settings``, one line each, path first."""
-    return [
-        *_model_problems(settings),
-        *_data_problems(settings.data),
-        *_train_problems(settings.train),
-        *_save_problems(settings),
-        *_init_problems(settings.init),
+    part, details = well_formed(Settings, asdict(settings))
+    found = [
+        f"{'.'.join(map(str, path))}: {message}" for path, message in map(value_problem, details)
     ]
+    broken = {line.partition(": ")[0] for line in found}
+    return found + [line for line in between_keys(part) if line.partition(": ")[0] not in broken]
 
 
-def _read(kind: type[_T], document: dict[str, Any], path: str, unknown: list[str]) -> _T:
-    assert is_dataclass(kind)
-    known = {entry.name: entry for entry in fields(kind)}
-    values: dict[str, Any] = {}
-    for name, value in document.items():
-        if name not in known:
-            unknown.append(f"{path}{name}: unknown name; one of {', '.join(sorted(known))}")
-            continue
-        factory: Any = known[name].default_factory
-        if isinstance(factory, type) and is_dataclass(factory):
-            values[name] = _read(factory, value, f"{path}{name}.", unknown)
+def well_formed(kind: type[_T], document: dict[str, Any]) -> tuple[_T, list[Any]]:
+    """Return sections without their malformed keys, and pydantic's details of these."""
+    # Slow to import, and a worker checks nothing.
+    from pydantic import TypeAdapter, ValidationError
+
+    adapter = TypeAdapter(kind)
+    try:
+        return adapter.validate_python(document), []
+    except ValidationError as error:
+        details = [each for each in error.errors() if each["loc"][-1] not in _SECOND_BRANCH]
+    part = {name: dict(each) if isinstance(each, dict) else each for name, each in document.items()}
+    for detail in details:
+        name, *keys = detail["loc"]
+        if keys and isinstance(part[name], dict):
+            part[name].pop(keys[0], None)
         else:
-            values[name] = tuple(value) if isinstance(value, list) else value
-    return kind(**values)
+            part.pop(name, None)
+    for name, least in _REQUIRED.items():
+        part[name] = {**least, **part.get(name, {})}
+    return adapter.validate_python(part), details
+
+
+def value_problem(detail: Mapping[str, Any]) -> tuple[tuple[str | int, ...], str]:
+    """Return the keys that lead to a malformed value, and what it must be."""
+    path, value = detail["loc"], detail["input"]
+    if path[-1] == _INTERVAL:
+        path = path[:-1]
+        if detail["type"] != "greater_than_equal":
+            return path, f"must be a number of steps or {AUTO}, not {value!r}"
+    wanted = re.sub(r", (unable|got|not) .*", "", detail["msg"].partition(" should ")[2])
+    return path, f"must {wanted}, not {value!r}"
+
+
+def between_keys(settings: Settings) -> list[str]:
+    """Return what is wrong between well-formed keys, one line each, path first."""
+    train, run = settings.train, settings.run
+    found = _model_problems(settings)
+    if train.global_batch % train.micro_batch:
+        found.append(
+            f"train.global_batch: {train.global_batch} is not a multiple of "
+            f"train.micro_batch={train.micro_batch}"
+        )
+    if train.num_warmup_steps > train.steps:
+        found.append(
+            f"train.warmup_steps: {train.warmup_steps} must be from 0 to train.steps={train.steps}"
+        )
+    if len(train.betas) != _NUM_BETAS:
+        found.append(f"train.betas: {list(train.betas)} must be two numbers")
+    if settings.checkpoint.keep == 1:
+        found.append(
+            "checkpoint.keep: 1 leaves no older checkpoint if the newest is damaged; use 2 or more"
+        )
+    if not run.init_from and (run.init_state == "all" or run.init_rename or run.init_missing):
+        found.append("run.init_from: is empty, and the other keys of init need it; name it")
+    found += [
+        f"run.init_rename: {theirs!r} and {ours!r} need one '*' each, or none"
+        for theirs, ours in run.init_rename.items()
+        if (theirs.count("*"), ours.count("*")) not in {(0, 0), (1, 1)}
+    ]
+    return found
 
 
 def _model_problems(settings: Settings) -> list[str]:
     model = settings.model
-    if model.folder and not settings.script:
+    if model.folder and not settings.run.script:
         return _folder_problems(model, has_tokenizer=bool(settings.data.tokenizer))
     if model.preset not in PRESETS:
         known = f"{', '.join(PRESETS)}, nor {_FOLDER}FOLDER with a config.json"
@@ -429,103 +471,3 @@ def _folder_problems(model: ModelSettings, *, has_tokenizer: bool) -> list[str]:
             "data.tokenizer"
         )
     return found
-
-
-def _data_problems(data: DataSettings) -> list[str]:
-    found = [] if data.source else ["data.source: is empty; set 'stdlib' or a glob of files"]
-    found += _at_least("data", data, sequence_length=2, validation_samples=1, seed=0)
-    if not 0 < data.validation_share < 1:
-        found.append(
-            f"data.validation_share: {data.validation_share} must be between 0 and 1, both excluded"
-        )
-    return found
-
-
-def _train_problems(train: TrainSettings) -> list[str]:
-    found = _at_least(
-        "train", train, steps=1, global_batch=1, micro_batch=1, seed=0,
-        validation_every=0, weight_decay=0, clip_norm=0,
-    )  # fmt: skip
-    if train.micro_batch >= 1 and train.global_batch % train.micro_batch:
-        found.append(
-            f"train.global_batch: {train.global_batch} is not a multiple of "
-            f"train.micro_batch={train.micro_batch}"
-        )
-    checks: list[tuple[bool, str]] = [
-        (_finite(train.lr) and train.lr > 0, f"lr: {train.lr} must be above 0"),
-        (0 <= train.lr_min_ratio <= 1, f"lr_min_ratio: {train.lr_min_ratio} must be in [0, 1]"),
-        (train.eps > 0, f"eps: {train.eps} must be above 0"),
-        (
-            len(train.betas) == NUM_BETAS and all(0 <= beta < 1 for beta in train.betas),
-            f"betas: {list(train.betas)} must be two numbers in [0, 1)",
-        ),
-        (
-            0 <= train.num_warmup_steps <= max(train.steps, 0),
-            f"warmup_steps: {train.warmup_steps} must be from 0 to train.steps={train.steps}",
-        ),
-        _one_of("schedule", train.schedule, SCHEDULES),
-        _one_of("precision", train.precision, PRECISIONS),
-        _one_of("not_finite.action", train.not_finite.action, (SKIP, STOP, IGNORE)),
-        (
-            train.not_finite.most >= 1,
-            f"not_finite.most: {train.not_finite.most} must be at least 1",
-        ),
-    ]
-    return found + [f"train.{text}" for right, text in checks if not right]
-
-
-def _save_problems(settings: Settings) -> list[str]:
-    found = _interval("checkpoint", settings.checkpoint.every_steps, least=1)
-    found += _at_least("checkpoint", settings.checkpoint, keep=0, threads=1)
-    if settings.checkpoint.keep == 1:
-        found.append(
-            "checkpoint.keep: 1 leaves no older checkpoint if the newest is damaged; use 2 or more"
-        )
-    snapshot = settings.snapshot
-    found += _interval("snapshot", snapshot.every_steps, least=0)
-    found += _at_least("snapshot", snapshot, node_memory_mib=0, send_mib_per_s=0, tolerance=0)
-    if snapshot.tolerance > TOLERANCE_MAX:
-        found.append(f"snapshot.tolerance: {snapshot.tolerance} must be at most {TOLERANCE_MAX}")
-    right, text = _one_of("mechanism", snapshot.mechanism, MECHANISMS)
-    found += [] if right else [f"snapshot.{text}"]
-    timeout_s = settings.parallel.collective_timeout_s
-    if not (_finite(timeout_s) and timeout_s > 0):
-        found.append(f"parallel.collective_timeout_s: {timeout_s} must be above 0")
-    return found
-
-
-def _init_problems(init: InitSettings) -> list[str]:
-    right, text = _one_of("init_state", init.state, INIT_STATES)
-    found = [] if right else [f"run.{text}"]
-    if not init.path and init != InitSettings():
-        found.append("run.init_from: is empty, and the other keys of init need it; name it")
-    found += [
-        f"run.init_rename: {theirs!r} and {ours!r} need one '*' each, or none"
-        for theirs, ours in init.rename
-        if (theirs.count("*"), ours.count("*")) not in {(0, 0), (1, 1)}
-    ]
-    return found
-
-
-def _interval(path: str, every_steps: int | str, *, least: int) -> list[str]:
-    if isinstance(every_steps, int):
-        right = every_steps >= least
-        return [] if right else [f"{path}.every_steps: {every_steps} must be at least {least}"]
-    if every_steps == AUTO:
-        return []
-    return [f"{path}.every_steps: {every_steps!r} is neither a number of steps nor {AUTO}"]
-
-
-def _at_least(path: str, values: Any, **least: int) -> list[str]:
-    return [
-        f"{path}.{name}: {getattr(values, name)} must be at least {bound}"
-        for name, bound in least.items()
-        if not getattr(values, name) >= bound
-    ]
-
-
-def _one_of(name: str, value: str, choices: tuple[str, ...]) -> tuple[bool, str]:
-    return value in choices, f"{name}: {value!r} is none of {', '.join(choices)}"
-
-
-_finite: Callable[[float], bool] = math.isfinite

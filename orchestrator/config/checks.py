@@ -18,13 +18,9 @@ from orchestrator.config.source_text import Problem, Source
 from orchestrator.policies import choose, usable
 from workers.keeper import CLOUDS
 from workers.models import PRESETS
-from workers.settings import AUTO, model_shape
-from workers.settings import problems as settings_problems
+from workers.settings import AUTO, between_keys, model_shape
 
 __all__ = ["cross_problems"]
-
-#: What ``cluster.metrics_host`` may be.
-_HOSTS = (AUTO, "cluster", "loopback")
 
 
 def cross_problems(source: Source, config: RunConfig, broken: Collection[str]) -> list[Problem]:
@@ -32,16 +28,10 @@ def cross_problems(source: Source, config: RunConfig, broken: Collection[str]) -
 
     The others have their defaults, and are reported elsewhere.
     """
-    found: list[tuple[str, str]] = [
-        (path, message)
-        for path, _, message in (
-            line.partition(": ") for line in settings_problems(config.settings())
-        )
-    ]
+    lines = [line.partition(": ") for line in between_keys(config.settings())]
+    found = [(path, message) for path, _, message in lines]
     found += _worker_problems(config)
     found += _axis_problems(config)
-    if (host := config.cluster.metrics_host) not in _HOSTS:
-        found.append(("cluster.metrics_host", f"{host!r} is none of {', '.join(_HOSTS)}"))
     found += [*_capacity_problems(config), *_notice_problems(config.notices)]
     if config.run.arguments and not config.run.script:
         found.append(("run.arguments", "are for a run.script, and there is none; name one"))
@@ -54,7 +44,7 @@ def cross_problems(source: Source, config: RunConfig, broken: Collection[str]) -
 
 def _worker_problems(config: RunConfig) -> list[tuple[str, str]]:
     least, most = config.workers.min, config.workers.max
-    rules, copies = config.parallel.layout_rules(), config.parallel.dp_replicate
+    rules, copies = config.layout_rules(), config.parallel.dp_replicate
     found: list[tuple[str, str]] = []
     if copies > 1 and config.train.deterministic:
         message = (
@@ -79,9 +69,8 @@ def _worker_problems(config: RunConfig) -> list[tuple[str, str]]:
 def _axis_problems(config: RunConfig) -> list[tuple[str, str]]:
     """Return what tensor parallelism cannot cut, and what gives stages too little to do."""
     found: list[tuple[str, str]] = []
-    parallel, rules = config.parallel, config.parallel.layout_rules()
-    # What is wrong with the batch itself is reported elsewhere.
-    most = choose(config.workers.max, rules) if config.train.micro_batch > 0 else None
+    parallel = config.parallel
+    most = choose(config.workers.max, config.layout_rules())
     passes = -(-config.train.num_micro_batches // most.dp) if most is not None else parallel.pp
     if passes < parallel.pp:
         message = (

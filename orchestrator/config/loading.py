@@ -14,7 +14,6 @@ from pathlib import Path
 from typing import Any, TypeAlias, get_args
 
 import yaml
-from pydantic import ValidationError
 
 from orchestrator.config.checks import cross_problems
 from orchestrator.config.schema import RunConfig
@@ -32,7 +31,7 @@ from orchestrator.errors import ConfigError
 from ucp_core.errors import UcpError
 from ucp_core.storage import open_store
 from workers.process import gpus_here, share_of_gpu
-from workers.settings import AUTO, STDLIB
+from workers.settings import STDLIB, value_problem, well_formed
 
 __all__ = ["demo_config", "load"]
 
@@ -132,22 +131,18 @@ def _validate(source: Source, look: Look | None = None) -> RunConfig | None:
     """Return the configuration, or None with every problem added to ``source``."""
     if any(not problem.path for problem in source.problems):
         return None  # a text that is no mapping has no keys to check
-    config = None
-    try:
-        config = RunConfig.model_validate(source.document)
-    except ValidationError as error:
-        for detail in error.errors():
-            # A wrong interval is reported twice: as a number and as a word.
-            if detail["loc"][-1] != "str":
-                source.problems.append(_field_problem(source, detail))
-    part, broken = _well_formed_part(source)
-    crossed = cross_problems(source, part, broken)
+    config, details = well_formed(RunConfig, source.document)
+    source.problems.extend(_field_problem(source, detail) for detail in details)
+    broken = {dotted(detail["loc"][:2]) for detail in details}
+    # Without a valid workers.max nothing bounds workers.min.
+    broken |= {"workers.min"} if "workers.max" in broken else set()
+    crossed = cross_problems(source, config, broken)
     source.problems.extend(crossed)
     if look is not None:
-        doubtful = _defaulted(source, broken) | {problem.path for problem in crossed}
+        doubtful = _doubtful(broken) | {problem.path for problem in crossed}
         source.problems.extend(
             source.problem(tuple(problem.path.split(".")), problem.message)
-            for problem in look(_resolved(part), doubtful)
+            for problem in look(_resolved(config), doubtful)
         )
     return None if source.problems else config
 
@@ -185,11 +180,7 @@ def _field_problem(source: Source, detail: Any) -> Problem:
         return source.problem(path, f"must be a section with keys, not {value!r}")
     if path[:2] == ("logging", "tensorboard"):
         return source.problem(path[:2], f"must be true or a directory, not {value!r}")
-    if path[-1] == "int":
-        return source.problem(path[:-1], f"must be a number of steps or {AUTO}, not {value!r}")
-    message = str(detail["msg"])
-    message = message.removeprefix("Input should be ").removeprefix("a valid ")
-    return source.problem(path, f"must be {message.split(',')[0]}, not {value!r}")
+    return source.problem(*value_problem(detail))
 
 
 def _known_keys(path: KeyPath) -> list[str]:
@@ -207,58 +198,31 @@ def _known_keys(path: KeyPath) -> list[str]:
     return list(kind.model_fields)
 
 
-def _well_formed_part(source: Source) -> tuple[RunConfig, set[str]]:
-    """Return the configuration without the malformed keys, and those keys."""
-    document: dict[str, Any] = {"run": {"directory": "x"}, "workers": {"max": 1}}
-    broken: set[str] = set()
-    for name in RunConfig.model_fields:
-        if name not in source.document:
-            continue
-        section = source.document[name]
-        try:
-            RunConfig.model_validate({**document, name: section})
-        except ValidationError as error:
-            bad = {str(detail["loc"][1]) for detail in error.errors() if len(detail["loc"]) > 1}
-            broken |= {f"{name}.{key}" for key in bad}
-            # Without a valid workers.max nothing bounds workers.min.
-            broken |= {"workers.min"} if "workers.max" in broken else set()
-            if name == "capacity":
-                continue
-            kept = section if isinstance(section, dict) else {}
-            section = {
-                **document.get(name, {}),
-                **{key: value for key, value in kept.items() if key not in bad},
-            }
-        document[name] = section
-    return RunConfig.model_validate(document), broken
-
-
-def _defaulted(source: Source, broken: Collection[str]) -> set[str]:
+def _doubtful(broken: Collection[str]) -> set[str]:
     """Return the keys whose value in the well-formed part is not the user's."""
-    found: set[str] = set()
-    for name, field in RunConfig.model_fields.items():
-        known = {f"{name}.{key}" for key in _known_keys((name,))}
-        section = source.document.get(name, None if field.is_required() else {})
-        found |= known if not isinstance(section, dict) else known.intersection(broken)
-    return found
+    return {
+        f"{name}.{key}"
+        for name in RunConfig.model_fields
+        for key in _known_keys((name,))
+        if name in broken or f"{name}.{key}" in broken
+    }
 
 
 def _resolved(config: RunConfig) -> RunConfig:
-    data = config.data
+    data, run = config.data, config.run
     data = replace(
         data,
         source=data.source if data.source == STDLIB else _absolute(data.source),
         tokenizer=_absolute(data.tokenizer),
         cache_directory=_absolute(data.cache_directory),
     )
-    directory = _absolute(config.run.directory)
-    run = config.run.model_copy(
-        update={
-            "directory": directory,
-            "name": config.run.name or directory.rstrip("/").rsplit("/", 1)[-1],
-            "script": _absolute(config.run.script),
-            "init_from": _absolute(config.run.init_from),
-        }
+    directory = _absolute(run.directory)
+    run = replace(
+        run,
+        directory=directory,
+        name=run.name or directory.rstrip("/").rsplit("/", 1)[-1],
+        script=_absolute(run.script),
+        init_from=_absolute(run.init_from),
     )
     tensorboard = config.logging.tensorboard
     if isinstance(tensorboard, str):

@@ -83,7 +83,7 @@ def worker_memory_bytes(config: RunConfig, num_workers: int) -> int:
     gathered at one time, the activations that the backward pass reads, and the logits. Leaves out
     the process itself, fragmentation, and the buffers of collectives.
     """
-    layout = choose(num_workers, config.parallel.layout_rules())
+    layout = choose(num_workers, config.layout_rules())
     assert layout is not None, f"{num_workers} workers make no layout"
     shape = model_shape(config.model)
     compute_bytes = 2 if config.train.precision == "bf16" else 4
@@ -219,7 +219,7 @@ def _memory_problems(config: RunConfig) -> list[Problem]:
     """
     if config.run.script or config.model.folder or _room_bytes(config, 1) is None:
         return []
-    multiple = config.parallel.layout_rules().multiple
+    multiple = config.layout_rules().multiple
     first = math.ceil(config.workers.min / multiple) * multiple
     need, room = worker_memory_bytes(config, first), _room_bytes(config, first)
     assert room is not None, "room is known for all numbers of workers or for none"
@@ -234,7 +234,7 @@ def _memory_problems(config: RunConfig) -> list[Problem]:
 
 
 def _way_out(config: RunConfig, first: int) -> str:
-    multiple = config.parallel.layout_rules().multiple
+    multiple = config.layout_rules().multiple
     for count in range(first, config.workers.max + 1, multiple):
         room = _room_bytes(config, count)
         if room is not None and worker_memory_bytes(config, count) <= room:

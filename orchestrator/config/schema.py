@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 from dataclasses import replace
-from typing import Any
 
 import yaml
 
@@ -13,9 +12,7 @@ from orchestrator.config.sections import (
     ClusterSection,
     LoggingSection,
     NoticesSection,
-    ParallelSection,
     RecoverySection,
-    RunSection,
     Section,
     WorkersSection,
 )
@@ -25,6 +22,7 @@ from orchestrator.policies import (
     BudgetRules,
     CadenceRules,
     CapacityRules,
+    LayoutRules,
     RedundancyRules,
     SharingRules,
 )
@@ -33,9 +31,9 @@ from workers.settings import (
     AUTO,
     CheckpointSettings,
     DataSettings,
-    InitSettings,
     ModelSettings,
     ParallelSettings,
+    RunSettings,
     Settings,
     SnapshotSettings,
     TrainSettings,
@@ -49,13 +47,9 @@ _CONTROLLER_STOPPED_S = 10.0
 
 
 class RunConfig(Section):
-    """Everything that is decided before a run starts.
+    """Everything that is decided before a run starts."""
 
-    ``model``, ``data``, ``train``, ``checkpoint`` and ``snapshot`` are those of
-    ``workers.settings``.
-    """
-
-    run: RunSection
+    run: RunSettings
     workers: WorkersSection
     cluster: ClusterSection = ClusterSection()
     capacity: tuple[Alternative, ...] = ()
@@ -64,7 +58,7 @@ class RunConfig(Section):
     train: TrainSettings = TrainSettings()
     checkpoint: CheckpointSettings = CheckpointSettings()
     snapshot: SnapshotSettings = SnapshotSettings()
-    parallel: ParallelSection = ParallelSection()
+    parallel: ParallelSettings = ParallelSettings()
     recovery: RecoverySection = RecoverySection()
     notices: NoticesSection = NoticesSection()
     logging: LoggingSection = LoggingSection()
@@ -119,27 +113,21 @@ class RunConfig(Section):
 
     def settings(self) -> Settings:
         """Return the settings of the workers."""
-        parallel = ParallelSettings(
-            reshard_after_forward=self.parallel.reshard_after_forward,
-            collective_timeout_s=self.parallel.collective_timeout_s,
-            gpu_share=self.cluster.gpus_per_worker or 1.0,
-        )
         return Settings(
+            run=self.run,
             model=self.model,
             data=self.data,
             train=self.train,
             checkpoint=self.checkpoint,
             snapshot=self.snapshot,
-            parallel=parallel,
-            init=InitSettings(
-                path=self.run.init_from,
-                state=self.run.init_state,
-                rename=tuple(self.run.init_rename.items()),
-                missing=self.run.init_missing,
-            ),
-            script=self.run.script,
-            arguments=self.run.arguments,
+            parallel=self.parallel,
+            gpu_share=self.cluster.gpus_per_worker or 1.0,
         )
+
+    def layout_rules(self) -> LayoutRules:
+        """Return the degrees that every layout has."""
+        degrees = self.parallel
+        return LayoutRules(dp_replicate=degrees.dp_replicate, tp=degrees.tp, pp=degrees.pp)
 
     def watched(self) -> dict[str, str]:
         """Return who may tell a node of its end, as ``workers.keeper`` takes it."""
@@ -147,10 +135,6 @@ class RunConfig(Section):
         if asked["cloud"] == AUTO and self.cluster.address is None:
             asked["cloud"] = "none"
         return asked
-
-    def settings_json(self) -> dict[str, Any]:
-        """Return ``settings`` as plain values."""
-        return self.settings().to_json()
 
     def rules(self) -> RunRules:
         """Return the rules that the controller decides by."""
@@ -162,7 +146,7 @@ class RunConfig(Section):
             standby_per_node=self.workers.standby_per_node,
             total_steps=self.train.steps,
             checkpoint_every=_common_multiple(self.checkpoint, self.snapshot),
-            layout=self.parallel.layout_rules(),
+            layout=self.layout_rules(),
             budgets=BudgetRules(
                 infrastructure_max=recovery.infrastructure_failures_max,
                 preemption_max=recovery.preemptions_max,

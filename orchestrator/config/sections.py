@@ -1,6 +1,6 @@
-"""The sections of a configuration: each key, what it means, and its default.
+"""The sections of a configuration that only the controller needs: each key, meaning and default.
 
-``model``, ``data``, ``train``, ``checkpoint`` and ``snapshot`` are those of ``workers.settings``.
+Those that workers need, too, are in ``workers.settings``.
 """
 
 from __future__ import annotations
@@ -10,8 +10,7 @@ from typing import Literal
 from pydantic import BaseModel, ConfigDict, Field, PositiveFloat
 
 from orchestrator.detection import PATIENCE
-from orchestrator.policies import LayoutRules
-from workers.settings import AUTO, ParallelSettings
+from workers.settings import AUTO
 
 __all__ = [
     "Alternative",
@@ -19,9 +18,7 @@ __all__ = [
     "LoggingSection",
     "MlflowSection",
     "NoticesSection",
-    "ParallelSection",
     "RecoverySection",
-    "RunSection",
     "Section",
     "WandbSection",
     "WorkersSection",
@@ -32,38 +29,6 @@ class Section(BaseModel):
     """Keys that are checked when it is made, and then fixed."""
 
     model_config = ConfigDict(frozen=True, extra="forbid", allow_inf_nan=False)
-
-
-class RunSection(Section):
-    """What the run is called and where it lives.
-
-    Attributes:
-        directory: Run directory, a path or an fsspec URL that every node can reach.
-        name: For people. Default: the last part of ``directory``.
-        priority: A run that lacks workers takes them from those of lower priority on its cluster,
-            down to their ``workers.min``, and gives them back; runs of one priority share evenly.
-        script: A training script that calls ``everstep.run``. Without one the built-in language
-            model is trained.
-        arguments: Of that script, each as one text: ``["--width", "512"]``.
-        resume_from: The version that a resume continues from: "newest", or "finite" for the newest
-            with finite weights, behind which steps are trained again.
-        init_from: A checkpoint that a new run starts from, a path or URL, in any format that
-            ``ucp`` opens: Hugging Face, DeepSpeed, Megatron, torch DCP, everstep.
-        init_state: "weights", or "all" to also load the optimizer state.
-        init_rename: The model's names by the checkpoint's: ``{"transformer.*": "model.*"}``.
-        init_missing: Names, with ``*``, of parameters that may begin with new values.
-    """
-
-    directory: str = Field(min_length=1)
-    name: str = ""
-    priority: int = 0
-    script: str = ""
-    arguments: tuple[str, ...] = ()
-    resume_from: Literal["newest", "finite"] = "newest"
-    init_from: str = ""
-    init_state: str = "weights"
-    init_rename: dict[str, str] = Field(default_factory=dict)
-    init_missing: tuple[str, ...] = ()
 
 
 class ClusterSection(Section):
@@ -91,7 +56,7 @@ class ClusterSection(Section):
     cpus_per_worker: float = Field(default=1.0, gt=0)
     gpus_per_worker: float = Field(default=0.0, ge=0, le=1)
     memory_gib_per_worker: float | None = Field(default=None, gt=0)
-    metrics_host: str = AUTO
+    metrics_host: Literal["auto", "cluster", "loopback"] = "auto"
     metrics_port: int = Field(default=0, ge=0, le=65535)
     rack_label: str = ""
 
@@ -136,30 +101,6 @@ class WorkersSection(Section):
     max: int = Field(ge=1)
     min: int = Field(default=1, ge=1)
     standby_per_node: int = Field(default=0, ge=0, le=8)
-
-
-class ParallelSection(Section):
-    """How the model is sharded over the workers. ``dp_shard`` follows from their number.
-
-    Workers come in multiples of the product of the degrees.
-
-    Attributes:
-        dp_replicate: Full copies of the model.
-        tp: Tensor-parallel ways: workers that have a part of each matrix, and the same samples.
-        pp: Pipeline stages: workers that have some of the layers each, and the same samples.
-        reshard_after_forward: See ``workers.settings.ParallelSettings``.
-        collective_timeout_s: See there.
-    """
-
-    dp_replicate: int = Field(default=1, ge=1)
-    tp: int = Field(default=1, ge=1)
-    pp: int = Field(default=1, ge=1)
-    reshard_after_forward: bool = True
-    collective_timeout_s: float = ParallelSettings().collective_timeout_s
-
-    def layout_rules(self) -> LayoutRules:
-        """Return the degrees that every layout has."""
-        return LayoutRules(dp_replicate=self.dp_replicate, tp=self.tp, pp=self.pp)
 
 
 class RecoverySection(Section):

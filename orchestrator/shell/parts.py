@@ -90,7 +90,7 @@ class Parts:
             own_host=own_host,
             own_notice=keeper.NoticeWatch(keeper.sources_of(**config.watched())).notice,
         )
-        boot = {"run_url": config.run.directory, "settings": config.settings_json()}
+        boot = {"run_url": config.run.directory, "settings": config.settings()}
         self.keepers = Keepers(
             inbox,
             nodes=self.nodes,
@@ -135,7 +135,7 @@ class Parts:
             on_formed=self.workers.note_formed,
             node_silent=self.nodes.silent,
             patience=config.patience,
-            parallel=config.settings().parallel,
+            parallel=config.parallel,
         )
         self.others = Others(self.inbox, names=self.names)
         self.cadence = CadenceWatch(

@@ -41,7 +41,7 @@ from ucp_core.layout import ParallelLayout
 from ucp_core.storage import open_store
 from workers.protocol import Assignment, Raised
 from workers.records import ProgressRecord
-from workers.settings import CheckpointSettings, InitSettings, Settings, SnapshotSettings
+from workers.settings import CheckpointSettings, RunSettings, Settings, SnapshotSettings
 from workers.train import Session, WorkerContext, run_attempt
 
 NUM_RANKS: Final = 4
@@ -127,7 +127,7 @@ def read_raw(path: Path, rank: int, threads: int) -> int:
 
 def task(session: Session, *, num_layers: int, seen: dict[str, Any]) -> None:
     """Load as a run that starts does, then read raw; note when each began and ended."""
-    path, threads = Path(session.settings.init.path), session.settings.checkpoint.threads
+    path, threads = Path(session.settings.run.init_from), session.settings.checkpoint.threads
     peak = Peak()
     model = session.model(lambda: build(num_layers))
     dist.barrier()
@@ -155,7 +155,7 @@ def rank_of(place: Place, *, path: str, num_layers: int, rounds: int) -> list[di
     context = WorkerContext(
         worker=f"w{place.rank:04d}",
         settings=Settings(
-            init=InitSettings(path=path),
+            run=RunSettings(directory="run", init_from=path),
             checkpoint=CheckpointSettings(every_steps=10**9),
             snapshot=SnapshotSettings(every_steps=0),
         ),

@@ -110,7 +110,7 @@ def train_loop(config: dict[str, Any]) -> None:
     context = ray.train.get_context()
     rank, world_size = context.get_world_rank(), context.get_world_size()
     node = ray.get_runtime_context().get_node_id()
-    trainer = Trainer(Settings.from_json(config["settings"]), rank, world_size)
+    trainer = Trainer(config["settings"], rank, world_size)
     step = 0
     checkpoint = ray.train.get_checkpoint()
     if checkpoint is not None:
@@ -151,7 +151,7 @@ def main() -> None:
     workers: Any = (1, arguments.workers)
     trainer = TorchTrainer(
         train_loop,
-        train_loop_config={"settings": Settings().to_json(), "directory": str(steps)},
+        train_loop_config={"settings": Settings(), "directory": str(steps)},
         torch_config=TorchConfig(backend="gloo"),
         scaling_config=ScalingConfig(num_workers=workers),
         run_config=RunConfig(

@@ -8,13 +8,13 @@ from pathlib import Path
 from tests.support import train_gan
 from tests.support.attempts import curve, newest, wait_for_steps
 from tests.support.trainers import Run
-from workers.settings import CheckpointSettings, Settings, TrainSettings
+from workers.settings import CheckpointSettings, RunSettings, Settings, TrainSettings
 
 
 def test_several_models_have_the_same_curve_whoever_trains_them(tmp_path: Path) -> None:
     """Each optimizer has its own count of steps, and some have none yet when a worker leaves."""
     settings = Settings(
-        script=str(Path(train_gan.__file__)),
+        run=RunSettings(directory="run", script=str(Path(train_gan.__file__))),
         train=TrainSettings(steps=40, global_batch=8, micro_batch=2, deterministic=True),
         checkpoint=CheckpointSettings(every_steps=1, keep=0),
     )

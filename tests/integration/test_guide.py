@@ -13,7 +13,7 @@ from tests.support.attempts import curve, finish, reset
 from tests.support.forking import run_script
 from tests.support.trainers import Run
 from ucp_core.layout import ParallelLayout
-from workers.settings import Settings, TrainSettings
+from workers.settings import RunSettings, Settings, TrainSettings
 
 BLOCKS = re.findall(
     r"```python\n(.*?)```", (ROOT / "workers/GUIDE.md").read_text(encoding="utf-8"), re.DOTALL
@@ -57,7 +57,7 @@ def test_the_plan_of_the_guide_cuts_the_model(tmp_path: Path, run: Run) -> None:
     script = tmp_path / "train.py"
     script.write_text(BLOCKS[NAMES.index("planned")])
     train = TrainSettings(steps=5, global_batch=8, micro_batch=4, lr=1e-2)
-    settings = Settings(script=str(script), train=train)
+    settings = Settings(run=RunSettings(directory="run", script=str(script)), train=train)
     finish(run, settings, num_workers=1)
     alone = curve(run.directory)
     reset(run)

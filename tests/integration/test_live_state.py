@@ -15,7 +15,13 @@ from tests.support.node_memory import NodeProcess, newest
 from tests.support.trainers import Run, Trainer
 from ucp_core.layout import ParallelLayout
 from workers.protocol import Completed, Fenced, PeerLost, Raised
-from workers.settings import CheckpointSettings, DataSettings, Settings, SnapshotSettings
+from workers.settings import (
+    CheckpointSettings,
+    DataSettings,
+    RunSettings,
+    Settings,
+    SnapshotSettings,
+)
 
 EVERY = 5
 
@@ -35,7 +41,7 @@ def chosen(places: Path) -> Settings:
         settings(DataSettings(source=str(places)), steps=12, deterministic=True),
         checkpoint=CheckpointSettings(every_steps=10**6, keep=0),
         snapshot=SnapshotSettings(every_steps=EVERY, tolerance=0),
-        script=str(Path(train_halted.__file__)),
+        run=RunSettings(directory="run", script=str(Path(train_halted.__file__))),
     )
 
 

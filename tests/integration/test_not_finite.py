@@ -13,15 +13,20 @@ from ucp_core.layout import ParallelLayout
 from ucp_core.native import newest_finite
 from ucp_core.storage import LocalStore
 from workers.protocol import Completed, Raised
-from workers.settings import CheckpointSettings, NotFiniteSettings, Settings, TrainSettings
+from workers.settings import (
+    CheckpointSettings,
+    NotFiniteSettings,
+    RunSettings,
+    Settings,
+    TrainSettings,
+)
 
 SCRIPT = str(Path(__file__).parents[1] / "support/train_spoiled.py")
 
 
 def spoiled(*arguments: str, deterministic: bool = True, **chosen: Any) -> Settings:
     return Settings(
-        script=SCRIPT,
-        arguments=arguments,
+        run=RunSettings(directory="run", script=SCRIPT, arguments=arguments),
         train=TrainSettings(
             steps=8, global_batch=8, micro_batch=2, deterministic=deterministic, warmup_steps=2,
             not_finite=NotFiniteSettings(**chosen),

@@ -19,7 +19,7 @@ from tests.support.trainers import Run
 from ucp_core.layout import ParallelLayout
 from ucp_core.storage import LocalStore
 from workers.protocol import Yielded
-from workers.settings import CheckpointSettings, InitSettings, Settings, TrainSettings
+from workers.settings import CheckpointSettings, RunSettings, Settings, TrainSettings
 
 SCRIPT = Path(__file__).parents[1] / "support/train_odd_shapes.py"
 STEPS = 6
@@ -31,8 +31,7 @@ def settings(*arguments: str, **train: Any) -> Settings:
         "schedule": "constant", "deterministic": True, **train,
     }  # fmt: skip
     return Settings(
-        script=str(SCRIPT),
-        arguments=arguments,
+        run=RunSettings(directory="run", script=str(SCRIPT), arguments=arguments),
         train=TrainSettings(**chosen),
         checkpoint=CheckpointSettings(every_steps=1, keep=0),
     )
@@ -129,8 +128,9 @@ def test_a_run_starts_from_what_was_exported(run: Run, tmp_path: Path) -> None:
     for name, state in (("huggingface", "weights"), ("dcp", "weights"), ("universal", "all")):
         for num_workers in (1, 3):
             reset(run)
-            init = InitSettings(path=str(tmp_path / name), state=state)
-            finish(run, replace(settings("own", steps=1), init=init), num_workers=num_workers)
+            chosen = settings("own", steps=1)
+            start = replace(chosen.run, init_from=str(tmp_path / name), init_state=state)
+            finish(run, replace(chosen, run=start), num_workers=num_workers)
             first = saved(run.directory, 1)
             assert torch.equal(first["head.temperature/weight"], trained["head.temperature/weight"])
             scale = trained["head.logit_scale/weight"]

@@ -16,7 +16,7 @@ from tests.support.trainers import Run
 from ucp_core import open as open_any
 from ucp_core.layout import ParallelLayout
 from workers.protocol import Completed, Outcome, Raised
-from workers.settings import CheckpointSettings, Settings, TrainSettings
+from workers.settings import CheckpointSettings, RunSettings, Settings, TrainSettings
 
 SUPPORT = Path(__file__).parents[1] / "support"
 ALONE = SUPPORT / "train_alone_on_rank.py"
@@ -25,8 +25,7 @@ ALONE = SUPPORT / "train_alone_on_rank.py"
 def script(*arguments: str, path: Path = ALONE, **train: Any) -> Settings:
     chosen: dict[str, Any] = {"steps": 8, "global_batch": 8, "micro_batch": 2, **train}
     return Settings(
-        script=str(path),
-        arguments=arguments,
+        run=RunSettings(directory="run", script=str(path), arguments=arguments),
         train=TrainSettings(**chosen, warmup_steps=2),
         checkpoint=CheckpointSettings(every_steps=3, keep=0),
     )

@@ -23,7 +23,7 @@ from tests.support.forking import SECONDS_MAX, run_script
 from tests.support.ports.changes import changes
 from tests.support.trainers import Run, Trainer
 from workers.protocol import Completed, Raised
-from workers.settings import CheckpointSettings, Settings, TrainSettings
+from workers.settings import CheckpointSettings, RunSettings, Settings, TrainSettings
 
 PORTS = ROOT / "tests/support/ports"
 #: The most lines that may be new. What only goes away does not count.
@@ -80,8 +80,11 @@ def test_a_port_has_the_same_bits_on_one_to_five_workers(port: str, tmp_path: Pa
     """A fused AdamW rounds elements behind the last whole vector of a shard in another way."""
     pytest.importorskip(NEEDS[port], reason="an extra is not installed: hf or interop")
     settings = Settings(
-        script=str(PORTS / f"{port}_elastic.py"),
-        arguments=(str(tmp_path / "output"),),
+        run=RunSettings(
+            directory="run",
+            script=str(PORTS / f"{port}_elastic.py"),
+            arguments=(str(tmp_path / "output"),),
+        ),
         train=TrainSettings(steps=4, global_batch=16, micro_batch=2, deterministic=True),
         checkpoint=CheckpointSettings(every_steps=4, keep=0),
     )
@@ -113,8 +116,11 @@ def compare_with_calm_run(port: str, directory: Path, *, steps: int, num_faults:
     Curve, weights and what the script has registered must be the same.
     """
     settings = Settings(
-        script=str(PORTS / f"{port}_elastic.py"),
-        arguments=(str(directory / "output"),),
+        run=RunSettings(
+            directory="run",
+            script=str(PORTS / f"{port}_elastic.py"),
+            arguments=(str(directory / "output"),),
+        ),
         train=TrainSettings(steps=steps, global_batch=16, micro_batch=2, deterministic=True),
         checkpoint=CheckpointSettings(every_steps=1, keep=0),
     )

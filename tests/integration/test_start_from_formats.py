@@ -25,7 +25,7 @@ from tests.support.train_named import (
 from tests.support.trainers import Run
 from ucp_core.storage import open_store
 from workers.data import DataOrder
-from workers.settings import CheckpointSettings, InitSettings, Settings, TrainSettings
+from workers.settings import CheckpointSettings, RunSettings, Settings, TrainSettings
 
 SCRIPT = Path(__file__).parents[1] / "support/train_named.py"
 FIXTURES = (
@@ -90,13 +90,17 @@ def _source(name: str, directory: Path) -> tuple[Path, dict[str, Tensor]]:
 def test_two_workers_start_and_one_goes_on(workers: Run, tmp_path: Path, name: str) -> None:
     """Weights, moments and counts, of which each rank reads its boxes; and after a resume."""
     path, expected = _source(name, tmp_path)
-    init = InitSettings(path=str(path), state="weights" if name == "huggingface" else "all")
+    chosen = RunSettings(
+        directory="run",
+        script=str(SCRIPT),
+        arguments=(str(path),),
+        init_from=str(path),
+        init_state="weights" if name == "huggingface" else "all",
+    )
 
     def settings(steps: int) -> Settings:
         return Settings(
-            script=str(SCRIPT),
-            arguments=(str(path),),
-            init=init,
+            run=chosen,
             train=TrainSettings(
                 steps=steps,
                 global_batch=BATCH,

@@ -26,7 +26,7 @@ from workers.protocol import Completed, Fenced, PeerLost, Raised, Unloadable, Yi
 from workers.records.ring import RingReader
 from workers.settings import (
     DataSettings,
-    InitSettings,
+    RunSettings,
     Settings,
     TrainSettings,
 )
@@ -61,7 +61,8 @@ def test_a_run_that_starts_from_a_checkpoint_is_the_same_with_any_number_of_work
     for num_workers in (1, 3):
         reset(run)
         chosen = settings(text, deterministic=True, steps=2)
-        chosen = replace(chosen, init=InitSettings(path=str(source), state="all"))
+        start = replace(chosen.run, init_from=str(source), init_state="all")
+        chosen = replace(chosen, run=start)
         finish(run, chosen, num_workers=num_workers)
         digests.append(result(run)["weights_digest"])
 
@@ -213,7 +214,7 @@ def test_an_attempt_that_resumes_from_the_last_step_still_ends_the_run(
 def test_an_exception_of_the_script_is_told_from_its_frames_on(run: Run) -> None:
     """What the user has to see first is the user's own line, not the loop around it."""
     chosen = Settings(
-        script=str(SUPPORT / "train_failing.py"),
+        run=RunSettings(directory="run", script=str(SUPPORT / "train_failing.py")),
         train=TrainSettings(steps=5, global_batch=4, micro_batch=2, warmup_steps=0),
     )
     members = run.begin(chosen, num_workers=2)
@@ -240,7 +241,7 @@ def test_a_script_that_never_begins_to_train_is_told_without_our_frames(
     """It has hundreds of lines to look for the mistake in already."""
     path = run.directory / "train.py"
     path.write_text(script)
-    members = run.begin(Settings(script=str(path)), num_workers=1)
+    members = run.begin(Settings(run=RunSettings(directory="run", script=str(path))), num_workers=1)
     raised = members[0].left().outcome
 
     assert isinstance(raised, Raised)
@@ -319,7 +320,9 @@ def test_workers_with_different_data_are_refused_by_name_before_step_1(run: Run)
     )
     chosen = TrainSettings(steps=2, global_batch=4, micro_batch=2, warmup_steps=0)
 
-    ends = run.train(Settings(script=str(path), train=chosen), num_workers=2)
+    ends = run.train(
+        Settings(run=RunSettings(directory="run", script=str(path)), train=chosen), num_workers=2
+    )
 
     for rank, end in enumerate(ends):
         assert isinstance(end.outcome, Raised), end.outcome

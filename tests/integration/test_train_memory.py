@@ -45,6 +45,7 @@ from workers.settings import (
     CheckpointSettings,
     DataSettings,
     ModelSettings,
+    RunSettings,
     Settings,
     SnapshotSettings,
 )
@@ -368,7 +369,7 @@ def test_a_state_that_changed_its_form_is_left_with_through_storage(
     may_go_on = tmp_path / "may-go-on"
     chosen = replace(
         rarely_stored(DataSettings(source=str(may_go_on)), steps=100),
-        script=str(Path(train_late_state.__file__)),
+        run=RunSettings(directory="run", script=str(Path(train_late_state.__file__))),
     )
     (node,) = make_nodes(chosen)
     members = run.begin(chosen, num_workers=2)

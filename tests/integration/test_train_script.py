@@ -13,7 +13,7 @@ import pytest
 from tests.support.attempts import curve, newest, wait_for_steps
 from tests.support.trainers import Run
 from workers.protocol import Completed, Raised
-from workers.settings import CheckpointSettings, Settings, TrainSettings
+from workers.settings import CheckpointSettings, RunSettings, Settings, TrainSettings
 
 SUPPORT = Path(__file__).parents[1] / "support"
 SCRIPT = SUPPORT / "train_script.py"
@@ -62,7 +62,7 @@ def test_the_same_script_learns_the_same_in_several_workers(tmp_path: Path) -> N
     run_script(tmp_path / "alone")
     alone = json.loads((tmp_path / "alone/run/result.json").read_text())
     settings = Settings(
-        script=str(SCRIPT),
+        run=RunSettings(directory="run", script=str(SCRIPT)),
         train=TrainSettings(steps=60, global_batch=32, micro_batch=8, lr=0.02),
     )
 
@@ -79,7 +79,7 @@ def test_a_script_that_never_calls_run_is_told_so(tmp_path: Path) -> None:
     (tmp_path / "idle.py").write_text("x = 1\n")
 
     with Run(tmp_path) as run:
-        settings = Settings(script=str(tmp_path / "idle.py"))
+        settings = Settings(run=RunSettings(directory="run", script=str(tmp_path / "idle.py")))
         (left,) = run.train(settings, num_workers=1)
 
     assert isinstance(left.outcome, Raised)
@@ -96,7 +96,7 @@ def test_registered_state_goes_with_the_run_to_other_workers(
     """
     train = TrainSettings(steps=40, global_batch=8, micro_batch=2, deterministic=True)
     settings = Settings(
-        script=str(SUPPORT / "train_scheduled.py"),
+        run=RunSettings(directory="run", script=str(SUPPORT / "train_scheduled.py")),
         train=train,
         checkpoint=CheckpointSettings(every_steps=1, keep=0),
     )

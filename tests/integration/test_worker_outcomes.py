@@ -23,7 +23,7 @@ from ucp_core.layout import ParallelLayout
 from workers.process import actor
 from workers.process.actor import Worker
 from workers.protocol import Assignment
-from workers.settings import Settings
+from workers.settings import RunSettings, Settings
 
 actor.ray.get_runtime_context = lambda: types.SimpleNamespace(get_node_id=lambda: "here")
 directory, script = sys.argv[1:]
@@ -38,7 +38,7 @@ def assignment(attempt):
 async def ask():
     worker = Worker(
         worker="w0001", directory=directory + "/pages", run_url=directory + "/run",
-        settings=Settings(script=script).to_json(), on_cpu=False,
+        settings=Settings(run=RunSettings(directory="run", script=script)), on_cpu=False,
     )
     print("collects", gc.isenabled(), gc.get_freeze_count() > 100_000)
     for attempt in (1, 2):
@@ -82,13 +82,13 @@ async def lines(num):
 
 async def ask():
     settings = Settings(
-        script=script, arguments=("0.01",),
+        run=RunSettings(directory="run", script=script, arguments=("0.01",)),
         train=TrainSettings(steps=1_000_000, global_batch=4, micro_batch=4, schedule="constant"),
         checkpoint=CheckpointSettings(every_steps=1_000_000),
     )
     worker = Worker(
         worker="w0001", directory=directory + "/pages", run_url=directory + "/run",
-        settings=settings.to_json(), on_cpu=False,
+        settings=settings, on_cpu=False,
     )
     lease = Lease(Path(directory, "pages"))
     await worker.enter(assignment(1), ())

@@ -43,7 +43,9 @@ def test_a_run_goes_on_with_the_losses_that_its_framework_had(
     everstep.run(
         train,
         directory=str(tmp_path),
-        settings=everstep.Settings(init=everstep.InitSettings(path=str(path), state="all")),
+        settings=everstep.Settings(
+            run=everstep.RunSettings(directory="run", init_from=str(path), init_state="all")
+        ),
         steps=len(report["losses_after"]),
         global_batch=report["args"]["bs"],
         micro_batch=report["args"]["bs"],

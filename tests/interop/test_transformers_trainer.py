@@ -11,7 +11,7 @@ import torch
 from tests.support.attempts import curve, newest, wait_for_steps
 from tests.support.trainers import Run
 from workers.errors import TaskError
-from workers.settings import CheckpointSettings, Settings, TrainSettings
+from workers.settings import CheckpointSettings, RunSettings, Settings, TrainSettings
 
 transformers = pytest.importorskip("transformers", reason="the extra hf is not installed")
 pytest.importorskip("accelerate", reason="the extra hf is not installed")
@@ -173,8 +173,7 @@ def test_workers_may_change_in_the_middle(tmp_path: Path) -> None:
     Every second step is the last of an epoch, and has one batch of three.
     """
     settings = Settings(
-        script=str(SCRIPT),
-        arguments=(str(tmp_path / "output"),),
+        run=RunSettings(directory="run", script=str(SCRIPT), arguments=(str(tmp_path / "output"),)),
         train=TrainSettings(steps=STEPS, global_batch=6, micro_batch=2, deterministic=True),
         checkpoint=CheckpointSettings(every_steps=1, keep=0),
     )

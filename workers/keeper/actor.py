@@ -73,7 +73,7 @@ class Keeper:
         directory: Shared-memory directory with the node's progress records and record rings.
         controller: Receives the reports.
         run_url: The run directory; "" keeps no snapshots.
-        settings: ``workers.settings.Settings`` as JSON; None keeps no snapshots.
+        settings: What the run is configured to do; None keeps no snapshots.
         life: Of the run; orders may name a later one.
         notices: Who may tell of the node's end, as for ``workers.keeper.notices.sources_of``.
     """
@@ -84,7 +84,7 @@ class Keeper:
         directory: str,
         controller: Any,
         run_url: str = "",
-        settings: dict[str, Any] | None = None,
+        settings: Settings | None = None,
         life: int = 0,
         notices: Mapping[str, str] | None = None,
     ) -> None:
@@ -112,7 +112,7 @@ class Keeper:
         # A search need not wait for the probe of a link that was lost before.
         self._probes = ThreadPoolExecutor(4)
         if run_url and settings is not None:
-            self._open_memory(run_url, Settings.from_json(settings), life)
+            self._open_memory(run_url, settings, life)
 
     async def hello(self) -> dict[str, Any]:
         """Start the reports, once; return who this keeper is.

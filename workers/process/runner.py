@@ -84,7 +84,7 @@ class AttemptRunner:
         worker: Worker id.
         directory: Shared-memory directory for the progress record and the ring.
         run_url: The run directory.
-        settings: ``Settings.to_json()``.
+        settings: What the run is configured to do.
         node: Ray node id, hex.
     """
 
@@ -94,7 +94,7 @@ class AttemptRunner:
         worker: str,
         directory: Path,
         run_url: str,
-        settings: dict[str, Any],
+        settings: Settings,
         node: str = "",
     ) -> None:
         store, path = open_store(run_url)
@@ -112,7 +112,7 @@ class AttemptRunner:
         self._progress = ProgressRecord.create(progress_path(directory, worker), worker=worker)
         self._context = WorkerContext(
             worker=worker,
-            settings=Settings.from_json(settings),
+            settings=settings,
             store=store,
             directory=path,
             progress=self._progress,
@@ -135,8 +135,8 @@ class AttemptRunner:
         No warm-up on GPUs: only the first reservation says which GPU it is.
         """
         settings = self._context.settings
-        if settings.script:
-            import_for(settings.script)
+        if settings.run.script:
+            import_for(settings.run.script)
         else:
             open_built_in(settings)
         if on_cpu:

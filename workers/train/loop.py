@@ -188,7 +188,7 @@ class _Attempt:
 
 def _prepare_device(context: WorkerContext) -> None:
     """Set what holds for this process on its GPU, before it uses it."""
-    share = context.settings.parallel.gpu_share
+    share = context.settings.gpu_share
     if share < 1:
         # A rank that needs more than its part fails, and none of those beside it.
         torch.cuda.set_per_process_memory_fraction(share)
@@ -216,15 +216,17 @@ def _memory(context: WorkerContext) -> SnapshotMemory | None:
     return _Process.memory
 
 
-@functools.lru_cache(maxsize=1)
+_load_once = functools.lru_cache(maxsize=1)(load_task)
+
+
 def task_of(settings: Settings) -> Task:
     """Return what to train; a script runs up to its call of ``run``, once per process.
 
     Raises:
         TaskError: The script cannot be read, exits, or ends before that.
     """
-    if settings.script:
-        return load_task(settings.script, settings.arguments)
+    if settings.run.script:
+        return _load_once(settings.run.script, settings.run.arguments)
     return train_language_model
 
 

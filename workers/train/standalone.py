@@ -62,9 +62,9 @@ def run(
 
     Args:
         train: Called with a session; ``everstep`` documents the contract.
-        directory: Run directory, a path or an fsspec URL.
+        directory: Run directory, a path or an fsspec URL, instead of that in ``settings``.
         settings: All settings; None for the defaults.
-        init_from: A checkpoint to start from; overrides ``settings.init.path``.
+        init_from: A checkpoint to start from; overrides ``settings.run.init_from``.
         **train_settings: Override fields of ``settings.train``, such as ``steps`` or ``lr``.
 
     Raises:
@@ -80,7 +80,7 @@ def run(
     except TypeError as error:
         raise SettingsError(f"run: {error}", problems=[str(error)]) from error
     if init_from:
-        settings = replace(settings, init=replace(settings.init, path=init_from))
+        settings = replace(settings, run=replace(settings.run, init_from=init_from))
     found = problems(settings)
     if found:
         raise SettingsError("; ".join(found), problems=found)

@@ -120,7 +120,7 @@ class _Keeper:
                 directory=str(directory),
                 controller=self.ear,
                 run_url=str(run_url),
-                settings=settings.to_json(),
+                settings=settings,
             )
         )
         self.hello()
@@ -265,7 +265,7 @@ def test_a_keeper_without_snapshots_is_what_it_was(tmp_path: Path) -> None:
             directory=str(tmp_path / "shared"),
             controller=ear,
             run_url=str(tmp_path / "run"),
-            settings=settings.to_json(),
+            settings=settings,
         )
     )
     hello = ray.get(actor.hello.remote(), timeout=240.0)

@@ -15,7 +15,7 @@ from orchestrator.driver import export_run
 from orchestrator.driver.launch import Launched
 from tests.support.trainers import Run
 from workers.protocol import Completed
-from workers.settings import Settings
+from workers.settings import RunSettings, Settings
 
 pytestmark = pytest.mark.timeout(900)
 
@@ -37,7 +37,8 @@ def test_what_it_trains_ends_equal_though_two_workers_die(
         train__warmup_steps=2,
     )
     with Run(tmp_path / "alone") as run:
-        settings = Settings(script=str(SCRIPT), arguments=("own",), train=config.train)
+        chosen = RunSettings(directory="run", script=str(SCRIPT), arguments=("own",))
+        settings = Settings(run=chosen, train=config.train)
         (left,) = run.train(settings, num_workers=1)
         assert isinstance(left.outcome, Completed), left.outcome
 

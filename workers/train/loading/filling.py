@@ -27,7 +27,7 @@ def start_from(
     sharded: ShardedModel, context: WorkerContext, buffer: HostBuffer, *, tell: bool
 ) -> Initial:
     """Load what the settings say to start from; see ``load_initial``."""
-    init = context.settings.start
+    start = context.settings.start
     kept = {entry.fqn: entry.tensor.dtype for entry in sharded.state.entries()}
     needed = {
         name: Needed(dtype=kept.get(name, torch.float32), shape=shape, is_optional=0 in shape)
@@ -37,7 +37,7 @@ def start_from(
         needed[name] = Needed(dtype=held.dtype, shape=tuple(held.shape), is_optional=True)
 
     def to_fill() -> Sequence[StateEntry]:
-        if init.state == "all":
+        if start.init_state == "all":
             sharded.prime()
         return sharded.state.entries()
 
@@ -46,7 +46,7 @@ def start_from(
         return target.fill(checkpoint, widen=True)
 
     initial = load_initial(
-        init,
+        start,
         needed,
         to_fill,
         model=sharded.model,
@@ -59,7 +59,7 @@ def start_from(
         initial.without_state,
         initial.scalars,
         initial.changed,
-        unstarted=init.state == "weights",
+        unstarted=start.init_state == "weights",
     )
     return initial
 

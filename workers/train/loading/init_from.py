@@ -24,7 +24,7 @@ from ucp_core.numerics import WIDER
 from workers.errors import TaskError
 from workers.models import as_in_module
 from workers.parallel import own_names
-from workers.settings import InitSettings
+from workers.settings import RunSettings
 from workers.state import CHANGED, DTYPES, StateEntry
 from workers.train.loading.restore import WEIGHT, without_optimizer_state
 
@@ -61,7 +61,7 @@ class Initial:
 
     Attributes:
         size_bytes: Bytes that this rank loaded.
-        missing: Parameters that the checkpoint lacks, as ``init.missing`` allows.
+        missing: Parameters that the checkpoint lacks, as ``run.init_missing`` allows.
         without_state: Parameters without optimizer state in it.
         scalars: The optimizer's scalars by name; see ``TrainingState.scalars``.
         changed: Its values that changed; see ``Optimizers.changed``.
@@ -75,7 +75,7 @@ class Initial:
 
 
 def load_initial(
-    init: InitSettings,
+    run: RunSettings,
     needed: Mapping[str, Needed],
     entries: Callable[[], Sequence[StateEntry]],
     *,
@@ -84,13 +84,13 @@ def load_initial(
     everywhere: Callable[[bool], bool],
     tell: bool,
 ) -> Initial:
-    """Fill the state in place from ``init.path``. Every rank calls it.
+    """Fill the state in place from ``run.init_from``. Every rank calls it.
 
     Args:
-        init: What to load, and from where.
+        run: What to load, and from where.
         needed: The model's parameters and persistent buffers, by name.
-        entries: Returns the tensors to fill: weights, and with ``init.state`` "all" the optimizer's
-            slots. Called once the checkpoint is known to fit.
+        entries: Returns the tensors to fill: weights, and the optimizer's slots if
+            ``run.init_state`` is "all". Called once the checkpoint is known to fit.
         model: The model, for its tied parameters, and what its kind has otherwise in files.
         load: Fills tensors from a checkpoint.
         everywhere: Returns whether all ranks say so; all of them call it once.
@@ -100,25 +100,25 @@ def load_initial(
         TaskError: The checkpoint cannot be opened, or lacks what the model needs.
     """
     try:
-        checkpoint = ucp_core.open(init.path)
-        checkpoint = _renamed(checkpoint, init.rename)
-        if init.state == "weights":
+        checkpoint = ucp_core.open(run.init_from)
+        checkpoint = _renamed(checkpoint, run.init_rename.items())
+        if run.init_state == "weights":
             manifest = as_in_module(checkpoint.manifest, model, needed)
             checkpoint = replace(checkpoint, manifest=manifest)
         aliases = _aliases(model)
         checkpoint = _tied(checkpoint, needed, aliases)
     except UcpError as error:
-        raise TaskError(f"run.init_from: {error}", path=init.path) from error
+        raise TaskError(f"run.init_from: {error}", path=run.init_from) from error
     held = checkpoint.state_map.entries
     missing = frozenset(name for name in needed if TensorKey(name, WEIGHT) not in held)
-    _refuse_misfits(init, checkpoint, needed, missing)
+    _refuse_misfits(run, checkpoint, needed, missing)
     bare = without_optimizer_state(held)
-    if init.state == "weights":
+    if run.init_state == "weights":
         bare = frozenset(needed)
     elif bare.issuperset(needed.keys() - missing) or not any(key.slot != WEIGHT for key in held):
         raise TaskError(
-            f"run.init_from: {init.path} has no optimizer state; set run.init_state: weights",
-            path=init.path,
+            f"run.init_from: {run.init_from} has no optimizer state; set run.init_state: weights",
+            path=run.init_from,
         )
     doubles = {
         alias: owner
@@ -127,22 +127,22 @@ def load_initial(
     }
     unused = {key.fqn for key in held if key.slot == WEIGHT} - needed.keys() - doubles.keys()
     if unused and tell:
-        log.warning("%s has %s, which the model lacks", init.path, _some(sorted(unused)))
+        log.warning("%s has %s, which the model lacks", run.init_from, _some(sorted(unused)))
     need = [entry for entry in entries() if entry.fqn not in missing]
     need = [entry for entry in need if entry.slot == WEIGHT or entry.fqn not in bare]
     try:
         size_bytes = load(checkpoint, need)
         if not everywhere(_are_equal(checkpoint, need, doubles, load)):
-            raise _untied(init, doubles)
-        scalars = _scalars(checkpoint, needed.keys() - bare) if init.state == "all" else {}
+            raise _untied(run, doubles)
+        scalars = _scalars(checkpoint, needed.keys() - bare) if run.init_state == "all" else {}
     except UcpError as error:
-        raise TaskError(f"run.init_from: {error}", path=init.path) from error
+        raise TaskError(f"run.init_from: {error}", path=run.init_from) from error
     return Initial(
         size_bytes=size_bytes,
         missing=missing,
         without_state=bare | missing,
         scalars=scalars,
-        changed=checkpoint.extra.get(CHANGED, ()) if init.state == "all" else (),
+        changed=checkpoint.extra.get(CHANGED, ()) if run.init_state == "all" else (),
     )
 
 
@@ -178,15 +178,15 @@ def _are_equal(
     )
 
 
-def _untied(init: InitSettings, doubles: Mapping[str, str]) -> TaskError:
+def _untied(run: RunSettings, doubles: Mapping[str, str]) -> TaskError:
     named = ", ".join(f"{alias} and {owner}" for alias, owner in doubles.items())
     alias = next(iter(doubles))
     return TaskError(
-        f"run.init_from: {init.path}: {named} differ in it, and are one parameter of the model. "
-        "Build a model that does not tie them (tie_word_embeddings: false in the configuration of "
-        "a Hugging Face model), or leave one of them out with run.init_rename "
+        f"run.init_from: {run.init_from}: {named} differ in it, and are one parameter of the "
+        "model. Build a model that does not tie them (tie_word_embeddings: false in the "
+        "configuration of a Hugging Face model), or leave one of them out with run.init_rename "
         f'({{"{alias}": "unused.{alias}"}})',
-        path=init.path,
+        path=run.init_from,
         doubles=tuple(doubles),
     )
 
@@ -241,7 +241,7 @@ def _new_name(name: str, patterns: Sequence[tuple[str, str]]) -> str:
 
 
 def _refuse_misfits(
-    init: InitSettings,
+    run: RunSettings,
     checkpoint: Checkpoint,
     needed: Mapping[str, Needed],
     missing: frozenset[str],
@@ -253,7 +253,7 @@ def _refuse_misfits(
         name
         for name in missing
         if not needed[name].is_optional
-        and not any(fnmatchcase(name, pattern) for pattern in init.missing)
+        and not any(fnmatchcase(name, pattern) for pattern in run.init_missing)
     )
     found: list[str] = []
     if refused:
@@ -272,14 +272,14 @@ def _refuse_misfits(
     if found:
         experts = (
             "; files with one tensor per expert need run.init_state: weights"
-            if init.state == "all" and refused and unexpected
+            if run.init_state == "all" and refused and unexpected
             else ""
         )
         raise TaskError(
-            f"run.init_from: {init.path} does not fit the model: {', '.join(found)}. Map names "
+            f"run.init_from: {run.init_from} does not fit the model: {', '.join(found)}. Map names "
             'with run.init_rename ({"theirs.*": "ours.*"}), or list in run.init_missing what may '
             f"begin with new values{experts}",
-            path=init.path,
+            path=run.init_from,
             missing=tuple(refused),
             unexpected=tuple(unexpected),
         )

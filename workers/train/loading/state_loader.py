@@ -62,10 +62,10 @@ class StateLoader:
         ``assemble`` returns the model without optimizers.
         """
         start = self._context.settings.start
-        if self._assignment.resume_step or (start.path and start.state == "all"):
+        if self._assignment.resume_step or (start.init_from and start.init_state == "all"):
             return
         sharded = assemble()
-        if start.path:
+        if start.init_from:
             self._start_from(sharded)
         self._fill(sharded)
 
@@ -105,7 +105,7 @@ class StateLoader:
             self._fill(sharded)
             return restored
         sharded.try_unknown()
-        if not self._context.settings.start.path:
+        if not self._context.settings.start.init_from:
             return restored
         if self._initial is None:
             self._start_from(sharded)

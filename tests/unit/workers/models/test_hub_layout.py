@@ -12,7 +12,7 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 
 import ucp_core
-from everstep import InitSettings, Session, Settings, TaskError, run
+from everstep import RunSettings, Session, Settings, TaskError, run
 from tests.unit.workers.models.test_huggingface import MOE, SIZES
 from ucp_core.geometry import Box
 from ucp_core.native import Checkpoint, LocalTensor
@@ -98,7 +98,7 @@ def test_a_run_starts_with_the_values_that_transformers_loads(
     run(
         task,
         directory=str(tmp_path / "run"),
-        settings=Settings(init=InitSettings(path=str(folder))),
+        settings=Settings(run=RunSettings(directory="run", init_from=str(folder))),
         steps=1, global_batch=1, micro_batch=1, warmup_steps=0,
     )  # fmt: skip
 

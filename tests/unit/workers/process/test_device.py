@@ -13,7 +13,7 @@ from ucp_core.layout import ParallelLayout
 from workers.process.device import EXIT_CODE
 from workers.process.runner import AttemptRunner
 from workers.protocol import Assignment
-from workers.settings import Settings
+from workers.settings import RunSettings, Settings
 
 SCRIPT = """
 import types
@@ -47,7 +47,7 @@ def attempts(directory: Path) -> None:
         worker="w0001",
         directory=directory,
         run_url=str(directory / "run"),
-        settings=Settings(script=str(directory / "script.py")).to_json(),
+        settings=Settings(run=RunSettings(directory="run", script=str(directory / "script.py"))),
     )
     for attempt in (1, 2):
         assignment = Assignment(

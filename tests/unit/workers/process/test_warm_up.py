@@ -18,9 +18,9 @@ from workers.protocol import Assignment, Completed, Outcome, Raised
 from workers.settings import (
     CheckpointSettings,
     DataSettings,
-    InitSettings,
     ModelSettings,
     ParallelSettings,
+    RunSettings,
     Settings,
     TrainSettings,
 )
@@ -81,9 +81,9 @@ def _write_tokenizer(path: Path, num_words: int) -> None:
 @pytest.mark.parametrize(
     "changed",
     [
-        {"init": InitSettings(path="no/such/checkpoint")},
-        {"init": InitSettings(path="no/such", state="all", missing=("*",), rename=(("a", "b"),))},
-        {"init": InitSettings(path="no/such"), "script": "no_such_script.py"},
+        {"run": {"init_from": "no/such/checkpoint"}},
+        {"run": {"init_from": "no/such", "init_state": "all", "init_missing": ("*",)}},
+        {"run": {"init_from": "no/such", "script": "no_such_script.py"}},
         {"data": DataSettings(source="no/such/*.txt")},
         {"data": DataSettings(tokenizer="{tmp}/tokenizer.json"), "model": "125m"},
         {"data": DataSettings(sequence_length=1_000_000)},
@@ -108,6 +108,8 @@ def test_the_warm_up_needs_nothing_of_what_the_run_trains(
     if data is not None and data.tokenizer:
         _write_tokenizer(tmp_path / "tokenizer.json", 1000)
         changed = changed | {"data": replace(data, tokenizer=str(tmp_path / "tokenizer.json"))}
+    if "run" in changed:
+        changed = {"run": RunSettings(directory="run", **changed["run"])}
     if "model" in changed:
         changed = changed | {"model": ModelSettings(preset=changed["model"])}
 
@@ -139,12 +141,15 @@ if __name__ == "__main__":
 
 def _train_twice(place: Place, *, script: str) -> list[Outcome]:
     """Be a worker that reads its script before it has an attempt."""
-    settings = Settings(script=script, train=TrainSettings(steps=1, global_batch=2))
+    settings = Settings(
+        run=RunSettings(directory="run", script=script),
+        train=TrainSettings(steps=1, global_batch=2),
+    )
     runner = AttemptRunner(
         worker="w0001",
         directory=place.directory,
         run_url=str(place.directory / "run"),
-        settings=settings.to_json(),
+        settings=settings,
     )
     runner.run_top_level()
     with place.directory.joinpath("notes").open("a") as notes:

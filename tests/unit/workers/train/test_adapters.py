@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 import ucp_core
-from everstep import InitSettings, Session, Settings, run
+from everstep import RunSettings, Session, Settings, run
 from orchestrator.driver import export_run
 from workers.settings import CheckpointSettings
 
@@ -66,10 +66,12 @@ def test_adapters_train_on_a_frozen_base(tmp_path: Path, dtype: torch.dtype) -> 
                 session.train_step(loss_of)
             seen.append(whole(model))
 
-        init = InitSettings(path=str(tmp_path / "base"), missing=("*.lora_*",))
+        start = RunSettings(
+            directory="run", init_from=str(tmp_path / "base"), init_missing=("*.lora_*",)
+        )
         run(
             task, directory=str(tmp_path / name),
-            settings=Settings(init=init, checkpoint=CheckpointSettings(every_steps=1, keep=0)),
+            settings=Settings(run=start, checkpoint=CheckpointSettings(every_steps=1, keep=0)),
             steps=steps, global_batch=4, micro_batch=2, lr=1e-2, warmup_steps=0,
             schedule="constant", precision="bf16" if dtype is torch.bfloat16 else "fp32",
         )  # fmt: skip

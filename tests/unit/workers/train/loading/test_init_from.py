@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 import ucp_core
-from everstep import InitSettings, Session, Settings, TaskError, run
+from everstep import RunSettings, Session, Settings, TaskError, run
 from ucp_core.geometry import Box
 from ucp_core.native import LocalTensor
 from workers.settings import CheckpointSettings, problems
@@ -59,7 +59,8 @@ def train(
             step.apply()
 
     settings = Settings(
-        init=InitSettings(**init), checkpoint=CheckpointSettings(every_steps=1, keep=0)
+        run=RunSettings(directory="run", **init),
+        checkpoint=CheckpointSettings(every_steps=1, keep=0),
     )
     run(
         task, directory=str(directory), settings=settings,
@@ -95,7 +96,7 @@ def test_weights_of_another_format_and_dtype_are_the_first_ones(tmp_path: Path) 
         unused=BIAS,
     )
     seen: dict[str, Tensor] = {}
-    train(tmp_path / "run", lambda model, _: seen.update(weights(model)), path=path)
+    train(tmp_path / "run", lambda model, _: seen.update(weights(model)), init_from=path)
 
     assert seen.keys() == {"first.weight", "head.weight", "head.bias"}
     assert torch.equal(seen["first.weight"], SHARED)
@@ -109,7 +110,7 @@ def test_a_tied_parameter_is_found_by_its_other_name(tmp_path: Path) -> None:
         tmp_path / "hub", second__weight=SHARED, head__weight=WEIGHT, head__bias=BIAS
     )
     seen: dict[str, Tensor] = {}
-    train(tmp_path / "run", lambda model, _: seen.update(weights(model)), path=path)
+    train(tmp_path / "run", lambda model, _: seen.update(weights(model)), init_from=path)
 
     assert torch.equal(seen["first.weight"], SHARED)
 
@@ -123,7 +124,7 @@ def test_two_equal_tensors_are_one_tied_parameter_and_nothing_is_said(
     """Some tools write every name of a tied tensor."""
     path = huggingface(tmp_path / "hub", **BOTH, second__weight=SHARED.clone())
     seen: dict[str, Tensor] = {}
-    train(tmp_path / "run", lambda model, _: seen.update(weights(model)), path=path)
+    train(tmp_path / "run", lambda model, _: seen.update(weights(model)), init_from=path)
 
     assert torch.equal(seen["first.weight"], SHARED)
     assert caplog.messages == []
@@ -136,7 +137,7 @@ def test_two_different_tensors_are_no_tied_parameter(tmp_path: Path) -> None:
     path = huggingface(tmp_path / "hub", **BOTH, second__weight=other)
 
     with pytest.raises(TaskError) as raised:
-        train(tmp_path / "run", lambda *_: None, path=path)
+        train(tmp_path / "run", lambda *_: None, init_from=path)
 
     told = str(raised.value)
     assert f"run.init_from: {path}: second.weight and first.weight differ in it" in told
@@ -152,16 +153,16 @@ def test_one_of_two_different_tensors_is_left_out_by_a_new_name(tmp_path: Path) 
     train(
         tmp_path / "run",
         lambda model, _: seen.update(weights(model)),
-        path=path,
-        rename=(("second.weight", "unused.second.weight"),),
+        init_from=path,
+        init_rename={"second.weight": "unused.second.weight"},
     )
     assert torch.equal(seen["first.weight"], SHARED)
 
     train(
         tmp_path / "other",
         lambda model, _: seen.update(weights(model)),
-        path=path,
-        rename=(("first.weight", "unused"),),
+        init_from=path,
+        init_rename={"first.weight": "unused"},
     )
     assert torch.equal(seen["first.weight"], 2 * SHARED)
 
@@ -172,7 +173,7 @@ def test_equal_tensors_of_different_dtypes_are_one_parameter(tmp_path: Path) -> 
     given = {**BOTH, "first__weight": value, "second__weight": value.bfloat16()}
     path = huggingface(tmp_path / "hub", **given)
     seen: dict[str, Tensor] = {}
-    train(tmp_path / "run", lambda model, _: seen.update(weights(model)), path=path)
+    train(tmp_path / "run", lambda model, _: seen.update(weights(model)), init_from=path)
 
     assert torch.equal(seen["first.weight"][1], value[1])
 
@@ -184,9 +185,9 @@ def test_names_are_mapped_and_new_parts_begin_anew(tmp_path: Path) -> None:
     train(
         tmp_path / "run",
         lambda model, _: seen.update(weights(model)),
-        path=path,
-        rename=(("base.*", "*"),),
-        missing=("head.*",),
+        init_from=path,
+        init_rename={"base.*": "*"},
+        init_missing=("head.*",),
     )
     new: dict[str, Tensor] = {}
     train(tmp_path / "new", lambda model, _: new.update(weights(model)))
@@ -199,7 +200,7 @@ def test_what_does_not_fit_is_named(tmp_path: Path) -> None:
     """Before the first step, with what is there instead."""
     path = huggingface(tmp_path / "hub", model__first__weight=SHARED, head__weight=WEIGHT[:1])
     with pytest.raises(TaskError) as raised:
-        train(tmp_path / "run", lambda *_: None, path=path)
+        train(tmp_path / "run", lambda *_: None, init_from=path)
 
     assert "lacks first.weight, head.bias" in str(raised.value)
     assert "has model.first.weight" in str(raised.value)
@@ -214,9 +215,9 @@ def test_names_of_single_experts_need_weights_alone(tmp_path: Path) -> None:
     hint = "one tensor per expert need run.init_state: weights"
 
     with pytest.raises(TaskError, match=hint):
-        train(tmp_path / "run", lambda *_: None, path=path, state="all")
+        train(tmp_path / "run", lambda *_: None, init_from=path, init_state="all")
     with pytest.raises(TaskError) as raised:
-        train(tmp_path / "run", lambda *_: None, path=path)
+        train(tmp_path / "run", lambda *_: None, init_from=path)
     assert hint not in str(raised.value)
 
 
@@ -233,7 +234,7 @@ def test_a_buffer_has_the_value_of_the_checkpoint(tmp_path: Path) -> None:
     train(
         tmp_path / "run",
         lambda model, _: seen.append(dict(model.named_buffers())["scale"].item()),
-        path=path,
+        init_from=path,
     )
     assert seen == [2.0]
     held = ucp_core.open(tmp_path / "run/checkpoints/step-00000002")
@@ -257,26 +258,33 @@ def test_all_state_goes_on_and_a_resume_does_not_look_there_again(tmp_path: Path
         seen.append(weights(model))
         seen.append([{k: v.clone() for k, v in one.items()} for one in optimizer.state.values()])
 
-    train(tmp_path / "run", look, path=str(source), state="all")
+    train(tmp_path / "run", look, init_from=str(source), init_state="all")
 
     assert [float(state["step"]) for state in seen[1]] == [2.0, 2.0, 2.0]
     assert all(state["exp_avg_sq"].abs().sum() > 0 for state in seen[1])
     assert held.extra["optimizer"]["step"] == 2.0
     shutil.rmtree(tmp_path / "first")
     (tmp_path / "run/result.json").unlink()
-    train(tmp_path / "run", look, path=str(source), state="all")
+    train(tmp_path / "run", look, init_from=str(source), init_state="all")
     assert (tmp_path / "run/result.json").exists()
 
 
 def test_weights_alone_are_no_whole_state(tmp_path: Path) -> None:
     path = huggingface(tmp_path / "hub", first__weight=SHARED, head__weight=WEIGHT, head__bias=BIAS)
     with pytest.raises(TaskError, match=r"no optimizer state; set run.init_state: weights"):
-        train(tmp_path / "run", lambda *_: None, path=path, state="all")
+        train(tmp_path / "run", lambda *_: None, init_from=path, init_state="all")
 
 
 def test_settings_that_cannot_work_are_told_at_once() -> None:
     found = problems(
-        Settings(init=InitSettings(state="some", rename=(("a.*", "b"),), missing=("head.*",)))
+        Settings(
+            run=RunSettings(
+                directory="run",
+                init_state="some",  # type: ignore[arg-type]
+                init_rename={"a.*": "b"},
+                init_missing=("head.*",),
+            )
+        )
     )
 
     assert [line.partition(":")[0] for line in found] == [
