@@ -53,7 +53,7 @@ _FOLDER: Final = "hf:"
 _INTERVAL: Final = "constrained-int"
 _SECOND_BRANCH: Final = ("str", f"literal['{AUTO}']")
 #: Keys without a default, and values to check the others with.
-_REQUIRED: Final = {"run": {"directory": "x"}, "workers": {"max": 1}}
+_REQUIRED: Final[dict[str, dict[str, Any]]] = {"run": {"directory": "x"}, "workers": {"max": 1}}
 
 _T = TypeVar("_T")
 _Count: TypeAlias = Annotated[int, Ge(0)]
@@ -387,10 +387,12 @@ def well_formed(kind: type[_T], document: dict[str, Any]) -> tuple[_T, list[Any]
         return adapter.validate_python(document), []
     except ValidationError as error:
         details = [each for each in error.errors() if each["loc"][-1] not in _SECOND_BRANCH]
-    part = {name: dict(each) if isinstance(each, dict) else each for name, each in document.items()}
+    part: dict[Any, Any] = {
+        name: dict(each) if isinstance(each, dict) else each for name, each in document.items()
+    }
     for detail in details:
         name, *keys = detail["loc"]
-        if keys and isinstance(part[name], dict):
+        if keys and isinstance(part.get(name), dict):
             part[name].pop(keys[0], None)
         else:
             part.pop(name, None)

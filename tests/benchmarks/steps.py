@@ -6,7 +6,7 @@ import threading
 import time
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any, Final, Self
+from typing import Any, Final, Literal, Self
 
 import torch
 from torch import Tensor
@@ -43,7 +43,7 @@ class Job:
     ways: tuple[str, ...]
     micro_batch: int = 2
     sequence_length: int = SEQUENCE_LENGTH
-    precision: str = "fp32"
+    precision: Literal["fp32", "bf16"] = "fp32"
     compiled: bool = False
 
     @classmethod

@@ -55,7 +55,7 @@ def models(lab: Lab) -> None:
         MEASURED.write_text(json.dumps(known, indent=1) + "\n")
 
 
-def measure(lab: Lab, name: str, precision: str, *, checkpointed: bool) -> dict[str, Any]:
+def measure(lab: Lab, name: str, precision: Any, *, checkpointed: bool) -> dict[str, Any]:
     """Return what a step of one worker takes, for a model of ``PRESETS``."""
     point: dict[str, Any] = {
         "model": name, "precision": precision, "checkpointed": checkpointed,

@@ -125,6 +125,7 @@ def test_a_run_starts_from_what_was_exported(run: Run, tmp_path: Path) -> None:
     script: Any = runpy.run_path(str(SCRIPT), run_name="script")
     script["Scaled"]().load_state_dict(load_file(tmp_path / "huggingface/model.safetensors"))
     digests = set()
+    state: Any
     for name, state in (("huggingface", "weights"), ("dcp", "weights"), ("universal", "all")):
         for num_workers in (1, 3):
             reset(run)

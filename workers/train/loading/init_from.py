@@ -101,7 +101,7 @@ def load_initial(
     """
     try:
         checkpoint = ucp_core.open(run.init_from)
-        checkpoint = _renamed(checkpoint, run.init_rename.items())
+        checkpoint = _renamed(checkpoint, run.init_rename)
         if run.init_state == "weights":
             manifest = as_in_module(checkpoint.manifest, model, needed)
             checkpoint = replace(checkpoint, manifest=manifest)
@@ -191,7 +191,7 @@ def _untied(run: RunSettings, doubles: Mapping[str, str]) -> TaskError:
     )
 
 
-def _renamed(checkpoint: Checkpoint, patterns: Sequence[tuple[str, str]]) -> Checkpoint:
+def _renamed(checkpoint: Checkpoint, patterns: Mapping[str, str]) -> Checkpoint:
     """Return the checkpoint with the names that the user says."""
     manifest = checkpoint.manifest
     theirs = {key.fqn for key in manifest.state_map.entries} | manifest.ties.keys()
@@ -225,8 +225,8 @@ def _aliases(model: nn.Module) -> dict[str, str]:
     return {name: first[id(one)] for name, one in every.items() if first[id(one)] != name}
 
 
-def _new_name(name: str, patterns: Sequence[tuple[str, str]]) -> str:
-    for pattern, new in patterns:
+def _new_name(name: str, patterns: Mapping[str, str]) -> str:
+    for pattern, new in patterns.items():
         before, star, after = pattern.partition("*")
         if not star:
             if name == pattern:

@@ -410,3 +410,13 @@ def test_where_the_curve_goes_is_checked_by_name() -> None:
         "logging.wandb.projct: is no key; did you mean project?",
         "logging.mlflow.experiment: is missing; write for example experiment: my-models",
     ]
+
+
+def test_every_problem_of_a_list_is_told() -> None:
+    """The first one drops the whole list; the second looked for it there."""
+    found = _problems(CLUSTER + "capacity: [{usd_per_hour: -1}, {zones: a}]\n")
+
+    assert [line.split(": ")[1] for line in found] == [
+        "capacity.0.usd_per_hour",
+        "capacity.1.zones",
+    ]

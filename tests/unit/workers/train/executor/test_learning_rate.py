@@ -1,5 +1,7 @@
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 
 from workers.settings import Settings, TrainSettings, problems
@@ -7,7 +9,7 @@ from workers.train.executor.step import learning_rate
 
 
 @pytest.mark.parametrize("shape", ["cosine", "linear"])
-def test_the_rate_rises_to_its_peak_and_falls_to_its_least(shape: str) -> None:
+def test_the_rate_rises_to_its_peak_and_falls_to_its_least(shape: Any) -> None:
     """Steps count from 1, so both ends are easily missed by one."""
     train = TrainSettings(steps=100, lr=1.0, warmup_steps=10, schedule=shape, lr_min_ratio=0.1)
     rates = [learning_rate(train, step) for step in range(1, 101)]
