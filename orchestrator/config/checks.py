@@ -1,7 +1,6 @@
-"""What is wrong between keys, though each is well formed.
+"""Checks between keys that are well formed one by one.
 
-What needs more than the text, such as data, storage and memory, is checked by
-``orchestrator.config.preflight``.
+``orchestrator.config.preflight`` checks data, storage and memory.
 """
 
 from __future__ import annotations

@@ -31,7 +31,7 @@ __all__ = ["run_preflight", "worker_memory_bytes"]
 GIB = 1 << 30
 #: float32 master, its gradient, and AdamW's two moments: bytes of state per parameter.
 STATE_BYTES = 4 + 4 + 4 + 4
-#: Of the extra ``loggers``: what each key of ``logging`` imports.
+#: The package of the extra ``loggers`` that each key of ``logging`` imports.
 _LOGGER_PACKAGES = {"tensorboard": "tensorboard", "wandb": "wandb", "mlflow": "mlflow"}
 
 

@@ -43,9 +43,9 @@ class ClusterSection(Section):
             GPU: each has a quarter of its memory, and they take turns.
         memory_gib_per_worker: Memory of a worker's device, to refuse models that cannot fit.
             Default: this machine's memory for simulated nodes; elsewhere it is not checked.
-        metrics_host: Who can reach the metrics and status page: ``cluster`` (the head's address),
-            ``loopback`` (the head only), or ``auto``: ``loopback`` for simulated nodes, else
-            ``cluster``.
+        metrics_host: The machines that can reach the metrics and status page: ``cluster`` (the
+            head's address), ``loopback`` (the head only), or ``auto``: ``loopback`` for simulated
+            nodes, else ``cluster``.
         metrics_port: Port of the controller's metrics and status; 0 takes a free one.
         rack_label: A Ray label of the nodes. Nodes with the same value fail together, as in a rack
             or a zone, and do not protect each other's snapshots. Default: each node fails alone.
@@ -69,8 +69,8 @@ class Alternative(Section):
 
     Attributes:
         resources: What it needs, in Ray's terms, beside or instead of that in ``cluster``.
-        labels: That its node must have, such as ``{ray.io/accelerator-type: L4}``.
-        zone: Of its node, as Ray's label ``ray.io/availability-zone`` says it.
+        labels: Labels of its node, such as ``{ray.io/accelerator-type: L4}``.
+        zone: Zone of its node, as Ray's label ``ray.io/availability-zone`` says it.
         spot: Whether its node is on the spot market, by ``ray.io/market-type``. Default: either.
         usd_per_hour: Price of the room for one worker, from which the cost of the run follows. All
             alternatives have one, or none has.
@@ -129,12 +129,12 @@ class RecoverySection(Section):
 
 
 class NoticesSection(Section):
-    """Who tells a node that it is taken, beside Ray, Kubernetes and Slurm, which need no key.
+    """Notices that a node is taken, beside those of Ray, Kubernetes and Slurm, which need no key.
 
     Attributes:
-        cloud: Whose metadata service each node asks: ``aws``, ``gcp``, ``azure`` or ``none``.
-            ``auto`` is what the machine's firmware says; simulated nodes then ask nobody.
-        endpoint: Of that service, instead of the address on the machine's own link.
+        cloud: The cloud whose metadata service each node asks: ``aws``, ``gcp``, ``azure`` or
+            ``none``. ``auto`` is what the machine's firmware says; simulated nodes then ask none.
+        endpoint: Address of that service, instead of the one on the machine's own link.
         file: A file on each node that exists while the node is under notice. It begins with a time
             in ISO 8601, or the seconds from when it was written.
         command: Likewise a command that prints such a text, and nothing while there is no notice.
@@ -152,9 +152,9 @@ class WandbSection(Section):
     Attributes:
         project: Its project.
         entity: User or team; the service's default if empty.
-        name: Of the run; ``run.name`` if empty.
-        group: Of runs.
-        tags: Of the run.
+        name: Name of the run; ``run.name`` if empty.
+        group: Group of runs.
+        tags: Tags of the run.
         mode: "online", or "offline", which writes to the run directory for ``wandb sync``.
     """
 
@@ -170,9 +170,9 @@ class MlflowSection(Section):
     """A run of MLflow.
 
     Attributes:
-        experiment: Is created if there is none of that name.
-        tracking_uri: Of the server; ``MLFLOW_TRACKING_URI`` if empty.
-        name: Of the run; ``run.name`` if empty.
+        experiment: The service creates it if there is none of that name.
+        tracking_uri: Address of the server; ``MLFLOW_TRACKING_URI`` if empty.
+        name: Name of the run; ``run.name`` if empty.
     """
 
     experiment: str = Field(min_length=1)
