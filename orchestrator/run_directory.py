@@ -65,9 +65,7 @@ class StepRecord:
         attempt: The attempt that took it.
         loss: Mean over the tokens of the global batch; nan if it was not a number.
         grad_norm: Before clipping; nan likewise.
-        learning_rate: Of this step.
         tokens: Tokens that carry loss.
-        samples: Of this step.
         step_s: Duration.
         num_workers: Workers that took it.
         layout: Their layout, for people.
@@ -90,7 +88,6 @@ class RunRecord:
     """The content of a run directory.
 
     Attributes:
-        url: Of the run directory.
         config_text: The resolved configuration as YAML.
         journal: One mapping per record, oldest first.
         steps: In order; a step that was redone is there once, as it was taken last.

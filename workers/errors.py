@@ -4,19 +4,6 @@ from __future__ import annotations
 
 from ucp_core.errors import FactsError
 
-__all__ = [
-    "ApartError",
-    "ArenaError",
-    "DataError",
-    "NotFiniteError",
-    "ParityError",
-    "SettingsError",
-    "StateError",
-    "TaskError",
-    "WorkerError",
-    "missing_extra",
-]
-
 #: Packages of the extra ``ray``, by the name under which they are imported.
 _TRAINING_PACKAGES = {"aiohttp", "jinja2", "prometheus_client", "psutil", "ray", "torch"}
 

@@ -12,8 +12,6 @@ import signal
 import threading
 from typing import Final
 
-__all__ = ["end_with_parent"]
-
 #: The parent is outside the container, or has ended already.
 _NOBODY: Final = 1
 

@@ -48,7 +48,6 @@ class Held:
     """A complete version of one rank in a buffer of an arena.
 
     Attributes:
-        buffer: The buffer.
         sequence: Number of writes to the buffer; a reader compares it before and after.
         attempt: The attempt that wrote it.
         step: The step after which the state was taken.
@@ -86,7 +85,6 @@ class Member:
     """A rank's version that a parity was computed from.
 
     Attributes:
-        rank: The rank.
         data_bytes: Length of its data.
         record_bytes: Length of its record, which follows the data.
     """
@@ -127,7 +125,6 @@ class Inventory:
     Attributes:
         node: Ray node id, hex.
         host: Host of the keeper's server for peers.
-        port: Its port.
         parts: All complete versions in its arenas.
         parities: All complete parities in its arenas.
         budget_bytes: Limit of all its arenas together; 0 if it keeps no snapshots.
@@ -263,7 +260,6 @@ class Assignment:
         rank: This worker's rank in the attempt.
         layout: Degrees of the mesh.
         store_host: Host of the attempt's rendezvous store, outside all workers.
-        store_port: Its port.
         resume_step: The committed step to load; 0 to initialise from the seed.
         resume_attempt: The attempt that committed ``resume_step``; 0 with ``resume_step`` 0.
         lineage: ``(attempt, resume_step)`` of every attempt up to this one, oldest first.
@@ -332,7 +328,6 @@ class PeerLost:
     """A collective of the worker failed: a hint that a peer died, no proof which one.
 
     Attributes:
-        attempt: The attempt.
         step: The last completed step.
         detail: One line for people.
         unreached: Address of the peer that the transport could not connect to; "" if it names none.
@@ -394,8 +389,6 @@ class Unloadable:
     """A rank could not load the version to resume from, so all ranks left the attempt.
 
     Attributes:
-        attempt: The attempt.
-        step: The step of that version.
         found: What this rank found bad; empty if another rank failed.
     """
 
@@ -409,7 +402,6 @@ class Formed:
     """The worker formed its groups, built the model and loaded its state.
 
     Attributes:
-        attempt: The attempt.
         load_s: The part of forming that was loading.
         sources: ``(kind of source, bytes)`` that were loaded.
         found: Bad sources that other sources replaced.
@@ -426,8 +418,6 @@ class Noted:
     """Something happened in an attempt that goes on, and is to be put on record.
 
     Attributes:
-        attempt: The attempt.
-        step: The step.
         text: One line for people.
     """
 
@@ -518,7 +508,6 @@ class WorkerReport:
             R and D also if only its heartbeat thread is in that state, and late.
         attempt: Attempt that the worker is in, 0 if none.
         rank: Its rank in the attempt, -1 if none.
-        phase: Its phase.
         step: Last step that it completed.
         micro_batch: Micro-batches done in the current step.
         moved_bytes: Bytes read and written in this attempt while it loads, saves or leaves.

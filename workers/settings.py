@@ -17,24 +17,6 @@ from annotated_types import Ge, Gt, Le, Lt, MinLen
 
 from workers.models import BYTE_VOCAB_SIZE, PRESETS, ModelShape, resolve, shape_problems
 
-__all__ = [
-    "AUTO",
-    "CheckpointSettings",
-    "DataSettings",
-    "ModelSettings",
-    "NotFiniteSettings",
-    "ParallelSettings",
-    "RunSettings",
-    "Settings",
-    "SnapshotSettings",
-    "TrainSettings",
-    "between_keys",
-    "model_shape",
-    "problems",
-    "value_problem",
-    "well_formed",
-]
-
 SKIP, STOP, IGNORE = "skip", "stop", "ignore"
 #: An interval chosen from measured costs and failures.
 AUTO: Final = "auto"

@@ -8,15 +8,6 @@ from enum import IntEnum
 from orchestrator.errors import CapacityError, ConfigError, RunNotFoundError, TokenError
 from ucp_core.errors import StorageError
 
-__all__ = [
-    "TABLE",
-    "ExitCode",
-    "code_of_error",
-    "code_of_outcome",
-    "code_of_signal",
-    "is_final",
-]
-
 
 class ExitCode(IntEnum):
     """How a command ended; 128 + n: signal n ended it."""

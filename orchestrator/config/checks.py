@@ -19,8 +19,6 @@ from workers.keeper import CLOUDS
 from workers.models import PRESETS
 from workers.settings import AUTO, between_keys, model_shape
 
-__all__ = ["cross_problems"]
-
 
 def cross_problems(source: Source, config: RunConfig, broken: Collection[str]) -> list[Problem]:
     """Return what is wrong with values and between keys, for all well-formed keys.

@@ -33,8 +33,6 @@ from ucp_core.storage import open_store
 from workers.process import gpus_here, share_of_gpu
 from workers.settings import STDLIB, value_problem, well_formed
 
-__all__ = ["demo_config", "load"]
-
 #: Checks a configuration against the world: files, storage, memory. The second argument lists keys
 #: whose value is missing or wrong. They are reported elsewhere, so it must ignore them.
 Look: TypeAlias = Callable[["RunConfig", Collection[str]], Sequence[Problem]]

@@ -26,8 +26,6 @@ from workers.models import ModelShape, num_parameters
 from workers.process import gpus_here, share_of_gpu
 from workers.settings import model_shape
 
-__all__ = ["run_preflight", "worker_memory_bytes"]
-
 GIB = 1 << 30
 #: float32 master, its gradient, and AdamW's two moments: bytes of state per parameter.
 STATE_BYTES = 4 + 4 + 4 + 4

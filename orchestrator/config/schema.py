@@ -39,8 +39,6 @@ from workers.settings import (
     TrainSettings,
 )
 
-__all__ = ["RunConfig"]
-
 #: With that patience. A controller that a signal has stopped is ended after this. Training does not
 #: need it meanwhile, and a debugger may stop it for a moment; a slow one is never ended.
 _CONTROLLER_STOPPED_S = 10.0

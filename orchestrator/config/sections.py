@@ -12,18 +12,6 @@ from pydantic import BaseModel, ConfigDict, Field, PositiveFloat
 from orchestrator.detection import PATIENCE
 from workers.settings import AUTO
 
-__all__ = [
-    "Alternative",
-    "ClusterSection",
-    "LoggingSection",
-    "MlflowSection",
-    "NoticesSection",
-    "RecoverySection",
-    "Section",
-    "WandbSection",
-    "WorkersSection",
-]
-
 
 class Section(BaseModel):
     """Keys that are checked when it is made, and then fixed."""

@@ -201,7 +201,6 @@ class ReportIncident:
     It may go on after one of kind not_finite.
 
     Attributes:
-        attempt: The one that ended.
         incident: A value of ``policies.FaultKind``.
         guilty: Workers proven to have caused it.
         evidence: One line for people.
@@ -229,7 +228,6 @@ class FinishRun:
     """The run is over: release everything and write the summary.
 
     Attributes:
-        outcome: How.
         reason: One line; for "failed" the user's traceback comes first if a user error caused it.
     """
 

@@ -14,7 +14,6 @@ class AttemptFailed(NamedTuple):
     """A fault was found; the attempt has to end.
 
     Attributes:
-        kind: Of fault.
         guilty: Workers proven to have caused it.
         evidence: One line for people.
         says_why: Whether the evidence may replace that of the same fault.

@@ -37,14 +37,11 @@ class RunResumed:
     the event carries what matters of the time before.
 
     Attributes:
-        incarnation: Of the controller.
         attempt: The last one there was.
         lineage: ``(attempt, resume_step)`` of every attempt so far, oldest first.
         bad: Sources that are not to be loaded from.
         next_worker: Number of the next worker; names are not used twice.
-        next_reservation: Number of the next reservation.
         why: One line for people: how it had ended.
-        faults_seen: Those so far.
         stored: As ``MutableRunState.stored``.
     """
 
@@ -262,7 +259,6 @@ class WorkerLeft:
     """``worker`` has left ``attempt`` and will write nothing more in it; its process lives.
 
     Attributes:
-        how: How.
         step: The last step it completed.
         detail: One line for people; with ``COMPLETED`` why the script stopped before the last step.
         damaged: Sources of that version whose bytes are not the bytes that were written.
@@ -359,8 +355,7 @@ class LinksProbed:
     """Keepers tried to reach one another.
 
     Attributes:
-        number: Of the ``ProbeLinks`` that this answers.
-        pairs: As there.
+        number: Number of the ``ProbeLinks`` that this answers.
         heard: Nodes whose keepers answered; nothing is known of the ways from the others.
         lost: ``(from, to)`` of each way that has no connection.
     """
@@ -377,11 +372,10 @@ class CommittedRead:
     """Keepers and storage were asked after ``attempt`` was fenced: the version to resume from.
 
     Attributes:
-        attempt: The fenced attempt.
         step: 0 if nothing was ever committed.
         committed_by: The attempt that committed it, 0 with ``step`` 0.
         skipped: Names of damaged or half-written versions that were passed over.
-        number: Of the ``ReadCommitted`` that this answers; 0 is the newest.
+        number: Number of the ``ReadCommitted`` that this answers; 0 is the newest.
         source: "memory", "storage", or "" with ``step`` 0.
         lost: With ``step`` 0: committed steps, newest first, that no source can serve.
         returning: Living nodes whose keepers did not answer and may hold newer versions: they

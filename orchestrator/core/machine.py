@@ -25,9 +25,7 @@ def step(
     is stale and changes nothing; an event that comes twice changes nothing the second time.
 
     Args:
-        state: The run before the event.
-        event: What happened.
-        rules: Of the run; the same at every call.
+        rules: Rules of the run; the same at every call.
 
     Returns:
         The run after the event, and the actions to perform, in order. The very same state object

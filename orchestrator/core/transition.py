@@ -20,8 +20,6 @@ class Transition:
     """What the handlers pass along while they fold one event.
 
     Attributes:
-        run: The state under change.
-        rules: Of the run.
         now_s: ``at_s`` of the event.
         actions: What the shell is to do, in order.
     """

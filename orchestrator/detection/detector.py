@@ -34,8 +34,6 @@ class Watched:
     """One worker as last reported.
 
     Attributes:
-        node: Where it is.
-        report: The last report of it.
         still_since_s: Watched time at which it was last seen to progress.
         idle_since_s: Watched time at which it was last seen to progress or to compute.
         idle_from_s: Its processor time then.

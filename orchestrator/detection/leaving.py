@@ -25,7 +25,6 @@ def at_work(state: Detector, *, attempt: int, members: Collection[str]) -> tuple
     """Return the members of a fenced attempt that are in it and at work, sorted.
 
     Args:
-        state: The detector.
         attempt: The attempt that was fenced.
         members: Its workers.
     """

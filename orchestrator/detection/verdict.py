@@ -49,7 +49,6 @@ class Verdict:
     """An attempt makes no progress.
 
     Attributes:
-        attempt: Which.
         guilty: Workers proven to hold the others up, sorted; empty if ``undecided``.
         undecided: Whether nobody could be named.
         rule: The rule that fired, by its name above.
@@ -72,7 +71,6 @@ class NodeSilent:
     """A node says nothing while others do.
 
     Attributes:
-        node: Which.
         workers: The members of the attempt on it, sorted.
         evidence: One line for people.
         silent_s: For how long.
@@ -89,7 +87,6 @@ class Stalled:
     """Every member waits for others for longer than usual. It proves nothing, but a look may.
 
     Attributes:
-        attempt: Which.
         waited_s: For how long no member was seen to progress.
     """
 
@@ -146,7 +143,6 @@ def judge(
     """Return what is proven about ``attempt`` at ``at_s``, or None while nothing is.
 
     Args:
-        state: The detector.
         at_s: Now, on the clock of ``observe``.
         attempt: The attempt that is under way.
         members: Its workers in rank order.

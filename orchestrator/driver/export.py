@@ -57,7 +57,6 @@ def export_run(
         format: One of ``ucp_core.formats.FORMATS``.
         memory_bytes: Limit for the buffers.
         step: Which step; None for the newest.
-        **options: Options of the format.
 
     Raises:
         RunNotFoundError: No step is committed to storage there, or not that one.

@@ -35,12 +35,7 @@ _PAST_PROXIES = urllib.request.build_opener(urllib.request.ProxyHandler({}))
 
 
 class Run:
-    """The run in the directory ``url``, a path or an fsspec URL.
-
-    Attributes:
-        store: Where the directory is.
-        path: Its path there.
-    """
+    """The run in the directory ``url``, a path or an fsspec URL."""
 
     def __init__(self, url: str) -> None:
         self.url = url

@@ -15,11 +15,7 @@ _ENDING = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 
 
 class Interrupt(KeyboardInterrupt):
-    """A signal asked the command to end.
-
-    Attributes:
-        number: The signal.
-    """
+    """A signal asked the command to end."""
 
     def __init__(self, number: signal.Signals) -> None:
         super().__init__()

@@ -48,7 +48,6 @@ def watch_run(
 
     Args:
         commands: Each runs it on a cluster of its own. They take turns.
-        config: The run's.
         is_final: Whether a command that ended with this code, after so many tries before, would end
             so again.
         say: Called with a line for people before each pause.

@@ -13,8 +13,6 @@ from dataclasses import replace
 from ucp_core.lineage import Lineage, counts
 from workers.protocol import Inventory, Source, held_source
 
-__all__ = ["described", "good", "in_storage", "on_node", "still_bad"]
-
 
 def good(
     inventories: Iterable[Inventory], bad: Sequence[Source], unreached: Collection[str] = ()

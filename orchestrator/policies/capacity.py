@@ -46,7 +46,6 @@ def took_s(
 
     Args:
         before_s: What was returned before, 0.0 if nothing was.
-        rules: Of the run.
         since_s: Since when it was asked for.
         joined_s: When the machine joined the cluster.
         now_s: When it was granted.
@@ -61,6 +60,5 @@ def grant_bound_s(took_s: float, rules: CapacityRules) -> float:
 
     Args:
         took_s: How long a machine took to come of late; 0.0 if none came yet.
-        rules: Of the run.
     """
     return max(rules.late * took_s, rules.wait_s_min) if took_s else rules.guess_s

@@ -32,7 +32,6 @@ class GrowthFacts:
     """What the decision is made from.
 
     Attributes:
-        now_s: The present.
         num_members: Workers in the attempt.
         num_after: Workers that the layout would use with the newcomers.
         num_coming: Workers that are starting on reserved reservations and may join the same change.

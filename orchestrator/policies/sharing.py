@@ -13,8 +13,6 @@ from dataclasses import dataclass
 from math import ceil, inf
 from typing import NamedTuple
 
-__all__ = ["Share", "Sharing", "SharingRules", "decide"]
-
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Share:
@@ -46,7 +44,6 @@ class SharingRules:
     """How a run shares.
 
     Attributes:
-        priority: Of the run.
         needs: As in ``Share``.
         lack_s: A request counts as not granted after this; Ray places one within a second where
             there is room.
@@ -70,7 +67,6 @@ class Sharing(NamedTuple):
         limit: The most workers that it asks for and holds; -1 if the others need none of them.
         runs: Who needs the others, while there is a limit.
         settled_s: Before then nothing is decided anew: what was given is on its way.
-        given: The runs to which.
         num_others: What all others held before.
         deaf: ``(run, until_s)`` of those to which something was given, and nobody took it.
     """
@@ -90,10 +86,6 @@ def decide(
 
     Args:
         before: What it made of it before.
-        own: What it says itself.
-        others: All others.
-        rules: Its own.
-        now_s: The present.
     """
     is_giving = 0 <= before.limit < own.num_held
     deaf = tuple((run, until_s) for run, until_s in before.deaf if until_s > now_s)

@@ -17,21 +17,6 @@ from ucp_core.lineage import Lineage, counts
 from workers.placement import parity_places
 from workers.protocol import Held, HeldParity, Inventory, Member
 
-__all__ = [
-    "MEMORY",
-    "STORAGE",
-    "Holding",
-    "ParityHolding",
-    "Protection",
-    "Version",
-    "complete",
-    "newest",
-    "newest_stored",
-    "protection",
-    "protects",
-    "without",
-]
-
 #: Where a version is loaded from.
 MEMORY = "memory"
 STORAGE = "storage"
@@ -43,7 +28,6 @@ class Holding(NamedTuple):
     Attributes:
         node: Ray node id, hex.
         host: Where the keeper serves bytes.
-        port: Its port.
         arena: Name of the arena on the node.
         held: What is in one of its buffers.
     """
@@ -66,7 +50,6 @@ class ParityHolding(NamedTuple):
     Attributes:
         node: Ray node id, hex.
         host: Where the keeper serves bytes.
-        port: Its port.
         parity: What is in one of its buffers.
     """
 
@@ -327,7 +310,6 @@ def _survived(fatal: Sequence[Collection[frozenset[str]]], nodes: Collection[str
 
     Args:
         fatal: Of every version, what ``_Dependency.fatal`` returns.
-        nodes: All.
     """
     alone = [{node for lost in each if len(lost) == 1 for node in lost} for each in fatal]
     if set.intersection(*alone):

@@ -16,16 +16,6 @@ from orchestrator.policies.layout import LayoutRules
 from orchestrator.policies.versions import MEMORY, STORAGE, Holding, Version, without
 from workers.protocol import LOCAL_MEMORY, PARITY, PEER_MEMORY
 
-__all__ = [
-    "SOURCES",
-    "LossFacts",
-    "PartSource",
-    "RecoveryPlan",
-    "StoredVersion",
-    "WorkerPlace",
-    "plan_recovery",
-]
-
 #: Kinds of source, the fastest first.
 SOURCES = (LOCAL_MEMORY, PEER_MEMORY, PARITY, STORAGE)
 #: What an entry of ``lose`` begins with if it is a worker and no node.
@@ -45,8 +35,6 @@ class StoredVersion:
     """The newest version in storage that counts; ``step`` 0 and no parts if there is none.
 
     Attributes:
-        step: Its step.
-        attempt: The attempt that took it.
         part_bytes: Size of each rank's data.
     """
 
@@ -66,9 +54,6 @@ class LossFacts:
         leaving: Nodes that are about to be taken away.
         workers: Processes that could train: those that do in the order of ranks, then standbys.
         held: Versions that are complete in memory, newest first (``versions.complete``).
-        stored: The newest version in storage.
-        min_workers: Fewest workers that may train.
-        max_workers: Most.
         layout: What a layout must satisfy.
     """
 
@@ -141,7 +126,6 @@ def plan_recovery(facts: LossFacts, lose: Sequence[str]) -> RecoveryPlan:
     """Return what the run would do if all of ``lose`` were lost at once, now.
 
     Args:
-        facts: The run as it is.
         lose: Ids of nodes, or the beginning of one; ``worker:w0003`` for a process alone.
 
     Raises:

@@ -45,11 +45,10 @@ class Controller:
     restart it needs no call.
 
     Args:
-        run_id: The run's name in Ray.
         config: The resolved ``RunConfig`` as JSON.
         life: The number of the life that starts or resumes the run under ``config``. Ray gives the
             same arguments to every later incarnation.
-        token: Of this life; no other has it.
+        token: Token of this life; no other has it.
     """
 
     def __init__(self, *, run_id: str, config: dict[str, Any], life: int, token: str) -> None:

@@ -19,8 +19,6 @@ import sys
 from pathlib import Path
 from typing import Final
 
-__all__ = ["begin_guard"]
-
 #: Looks in a row, equally far apart, that must find it stopped. A guard that was suspended together
 #: with it has looked once meanwhile, however long that was.
 _NUM_LOOKS: Final = 10

@@ -14,8 +14,6 @@ from typing import Final, ParamSpec, TypeVar
 
 from orchestrator.shell.clock import monotonic_s
 
-__all__ = ["JOURNAL", "RAY", "STORAGE", "LoopWatch", "in_thread"]
-
 _P = ParamSpec("_P")
 _T = TypeVar("_T")
 

@@ -79,12 +79,7 @@ def run_campaign(
     *,
     progress: Callable[[Campaign], None] | None = None,
 ) -> Campaign:
-    """Run a history per seed.
-
-    Args:
-        seeds: One history each.
-        progress: Called after every history.
-    """
+    """Run a history per seed."""
     campaign = Campaign()
     for seed in seeds:
         campaign.num_histories += 1

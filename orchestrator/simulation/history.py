@@ -135,7 +135,6 @@ class History:
     """Drives the machine through one seed.
 
     Args:
-        seed: Decides everything.
         fault_limit: Inject only the first so many faults; how a failing seed is made smaller.
         kinds: Inject faults of these kinds only; None draws them.
         tiers: How the run saves; None draws it.

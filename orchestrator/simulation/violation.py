@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-__all__ = ["Violation", "require"]
-
 
 class Violation(AssertionError):  # noqa: N818  it is a finding, reported with its promise
     """A promise was broken; the message begins with its name in the design."""

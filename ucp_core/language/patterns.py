@@ -28,23 +28,6 @@ from ucp_core.errors import PatternError
 from ucp_core.geometry import Box
 from ucp_core.language.affine import Affine, AffinePiece, piece_boxes
 
-__all__ = [
-    "Affine",
-    "AffinePiece",
-    "Average",
-    "Cut",
-    "Grid",
-    "Pattern",
-    "Placement",
-    "Replicated",
-    "ShardPiece",
-    "Unique",
-    "pattern_problems",
-    "place",
-    "plain",
-    "split",
-]
-
 
 @dataclass(frozen=True, slots=True)
 class Unique:

@@ -50,7 +50,6 @@ class Attempt:
         backend: "gloo" or "nccl".
         world_size: Members of the attempt.
         aborted: Set once, by ``abort`` or ``fail``.
-        ring: Where the groups record.
         places: Where the ranks are; None until this one is connected to the store.
     """
 

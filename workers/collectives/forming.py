@@ -64,10 +64,7 @@ def form(
         backend: "gloo" for CPU tensors, "nccl" for CUDA tensors (and gloo for CPU ones, in the
             group of all ranks only).
         store_host: Where the rendezvous store listens.
-        store_port: Its port.
         attempt: An attempt that was not formed or aborted here before.
-        rank: This process's rank.
-        world_size: Number of members.
         ring_path: Where to record; replaces what is there.
         timeout_s: After this a collective fails by itself: a backstop, since faults are usually
             found and aborted much sooner. Also how long an aborted group's memory is kept.

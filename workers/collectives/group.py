@@ -81,7 +81,6 @@ class RecordedGroup(dist.ProcessGroup):
     """A process group that records every call and whose waits an abort ends.
 
     Args:
-        attempt: Attempt of the group.
         inner: The C++ group that does the work.
         backends: Its backends by device type, "cpu" and perhaps "cuda".
         ranks: Global ranks of the members, in group order.

@@ -20,16 +20,6 @@ import torch.distributed as dist
 
 from workers.collectives.waiting import helpers
 
-__all__ = [
-    "ENVIRONMENT",
-    "Start",
-    "abort_together",
-    "connect",
-    "options",
-    "prepare",
-    "share_device",
-]
-
 log = logging.getLogger(__name__)
 
 #: Actions that torch's watchdog must not take.

@@ -23,8 +23,6 @@ import torch.distributed as dist
 
 from workers.records import RecordRing, Waited
 
-__all__ = ["Places", "described", "script_line"]
-
 #: A collective that is waited for for so long is told, and looked at this often.
 _LONG_S: Final = 1.0
 _LOOK_S: Final = 0.25
@@ -50,10 +48,7 @@ class Places:
     Made by the training thread. It works until ``close``.
 
     Args:
-        store: Of the attempt.
         ring: What this rank has called.
-        rank: Its rank.
-        world_size: Number of ranks.
         is_over: Returns whether the attempt was aborted.
 
     Attributes:

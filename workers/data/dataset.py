@@ -25,8 +25,6 @@ from workers.data.tokens import Tokenizer, open_tokenizer
 from workers.errors import DataError
 from workers.settings import DataSettings
 
-__all__ = ["Split", "Texts", "open_texts"]
-
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Split:
@@ -58,7 +56,6 @@ class Texts:
     """A source, tokenized.
 
     Attributes:
-        train: The split to train on.
         held_out: The split for validation, from other documents.
         vocab_size: Token ids are below this.
         digest: Hash over the tokens of both splits; equal on workers with equal data.

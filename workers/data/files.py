@@ -21,8 +21,6 @@ from ucp_core.errors import UcpError
 from ucp_core.storage import Store, open_store
 from workers.errors import DataError
 
-__all__ = ["Arrays", "DataFile", "cached_arrays", "find_files", "glob_files"]
-
 Arrays: TypeAlias = dict[str, NDArray[np.int64]]
 
 
@@ -32,8 +30,6 @@ class DataFile:
 
     Attributes:
         url: As the user would name it.
-        store: Reads it.
-        path: Its path there.
         size_bytes: Its size when the dataset was opened.
         stamp_ns: When a local file was changed last; 0 elsewhere.
     """
@@ -140,7 +136,6 @@ def cached_arrays(
     Args:
         depends: All that the arrays depend on, as JSON values.
         cache: Local directory for them; None for one of this user's among temporary files.
-        make: Computes them.
 
     Raises:
         DataError: The directory cannot be written.

@@ -15,8 +15,6 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-__all__ = ["fingerprint"]
-
 #: Bytes of each of three pieces: first, middle and last.
 _PIECE_BYTES: Final = 128
 #: Items of a list that are looked at, of either end, and how deep.

@@ -14,8 +14,6 @@ from numpy.typing import NDArray
 from workers.data.files import Arrays, DataFile, cached_arrays, find_files
 from workers.errors import DataError
 
-__all__ = ["JsonLines"]
-
 _CHUNK_BYTES: Final = 8 << 20
 _NEWLINE: Final = 10
 

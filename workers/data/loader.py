@@ -28,8 +28,6 @@ from workers.data.readers import Readers
 from workers.data.stream import Stream, is_stream
 from workers.errors import DataError
 
-__all__ = ["DataLoader", "Dataset", "as_data", "micro_batches_of"]
-
 #: Batches that each process reads ahead.
 _AHEAD: Final = 2
 #: The order of so many samples is computed together.
@@ -83,7 +81,6 @@ def micro_batches_of(
 
     Args:
         order: The order of samples.
-        micro_batch: Samples of a micro-batch.
         numbers: Which micro-batches of each step the rank computes, in order.
         first_step: The first step, from 1.
     """

@@ -18,8 +18,6 @@ from typing import Final
 import numpy as np
 from numpy.typing import NDArray
 
-__all__ = ["DataOrder"]
-
 _NUM_ROUNDS: Final = 6
 _MASK: Final = (1 << 64) - 1
 

@@ -14,8 +14,6 @@ from workers.data.order import DataOrder
 from workers.data.stream import is_stream
 from workers.errors import DataError
 
-__all__ = ["PackedRows", "PackedStream", "pack"]
-
 #: Labels that carry no loss, for torch's ``cross_entropy`` and Hugging Face's models.
 IGNORED: Final = -100
 #: Documents are asked for their length so many at a time.

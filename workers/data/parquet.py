@@ -13,8 +13,6 @@ import numpy as np
 from workers.data.files import find_files
 from workers.errors import DataError
 
-__all__ = ["ParquetRows"]
-
 _CACHE_BYTES: Final = 256 << 20
 
 

@@ -11,8 +11,6 @@ from typing import Any, TypeVar
 import numpy as np
 import torch
 
-__all__ = ["Keyed", "drawn", "keeping_host_numbers", "random_seed", "seed_all", "seeded"]
-
 _Argument = TypeVar("_Argument")
 _Result = TypeVar("_Result")
 

@@ -27,8 +27,6 @@ from torch import Tensor
 from workers.errors import DataError
 from workers.parent_death import end_with_parent
 
-__all__ = ["Readers"]
-
 #: Larger tensors go through shared memory, which costs as much as to copy some hundred kilobytes.
 _COPIED_BYTES_MAX: Final = 1 << 20
 _F_SETPIPE_SZ: Final = 1031
@@ -38,7 +36,6 @@ class Readers:
     """Processes forked from this one; they end with it, and with ``close``.
 
     Args:
-        num: How many.
         begin: Called in each first; returns what every function is called with.
     """
 

@@ -18,8 +18,6 @@ from workers.data.fingerprint import fingerprint
 from workers.data.randomness import drawn, random_seed, seed_all
 from workers.errors import DataError
 
-__all__ = ["KEEPS_ORDER", "Stream", "is_stream"]
-
 #: A version keeps the state of a stream among its small values.
 _STATE_BYTES_MAX: Final = 256 << 10
 #: The digest takes one of so many samples of a step, and the first of an epoch: a lost one shifts
@@ -54,7 +52,6 @@ class Stream:
 
     Args:
         dataset: Gives a new iterator of samples for every epoch.
-        seed: Of its random numbers.
         global_batch: Samples of a step.
 
     Raises:

@@ -21,8 +21,6 @@ from workers.data.files import glob_files
 from workers.errors import DataError
 from workers.settings import STDLIB, DataSettings
 
-__all__ = ["Document", "Source", "find_source"]
-
 #: Folders below the standard library that differ between machines or belong to other packages.
 _EXCLUDED: Final = frozenset(
     {"site-packages", "dist-packages", "test", "tests", "__pycache__", "ensurepip", "idlelib"}

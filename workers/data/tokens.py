@@ -15,8 +15,6 @@ from numpy.typing import NDArray
 from workers.errors import DataError
 from workers.models import BYTE_VOCAB_SIZE
 
-__all__ = ["END_OF_TEXT_NAMES", "Tokenizer", "byte_tokenizer", "open_tokenizer"]
-
 #: Id after each document when text is read as bytes.
 BYTE_END: Final = 256
 #: Names for the end of a document in tokenizer files, tried in this order.

@@ -74,7 +74,7 @@ class Keeper:
         controller: Receives the reports.
         run_url: The run directory; "" keeps no snapshots.
         settings: What the run is configured to do; None keeps no snapshots.
-        life: Of the run; orders may name a later one.
+        life: Life of the run; orders may name a later one.
         notices: Who may tell of the node's end, as for ``workers.keeper.notices.sources_of``.
     """
 

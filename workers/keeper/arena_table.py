@@ -22,8 +22,6 @@ from workers.memory import (
 )
 from workers.protocol import Held
 
-__all__ = ["ArenaTable", "available_bytes", "be_nice", "meminfo_bytes"]
-
 #: Memory that is left to everybody else when an arena is made.
 _SPARE_BYTES: Final = 64 << 20
 #: A dead worker's arena is reused if it is at most this many times as large as needed.

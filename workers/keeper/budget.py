@@ -24,11 +24,8 @@ class Budget:
     keeper lives, by which others know that it counts.
 
     Args:
-        directory: Of the run on the node: ``ROOT/RUN/NODE``, for every run on the node.
+        directory: Directory of the run on the node: ``ROOT/RUN/NODE``, for every run on the node.
         node_memory_mib: What the user allows; 0 asks for the default.
-
-    Attributes:
-        num_bytes: The share.
     """
 
     def __init__(self, directory: Path, node_memory_mib: int) -> None:

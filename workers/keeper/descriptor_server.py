@@ -19,8 +19,6 @@ from workers.errors import ArenaError
 from workers.keeper.arena_table import ArenaTable
 from workers.memory import ANSWER_S, PACKET_BYTES, notice_socket, owner_of
 
-__all__ = ["DescriptorServer"]
-
 #: Pause before the next ``accept`` when the process may open no more files.
 _ACCEPT_S: Final = 0.1
 

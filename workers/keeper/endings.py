@@ -23,8 +23,6 @@ from typing import Final
 from workers.protocol import Ending
 from workers.records import process_state
 
-__all__ = ["Endings"]
-
 #: At most so much of a process's last words is told.
 _LINES_MAX, _LINE_CHARS = 2, 160
 _TAIL_BYTES: Final = 4096

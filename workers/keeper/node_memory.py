@@ -28,8 +28,6 @@ from workers.parity import read_record
 from workers.protocol import Held, HeldParity, HeldPart, Inventory, KeeperOrder
 from workers.settings import Settings
 
-__all__ = ["NodeMemory", "Problems"]
-
 _SECRET_BYTES: Final = 32
 #: Trainers run at Ray's 15. Sending competes with them, because loaders wait for it; copying only
 #: takes what they leave.

@@ -28,8 +28,6 @@ from workers.memory import Arena, counts, is_parity
 from workers.protocol import CHECKPOINTS, Held
 from workers.settings import CheckpointSettings
 
-__all__ = ["Persister"]
-
 #: Fits the second-level cache: it is checked and written from there.
 _CHUNK_BYTES: Final = 1 << 20
 #: Pauses between the tries: a restarted store is back by then.

@@ -17,8 +17,6 @@ from typing import Final
 
 from workers.keeper.peers import unreached
 
-__all__ = ["SILENT_S", "Reach", "hung_up", "silent"]
-
 #: A machine that vanishes is called silent after at most so long: its kernel is asked each second,
 #: has missed one answer by the next, and then two new connections.
 SILENT_S: Final = 3.0

@@ -46,8 +46,6 @@ from workers.protocol import (
     held_source,
 )
 
-__all__ = ["MemorySources"]
-
 log = logging.getLogger(__name__)
 
 _T = TypeVar("_T")
@@ -58,7 +56,6 @@ class MemorySources:
 
     Args:
         parts: Every holder of every rank's part, and of parities.
-        node: The node of this worker.
         keeper_directory: Directory of the node's keeper; None if it has none.
 
     Attributes:
@@ -190,11 +187,7 @@ class MemorySources:
     def _reject(
         self, chosen: _Chosen, checkpoint: Checkpoint | None, error: UcpError | ParityError
     ) -> None:
-        """Reject the holders whose bytes were missing or wrong.
-
-        Raises:
-            UcpError: No holder, or every holder, is at fault.
-        """
+        """Reject the holders whose bytes were missing or wrong."""
         every = [*chosen.parts.values(), *chosen.parities, *chosen.members]
         failed = _places(part for part in every if part.is_lost)
         part = _behind(chosen, checkpoint, error)

@@ -29,8 +29,6 @@ from workers.errors import ArenaError
 from workers.memory.retention import choose_buffer
 from workers.protocol import Held
 
-__all__ = ["NUM_BUFFERS", "Arena", "address_of"]
-
 #: One buffer is written, one holds the newest version that counts, one may be pinned.
 NUM_BUFFERS: Final = 3
 PAGE_BYTES: Final = 4096

@@ -15,15 +15,11 @@ from ucp_core.errors import StorageError
 from ucp_core.storage import Buffer, RefusingStore
 from workers.memory.arena import Arena
 
-__all__ = ["ArenaStore"]
-
 
 class ArenaStore(RefusingStore):
     """Writes one version of one rank into ``buffer``, which was begun.
 
     Args:
-        arena: The rank's arena.
-        buffer: The buffer in it.
         is_captured: Whether the data is in the buffer already, and only the record is written.
         check: Called before the buffer is completed; if it raises, the buffer stays incomplete.
     """

@@ -23,8 +23,6 @@ from ucp_core.numerics import of_blocks
 from workers.memory.arena import Arena, address_of
 from workers.memory.checksum_process import ATTACH, DETACH, HEAD, PLACE, SUM
 
-__all__ = ["Checksums"]
-
 _SCRIPT: Final = Path(__file__).with_name("checksum_process.py")
 #: Buffers from this size on are worth a process, and so much at a time is worth a question.
 _BUFFER_BYTES_MIN: Final = 16 << 20

@@ -18,8 +18,6 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Final
 
-__all__ = ["PATIENCE_S", "Credits"]
-
 #: The most credits: four copies at once fill four pinned buses, and leave memory bandwidth.
 _NUM_MAX: Final = 4
 _FOLDER: Final = "credits"

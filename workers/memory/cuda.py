@@ -11,8 +11,6 @@ from torch import Tensor
 from workers.errors import ArenaError
 from workers.memory.arena import NUM_BUFFERS, Arena
 
-__all__ = ["CopyStream", "CudaStream", "Mark", "is_recording_graph", "register", "unregister"]
-
 
 class Mark(Protocol):
     """A place in a stream."""

@@ -32,19 +32,6 @@ from typing import Any, Final
 from workers.errors import ArenaError
 from workers.memory.arena import Arena
 
-__all__ = [
-    "ANSWER_S",
-    "PACKET_BYTES",
-    "Lease",
-    "adopt",
-    "descriptor_socket",
-    "leave_arena",
-    "notice_socket",
-    "notify",
-    "open_arena",
-    "reserve",
-]
-
 #: Short: a socket's whole path has at most 107 bytes, and a node's directory takes most of them.
 _SOCKET: Final = "fds"
 PACKET_BYTES: Final = 4096

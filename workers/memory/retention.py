@@ -15,24 +15,6 @@ from dataclasses import dataclass
 from ucp_core import lineage as lineage_rule
 from workers.protocol import Held
 
-__all__ = [
-    "HeldArena",
-    "choose_buffer",
-    "copy_name",
-    "counts",
-    "guard_name",
-    "in_use",
-    "is_copy",
-    "is_guard",
-    "is_parity",
-    "owner_of",
-    "reapable",
-    "replica_parity_name",
-    "split_name",
-    "version_of",
-    "worth",
-]
-
 #: Length of a node's id in the names of its copies.
 _NODE_CHARS = 12
 #: Takes the place of a node in the names of arenas that hold parities.
@@ -52,7 +34,6 @@ class HeldArena:
     """An arena as reaping sees it.
 
     Attributes:
-        name: Its name.
         in_use: Whether a living worker writes it, or it copies one that is written.
         versions: The complete versions in it.
     """

@@ -26,8 +26,6 @@ from ucp_core.storage import ReadRange, RefusingStore
 from workers.memory.arena import Arena
 from workers.protocol import Held
 
-__all__ = ["LocalPart", "MemoryTier", "Part", "ask_part", "mapped_part", "open_version"]
-
 
 class Part(Protocol):
     """One rank's part of a version: its data, and its record behind them."""

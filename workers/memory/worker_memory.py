@@ -15,8 +15,6 @@ from workers.memory.checksums import Checksums
 from workers.memory.cuda import register, unregister
 from workers.memory.descriptors import Lease, descriptor_socket, leave_arena, notify, reserve
 
-__all__ = ["HandOver", "SnapshotMemory"]
-
 #: A keeper is back in about a second, in 12 if many start at once; recovery waits for it.
 _HAND_OVER_S_MAX: Final = 30.0
 _AGAIN_S: Final = 0.05

@@ -17,8 +17,6 @@ from torch.nn import functional
 
 from workers.models.shape import ModelShape
 
-__all__ = ["Decoder", "initial_value", "mean_loss", "tensor_plan"]
-
 NORM_EPS = 1e-5
 
 

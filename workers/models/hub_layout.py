@@ -20,8 +20,6 @@ from ucp_core.language import rename
 from ucp_core.manifest import Manifest
 from workers.errors import TaskError
 
-__all__ = ["as_in_module"]
-
 _WEIGHT: Final = "weight"
 _MATRIX_DIMS: Final = 2
 
@@ -33,7 +31,6 @@ def as_in_module(manifest: Manifest, model: nn.Module, needed: Collection[str]) 
     models of ``transformers`` have conversions.
 
     Args:
-        manifest: Of a checkpoint.
         model: The model, perhaps sharded or wrapped.
         needed: Names of its parameters and buffers.
 
@@ -104,7 +101,6 @@ def _stacked(
     """Return the tensor ``(experts, rows, columns)`` of the matrices ``(rows, columns)``.
 
     Args:
-        entries: All entries.
         new: Name of the tensor.
         ordered: For each matrix of an expert, in the order of their rows, its names.
     """

@@ -14,8 +14,6 @@ from torch import Tensor, nn
 
 from workers.errors import TaskError
 
-__all__ = ["adapter_documents", "causal_lm", "causal_lm_loss", "initial_parameter"]
-
 #: How ``peft`` calls the configuration of adapters in a folder.
 _ADAPTERS: Final = "adapter_config.json"
 
@@ -43,7 +41,6 @@ def causal_lm_loss(model: Any, inputs: Tensor, targets: Tensor) -> Tensor:
     """Return the mean cross entropy over all tokens, with a MoE's balancing loss in training.
 
     Args:
-        model: The model.
         inputs: Token ids, ``(sequences, positions)``, int64.
         targets: The next token of each, likewise.
     """
@@ -79,8 +76,6 @@ def initial_parameter(model: Any, fqn: str, *, seed: int) -> Tensor:
 
     Args:
         model: The model, on the meta device.
-        fqn: Name of the parameter.
-        seed: The run's seed.
 
     Raises:
         TaskError: The model says nothing of this parameter.

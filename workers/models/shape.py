@@ -10,8 +10,6 @@ from dataclasses import dataclass, fields
 from types import MappingProxyType
 from typing import Any
 
-__all__ = ["PRESETS", "ModelShape", "num_parameters", "shape_problems"]
-
 #: Bytes 0 to 255 and the end of a document, rounded up to a multiple of 8.
 BYTE_VOCAB_SIZE = 264
 

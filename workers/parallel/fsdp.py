@@ -23,18 +23,6 @@ from workers.errors import TaskError
 from workers.parallel.mesh import Mesh
 from workers.parallel.placements import boxes_of, replicas_over
 
-__all__ = [
-    "LocalShard",
-    "drop_gathered",
-    "fsdp_modules",
-    "is_whole",
-    "keeping_shared",
-    "local_shards",
-    "materialize",
-    "own_names",
-    "shard_model",
-]
-
 log = logging.getLogger(__name__)
 
 #: Models of at most this many bytes of float32 parameters are one FSDP unit.
@@ -55,7 +43,6 @@ class LocalShard:
 
     Attributes:
         fqn: Name of the parameter in the model, see ``own_names``.
-        shape: Its full shape.
         boxes: The elements of this rank, in the order of ``local``; several if it has a slice of
             each part of a fused weight. One that may be empty, otherwise.
         replicas: The ranks that have the same elements, with this one, in order.
@@ -115,7 +102,6 @@ def shard_model(
     Args:
         model: The model; each module in its outermost containers becomes one unit. An
             ``nn.ModuleDict`` computes nothing: its modules are models of their own.
-        mesh: The ranks to shard over.
         precision: "fp32", or "bf16" to compute in bfloat16; parameters and gradient sums stay
             float32.
         reshard_after_forward: Whether a unit's gathered parameters are dropped after its forward
@@ -184,10 +170,6 @@ def keeping_shared(model: nn.Module) -> Iterator[None]:
 
 def local_shards(model: nn.Module, mesh: Mesh) -> list[LocalShard]:
     """Return this rank's shard of every parameter, sorted by name; a shared one occurs once.
-
-    Args:
-        model: The model, sharded over the mesh.
-        mesh: The mesh.
 
     Raises:
         TaskError: A parameter that is trained is not float32.

@@ -13,9 +13,6 @@ from ucp_core.layout import AXES, ParallelLayout
 from workers.errors import StateError
 from workers.parallel.placements import Cut, cuts_of, replicas_over
 
-__all__ = ["Mesh", "build_mesh"]
-
-
 #: The axes along which FSDP2 shards and copies a model.
 _DATA_AXES: Final = ("dp_replicate", "dp_shard")
 
@@ -29,7 +26,6 @@ class Mesh:
         tensor: The mesh for tensor parallelism; None if each weight is whole on a rank.
         stages: The ranks with the other stages of the same pipeline, in order; None without stages.
         layout: Degrees of all axes.
-        rank: This rank.
     """
 
     sharding: DeviceMesh

@@ -23,8 +23,6 @@ from workers.parallel.mesh import Mesh
 from workers.parallel.tensor import ModelPlan
 from workers.parallel.torch_names import tree_map
 
-__all__ = ["PassHooks", "Pipeline", "StageModel", "cut_stages", "described"]
-
 
 def cut_stages(
     build: Callable[[], nn.Module], plan: ModelPlan, num_stages: int, number: int
@@ -32,9 +30,6 @@ def cut_stages(
     """Return the stages up to ``number`` of a model, and that one again, on the meta device.
 
     Args:
-        build: Makes the whole model.
-        plan: How to cut it.
-        num_stages: Number of stages.
         number: The last stage to return, twice: once to be sharded, once to be described.
 
     Raises:
@@ -174,10 +169,7 @@ class Pipeline:
     """Runs passes through the stages. Every rank has one, and calls the same at the same time.
 
     Args:
-        model: This rank's stage.
         stages: The stages up to this one, on the meta device.
-        mesh: The ranks.
-        device: The device to compute on.
         dtype: The dtype that activations have; None for that of the parameters.
     """
 

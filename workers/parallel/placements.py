@@ -19,8 +19,6 @@ from ucp_core.geometry import Box
 from ucp_core.layout import ParallelLayout
 from workers.parallel.torch_names import StridedShard
 
-__all__ = ["Cut", "boxes_of", "cuts_of", "replicas_over"]
-
 #: A half-open range of indices.
 Run = tuple[int, int]
 

@@ -16,8 +16,6 @@ from workers.errors import TaskError
 from workers.parallel.fsdp import keeping_shared, own_names
 from workers.parallel.mesh import Mesh
 
-__all__ = ["ModelPlan", "apply_tensor_plan"]
-
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ModelPlan:
@@ -46,9 +44,6 @@ def apply_tensor_plan(
     shards what is left.
 
     Args:
-        model: The model, or a stage of it.
-        mesh: The mesh.
-        plan: How to cut it.
         names: Names of all modules of the whole model.
 
     Raises:

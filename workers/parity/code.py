@@ -22,8 +22,6 @@ import numpy.typing as npt
 
 from workers.errors import ParityError
 
-__all__ = ["BLOCK_BYTES", "GROUP_MAX", "P", "Q", "add", "parity_bytes", "rebuild"]
-
 #: The two parities, as keys of a mapping and indices of a sequence.
 P: Final = 0
 Q: Final = 1
@@ -56,8 +54,6 @@ def add(parity: Parities, index: int, data: Buffer, offset_bytes: int = 0) -> No
 
     Args:
         parity: Writable, ``parity_bytes`` long each: P, P and Q, or ``{Q: ...}`` alone.
-        index: The member.
-        data: The bytes.
         offset_bytes: Where in the member they lie.
 
     Raises:

@@ -28,8 +28,6 @@ from workers.parity.record import ParityRecord, read_record
 from workers.parity.stripes import DataBlock
 from workers.protocol import Held, Member
 
-__all__ = ["Group", "ParityPart", "damaged", "is_sound", "lost_parts", "write"]
-
 #: Read at once of each part: whole blocks of either parity.
 _WINDOW_BYTES: Final = 8 * BLOCK_BYTES
 #: Read of one part before the next has its turn; whole windows. A node that is asked for nothing
@@ -53,7 +51,6 @@ def write(record: ParityRecord, parts: Mapping[int, Part], body: memoryview) -> 
     nothing for long takes this one for gone, and its rank overwrites the part.
 
     Args:
-        record: What to make.
         parts: The members of the record by place, without the node's own.
         body: Body of the buffer, ``buffer_bytes`` long.
 

@@ -18,8 +18,6 @@ from workers.memory import Part
 from workers.parity.stripes import Stripes
 from workers.protocol import Member
 
-__all__ = ["ParityRecord", "buffer_bytes", "complete_draft", "read_record", "write_draft"]
-
 _CRC_BYTES: Final = 4
 #: Room in a record for each member, and for the rest.
 _MEMBER_RECORD_BYTES: Final = 128
@@ -31,9 +29,6 @@ class ParityRecord:
     """The parts that a node's parities cover.
 
     Attributes:
-        attempt: Of the version.
-        step: Of the version.
-        world_size: Of the version.
         num_parities: 1 or 2: how many nodes may be lost.
         place: Place in the group of the node that keeps these parities.
         members: By place in the group; None for a node without a part.

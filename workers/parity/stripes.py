@@ -21,15 +21,12 @@ from workers.errors import ParityError
 from workers.parity.code import GROUP_MAX, parity_bytes
 from workers.placement import parity_places
 
-__all__ = ["DataBlock", "Stripes"]
-
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DataBlock:
     """A block of a node's part, and where its parity is kept.
 
     Attributes:
-        stripe: Its stripe.
         index: Its index in the stripe's parity.
         start: Where it begins in the part, in bytes.
         stop: Where it ends.

@@ -10,14 +10,6 @@ from collections import Counter
 from collections.abc import Mapping
 from typing import TypeAlias
 
-__all__ = [
-    "Groups",
-    "form_groups",
-    "parity_places",
-    "partners",
-    "shared_domains",
-]
-
 Groups: TypeAlias = tuple[tuple[str, ...], ...]
 
 
@@ -29,7 +21,6 @@ def form_groups(domains: Mapping[str, str], *, size_min: int, size_max: int) -> 
     has ``size_min`` nodes; see ``shared_domains`` for what then shares a domain.
 
     Args:
-        domains: The domain of every node.
         size_min: Least size of a group; only a run of fewer nodes has a smaller one.
         size_max: Greatest size, exceeded if ``size_min`` requires it.
     """

@@ -30,18 +30,6 @@ from workers.placement.groups import (
     shared_domains,
 )
 
-__all__ = [
-    "PARITIES",
-    "Cost",
-    "Mechanism",
-    "Node",
-    "Placement",
-    "PlacementRules",
-    "Preference",
-    "place",
-    "sized",
-]
-
 #: Limit of double parity: 15 members and two parities (``workers.parity.code``).
 _DOUBLE_NODES_MAX = 17
 
@@ -73,7 +61,6 @@ class Node:
     """A node and its memory.
 
     Attributes:
-        name: Name of the node.
         rack: Rack that it fails together with; "" if unknown.
         num_ranks: Workers on it.
         headroom_bytes: Memory for snapshots and redundancy, in all buffers.
@@ -123,7 +110,7 @@ class Placement:
         tolerance: Nodes of each group that may be lost.
         groups: Nodes that protect each other, in the order of ``Stripes``.
         reason: Why this mechanism, in a line.
-        costs: Of one version, by node.
+        costs: Costs of one version, by node.
         keepers: For copies, by node: who keeps its data.
         shared_racks: Racks with several nodes of a parity group, or two copies of the same data:
             losing such a rack may cost more than the tolerance.

@@ -55,7 +55,6 @@ class Worker:
     Args:
         worker: Worker id, as ``w0007``.
         directory: Shared-memory directory for this node's progress records and rings.
-        run_url: The run directory.
         settings: What the run is configured to do.
         on_cpu: Whether it never gets a GPU.
     """

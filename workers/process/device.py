@@ -12,8 +12,6 @@ import torch
 
 from workers.protocol import Outcome, Raised
 
-__all__ = ["EXIT_CODE", "has_failed", "is_of_script"]
-
 #: Exit code of a process whose device failed.
 EXIT_CODE: Final = 70
 #: How CUDA describes a failed assertion, such as an index out of range.

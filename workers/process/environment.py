@@ -16,8 +16,6 @@ import platform
 from collections.abc import Mapping
 from typing import Final
 
-__all__ = ["TUNABLE", "VARIABLE", "copies_past_caches", "tuned"]
-
 VARIABLE: Final = "GLIBC_TUNABLES"
 _NAME: Final = "glibc.cpu.x86_non_temporal_threshold"
 #: Half a block of a snapshot (``workers.snapshot.buffer_layout.BLOCK_BYTES``), because the last

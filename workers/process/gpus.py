@@ -7,8 +7,6 @@ import os
 from pathlib import Path
 from typing import Final
 
-__all__ = ["gpus_here", "gpus_of_node", "share_of_gpu"]
-
 #: One of them is there if a driver is; without one nobody waits for the import of torch.
 _DRIVERS: Final = (Path("/dev/nvidiactl"), Path("/dev/dxg"))
 

@@ -21,8 +21,6 @@ from typing import Any, Final, TextIO
 from ucp_core.storage import LocalStore, Store, join
 from workers.protocol import LOGS
 
-__all__ = ["HeldOutput", "OutputLog", "log_of"]
-
 #: Output that waits for the storage, per rank.
 PENDING_BYTES_MAX: Final = 1 << 20
 #: A person who watches a terminal notices no delay; a print a step costs one write in ten steps.
@@ -39,10 +37,7 @@ class OutputLog:
     """The log of one rank in one attempt.
 
     Args:
-        store: Where the run directory is.
-        directory: Its path.
         attempt: The attempt; part of the path, so no later attempt writes to the same log.
-        rank: The rank.
         interval_s: Time between two writes; None for what suits the store.
     """
 

@@ -81,9 +81,7 @@ class AttemptRunner:
     """Runs one attempt at a time in the caller's thread.
 
     Args:
-        worker: Worker id.
         directory: Shared-memory directory for the progress record and the ring.
-        run_url: The run directory.
         settings: What the run is configured to do.
         node: Ray node id, hex.
     """
@@ -224,7 +222,6 @@ class AttemptRunner:
         """Ask the training thread to leave ``attempt`` at the next boundary all ranks agree on.
 
         Args:
-            attempt: The attempt.
             durable: Whether the state must be in storage then; cannot be taken back.
         """
         with self._lock:

@@ -16,8 +16,6 @@ import ray._private.worker
 
 from workers.errors import TaskError
 
-__all__ = ["EXIT_CODE", "explain_handlers", "on_termination"]
-
 #: As shells tell of a process that SIGTERM ended.
 EXIT_CODE: Final = 128 + signal.SIGTERM
 #: What Ray's handler calls by this name of its module, in its main thread (Ray 2.60).

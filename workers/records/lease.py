@@ -19,8 +19,6 @@ from typing import Final
 from workers.protocol import LEASE_S, LEAVE_SHARE
 from workers.records.ring import map_draft
 
-__all__ = ["VARIABLE", "Lease", "has_run_out", "lease_s"]
-
 #: Ray's own: so many seconds after the head has gone the processes of a node end.
 VARIABLE: Final = "RAY_gcs_rpc_server_reconnect_timeout_s"
 

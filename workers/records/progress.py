@@ -58,13 +58,11 @@ class ProgressView:
     """The content of a progress record at one moment; times on the machine's monotonic clock.
 
     Attributes:
-        worker: Worker id.
         pid: The worker's process.
         started_ticks: Its start in clock ticks since boot: distinguishes later processes of this
             pid.
         attempt: Attempt that the worker is in, 0 if none.
         rank: Its rank there, -1 if none.
-        phase: Its phase.
         phase_since_ns: When the phase began.
         step: Last step that it completed.
         micro_batch: Micro-batches done in the step under way.

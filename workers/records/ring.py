@@ -89,7 +89,6 @@ class Record:
     Attributes:
         group: Index of the group in the file's table.
         seq: Number of the collective in its group, from 1.
-        op: The operation.
         dtype: Code of the first tensor's dtype, as given to ``enter``.
         size_bytes: Payload of this rank.
         enter_ns: When it was called, on the machine's monotonic clock; the host calls long before
@@ -113,9 +112,7 @@ class Waited(NamedTuple):
 
     Attributes:
         group: Name of the group.
-        ranks: Its members.
         seq: Number of the collective in it.
-        op: The operation.
     """
 
     group: str

@@ -9,8 +9,6 @@ from typing import Final, NamedTuple
 import torch
 from torch import Tensor
 
-__all__ = ["BUCKET_BYTES", "Plan", "TensorRange", "into_buckets"]
-
 #: Two thirds of a millisecond on a bus of 50 GB/s.
 BUCKET_BYTES: Final = 32 << 20
 
@@ -52,7 +50,6 @@ class Plan:
 
     Args:
         targets: Where the tensors go.
-        sources: The tensors.
         places: Where their memory is: a tensor may get other memory.
         buckets: What is copied together.
     """

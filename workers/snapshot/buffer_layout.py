@@ -23,8 +23,6 @@ from workers.memory import NUM_BUFFERS, Arena
 from workers.protocol import Assignment
 from workers.state import StateEntry
 
-__all__ = ["BLOCK_BYTES", "BufferLayout", "Captured", "HostTensors", "source_of"]
-
 #: A new layout needs parts of blocks, which are read whole: a tenth to a third more than needed
 #: with these, half as much again with blocks of 1 MiB.
 BLOCK_BYTES: Final = 256 << 10

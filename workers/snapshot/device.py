@@ -37,8 +37,6 @@ from torch import Tensor
 from workers.memory import PATIENCE_S, Checksums, CopyStream, Credits, CudaStream, Mark
 from workers.snapshot.buckets import BUCKET_BYTES, Plan, TensorRange, into_buckets
 
-__all__ = ["IN_FLIGHT_MAX", "SPREAD", "DeviceCopy", "bucket_releases"]
-
 #: One is copied while the next one waits.
 IN_FLIGHT_MAX: Final = 2
 #: Buckets that leave on one credit, some 10 ms; then it is another rank's turn.
@@ -135,7 +133,7 @@ class DeviceCopy:
 
         Args:
             targets: Contiguous, in memory of this machine.
-            sources: Of the same shapes.
+            sources: Sources of the same shapes.
             num_checked: How many of the first ones ``run`` is to checksum.
         """
         with self._lock:

@@ -15,8 +15,6 @@ from ucp_core.lineage import Lineage
 from workers.memory import counts, version_of, worth
 from workers.protocol import Held
 
-__all__ = ["FINAL_S_MAX", "Fallback", "is_quick"]
-
 #: Limit of the final snapshot: the controller waits for it, and kills the rank after 2 s.
 FINAL_S_MAX: Final = 0.5
 #: A snapshot that is expected to take longer is not begun.
@@ -29,7 +27,6 @@ def is_quick(size_bytes: int, measured_s: float | None) -> bool:
     """Return whether a snapshot is short enough to be taken on the way out.
 
     Args:
-        size_bytes: Size of the snapshot.
         measured_s: Duration of the last snapshot without its waits; None if there was none.
     """
     expected_s = size_bytes / _BYTES_PER_S if measured_s is None else measured_s
@@ -40,7 +37,6 @@ class Fallback:
     """Which versions the run can fall back on, as far as one rank of an attempt knows.
 
     Args:
-        attempt: The rank's attempt.
         resumed: ``(attempt, step)`` of the version that it resumed from, (0, 0) if none.
 
     Attributes:

@@ -23,8 +23,6 @@ from workers.protocol import Assignment
 from workers.snapshot.buffer_layout import BLOCK_BYTES, BufferLayout, Captured
 from workers.state import StateEntry
 
-__all__ = ["Guards"]
-
 #: Refused memory is requested again after this: older attempts' arenas may be gone.
 _REFUSED_S: Final = 10.0
 

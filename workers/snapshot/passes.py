@@ -19,8 +19,6 @@ from workers.snapshot.torch_names import (
     tree_iter,
 )
 
-__all__ = ["Told", "on_passes"]
-
 
 class Told(Protocol):
     """Called by the thread that runs the pass."""

@@ -29,8 +29,6 @@ from workers.protocol import Assignment, Member
 from workers.snapshot.buffer_layout import BufferLayout, Captured
 from workers.state import StateEntry
 
-__all__ = ["ReplicaParity", "fold", "folds"]
-
 #: Refused memory is requested again after this. The previous attempt's memory is freed once this
 #: one's versions are proven; until then nothing survives a lost node.
 _REFUSED_S: Final = 2.0

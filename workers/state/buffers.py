@@ -24,8 +24,6 @@ from workers.errors import TaskError
 from workers.parallel import own_names
 from workers.state.entries import DTYPES
 
-__all__ = ["PersistentBuffers"]
-
 _ADVICE = "keep it constant, or register it with persistent=False if losing its value is fine"
 
 
@@ -98,7 +96,6 @@ class PersistentBuffers:
 
         Args:
             micro_batch: Its micro-batch; None if it does not count.
-            step: The step.
 
         Raises:
             TaskError: There is a new buffer, or one has another shape or dtype.
@@ -134,7 +131,6 @@ class PersistentBuffers:
         """Agree on the values after a step; every worker calls it if one has changed.
 
         Args:
-            step: The step.
             num_micro_batches: Micro-batches of the step over all workers.
             in_order: Whether means have the same bits for any number of workers.
 
@@ -242,7 +238,6 @@ class _Held:
     Attributes:
         fqn: Its name in the model.
         key: Its name in its module.
-        owner: The module.
         tensor: Its tensor at the start; None if it was registered without a value.
         is_saved: Whether there are values that a checkpoint can hold.
         kept: What is saved: the value after the last step.

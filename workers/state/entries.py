@@ -22,16 +22,6 @@ from workers.parallel import LocalShard
 from workers.state.replica_shares import ReplicaShare, cut
 from workers.state.whole_vectors import of_shard
 
-__all__ = [
-    "DTYPES",
-    "HostBuffer",
-    "StateEntry",
-    "TrainingState",
-    "local_parameters",
-    "set_scalars",
-    "state_of",
-]
-
 #: The dtypes that a checkpoint can hold, by safetensors' names.
 DTYPES: Final = {
     torch.bool: "BOOL",
@@ -70,9 +60,7 @@ class StateEntry:
     """A box of one tensor of the state, as this rank holds it.
 
     Attributes:
-        fqn: Name of the parameter.
         slot: "weight", or the optimizer's name for it.
-        shape: Shape of the whole tensor.
         box: The elements of this rank.
         tensor: These elements, on the training device.
         replicas: The ranks that hold them, with this one, in order; empty if there are no others.
@@ -210,7 +198,6 @@ class TrainingState:
     Args:
         shards: This rank's shard of every parameter.
         parameters: The parameters of the optimizer, by name.
-        optimizer: The optimizer.
         rank: This rank; of what others hold, too, it saves a share.
         guards: Ranks that hold all that this one does, and whose shares it saves, too.
         elsewhere: Names of the parameters on other pipeline stages, by group of the optimizer;

@@ -22,8 +22,6 @@ from workers.state.own_values import OwnValues
 from workers.state.twins import state_of_a_step
 from workers.state.whole_vectors import in_whole_vectors
 
-__all__ = ["CHANGED", "UNSTARTED", "Optimizers", "adopt", "refuse_unfit", "take_whole_vectors"]
-
 #: Where a version keeps the values of optimizers that changed.
 CHANGED: Final = "optimizer_changed"
 #: Says that the optimizers have done no step yet.
@@ -62,7 +60,6 @@ class Optimizers:
         parameters: All parameters by name.
 
     Attributes:
-        every: They.
         unstarted: Whether no step was done, though there may be state to save.
 
     Raises:

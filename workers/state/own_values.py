@@ -18,8 +18,6 @@ from torch import Tensor, optim
 from workers.errors import StateError
 from workers.state.registered import decode, encode
 
-__all__ = ["OwnValues", "is_plain", "own_items", "refusal", "saved_form"]
-
 #: Values that are not the optimizer's own: the session or a scheduler sets the rates.
 _SET_BY_OTHERS: Final = frozenset({"params", "lr", "initial_lr"})
 #: Attributes of every optimizer; those for hooks begin with ``_optimizer_``.

@@ -24,8 +24,6 @@ from torch.optim.lr_scheduler import LRScheduler
 
 from workers.errors import TaskError
 
-__all__ = ["Registered", "Stateful", "decode", "encode"]
-
 #: Of all registered objects together: it is written after every step, as text.
 _BYTES_MAX: Final = 256 << 10
 #: Keys of the dictionaries that stand for what JSON lacks.
@@ -74,8 +72,6 @@ class Registered:
         """Register an object, and load its state if there is one.
 
         Args:
-            name: Its name in checkpoints.
-            stateful: The object.
             saved: What ``values`` had of it; None at the start of a run.
 
         Raises:

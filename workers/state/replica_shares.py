@@ -16,15 +16,12 @@ from math import prod
 from ucp_core.geometry import Box
 from ucp_core.layout import ParallelLayout
 
-__all__ = ["ReplicaShare", "cut", "replicas_of"]
-
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ReplicaShare:
     """The share of the state that a rank saves among the replicas that hold the same state.
 
     Attributes:
-        num_shares: Number of replicas.
         share: The share that this rank saves, ``0 <= share < num_shares``.
         guarded: ``(rank, share)`` of other replicas whose shares this rank saves, too.
     """
@@ -39,7 +36,6 @@ class ReplicaShare:
 
         Args:
             replicas: The ranks that hold the same state, with itself; none if there are no others.
-            rank: The rank.
             guards: Replicas whose shares this rank saves, too.
         """
         ranks = tuple(replicas) or (rank,)
@@ -61,7 +57,6 @@ def cut(parts: Sequence[tuple[Box, int]], num_shares: int) -> list[list[tuple[in
 
     Args:
         parts: The box of each part, and the bytes of one of its elements.
-        num_shares: Number of shares.
     """
     shares: list[list[tuple[int, Box]]] = [[] for _ in range(num_shares)]
     sizes = [0] * num_shares

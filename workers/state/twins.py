@@ -17,8 +17,6 @@ from workers.parallel import LocalShard
 from workers.state.entries import state_of
 from workers.state.own_values import is_plain, own_items, refusal, saved_form
 
-__all__ = ["refuse_unsavable", "state_of_a_step"]
-
 #: Stands for a value that is not there.
 _NOTHING: Final = object()
 #: Generators of random numbers.

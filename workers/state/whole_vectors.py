@@ -19,8 +19,6 @@ from torch.nn import functional
 
 from workers.parallel import LocalShard
 
-__all__ = ["fitted", "in_whole_vectors", "of_shard", "reserve"]
-
 #: Two vectors of 64 bytes, as AVX-512 takes at a time, with elements of 2 bytes.
 _ELEMENTS: Final = 64
 

@@ -15,8 +15,6 @@ from workers.data import DataLoader, DataOrder
 from workers.errors import DataError, TaskError
 from workers.train.executor import ShardedModel, on_host
 
-__all__ = ["agree_on_data", "agree_on_registered", "is_everywhere"]
-
 log = logging.getLogger(__name__)
 
 

@@ -39,8 +39,6 @@ from workers.train.executor import (
     use_tree,
 )
 
-__all__ = ["as_optimizers", "assemble", "build_model"]
-
 
 def build_model(
     build: Callable[[], nn.Module],
@@ -116,9 +114,6 @@ def _groups_elsewhere(
     """Return the names of the parameters that only other stages have, by group of the optimizers.
 
     None if the model is whole. Else every worker calls it.
-
-    Raises:
-        TaskError: A stage has nothing to train, or another number of groups.
     """
     if built.pipeline is None:
         return None

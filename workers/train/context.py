@@ -11,8 +11,6 @@ from workers.protocol import Formed, Noted, Pace, SaveCosts
 from workers.records import ProgressRecord
 from workers.settings import Settings
 
-__all__ = ["WorkerContext"]
-
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class WorkerContext:
@@ -23,7 +21,6 @@ class WorkerContext:
         settings: What to train.
         store: The store of the run directory.
         directory: Its path in the store.
-        progress: The worker's progress record.
         ring_path: File of the record ring of its collectives.
         yield_requested: Returns whether to leave an attempt at the next step boundary.
         fenced: Returns whether an attempt was fenced. Any thread may call it.

@@ -16,8 +16,6 @@ from workers.data import random_seed, seed_all, seeded
 from workers.parallel import PassHooks
 from workers.train.executor import ShardedModel, on_host, quota
 
-__all__ = ["mean_over_samples"]
-
 
 def mean_over_samples(
     loss_of: Callable[[NDArray[Any]], tuple[Tensor, int]],

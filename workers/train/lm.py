@@ -25,8 +25,6 @@ from workers.parallel import ModelPlan
 from workers.settings import TrainSettings, model_shape
 from workers.train.session import Session
 
-__all__ = ["train_language_model"]
-
 #: The mean loss of a model on token ids and the next token of each.
 _Loss = Callable[[Any, Tensor, Tensor], Tensor]
 

@@ -72,7 +72,6 @@ def run_attempt(
 
     Args:
         assignment: The attempt, and this worker's rank in it.
-        context: The worker.
         task: What to train; None for the settings' script, or the built-in training.
     """
     context.progress.enter(WorkerPhase.FORMING)

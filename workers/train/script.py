@@ -11,8 +11,6 @@ from pathlib import Path
 from workers.errors import TaskError
 from workers.train.session import Session
 
-__all__ = ["Task", "hand_over", "load_task"]
-
 Task = Callable[[Session], None]
 
 _reading = threading.local()

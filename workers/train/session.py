@@ -44,8 +44,6 @@ from workers.train.state_dicts import guard_state_dicts
 from workers.train.steps import Steps
 from workers.train.whole_weights import path_to_save, write_weights
 
-__all__ = ["Initialise", "Session"]
-
 log = logging.getLogger(__name__)
 
 _T = TypeVar("_T")

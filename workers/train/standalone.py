@@ -42,8 +42,6 @@ from workers.settings import Settings, problems
 from workers.train.loop import WorkerContext, run_attempt
 from workers.train.script import Task, hand_over
 
-__all__ = ["attempt_alone", "run"]
-
 log = logging.getLogger(__name__)
 
 
@@ -182,10 +180,6 @@ def attempt_alone(
     """Run one attempt as its only worker, in this process; return its outcome.
 
     Args:
-        settings: What to train.
-        store: The store of the run directory.
-        directory: Its path.
-        attempt: The number of the attempt.
         resume: Step and attempt of the checkpoint to load; (0, 0) to start from step 0.
         task: What to train; None for the settings' script, or the built-in training.
     """

@@ -16,8 +16,6 @@ from workers import collectives
 from workers.errors import ApartError, TaskError
 from workers.parallel import fsdp_modules
 
-__all__ = ["guard_state_dicts"]
-
 _ADVICE: Final = (
     'session.save("best") on all workers writes the whole weights to one file (`everstep export` '
     "the newest step); every step is saved by itself"

@@ -20,8 +20,6 @@ from workers.train.agreement import agree_on_data, agree_on_registered
 from workers.train.boundary import Boundary
 from workers.train.executor import Quota, ShardedModel, Step, quota
 
-__all__ = ["Steps"]
-
 log = logging.getLogger(__name__)
 
 #: A version keeps here the state that a script registered.
@@ -36,17 +34,12 @@ class Steps:
     Args:
         step: The step that the attempt resumes from.
         restored: The small named values of its version.
-        settings: Of the run.
-        sharded: The model.
-        boundary: What happens between two steps.
-        progress: The worker's progress record.
 
     Attributes:
         step: Last completed step.
         loss: Its loss; nan if it is not known.
         current: The step that was yielded last; None before the first.
         has_begun: Whether the script has asked for the first step.
-        sharded: The model.
     """
 
     def __init__(

@@ -26,8 +26,6 @@ from workers.protocol import SAVED
 from workers.state import DTYPES
 from workers.train.executor import ShardedModel, all_agree, on_host
 
-__all__ = ["digest_of_weights", "path_to_save", "write_weights"]
-
 #: Names that a script may give to a file that it saves.
 _PLAIN_NAME: Final = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.-]*")
 
@@ -72,9 +70,7 @@ def write_weights(
     of their names.
 
     Args:
-        sharded: The model.
         write: Writes chunks to the file.
-        **metadata: Of the file.
 
     Raises:
         StorageError: Rank 0 could not write it.
@@ -103,9 +99,6 @@ class _Tensor(NamedTuple):
     """A tensor of the file.
 
     Attributes:
-        name: Its name there.
-        dtype: Its dtype.
-        shape: Its shape.
         source: The parameter that it is, or "" for a buffer.
         holder: The rank that has a buffer.
     """

@@ -29,9 +29,7 @@ def resume_event(
     """Return the event that resumes the run from ``state``, the last one of its journal.
 
     Args:
-        state: Of the run.
         at_s: When.
-        incarnation: Of the controller.
         num_unknown: Most attempts that may have begun since, of which the journal does not know.
         last_attempt: The highest that has a file in storage.
     """
@@ -76,7 +74,6 @@ def resume_without_journal(
         attempt: The highest that has a file there.
         stored: The newest step that was committed there; 0 for none.
         at_s: When.
-        incarnation: Of the controller.
     """
     fleet = Fleet()
     return RunResumed(

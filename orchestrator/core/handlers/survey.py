@@ -68,7 +68,7 @@ class Adopted:
     """The workers that a restarted controller adopts.
 
     Attributes:
-        members: Of the attempt, in rank order, as the detector needs them.
+        members: Members of the attempt, in rank order, as the detector needs them.
         inside: Members that are, or may be, still in it, and will report how they leave.
     """
 

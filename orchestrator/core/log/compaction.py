@@ -32,7 +32,6 @@ class Place:
         before_bytes: Size of all segments before it.
         end_bytes: Size of the segment up to and with the line.
         line_bytes: Size of the line.
-        line_crc32: Its checksum.
     """
 
     segment: int
@@ -52,7 +51,6 @@ class Basis:
     """What a fold depends on besides the journal.
 
     Attributes:
-        program: The program that folds.
         rules: All ``RunRules``, as text.
     """
 
@@ -105,7 +103,6 @@ def behind(place: Place, segments: Sequence[bytes]) -> list[bytes]:
     """Return the records behind ``place``.
 
     Args:
-        place: Of a compaction.
         segments: From the line of ``place`` on; the first begins with that line.
 
     Raises:

@@ -31,7 +31,6 @@ class Incident:
         number: Counts from 1.
         kind: As ``ReportIncident.incident``, such as ``crash`` or ``growth``.
         guilty: The workers that were proven to have caused it; empty if undecided or planned.
-        evidence: The proof, in one line.
         attempt: The attempt that it ended.
         lost_steps: Completed steps that had to be redone (``orchestrator.core.log.stats``).
         layout_before: Layout of that attempt, for people.

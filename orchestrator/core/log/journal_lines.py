@@ -37,11 +37,9 @@ class Folded:
     """What a journal amounts to, up to one of its records; ``Folded()`` before the first.
 
     Attributes:
-        state: Of the run since it was last opened.
-        stats: Of the whole run.
-        seq: Of the record; -1 before the first.
-        at_s: Of the record.
-        wall_time: Of the record, seconds since the Unix epoch.
+        state: State of the run since it was last opened.
+        seq: Number of the record; -1 before the first.
+        wall_time: Wall time of the record, seconds since the Unix epoch.
     """
 
     state: RunState = field(default_factory=RunState)
@@ -59,9 +57,8 @@ def transition_records(
     The writer adds ``seq`` (consecutive over the whole run) and ``wall_time``.
 
     Args:
-        event: What was folded.
         actions: What ``machine.step`` returned for it.
-        attempt: Of the state after the event.
+        attempt: Attempt of the state after the event.
     """
     items: list[ev.Event | act.Action] = [event, *actions]
     return [_record(item, at_s=event.at_s, attempt=attempt) for item in items]
@@ -108,7 +105,7 @@ def read(
 
     Args:
         segments: Oldest first.
-        seq: Of the record before them; None if there may be any.
+        seq: Number of the record before them; None if there may be any.
         first: Number of the first segment, for messages.
 
     Raises:
@@ -166,7 +163,6 @@ def fold(segments: Sequence[bytes], rules: RunRules) -> tuple[RunState, JournalR
 
     Args:
         segments: Oldest first; what was before the last start is passed over.
-        rules: Of the run since then.
 
     Raises:
         JournalCorruptError: As ``read`` and ``parse``.
@@ -184,9 +180,9 @@ def fold_on(
     """Return what a journal amounts to whose first part amounts to ``folded``.
 
     Args:
-        folded: Of the records before; its ``stats`` are taken over and changed.
+        folded: Content of the records before; its ``stats`` are taken over and changed.
         segments: What follows, oldest first.
-        rules: Of the run since it was last opened.
+        rules: Rules of the run since it was last opened.
         first: Number of the first of ``segments``, for messages.
 
     Raises:

@@ -28,10 +28,8 @@ class RunStats:
     """Numbers of a run so far. ``add`` takes the records of the journal in order.
 
     Attributes:
-        attempt: The newest attempt.
         step: Last completed step that is not to be redone.
-        layout: Of the newest attempt, for people.
-        num_workers: Workers in it.
+        layout: Layout of the newest attempt, for people.
         incidents: Oldest first; the last ones may still be open.
         loaded: Bytes that the newest attempt loaded, by kind of source.
         passed_over: Versions in storage that did not count when it was decided what the newest
@@ -40,10 +38,9 @@ class RunStats:
         phase: waiting, forming, training, yielding, recovering or over.
         spans: ``(phase, from_s, to_s)`` of every phase that has ended.
         asked: Requests for reservations so far, by alternative of capacity.
-        granted: Those that were granted.
         refused: Those that were taken for refused; they stay asked for.
         cost_usd: What the reservations of the run have cost so far, 0.0 if no price is known.
-        outcome: Of ``FinishRun``, "" before.
+        outcome: Outcome of ``FinishRun``, "" before.
         reason: Likewise.
     """
 

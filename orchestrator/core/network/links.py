@@ -42,11 +42,9 @@ def noted(
     """Return the links after an answer to a probe.
 
     Args:
-        links: Those known.
         lost: The ways that were found to have no connection.
         heard: Nodes whose keepers answered: who did not says nothing.
         asked: Known links that were probed, by their ends. Others were if they are in ``lost``.
-        now_s: The present.
     """
     ways: dict[Pair, list[Pair]] = {}
     for way in sorted(lost):
@@ -102,8 +100,6 @@ def apart(links: Sequence[Link], now_s: float, *, paused: bool = True) -> tuple[
     """Return the pairs that must not train together, sorted ends.
 
     Args:
-        links: Those known.
-        now_s: The present.
         paused: Also those that are whole again and have not been so for their pause.
     """
     return tuple(link.ends for link in links if link.lost or (paused and now_s < link.until_s))

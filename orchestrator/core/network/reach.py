@@ -14,7 +14,6 @@ def num_together(transition: Transition, *, leaving: bool = False) -> int:
     """Return how many workers that reach each other a layout would use; 0 if there is none.
 
     Args:
-        transition: Of the run.
         leaving: Also those on draining nodes, unless it is time to leave them.
     """
     fleet, rules = transition.run.fleet, transition.rules

@@ -17,7 +17,6 @@ class Attempt(Part):
 
     Attributes:
         number: The fencing token; 0 before the first attempt.
-        layout: Of its workers.
         members: Its workers in rank order, dead ones too.
         nodes: Their nodes, by rank.
         plan: How its snapshots are protected.

@@ -25,8 +25,6 @@ class Worker(NamedTuple):
 
     Attributes:
         name: As the shell knows it, ``w0007``.
-        node: Number of its node.
-        status: Of the process.
         deadline_s: STARTING: be ready by then. DYING: be gone by then.
         reservation: The reservation it uses, 0 if none.
         inside: Whether it is in the current attempt and has not left it.
@@ -148,8 +146,6 @@ class Fleet(Part):
         num_starting: Processes that are starting.
         num_failed_starts: Processes that died at start in a row before any got ready.
         failed_start: What was said of the last of them.
-        next_worker: Number of the next worker.
-        next_reservation: Number of the next reservation.
         wake_s: Earliest time at which a bound of a worker, node or reservation may be reached.
     """
 

@@ -70,7 +70,6 @@ class Cause:
     """Why the last attempt ended, or is being ended.
 
     Attributes:
-        kind: Of fault or planned change.
         guilty: Workers proven to have caused it.
         evidence: One line for people.
         at_s: When it was found.
@@ -87,12 +86,10 @@ class MutableRunState(Part):
     """The run state while one event is folded into it. Only ``machine.step`` holds one.
 
     Attributes:
-        phase: Where the run is.
         incarnation: Which incarnation of the controller this is.
         lineage: ``(attempt, resume_step)`` of every attempt, oldest first.
         attempt: The current or last one.
         reads: What was asked of keepers and storage since it started.
-        fleet: Nodes, reservations and workers.
         sharing: What it leaves to other runs on the cluster.
         network: Which of the nodes do not reach each other.
         committed: ``(step, attempt)`` of the newest commit known to count. It may be gone when

@@ -36,7 +36,6 @@ class Finding:
     """The result of one check.
 
     Attributes:
-        level: How bad it is.
         about: The subject of the check, in one or two words.
         message: The result; names the nodes.
         advice: How to mend it; "" if there is nothing to do.

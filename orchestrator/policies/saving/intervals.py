@@ -18,24 +18,6 @@ from typing import Final, NamedTuple
 from orchestrator.policies.fault_kinds import FaultKind, Loss
 from workers.protocol import Pace, SaveCosts
 
-__all__ = [
-    "Cadence",
-    "CadenceFacts",
-    "CadenceRules",
-    "FaultsSeen",
-    "Redundancy",
-    "Tier",
-    "cost_share",
-    "decide",
-    "interval_s",
-    "next_pace",
-    "over_budget",
-    "rate_per_s",
-    "settled",
-    "taken_steps",
-    "uncovered_rate_per_s",
-]
-
 #: At half or twice Young's interval saving and redone work together cost a quarter more.
 _WORTH: Final = 1.5
 
@@ -58,7 +40,6 @@ class Redundancy:
     """What stands between a lost node and storage.
 
     Attributes:
-        num_nodes: Of the run.
         group_nodes: Nodes that protect each other; 1 if nothing protects a node.
         tolerance: How many of a group may be lost at once.
         reprotect_s: How long after a loss the group is whole again.
@@ -77,12 +58,9 @@ class CadenceFacts:
     Attributes:
         step_s: Smoothed duration of a step, without saves.
         snapshot: The tier in memory; None if there is none, and storage serves every failure.
-        persist: The tier on storage.
         observed_s: For how long failures have been counted.
         num_process_faults: Workers that died or hung on nodes that lived, in that time.
-        num_node_faults: Nodes that were lost.
         num_uncovered: Recoveries that memory could not serve.
-        redundancy: Of the versions in memory.
         snapshot_steps: Between two snapshots, as the user asked for; 0 if that is to be chosen.
         persist_steps: Likewise between two checkpoints.
     """
@@ -149,7 +127,6 @@ class FaultsSeen(NamedTuple):
 
     Attributes:
         num_process: Workers that died or hung on nodes that lived.
-        num_node: Nodes that were lost.
         num_uncovered: Recoveries that memory could not serve.
     """
 
@@ -342,11 +319,8 @@ def next_pace(
     """Return the intervals to keep from now on, and why; None if there is nothing to decide.
 
     Args:
-        costs: Of steps and saves, as rank 0 measured them, and the intervals that it keeps.
+        costs: Costs of steps and saves, as rank 0 measured them, and the intervals that it keeps.
         told: The intervals that it was told last; 0 where none was.
-        seen: The run's faults.
-        now_s: The run's age.
-        redundancy: Of the versions in memory.
         rules: What is to be chosen, and the limits.
     """
     # What is not measured is not free.

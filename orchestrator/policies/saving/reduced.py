@@ -5,8 +5,6 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Final
 
-__all__ = ["ALERT_S", "ReducedTime", "alert", "noted"]
-
 #: A lost node is made up for in seconds where there is another, and a new machine takes a minute.
 ALERT_S: Final = 60.0
 
@@ -43,7 +41,6 @@ def alert(time: ReducedTime, *, survived: int, wanted: int) -> tuple[str, ...]:
     """Return what to tell people, a line or none.
 
     Args:
-        time: The account.
         survived: How many nodes may be lost now.
         wanted: How many that are to be.
     """

@@ -31,15 +31,6 @@ from workers.placement import (
 from workers.protocol import Inventory
 from workers.state import replicas_of
 
-__all__ = [
-    "RedundancyFacts",
-    "RedundancyPlan",
-    "RedundancyRules",
-    "plan_redundancy",
-    "revise",
-    "state_bytes",
-]
-
 #: A parity of one other node's data is a copy of it.
 _PARITY_NODES_MIN = 3
 
@@ -75,7 +66,6 @@ class RedundancyPlan:
     """How snapshots are protected.
 
     Attributes:
-        mechanism: How.
         tolerance: How many nodes of each group may be lost; 0 protects nothing.
         groups: Nodes that protect each other.
         reason: Why so, for people.
@@ -124,7 +114,6 @@ class RedundancyRules:
 
     Attributes:
         tolerance: Lost nodes of a group that are to be survived; fewer where there are too few.
-        preference: How.
     """
 
     tolerance: int = 0

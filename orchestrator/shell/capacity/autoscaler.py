@@ -14,8 +14,6 @@ import ray
 from ray import _raylet
 from ray.core.generated import autoscaler_pb2
 
-__all__ = ["AutoscalerWatch"]
-
 #: As long as the head of a cluster may be away.
 _ANSWER_S = 5
 

@@ -32,7 +32,6 @@ class NodeView:
         starting: Set once a keeper was asked for; its result is the handle.
         keeper: Ray handle of the keeper.
         host: Where the keeper serves snapshots; "" if it keeps none.
-        port: Its port.
         secret: Peers must show it to the keeper; b"" before the keeper answered.
         tasks: Run until the node is lost.
         care: The one of ``tasks`` that ends with the keeper.

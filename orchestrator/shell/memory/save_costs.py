@@ -20,8 +20,6 @@ from orchestrator.shell.inbox import Inbox
 from workers.protocol import Pace, SaveCosts
 from workers.settings import CheckpointSettings, SnapshotSettings
 
-__all__ = ["CadenceWatch"]
-
 log = logging.getLogger(__name__)
 
 #: How often rank 0 is asked and told; a call costs about 2 ms of processor time.

@@ -43,8 +43,6 @@ from workers.protocol import (
     Source,
 )
 
-__all__ = ["Answer", "Snapshots"]
-
 log = logging.getLogger(__name__)
 
 #: A living keeper answered in 1 to 20 ms; one that is silent this long is left out.

@@ -15,8 +15,6 @@ from pathlib import Path
 from ucp_core.errors import UcpError
 from ucp_core.storage import LocalStore
 
-__all__ = ["announce", "targets_path", "withdraw"]
-
 log = logging.getLogger(__name__)
 
 

@@ -14,8 +14,6 @@ from prometheus_client.registry import Collector
 
 from orchestrator.core import RunStats
 
-__all__ = ["RunCollector"]
-
 #: Of ``RunStats.phase``.
 _PHASES = "waiting", "forming", "training", "yielding", "recovering", "over"
 
@@ -26,9 +24,7 @@ class RunCollector(Collector):
     """Yields the metrics of one run. Every series has the label ``run``.
 
     Args:
-        run: The run's name.
         status: Returns the document of ``/status``.
-        stats: The numbers of the journal.
         samples_per_step: The global batch.
         tokens_per_step: Tokens of it; 0 if they are not known.
     """

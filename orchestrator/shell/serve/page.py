@@ -23,11 +23,9 @@ class StatusPage:
     """Serves read-only documents about the run.
 
     Args:
-        host: Address to listen on.
         port: Port to listen on; 0 takes a free one, and so does a port that is in use.
         status: Returns the JSON document of ``/status``.
         losses: Returns that of ``/losses``; may wait for answers of keepers.
-        metrics: What Prometheus scrapes.
     """
 
     def __init__(

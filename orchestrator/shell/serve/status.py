@@ -30,7 +30,6 @@ def status_document(
         described: ``core.state.describe``.
         reports: Last report of every worker.
         seen_at_s: When each of those came, on the run's clock.
-        nodes: What the node watcher knows.
         at_s: Now, on the run's clock.
         alternatives: The names of those of capacity.
         documents: Further keys of the document.
@@ -118,7 +117,8 @@ def bounds_document(
     """Return the bound of every wait in seconds, shortest first.
 
     Args:
-        config: Of the run: the bounds of the controller, of its guard and of the collectives.
+        config: Configuration of the run: the bounds of the controller, of its guard and of the
+            collectives.
         limits: The bounds that find hangs, as they follow from the steps so far.
         lease_s: How long trainers go on without a controller.
     """

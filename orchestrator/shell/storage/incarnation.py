@@ -43,7 +43,6 @@ class Incarnation:
         seq: Number of the next record in the journal.
         stats: The numbers of earlier incarnations.
         num_incidents_written: Incidents, from the first on, that are known to be written.
-        journal_bytes: Size of the journal.
         compacted_bytes: Size of the part that the compacted journal replaces.
     """
 
@@ -65,12 +64,9 @@ def begin_incarnation(
     """Begin the next incarnation of the controller.
 
     Args:
-        store: Where the run directory is.
-        run_path: Its path there.
-        config: Of the run.
         life: The life that starts or resumes the run under ``config``. If its first incarnation
             dies before it has journaled a whole record, the next one does so in its place.
-        token: Of this life; no other claim has it.
+        token: Token of this life; no other claim has it.
         spool: Where an earlier incarnation may have left lines; see ``Sender``.
 
     Raises:

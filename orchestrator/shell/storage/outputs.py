@@ -19,9 +19,6 @@ class RunOutputs:
     """Folds the journal into numbers as it grows, and writes them when they are final.
 
     Incidents up to number ``num_written`` are written already.
-
-    Attributes:
-        stats: The numbers so far.
     """
 
     def __init__(

@@ -32,7 +32,6 @@ class Sender:
     """Writes documents, and the pieces of one file, in a thread of its own until ``close``.
 
     Args:
-        store: Where to.
         journal_path: The file that ``add`` appends to, in pieces; no other writer may.
         spool: Folder for what is not sent yet; it outlives the process.
         piece_s: How long lines may wait that are not hurried.

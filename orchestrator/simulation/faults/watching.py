@@ -24,7 +24,6 @@ class Watching:
     """One incarnation of the controller, as far as it watches.
 
     Attributes:
-        incarnation: Which.
         detector: What it remembers of reports.
         judged: The last attempt that it found to hang.
         told: Who it said is at work in a fenced attempt.

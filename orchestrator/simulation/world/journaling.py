@@ -58,8 +58,7 @@ class SimJournal:
     """The journal since a run started or was resumed. Lines are made when they are read.
 
     Args:
-        seed: Of the history; what is drawn here changes nothing else in it.
-        rules: Of the run.
+        seed: Seed of the history; what is drawn here changes nothing else in it.
         is_thorough: Whether to compare every restart with a fold of the whole journal, and the
             numbers of the run too.
     """

@@ -103,7 +103,6 @@ class Tiers:
         snapshot_every: Steps between two snapshots; 0 takes none.
         store_every: Steps between two commits in storage.
         tolerance: How many lost nodes are to be survived.
-        preference: How.
         budget_bytes: What each keeper says that snapshots may take; 0 if it does not say.
         costs: What rank 0 says that saves cost; None if their intervals are not to be chosen.
         copy_s: How long a copy or a parity takes at most; from the length of a step on, steps are

@@ -14,8 +14,6 @@ from typing import Any
 
 from workers.protocol import Notice
 
-__all__ = ["PREEMPTED_S", "aws", "azure", "gcp", "nearest", "own"]
-
 #: Google takes a machine so long after it says so, "up to 30 s".
 PREEMPTED_S = 30.0
 #: Before maintenance a machine without GPUs has one minute, one with GPUs an hour.

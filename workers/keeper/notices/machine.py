@@ -7,8 +7,6 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Final
 
-__all__ = ["CLOUDS", "has_gpus", "read_dmi", "recognised"]
-
 #: Whose metadata services are known.
 CLOUDS: Final = ("aws", "gcp", "azure")
 _DMI: Final = Path("/sys/class/dmi/id")

@@ -13,8 +13,6 @@ from workers.keeper.notices import answers
 from workers.keeper.notices.providers import FAILURES, Source, no_answer
 from workers.protocol import Notice
 
-__all__ = ["NoticeWatch"]
-
 log = logging.getLogger(__name__)
 
 #: One that does not answer is asked less and less often, at last this often.

@@ -26,8 +26,6 @@ from workers.keeper.notices import answers
 from workers.keeper.notices.machine import CLOUDS, has_gpus, recognised
 from workers.protocol import Notice
 
-__all__ = ["FAILURES", "Source", "no_answer", "sources_of"]
-
 #: Errors of a source without an answer, or with one that makes no sense. It may raise anything: an
 #: answer may hold anything, such as brackets in brackets and years of eleven digits.
 FAILURES: Final = (Exception,)

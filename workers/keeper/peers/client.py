@@ -38,8 +38,6 @@ from workers.keeper.peers.frames import (
 )
 from workers.protocol import Held
 
-__all__ = ["RemotePart", "WireClient"]
-
 #: Tries to read a range; each continues where the last one broke off.
 _TRIES: Final = 3
 #: Requests sent ahead at most: the server reads none while it sends.

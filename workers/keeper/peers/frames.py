@@ -19,32 +19,6 @@ from typing import Any, Final
 
 from workers.protocol import Held
 
-__all__ = [
-    "CHALLENGE_BYTES",
-    "CHUNK",
-    "SIZE",
-    "Listed",
-    "Listing",
-    "RateLimit",
-    "Refused",
-    "behind",
-    "family_of",
-    "fields_of",
-    "first",
-    "fit_buffers",
-    "has_hung_up",
-    "held_of",
-    "keep_alive",
-    "limit_waits",
-    "listing_of",
-    "proof",
-    "receive",
-    "receive_json",
-    "receive_views",
-    "send",
-    "send_json",
-]
-
 CHALLENGE_BYTES: Final = 32
 #: Length of a JSON text or of a refusal.
 SIZE: Final = struct.Struct("<I")

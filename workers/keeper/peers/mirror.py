@@ -25,8 +25,6 @@ from workers.keeper.peers.replication import POLL_S, Replication
 from workers.memory import Arena, copy_name, counts
 from workers.protocol import Held, ParityGroup, Peer
 
-__all__ = ["Mirror", "Mirrors", "wanted"]
-
 Lineage: TypeAlias = Sequence[tuple[int, int]]
 
 #: Refused memory is requested again after this: other arenas may be gone by then.

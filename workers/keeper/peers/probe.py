@@ -21,8 +21,6 @@ from typing import Final
 
 from workers.keeper.peers.frames import family_of
 
-__all__ = ["unreached"]
-
 #: The kernel repeats a packet that was lost after a second.
 PROBE_S: Final = 1.2
 #: So many connections are open at once: few beside the descriptors that a process may have.

@@ -13,8 +13,6 @@ from workers.errors import ArenaError
 from workers.keeper.arena_table import be_nice
 from workers.keeper.peers.client import WireClient
 
-__all__ = ["POLL_S", "Replication"]
-
 #: How long a peer may hold back a listing without news.
 POLL_S: Final = 1.0
 #: Pause before the next try to reach a peer, doubled up to the maximum.
@@ -31,9 +29,7 @@ class Replication(ABC):
 
     Args:
         what: What is done for the peers; a report appends "fails".
-        clients: Of the peers.
         on_problem: Called from the thread with a line for each problem, every 30 s while it lasts.
-        niceness: Of the thread.
     """
 
     def __init__(
@@ -56,12 +52,7 @@ class Replication(ABC):
 
     @abstractmethod
     def _replicate(self) -> None:
-        """Replicate over fresh connections until something fails or ``_stopping`` is set.
-
-        Raises:
-            StorageError: A peer is gone.
-            ArenaError: There is no memory.
-        """
+        """Replicate over fresh connections until something fails or ``_stopping`` is set."""
 
     def stop(self) -> None:
         """Stop at once; the copies stay."""

@@ -61,8 +61,6 @@ from workers.keeper.peers.frames import (
 from workers.memory import NUM_BUFFERS, Arena, is_copy
 from workers.protocol import Held
 
-__all__ = ["CHUNK_BYTES", "LISTING_BYTES_MAX", "STALL_S", "PeerLiveness", "WireServer"]
-
 #: A chunk of 1 MiB would still be cached for its checksum, but wakes both ends more often: a tenth
 #: more processor time, a third more for unchecked bytes.
 CHUNK_BYTES: Final = 4 << 20
@@ -98,9 +96,7 @@ class WireServer:
     Args:
         table: The node's arenas.
         host: Address on the data network, not 0.0.0.0.
-        secret: Of this keeper.
         bytes_per_s: Limit over all connections; 0 is none.
-        niceness: Of the sending threads.
     """
 
     def __init__(

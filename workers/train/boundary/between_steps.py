@@ -41,8 +41,6 @@ from workers.train.executor import Finiteness, ShardedModel, Signals, Step, all_
 from workers.train.loading import LIVE_STATE
 from workers.train.whole_weights import digest_of_weights
 
-__all__ = ["UNWRITTEN", "Boundary", "YieldSignal"]
-
 #: In the small values of a snapshot: lines of metrics that storage may not have yet.
 UNWRITTEN: Final = "unwritten_lines"
 #: A snapshot waits at most this long for the metrics of its steps: stalled storage must not stop
@@ -64,8 +62,6 @@ class Boundary:
     """Reports and saves for one rank of one attempt.
 
     Args:
-        assignment: The attempt.
-        context: The worker.
         device: The device for tensors of collectives.
         buffer: Host memory for copies of the state.
         memory: Memory at the keeper; None if there is none.
@@ -293,7 +289,6 @@ class Boundary:
 
         Args:
             step: The last completed step, or the one that the attempt resumed from.
-            sharded: The model with its state.
             extra: The small named values of the version that the attempt resumed from.
 
         Raises:

@@ -10,8 +10,6 @@ from typing import Final
 
 from workers.train.executor import Signals
 
-__all__ = ["NO_STEP", "SKIPPED_MAX", "Cadence", "Due"]
-
 NO_STEP: Final = -1
 #: How many snapshots in a row are skipped because a rank is behind: at first, and at most. Each
 #: snapshot that is taken in spite of a slow peer doubles the number: a peer that needs longer must

@@ -9,8 +9,6 @@ from typing import Final
 
 from workers.protocol import Pace, SaveCosts
 
-__all__ = ["SaveMeter"]
-
 #: Medians are over this many, so that one descheduled step has no effect.
 _NUM_KEPT: Final = 32
 

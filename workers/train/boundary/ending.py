@@ -19,8 +19,6 @@ from workers.errors import ApartError
 from workers.protocol import STOPPED, Assignment
 from workers.train.context import WorkerContext
 
-__all__ = ["Ending"]
-
 log = logging.getLogger(__name__)
 
 #: The name under which a reason travels.
@@ -31,8 +29,6 @@ class Ending:
     """The end of a run, as one worker of one attempt knows it.
 
     Args:
-        assignment: The attempt.
-        context: The worker.
         write: Writes a file of the run directory, unless the attempt is fenced.
 
     Attributes:

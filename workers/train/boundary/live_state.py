@@ -16,8 +16,6 @@ from workers.snapshot import Captured
 from workers.state import CHANGED, UNSTARTED
 from workers.train.executor import ShardedModel, Step
 
-__all__ = ["LiveState", "Marks", "capture"]
-
 #: About so many values of each shard are compared.
 _NUM_VALUES: Final = 64
 
@@ -27,8 +25,6 @@ class LiveState:
     """The state after a step, for as long as no update has begun.
 
     Attributes:
-        step: The step.
-        step_s: Its duration.
         sharded: The model and optimizer.
         extra: The small named values to save.
         versions: For every shard, how often it was written to.

@@ -18,8 +18,6 @@ import torch.distributed as dist
 from workers.snapshot import Captured, SnapshotWriter
 from workers.train.executor import on_host
 
-__all__ = ["ProtectionWait"]
-
 #: Preparing memory for the small preset took 5 to 60 ms, copying it 10 to 50 ms (busy machine).
 _WAIT_S_MIN: Final = 1.0
 
@@ -30,12 +28,8 @@ class ProtectionWait:
     Args:
         writer: This rank's writer; None if it has no memory.
         step_s: Duration of the last step: the wait takes at most as long, or a second.
-        node: This rank's node.
         is_copied: Whether snapshots are copied to other nodes, if there are any.
         device: The device for tensors of collectives.
-
-    Attributes:
-        waited_s: Time waited so far.
     """
 
     def __init__(

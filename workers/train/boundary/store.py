@@ -43,8 +43,6 @@ from workers.protocol import CHECKPOINTS, RESULT, Assignment
 from workers.settings import CheckpointSettings
 from workers.snapshot import source_of
 
-__all__ = ["SavedState", "StorageWriter"]
-
 #: How often a wait checks whether the attempt was fenced.
 _LOOK_S: Final = 0.02
 #: At most so long between two looks for a commit of others in an object store.
@@ -80,11 +78,7 @@ class StorageWriter:
     """Writes for one rank of one attempt. The training thread calls it and closes it.
 
     Args:
-        store: The store of the run directory.
-        directory: Its path.
         assignment: Attempt, rank and layout of the checkpoints.
-        settings: Settings of checkpoints.
-        fenced: Returns whether the attempt was fenced.
         moved: Called with the size of each write.
     """
 
@@ -157,7 +151,6 @@ class StorageWriter:
         Raises:
             AbortedError: The attempt was fenced.
             SupersededError: A later life of the run owns the directory.
-            StorageError: It cannot be written.
         """
         try:
             self._owner.require(within_s=RECENT_S)

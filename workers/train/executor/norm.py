@@ -13,8 +13,6 @@ from workers.parallel import LocalShard, is_whole
 #: Avoids a division by a norm of zero, as in torch's clip_grad_norm_.
 _NORM_EPS: Final = 1e-6
 
-__all__ = ["ordered_sum", "row_squares", "scale_gradients", "sum_of_squares"]
-
 
 def sum_of_squares(shards: Sequence[LocalShard], rank: int, device: torch.device) -> Tensor:
     """Return the sum of squares of this rank's gradients, a float64 scalar.
@@ -88,7 +86,6 @@ def scale_gradients(
     Waits for no device: the factor is computed where the gradients are.
 
     Args:
-        shards: The shards with their gradients.
         square: Square of the norm of the summed gradient of all ranks, a float64 scalar.
         tokens: Tokens of the global batch, a float64 scalar.
         clip_norm: Largest norm of the mean gradient; 0 for any.

@@ -20,8 +20,6 @@ from workers.settings import IGNORE, STOP, NotFiniteSettings
 from workers.train.executor.sharded_model import ShardedModel
 from workers.train.executor.signals import all_agree, on_host
 
-__all__ = ["Finiteness", "described_numbers"]
-
 #: So many micro-batches are named.
 _TOLD: Final = 8
 #: So many rows of updates are told in an attempt, and then those whose number is a power of two.

@@ -11,8 +11,6 @@ from torch import Tensor, nn
 from workers.errors import TaskError
 from workers.parallel import LocalShard
 
-__all__ = ["Changes", "refuse_clipped", "refuse_hooks", "refuse_unfrozen"]
-
 _ADVICE = (
     "To limit the norm set clip_norm; else change gradients in a hook of the optimizer "
     "(optimizer.register_step_pre_hook), where they are means over the global batch"

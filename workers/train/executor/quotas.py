@@ -9,8 +9,6 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-__all__ = ["Pass", "Quota", "blocks", "quota"]
-
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Pass:

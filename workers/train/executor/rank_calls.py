@@ -15,8 +15,6 @@ from torch import nn
 from workers.errors import TaskError
 from workers.train.executor.torch_names import ABOUT_RANKS, distributed_c10d
 
-__all__ = ["RankCalls"]
-
 _REAL: Final = getattr(distributed_c10d, ABOUT_RANKS, None)
 _WITHIN: Final = ("torch.distributed.distributed_c10d", "torch.distributed.c10d_logger")
 #: FSDP and DTensor may ask. Dynamo asks when it compiles a forward pass that does.

@@ -25,8 +25,6 @@ from torch.utils import deterministic
 from workers.parallel import fsdp_modules
 from workers.train.executor.torch_names import ReduceScatter
 
-__all__ = ["Reduction", "SumTree", "use_all_to_all", "use_deterministic_kernels", "use_tree"]
-
 Node = tuple[int, int]
 
 

@@ -20,8 +20,6 @@ from workers.train.executor.rank_calls import RankCalls
 from workers.train.executor.reduction import Reduction
 from workers.train.executor.whole_gradients import WholeGradients
 
-__all__ = ["BuiltModel", "ShardedModel"]
-
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class BuiltModel:
@@ -37,7 +35,6 @@ class BuiltModel:
         pipeline: Runs micro-batches through the stages; None if the model is whole.
         reduction: State of the deterministic reduction.
         mesh: The ranks that the model is sharded over.
-        device: The device that it is on.
     """
 
     model: nn.Module

@@ -14,8 +14,6 @@ from workers import collectives
 from workers.data import KEEPS_ORDER
 from workers.errors import DataError
 
-__all__ = ["Signals", "all_agree", "on_host", "reading", "refuse_readings"]
-
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Signals:

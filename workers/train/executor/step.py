@@ -38,8 +38,6 @@ from workers.train.executor.quotas import Pass, Quota
 from workers.train.executor.sharded_model import ShardedModel
 from workers.train.executor.signals import Signals, reading, refuse_readings
 
-__all__ = ["Step", "learning_rate"]
-
 
 class StepBoundary(Protocol):
     """The calls of a step to the boundary after it: ``workers.train.boundary.Boundary``.

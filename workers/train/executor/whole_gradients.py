@@ -16,8 +16,6 @@ from torch import Tensor
 from workers.parallel import LocalShard, is_whole
 from workers.train.executor.norm import ordered_sum
 
-__all__ = ["WholeGradients"]
-
 
 class WholeGradients:
     """The gradients of one step after the other.

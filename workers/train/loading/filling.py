@@ -18,8 +18,6 @@ from workers.train.executor import ShardedModel, all_agree
 from workers.train.loading.init_from import Initial, Needed, load_initial
 from workers.train.loading.restore import Target
 
-__all__ = ["Initialise", "fill", "set_optimizer", "start_from"]
-
 Initialise = Callable[[str, tuple[int, ...]], Tensor]
 
 
@@ -76,7 +74,6 @@ def fill(
     """Fill what no checkpoint holds: buffers, and at step 0 the weights.
 
     Args:
-        sharded: The model.
         build: Makes the whole model.
         initialise: Returns the initial value of a parameter; None to build the model.
         seed: The run's seed.
@@ -141,7 +138,6 @@ def initial_values(
 
     Args:
         build: Makes the model; called with seeded random numbers.
-        seed: Their seed.
         with_weights: Whether to return the parameters, too: then the whole model is in memory.
     """
     found = None if with_weights else _buffers_alone(build, seed)

@@ -28,8 +28,6 @@ from workers.settings import RunSettings
 from workers.state import CHANGED, DTYPES, StateEntry
 from workers.train.loading.restore import WEIGHT, without_optimizer_state
 
-__all__ = ["INITIAL", "Initial", "Needed", "load_initial"]
-
 #: A kind of source, beside those of ``restore``.
 INITIAL: Final = "initial checkpoint"
 #: Fills tensors from a checkpoint, wider ones too; returns the number of bytes.
@@ -46,7 +44,6 @@ class Needed:
 
     Attributes:
         dtype: Its dtype in the run.
-        shape: Its whole shape.
         is_optional: Whether it begins as built if the checkpoint lacks it: a buffer.
     """
 
@@ -155,8 +152,6 @@ def _are_equal(
     """Return whether the tensors ``doubles`` equal those that this rank has loaded.
 
     Args:
-        checkpoint: The checkpoint.
-        need: What this rank has loaded.
         doubles: Another name in the checkpoint of a parameter, and the one that was loaded.
         load: Fills tensors from a checkpoint.
     """

@@ -43,18 +43,6 @@ from workers.state import UNSTARTED, HostBuffer, StateEntry
 from workers.train.context import WorkerContext
 from workers.train.executor import all_agree
 
-__all__ = [
-    "LIVE_STATE",
-    "STORAGE",
-    "GroupTransport",
-    "Restored",
-    "Target",
-    "UnloadableSignal",
-    "misfits",
-    "restore_state",
-    "without_optimizer_state",
-]
-
 #: A kind of source, beside those of ``workers.keeper``.
 STORAGE: Final = "storage"
 #: Marks a final snapshot among the small named values of a version.
@@ -110,7 +98,6 @@ def restore_state(
     Every rank of the attempt calls it. Blocks for the slowest.
 
     Args:
-        assignment: The version and its place.
         entries: Called only if there is something to load; returns the tensors to fill.
         context: The worker, with its run directory and keeper.
         buffer: Host memory for tensors on a device.
@@ -274,8 +261,6 @@ def misfits(
     lines, and one that counts the others.
 
     Args:
-        need: The tensors to fill.
-        held: The tensors of the version.
         same_weights: Whether weights that the model lacks are a misfit.
     """
     lines: list[str] = []
@@ -302,9 +287,7 @@ class Target:
     """The state to fill.
 
     Args:
-        need: Its tensors.
         buffer: Host memory for those on a device, or not contiguous.
-        threads: Threads that read.
         moved: Called with the size of each read.
 
     Attributes:

@@ -18,18 +18,12 @@ from workers.train.loading.filling import Initialise, fill, set_optimizer, start
 from workers.train.loading.init_from import INITIAL, Initial
 from workers.train.loading.restore import Restored, restore_state
 
-__all__ = ["StateLoader"]
-
 
 class StateLoader:
     """Loads the version that an attempt resumes from, or fills a new run.
 
     Args:
-        assignment: The attempt.
-        context: The worker.
-        mesh: The ranks.
         buffer: Host memory for what is read.
-        device: To train on.
 
     Attributes:
         step: The step that the attempt resumes from; 0 for a new run.

@@ -9,8 +9,6 @@ from typing import Any
 
 from everstep import TaskError
 
-__all__ = ["Epoch", "Samples"]
-
 
 @dataclass(frozen=True, slots=True)
 class Epoch:

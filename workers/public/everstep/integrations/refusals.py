@@ -6,8 +6,6 @@ from typing import Any, Final
 
 from transformers import Trainer
 
-__all__ = ["refusals"]
-
 #: Arguments that are refused if they are set, and what to do instead.
 _ARGUMENTS: Final = {
     "fp16": "use bf16",

@@ -48,8 +48,6 @@ from everstep.integrations.refusals import refusals
 from workers.parallel import drop_gathered, own_names
 from workers.train import all_agree
 
-__all__ = ["ElasticTrainer"]
-
 #: Lines of ``state.log_history`` that are saved; older ones are in the logs of the callbacks.
 _HISTORY: Final = 500
 #: What is said of this worker, or by the arguments, and not by a checkpoint.
