@@ -91,4 +91,4 @@ class StorageError(UcpError):
 
 
 class SupersededError(UcpError):
-    """A later life of the run owns its directory: the caller must write nothing more and end."""
+    """A later claim on the run's directory counts: the caller must write nothing more and end."""

@@ -237,7 +237,7 @@ class KeeperOrder:
         copies_of: Keepers whose ranks' newest versions it copies into its memory.
         parity: The group whose parities it keeps; None for no parities.
         bad: ``(arena, buffer, sequence)`` of versions that could not be loaded: it drops them.
-        life: The life of the run that gives the order (``ucp_core.storage.Owner``).
+        claim: The claim under which the order is given (``ucp_core.storage.Owner``).
         others: Addresses of raylets on a few other nodes of the attempt: a keeper that reaches none
             of them, and not the head, ends its trainers.
     """
@@ -247,7 +247,7 @@ class KeeperOrder:
     copies_of: tuple[Peer, ...]
     parity: ParityGroup | None = None
     bad: tuple[tuple[str, int, int], ...] = ()
-    life: int = 0
+    claim: int = 0
     others: tuple[tuple[str, int], ...] = ()
 
 
@@ -269,7 +269,7 @@ class Assignment:
             None if keepers protect each other's snapshots.
         parity: Replicas on different nodes, this rank included, by place in their group; this
             rank keeps a parity of the others' shares. () for no parity.
-        life: The life of the run that began the attempt (``ucp_core.storage.Owner``).
+        claim: The claim under which the attempt began (``ucp_core.storage.Owner``).
     """
 
     attempt: int
@@ -283,7 +283,7 @@ class Assignment:
     memory: tuple[MemoryPart, ...] = ()
     guards: tuple[int, ...] | None = None
     parity: tuple[int, ...] = ()
-    life: int = 0
+    claim: int = 0
 
     @property
     def saved_too(self) -> tuple[int, ...]:
@@ -357,7 +357,7 @@ class Raised:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Superseded:
-    """A later life of the run owns its directory: the worker's process ends.
+    """A later claim on the run's directory counts: the worker's process ends.
 
     ``why`` names it, in a line for people.
     """

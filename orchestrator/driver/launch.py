@@ -35,7 +35,7 @@ from orchestrator.driver.run import Run
 from orchestrator.errors import CapacityError, RunNotFoundError
 from orchestrator.shell import OPTIONS, Controller, HostedCluster, RunNames, run_id
 from ucp_core.errors import StorageError
-from ucp_core.storage import RECENT_S, Owner, next_life
+from ucp_core.storage import RECENT_S, Owner, next_claim
 
 
 class Launched(Run):
@@ -67,8 +67,8 @@ class Launched(Run):
         self._controller: Any = self._find() if attach else self._find_or_create()
         if not attach:
             self.controller_pid(timeout_s=CONTROLLER_START_S)
-        #: As the life of the run sees it that this process follows.
-        self._owner = Owner(self.store, self.path, next_life(self.store, self.path) - 1)
+        #: The claim of the run that this process follows.
+        self._owner = Owner(self.store, self.path, next_claim(self.store, self.path) - 1)
 
     def await_contact(self) -> None:
         """Wait until other commands can find the controller: it is in charge a little earlier."""
@@ -102,7 +102,7 @@ class Launched(Run):
         return create.remote(
             run_id=self.names.run_id,
             config=self.config.model_dump(mode="json"),
-            life=next_life(self.store, self.path),
+            claim=next_claim(self.store, self.path),
             token=secrets.token_hex(8),
         )
 
@@ -150,7 +150,7 @@ class Launched(Run):
 
         Raises:
             CapacityError: The cluster or the run is gone; says which step is safe in storage.
-            SupersededError: The run continues elsewhere; this life of it has ended.
+            SupersededError: The run continues elsewhere, under a newer claim.
         """
         while True:
             # During an outage of storage the run trains on: a summary is read later.
@@ -162,7 +162,7 @@ class Launched(Run):
             if (
                 status is None
                 and not self._has_controller()
-                # It may have ended because it saw first that another life took over.
+                # It may have ended because it saw the newer claim first.
                 and self._summary_of_ours(within_s=0.0) is None
             ):
                 raise CapacityError(

@@ -46,12 +46,12 @@ class Controller:
 
     Args:
         config: The resolved ``RunConfig`` as JSON.
-        life: The number of the life that starts or resumes the run under ``config``. Ray gives the
+        claim: Number of the claim that starts or resumes the run under ``config``. Ray gives the
             same arguments to every later incarnation.
-        token: Token of this life; no other has it.
+        token: Token of this claim; no other has it.
     """
 
-    def __init__(self, *, run_id: str, config: dict[str, Any], life: int, token: str) -> None:
+    def __init__(self, *, run_id: str, config: dict[str, Any], claim: int, token: str) -> None:
         with contextlib.suppress(PermissionError):
             # Ray's workers run at niceness 15; decisions must not queue behind training.
             os.setpriority(os.PRIO_PROCESS, 0, 0)
@@ -62,7 +62,7 @@ class Controller:
         self._self = ray.get_runtime_context().current_actor
         try:
             self._run = Run(
-                run_id=run_id, config=config, life=life, token=token, controller=self._self
+                run_id=run_id, config=config, claim=claim, token=token, controller=self._self
             )
         except StorageError as error:
             # An actor whose constructor raised is not started again, and the run would be lost.

@@ -60,14 +60,14 @@ class Run:
     """The effects of one run; ``Controller`` says the arguments."""
 
     def __init__(
-        self, *, run_id: str, config: dict[str, Any], life: int, token: str, controller: Any
+        self, *, run_id: str, config: dict[str, Any], claim: int, token: str, controller: Any
     ) -> None:
         self._events: asyncio.Queue[core.Event] = asyncio.Queue()
         self._config = RunConfig.model_validate(config)
         self._parts = Parts(
             run_id=run_id,
             config=self._config,
-            life=life,
+            claim=claim,
             token=token,
             controller=controller,
             post=self._events.put_nowait,
@@ -144,7 +144,7 @@ class Run:
                     )
 
     async def _watch_owner(self) -> None:
-        """End this life of the run when a later one owns its directory.
+        """End when a later claim on the run's directory counts.
 
         Its trainers and keepers look for themselves before they commit or delete anything.
         """
@@ -153,7 +153,7 @@ class Run:
         self._over.set()
 
     async def _owns(self) -> bool:
-        """Return whether nothing shows that another life owns the run directory."""
+        """Return whether nothing shows that another claim on the run directory counts."""
         try:
             await in_thread(STORAGE, self._parts.owner.require)
         except SupersededError as error:

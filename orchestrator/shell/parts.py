@@ -30,7 +30,7 @@ class Parts:
         *,
         run_id: str,
         config: RunConfig,
-        life: int,
+        claim: int,
         token: str,
         controller: Any,
         post: Callable[[Event], None],
@@ -40,10 +40,10 @@ class Parts:
         self.names = RunNames(run_id)
         self.rules = config.rules()
         self.store, self.path = open_store(config.run.directory)
-        self.owner = Owner(self.store, self.path, life)
+        self.owner = Owner(self.store, self.path, claim)
         spool = self.names.spool(ray.get_runtime_context().get_actor_id() or "")
         self.begun = storage.begin_incarnation(
-            self.store, self.path, config, life=life, token=token, spool=spool
+            self.store, self.path, config, claim_number=claim, token=token, spool=spool
         )
         self.state = self.begun.state
         self.token = storage.run_token(self.store, self.path)
@@ -102,7 +102,7 @@ class Parts:
                 boot={
                     **boot,
                     "controller": controller,
-                    "life": self.owner.life,
+                    "claim": self.owner.claim,
                     "notices": config.watched(),
                 },
             ),
@@ -126,7 +126,7 @@ class Parts:
             checkpoints=join(self.path, CHECKPOINTS),
             total_steps=config.train.steps,
         )
-        self.orders = Orders(self.nodes, self.owner.life)
+        self.orders = Orders(self.nodes, self.owner.claim)
         self.protection = ProtectionWatch(
             snapshots=self.snapshots, wanted=snapshot.tolerance if snapshot.every_steps else 0
         )

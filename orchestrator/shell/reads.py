@@ -55,7 +55,7 @@ class Reads:
                 memory=memory,
                 guards=plan.guards[rank] if plan.guards is not None else None,
                 parity=plan.rank_groups[rank] if plan.rank_groups is not None else (),
-                life=parts.owner.life,
+                claim=parts.owner.claim,
             )
             parts.workers.enter(worker, assignment, parts.capacity.gpu_ids(reservation))
 

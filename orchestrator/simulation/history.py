@@ -194,7 +194,7 @@ class History:
         self.expected = self._draw_ending()
         self._draw_script()
         self.neighbour: Neighbour | None = None
-        cluster.begin_life = self._begin_life
+        cluster.begin_claim = self._begin_claim
         self._draw_faults(apart, is_swarm=kinds is None)
         cluster.inbox.append(ev.ControllerStarted(at_s=0.0, incarnation=1))
 
@@ -293,11 +293,11 @@ class History:
         self.monitor.outcome = None
         self.expected = "completed"
         cluster.raises_at.clear()
-        cluster.storage.claim()
-        self._begin_life()
+        cluster.storage.claim_anew()
+        self._begin_claim()
 
-    def _begin_life(self) -> None:
-        """Begin the next life of the run by the journal of the last one."""
+    def _begin_claim(self) -> None:
+        """Resume the run under the next claim, by its journal."""
         cluster = self.cluster
         # The end of a run takes all that was in memory along, as no single fault does.
         self.num_faults += 1

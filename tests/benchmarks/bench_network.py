@@ -310,7 +310,7 @@ def second_cluster(scene: Scene) -> dict[str, Any]:
 
 
 def _resumed(run: NetworkRun, fault_s: float, before: dict[str, Any]) -> dict[str, Any]:
-    """Return what came of a run that was begun again in the directory of an older life."""
+    """Return what came of a run that was begun again in the directory of an older claim."""
     stored = _stored(run.directory)
     line = run.first(lambda x: x["attempt"] > before["attempt"], ORPHANS_S_MAX)
     old = max(x["step"] for x in run.lines() if x["attempt"] <= before["attempt"])

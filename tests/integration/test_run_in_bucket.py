@@ -166,8 +166,10 @@ def test_a_controller_that_dies_in_an_outage_leaves_its_lines(
     assert replay_run(url)["records"] >= num_records
 
 
-def test_no_two_lives_give_one_number_to_an_attempt(url: str, proxy: Proxy, tmp_path: Path) -> None:
-    """The journal lags, and the head is lost: the next life hears nothing of the last attempt."""
+def test_no_two_claimants_give_one_number_to_an_attempt(
+    url: str, proxy: Proxy, tmp_path: Path
+) -> None:
+    """The journal lags, and the head is lost: the next one hears nothing of the last attempt."""
     older = Journaled(config_at(url), fault_every=50, spool=str(tmp_path / "lost"))
     older.grow(200)
     eventually(lambda: sum(segment_sizes(*open_store(url))) == older.journal.journal_bytes)
@@ -177,7 +179,7 @@ def test_no_two_lives_give_one_number_to_an_attempt(url: str, proxy: Proxy, tmp_
         older.grow(older.seq + 60)
     proxy.faults = [Fault(method="PUT", within="journal/000001", times=10_000, status=503)]
 
-    newer = Journaled(config_at(url), life=2, spool=str(tmp_path / "other"))
+    newer = Journaled(config_at(url), claim=2, spool=str(tmp_path / "other"))
     newer.grow(newer.seq + 60)
 
     before = {number for number, _ in older.state.lineage}
@@ -198,8 +200,8 @@ def test_a_checkpoint_costs_four_requests_a_rank(url: str, proxy: Proxy) -> None
     store, path = open_store(url)
     table = ArenaTable(budget_bytes=1 << 30)
     table.fence(1, ((1, 0),))
-    claim(store, path, 1, {"token": "of-life-1"})
-    table.life = 1
+    claim(store, path, 1, {"token": "of-claim-1"})
+    table.claim = 1
     arenas = [table.reserve(f"w{rank:04d}.1", body_bytes=body_bytes(4)) for rank in range(4)]
     problems = Problems()
     persister = Persister(table, store, path, CheckpointSettings(keep=2), problems.note)
@@ -230,7 +232,7 @@ def test_a_checkpoint_costs_four_requests_a_rank(url: str, proxy: Proxy) -> None
     beside = len(proxy.seen) - len(versions)
     assert len(versions) <= 4 * num_ranks * num_versions
     assert beside <= 0.2 * num_ranks * num_versions * steps_each
-    assert proxy.count("GET", "lives") <= num_versions + 1, "one look at the owner for each commit"
+    assert proxy.count("GET", "claims") <= num_versions + 1, "one look at the owner for each commit"
     assert proxy.count("HEAD") == 0
     assert not problems.lines()
     assert len(read_appended(store, f"{path}/metrics/rank0.jsonl").splitlines()) == step

@@ -41,7 +41,7 @@ def test_every_promise_holds_in_every_history(first: int) -> None:
         pytest.param(60074386, id="a keeper that alone held a step dies before anything starts"),
         pytest.param(60059129, id="a late word costs a process whose keeper is away"),
         pytest.param(30197539, id="memory that alone held a step is lost before anything starts"),
-        pytest.param(30002126, id="what an old life deletes is gone after it was read"),
+        pytest.param(30002126, id="what an old claimant deletes is gone after it was read"),
         pytest.param(20169926, id="a keeper dies for good while no controller looks"),
         pytest.param(13127453, id="a keeper answers after its time, before anything starts"),
         pytest.param(87763, id="a keeper is away when newcomers load"),

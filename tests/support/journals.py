@@ -34,13 +34,13 @@ class Journaled:
 
     Args:
         config: Of the run.
-        life: The life of the run that begins under it.
+        claim: Number of the claim that begins under it.
         fault_every: Steps after which a worker crashes.
         spool: Where lines wait for a store that does not append.
     """
 
     config: RunConfig
-    life: int = 1
+    claim: int = 1
     fault_every: int = 300
     spool: str = ""
 
@@ -76,8 +76,8 @@ class Journaled:
             self.store,
             self.path,
             self.config,
-            life=self.life,
-            token=f"of-life-{self.life}",
+            claim_number=self.claim,
+            token=f"of-claim-{self.claim}",
             spool=self.spool,
         )
 

@@ -298,8 +298,8 @@ class Collector:
     holds (``reading``) is left for the next call. On storages without locks a checkpoint is first
     withdrawn, so that nobody opens it any more; a call at least ``grace_s`` later deletes it.
 
-    What the next life of the run resumes from is never deleted: it is at least as new as the newest
-    checkpoint here, because that life begins after ``require_owner`` was asked.
+    What the next claimant of the run resumes from is never deleted: it is at least as new as the
+    newest checkpoint here, because that one begins after ``require_owner`` was asked.
 
     It remembers what it saw, so that each checkpoint is looked at once. Not thread-safe.
 

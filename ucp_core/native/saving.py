@@ -355,7 +355,7 @@ def try_commit(
 
     Args:
         fsync: Make the manifest durable.
-        require_owner: Called before the manifest is written; it raises if the caller's life of the
+        require_owner: Called before the manifest is written; it raises if the caller's claim of the
             run no longer owns its directory (``ucp_core.storage.Owner``).
         known: Content of records by their files' names; they are not read again.
 

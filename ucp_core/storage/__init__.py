@@ -24,7 +24,7 @@ from ucp_core.storage.local import (
     within,
 )
 from ucp_core.storage.memory import MemoryStore
-from ucp_core.storage.ownership import RECENT_S, Owner, claim, next_life
+from ucp_core.storage.ownership import RECENT_S, Owner, claim, next_claim
 from ucp_core.storage.undoing import tidied, undone
 from ucp_core.storage.url import open_store
 
@@ -46,7 +46,7 @@ __all__ = [
     "is_local",
     "join",
     "may_reserve",
-    "next_life",
+    "next_claim",
     "open_file",
     "open_store",
     "read_all_appended",

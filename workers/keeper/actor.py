@@ -74,7 +74,7 @@ class Keeper:
         controller: Receives the reports.
         run_url: The run directory; "" keeps no snapshots.
         settings: What the run is configured to do; None keeps no snapshots.
-        life: Life of the run; orders may name a later one.
+        claim: Claim of the run on its directory; orders may name a later one.
         notices: Who may tell of the node's end, as for ``workers.keeper.notices.sources_of``.
     """
 
@@ -85,7 +85,7 @@ class Keeper:
         controller: Any,
         run_url: str = "",
         settings: Settings | None = None,
-        life: int = 0,
+        claim: int = 0,
         notices: Mapping[str, str] | None = None,
     ) -> None:
         end_with_parent()
@@ -112,7 +112,7 @@ class Keeper:
         # A search need not wait for the probe of a link that was lost before.
         self._probes = ThreadPoolExecutor(4)
         if run_url and settings is not None:
-            self._open_memory(run_url, settings, life)
+            self._open_memory(run_url, settings, claim)
 
     async def hello(self) -> dict[str, Any]:
         """Start the reports, once; return who this keeper is.
@@ -192,7 +192,7 @@ class Keeper:
     async def _call(thread: ThreadPoolExecutor, act: Callable[..., T], *arguments: Any) -> T:
         return await asyncio.get_running_loop().run_in_executor(thread, act, *arguments)
 
-    def _open_memory(self, run_url: str, settings: Settings, life: int) -> None:
+    def _open_memory(self, run_url: str, settings: Settings, claim: int) -> None:
         if not settings.snapshot.every_steps:
             return
         try:
@@ -202,7 +202,7 @@ class Keeper:
                 directory=self._directory,
                 run_url=run_url,
                 settings=settings,
-                life=life,
+                claim=claim,
             )
         except (OSError, UcpError, WorkerError) as error:
             # The node is still watched; state goes to storage.

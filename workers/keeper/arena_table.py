@@ -110,7 +110,7 @@ class ArenaTable:
         self._pins, self._num_pins = threading.Condition(), 0
         self.attempt = 0
         #: Of the run that the node trains for; 0 if nobody has said it.
-        self.life = 0
+        self.claim = 0
         self.lineage: tuple[tuple[int, int], ...] = ()
 
     def reserve(self, name: str, *, body_bytes: int) -> Arena:

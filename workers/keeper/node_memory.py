@@ -43,7 +43,7 @@ _NUM_MAX: Final = 32
 class NodeMemory:
     """A keeper's services for snapshots, beside its watch.
 
-    ``life`` is that of the run, until an order names a later one.
+    ``claim`` is that of the run, until an order names a later one.
 
     Attributes:
         secret: What peers and loaders have to prove that they know.
@@ -61,7 +61,7 @@ class NodeMemory:
         directory: Path,
         run_url: str,
         settings: Settings,
-        life: int = 0,
+        claim: int = 0,
     ) -> None:
         directory.mkdir(parents=True, exist_ok=True)
         store, path = open_store(run_url)
@@ -75,7 +75,7 @@ class NodeMemory:
             budget_bytes=self._budget.num_bytes,
             dead=partial(dead_workers, directory),
         )
-        self._table.life = life
+        self._table.claim = claim
         self._wire = WireServer(
             self._table,
             host=host,
@@ -131,7 +131,7 @@ class NodeMemory:
         if order.attempt < self._table.attempt:
             return False
         self._table.fence(order.attempt, order.lineage)
-        self._table.life = max(self._table.life, order.life)
+        self._table.claim = max(self._table.claim, order.claim)
         self._table.quarantine(order.bad)
         return True
 

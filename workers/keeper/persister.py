@@ -204,9 +204,9 @@ class Persister:
 
     def _require_owner(self, attempt: int) -> None:
         """Look who owns the directory, once in an attempt: parts of it harm nobody then."""
-        life = self._table.life
-        if life != self._owner.life:
-            self._owner, self._owned_attempt = Owner(self._store, self._directory, life), 0
+        claim = self._table.claim
+        if claim != self._owner.claim:
+            self._owner, self._owned_attempt = Owner(self._store, self._directory, claim), 0
         if attempt != self._owned_attempt:
             self._owner.require()
             self._owned_attempt = attempt

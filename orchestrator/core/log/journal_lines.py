@@ -129,10 +129,10 @@ def read(
 
 
 def without_late_lines(segments: Sequence[bytes]) -> list[bytes]:
-    """Return the segments without what an earlier life of the run wrote after a later one began.
+    """Return the segments without what an earlier claimant wrote after a later one began.
 
-    A life counts on from the last record that it found. A controller that nobody can reach may
-    append behind that until it sees that its life is over: what it decided holds for nobody.
+    A claimant counts on from the last record that it found. A controller that cannot be reached
+    may append behind that until it sees the newer claim: what it decided does not count.
 
     Args:
         segments: All of the journal, or its last ones, oldest first.

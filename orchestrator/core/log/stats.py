@@ -85,7 +85,7 @@ class RunStats:
         at_s = float(record["at_s"])
         if self._began_s is None:
             self._began_s = self._phase_since_s = at_s
-        # Between two lives of a run nobody knows what it had.
+        # It is unknown what the run had between two claims.
         if self._held and at_s > self._now_s and record["kind"] != "RunResumed":
             self.cost_usd += (at_s - self._now_s) * self.usd_per_hour / _HOUR_S
         self._now_s = max(self._now_s, at_s)

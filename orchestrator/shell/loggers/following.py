@@ -39,7 +39,7 @@ log = logging.getLogger(__name__)
 class Loggers:
     """The services that ``config.logging`` names. Without any it does nothing.
 
-    ``owner`` says whether this life of the run still owns the directory, which is ``path`` in
+    ``owner`` says whether this claim on the directory still counts, which is ``path`` in
     ``store``.
     """
 
@@ -88,7 +88,7 @@ class Loggers:
                     is_loaded = True
                 self._round(is_final=is_last and bool(self._outcome))
             except SupersededError:
-                # Another life of the run owns the directory, and writes the curve now.
+                # Another claim on the directory counts, and writes the curve now.
                 break
             except StorageError as error:
                 log.warning("metrics_not_read", extra={"error": str(error)})

@@ -14,11 +14,11 @@ NUM_OTHERS = 3
 
 
 class Orders:
-    """The last order to the keepers on ``nodes``, in the run's ``life``."""
+    """The last order to the keepers on ``nodes``, in the run's ``claim``."""
 
-    def __init__(self, nodes: Nodes, life: int) -> None:
+    def __init__(self, nodes: Nodes, claim: int) -> None:
         self._nodes = nodes
-        self._life = life
+        self._claim = claim
         self._last: OrderKeepers | None = None
 
     def give(self, order: OrderKeepers) -> None:
@@ -39,7 +39,7 @@ class Orders:
                 ),
                 parity=_parity_group(order, view.node, peers),
                 bad=bad_sources.on_node(order.bad, view.node),
-                life=self._life,
+                claim=self._claim,
                 others=self._others(view, order.nodes),
             )
             view.keeper.order.remote(told)

@@ -4,8 +4,8 @@ The first incarnation starts the run. A later one is a restart that continues fr
 it resumes a run that was over or had lost its cluster. A resume may bring other settings, so the
 settings of each are kept under the number of the incarnation that began with them.
 
-A start or resume with its restarts is one life of the run. It claims the run directory before it
-reads the journal; where a later life has done so, no incarnation begins.
+A start or resume, with its restarts, claims the run directory before it reads the journal; if there
+is a later claim, no incarnation begins.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from ucp_core.native import find_committed, last_attempt, newest_finite, unloada
 from ucp_core.storage import Store, claim, join
 
 #: Where lines are sent in the background, those of so many attempts may be lost with the head. The
-#: next life leaves out their numbers: the trainers of the last may write files of that name still.
+#: next claimant leaves out their numbers: trainers of the last may still write files of that name.
 UNSENT_ATTEMPTS = 100
 
 
@@ -59,25 +59,34 @@ class Incarnation:
 
 
 def begin_incarnation(
-    store: Store, run_path: str, config: RunConfig, *, life: int, token: str, spool: str = ""
+    store: Store,
+    run_path: str,
+    config: RunConfig,
+    *,
+    claim_number: int,
+    token: str,
+    spool: str = "",
 ) -> Incarnation:
     """Begin the next incarnation of the controller.
 
     Args:
-        life: The life that starts or resumes the run under ``config``. If its first incarnation
-            dies before it has journaled a whole record, the next one does so in its place.
-        token: Token of this life; no other claim has it.
+        claim_number: The claim that starts or resumes the run under ``config``. If its first
+            incarnation dies before it has journaled a whole record, the next one does so in its
+            place.
+        token: Token of this claim; no other has it.
         spool: Where an earlier incarnation may have left lines; see ``Sender``.
 
     Raises:
         JournalCorruptError: The journal cannot be folded.
-        SupersededError: Another life owns the directory.
+        SupersededError: Another claim on the directory counts.
     """
     now = datetime.fromtimestamp(wall_time(), UTC).isoformat(timespec="seconds")
     mine = {"token": token, "host": socket.gethostname(), "since": now}
     number = len(segment_sizes(store, run_path)) + 1
-    config_since = claim(store, run_path, life, {**mine, "incarnation": number})["incarnation"]
-    # Only now: what another life did before the claim is known.
+    config_since = claim(store, run_path, claim_number, {**mine, "incarnation": number})[
+        "incarnation"
+    ]
+    # Only now: what another claimant did before is known.
     if spool:
         send_rest(store, run_path, spool)
     sizes = segment_sizes(store, run_path)

@@ -39,7 +39,7 @@ class Monitor:
 
     def __init__(self) -> None:
         self.starts: list[tuple[int, int]] = []
-        # What the newest of them resumed from, and the life of the run that began it.
+        # What the newest of them resumed from, and the claim under which it began.
         self.named, self.named_by = (0, 0), 1
         self.last_step = 0
         self.fence_began_s = 0.0
@@ -66,7 +66,7 @@ class Monitor:
         self.is_state_gone = False
         self.is_unkept = False
         self.found_damaged: set[tuple[int, int]] = set()
-        # What was deleted by requests that a life sent while it owned the directory.
+        # What was deleted by requests sent while their claim counted.
         self.deleted_rightly: set[tuple[int, int]] = set()
         self.cut_off: dict[int, bool] = {}
         # What the machine was told of: damaged sources, and who could not read which.
@@ -124,19 +124,19 @@ class Monitor:
         self._check_resume(world, action)
         self.starts.append((number, action.resume_step))
         self.named = (action.resume_step, action.resume_attempt)
-        self.named_by = world.storage.life
+        self.named_by = world.storage.claim
         if list(action.lineage) != self.starts:
             raise Violation(f"S3: lineage {action.lineage}")
         self.last_step = action.resume_step
 
-    def deleted(self, version: tuple[int, int], *, life: int, owner: int) -> None:
-        """Check that the retention of a life leaves what a newer one resumed from.
+    def deleted(self, version: tuple[int, int], *, claim: int, owner: int) -> None:
+        """Check that the retention under a claim leaves what a newer one resumed from.
 
-        ``owner`` is the life that owned the directory when the request was sent.
+        ``owner`` is the claim that counted when the request was sent.
         """
-        is_named = version == self.named and life < self.named_by
-        require(not is_named, "S2", f"{version} is deleted, from which a newer life resumed")
-        if life == owner:
+        is_named = version == self.named and claim < self.named_by
+        require(not is_named, "S2", f"{version} is deleted, from which a newer claimant resumed")
+        if claim == owner:
             self.deleted_rightly.add(version)
 
     def failed_without_state(self, world: World) -> bool:
@@ -152,7 +152,7 @@ class Monitor:
             if not world.storage.commits[v].damaged
             and stored_source(*v) not in world.damaged
             and stored_source(*v) not in left_out
-            # The last request of a life that is superseded may land when all was read.
+            # The last request of a superseded claimant may land when all was read.
             and world.storage.commits[v].landed_s <= self.heard_s
         ]
         require(bool(world.storage.commits), "L1", "nothing was committed, and the run failed")
@@ -237,7 +237,7 @@ class Monitor:
         self._check_unreached(action.unreached)
         at = (action.resume_step, action.resume_attempt)
         commits, landed_s = world.storage.commits, world.memory.landed_s
-        # The last request of a life that is superseded may land when all was read.
+        # The last request of a superseded claimant may land when all was read.
         exists = at == (0, 0) or at in commits or at in landed_s or at in self.deleted_rightly
         require(exists, "S2", f"attempt {action.attempt} from {at}: no such")
         is_valid = at == (0, 0) or self.counts(*at)

@@ -374,7 +374,7 @@ def _restart_controller(cluster: SimCluster, incarnation: int) -> None:
 
 
 def lose_head(cluster: SimCluster, rng: Random) -> None:
-    """The head's machine goes, and the run begins its next life on a second cluster.
+    """The head's machine goes, and the run resumes on a second cluster.
 
     The old trainers and keepers cannot be reached, and train on.
     """
@@ -389,16 +389,16 @@ def lose_head(cluster: SimCluster, rng: Random) -> None:
     # A fenced worker waits for an attempt that never starts.
     if attempt is not None and cluster.present(attempt) is not None and attempt.formed:
         Orphans(cluster, attempt, rng).train_on()
-    cluster.at(0.1 + 4 * rng.random(), _begin_life, cluster)
+    cluster.at(0.1 + 4 * rng.random(), _begin_claim, cluster)
 
 
-def _begin_life(cluster: SimCluster) -> None:
-    cluster.storage.claim()
+def _begin_claim(cluster: SimCluster) -> None:
+    cluster.storage.claim_anew()
     # What was committed by now is not to be lost.
     cluster.monitor.left(cluster, cluster.monitor.attempt)
     cluster.monitor.yielded = None
     cluster.is_headless = False
-    cluster.begin_life()
+    cluster.begin_claim()
 
 
 def end_everything(cluster: SimCluster) -> None:

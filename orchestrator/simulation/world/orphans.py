@@ -1,7 +1,7 @@
-"""A life of the run whose head is lost: its trainers and keepers commit and delete on their own.
+"""A run whose head is lost: its trainers and keepers commit and delete on their own.
 
 Each looks who owns the directory before it commits, and once more when it knows what to delete. The
-request that follows may still be under way when another life claims the directory.
+request that follows may still be under way when the directory is claimed again.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ class Orphans:
     def __init__(self, world: World, attempt: SimAttempt, rng: Random) -> None:
         self._world = world
         self._rng = rng
-        self._life = world.storage.life
+        self._claim = world.storage.claim
         self._attempt, self._lineage = attempt.number, attempt.lineage
         self._every, self._keep = attempt.store_every, rng.randint(1, 3)
         self._step = attempt.step
@@ -36,7 +36,7 @@ class Orphans:
         self._step = min(before + self._every, total_steps)
         # A bug of the training code ends them.
         is_sound = not self._world.raises_at.keys() & range(before + 1, self._step + 1)
-        if is_sound and self._world.storage.owns(self._life):
+        if is_sound and self._world.storage.owns(self._claim):
             self._world.at(_UNDER_WAY_S * self._rng.random(), self._commit, self._step)
             self.train_on()
 
@@ -44,11 +44,11 @@ class Orphans:
         world = self._world
         world.storage.commit(step, self._attempt, world.now_s)
         doomed = world.storage.older(self._lineage, keep=self._keep)
-        if world.storage.owns(self._life):
-            owner = world.storage.life
+        if world.storage.owns(self._claim):
+            owner = world.storage.claim
             world.at(_UNDER_WAY_S * self._rng.random(), self._delete, doomed, owner)
 
     def _delete(self, doomed: list[tuple[int, int]], owner: int) -> None:
         for version in doomed:
-            self._world.monitor.deleted(version, life=self._life, owner=owner)
+            self._world.monitor.deleted(version, claim=self._claim, owner=owner)
             self._world.storage.commits.pop(version, None)

@@ -21,22 +21,22 @@ class Storage:
     """All versions that are committed; none is ever overwritten (S2).
 
     Attributes:
-        life: The one that owns the run directory.
+        claim: The newest claim on the run directory.
         back_s: Before then every read and write hangs.
     """
 
     def __init__(self) -> None:
         self.back_s = 0.0
         self.commits: dict[tuple[int, int], Commit] = {}
-        self.life = 1
+        self.claim = 1
 
-    def claim(self) -> None:
-        """Begin the next life of the run."""
-        self.life += 1
+    def claim_anew(self) -> None:
+        """Claim the run directory anew."""
+        self.claim += 1
 
-    def owns(self, life: int) -> bool:
-        """Return whether no later life has claimed the directory."""
-        return life == self.life
+    def owns(self, claim: int) -> bool:
+        """Return whether there is no later claim."""
+        return claim == self.claim
 
     def commit(self, step: int, attempt: int, now_s: float) -> None:
         """Land a version; doing it again changes nothing."""

@@ -64,8 +64,8 @@ class Observer(Protocol):
     def all_yielded(self, attempt: int, step: int) -> None:
         """Note that all members leave together."""
 
-    def deleted(self, version: tuple[int, int], *, life: int, owner: int) -> None:
-        """Check what the retention of a life deletes."""
+    def deleted(self, version: tuple[int, int], *, claim: int, owner: int) -> None:
+        """Check what the retention under a claim deletes."""
 
     def reading(self, action: act.ReadCommitted, now_s: float) -> None:
         """Note when a read is answered, and check what it leaves out."""
@@ -106,9 +106,9 @@ class World:
         self.incarnation = 0
         self.num_incarnations = 1
         self.controller_up = True
-        # Whether the head is lost, and what begins the next life of the run elsewhere.
+        # Whether the head is lost, and what resumes the run elsewhere.
         self.is_headless = False
-        self.begin_life: Callable[[], None] = lambda: None
+        self.begin_claim: Callable[[], None] = lambda: None
         self.is_watched = False
         self.inbox: list[ev.Event] = []
         self.nodes: dict[str, SimNode] = {}

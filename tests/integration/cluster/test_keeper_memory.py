@@ -126,7 +126,7 @@ class _Keeper:
         self.hello()
 
     def hello(self) -> dict[str, Any]:
-        """Return what it says, of its next life if it was killed."""
+        """Return what it says, of its next process if it was killed."""
         import ray
 
         end_s = time.monotonic() + 240.0

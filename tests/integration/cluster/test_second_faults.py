@@ -58,8 +58,8 @@ def test_second_process_dies_in_each_phase_of_recovery(
 ) -> None:
     """What is half done belongs to an attempt that is over: nothing of it may be counted.
 
-    After the workers the controller dies: its next life folds the journal, finds who lives, and
-    finishes what was begun.
+    After the workers the controller dies: its next incarnation folds the journal, finds who lives,
+    and finishes what was begun.
     """
     run = begin_endless(**PACED)
     before = reach(run, 5, workers=4)
@@ -79,7 +79,7 @@ def test_second_process_dies_in_each_phase_of_recovery(
 def test_a_controller_that_dies_while_a_run_ends_leaves_nobody_behind(
     begin_endless: Callable[..., Launched],
 ) -> None:
-    """The next life finds a run that is over, and has met nobody whom it could end."""
+    """The next incarnation finds a run that is over, and has met nobody whom it could end."""
     run = begin_endless(workers__max=2, **PACED)
     before = reach(run, 5, workers=2)
     pids = [row["pid"] for row in before["workers"]]

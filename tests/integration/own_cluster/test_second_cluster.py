@@ -66,7 +66,7 @@ def _kill_head(host_pid: int) -> None:
 
 @pytest.mark.chaos
 def test_the_first_cluster_destroys_nothing_of_the_second(command: Command) -> None:
-    """Seen: its trainers committed on, their retention deleted the step that the new life had
+    """Seen: its trainers committed on, their retention deleted the step that the new claimant had
     named, and 4,070 committed steps were begun anew from step 0.
     """
     command.start("--detach").communicate(timeout=240)
@@ -91,7 +91,7 @@ def test_the_first_cluster_destroys_nothing_of_the_second(command: Command) -> N
     claim(*open_store(command.directory), 3, {"token": "of the third", "host": "third-head"})
     _, errors = second.communicate(timeout=240)
     assert second.returncode == 4, errors
-    assert "its life 3 began at" in errors
+    assert "claim 3 was made at" in errors
     assert "third-head" in errors
     assert not Path(command.directory, "summary.json").exists()
     wait(lambda: len(command.clusters()) <= 1, "the second cluster ends with its command")

@@ -92,7 +92,7 @@ class StorageWriter:
         fenced: Callable[[], bool],
         moved: Callable[[int], None],
     ) -> None:
-        self._owner = Owner(store, directory, assignment.life)
+        self._owner = Owner(store, directory, assignment.claim)
         self._store = _FencedStore(store, fenced, assignment.attempt, moved)
         self._line_store = _FencedStore(store, self._is_closed_to_lines, assignment.attempt, moved)
         self._late_until_s = float("-inf")
@@ -129,7 +129,7 @@ class StorageWriter:
         remember it.
 
         Raises:
-            SupersededError: A later life of the run owns the directory.
+            SupersededError: A later claim on the directory counts.
         """
         self.append_text(path, json.dumps(line))
 
@@ -150,7 +150,7 @@ class StorageWriter:
 
         Raises:
             AbortedError: The attempt was fenced.
-            SupersededError: A later life of the run owns the directory.
+            SupersededError: A later claim on the directory counts.
         """
         try:
             self._owner.require(within_s=RECENT_S)
@@ -351,7 +351,7 @@ class StorageWriter:
             return
         assignment = self._assignment
         checkpoints = join(self._directory, CHECKPOINTS)
-        # One look in an attempt is enough for parts: no later life gives the number of this
+        # One look in an attempt is enough for parts: no later claimant gives the number of this
         # attempt to one of its own, so it writes no files of these names.
         self._owner.require(within_s=math.inf)
         self._write_lines()

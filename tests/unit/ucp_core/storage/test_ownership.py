@@ -1,4 +1,4 @@
-"""One life of a run owns its directory, and every other learns it from storage alone."""
+"""One claim on a run's directory counts, and every other claimant learns it from storage alone."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from ucp_core.errors import StorageError, SupersededError
-from ucp_core.storage import RECENT_S, LocalStore, MemoryStore, Owner, Store, claim, next_life
+from ucp_core.storage import RECENT_S, LocalStore, MemoryStore, Owner, Store, claim, next_claim
 
 
 @pytest.fixture(params=[LocalStore, MemoryStore])
@@ -22,19 +22,19 @@ def _record(token: str) -> dict[str, str]:
     return {"token": token, "host": f"head-of-{token}", "since": "2026-01-01T00:00:00+00:00"}
 
 
-def test_the_newest_life_owns_the_directory(place: tuple[Store, str]) -> None:
+def test_the_newest_claim_owns_the_directory(place: tuple[Store, str]) -> None:
     """The older one learns who has it, since when and where to look."""
     store, run = place
-    assert next_life(store, run) == 1
+    assert next_claim(store, run) == 1
     claim(store, run, 1, _record("a"))
     older = Owner(store, run, 1)
     older.require()
 
-    assert next_life(store, run) == 2
+    assert next_claim(store, run) == 2
     claim(store, run, 2, _record("b"))
 
     Owner(store, run, 2).require()
-    with pytest.raises(SupersededError, match=r"life 2 began at 2026.* on head-of-b"):
+    with pytest.raises(SupersededError, match=r"claim 2 was made at 2026.* on head-of-b"):
         older.require()
     with pytest.raises(SupersededError):
         claim(store, run, 1, _record("a"))
@@ -65,7 +65,7 @@ def test_a_restarted_controller_claims_again_what_it_has(place: tuple[Store, str
     claim(store, run, 1, {**_record("a"), "incarnation": 4})
 
     assert claim(store, run, 1, {**_record("a"), "incarnation": 6})["incarnation"] == 4
-    assert next_life(store, run) == 2
+    assert next_claim(store, run) == 2
 
 
 class _Counting(MemoryStore):

@@ -373,21 +373,21 @@ def test_storage_gets_what_training_leaves(persisting: Persisting) -> None:
         assert os.getpriority(os.PRIO_PROCESS, 0) == own
 
 
-def test_a_keeper_of_a_superseded_life_stores_and_deletes_nothing_more(
+def test_a_keeper_of_a_superseded_claim_stores_and_deletes_nothing_more(
     table: ArenaTable, problems: Problems, persisting: Persisting
 ) -> None:
     """Its trainers do not know yet and save on. It says who has the directory."""
     arenas, store = _arenas(table), MemoryStore()
     claim(store, "run", 1, {"token": "a"})
     table.fence(1, ((1, 0),))
-    table.life = 1
+    table.claim = 1
     with persisting(store, keep=1) as persister:
         _save(table, arenas, 7)
         assert eventually(lambda: _has_stored(persister, 7))
         claim(store, "run", 2, {"token": "b", "host": "head-of-b"})
         _save(table, arenas, 8)
 
-        assert eventually(lambda: any("life 2" in line for line in problems.lines()))
+        assert eventually(lambda: any("claim 2" in line for line in problems.lines()))
         persister.close()
     _check_stored(store, 7)
     assert not store.exists("run/checkpoints/step-00000008/manifest.json")
@@ -396,12 +396,12 @@ def test_a_keeper_of_a_superseded_life_stores_and_deletes_nothing_more(
 def test_a_restarted_keeper_looks_before_it_writes_a_part(
     table: ArenaTable, problems: Problems, persisting: Persisting
 ) -> None:
-    """The newer life may have given the same number to an attempt of its own."""
+    """The newer claimant may have given the same number to an attempt of its own."""
     store = MemoryStore()
     claim(store, "run", 1, {"token": "a"})
     claim(store, "run", 2, {"token": "b"})
-    table.life = 1
+    table.claim = 1
     with persisting(store):
         _save(table, _arenas(table), 7)
-        assert eventually(lambda: any("life 2" in line for line in problems.lines()))
+        assert eventually(lambda: any("claim 2" in line for line in problems.lines()))
     assert store.list("run/checkpoints") == ()

@@ -54,8 +54,8 @@ def test_a_torn_last_line_is_left_out(cut: int) -> None:
     assert list(read([journal[:-cut]])) == whole[:-1]
 
 
-def test_each_life_may_have_torn_its_own_last_line() -> None:
-    """A segment per life: the next life writes a new file and never repairs the old one."""
+def test_each_claim_may_have_torn_its_own_last_line() -> None:
+    """A segment per incarnation: the next one writes a new file and never repairs the old one."""
     journal, state = _journal()
     lines = journal.splitlines(keepends=True)
     segments = [b"".join(lines[:3]) + b'{"v":1,"seq', b"".join(lines[3:])]

@@ -48,13 +48,13 @@ def test_an_incarnation_begins_alike_from_the_compacted_and_from_the_whole_journ
     run: Journaled,
 ) -> None:
     """State, numbers and place in the journal: a controller has nothing else."""
-    life = run.begin()
+    begun = run.begin()
     whole = _whole(run)
 
-    assert life.compacted_bytes > 0 == whole.compacted_bytes
-    assert _same(life, whole)
-    assert repr((life.state, life.stats)) == repr((run.state, run.stats))
-    assert len(life.stats.incidents) > life.num_incidents_written > 0
+    assert begun.compacted_bytes > 0 == whole.compacted_bytes
+    assert _same(begun, whole)
+    assert repr((begun.state, begun.stats)) == repr((run.state, run.stats))
+    assert len(begun.stats.incidents) > begun.num_incidents_written > 0
 
 
 def test_later_lives_and_torn_lines_are_behind_it(run: Journaled) -> None:
@@ -64,11 +64,11 @@ def test_later_lives_and_torn_lines_are_behind_it(run: Journaled) -> None:
     later = Journaled(run.config)
     later.is_compacting = False
     later.grow(240)
-    life = later.begin()
+    begun = later.begin()
 
-    assert life.compacted_bytes > 0
-    assert repr(life.state) == repr(later.state)
-    assert _same(life, _whole(later))
+    assert begun.compacted_bytes > 0
+    assert repr(begun.state) == repr(later.state)
+    assert _same(begun, _whole(later))
 
 
 def _edit(change: Callable[[Any], None]) -> Callable[[Path], None]:
@@ -140,41 +140,43 @@ def test_what_cannot_be_relied_on_is_not_used(
     monkeypatch.setattr(compaction_file, "SPACING_BYTES", 1)
     harm(Path(run.path))
     with caplog.at_level(logging.WARNING):
-        life = run.begin()
+        begun = run.begin()
 
-    assert life.compacted_bytes == 0
+    assert begun.compacted_bytes == 0
     assert [record.message for record in caplog.records] == ["compacted_journal_not_used"]
     monkeypatch.undo()
     if Path(run.path, "compacted.json").is_dir():
         Path(run.path, "compacted.json").rmdir()
     else:
         Path(run.path, "compacted.json").unlink()
-    assert _same(life, run.begin())
+    assert _same(begun, run.begin())
 
 
 def test_settings_of_now_fold_what_was_decided_since_then(run: Journaled) -> None:
     """A run that is resumed with other settings keeps its numbers and no decision."""
     config = config_at(Path(run.path), "workers.max=2")
-    again = Journaled(config, life=2)
+    again = Journaled(config, claim=2)
     again.is_compacting = False
     again.grow(300)
-    life = again.begin()
+    begun = again.begin()
 
-    assert life.compacted_bytes == 0, "the journal compacted under the settings of then was used"
-    assert repr((life.state, life.stats)) == repr((again.state, again.stats))
+    assert begun.compacted_bytes == 0, "the journal compacted under the settings of then was used"
+    assert repr((begun.state, begun.stats)) == repr((again.state, again.stats))
     again.compact()
-    assert again.begin().compacted_bytes == life.journal_bytes
-    assert [each.kind for each in life.stats.incidents].count("resume") == 1
+    assert again.begin().compacted_bytes == begun.journal_bytes
+    assert [each.kind for each in begun.stats.incidents].count("resume") == 1
 
 
 def test_a_run_resumes_from_its_compacted_journal(run: Journaled) -> None:
     """Numbers of attempts, workers and reservations go on; old settings say what they are."""
     run.compact()
-    run.life = 2
-    life = run.begin()
-    first = life.first
+    run.claim = 2
+    begun = run.begin()
+    first = begun.first
     assert isinstance(first, RunResumed)
-    assert life.compacted_bytes == 0, "what was marked under the settings of then spares it nothing"
+    assert begun.compacted_bytes == 0, (
+        "what was marked under the settings of then spares it nothing"
+    )
     Path(run.path, "compacted.json").unlink()
     whole = run.begin().first
     assert isinstance(whole, RunResumed)

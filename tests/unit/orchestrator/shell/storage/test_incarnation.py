@@ -43,14 +43,14 @@ def test_a_resume_of_which_half_a_line_is_left_is_done_again(tmp_path: Path) -> 
     run = Journaled(config_at(tmp_path))
     run.grow(60)
     resumed = config_at(tmp_path, "workers.max=3")
-    run.config, run.life = resumed, 2
+    run.config, run.claim = resumed, 2
     run.begin()
     _tear(run, 2)
     begun = run.begin()
 
     assert isinstance(begun.first, RunResumed)
     assert begun.first.lineage == run.state.lineage
-    again = Journaled(resumed, life=2)
+    again = Journaled(resumed, claim=2)
     again.grow(120)
     assert isinstance(again.begin().first, ControllerStarted), "it is not resumed twice"
     assert replay_run(run.path)["same_decisions"]
@@ -105,7 +105,7 @@ def test_a_resumed_run_numbers_its_attempts_behind_those_of_a_script_alone(tmp_p
     known = run.state.attempt.number
     _save(tmp_path, step=90, attempt=known + 2)
 
-    Journaled(config_at(tmp_path), life=2)
+    Journaled(config_at(tmp_path), claim=2)
 
     assert _resumed(tmp_path, number=1)[0] == known + 2
 
@@ -114,7 +114,7 @@ def test_a_bug_report_is_the_journal_and_the_settings_of_each_resume(tmp_path: P
     """As CONTRIBUTING says: the rest of a run directory may be large, or nobody else's business."""
     run = Journaled(config_at(tmp_path / "run"))
     run.grow(60)
-    Journaled(config_at(tmp_path / "run", "workers.max=3"), life=2).grow(120)
+    Journaled(config_at(tmp_path / "run", "workers.max=3"), claim=2).grow(120)
     for name in ("journal", "settings"):
         shutil.copytree(Path(run.path, name), tmp_path / "report" / name)
 
@@ -124,15 +124,15 @@ def test_a_bug_report_is_the_journal_and_the_settings_of_each_resume(tmp_path: P
     assert answer["records"] >= 120
 
 
-def test_a_life_that_was_superseded_begins_no_incarnation(tmp_path: Path) -> None:
+def test_a_claim_that_was_superseded_begins_no_incarnation(tmp_path: Path) -> None:
     """Ray restarts the controller of a cluster that nobody could reach: the run is elsewhere."""
     older = Journaled(config_at(tmp_path))
     older.grow(60)
-    newer = Journaled(config_at(tmp_path), life=2)
+    newer = Journaled(config_at(tmp_path), claim=2)
     newer.grow(120)
     journal = sorted(path.name for path in Path(newer.path, "journal").iterdir())
 
-    with pytest.raises(SupersededError, match="life 2 began"):
+    with pytest.raises(SupersededError, match="claim 2 was made"):
         older.begin()
 
     assert isinstance(newer.begin().first, ControllerStarted)
@@ -147,18 +147,18 @@ def test_what_a_superseded_controller_journals_counts_for_nobody(
     older = Journaled(config_at(tmp_path), fault_every=50)
     older.is_compacting = is_compacting
     older.grow(300)
-    newer = Journaled(config_at(tmp_path), life=2, fault_every=50)
+    newer = Journaled(config_at(tmp_path), claim=2, fault_every=50)
     newer.grow(newer.seq + 1)
     older.grow(older.seq + 8)
     newer.grow(newer.seq + 200)
     if is_compacting:
         older.compact()
 
-    again = Journaled(config_at(tmp_path), life=2, fault_every=50)
+    again = Journaled(config_at(tmp_path), claim=2, fault_every=50)
     assert again.seq > newer.seq > older.seq
     assert again.state.attempt.number == newer.state.attempt.number
     again.grow(again.seq + 20)
-    assert Journaled(config_at(tmp_path), life=3).state.lineage[:-1] == again.state.lineage
+    assert Journaled(config_at(tmp_path), claim=3).state.lineage[:-1] == again.state.lineage
     assert replay_run(str(tmp_path))["same_decisions"]
     numbers = [record["seq"] for record in read_run(str(tmp_path)).journal]
     assert numbers == sorted(set(numbers))
@@ -172,7 +172,7 @@ def test_a_resume_goes_back_to_the_newest_finite_version_if_it_is_told_to(tmp_pa
     for step in (10, 20):
         save(store, small_state(), step=step, root=root)
     save_not_finite(store, small_state(), step=30, sound_step=19, root=root)
-    run.config, run.life = config_at(tmp_path, "run.resume_from=finite"), 2
+    run.config, run.claim = config_at(tmp_path, "run.resume_from=finite"), 2
     first = run.begin().first
 
     assert isinstance(first, RunResumed)

@@ -13,7 +13,7 @@ from ucp_core.storage import open_store
 
 
 def test_a_run_has_one_token_that_only_its_owner_reads(tmp_path: Path) -> None:
-    """A restarted controller and the next life ask again, and the user's umask may be wide."""
+    """A restarted controller and the next claimant ask again, and the user's umask may be wide."""
     url = str(tmp_path / "run")
     before = os.umask(0)
     try:

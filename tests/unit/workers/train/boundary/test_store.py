@@ -29,7 +29,7 @@ def storing(
     rank: int = 0,
     num_workers: int = 1,
     keep: int = 0,
-    life: int = 0,
+    claim: int = 0,
     moved: Callable[[int], None] = lambda _: None,
 ) -> StorageWriter:
     assignment = Assignment(
@@ -41,7 +41,7 @@ def storing(
         resume_step=0,
         resume_attempt=0,
         lineage=((1, 0),),
-        life=life,
+        claim=claim,
     )
     return StorageWriter(
         store=store,
@@ -306,11 +306,11 @@ def test_a_storage_that_refuses_stops_the_training() -> None:
     assert background.close()
 
 
-def test_a_rank_of_a_superseded_life_commits_collects_and_logs_nothing_more() -> None:
+def test_a_rank_of_a_superseded_claim_commits_collects_and_logs_nothing_more() -> None:
     """Its cluster is out of reach and trains on: storage says that the run goes on elsewhere."""
     store, fenced = MemoryStore(), threading.Event()
     claim(store, "run", 1, {"token": "a"})
-    writer = storing(store, fenced, keep=1, life=1)
+    writer = storing(store, fenced, keep=1, claim=1)
     for step in (1, 2):
         writer.save(state(step))
         writer.wait_committed(step, timeout_s=10)
@@ -318,9 +318,9 @@ def test_a_rank_of_a_superseded_life_commits_collects_and_logs_nothing_more() ->
     before = store.list("run/checkpoints")
 
     writer.save(state(3))
-    with pytest.raises(SupersededError, match="life 2"):
+    with pytest.raises(SupersededError, match="claim 2"):
         writer.wait_committed(3, timeout_s=10)
-    with pytest.raises(SupersededError, match="life 2"):
+    with pytest.raises(SupersededError, match="claim 2"):
         writer.append("metrics/rank0.jsonl", {"step": 3})
 
     assert writer.close()
@@ -334,7 +334,7 @@ def test_lines_alone_tell_a_rank_that_it_is_superseded() -> None:
     store, fenced = MemoryStore(), threading.Event()
     claim(store, "run", 1, {"token": "a"})
     claim(store, "run", 2, {"token": "b"})
-    writer = storing(store, fenced, life=1)
+    writer = storing(store, fenced, claim=1)
 
     def append_on() -> None:
         deadline_s = time.monotonic() + 60

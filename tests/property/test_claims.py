@@ -1,7 +1,7 @@
-"""Two and three lives of one run on one directory, call by call in any order.
+"""Two and three claimants of one run on one directory, call by call in any order.
 
-Each life is a thread that commits, collects and resumes as trainers, keepers and controllers do; it
-waits at every call of the store until the drawn schedule lets it go on. What a life resumes from is
+Each is a thread that commits, collects and resumes as trainers, keepers and controllers do; it
+waits at every call of the store until the drawn schedule lets it go on. What one resumes from is
 never lost, whatever the older ones do meanwhile.
 """
 
@@ -20,7 +20,7 @@ from hypothesis import strategies as st
 from tests.support.checkpoints import local_tensors, random_sharding, small_state
 from ucp_core.errors import SupersededError
 from ucp_core.native import checkpoint_name, collect_garbage, find_committed, save_rank
-from ucp_core.storage import MemoryStore, Owner, claim, join, next_life
+from ucp_core.storage import MemoryStore, Owner, claim, join, next_claim
 
 RUN = "run"
 CHECKPOINTS = "run/checkpoints"
@@ -101,42 +101,42 @@ class TurnStore(MemoryStore):
 
 
 class World:
-    """What the lives of a run share, and the books that are kept of it."""
+    """What the claimants of a run share, and the books that are kept of it."""
 
     def __init__(self, schedule: list[int], *, looks: bool) -> None:
         self.store = TurnStore(schedule)
         self.looks = looks
-        #: By life: ``(attempt, resume_step)`` of all attempts, as its part of the journal has it.
+        #: By number: ``(attempt, resume_step)`` of all attempts, as its part of the journal has it.
         self.journal: dict[int, tuple[tuple[int, int], ...]] = {0: ()}
-        #: By life: what it was told is committed, and that of older lives when it had claimed.
+        #: By number: what it was told is committed, and older claimants when it claimed.
         self.reported: dict[int, int] = {}
         self.known: dict[int, int] = {}
-        #: The life that began last, and what it resumed from.
+        #: The claimant that began last, and what it resumed from.
         self.newest = (0, 0)
 
     def live(self, token: str, *, num_steps: int, keep: int) -> None:
-        """Be a life of the run: claim, resume, then commit and collect until superseded."""
+        """Be a claimant: claim, resume, then commit and collect until superseded."""
         with suppress(SupersededError):
-            life = next_life(self.store, RUN)
-            claim(self.store, RUN, life, {"token": token})
-            self.known[life] = max(
-                (step for one, step in self.reported.items() if one < life), default=0
+            number = next_claim(self.store, RUN)
+            claim(self.store, RUN, number, {"token": token})
+            self.known[number] = max(
+                (step for one, step in self.reported.items() if one < number), default=0
             )
-            owner = Owner(self.store, RUN, life)
-            self._train(life, owner.require if self.looks else _nothing, num_steps, keep)
+            owner = Owner(self.store, RUN, number)
+            self._train(number, owner.require if self.looks else _nothing, num_steps, keep)
 
     def _train(
-        self, life: int, require_owner: Callable[[], None], num_steps: int, keep: int
+        self, number: int, require_owner: Callable[[], None], num_steps: int, keep: int
     ) -> None:
-        before = self.journal[max(one for one in self.journal if one < life)]
+        before = self.journal[max(one for one in self.journal if one < number)]
         found = find_committed(self.store, CHECKPOINTS, lineage=before)
         begin = found.step if found is not None else 0
-        # Ranks look when they enter an attempt: a newer life may have moved on meanwhile.
+        # Ranks look when they enter an attempt: a newer claimant may have moved on meanwhile.
         require_owner()
-        assert begin >= self.known[life], "what an older life was told is committed is lost"
+        assert begin >= self.known[number], "what an older claimant was told is committed is lost"
         attempt = len(before) + 1
-        lineage = self.journal[life] = (*before, (attempt, begin))
-        self.newest = max(self.newest, (life, begin))
+        lineage = self.journal[number] = (*before, (attempt, begin))
+        self.newest = max(self.newest, (number, begin))
         for step in range(begin + 1, begin + 1 + num_steps):
             saved = save_rank(
                 self.store,
@@ -152,8 +152,8 @@ class World:
                 fsync=False,
                 require_owner=require_owner,
             )
-            if saved.committed and self.newest[0] == life:
-                self.reported[life] = step
+            if saved.committed and self.newest[0] == number:
+                self.reported[number] = step
             collect_garbage(
                 self.store, CHECKPOINTS, keep=keep, lineage=lineage, require_owner=require_owner
             )
@@ -164,7 +164,7 @@ def _nothing() -> None:
 
 
 def _lived(schedule: list[int], lengths: list[int], keep: int, *, looks: bool = True) -> World:
-    """Let lives of so many steps live at once; return what is left."""
+    """Let claimants of so many steps train at once; return what is left."""
     world = World(schedule, looks=looks)
     world.store.run(
         {
@@ -187,17 +187,17 @@ def _newest_step(world: World) -> int:
     lengths=st.lists(st.integers(min_value=1, max_value=6), min_size=2, max_size=3),
     keep=st.integers(min_value=1, max_value=2),
 )
-def test_what_a_life_resumes_from_outlives_the_lives_before(
+def test_what_a_claim_resumes_from_outlives_the_lives_before(
     turns: list[tuple[int, int]], lengths: list[int], keep: int
 ) -> None:
-    """Whatever they do at whatever moment, the newest life finds what it began from, or its own."""
+    """Whatever they do and when, the newest claimant finds what it began from, or its own."""
     world = _lived([number for number, num in turns for _ in range(num)], lengths, keep)
-    life, begin = world.newest
+    number, begin = world.newest
 
-    assert _newest_step(world) >= max(begin, world.reported.get(life, 0))
+    assert _newest_step(world) >= max(begin, world.reported.get(number, 0))
 
 
-def test_lives_that_do_not_look_lose_what_was_committed() -> None:
+def test_claims_that_do_not_look_lose_what_was_committed() -> None:
     """As it was: the older one trains on, and its retention deletes what the newer one began from.
 
     The newer one begins at some moment, and then waits.
