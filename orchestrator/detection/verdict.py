@@ -151,7 +151,7 @@ def judge(
             with it the attempt. After that it is too late to name one.
     """
     if not members or at_s - state.heard_at_s > WATCH_GAP_S:
-        # Nobody watches at present: the reports are late, or the controller is.
+        # The watch has a gap: the reports are late, or the controller is.
         return None
     known = {rank: state.worker(worker) for rank, worker in enumerate(members)}
     silent = _silent_node(state, members, known, limits)

@@ -219,7 +219,7 @@ class RecordedGroup(dist.ProcessGroup):
         mine = self._ranks[self._rank]
         pair = self._pairs.get((_ANY, self._rank))
         if pair is None:
-            # Of this rank alone: it may wait for any member.
+            # Only this rank's: it may wait for any member.
             pair = self._attempt.ring.group(f"{self._named()} *>{mine}", (mine,))
             self._pairs[_ANY, self._rank] = pair
         on_device = tensors[0].is_cuda

@@ -109,7 +109,7 @@ class ArenaTable:
         self._news, self._num_news = threading.Condition(), 0
         self._pins, self._num_pins = threading.Condition(), 0
         self.attempt = 0
-        #: Of the run that the node trains for; 0 if nobody has said it.
+        #: Claim of the run that the node trains for; 0 before it is known.
         self.claim = 0
         self.lineage: tuple[tuple[int, int], ...] = ()
 

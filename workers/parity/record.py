@@ -119,7 +119,7 @@ def write_draft(record: ParityRecord, body: memoryview) -> tuple[int, int]:
 def complete_draft(made: Part, parts: Mapping[int, Part], body: memoryview) -> None:
     """Add the records of all members, by place, to a parity that was made from a replica.
 
-    Does nothing if they are there. Nobody else writes there until the buffer is begun again, and
+    Does nothing if they are there. No one else writes there until the buffer is begun again, and
     then this version does not count.
 
     Raises:

@@ -37,7 +37,7 @@ _NUM_DOCUMENTS: Final = 16
 def warm_up(settings: Settings) -> None:
     """Train one step of a tiny model in this process; only warm caches remain.
 
-    The model, its text and its settings are the warm-up's own. Of the run it takes what chooses
+    The model, its text and its settings are the warm-up's own. It takes from the run what chooses
     other kernels.
 
     Raises:

@@ -24,7 +24,7 @@ from torch.optim.lr_scheduler import LRScheduler
 
 from workers.errors import TaskError
 
-#: Of all registered objects together: it is written after every step, as text.
+#: Limit for all registered objects together: it is written after every step, as text.
 _BYTES_MAX: Final = 256 << 10
 #: Keys of the dictionaries that stand for what JSON lacks.
 _TAGS: Final = ({"tensor", "shape", "base64"}, {"array", "shape", "base64"}, {"base64"},

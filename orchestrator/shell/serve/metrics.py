@@ -14,7 +14,7 @@ from prometheus_client.registry import Collector
 
 from orchestrator.core import RunStats
 
-#: Of ``RunStats.phase``.
+#: The values of ``RunStats.phase``.
 _PHASES = "waiting", "forming", "training", "yielding", "recovering", "over"
 
 _Samples = Iterable[tuple[tuple[str, ...], float | None]]
