@@ -62,7 +62,7 @@ from workers.process import actor
 from workers.process.actor import Worker
 from workers.protocol import Assignment
 from workers.records import Lease
-from workers.settings import CheckpointSettings, Settings, TrainSettings
+from workers.settings import CheckpointSettings, RunSettings, Settings, TrainSettings
 
 actor.ray.get_runtime_context = lambda: types.SimpleNamespace(get_node_id=lambda: "here")
 directory, script = sys.argv[1:]

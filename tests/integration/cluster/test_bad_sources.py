@@ -10,10 +10,12 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+from pydantic import TypeAdapter
 
 from orchestrator.config import RunConfig
 from orchestrator.driver.faults import member, wait_for
 from orchestrator.driver.launch import Launched
+from orchestrator.policies import Version
 from orchestrator.shell import RunNames, run_id
 from tests.support.history import read_history
 from tests.support.reach import PACED
@@ -31,11 +33,11 @@ def _places(config: RunConfig) -> list[tuple[int, str, str]]:
     with urllib.request.urlopen(f"{contact['url']}/losses", timeout=10) as answer:  # noqa: S310
         document = json.load(answer)
     found: dict[tuple[int, str, str], None] = {}
-    for version in document["versions"]:
-        for part in version["parts"]:
-            found[part["rank"], part["node"], part["arena"]] = None
-        for parity in version["parities"]:
-            found[-1, parity["node"], parity["arena"]] = None
+    for version in TypeAdapter(tuple[Version, ...]).validate_python(document["held"]):
+        for part in version.parts:
+            found[part.held.rank, part.node, part.arena] = None
+        for parity in version.parities:
+            found[-1, parity.node, parity.parity.arena] = None
     return list(found)
 
 
