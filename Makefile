@@ -72,9 +72,10 @@ $(PEERS): $(STAMP)
 demo: $(STAMP)
 	$(BIN)/everstep demo
 
-# Three processes for two cores: two with Ray clusters, which mostly wait, and one with the rest.
+# Two processes: each begins with a folder of Ray clusters, which mostly wait, and helps with the
+# rest. A third one starved tests that watch the time.
 test: $(STAMP) $(PEERS)
-	$(BIN)/python -m pytest -n 3 --dist loadfile --no-loadscope-reorder --max-worker-restart 0
+	$(BIN)/python -m pytest -n 2 --dist loadfile --no-loadscope-reorder --max-worker-restart 0
 
 test-fast: $(STAMP)
 	$(BIN)/python -m pytest -m "not ray and not interop and not gpu and not chaos"
@@ -94,7 +95,7 @@ test-torch:
 	done
 
 test-peerless: $(STAMP)
-	$(BIN)/python -m pytest -n 3 --dist loadfile --no-loadscope-reorder --max-worker-restart 0 \
+	$(BIN)/python -m pytest -n 2 --dist loadfile --no-loadscope-reorder --max-worker-restart 0 \
 	  -m "not interop and not gpu and not chaos"
 
 # It takes the Python of the environment, or any other one that has torch and sees a GPU.

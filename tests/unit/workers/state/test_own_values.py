@@ -118,7 +118,8 @@ class MasterInState(Own):
 
     def weight(self, one: Tensor) -> Tensor:
         held: Tensor = self.state[one]["master"]
-        assert torch.equal(held, one)
+        # A twin on fresh memory may hold NaN.
+        assert torch.allclose(held, one, rtol=0, atol=0, equal_nan=True)
         return held
 
 
