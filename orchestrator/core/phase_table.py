@@ -1,7 +1,7 @@
 """What each event and consequence does in each phase: ``TABLE[type][phase]`` is its handler.
 
-``machine.step`` looks an event up here and ``Transition.follow`` a consequence; nothing else
-decides by the phase. ``orchestrator/DESIGN.md`` shows the table, and a test keeps it true.
+``machine.step`` looks an event up here and ``Transition.follow`` a consequence.
+``orchestrator/DESIGN.md`` shows the table, and a test keeps it true.
 """
 
 from __future__ import annotations

@@ -35,10 +35,10 @@ from workers.protocol import MemoryPart
 
 #: A small state has many chunks then.
 CHUNK_BYTES = 8 << 10
-#: Of a buffer's data so many bytes are passed over: what comes in one piece is longer.
+#: Bytes of a buffer's data between two that are compared; a piece that is copied is longer.
 _STRIDE = 61
 _HEADER_BYTES = 64
-#: Words that whoever writes an arena stores: the pin, and how many buffers were finished.
+#: Words that the writer of an arena stores: the pin, and how many buffers were finished.
 _WRITER_WORDS = (0, 4)
 _STORE_FILE = str(local.__file__)
 

@@ -294,7 +294,7 @@ class _StaleStore(MemoryStore):
 def test_whatever_is_wrong_with_old_checkpoints_the_next_one_is_stored(
     table: ArenaTable, problems: Problems, persisting: Persisting
 ) -> None:
-    """Who stores also deletes, in the same thread: its end would leave a buffer pinned for ever."""
+    """One thread stores and deletes: if it ended, a buffer would stay pinned for ever."""
     (arena,), store = _arenas(table, 1), _StaleStore()
     table.fence(1, [(1, 0)])
     with persisting(store, keep=1) as persister:

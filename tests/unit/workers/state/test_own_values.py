@@ -118,7 +118,7 @@ class MasterInState(Own):
 
     def weight(self, one: Tensor) -> Tensor:
         held: Tensor = self.state[one]["master"]
-        # A twin on fresh memory may hold NaN.
+        # Until a version is loaded the weights are fresh memory, which may hold NaN.
         assert torch.allclose(held, one, rtol=0, atol=0, equal_nan=True)
         return held
 
