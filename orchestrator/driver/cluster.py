@@ -13,7 +13,7 @@ from ray.exceptions import RayError
 from orchestrator.config import RunConfig
 from orchestrator.driver.run import Run
 from orchestrator.errors import CapacityError, OrchestratorError
-from orchestrator.shell import HostedCluster, RunNames, connect_ray, run_id, why_silent
+from orchestrator.shell import CONTROLLER, HostedCluster, RunNames, connect_ray, run_id, why_silent
 from ucp_core.errors import UcpError
 from workers.process import gpus_here
 from workers.protocol import LEAVE_SHARE
@@ -109,7 +109,7 @@ def has_controller(address: str, namespace: str) -> bool:
     if why_silent(address, timeout_s=_LOOK_S):
         return True  # it cannot be known, and Ray would ask for a minute
     try:
-        ray.get_actor(RunNames("").controller, namespace=namespace)
+        ray.get_actor(CONTROLLER, namespace=namespace)
     except ValueError:
         return False
     except RayError:

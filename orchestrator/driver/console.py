@@ -266,7 +266,7 @@ def _worker_rows(status: Mapping[str, Any]) -> list[tuple[str, ...]]:
                 if "rank" in worker and worker["step"] is not None
                 else "-"
             ),
-            _ago(worker["last_heartbeat_s"]),
+            "-" if (age_s := worker["last_heartbeat_s"]) is None else f"{age_s:.1f} s ago",
         )
         for worker in (*status["workers"], *status["standbys"])
     ]
@@ -371,7 +371,3 @@ def _every(steps: int) -> str:
 
 def _known(number: int | None) -> str:
     return "-" if number is None else str(number)
-
-
-def _ago(seconds: float | None) -> str:
-    return "-" if seconds is None else f"{seconds:.1f} s ago"

@@ -76,7 +76,7 @@ def run_demo(undisturbed: RunConfig, disturbed: RunConfig, *, console: Console) 
     cluster = open_cluster(undisturbed)
     assert cluster is not None, "the demo has its own nodes"
     try:
-        calm = _train(Launched(undisturbed, cluster), "undisturbed", console, _nothing)
+        calm = _train(Launched(undisturbed, cluster), "undisturbed", console)
         rough = _train(Launched(disturbed, cluster), "disturbed", console, _story)
     finally:
         cluster.shutdown()
@@ -91,17 +91,15 @@ def run_demo(undisturbed: RunConfig, disturbed: RunConfig, *, console: Console) 
     return result
 
 
-Act = Callable[[Launched, RunView], None]
-
-
-def _train(run: Launched, title: str, console: Console, act: Act) -> dict[str, Any]:
+def _train(
+    run: Launched,
+    title: str,
+    console: Console,
+    disturb: Callable[[Launched, RunView], None] = lambda _run, _view: None,
+) -> dict[str, Any]:
     with RunView(console, title=title, total_steps=run.config.train.steps) as view:
-        act(run, view)
+        disturb(run, view)
         return run.follow(view.show)
-
-
-def _nothing(_run: Launched, _view: RunView) -> None:
-    """Let it train undisturbed."""
 
 
 def _story(run: Launched, view: RunView) -> None:

@@ -30,7 +30,7 @@ def member(status: dict[str, Any], rank: int) -> dict[str, Any]:
 
 def signal_rank(run: Launched, rank: int, number: signal.Signals) -> dict[str, Any]:
     """Send ``number`` to the process of ``rank``; return its worker."""
-    victim = member(_status_with(run, rank), rank)
+    victim = _await_member(run, rank)
     run.note_fault(number.name, victim["worker"])
     os.kill(victim["pid"], number)
     return victim
@@ -39,44 +39,25 @@ def signal_rank(run: Launched, rank: int, number: signal.Signals) -> dict[str, A
 def kill_node_of(run: Launched, rank: int) -> str:
     """Kill the simulated node of ``rank`` with its raylet; return the node's id."""
     assert run.cluster is not None, "only simulated nodes can be killed"
-    node = str(member(_status_with(run, rank), rank)["node"])
+    node = str(_await_member(run, rank)["node"])
     run.note_fault("node_kill", node)
     run.cluster.kill_node(node)
     return node
 
 
-def kill_keeper_of(run: Launched, rank: int) -> str:
-    """Kill the keeper on the node of ``rank``; return the node's id."""
-    status = _status_with(run, rank, lambda s: _keeper_of(s, rank)[1] is not None)
-    node, pid = _keeper_of(status, rank)
-    assert pid is not None, "the condition waits for it"
-    run.note_fault("keeper_kill", node)
-    os.kill(pid, signal.SIGKILL)
-    return node
-
-
-def _keeper_of(status: dict[str, Any], rank: int) -> tuple[str, int | None]:
-    """Return the node of ``rank`` and its keeper's pid, None while the keeper is starting."""
-    node = str(member(status, rank)["node"])
-    pids = (view["keeper_pid"] for view in status["nodes"] if view["node"] == node)
-    return node, next(pids, None)
-
-
-def _status_with(
-    run: Launched, rank: int, condition: Callable[[dict[str, Any]], bool] = lambda _: True
-) -> dict[str, Any]:
-    """Return a status that has ``rank`` and meets ``condition``.
+def _await_member(run: Launched, rank: int) -> dict[str, Any]:
+    """Return the worker with ``rank``, once the run has one.
 
     An earlier fault may still be under repair, because steps are reported a second late.
     """
     status = wait_for(
         run,
-        lambda s: any(worker["rank"] == rank for worker in s["workers"]) and condition(s),
+        lambda s: any(worker["rank"] == rank for worker in s["workers"]),
         timeout_s=ANSWER_S_MAX,
     )
     if status is None:
         raise CapacityError(f"the run ended before anything happened to rank {rank}", rank=rank)
-    return status
+    return member(status, rank)
 
 
 def wait_for(

@@ -33,7 +33,7 @@ from orchestrator.driver.launch_order import one_launch
 from orchestrator.driver.logs import LogTail
 from orchestrator.driver.run import Run
 from orchestrator.errors import CapacityError, RunNotFoundError
-from orchestrator.shell import OPTIONS, Controller, HostedCluster, RunNames, run_id
+from orchestrator.shell import CONTROLLER, OPTIONS, Controller, HostedCluster, RunNames, run_id
 from ucp_core.errors import StorageError
 from ucp_core.storage import RECENT_S, Owner, next_claim
 
@@ -85,14 +85,14 @@ class Launched(Run):
 
     def _find(self) -> Any:
         try:
-            return ray.get_actor(self.names.controller, namespace=self.names.namespace)
+            return ray.get_actor(CONTROLLER, namespace=self.names.namespace)
         except ValueError:
             return None
 
     def _find_or_create(self) -> Any:
         create: Any = ray.remote(Controller).options(
             **OPTIONS,
-            name=self.names.controller,
+            name=CONTROLLER,
             namespace=self.names.namespace,
             lifetime="detached",
             get_if_exists=True,

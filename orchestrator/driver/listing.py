@@ -12,9 +12,9 @@ from ray.exceptions import RayError
 from orchestrator.driver.cluster import join_cluster
 from orchestrator.errors import CapacityError, ConfigError
 from orchestrator.shell import (
+    CONTROLLER,
     NAMESPACE_PREFIX,
     LocalEntry,
-    RunNames,
     local_clusters,
     wall_time,
     why_silent,
@@ -56,23 +56,22 @@ def _runs_at(address: str, entry: LocalEntry | None) -> Iterator[dict[str, Any]]
     except ConfigError as error:
         raise CapacityError(str(error)) from error
     try:
-        controllers = [
-            (actor["name"], actor["namespace"])
+        namespaces = sorted(
+            actor["namespace"]
             for actor in ray.util.list_named_actors(all_namespaces=True)
-            if actor["name"] == RunNames("").controller
-            and actor["namespace"].startswith(NAMESPACE_PREFIX)
-        ]
-        for name, namespace in sorted(controllers, key=lambda pair: pair[1]):
-            yield _run(address, entry, name, namespace)
-        if entry is not None and not controllers:
+            if actor["name"] == CONTROLLER and actor["namespace"].startswith(NAMESPACE_PREFIX)
+        )
+        for namespace in namespaces:
+            yield _run(address, entry, namespace)
+        if entry is not None and not namespaces:
             yield _row(address, entry, note=_note(entry))
     finally:
         ray.shutdown()
 
 
-def _run(address: str, entry: LocalEntry | None, name: str, namespace: str) -> dict[str, Any]:
+def _run(address: str, entry: LocalEntry | None, namespace: str) -> dict[str, Any]:
     try:
-        controller: Any = ray.get_actor(name, namespace=namespace)
+        controller: Any = ray.get_actor(CONTROLLER, namespace=namespace)
         status = ray.get(controller.status.remote(), timeout=ANSWER_S)
     except (ValueError, RayError, TimeoutError):
         run_id = namespace.removeprefix(NAMESPACE_PREFIX)

@@ -23,6 +23,7 @@ from orchestrator.driver.run import Run
 from orchestrator.errors import CapacityError, TokenError
 from orchestrator.run_directory import TOKEN
 from orchestrator.shell import (
+    CONTROLLER,
     NAMESPACE_PREFIX,
     RunNames,
     connect_ray,
@@ -54,7 +55,7 @@ def stop_run(url: str, reason: str, *, say: Callable[[str], None], token: str = 
     ClusterWatch(run, contact["ray_address"]).await_head(say)
     try:
         connect_ray(contact["ray_address"])
-        controller: Any = ray.get_actor(RunNames("").controller, namespace=contact["namespace"])
+        controller: Any = ray.get_actor(CONTROLLER, namespace=contact["namespace"])
         order: Any = controller.stop.remote(reason, token)
         if not ray.wait([order], timeout=ANSWER_S)[0]:
             ended_s = run.settings().controller_stopped_s
@@ -138,7 +139,7 @@ def kill_run(url: str, *, token: str = "") -> None:
         if actor["namespace"] == names.namespace
     ]
     # The controller first: it would start new workers.
-    for name in sorted(actors, key=lambda name: name != names.controller):
+    for name in sorted(actors, key=lambda name: name != CONTROLLER):
         with contextlib.suppress(ValueError):
             ray.kill(ray.get_actor(name, namespace=names.namespace), no_restart=True)
     for group in ray.util.placement_group_table().values():

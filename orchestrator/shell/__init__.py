@@ -14,11 +14,12 @@ if TYPE_CHECKING:
         kill_local_cluster,
         local_clusters,
     )
-    from orchestrator.shell.names import NAMESPACE_PREFIX, RunNames, run_id
+    from orchestrator.shell.names import CONTROLLER, NAMESPACE_PREFIX, RunNames, run_id
     from orchestrator.shell.serve import bounds_document, capacity_rows, cost_document, withdraw
     from orchestrator.shell.storage import config_of, read_segments
 
 __all__ = [
+    "CONTROLLER",
     "NAMESPACE_PREFIX",
     "OPTIONS",
     "Controller",

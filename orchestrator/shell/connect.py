@@ -44,7 +44,7 @@ def connect_ray(address: str, *, namespace: str | None = None) -> None:
         os.environ["RAY_AUTH_MODE"] = "disabled"
     # Ray 2.60 prints a raylet's lines about dead workers to our stdout whatever log_to_driver says.
     # --json must stay clean, and a run's incidents say the same.
-    ray_worker.print_to_stdstream = _drop
+    ray_worker.print_to_stdstream = lambda *_, **__: None
     handler = signal.getsignal(signal.SIGTERM)
     try:
         ray.init(
@@ -114,7 +114,7 @@ def _why_no_head(address: str) -> str:
 
     # It asks for 40 s, and no argument makes that less.
     asking = threading.Thread(target=ask, name="asking", daemon=True)
-    with _quiet_descriptor(2):
+    with _quiet_stderr():
         asking.start()
         asking.join(ANSWER_S)
     why = said[0] if said else f"nothing that Ray says came in {ANSWER_S:g} s"
@@ -129,15 +129,15 @@ def _why_no_head(address: str) -> str:
 
 
 @contextmanager
-def _quiet_descriptor(number: int) -> Iterator[None]:
-    """Drop what is written to a file descriptor: Ray's library in C++ logs to it."""
-    kept = os.dup(number)
+def _quiet_stderr() -> Iterator[None]:
+    """Drop what is written to descriptor 2: Ray's library in C++ logs to it."""
+    kept = os.dup(2)
     try:
         with tempfile.TemporaryFile() as dropped:
-            os.dup2(dropped.fileno(), number)
+            os.dup2(dropped.fileno(), 2)
             yield
     finally:
-        os.dup2(kept, number)
+        os.dup2(kept, 2)
         os.close(kept)
 
 
@@ -148,7 +148,3 @@ def head_returns(environment: Mapping[str, str]) -> bool:
     """
     kept = environment.get("RAY_gcs_storage", "memory")
     return bool(environment.get("RAY_REDIS_ADDRESS")) or kept != "memory"
-
-
-def _drop(*_: object, **__: object) -> None:
-    """Print nothing."""

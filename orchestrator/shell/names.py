@@ -9,6 +9,8 @@ from pathlib import Path
 
 #: The Ray namespaces of all runs start with it.
 NAMESPACE_PREFIX = "everstep-"
+#: The controller's actor name, in the namespace of its run.
+CONTROLLER = "controller"
 
 
 def run_id(directory: str) -> str:
@@ -32,11 +34,6 @@ class RunNames:
     def namespace(self) -> str:
         """Return the Ray namespace of the run's actors."""
         return f"{NAMESPACE_PREFIX}{self.run_id}"
-
-    @property
-    def controller(self) -> str:
-        """Return the controller's actor name."""
-        return "controller"
 
     def worker(self, worker: str) -> str:
         """Return the actor name of ``worker``."""

@@ -15,7 +15,7 @@ from orchestrator.policies import Share
 from orchestrator.shell.capacity import answer
 from orchestrator.shell.clock import monotonic_s
 from orchestrator.shell.inbox import Inbox
-from orchestrator.shell.names import NAMESPACE_PREFIX, RunNames
+from orchestrator.shell.names import CONTROLLER, NAMESPACE_PREFIX, RunNames
 from orchestrator.shell.threads import RAY, in_thread
 
 #: How often, and for how long an answer is waited for; a controller answered in 1 to 50 ms.
@@ -57,16 +57,14 @@ class Others:
         found = [
             actor["namespace"]
             for actor in ray.util.list_named_actors(all_namespaces=True)
-            if actor["name"] == self._names.controller
+            if actor["name"] == CONTROLLER
             and actor["namespace"].startswith(NAMESPACE_PREFIX)
             and actor["namespace"] != self._names.namespace
         ]
         for namespace in found:
             if namespace not in self._controllers:
                 with contextlib.suppress(ValueError):  # it has just ended
-                    self._controllers[namespace] = ray.get_actor(
-                        self._names.controller, namespace=namespace
-                    )
+                    self._controllers[namespace] = ray.get_actor(CONTROLLER, namespace=namespace)
         return found
 
     async def _ask(self, namespace: str) -> None:

@@ -16,11 +16,12 @@ from typing import Any
 import pytest
 
 from orchestrator.config import RunConfig, demo_config
-from orchestrator.driver.faults import kill_keeper_of, kill_node_of, signal_rank, wait_for
+from orchestrator.driver.faults import kill_node_of, signal_rank, wait_for
 from orchestrator.driver.launch import Launched
 from orchestrator.shell import HostedCluster, connect_ray
 from tests.support.attempts import curve
 from tests.support.history import read_history
+from tests.support.reach import kill_keeper_of
 
 pytestmark = pytest.mark.timeout(1500)
 

@@ -1,14 +1,16 @@
-"""Waits of tests until a run trains."""
+"""Waits of tests until a run trains, or has a keeper to kill."""
 
 from __future__ import annotations
 
+import os
+import signal
 from typing import Any
 
 from orchestrator.driver.faults import wait_for
 from orchestrator.driver.launch import Launched
 from tests.support import train_paced
 
-__all__ = ["ACT_S_MAX", "PACED", "num_training", "reach"]
+__all__ = ["ACT_S_MAX", "PACED", "kill_keeper_of", "num_training", "reach"]
 
 #: Generous: the machine of a test run is shared. Tight bounds are the benchmark's business.
 ACT_S_MAX = 240.0
@@ -45,3 +47,18 @@ def reach(
     )
     assert status is not None, f"the run ended before step {step}: {run.summary()}"
     return status
+
+
+def kill_keeper_of(run: Launched, rank: int) -> None:
+    """Kill the keeper on the node of ``rank``, once it has one."""
+
+    def keepers(status: dict[str, Any]) -> list[tuple[str, int]]:
+        nodes = {worker["node"] for worker in status["workers"] if worker["rank"] == rank}
+        there = [view for view in status["nodes"] if view["node"] in nodes and view["keeper_pid"]]
+        return [(view["node"], view["keeper_pid"]) for view in there]
+
+    status = wait_for(run, lambda s: bool(keepers(s)), timeout_s=ACT_S_MAX)
+    assert status is not None, f"the run ended before rank {rank} had a keeper"
+    node, pid = keepers(status)[0]
+    run.note_fault("keeper_kill", node)
+    os.kill(pid, signal.SIGKILL)

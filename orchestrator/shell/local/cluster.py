@@ -329,12 +329,8 @@ def _content(url: str) -> bytes | None:
         return None
 
 
-def _raise_exit(_signal: int, _frame: Any) -> None:
-    raise SystemExit(0)
-
-
 if __name__ == "__main__":
-    signal.signal(signal.SIGTERM, _raise_exit)
+    signal.signal(signal.SIGTERM, lambda _signal, _frame: sys.exit(0))
     try:
         _, folder, starter_pid, nodes, cpus, *gpus = sys.argv
         _Host(Path(folder), int(starter_pid)).serve(int(nodes), int(cpus), gpus)

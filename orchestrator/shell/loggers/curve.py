@@ -120,23 +120,12 @@ def _number(value: Any) -> float:
     return nan if value is None else float(value)
 
 
-def _of_step(document: Mapping[str, Any]) -> dict[str, float]:
-    return {shown: _number(document[name]) for name, shown in _OF_STEP.items() if name in document}
-
-
-def _of_validation(document: Mapping[str, Any]) -> dict[str, float]:
-    return {"validation/loss": _number(document.get("loss"))}
-
-
-def _of_script(document: Mapping[str, Any]) -> dict[str, float]:
-    values: Mapping[str, Any] = document.get("values", {})
-    return {name: _number(value) for name, value in values.items()}
-
-
 #: The files of metrics, and how to read a line of each. Read in this order: whatever belongs to a
 #: step is written before the next step's line.
 FILES: Final[dict[str, Callable[[Mapping[str, Any]], dict[str, float]]]] = {
-    METRICS: _of_step,
-    VALIDATION: _of_validation,
-    VALUES: _of_script,
+    METRICS: lambda line: {
+        to: _number(line[name]) for name, to in _OF_STEP.items() if name in line
+    },
+    VALIDATION: lambda line: {"validation/loss": _number(line.get("loss"))},
+    VALUES: lambda line: {name: _number(value) for name, value in line.get("values", {}).items()},
 }

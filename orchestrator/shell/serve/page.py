@@ -6,6 +6,7 @@
 from __future__ import annotations
 
 import asyncio
+import importlib
 import logging
 from collections.abc import Awaitable, Callable
 from typing import TYPE_CHECKING, Any
@@ -48,7 +49,7 @@ class StatusPage:
     async def start(self) -> str:
         """Start to serve; return the page's URL."""
         # In a thread: the import takes 0.1 s or more, and the run's loop must not wait.
-        await asyncio.to_thread(_preload)
+        await asyncio.to_thread(importlib.import_module, "aiohttp.web")
         from aiohttp import web
 
         app = web.Application()
@@ -90,7 +91,3 @@ def _json(document: dict[str, Any]) -> web.Response:
     from aiohttp import web
 
     return web.json_response(document)
-
-
-def _preload() -> None:
-    import aiohttp.web  # noqa: F401

@@ -14,18 +14,12 @@ import pytest
 
 from orchestrator.config import RunConfig
 from orchestrator.driver import export_run, plan_losses
-from orchestrator.driver.faults import (
-    kill_keeper_of,
-    kill_node_of,
-    member,
-    signal_rank,
-    wait_for,
-)
+from orchestrator.driver.faults import kill_node_of, member, signal_rank, wait_for
 from orchestrator.driver.launch import Launched
 from tests.support.attempts import finish, result
 from tests.support.history import check_lost_steps, read_history
 from tests.support.logged import in_tensorboard, in_wandb
-from tests.support.reach import ACT_S_MAX, num_training, reach
+from tests.support.reach import ACT_S_MAX, kill_keeper_of, num_training, reach
 from tests.support.trainers import Run
 from workers.settings import Settings
 

@@ -16,7 +16,7 @@ from orchestrator.driver.faults import wait_for
 from orchestrator.driver.launch import Launched
 from orchestrator.policies import Share
 from orchestrator.run_directory import read_run
-from orchestrator.shell import RunNames, others
+from orchestrator.shell import CONTROLLER, RunNames, others
 from orchestrator.shell.inbox import Inbox
 from tests.support.history import read_history
 from tests.support.snapshots import eventually
@@ -53,7 +53,7 @@ class OtherController:
 
 def _begin_other(run: str, said: dict[str, Any]) -> Any:
     names = RunNames(run)
-    options = {"name": names.controller, "namespace": names.namespace, "num_cpus": 0}
+    options = {"name": CONTROLLER, "namespace": names.namespace, "num_cpus": 0}
     return ray.remote(OtherController).options(**options).remote(said)
 
 
