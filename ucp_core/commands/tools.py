@@ -29,7 +29,7 @@ from ucp_core.numerics import format_bytes
 from ucp_core.storage import open_store
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Sequence
+    from collections.abc import Iterable
 
     from ucp_core.inspection import DiffReport, TensorDiff
     from ucp_core.native import Checkpoint
@@ -78,7 +78,7 @@ def diff_command(  # noqa: PLR0913 - options of a command
             *opened,
             tolerance=Tolerance(absolute, relative),
             names=only,
-            slots=_names(slots),
+            slots=None if slots is None else frozenset(map(str.strip, slots.split(","))),
             cast=cast,
             read_all=read_all,
             threads=threads,
@@ -91,10 +91,6 @@ def diff_command(  # noqa: PLR0913 - options of a command
         _show(report)
     if not report.equal:
         raise typer.Exit(EXIT_CHECKPOINT)
-
-
-def _names(text: str | None) -> frozenset[str] | None:
-    return None if text is None else frozenset(name.strip() for name in text.split(","))
 
 
 def _show(report: DiffReport) -> None:
@@ -228,6 +224,7 @@ def export_command(  # noqa: PLR0913 - options of a command
 
     if to not in FORMATS:
         raise typer.BadParameter(f"{to!r} is none of {', '.join(FORMATS)}", param_hint="--format")
+    ties = [text.partition("=") for text in tied or ()]
     given = {
         "dtype": dtype,
         "shard_bytes": None if shard_size is None else size(shard_size),
@@ -240,7 +237,7 @@ def export_command(  # noqa: PLR0913 - options of a command
         "tp": tp,
         "sub_group_size": sub_group_size,
         "stages": None if stages is None else _numbers(stages, "--stages"),
-        "tied_layers": _tied_layers(tied or ()) or None,
+        "tied_layers": {key: _numbers(layers, "--tied") for key, _, layers in ties} or None,
         "rules": read_rules(target_rules),
         "tag": target_tag,
     }
@@ -275,11 +272,6 @@ def _numbers(text: str, option: str) -> tuple[int, ...]:
     if not all(part.isascii() and part.isdecimal() for part in parts):
         raise typer.BadParameter(f"{text!r} is no list of layers such as 0,12", param_hint=option)
     return tuple(int(part) for part in parts)
-
-
-def _tied_layers(texts: Sequence[str]) -> dict[str, tuple[int, ...]]:
-    pairs = [text.partition("=") for text in texts]
-    return {key: _numbers(layers, "--tied") for key, _, layers in pairs}
 
 
 def _show_export(opened: Checkpoint, destination: str, to: str, *, as_json: bool) -> None:

@@ -69,7 +69,10 @@ def forecast(
     if layout is not None:
         rules = rules or _shipped(checkpoint)
         ranks = range(layout.world_size)
-        loads = [_load_bytes(checkpoint, layout, rank, rules) for rank in ranks]
+        shapes, have = shapes_of(checkpoint.state_map), [checkpoint.state_map]
+        needs = (target_map(shapes, rules, layout, rank) for rank in ranks)
+        # Whole blocks around what each rank needs.
+        loads = [plan(need, have, span_bytes_max=_MEMORY_BYTES).read_bytes for need in needs]
     return Forecast(
         tensors=len(checkpoint.state_map.entries),
         fragments=sum(len(entry.fragments) for entry in entries),
@@ -89,12 +92,6 @@ def _shipped(checkpoint: Checkpoint) -> Rules:
     """Return the rules of the family whose names the checkpoint has, or none."""
     family = family_of({key.fqn for key in checkpoint.state_map.entries})
     return Rules() if family is None else builtin_rules(family)
-
-
-def _load_bytes(checkpoint: Checkpoint, layout: ParallelLayout, rank: int, rules: Rules) -> int:
-    """Return what one rank would read: whole blocks around what it needs."""
-    parts = target_map(shapes_of(checkpoint.state_map), rules, layout, rank)
-    return plan(parts, [checkpoint.state_map], span_bytes_max=_MEMORY_BYTES).read_bytes
 
 
 def _gathered_bytes(checkpoint: Checkpoint) -> int:

@@ -114,20 +114,15 @@ class Files:
         fd = self._open.get(file)
         try:
             if fd is None:
-                fd = self._opened(file, path)
+                if len(self._open) >= _OPEN_FILES_MAX:
+                    os.close(self._open.pop(next(iter(self._open))))
+                fd = self._open[file] = open_file(self._job.store, path)
             done = os.preadv(fd, [target], offset_bytes)
         except OSError as error:
             raise StorageError(f"{path} cannot be read: {error.strerror}", path=path) from error
         if done != len(target):
             # Rare: a signal, or the end of the file. The store retries or raises.
             self._job.store.read_ranges(path, [(offset_bytes, (target,))])
-
-    def _opened(self, file: str, path: str) -> int:
-        if len(self._open) >= _OPEN_FILES_MAX:
-            os.close(self._open.pop(next(iter(self._open))))
-        fd = open_file(self._job.store, path)
-        self._open[file] = fd
-        return fd
 
     def close(self) -> None:
         """Close every file."""
@@ -221,15 +216,12 @@ class Worker:
         if run.target >= 0:
             low = run.target * itemsize
             return self._read(run.fragment, run.first * itemsize, chunk[low : low + num_bytes])
-        data = self._room(num_bytes)
+        if self._scratch is None:
+            self._scratch = memoryview(mmap.mmap(-1, len(self._buffer)))
+        data = self._scratch[:num_bytes]
         value = self._read(run.fragment, run.first * itemsize, data)
         _scatter(entry, run, data, chunk, start // itemsize)
         return value
-
-    def _room(self, num_bytes: int) -> memoryview:
-        if self._scratch is None:
-            self._scratch = memoryview(mmap.mmap(-1, len(self._buffer)))
-        return self._scratch[:num_bytes]
 
     def _read(self, fragment: Fragment, low: int, target: memoryview) -> int:
         """Read bytes from ``low`` of a fragment and note them; return their crc32."""

@@ -11,7 +11,7 @@ from types import MappingProxyType
 from typing import TYPE_CHECKING, Any
 
 from ucp_core.errors import CheckpointCorruptError, StorageError
-from ucp_core.geometry import DTYPE_BYTES, Box, Fragment, StateMap, TensorEntry, TensorKey
+from ucp_core.geometry import DTYPE_BYTES, Fragment, StateMap, TensorEntry, TensorKey
 from ucp_core.manifest import FileEntry, Kind, Manifest, from_bytes, merge, to_bytes, to_json
 from ucp_core.native.opening import MANIFEST_NAME, LocalTensor, bytes_of
 from ucp_core.numerics import BLOCK_BYTES, combine, combine_blocks, crc32, of_blocks
@@ -144,7 +144,8 @@ class RankSaver:
             if not tensor.replica and not tensor.box.is_empty
         ]
         # Large elements first: every fragment is aligned without padding.
-        written.sort(key=lambda index: _place(tensors[index]))
+        placed = [(-DTYPE_BYTES[t.dtype], t.slot, t.fqn, t.box) for t in tensors]
+        written.sort(key=placed.__getitem__)
         self.order = tuple(written)
         self._form = _TensorsForm(
             [tensors[index] for index in written], f"{self._name}.bin", block_bytes=block_bytes
@@ -185,7 +186,7 @@ class RankSaver:
         file = f"{self._name}.bin"
         size_bytes, blocks = self._write(store, join(directory, file), data, blocks, fsync=fsync)
         totals = [
-            _total(each, num_bytes, self._block_bytes)
+            each[0] if len(each) == 1 else combine_blocks(each, num_bytes, self._block_bytes)
             for each, num_bytes in zip(blocks, self.sizes_bytes, strict=True)
         ]
         whole = 0
@@ -236,7 +237,7 @@ class RankSaver:
             return store.write_file(path, chunks, fsync=fsync), found
         # Checksums before each write would make a save of 256 MB a third longer.
         with ThreadPoolExecutor(1, "checksums") as beside:
-            sums = beside.submit(_checksums, data, self._block_bytes)
+            sums = beside.submit(lambda: [of_blocks(view, self._block_bytes) for view in data])
             size_bytes = store.write_file(path, data, fsync=fsync)
             return size_bytes, sums.result()
 
@@ -304,10 +305,6 @@ class _TensorsForm:
         return self._text % tuple(values)
 
 
-def _place(tensor: LocalTensor) -> tuple[int, str, str, Box]:
-    return (-DTYPE_BYTES[tensor.dtype], tensor.slot, tensor.fqn, tensor.box)
-
-
 def _checked(
     data: Sequence[memoryview], blocks: list[list[int]], block_bytes: int
 ) -> Iterator[memoryview]:
@@ -320,15 +317,6 @@ def _checked(
             chunk = view[low : low + block_bytes]
             found.append(crc32(chunk))
             yield chunk
-
-
-def _checksums(data: Sequence[memoryview], block_bytes: int) -> list[list[int]]:
-    """Return the crc32 of every block of each of ``data``."""
-    return [of_blocks(view, block_bytes) for view in data]
-
-
-def _total(blocks: Sequence[int], num_bytes: int, block_bytes: int) -> int:
-    return blocks[0] if len(blocks) == 1 else combine_blocks(blocks, num_bytes, block_bytes)
 
 
 def rank_name(attempt: int, rank: int) -> str:

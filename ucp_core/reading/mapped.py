@@ -98,13 +98,10 @@ def _take(copy: Copy, data: memoryview, low: int, block_bytes: int, target: memo
         piece = data[start : start + piece_bytes]
         first = shift + start
         wanted = piece[max(-first, 0) : num_bytes - first]
-        _copy(target[max(first, 0) : first + len(piece)], wanted)
+        into = target[max(first, 0) : first + len(piece)]
+        # Unlike a copy by memoryview, numpy releases the GIL.
+        np.copyto(np.frombuffer(into, np.uint8), np.frombuffer(wanted, np.uint8))
         _verify(copy, piece, index + start // block_bytes, block_bytes)
-
-
-def _copy(target: memoryview, data: memoryview) -> None:
-    # Unlike a copy by memoryview, numpy releases the GIL.
-    np.copyto(np.frombuffer(target, np.uint8), np.frombuffer(data, np.uint8))
 
 
 def _verify(copy: Copy, data: memoryview, index: int, block_bytes: int) -> None:

@@ -193,7 +193,10 @@ class _Reader:
 
     def copies(self, copies: Sequence[Copy]) -> None:
         """Read, verify and place ``copies``."""
-        left = [self._by_runs(group) for group in _files(copies) if not self._take(group)]
+        # In runs of copies from one file.
+        files = groupby(copies, key=lambda copy: (copy.source, copy.fragment.file))
+        groups = (list(group) for _, group in files)
+        left = [self._by_runs(group) for group in groups if not self._take(group)]
         size_bytes = sum(copy.stop_byte - copy.start_byte for group in left for copy in group)
         scratch_bytes = min(self.batch_bytes, size_bytes)
         scratch, asked, spare = _Scratch(scratch_bytes), None, None
@@ -202,7 +205,8 @@ class _Reader:
             first = group[0]
             if first.stop_byte - first.start_byte <= self.batch_bytes:
                 batch = self._batch(group, scratch)
-                if self._ask(batch):
+                sizes = [(offset, sum(map(len, buffers))) for offset, buffers in batch.ranges]
+                if ask_ahead(batch.source.store, batch.path, sizes):
                     # The store fetches it while the previous batch is verified.
                     self._finish(asked)
                     asked, scratch, spare = batch, spare or _Scratch(scratch_bytes), scratch
@@ -271,11 +275,6 @@ class _Reader:
         for copy in group:
             batch.add(copy, self.targets[copy.part], source.block_bytes)
         return batch
-
-    def _ask(self, batch: _Batch) -> bool:
-        """Have the store fetch the next batch; return whether it has ``ahead``."""
-        sizes = [(offset, sum(map(len, buffers))) for offset, buffers in batch.ranges]
-        return ask_ahead(batch.source.store, batch.path, sizes)
 
     def _finish(self, batch: _Batch | None) -> None:
         """Read, verify and place a batch, if there is one."""
@@ -460,12 +459,6 @@ class _Steps:
             offset=self.start_byte(first) - start_byte,
             strides=self._strides,
         )
-
-
-def _files(copies: Sequence[Copy]) -> Iterator[list[Copy]]:
-    """Yield runs of copies from one file."""
-    for _, group in groupby(copies, key=lambda copy: (copy.source, copy.fragment.file)):
-        yield list(group)
 
 
 def _batches(copies: Sequence[Copy], batch_bytes: int) -> Iterator[list[Copy]]:

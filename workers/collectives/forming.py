@@ -75,7 +75,8 @@ def form(
     """
     assert backend in BACKENDS, f"backend {backend!r} is none of {sorted(BACKENDS)}"
     assert not dist.is_initialized(), "leave() the attempt before forming the next"
-    _drop_expired()
+    now_s = time.monotonic()
+    _process.leftovers = [one for one in _process.leftovers if one[0] > now_s]
     _register()
     if not _process.frozen:
         # What is imported by now stays. A collection then takes 10 to 45 ms instead of 0.15 to 0.8
@@ -198,8 +199,3 @@ def _create(options: Any, _backend_options: Any) -> RecordedGroup:
     assert current is not None, "process groups are made between form() and leave()"
     ranks = tuple(options.global_ranks_in_group) or tuple(range(options.group_size))
     return build_group(current, options.store, options.group_rank, ranks)
-
-
-def _drop_expired() -> None:
-    now_s = time.monotonic()
-    _process.leftovers = [one for one in _process.leftovers if one[0] > now_s]

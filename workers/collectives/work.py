@@ -204,7 +204,8 @@ class RecordedWork(dist.Work):
                         raise self._call.failed(error) from error
                     was_completed = work.is_completed()
                     if not was_completed:
-                        _check_limit(until_s, error)
+                        if until_s is not None and time.monotonic() >= until_s:
+                            raise
                         if not waits:
                             waits = True
                             self._call.wait()
@@ -342,11 +343,6 @@ class StreamWork(dist.Work):
         """Return the inner work's future: it keeps the stream semantics."""
         future: torch.futures.Future[Any] = self._inner.get_future()
         return future
-
-
-def _check_limit(until_s: float | None, error: RuntimeError) -> None:
-    if until_s is not None and time.monotonic() >= until_s:
-        raise error
 
 
 def _first_line(error: Any) -> str:

@@ -166,7 +166,10 @@ class RecordRing:
         self._num_ints = 16 * num_ranks + 2 * NUM_GROUPS_MAX
         self._num_ints_used = 0
         self._records_at = _records_offset(self._num_ints)
-        self._memory = _create(Path(path), self._records_at + NUM_RECORDS * _RECORD.size)
+        # A new file under the old name: a reader of the last ring keeps what it mapped.
+        size_bytes = self._records_at + NUM_RECORDS * _RECORD.size
+        draft, self._memory = map_draft(Path(path), size_bytes)
+        draft.replace(path)
         _HEADER.pack_into(self._memory, 0, _MAGIC, _VERSION, attempt, os.getpid(), self._num_ints)
         self._view = memoryview(self._memory)
         self._words = self._view.cast("Q")
@@ -396,13 +399,6 @@ def map_draft(path: Path, size_bytes: int) -> tuple[Path, mmap.mmap]:
             what = f"{error.strerror} for {size_bytes} bytes"
             raise OSError(error.errno, what, str(path)) from error
         return draft, mmap.mmap(file.fileno(), size_bytes)
-
-
-def _create(path: Path, size_bytes: int) -> mmap.mmap:
-    # A new file under the old name: a reader of the last ring keeps what it mapped.
-    draft, memory = map_draft(path, size_bytes)
-    draft.replace(path)
-    return memory
 
 
 @contextlib.contextmanager
