@@ -22,12 +22,7 @@ _LIMITS: Final = limits_from(1.0 / PATIENCE)
 
 
 def at_work(state: Detector, *, attempt: int, members: Collection[str]) -> tuple[str, ...]:
-    """Return the members of a fenced attempt that are in it and at work, sorted.
-
-    Args:
-        attempt: The attempt that was fenced.
-        members: Its workers.
-    """
+    """Return the members of a fenced attempt that are in it and at work, sorted."""
     known = ((name, state.worker(name)) for name in sorted(members))
     return tuple(name for name, one in known if one is not None and _works(state, one, attempt))
 

@@ -65,7 +65,6 @@ def open_any(
 
     Args:
         rules: File of rules, or a family.
-        rename: File of renamings.
         tag: Which of several.
         memory_bytes: As of ``open_source``.
     """

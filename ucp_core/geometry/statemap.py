@@ -103,9 +103,7 @@ class TensorEntry:
     """One logical tensor and the fragments that hold it, in order of their boxes.
 
     Attributes:
-        key: Its name and slot.
         dtype: safetensors' name.
-        fragments: Where its elements are.
         copies: Above 1: number of copies that were updated independently. Each covers the tensor,
             whose value is their mean.
     """

@@ -38,12 +38,10 @@ class TensorDiff:
     """A tensor that differs.
 
     Attributes:
-        fqn: Its name.
         kind: ``only in a``, ``only in b``, ``shape``, ``dtype`` or ``values``.
         dtypes: In a and b; None where it is missing.
         shapes: In a and b; None where it is missing.
         num_elements: 0 unless values were compared, as with all that follows.
-        num_different: Elements that differ.
         num_nan: The part of those that are not a number on either side.
         max_abs: Largest difference of the others.
         max_ulp: The same, counted in numbers of the dtype between the two; floats only.
@@ -89,10 +87,8 @@ class DiffReport:
     Attributes:
         tensors: Tensors that differ, by name.
         values: Small values that differ.
-        num_equal: Tensors that are equal.
         num_proven: The part of those that checksums proved equal.
         compared_bytes: Bytes of a that were read and compared.
-        seconds: How long it took.
     """
 
     tensors: tuple[TensorDiff, ...]
@@ -148,11 +144,8 @@ def diff(  # noqa: PLR0913 - options that have nothing to do with each other
     select tensors.
 
     Args:
-        a: The first.
-        b: The second.
         tolerance: Differences to ignore; None: every bit counts.
         names: Only tensors in whose fqn this regular expression matches.
-        slots: Only these slots.
         cast: Compare floats of two dtypes as the coarser one; else the dtype is a difference.
         read_all: Read also tensors that checksums prove equal: that shows that they can be read.
         threads: Readers at most.

@@ -29,7 +29,6 @@ class Difference(NamedTuple):
     """How two boxes or tensors differ.
 
     Attributes:
-        num_different: Elements that differ.
         num_nan: The part of those that are not a number on either side.
         max_abs: Largest difference of the others; None if there are none.
         max_ulp: The same, counted in numbers of the dtype between the two; None unless floats.
@@ -80,8 +79,6 @@ def compare(
     """Return how two boxes of the same shape differ, or None if they do not.
 
     Args:
-        one: Bytes of the first.
-        two: Bytes of the second.
         dtypes: Different ones are cast to ``common_dtype``.
         tolerance: Differences to ignore.
     """

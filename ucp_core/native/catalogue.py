@@ -77,7 +77,6 @@ def find_committed(
     verifies the bytes of tensors. Nothing is deleted.
 
     Args:
-        store: Where.
         checkpoints_directory: Directory of ``step-00001200``, ...
         lineage: See ``ucp_core.lineage``.
         exclude: Names of directories that could not be loaded.

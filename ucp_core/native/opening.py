@@ -260,7 +260,6 @@ def load(
     Every byte that has a checksum of its block is verified.
 
     Args:
-        checkpoint: The source.
         need: Boxes and writable memory; they may overlap.
         threads: Most readers; small loads use one.
         with_extents: Also verify bytes of foreign files, by reading whole records first.

@@ -69,11 +69,9 @@ def save_rank(  # noqa: PLR0913 - each is a fact that the record states
     rank 0. A checkpoint that is committed already is not written again.
 
     Args:
-        store: Where to.
         directory: Directory of this step's checkpoint.
         step: The optimizer step after which the state was taken.
         attempt: The fencing token.
-        rank: This rank.
         world_size: Ranks that save.
         tensors: The boxes of this rank; replicas and empty ones are skipped.
         extra: Small named values, JSON.
@@ -171,7 +169,6 @@ class RankSaver:
             step: The optimizer step after which the state was taken.
             data: The bytes of the tensors of ``order``.
             extra: Small named values, JSON.
-            param_groups: The optimizer's groups.
             fsync: Make the data durable before the commit.
             blocks: crc32 of every block of each of ``data``, if the caller has them.
 
@@ -249,7 +246,6 @@ class _TensorsForm:
 
     Args:
         tensors: In order of the file; the boxes of one tensor are sorted.
-        file: Name of the data file.
         block_bytes: Size of the blocks that have checksums.
 
     Attributes:

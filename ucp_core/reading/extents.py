@@ -139,8 +139,6 @@ class Check(NamedTuple):
 
     Attributes:
         file: Index of the file.
-        offset_bytes: The first byte.
-        num_bytes: How many.
     """
 
     file: int

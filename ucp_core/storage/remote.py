@@ -42,7 +42,6 @@ class FsspecStore:
 
     Args:
         filesystem: If it retries by itself, that multiplies ``retries``.
-        retries: How often to retry.
     """
 
     request_bytes = 32 << 20

@@ -80,7 +80,6 @@ def micro_batches_of(
     """Yield step, number and samples, ``(micro_batch,)``, of a rank's micro-batches without end.
 
     Args:
-        order: The order of samples.
         numbers: Which micro-batches of each step the rank computes, in order.
         first_step: The first step, from 1.
     """

@@ -65,7 +65,6 @@ class Readers:
 
         Args:
             function: Gets what ``begin`` returned, and then the arguments.
-            arguments: See there.
 
         Raises:
             DataError: The process has died.

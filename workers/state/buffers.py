@@ -236,7 +236,6 @@ class _Held:
     """A buffer.
 
     Attributes:
-        fqn: Its name in the model.
         key: Its name in its module.
         tensor: Its tensor at the start; None if it was registered without a value.
         is_saved: Whether there are values that a checkpoint can hold.

@@ -241,7 +241,6 @@ def refuse_unfit(
 
     Args:
         optimizer: The optimizer over one worker's shards.
-        layout: The layout of the attempt.
         elementwise: Whether the script declares that it treats every element alike.
 
     Raises:

@@ -30,7 +30,6 @@ class OwnValues:
     """The values of optimizers beside the state of parameters.
 
     Args:
-        every: The optimizers.
         unknown: Those of them whose kinds are not torch's own.
     """
 

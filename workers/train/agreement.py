@@ -31,11 +31,9 @@ def agree_on_data(
 
     Args:
         data: The number of samples, or what reads them.
-        order: Their order.
         digest: Identifies them; "" for that of the loader.
         restored: The small named values of the version of ``step``.
         step: The step that the attempt resumes from.
-        sharded: The model of the attempt.
 
     Raises:
         DataError: Workers, or this run and its checkpoint, have different data.

@@ -29,7 +29,6 @@ def resume_event(
     """Return the event that resumes the run from ``state``, the last one of its journal.
 
     Args:
-        at_s: When.
         num_unknown: Most attempts that may have begun since, of which the journal does not know.
         last_attempt: The highest that has a file in storage.
     """
@@ -73,7 +72,6 @@ def resume_without_journal(
     Args:
         attempt: The highest that has a file there.
         stored: The newest step that was committed there; 0 for none.
-        at_s: When.
     """
     fleet = Fleet()
     return RunResumed(

@@ -22,9 +22,7 @@ class Attempt(Part):
         plan: How its snapshots are protected.
         num_inside: Members that have neither left nor died.
         num_unformed: Members that have not formed.
-        started_s: When it was started.
         step: Last step that every rank completed.
-        stepped: Whether it completed a step.
         committed_at_start: What the run's ``committed`` was when it started.
         num_bad_at_start: How many sources were bad when it started.
         left_step: Least step that members reported when they left, -1 if none did.

@@ -54,7 +54,6 @@ class Network(NamedTuple):
         num_probes: How many ``ProbeLinks`` there were in the whole run: the number of the newest.
         search: Number of the probe that looks for what ended the attempt, or holds up its forming;
             0 if there was none.
-        begun_s: When it was begun.
         asked: The nodes that it asked.
         until_s: The bound of its answer; infinity if none is awaited.
         found: The ways without connection that it found.

@@ -17,7 +17,6 @@ class NodeView:
 
     Attributes:
         node: Ray node id, hex.
-        raylet_address: Where its raylet listens.
         rack: Nodes of one rack fail together; "" if none is known.
         state: alive, draining or lost.
         notice: The source of the notice that it ends; "" without notice.
@@ -30,14 +29,12 @@ class NodeView:
         is_dead: Whether it is lost, and no process of it can be alive.
         is_returning: Whether its keeper died alone and is being started again.
         starting: Set once a keeper was asked for; its result is the handle.
-        keeper: Ray handle of the keeper.
         host: Where the keeper serves snapshots; "" if it keeps none.
         secret: Peers must show it to the keeper; b"" before the keeper answered.
         tasks: Run until the node is lost.
         care: The one of ``tasks`` that ends with the keeper.
         ending: Set while the keeper is being ended.
         greeted: Set once the keeper has answered.
-        lost: Set when the node is.
     """
 
     node: str

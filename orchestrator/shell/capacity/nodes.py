@@ -54,13 +54,11 @@ class Nodes:
         needs: The resources that a worker may need; smaller nodes are ignored.
         rack_label: Ray's label of a node that names its rack; "" if there is none.
         here: The controller's node, which may be too small for workers.
-        own_host: Its address.
         own_notice: Returns the notice that it ends; None if it stays.
         read: Returns the cluster as Ray knows it; called in a thread.
 
     Attributes:
         views: The nodes by id, the lost ones included.
-        notices: The notices that nodes end.
     """
 
     def __init__(

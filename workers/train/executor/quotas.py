@@ -56,7 +56,6 @@ def quota(num_micro_batches: int, num_ranks: int, rank: int, *, fixed_tree: bool
     Args:
         num_micro_batches: Micro-batches of the step over all ranks.
         num_ranks: Data-parallel ranks.
-        rank: The data-parallel rank.
         fixed_tree: Whether sums must be nodes of one binary tree. If not, each rank adds up its
             gradients, and they are reduced once, after the last pass. If so, they are reduced
             after every pass, or after two passes if all ranks have siblings of the tree there.

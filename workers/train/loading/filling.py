@@ -76,7 +76,6 @@ def fill(
     Args:
         build: Makes the whole model.
         initialise: Returns the initial value of a parameter; None to build the model.
-        seed: The run's seed.
         is_new: Whether no version of the run was loaded.
         initial: What the run started from, if anything.
     """
