@@ -216,6 +216,11 @@ class ParityGroup:
         return max(len(place.ranks) for place in self.places)
 
 
+def parity_places(stripe: int, *, num_nodes: int, num_parities: int) -> tuple[int, ...]:
+    """Return the places in a group of the nodes that keep the parities of a stripe."""
+    return tuple((stripe + which) % num_nodes for which in range(num_parities))
+
+
 def held_source(node: str, arena: str, held: Held) -> Source:
     """Return a buffer of an arena on a node as a source."""
     return (held.step, held.attempt, node, arena, held.buffer, held.sequence)

@@ -23,10 +23,10 @@ from orchestrator.policies import (
     CadenceRules,
     CapacityRules,
     LayoutRules,
+    Preference,
     RedundancyRules,
     SharingRules,
 )
-from workers.placement import Preference
 from workers.settings import (
     AUTO,
     CheckpointSettings,

@@ -14,8 +14,7 @@ from itertools import combinations
 from typing import NamedTuple
 
 from ucp_core.lineage import Lineage, counts
-from workers.placement import parity_places
-from workers.protocol import Held, HeldParity, Inventory, Member
+from workers.protocol import Held, HeldParity, Inventory, Member, parity_places
 
 #: Where a version is loaded from.
 MEMORY = "memory"

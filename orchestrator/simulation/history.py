@@ -33,6 +33,7 @@ from orchestrator.policies import (
     CapacityRules,
     GrowthRules,
     LayoutRules,
+    Preference,
     RedundancyRules,
     SharingRules,
     usable,
@@ -49,7 +50,6 @@ from orchestrator.simulation.world import (
     SimNode,
     Tiers,
 )
-from workers.placement import Preference
 from workers.protocol import Pace, SaveCosts
 
 #: Every wait of the machine is shorter than a minute here, and some follow each other.

@@ -16,8 +16,6 @@ PURE_FILES = (
     "workers/protocol.py",
     "workers/memory/retention.py",
     "workers/snapshot/final.py",
-    "workers/placement/groups.py",
-    "workers/placement/plan.py",
     "ucp_core/layout.py",
     "ucp_core/lineage.py",
     "ucp_core/geometry/boxes.py",

@@ -2,10 +2,11 @@
 
     python -m tests.benchmarks recomputation [--megabytes 50] [--replicas 2] [--rounds 3]
 
-This is the optimizer recomputation of REFT (arXiv 2310.12670); ``workers.placement.plan`` says why
-everstep does without it. With plain data parallelism every rank has the reduced gradients of a
-step: for AdamW, a third of the bytes of its state. A rank could save its share of them after most
-steps and its share of the state after every K-th; a recovery then repeats up to K - 1 updates.
+This is the optimizer recomputation of REFT (arXiv 2310.12670), which everstep does without
+(``orchestrator.policies.saving.redundancy`` says why). With plain data parallelism every rank has
+the reduced gradients of a step: for AdamW, a third of the bytes of its state. A rank could save its
+share of them after most steps and its share of the state after every K-th; a recovery then repeats
+up to K - 1 updates.
 
 ``every`` saves the state after each step, as everstep does; ``second`` and ``third`` after every
 second and third step; ``log K`` is recomputation. A rank copies and checksums what it saves, for

@@ -9,7 +9,13 @@ from typing import Any
 
 import pytest
 
-from orchestrator.policies import RedundancyFacts, RedundancyPlan, RedundancyRules, plan_redundancy
+from orchestrator.policies import (
+    Preference,
+    RedundancyFacts,
+    RedundancyPlan,
+    RedundancyRules,
+    plan_redundancy,
+)
 from tests.support.attempts import lines, settings, wait_for_steps
 from tests.support.node_memory import NodeProcess, newest, read, whole_state
 from tests.support.snapshots import eventually
@@ -18,7 +24,6 @@ from ucp_core.layout import ParallelLayout
 from ucp_core.native import checkpoint_name, open_checkpoint
 from ucp_core.storage import LocalStore
 from workers.memory import is_copy, is_guard
-from workers.placement import Preference
 from workers.protocol import (
     Completed,
     GroupPlace,

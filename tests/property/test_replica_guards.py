@@ -7,9 +7,14 @@ from itertools import combinations
 from hypothesis import given
 from hypothesis import strategies as st
 
-from orchestrator.policies import RedundancyFacts, RedundancyRules, plan_redundancy
+from orchestrator.policies import (
+    Mechanism,
+    Preference,
+    RedundancyFacts,
+    RedundancyRules,
+    plan_redundancy,
+)
 from ucp_core.layout import ParallelLayout
-from workers.placement import Mechanism, Preference
 from workers.state import replicas_of
 
 LAYOUTS = st.builds(ParallelLayout, dp_replicate=st.integers(2, 5), dp_shard=st.integers(1, 3))

@@ -8,9 +8,9 @@ from itertools import combinations
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from orchestrator.policies import RedundancyFacts, RedundancyRules, plan_redundancy
+from orchestrator.policies.saving.groups import form_groups, partners, shared_domains
 from tests.support.placements import is_readable
-from workers.placement import Node, PlacementRules, form_groups, place, shared_domains
-from workers.placement.groups import partners
 
 RACKS = st.lists(st.integers(0, 4), min_size=1, max_size=8)
 
@@ -89,20 +89,25 @@ def test_every_claimed_tolerance_is_true_and_none_is_too_small(
     racks: list[int], rank_bytes: int, tolerance: int, group_max: int, headroom: list[int]
 ) -> None:
     """Over all sizes, mechanisms, group sizes and every set of lost nodes."""
-    nodes = [
-        Node(name=name, rack=rack, num_ranks=1 + index % 2, headroom_bytes=headroom[index])
-        for index, (name, rack) in enumerate(_domains(racks).items())
-    ]
-    rules = PlacementRules(tolerance=tolerance, group_max=group_max, num_buffers=1)
-    placement = place(nodes, rank_bytes, rules)
-    names = [node.name for node in nodes]
-    for count in range(placement.tolerance + 1):
-        assert all(is_readable(placement, lost) for lost in combinations(names, count))
+    domains = _domains(racks)
+    names = tuple(domains)
+    ranks = tuple(name for index, name in enumerate(names) for _ in range(1 + index % 2))
+    facts = RedundancyFacts(
+        nodes=ranks,
+        budgets_bytes=dict(zip(names, headroom, strict=False)),
+        rank_bytes=rank_bytes,
+        racks=domains,
+    )
+    rules = RedundancyRules(tolerance=tolerance, group_max=group_max, num_buffers=1)
+    plan = plan_redundancy(facts, rules)
+    for count in range(plan.tolerance + 1):
+        assert all(is_readable(plan, names, lost) for lost in combinations(names, count))
     # No less is claimed than is true, either.
     assert not all(
-        is_readable(placement, lost) for lost in combinations(names, placement.tolerance + 1)
+        is_readable(plan, names, lost) for lost in combinations(names, plan.tolerance + 1)
     )
-    if not placement.shared_racks:
-        racks_named = sorted({node.rack for node in nodes})
-        for lost in combinations(racks_named, placement.tolerance):
-            assert is_readable(placement, [node.name for node in nodes if node.rack in lost])
+    if not plan.shared_racks:
+        racks_named = sorted(set(domains.values()))
+        for lost in combinations(racks_named, plan.tolerance):
+            gone = [name for name in names if domains[name] in lost]
+            assert is_readable(plan, names, gone)

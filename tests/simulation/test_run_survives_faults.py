@@ -8,13 +8,13 @@ import pytest
 from orchestrator.core import RunState
 from orchestrator.core import actions as act
 from orchestrator.core import events as ev
+from orchestrator.policies import Preference
 from orchestrator.simulation import history as history_module
 from orchestrator.simulation import run_campaign
 from orchestrator.simulation.__main__ import main
 from orchestrator.simulation.faults import drawing
 from orchestrator.simulation.history import History, run_history
 from orchestrator.simulation.world import SimCluster, Tiers
-from workers.placement import Preference
 
 NUM_HISTORIES = 2000
 CHUNK = 250

@@ -33,12 +33,11 @@ from orchestrator.core.network import links, reach, search
 from orchestrator.core.phase_table import TABLE, row
 from orchestrator.core.state import MutableRunState, Node, Pair, Worker
 from orchestrator.core.transition import Transition
-from orchestrator.policies import RedundancyPlan, Share, budgets, versions
+from orchestrator.policies import Preference, RedundancyPlan, Share, budgets, versions
 from orchestrator.simulation.faults import drawing
 from orchestrator.simulation.history import run_history
 from orchestrator.simulation.violation import Violation
 from orchestrator.simulation.world import Storage, Tiers
-from workers.placement import Preference
 
 SEEDS = 1500
 #: Memory protects every step, by a plan that is open until the first snapshot.

@@ -1,23 +1,23 @@
-"""What a placement of redundancy survives, from who keeps what alone."""
+"""What a plan of redundancy over the network survives, from who keeps what alone."""
 
 from __future__ import annotations
 
 from collections.abc import Collection
 
-from workers.placement import PARITIES, parity_places
-from workers.placement.plan import Placement
+from orchestrator.policies import RedundancyPlan
+from workers.protocol import parity_places
 
 
-def is_readable(placement: Placement, lost: Collection[str]) -> bool:
-    """Return whether every part can be had without the nodes ``lost``."""
-    for group in placement.groups:
+def is_readable(plan: RedundancyPlan, nodes: Collection[str], lost: Collection[str]) -> bool:
+    """Return whether every part on ``nodes`` can be had without the nodes ``lost``."""
+    for group in plan.groups or tuple((node,) for node in nodes):
         size = len(group)
         for at, node in enumerate(group):
-            if placement.mechanism not in PARITIES:
-                if {node, *placement.keepers[node]} <= set(lost):
+            if not plan.is_parity:
+                if {node, *plan.keepers.get(node, ())} <= set(lost):
                     return False
                 continue
-            places = parity_places(at, num_nodes=size, num_parities=placement.tolerance)
+            places = parity_places(at, num_nodes=size, num_parities=plan.tolerance)
             num_lost = sum(group[place] in lost for place in range(size) if place not in places)
             if num_lost > sum(group[place] not in lost for place in places):
                 return False

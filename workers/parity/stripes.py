@@ -19,7 +19,7 @@ from dataclasses import dataclass
 
 from workers.errors import ParityError
 from workers.parity.code import GROUP_MAX, parity_bytes
-from workers.placement import parity_places
+from workers.protocol import parity_places
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -13,6 +13,8 @@ from orchestrator.policies.saving.intervals import (
 )
 from orchestrator.policies.saving.reduced import ReducedTime, alert, noted
 from orchestrator.policies.saving.redundancy import (
+    Mechanism,
+    Preference,
     RedundancyFacts,
     RedundancyPlan,
     RedundancyRules,
@@ -25,6 +27,8 @@ __all__ = [
     "CadenceFacts",
     "CadenceRules",
     "FaultsSeen",
+    "Mechanism",
+    "Preference",
     "ReducedTime",
     "Redundancy",
     "RedundancyFacts",

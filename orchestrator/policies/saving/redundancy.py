@@ -4,35 +4,66 @@ Pure. Where data-parallel replicas on other nodes hold the same state, workers s
 shares from their own memory and nothing is sent; or, with three nodes or more, a parity of them,
 which takes 1/(n-1) of the memory of a copy. Otherwise keepers protect each other over the network:
 so the link is used only where replicas cannot do without, and if it is slow, snapshots are fewer.
-What a node has for snapshots and how large they are decides, by the rules of
-``workers.placement.plan``: copies while memory allows, since they are read and need not be
-computed, else parity over groups of nodes.
+
+Of the mechanisms that memory and the number of nodes allow, the plan takes the one that recovers
+fastest: copies before parity, since a copy is read while a parity is computed from a whole group.
+The tolerance counts nodes; it also holds for racks if ``shared_racks`` is empty. The speed of the
+link plays no part: copies and parities of a tolerance send the same bytes, and on a slow link the
+cadence takes fewer snapshots.
+
+REFT's third protection, optimizer recomputation, is left out: gradients are a third of AdamW's
+bytes, but sparing them gains less than a snapshot after each third step
+(``tests.benchmarks.bench_recomputation``), and recomputed state is not always bit-identical.
+
+Source: the protections of REFT (arXiv 2310.12670), with two parities, unequal parts and any number
+of nodes; partner copies of GEMINI (SOSP 2023); XOR sets of SCR.
 """
 
 from __future__ import annotations
 
 import sys
+from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from enum import StrEnum
 
-from ucp_core.layout import ParallelLayout
-from workers.placement import (
-    PARITIES,
+from orchestrator.policies.saving.groups import (
     Groups,
-    Mechanism,
-    Node,
-    PlacementRules,
-    Preference,
     form_groups,
-    place,
+    holders,
+    partners,
     shared_domains,
-    sized,
 )
+from ucp_core.layout import ParallelLayout
 from workers.protocol import Inventory
 from workers.state import replicas_of
 
 #: A parity of one other node's data is a copy of it.
 _PARITY_NODES_MIN = 3
+#: Limit of double parity: 15 members and two parities (``workers.parity.code``).
+_DOUBLE_NODES_MAX = 17
+
+
+class Mechanism(StrEnum):
+    """How a state is protected against lost nodes."""
+
+    NONE = "no redundancy"
+    REDUNDANT_COPY = "redundant copy"
+    REPLICA_PARITY = "parity over replicas"
+    DOUBLE_PARITY = "double parity"
+    PARTNER_COPY = "partner copy"
+    RING_PARITY = "ring parity"
+
+
+PARITIES = frozenset({Mechanism.REPLICA_PARITY, Mechanism.DOUBLE_PARITY, Mechanism.RING_PARITY})
+
+
+class Preference(StrEnum):
+    """Which mechanisms are allowed. A parity over one node's data is a copy, and made as one."""
+
+    AUTO = "auto"
+    COPY = "copy"
+    PARITY = "parity"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -110,33 +141,39 @@ class RedundancyPlan:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RedundancyRules:
-    """What the user wants.
+    """What the user wants, and limits.
 
     Attributes:
-        tolerance: Lost nodes of a group that are to be survived; fewer where there are too few.
+        tolerance: Lost nodes of a group that are to be survived, 1 or 2; 0 asks for nothing. Fewer
+            are where there are too few nodes, or too little memory.
+        preference: Allowed mechanisms.
+        group_max: Nodes in a group. With two parities groups of 8 outlive pairs from 64 nodes on,
+            at a third of their memory.
+        num_buffers: Versions held at once.
     """
 
     tolerance: int = 0
     preference: Preference = Preference.AUTO
+    group_max: int = 8
+    num_buffers: int = 3
 
 
 def plan_redundancy(facts: RedundancyFacts, rules: RedundancyRules) -> RedundancyPlan:
     """Return how to protect the snapshots of an attempt."""
-    tolerance, preference = rules.tolerance, rules.preference
-    if not tolerance or not facts.nodes:
+    if not rules.tolerance or not facts.nodes:
         return RedundancyPlan(reason="no lost node is to be survived (snapshot.tolerance: 0)")
-    found = _over_replicas(facts, tolerance, preference)
+    found = _over_replicas(facts, rules)
     if isinstance(found, RedundancyPlan):
         return found
-    plan = _over_network(facts, tolerance, preference)
+    plan = _over_network(facts, rules)
     return replace(plan, reason=f"{plan.reason}; {found}") if found else plan
 
 
 def revise(plan: RedundancyPlan, facts: RedundancyFacts, rules: RedundancyRules) -> RedundancyPlan:
     """Return the plan of an attempt that trains by ``plan``, now that more is known.
 
-    Its workers go on as they were told if there is room for that. Otherwise their keepers protect
-    each other.
+    Its workers continue as they were told if there is room for that. Otherwise their keepers
+    protect each other.
     """
     is_by_workers = plan.is_by_workers
     told = plan.mechanism if is_by_workers else Mechanism.NONE
@@ -146,35 +183,90 @@ def revise(plan: RedundancyPlan, facts: RedundancyFacts, rules: RedundancyRules)
     return found
 
 
-def _over_network(facts: RedundancyFacts, tolerance: int, preference: Preference) -> RedundancyPlan:
-    nodes = [
-        Node(
-            name=name,
-            rack=facts.racks.get(name, ""),
-            num_ranks=facts.nodes.count(name),
-            headroom_bytes=_budget_bytes(facts, name),
-        )
-        for name in dict.fromkeys(facts.nodes)
-    ]
-    rules = PlacementRules(tolerance=tolerance, preference=preference)
-    found = place(nodes, facts.rank_bytes, rules)
-    smallest = min(map(len, found.groups))
-    if preference is Preference.AUTO and not facts.rank_bytes and smallest > tolerance + 1:
+def _over_network(facts: RedundancyFacts, rules: RedundancyRules) -> RedundancyPlan:
+    """Return the plan by which keepers send each other what their ranks wrote."""
+    domains = _domains(facts)
+    groups = form_groups(domains, size_min=rules.tolerance + 1, size_max=rules.group_max)
+    smallest = min(map(len, groups))
+    if (
+        rules.preference is Preference.AUTO
+        and not facts.rank_bytes
+        and smallest > rules.tolerance + 1
+    ):
         reason = "copies or parity: decided when the first snapshot shows its size"
         return RedundancyPlan(reason=reason, is_final=False)
-    return RedundancyPlan(
-        mechanism=found.mechanism,
-        tolerance=found.tolerance,
-        groups=found.groups if found.tolerance else (),
-        reason=found.reason,
-        keepers={} if found.mechanism in PARITIES else dict(found.keepers),
-        shared_racks=found.shared_racks,
-    )
+    refused: list[str] = []
+    if smallest <= rules.tolerance:
+        refused.append(f"tolerance {rules.tolerance} needs {rules.tolerance + 1} nodes")
+    for tolerance in range(min(rules.tolerance, smallest - 1), -1, -1):
+        keepers = partners(groups, domains, tolerance)
+        for mechanism in _candidates(groups, tolerance, rules.preference):
+            need_bytes = version_bytes(facts, mechanism, tolerance, groups, keepers)
+            if why := _refusal(facts, rules, need_bytes):
+                refused.append(f"{mechanism} for {tolerance} {why}")
+                if tolerance:
+                    continue
+            reason = f"snapshots: {mechanism}, for the loss of {tolerance} of {smallest} nodes"
+            if facts.rank_bytes:
+                # A copy goes out whole; with parities each byte goes into as many as there are.
+                sent = tolerance * facts.rank_bytes * max(Counter(facts.nodes).values())
+                reason += f", {_size(need_bytes)}, {sized(sent)} sent"
+            is_parity = mechanism in PARITIES
+            held_by = tuple((node, *others) for node, others in keepers.items())
+            return RedundancyPlan(
+                mechanism=mechanism,
+                tolerance=tolerance,
+                groups=groups if tolerance else (),
+                reason="; ".join([reason, *refused]),
+                keepers={} if is_parity else keepers,
+                shared_racks=shared_domains(groups if is_parity else held_by, domains),
+            )
+    raise AssertionError("no redundancy is always a candidate")
 
 
-def _over_replicas(
-    facts: RedundancyFacts, tolerance: int, preference: Preference
-) -> RedundancyPlan | str:
+def _candidates(groups: Groups, tolerance: int, preference: Preference) -> list[Mechanism]:
+    """Return the mechanisms for a tolerance, fastest recovery first."""
+    if not tolerance:
+        return [Mechanism.NONE]
+    sizes = [len(group) for group in groups]
+    copies, parities = [Mechanism.PARTNER_COPY], list[Mechanism]()
+    # With one data block in a stripe the parity is a copy.
+    if min(sizes) >= tolerance + 2:
+        if tolerance == 1:
+            parities.append(Mechanism.RING_PARITY)
+        elif max(sizes) <= _DOUBLE_NODES_MAX:
+            parities.append(Mechanism.DOUBLE_PARITY)
+    if preference is Preference.PARITY:
+        return parities or copies
+    return copies if preference is Preference.COPY else [*copies, *parities]
+
+
+def version_bytes(
+    facts: RedundancyFacts,
+    mechanism: Mechanism,
+    tolerance: int,
+    groups: Groups,
+    keepers: Mapping[str, Sequence[str]],
+) -> dict[str, int]:
+    """Return what each node keeps of a version, its own parts included.
+
+    Parity is rounded up to 64 bytes a block, which is not counted.
+    """
+    num_ranks = Counter(facts.nodes)
+    found: dict[str, int] = {}
+    for group in groups:
+        most_bytes = facts.rank_bytes * max(num_ranks[name] for name in group)
+        block_bytes = -(-most_bytes // max(1, len(group) - tolerance))
+        for name in group:
+            kept_bytes = tolerance * block_bytes
+            if mechanism not in PARITIES:
+                copied = (num_ranks[other] for other in group if name in keepers[other])
+                kept_bytes = facts.rank_bytes * sum(copied)
+            found[name] = facts.rank_bytes * num_ranks[name] + kept_bytes
+    return found
+
+
+def _over_replicas(facts: RedundancyFacts, rules: RedundancyRules) -> RedundancyPlan | str:
     """Return the plan that sends nothing, or why there is none; "" if there are no replicas."""
     layout = facts.layout
     if layout is None or layout.dp_replicate == 1 or layout.world_size != len(facts.nodes):
@@ -182,15 +274,16 @@ def _over_replicas(
     if facts.told is Mechanism.NONE:
         return "the replicas of this attempt were not told to save each other's shares"
     if facts.told is Mechanism.REPLICA_PARITY:
-        return _replica_parity(facts, tolerance)
-    copies = _redundant_copies(facts, tolerance)
+        return _replica_parity(facts, rules, layout)
+    copies = _redundant_copies(facts, rules, layout)
     is_refused = isinstance(copies, str)
     # Between two nodes a parity would be a copy.
-    wants_parity = preference is Preference.PARITY and len(set(facts.nodes)) >= _PARITY_NODES_MIN
-    may_be_parity = wants_parity or (is_refused and preference is not Preference.COPY)
+    is_large = len(set(facts.nodes)) >= _PARITY_NODES_MIN
+    wants_parity = rules.preference is Preference.PARITY and is_large
+    may_be_parity = wants_parity or (is_refused and rules.preference is not Preference.COPY)
     if facts.told is Mechanism.REDUNDANT_COPY or not may_be_parity:
         return copies
-    parity = _replica_parity(facts, tolerance)
+    parity = _replica_parity(facts, rules, layout)
     if not is_refused:
         return parity
     if isinstance(parity, RedundancyPlan):
@@ -198,61 +291,75 @@ def _over_replicas(
     return f"{copies}; {parity}"
 
 
-def _redundant_copies(facts: RedundancyFacts, tolerance: int) -> RedundancyPlan | str:
+def _redundant_copies(
+    facts: RedundancyFacts, rules: RedundancyRules, layout: ParallelLayout
+) -> RedundancyPlan | str:
     """Return the plan by which workers save each other's shares, or why they cannot."""
-    layout = facts.layout
-    assert layout is not None
     is_free = facts.told is None or facts.is_open
-    keepers = _guarded_by(layout, facts.nodes, facts.racks, tolerance)
-    if keepers is None:
-        return (
-            f"no {Mechanism.REDUNDANT_COPY} of replicas: those of some shard are on fewer than "
-            f"{tolerance + 1} nodes"
+    tolerance, domains = rules.tolerance, _domains(facts)
+    guards: list[list[int]] = [[] for _ in facts.nodes]
+    num_shares, num_kept = Counter(facts.nodes), Counter[int]()
+    held_by: list[tuple[str, ...]] = []
+    for rank, node in enumerate(facts.nodes):
+        replicas = replicas_of(layout, rank)
+        place = replicas.index(rank)
+        others = holders(
+            rank,
+            [*reversed(replicas[:place]), *reversed(replicas[place + 1 :])],
+            node_of=facts.nodes.__getitem__,
+            domains=domains,
+            num_kept=num_kept,
+            copies=tolerance,
         )
-    guards = _inverted(keepers)
-    num_shares = dict.fromkeys(facts.nodes, 0)
-    for name, guarded in zip(facts.nodes, guards, strict=True):
-        num_shares[name] += 1 + len(guarded)
+        if len(others) < tolerance:
+            return (
+                f"no {Mechanism.REDUNDANT_COPY} of replicas: those of some shard are on fewer than "
+                f"{tolerance + 1} nodes"
+            )
+        for other in others:
+            guards[other].append(rank)
+            num_shares[facts.nodes[other]] += 1
+        held_by.append((node, *(facts.nodes[other] for other in others)))
     need_bytes = {name: number * facts.rank_bytes for name, number in num_shares.items()}
-    if is_free and (refusal := _refusal(facts, need_bytes)):
+    if is_free and (refusal := _refusal(facts, rules, need_bytes)):
         return f"{Mechanism.REDUNDANT_COPY} of replicas {refusal}"
-    holders = tuple(
-        tuple(facts.nodes[each] for each in (rank, *others)) for rank, others in enumerate(keepers)
-    )
-    size = _size(need_bytes)
     return RedundancyPlan(
         mechanism=Mechanism.REDUNDANT_COPY,
         tolerance=tolerance,
-        groups=tuple(dict.fromkeys(tuple(sorted(nodes)) for nodes in holders)),
+        groups=tuple(dict.fromkeys(tuple(sorted(nodes)) for nodes in held_by)),
         reason=(
             f"snapshots: {Mechanism.REDUNDANT_COPY}, {layout.dp_replicate} replicas save a share "
-            f"each and those of {tolerance} others, for the loss of {tolerance} nodes, {size}, "
-            "0 B sent"
+            f"each and those of {tolerance} others, for the loss of {tolerance} nodes, "
+            f"{_size(need_bytes)}, 0 B sent"
         ),
         is_final=bool(facts.rank_bytes) or not is_free,
-        guards=guards,
-        shared_racks=shared_domains(holders, _domains(facts.nodes, facts.racks)),
+        guards=tuple(map(tuple, guards)),
+        shared_racks=shared_domains(tuple(held_by), domains),
     )
 
 
-def _replica_parity(facts: RedundancyFacts, tolerance: int) -> RedundancyPlan | str:
+def _replica_parity(
+    facts: RedundancyFacts, rules: RedundancyRules, layout: ParallelLayout
+) -> RedundancyPlan | str:
     """Return the plan by which workers keep parities from their own replicas, or why not."""
     what = Mechanism.REPLICA_PARITY
-    if tolerance > 1:
+    if rules.tolerance > 1:
         return f"{what} survives 1 node"
-    groups, racks = _like_groups(facts), _domains(facts.nodes, facts.racks)
+    groups = _like_groups(facts, rules, layout)
     if groups is None:
         return f"no {what}: nodes have replicas of other shards, or they are fewer than 3"
     rank_groups: dict[int, tuple[int, ...]] = {}
-    need_bytes: dict[str, int] = {}
     for group in groups:
         by_place = [[rank for rank, at in enumerate(facts.nodes) if at == name] for name in group]
         for ranks_alike in map(tuple, zip(*by_place, strict=True)):
             rank_groups |= dict.fromkeys(ranks_alike, ranks_alike)
-        block_bytes = -(-facts.rank_bytes // (len(group) - 1))
-        for name, ranks in zip(group, by_place, strict=True):
-            need_bytes[name] = len(ranks) * (facts.rank_bytes + block_bytes)
-    if facts.told is None and (refusal := _refusal(facts, need_bytes)):
+    num_ranks = Counter(facts.nodes)
+    need_bytes = {
+        name: num_ranks[name] * (facts.rank_bytes + -(-facts.rank_bytes // (len(group) - 1)))
+        for group in groups
+        for name in group
+    }
+    if facts.told is None and (refusal := _refusal(facts, rules, need_bytes)):
         return f"{what} {refusal}"
     smallest = min(map(len, groups))
     return RedundancyPlan(
@@ -265,25 +372,25 @@ def _replica_parity(facts: RedundancyFacts, tolerance: int) -> RedundancyPlan | 
         ),
         is_final=bool(facts.rank_bytes),
         rank_groups=tuple(rank_groups[rank] for rank in range(len(facts.nodes))),
-        shared_racks=shared_domains(groups, racks),
+        shared_racks=shared_domains(groups, _domains(facts)),
     )
 
 
-def _like_groups(facts: RedundancyFacts) -> Groups | None:
+def _like_groups(
+    facts: RedundancyFacts, rules: RedundancyRules, layout: ParallelLayout
+) -> Groups | None:
     """Return groups of nodes whose first ranks hold the same state, and so on.
 
     None if that cannot be, or if a group would have fewer nodes than a parity is worth.
     """
-    layout, nodes = facts.layout, facts.nodes
-    assert layout is not None
-    held: dict[str, list[int]] = {name: [] for name in nodes}
-    for rank, name in enumerate(nodes):
+    held: dict[str, list[int]] = {name: [] for name in facts.nodes}
+    for rank, name in enumerate(facts.nodes):
         # The first of those that hold the same stands for the state.
         held[name].append(replicas_of(layout, rank)[0])
     alike: dict[tuple[int, ...], list[str]] = {}
     for name, states in held.items():
         alike.setdefault(tuple(states), []).append(name)
-    domains = _domains(nodes, facts.racks)
+    domains = _domains(facts)
     groups: list[tuple[str, ...]] = []
     for names in alike.values():
         if len(names) < _PARITY_NODES_MIN:
@@ -291,74 +398,35 @@ def _like_groups(facts: RedundancyFacts) -> Groups | None:
         groups += form_groups(
             {name: domains[name] for name in names},
             size_min=_PARITY_NODES_MIN,
-            size_max=PlacementRules().group_max,
+            size_max=rules.group_max,
         )
     return tuple(groups)
 
 
-def _guarded_by(
-    layout: ParallelLayout, nodes: Sequence[str], racks: Mapping[str, str], tolerance: int
-) -> list[tuple[int, ...]] | None:
-    """Return, by rank, the ranks on other nodes that save its share too; None if too few can.
-
-    Among holders of the same state: other racks first, then those that save no more than their
-    part, then near ones.
-    """
-    domains = _domains(nodes, racks)
-    num_saved = [0] * len(nodes)
-    found: list[tuple[int, ...]] = []
-    for rank in range(len(nodes)):
-        replicas = replicas_of(layout, rank)
-        place_of = replicas.index(rank)
-        others = [*reversed(replicas[:place_of]), *reversed(replicas[place_of + 1 :])]
-        chosen = [rank]
-        for _ in range(tolerance):
-            used = {nodes[each] for each in chosen}
-            has_one = {domains[node] for node in used}
-            left = [other for other in others if nodes[other] not in used]
-            if not left:
-                return None
-            _, _, place = min(
-                (domains[nodes[other]] in has_one, max(0, num_saved[other] + 1 - tolerance), place)
-                for place, other in enumerate(left)
-            )
-            chosen.append(left[place])
-            num_saved[left[place]] += 1
-        found.append(tuple(chosen[1:]))
-    return found
-
-
-def _inverted(keepers: Sequence[Sequence[int]]) -> tuple[tuple[int, ...], ...]:
-    """Return, by rank, the ranks whose shares it saves; the inverse of ``keepers``."""
-    guards: list[list[int]] = [[] for _ in keepers]
-    for rank, others in enumerate(keepers):
-        for other in others:
-            guards[other].append(rank)
-    return tuple(map(tuple, guards))
-
-
-def _refusal(facts: RedundancyFacts, version_bytes: Mapping[str, int]) -> str:
+def _refusal(facts: RedundancyFacts, rules: RedundancyRules, need_bytes: Mapping[str, int]) -> str:
     """Return which node lacks memory for versions of such sizes; "" if none does."""
-    for name, size_bytes in version_bytes.items():
-        need_bytes = PlacementRules().num_buffers * size_bytes
-        free_bytes = _budget_bytes(facts, name)
-        if need_bytes > free_bytes:
-            return f"needs {sized(need_bytes)} on {name[:8]}, {sized(free_bytes)} are free"
+    known = facts.budgets_bytes
+    least_bytes = min(known.values(), default=sys.maxsize)
+    for name, size_bytes in need_bytes.items():
+        all_bytes, free_bytes = rules.num_buffers * size_bytes, known.get(name, least_bytes)
+        if all_bytes > free_bytes:
+            return f"needs {sized(all_bytes)} on {name[:8]}, {sized(free_bytes)} are free"
     return ""
 
 
-def _size(version_bytes: Mapping[str, int]) -> str:
-    most = max(version_bytes.values())
+def _size(need_bytes: Mapping[str, int]) -> str:
+    most = max(need_bytes.values())
     return f"{sized(most)} a node and version" if most else "of a size that is not known yet"
 
 
-def _domains(nodes: Iterable[str], racks: Mapping[str, str]) -> dict[str, str]:
-    return {name: racks.get(name, name) for name in nodes}
+def sized(num_bytes: int) -> str:
+    """Return a number of bytes for people."""
+    power = min(max(num_bytes.bit_length() - 1, 0) // 10, 4)
+    return f"{num_bytes / (1 << 10 * power):.4g} {('B', 'KiB', 'MiB', 'GiB', 'TiB')[power]}"
 
 
-def _budget_bytes(facts: RedundancyFacts, node: str) -> int:
-    known = facts.budgets_bytes
-    return known.get(node, min(known.values(), default=sys.maxsize))
+def _domains(facts: RedundancyFacts) -> dict[str, str]:
+    return {name: facts.racks.get(name, name) for name in facts.nodes}
 
 
 def state_bytes(inventories: Iterable[Inventory]) -> int:

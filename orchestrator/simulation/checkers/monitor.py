@@ -24,10 +24,9 @@ from orchestrator.core import (
     WorkerFormed,
     WorkerLeft,
 )
-from orchestrator.policies import Share, bad_sources, complete, versions
+from orchestrator.policies import Preference, Share, bad_sources, complete, versions
 from orchestrator.simulation.violation import Violation, require
 from orchestrator.simulation.world import STEP_S, SimNode, World, answers
-from workers.placement import Preference
 from workers.protocol import Source, stored_source
 
 #: What so many attempts could not read is not to be tried again.

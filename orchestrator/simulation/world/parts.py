@@ -7,8 +7,7 @@ from itertools import zip_longest
 from math import inf
 
 from orchestrator.core import StartAttempt
-from orchestrator.policies import Holding, RedundancyPlan
-from workers.placement import Preference
+from orchestrator.policies import Holding, Preference, RedundancyPlan
 from workers.protocol import Member, SaveCosts, Source, held_source, stored_source
 
 #: Long beside a message and short beside a recovery: half a dozen steps meet as many faults as

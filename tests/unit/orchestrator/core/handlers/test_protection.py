@@ -7,9 +7,8 @@ import pytest
 from orchestrator.core import Action, RunRules, RunState, step
 from orchestrator.core import actions as act
 from orchestrator.core import events as ev
-from orchestrator.policies import LayoutRules, RedundancyRules
+from orchestrator.policies import LayoutRules, Mechanism, Preference, RedundancyRules
 from tests.support.keeper_handles import held
-from workers.placement import Mechanism, Preference
 from workers.protocol import held_source
 
 RULES = RunRules(

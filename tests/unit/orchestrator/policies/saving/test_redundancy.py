@@ -5,6 +5,8 @@ from typing import Any
 import pytest
 
 from orchestrator.policies import (
+    Mechanism,
+    Preference,
     RedundancyFacts,
     RedundancyPlan,
     RedundancyRules,
@@ -12,7 +14,6 @@ from orchestrator.policies import (
     state_bytes,
 )
 from ucp_core.layout import ParallelLayout
-from workers.placement import Mechanism, Preference
 from workers.protocol import Held, HeldPart, Inventory
 
 FIVE = ("e", "c", "a", "b", "d")

@@ -13,6 +13,7 @@ import pytest
 
 from orchestrator.core.actions import OrderKeepers
 from orchestrator.policies import (
+    Preference,
     RedundancyFacts,
     RedundancyPlan,
     RedundancyRules,
@@ -34,7 +35,6 @@ from tests.support.keeper_handles import (
 from ucp_core.errors import StorageError
 from ucp_core.native import MANIFEST_NAME, checkpoint_name, save_rank
 from ucp_core.storage import MemoryStore, Store
-from workers.placement import Preference
 from workers.protocol import (
     HeldParity,
     HeldPart,

@@ -7,10 +7,12 @@ differ in size by one at most.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Mapping
-from typing import TypeAlias
+from collections.abc import Callable, Mapping, Sequence
+from typing import TypeAlias, TypeVar
 
 Groups: TypeAlias = tuple[tuple[str, ...], ...]
+
+T = TypeVar("T")
 
 
 def form_groups(domains: Mapping[str, str], *, size_min: int, size_max: int) -> Groups:
@@ -45,30 +47,53 @@ def shared_domains(groups: Groups, domains: Mapping[str, str]) -> tuple[str, ...
 def partners(groups: Groups, domains: Mapping[str, str], copies: int) -> dict[str, tuple[str, ...]]:
     """Return, for each node, the others of its group that keep copies of its data.
 
-    The next ones in the group, so that each node keeps as many copies as are kept of it. But a node
-    of a domain without a copy comes first, even if it then keeps more than its share. A small group
-    has fewer copies than asked for.
+    The next ones in the group come first, so that each node keeps as many copies as are kept of it.
+    A small group has fewer copies than asked for.
     """
     num_kept: Counter[str] = Counter()
-    found: dict[str, tuple[str, ...]] = {}
-    for group in groups:
-        for at, node in enumerate(group):
-            left = [*group[at + 1 :], *group[:at]]
-            keepers: list[str] = []
-            has_one = {domains[node]}
-            while left and len(keepers) < copies:
-                # The first of equally good ones.
-                keeper = min(
-                    left, key=lambda n: (domains[n] in has_one, max(0, num_kept[n] + 1 - copies))
-                )
-                left.remove(keeper)
-                keepers.append(keeper)
-                has_one.add(domains[keeper])
-                num_kept[keeper] += 1
-            found[node] = tuple(keepers)
-    return found
+    return {
+        node: holders(
+            node,
+            [*group[at + 1 :], *group[:at]],
+            node_of=str,
+            domains=domains,
+            num_kept=num_kept,
+            copies=copies,
+        )
+        for group in groups
+        for at, node in enumerate(group)
+    }
 
 
-def parity_places(stripe: int, *, num_nodes: int, num_parities: int) -> tuple[int, ...]:
-    """Return the places in a group of the nodes that keep the parities of a stripe."""
-    return tuple((stripe + which) % num_nodes for which in range(num_parities))
+def holders(
+    one: T,
+    others: Sequence[T],
+    *,
+    node_of: Callable[[T], str],
+    domains: Mapping[str, str],
+    num_kept: Counter[T],
+    copies: int,
+) -> tuple[T, ...]:
+    """Return up to ``copies`` of ``others`` to keep the data of ``one``, each on another node.
+
+    One in a domain without a copy comes first, even if it then keeps more than its share; then one
+    that keeps no more than that; then the first.
+
+    Args:
+        num_kept: What each keeps so far; the copies are added to it.
+    """
+    found: list[T] = []
+    while len(found) < copies:
+        used = {node_of(each) for each in (one, *found)}
+        has_one = {domains[node] for node in used}
+        left = [other for other in others if node_of(other) not in used]
+        if not left:
+            break
+        found.append(
+            min(
+                left,
+                key=lambda x: (domains[node_of(x)] in has_one, max(0, num_kept[x] + 1 - copies)),
+            )
+        )
+        num_kept[found[-1]] += 1
+    return tuple(found)

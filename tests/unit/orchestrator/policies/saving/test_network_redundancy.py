@@ -7,16 +7,31 @@ from itertools import combinations
 
 import pytest
 
+from orchestrator.policies import (
+    Mechanism,
+    Preference,
+    RedundancyFacts,
+    RedundancyPlan,
+    RedundancyRules,
+    plan_redundancy,
+)
+from orchestrator.policies.saving.redundancy import version_bytes
 from tests.support.placements import is_readable
-from workers.placement import Mechanism, Node, PlacementRules, place
-from workers.placement.plan import Cost
 
 RANK_BYTES = 600
-RULES = PlacementRules(num_buffers=1)
+RULES = RedundancyRules(tolerance=1, num_buffers=1)
 
 
-def _nodes(count: int, headroom_bytes: int) -> list[Node]:
-    return [Node(name=f"n{index}", headroom_bytes=headroom_bytes) for index in range(count)]
+def _facts(count: int, headroom_bytes: int, rank_bytes: int = RANK_BYTES) -> RedundancyFacts:
+    nodes = tuple(f"n{index}" for index in range(count))
+    return RedundancyFacts(
+        nodes=nodes, budgets_bytes=dict.fromkeys(nodes, headroom_bytes), rank_bytes=rank_bytes
+    )
+
+
+def _memory_bytes(facts: RedundancyFacts, plan: RedundancyPlan) -> dict[str, int]:
+    groups = plan.groups or (facts.nodes,)
+    return version_bytes(facts, plan.mechanism, plan.tolerance, groups, plan.keepers)
 
 
 @pytest.mark.parametrize(
@@ -38,17 +53,18 @@ def test_of_four_nodes_memory_decides_the_mechanism(
     The link has no say: for a tolerance, all of them send the same.
     """
     rules = replace(RULES, tolerance=tolerance)
-    chosen = place(_nodes(4, headroom_bytes), RANK_BYTES, rules)
-    assert chosen.mechanism is mechanism
-    sent_bytes = RANK_BYTES * chosen.tolerance
-    assert chosen.costs["n0"] == Cost(network_bytes=sent_bytes, memory_bytes=memory_bytes)
+    facts = _facts(4, headroom_bytes)
+    plan = plan_redundancy(facts, rules)
+    assert plan.mechanism is mechanism
+    assert _memory_bytes(facts, plan)["n0"] == memory_bytes
+    sent = {0: "0 B", 1: "600 B", 2: "1.172 KiB"}[plan.tolerance]
+    assert f", {sent} sent" in plan.reason
 
 
 def test_the_line_names_what_did_not_fit() -> None:
     """Whoever wonders why a run survives one node and not two reads this and adds memory."""
     rules = replace(RULES, tolerance=2)
-    chosen = place(_nodes(4, 1100), RANK_BYTES, rules)
-    assert chosen.reason == (
+    assert plan_redundancy(_facts(4, 1100), rules).reason == (
         "snapshots: ring parity, for the loss of 1 of 4 nodes, 800 B a node and version, "
         "600 B sent; "
         "partner copy for 2 needs 1.758 KiB on n0, 1.074 KiB are free; "
@@ -59,39 +75,41 @@ def test_the_line_names_what_did_not_fit() -> None:
 
 def test_a_size_that_is_not_known_is_not_said_to_be_nothing() -> None:
     """Before the first snapshot nobody knows it, and 0 B would be good news."""
-    chosen = place(_nodes(4, 1100), 0, RULES)
-    assert chosen.reason == "snapshots: partner copy, for the loss of 1 of 4 nodes"
+    rules = replace(RULES, preference=Preference.COPY)
+    assert plan_redundancy(_facts(4, 1100, rank_bytes=0), rules).reason == (
+        "snapshots: partner copy, for the loss of 1 of 4 nodes"
+    )
 
 
 def test_nodes_of_several_ranks_pay_for_all_of_them() -> None:
     """The partner of the node with two ranks keeps two parts."""
-    nodes = [replace(node, num_ranks=1 + (node.name == "n1")) for node in _nodes(3, 1 << 20)]
-    chosen = place(nodes, RANK_BYTES, RULES)
-    memory = {name: each.memory_bytes for name, each in chosen.costs.items()}
-    assert memory == {"n0": 1200, "n1": 1800, "n2": 1800}
+    facts = replace(_facts(3, 1 << 20), nodes=("n0", "n1", "n1", "n2"))
+    plan = plan_redundancy(facts, RULES)
+    assert _memory_bytes(facts, plan) == {"n0": 1200, "n1": 1800, "n2": 1800}
+    assert "1.758 KiB a node and version, 1.172 KiB sent" in plan.reason
 
 
 def test_one_node_alone_says_that_it_is_not_protected() -> None:
     """A run on one machine is legal; its snapshots survive processes and not the node."""
-    chosen = place(_nodes(1, 1 << 20), RANK_BYTES, RULES)
-    assert chosen.mechanism is Mechanism.NONE
-    assert chosen.reason.endswith("tolerance 1 needs 2 nodes")
+    plan = plan_redundancy(_facts(1, 1 << 20), RULES)
+    assert plan.mechanism is Mechanism.NONE
+    assert plan.reason.endswith("tolerance 1 needs 2 nodes")
 
 
 def test_a_rack_that_cannot_be_kept_apart_is_named() -> None:
     """Three of four nodes in one rack: two groups of two cannot avoid a pair."""
-    nodes = [replace(node, rack="b" if node.name == "n3" else "a") for node in _nodes(4, 9999)]
-    assert place(nodes, RANK_BYTES, RULES).shared_racks == ("a",)
+    facts = replace(_facts(4, 9999), racks={"n0": "a", "n1": "a", "n2": "a", "n3": "b"})
+    assert plan_redundancy(facts, RULES).shared_racks == ("a",)
 
 
 def test_the_only_node_of_another_rack_keeps_what_both_others_have() -> None:
     """In a ring one of them would be copied inside its rack, and go with it."""
-    nodes = [replace(node, rack="b" if node.name == "n2" else "a") for node in _nodes(3, 9999)]
-    chosen = place(nodes, RANK_BYTES, RULES)
-    assert chosen.keepers == {"n0": ("n2",), "n1": ("n2",), "n2": ("n0",)}
-    memory = {name: each.memory_bytes // RANK_BYTES for name, each in chosen.costs.items()}
+    facts = replace(_facts(3, 9999), racks={"n0": "a", "n1": "a", "n2": "b"})
+    plan = plan_redundancy(facts, RULES)
+    assert plan.keepers == {"n0": ("n2",), "n1": ("n2",), "n2": ("n0",)}
+    memory = {name: size // RANK_BYTES for name, size in _memory_bytes(facts, plan).items()}
     assert memory == {"n0": 2, "n1": 1, "n2": 3}
-    assert chosen.shared_racks == ()
+    assert plan.shared_racks == ()
 
 
 @pytest.mark.parametrize(
@@ -110,7 +128,9 @@ def test_random_losses_are_survived_as_often_as_combinatorics_say(
 ) -> None:
     """Of 16 nodes: pairs, one parity of 4 and of 8, two of 8, as computed without this code."""
     rules = replace(RULES, tolerance=tolerance, group_max=group_max)
-    placement = place(_nodes(16, headroom_bytes), RANK_BYTES, rules)
-    names = sorted(placement.costs)
-    outcomes = [is_readable(placement, lost) for lost in combinations(names, num_lost)]
+    facts = _facts(16, headroom_bytes)
+    plan = plan_redundancy(facts, rules)
+    outcomes = [
+        is_readable(plan, facts.nodes, lost) for lost in combinations(facts.nodes, num_lost)
+    ]
     assert sum(outcomes) / len(outcomes) == pytest.approx(share, abs=5e-4)
