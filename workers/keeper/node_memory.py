@@ -47,6 +47,7 @@ class NodeMemory:
 
     Attributes:
         secret: What peers and loaders have to prove that they know.
+        address: Where they read.
 
     Raises:
         OSError: A socket could not be opened.
@@ -83,6 +84,7 @@ class NodeMemory:
             bytes_per_s=settings.snapshot.send_mib_per_s << 20,
             niceness=_NICENESS_SENDING,
         )
+        self.address = self._wire.address
         self._mirrors = Mirrors(self._table, self._problems.tell, _NICENESS_COPYING)
         self._persister = Persister(
             self._table, store, path, settings.checkpoint, self._problems.note
@@ -90,11 +92,6 @@ class NodeMemory:
         self._descriptors = DescriptorServer(
             descriptor_socket(directory), self._table, self._note_refused
         )
-
-    @property
-    def address(self) -> tuple[str, int]:
-        """Return where peers and loaders read."""
-        return self._wire.address
 
     @property
     def stored(self) -> tuple[int, int]:

@@ -242,7 +242,10 @@ class Group:
 
 
 class ParityPart:
-    """A computed part of one rank; see ``workers.memory.versions.Part``."""
+    """A computed part of one rank; see ``workers.memory.versions.Part``.
+
+    ``held`` is what the lost buffer said, except for where it was.
+    """
 
     def __init__(
         self,
@@ -253,31 +256,26 @@ class ParityPart:
     ) -> None:
         member = record.members[place]
         assert member is not None, f"place {place} has no part"
-        self._held = _held(record, member)
+        self.held = _held(record, member)
         self._record = own_record
         self._blocks = list(record.stripes.blocks(place, record.lengths[place]))
         self._block_bytes = record.stripes.block_bytes
         self._plans = plans
 
-    @property
-    def held(self) -> Held:
-        """Return what the lost buffer said, except for where it was."""
-        return self._held
-
     def fill(self, offset_bytes: int, targets: Sequence[memoryview]) -> None:
         """Compute from the rest of the group: one read per member."""
         left = [memoryview(target).cast("B") for target in targets if len(target)]
         end = offset_bytes + sum(map(len, left))
-        if end > self._held.data_bytes + self._held.record_bytes:
+        if end > self.held.data_bytes + self.held.record_bytes:
             raise StorageError(
-                f"the part of rank {self._held.rank} ends before byte {end}", rank=self._held.rank
+                f"the part of rank {self.held.rank} ends before byte {end}", rank=self.held.rank
             )
         for data_block in self._blocks:
             start, stop = max(data_block.start, offset_bytes), min(data_block.stop, end)
             for found in self._read(data_block, start - data_block.start, stop - data_block.start):
                 left = _pour(found, left)
         if self._record is not None and left:
-            data_bytes = self._held.data_bytes
+            data_bytes = self.held.data_bytes
             start = max(offset_bytes, data_bytes) - data_bytes
             _pour(self._record.read(start, end - data_bytes), left)
 

@@ -9,6 +9,7 @@ import threading
 import weakref
 from collections import deque
 from collections.abc import Collection, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from types import MappingProxyType
 from typing import Final, NamedTuple
 
@@ -304,31 +305,24 @@ class WireClient:
         )
 
 
+@dataclass(frozen=True, slots=True)
 class RemotePart:
     """One rank's part of a version in a peer's memory; see ``workers.memory.versions.Part``.
 
     ``is_unchecked`` if a load verifies all bytes against the part's record.
     """
 
-    def __init__(
-        self, client: WireClient, arena: str, held: Held, *, is_unchecked: bool = False
-    ) -> None:
-        self._client = client
-        self._is_unchecked = is_unchecked
-        self._arena = arena
-        self._held = held
-
-    @property
-    def held(self) -> Held:
-        """Return what the buffer said when the part was found."""
-        return self._held
+    client: WireClient
+    arena: str
+    held: Held
+    is_unchecked: bool = False
 
     def fill(self, offset_bytes: int, targets: Sequence[memoryview]) -> None:
         """Read over the network."""
-        self._client.read(
-            self._arena, self._held, offset_bytes, targets, is_unchecked=self._is_unchecked
+        self.client.read(
+            self.arena, self.held, offset_bytes, targets, is_unchecked=self.is_unchecked
         )
 
     def ahead(self, ranges: Sequence[tuple[int, int]]) -> None:
         """Request what this thread fills next: ``(offset_bytes, size_bytes)`` in order."""
-        self._client.ask(self._arena, self._held, ranges, is_unchecked=self._is_unchecked)
+        self.client.ask(self.arena, self.held, ranges, is_unchecked=self.is_unchecked)
