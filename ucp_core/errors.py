@@ -20,7 +20,44 @@ They are about the input and the world; a mistake in the caller's code is an ``A
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, NamedTuple
+
+
+class Place(NamedTuple):
+    """A place in a text.
+
+    Attributes:
+        file: Its name, or ``command line``; "" for nowhere.
+        line: Counts from 1; 0 for the whole text.
+        column: Counts from 1.
+    """
+
+    file: str = ""
+    line: int = 0
+    column: int = 0
+
+    def __str__(self) -> str:
+        """Return ``file:line``."""
+        return f"{self.file}:{self.line}" if self.line else self.file
+
+
+class Problem(NamedTuple):
+    """One thing that is wrong with a document.
+
+    Attributes:
+        path: The key, as in ``tensors.wte.slots.weight.fragments[3].box`` or ``train.lr``; "" for
+            the whole document.
+        message: The mistake, and the right form.
+        place: Where a text for people has it.
+    """
+
+    path: str
+    message: str
+    place: Place = Place()
+
+    def __str__(self) -> str:
+        """Return it as one line for people."""
+        return ": ".join(part for part in (str(self.place), self.path, self.message) if part)
 
 
 class FactsError(Exception):

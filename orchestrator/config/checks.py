@@ -7,134 +7,120 @@ from __future__ import annotations
 
 import math
 import shlex
-from collections.abc import Collection
+from collections.abc import Iterator
 from pathlib import Path
 from urllib.parse import urlsplit
 
 from orchestrator.config.schema import RunConfig
 from orchestrator.config.sections import NoticesSection
-from orchestrator.config.source_text import Problem, Source
 from orchestrator.policies import choose, usable
+from ucp_core.errors import Problem
 from workers.keeper import CLOUDS
 from workers.models import PRESETS
 from workers.settings import AUTO, between_keys, model_shape
 
 
-def cross_problems(source: Source, config: RunConfig, broken: Collection[str]) -> list[Problem]:
-    """Return what is wrong with values and between keys, for all well-formed keys.
-
-    The others have their defaults, and are reported elsewhere.
-    """
+def cross_problems(config: RunConfig) -> list[Problem]:
+    """Return what is wrong with values and between keys."""
     lines = [line.partition(": ") for line in between_keys(config.settings())]
-    found = [(path, message) for path, _, message in lines]
+    found = [Problem(path, message) for path, _, message in lines]
     found += _worker_problems(config)
     found += _axis_problems(config)
-    found += [*_capacity_problems(config), *_notice_problems(config.notices)]
+    found += _capacity_problems(config)
+    found += _notice_problems(config.notices)
     if config.run.arguments and not config.run.script:
-        found.append(("run.arguments", "are for a run.script, and there is none; name one"))
-    return [
-        source.problem(tuple(path.split(".")), message)
-        for path, message in found
-        if path not in broken
-    ]
-
-
-def _worker_problems(config: RunConfig) -> list[tuple[str, str]]:
-    least, most = config.workers.min, config.workers.max
-    rules, copies = config.layout_rules(), config.parallel.dp_replicate
-    found: list[tuple[str, str]] = []
-    if copies > 1 and config.train.deterministic:
-        message = (
-            f"train.deterministic sums over shards in a fixed order, but not over {copies} copies: "
-            "write parallel.dp_replicate: 1, or train.deterministic: false"
-        )
-        found.append(("parallel.dp_replicate", message))
-    used = usable(most, rules)
-    if least > most:
-        found.append(("workers.min", f"{least} is more than workers.max={most}"))
-    elif used < least:
-        enough = math.ceil(least / rules.multiple) * rules.multiple
-        message = (
-            f"{least} cannot be reached: {rules} takes workers in multiples of {rules.multiple}, "
-            f"so of workers.max={most} only {used} can train; raise workers.max to "
-            f"{enough}" + (f" or lower workers.min to {used}" if used else "")
-        )
-        found.append(("workers.min", message))
+        found.append(Problem("run.arguments", "are for a run.script, and there is none; name one"))
     return found
 
 
-def _axis_problems(config: RunConfig) -> list[tuple[str, str]]:
-    """Return what tensor parallelism cannot cut, and what gives stages too little to do."""
-    found: list[tuple[str, str]] = []
+def _worker_problems(config: RunConfig) -> Iterator[Problem]:
+    least, most = config.workers.min, config.workers.max
+    rules, copies = config.layout_rules(), config.parallel.dp_replicate
+    if copies > 1 and config.train.deterministic:
+        yield Problem(
+            "parallel.dp_replicate",
+            f"train.deterministic sums over shards in a fixed order, but not over {copies} copies: "
+            "write parallel.dp_replicate: 1, or train.deterministic: false",
+        )
+    used = usable(most, rules)
+    if least > most:
+        yield Problem("workers.min", f"{least} is more than workers.max={most}")
+    elif used < least:
+        enough = math.ceil(least / rules.multiple) * rules.multiple
+        yield Problem(
+            "workers.min",
+            f"{least} cannot be reached: {rules} takes workers in multiples of {rules.multiple}, "
+            f"so of workers.max={most} only {used} can train; raise workers.max to "
+            f"{enough}" + (f" or lower workers.min to {used}" if used else ""),
+        )
+
+
+def _axis_problems(config: RunConfig) -> Iterator[Problem]:
+    """Yield what tensor parallelism cannot cut, and what gives stages too little to do."""
     parallel = config.parallel
     most = choose(config.workers.max, config.layout_rules())
     passes = -(-config.train.num_micro_batches // most.dp) if most is not None else parallel.pp
     if passes < parallel.pp:
-        message = (
+        yield Problem(
+            "parallel.pp",
             f"{parallel.pp} stages need as many micro-batches each; with workers.max="
             f"{config.workers.max} there are {passes}: raise train.global_batch or lower "
-            "train.micro_batch"
+            "train.micro_batch",
         )
-        found.append(("parallel.pp", message))
     if config.run.script or config.model.preset not in PRESETS:
-        return found
+        return
     shape = model_shape(config.model)
     sizes = {name: getattr(shape, name) for name in ("num_kv_heads", "ffn_dim", "vocab_size")}
     uneven = [f"model.{name}={size}" for name, size in sizes.items() if size % parallel.tp]
     if uneven:
-        found.append(("parallel.tp", f"{parallel.tp} does not divide {', '.join(uneven)}"))
+        yield Problem("parallel.tp", f"{parallel.tp} does not divide {', '.join(uneven)}")
     if parallel.pp > shape.num_layers:
         message = f"{parallel.pp} is more than model.num_layers={shape.num_layers}"
-        found.append(("parallel.pp", message))
+        yield Problem("parallel.pp", message)
     if parallel.pp > 1 and shape.tied:
-        message = (
+        yield Problem(
+            "parallel.pp",
             "the embedding is the output layer, too, and they are on different stages: write "
-            "model.tied: false, or parallel.pp: 1"
+            "model.tied: false, or parallel.pp: 1",
         )
-        found.append(("parallel.pp", message))
-    return found
 
 
-def _capacity_problems(config: RunConfig) -> list[tuple[str, str]]:
-    """Return what is wrong with alternatives: each names the place of the one that has it."""
-    found: list[tuple[str, str]] = []
+def _capacity_problems(config: RunConfig) -> Iterator[Problem]:
+    """Yield what is wrong with alternatives: each names the place of the one that has it."""
     is_priced = any(each.usd_per_hour for each in config.capacity)
     for number, each in enumerate(config.capacity):
         where, num_gpus = f"capacity.{number}", config.cluster.gpus_per_worker
         if each.resources.get("GPU", num_gpus) != num_gpus:
             message = f"must be cluster.gpus_per_worker={num_gpus:g}, or left out"
-            found.append((f"{where}.resources.GPU", message))
+            yield Problem(f"{where}.resources.GPU", message)
         if is_priced and "usd_per_hour" not in each.model_fields_set:
-            message = (
+            yield Problem(
+                f"{where}.usd_per_hour",
                 "is missing, and others have a price, so the cost of the run would be too low: "
-                "give it too, or 0 for machines that cost nothing"
+                "give it too, or 0 for machines that cost nothing",
             )
-            found.append((f"{where}.usd_per_hour", message))
         if config.cluster.address is None and (each.selector() or each.resources):
-            message = (
+            yield Problem(
+                where,
                 "simulated nodes are all alike: name a cluster by cluster.address or --address, "
-                "or leave out resources, labels, zone and spot"
+                "or leave out resources, labels, zone and spot",
             )
-            found.append((where, message))
-    return found
 
 
-def _notice_problems(asked: NoticesSection) -> list[tuple[str, str]]:
-    found = []
+def _notice_problems(asked: NoticesSection) -> Iterator[Problem]:
     allowed = (AUTO, *CLOUDS, "none")
     if asked.cloud not in allowed:
         known = ", ".join(allowed)
         message = f"{asked.cloud!r} is none of {known}; else set notices.command"
-        found.append(("notices.cloud", message))
+        yield Problem("notices.cloud", message)
     service = urlsplit(asked.endpoint)
     if asked.endpoint and (service.scheme != "http" or not service.netloc):
         message = f"must be like http://169.254.169.254, not {asked.endpoint!r}"
-        found.append(("notices.endpoint", message))
+        yield Problem("notices.endpoint", message)
     if asked.file and not Path(asked.file).is_absolute():
-        found.append(("notices.file", f"{asked.file!r} must be an absolute path"))
+        yield Problem("notices.file", f"{asked.file!r} must be an absolute path")
     try:
         if asked.command and not any(shlex.split(asked.command)[:1]):
-            found.append(("notices.command", f"{asked.command!r} names no program"))
+            yield Problem("notices.command", f"{asked.command!r} names no program")
     except ValueError as error:
-        found.append(("notices.command", f"{asked.command!r} is no command: {error}"))
-    return found
+        yield Problem("notices.command", f"{asked.command!r} is no command: {error}")

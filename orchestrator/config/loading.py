@@ -13,23 +13,13 @@ from importlib.resources import files
 from pathlib import Path
 from typing import Any, TypeAlias, get_args
 
-import yaml
-
 from orchestrator.config.checks import cross_problems
 from orchestrator.config.schema import RunConfig
-from orchestrator.config.source_text import (
-    KeyPath,
-    Problem,
-    Source,
-    did_you_mean,
-    dotted,
-    override,
-    parse,
-    why_absent,
-)
+from orchestrator.config.source_text import COMMAND_LINE, KeyPath, Source, why_absent
 from orchestrator.errors import ConfigError
-from ucp_core.errors import UcpError
+from ucp_core.errors import Place, Problem, UcpError
 from ucp_core.storage import open_store
+from ucp_core.yaml_places import did_you_mean, dotted
 from workers.process import gpus_here, share_of_gpu
 from workers.settings import STDLIB, value_problem, well_formed
 
@@ -55,7 +45,7 @@ def load(
         ConfigError: With every problem at once, each with its place and what would be right.
     """
     source = _read(path_or_text)
-    override(source, overrides)
+    source.override(overrides)
     _apply_environment(source)
     config = _validate(source, look)
     if config is None:
@@ -70,8 +60,9 @@ def demo_config(directory: str, overrides: Sequence[str] = ()) -> RunConfig:
     if it has some.
     """
     text = files("orchestrator.driver").joinpath("demo.yaml").read_text(encoding="utf-8")
-    source = parse(text, name="demo.yaml")
-    override(source, [f"run.directory={yaml.safe_dump(directory)}", *overrides])
+    source = Source(text, "demo.yaml")
+    source.assign(("run", "directory"), directory)
+    source.override(overrides)
     config = _validate(source)
     if config is None:
         raise _refused(source)
@@ -85,13 +76,13 @@ def demo_config(directory: str, overrides: Sequence[str] = ()) -> RunConfig:
 
 def _read(path_or_text: str) -> Source:
     if "\n" in path_or_text:
-        return parse(path_or_text, name="text")
+        return Source(path_or_text, "text")
     examples = _examples()
     example = examples.get(path_or_text.removesuffix(".yaml"))
     try:
         store, path = open_store(path_or_text)
         if example is not None and not store.exists(path):
-            return parse(example.read_text(encoding="utf-8"), name=example.name)
+            return Source(example.read_text(encoding="utf-8"), example.name)
         text = store.read(path).decode()
     except (UcpError, UnicodeDecodeError) as error:
         raise ConfigError(
@@ -99,7 +90,7 @@ def _read(path_or_text: str) -> Source:
             f"examples that come with everstep: {', '.join(examples)}",
             problems=[str(error)],
         ) from error
-    return parse(text, name=Path(path_or_text).name)
+    return Source(text, Path(path_or_text).name)
 
 
 def _examples() -> dict[str, Path]:
@@ -119,10 +110,10 @@ def _apply_environment(source: Source) -> None:
     """Use ``RAY_ADDRESS`` unless the file or the command line names a cluster."""
     address = os.environ.get("RAY_ADDRESS", "")
     cluster = source.document.setdefault("cluster", {})
-    asked_here = source.places.get(("cluster", "local_nodes")) == "command line"
+    asked_here = source.places.get(("cluster", "local_nodes")) == COMMAND_LINE
     if address and not asked_here and isinstance(cluster, dict) and not cluster.get("address"):
         cluster["address"] = address
-        source.places["cluster", "address"] = "RAY_ADDRESS"
+        source.places["cluster", "address"] = Place("RAY_ADDRESS")
 
 
 def _validate(source: Source, look: Look | None = None) -> RunConfig | None:
@@ -130,18 +121,15 @@ def _validate(source: Source, look: Look | None = None) -> RunConfig | None:
     if any(not problem.path for problem in source.problems):
         return None  # a text that is no mapping has no keys to check
     config, details = well_formed(RunConfig, source.document)
-    source.problems.extend(_field_problem(source, detail) for detail in details)
+    source.problems += [_field_problem(source, detail) for detail in details]
     broken = {dotted(detail["loc"][:2]) for detail in details}
     # Without a valid workers.max nothing bounds workers.min.
     broken |= {"workers.min"} if "workers.max" in broken else set()
-    crossed = cross_problems(source, config, broken)
-    source.problems.extend(crossed)
+    found = [problem for problem in cross_problems(config) if problem.path not in broken]
     if look is not None:
-        doubtful = _doubtful(broken) | {problem.path for problem in crossed}
-        source.problems.extend(
-            source.problem(tuple(problem.path.split(".")), problem.message)
-            for problem in look(_resolved(config), doubtful)
-        )
+        doubtful = _doubtful(broken) | {problem.path for problem in found}
+        found += look(_resolved(config), doubtful)
+    source.problems += [source.problem(tuple(p.path.split(".")), p.message) for p in found]
     return None if source.problems else config
 
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 import math
 import uuid
 import warnings
-from collections.abc import Collection
+from collections.abc import Collection, Iterator
 from importlib.util import find_spec
 from pathlib import Path
 
@@ -16,9 +16,9 @@ import psutil
 
 import ucp_core
 from orchestrator.config.schema import RunConfig
-from orchestrator.config.source_text import Problem, why_absent
+from orchestrator.config.source_text import why_absent
 from orchestrator.policies import choose
-from ucp_core.errors import UcpError
+from ucp_core.errors import Problem, UcpError
 from ucp_core.storage import LocalStore, Store, join, open_store
 from workers.data import find_source
 from workers.errors import WorkerError
@@ -47,31 +47,30 @@ def run_preflight(config: RunConfig, doubtful: Collection[str] = ()) -> list[Pro
         found += _storage_problems(config)
     if not any(key.startswith("data.") for key in doubtful):
         found += _data_problems(config)
-    found += [problem for problem in _file_problems(config) if problem.path not in doubtful]
-    found += _logging_problems(config)
-    found += [problem for problem in _gpu_problems(config) if problem.path not in doubtful]
+    rest = (*_file_problems(config), *_logging_problems(config), *_gpu_problems(config))
+    found += [problem for problem in rest if problem.path not in doubtful]
     if not doubtful:
         found += _memory_problems(config)
     return found
 
 
-def _gpu_problems(config: RunConfig) -> list[Problem]:
-    """Return why this machine has too few GPUs for its simulated nodes."""
+def _gpu_problems(config: RunConfig) -> Iterator[Problem]:
+    """Yield why this machine has too few GPUs for its simulated nodes."""
     share, workers = config.cluster.gpus_per_worker, config.workers.max
     if config.cluster.address is not None or not share:
-        return []
+        return
     num_gpus = len(gpus_here())
     fits = share_of_gpu(workers, config.cluster.local_nodes, num_gpus) if num_gpus else 0.0
     if share <= fits:
-        return []
+        return
     advice = "write 0 to train on the CPU, or name a cluster by cluster.address"
     if num_gpus:
         advice = f"write {fits:g} to have workers share a GPU, or lower workers.max"
-    message = (
+    yield Problem(
+        "cluster.gpus_per_worker",
         f"{share:g} is too much for workers.max={workers} on cluster.local_nodes="
-        f"{config.cluster.local_nodes}: torch finds {num_gpus} GPUs on this machine; {advice}"
+        f"{config.cluster.local_nodes}: torch finds {num_gpus} GPUs on this machine; {advice}",
     )
-    return [Problem(path="cluster.gpus_per_worker", message=message)]
 
 
 def worker_memory_bytes(config: RunConfig, num_workers: int) -> int:
@@ -116,20 +115,22 @@ def _activations_per_token(shape: ModelShape) -> int:
     return shape.num_layers * block + 2 * shape.vocab_size
 
 
-def _storage_problems(config: RunConfig) -> list[Problem]:
-    url = config.run.directory
+def _storage_problems(config: RunConfig) -> Iterator[Problem]:
+    url, why = config.run.directory, ""
     try:
         store, path = open_store(url)
         probe = join(_there(store, path), f"write-test-{uuid.uuid4().hex[:8]}")
         store.write_atomic(probe, b"everstep", fsync=False)
         try:
             if store.read(probe) != b"everstep":
-                return [_storage_problem(url, "it does not give back what was written")]
+                why = "it does not give back what was written"
         finally:
             store.delete(probe)
     except (UcpError, OSError) as error:
-        return [_storage_problem(url, str(error))]
-    return []
+        why = str(error)
+    if why:
+        message = f"{url} cannot be written: {why}; name a directory that every node can write"
+        yield Problem("run.directory", message)
 
 
 def _there(store: Store, path: str) -> str:
@@ -143,99 +144,70 @@ def _there(store: Store, path: str) -> str:
     return path
 
 
-def _storage_problem(url: str, why: str) -> Problem:
-    message = f"{url} cannot be written: {why}; name a directory that every node can write"
-    return Problem(path="run.directory", message=message)
-
-
-def _data_problems(config: RunConfig) -> list[Problem]:
+def _data_problems(config: RunConfig) -> Iterator[Problem]:
     try:
         find_source(config.data)
     except (WorkerError, UcpError, OSError) as error:
         message = str(error).removeprefix("data.source: ")
-        return [Problem(path="data.source", message=message + why_absent(config.data.source))]
-    return []
+        yield Problem("data.source", message + why_absent(config.data.source))
 
 
-def _file_problems(config: RunConfig) -> list[Problem]:
-    problems = []
-    for path, value in (
-        ("run.script", config.run.script),
-        ("data.tokenizer", config.data.tokenizer),
-    ):
+def _file_problems(config: RunConfig) -> Iterator[Problem]:
+    """Yield which files are not there; what is wrong with the script, and the first checkpoint."""
+    run = config.run
+    for path, value in (("run.script", run.script), ("data.tokenizer", config.data.tokenizer)):
         if value and "://" not in value and not Path(value).is_file():
-            message = f"there is no file {value}{why_absent(value)}"
-            problems.append(Problem(path=path, message=message))
-    if config.run.init_from:
-        problems += _initial_problems(config.run.init_from)
-    script = config.run.script
-    if script and Path(script).is_file():
-        problems += _script_problems(Path(script))
-    return problems
+            yield Problem(path, f"there is no file {value}{why_absent(value)}")
+    if run.init_from:
+        try:
+            ucp_core.open(run.init_from)  # reads no tensor
+        except (UcpError, OSError) as error:
+            yield Problem("run.init_from", f"{error}{why_absent(run.init_from)}")
+    if run.script and Path(run.script).is_file():
+        try:
+            # A worker would raise this before the first line of the script.
+            with warnings.catch_warnings(action="ignore"):
+                compile(Path(run.script).read_bytes(), run.script, "exec", dont_inherit=True)
+        except SyntaxError as error:
+            yield Problem("run.script", f"{run.script}:{error.lineno}: {error.msg}")
+        except (ValueError, OSError) as error:
+            yield Problem("run.script", f"{run.script} cannot be read: {error}")
 
 
-def _initial_problems(url: str) -> list[Problem]:
-    """Return why the checkpoint to start from cannot be opened; its tensors are not read."""
-    try:
-        ucp_core.open(url)
-    except (UcpError, OSError) as error:
-        return [Problem(path="run.init_from", message=f"{error}{why_absent(url)}")]
-    return []
-
-
-def _script_problems(script: Path) -> list[Problem]:
-    """Return what a worker would raise before the first line of the script."""
-    try:
-        with warnings.catch_warnings(action="ignore"):
-            compile(script.read_bytes(), str(script), "exec", dont_inherit=True)
-    except SyntaxError as error:
-        return [Problem(path="run.script", message=f"{script}:{error.lineno}: {error.msg}")]
-    except (ValueError, OSError) as error:
-        return [Problem(path="run.script", message=f"{script} cannot be read: {error}")]
-    return []
-
-
-def _logging_problems(config: RunConfig) -> list[Problem]:
-    """Return which services are asked for whose packages are not there.
+def _logging_problems(config: RunConfig) -> Iterator[Problem]:
+    """Yield which services are asked for whose packages are not there.
 
     The controller needs them; this machine is taken to have what its node has.
     """
-    return [
-        Problem(
-            path=f"logging.{name}",
-            message=f"the package {package} is not installed; pip install 'everstep[loggers]'",
-        )
-        for name, package in _LOGGER_PACKAGES.items()
-        if getattr(config.logging, name) and find_spec(package) is None
-    ]
+    for name, package in _LOGGER_PACKAGES.items():
+        if getattr(config.logging, name) and find_spec(package) is None:
+            message = f"the package {package} is not installed; pip install 'everstep[loggers]'"
+            yield Problem(f"logging.{name}", message)
 
 
-def _memory_problems(config: RunConfig) -> list[Problem]:
-    """Refuse a ``workers.min`` with which the model does not fit in memory.
+def _memory_problems(config: RunConfig) -> Iterator[Problem]:
+    """Yield why the model does not fit in memory with ``workers.min``.
 
     The model of a user's script or folder is not known, so nothing is checked then.
     """
-    if config.run.script or config.model.folder or _room_bytes(config, 1) is None:
-        return []
+    if config.run.script or config.model.folder:
+        return
     multiple = config.layout_rules().multiple
     first = math.ceil(config.workers.min / multiple) * multiple
     need, room = worker_memory_bytes(config, first), _room_bytes(config, first)
-    assert room is not None, "room is known for all numbers of workers or for none"
-    if need <= room:
-        return []
-    message = (
-        f"with {first} workers each needs at least {need / GIB:.1f} GiB for "
-        f"{num_parameters(model_shape(config.model)) / 1e6:,.0f} M parameters, optimizer and "
-        f"activations, and has {room / GIB:.1f} GiB; {_way_out(config, first)}"
-    )
-    return [Problem(path="workers.min", message=message)]
+    if need > room:
+        yield Problem(
+            "workers.min",
+            f"with {first} workers each needs at least {need / GIB:.1f} GiB for "
+            f"{num_parameters(model_shape(config.model)) / 1e6:,.0f} M parameters, optimizer and "
+            f"activations, and has {room / GIB:.1f} GiB; {_way_out(config, first)}",
+        )
 
 
 def _way_out(config: RunConfig, first: int) -> str:
     multiple = config.layout_rules().multiple
     for count in range(first, config.workers.max + 1, multiple):
-        room = _room_bytes(config, count)
-        if room is not None and worker_memory_bytes(config, count) <= room:
+        if worker_memory_bytes(config, count) <= _room_bytes(config, count):
             return f"{count} would do"
     return (
         f"no number up to workers.max={config.workers.max} would do: take a smaller model.preset, "
@@ -243,10 +215,10 @@ def _way_out(config: RunConfig, first: int) -> str:
     )
 
 
-def _room_bytes(config: RunConfig, num_workers: int) -> float | None:
-    """Return the memory in bytes of each of ``num_workers``; None if it is not known."""
+def _room_bytes(config: RunConfig, num_workers: int) -> float:
+    """Return the memory in bytes of each of ``num_workers``; infinity if it is not known."""
     if config.cluster.memory_gib_per_worker is not None:
         return config.cluster.memory_gib_per_worker * GIB
     if config.cluster.address is None and not config.cluster.gpus_per_worker:
         return float(psutil.virtual_memory().total) / num_workers
-    return None
+    return math.inf

@@ -6,9 +6,9 @@ from bisect import bisect_right
 from typing import TYPE_CHECKING, NamedTuple, TypeAlias
 
 from ucp_core.conversion import differing_replicas
-from ucp_core.errors import CheckpointCorruptError, CheckpointNotFoundError, StorageError
+from ucp_core.errors import CheckpointCorruptError, CheckpointNotFoundError, Problem, StorageError
 from ucp_core.geometry import prove_entry
-from ucp_core.manifest import Kind, Problem, from_bytes
+from ucp_core.manifest import Kind, from_bytes
 from ucp_core.native import MANIFEST_NAME, Checkpoint, rank_name, reading
 from ucp_core.reading import crc32_of
 from ucp_core.storage import join

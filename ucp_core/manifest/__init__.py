@@ -10,14 +10,12 @@ from ucp_core.manifest.document import (
     to_bytes,
     to_json,
 )
-from ucp_core.manifest.validation import Problem
 
 __all__ = [
     "FileEntry",
     "Item",
     "Kind",
     "Manifest",
-    "Problem",
     "from_bytes",
     "merge",
     "to_bytes",

@@ -20,7 +20,7 @@ from ucp_core.errors import (
     UnsupportedVersionError,
 )
 from ucp_core.geometry import Box, Fragment, StateMap, TensorEntry, TensorKey
-from ucp_core.manifest.validation import FORMATS, Problem, load_json, validate
+from ucp_core.manifest.validation import FORMATS, load_json, validate
 from ucp_core.numerics import combine_blocks, crc32
 
 if TYPE_CHECKING:
@@ -40,7 +40,6 @@ __all__ = [
     "Item",
     "Kind",
     "Manifest",
-    "Problem",
     "from_bytes",
     "merge",
     "parse",

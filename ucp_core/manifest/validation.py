@@ -6,8 +6,9 @@ import json
 import re
 import reprlib
 from math import prod
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any
 
+from ucp_core.errors import Problem
 from ucp_core.geometry import DTYPE_BYTES
 
 if TYPE_CHECKING:
@@ -29,22 +30,6 @@ POLICIES = ("reshard", "replicate", "reseed", "drop")
 _QUOTE = reprlib.Repr()
 _QUOTE.maxlevel = 3
 _QUOTE.maxstring = _QUOTE.maxother = _QUOTE.maxlong = 60
-
-
-class Problem(NamedTuple):
-    """One thing that is wrong.
-
-    Attributes:
-        path: The place, as in ``tensors.wte.slots.weight.fragments[3].box``.
-        message: The mistake, and the right form.
-    """
-
-    path: str
-    message: str
-
-    def __str__(self) -> str:
-        """Return ``path: message``."""
-        return f"{self.path}: {self.message}"
 
 
 def _refuse_constant(name: str) -> Any:

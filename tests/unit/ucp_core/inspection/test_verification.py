@@ -9,10 +9,9 @@ import pytest
 from tests.support.checkpoints import ROOT, State, Whole, assert_loaded, save, whole_need
 from tests.support.commands import ucp
 from ucp_core.conversion import convert
-from ucp_core.errors import ChecksumMismatchError, UcpError
+from ucp_core.errors import ChecksumMismatchError, Problem, UcpError
 from ucp_core.geometry import Box, TensorKey
 from ucp_core.inspection import verify
-from ucp_core.manifest.document import Problem
 from ucp_core.native import Checkpoint, load, open_checkpoint
 from ucp_core.storage import LocalStore, MemoryStore, Store, join
 
