@@ -19,6 +19,7 @@ Shard-NC, GQA             ``Cut(0, parts=(q, k, v))`` or ``Cut(0, ratio=(4, 1, 1
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from itertools import pairwise, product
 from math import prod
@@ -132,33 +133,8 @@ def place(pattern: Pattern, shards: Sequence[Sequence[int]], *, name: str = "ten
     Raises:
         PatternError: Names the tensor, the rank and the numbers that do not fit.
     """
-    shapes = tuple(tuple(shape) for shape in shards)
-    if not shapes:
-        raise PatternError(f"{name}: no rank holds a shard of it", name=name)
-    problems = pattern_problems(pattern)
-    if problems:
-        raise PatternError(f"{name}: {'; '.join(problems)}", name=name)
-    match pattern:
-        case Unique():
-            if len(shapes) > 1:
-                raise PatternError(
-                    f"{name}: declared unique, but {len(shapes)} ranks hold a shard of it: "
-                    f"{_listed(shapes)}; declare it replicated or cut",
-                    name=name,
-                )
-            return _whole_on_each(shapes, "once", "equal")
-        case Replicated(check=check):
-            _check_alike(shapes, name, "replicated")
-            return _whole_on_each(shapes, "replica", check)
-        case Average():
-            _check_alike(shapes, name, "to be averaged")
-            return _whole_on_each(shapes, "average", "equal")
-        case Cut():
-            return _placed((pattern,), (len(shapes),), shapes, name)
-        case Grid():
-            return _placed(pattern.cuts, _degrees(pattern, len(shapes), name), shapes, name)
-        case Affine():
-            return _place_affine(pattern, shapes, name)
+    with _described(pattern, name):
+        return _place(pattern, tuple(tuple(shape) for shape in shards))
 
 
 def split(
@@ -173,35 +149,70 @@ def split(
     Raises:
         PatternError: The tensor cannot be sharded so.
     """
-    whole = tuple(shape)
-    problems = pattern_problems(pattern)
-    if problems:
+    with _described(pattern, name):
+        return _split(pattern, tuple(shape), num_ranks)
+
+
+@contextmanager
+def _described(pattern: Pattern, name: str) -> Iterator[None]:
+    """Refuse a pattern that fits no shards, and begin each message with the tensor's name."""
+    if problems := pattern_problems(pattern):
         raise PatternError(f"{name}: {'; '.join(problems)}", name=name)
+    try:
+        yield
+    except PatternError as error:
+        raise PatternError(f"{name}: {error}", name=name, **error.facts) from error
+
+
+def _place(pattern: Pattern, shapes: tuple[tuple[int, ...], ...]) -> Placement:
+    if not shapes:
+        raise PatternError("no rank holds a shard of it")
+    match pattern:
+        case Unique():
+            if len(shapes) > 1:
+                raise PatternError(
+                    f"declared unique, but {len(shapes)} ranks hold a shard of it: "
+                    f"{_listed(shapes)}; declare it replicated or cut"
+                )
+            return _whole_on_each(shapes, "once", "equal")
+        case Replicated(check=check):
+            _check_alike(shapes, "replicated")
+            return _whole_on_each(shapes, "replica", check)
+        case Average():
+            _check_alike(shapes, "to be averaged")
+            return _whole_on_each(shapes, "average", "equal")
+        case Cut():
+            return _place_cuts((pattern,), (len(shapes),), shapes)
+        case Grid():
+            return _place_cuts(pattern.cuts, _degrees(pattern, len(shapes)), shapes)
+        case Affine():
+            return _place_affine(pattern, shapes)
+
+
+def _split(pattern: Pattern, whole: tuple[int, ...], num_ranks: int) -> Placement:
     match pattern:
         case Unique() | Replicated() | Average():
-            return place(pattern, [whole] * num_ranks, name=name)
+            return _place(pattern, (whole,) * num_ranks)
         case Affine():
             if len(pattern.shards) != num_ranks or pattern.shape != whole:
                 raise PatternError(
-                    f"{name}: the affine map describes {list(pattern.shape)} on "
-                    f"{len(pattern.shards)} ranks, wanted is {list(whole)} on {num_ranks}; "
-                    "give a cut for it",
-                    name=name,
+                    f"the affine map describes {list(pattern.shape)} on {len(pattern.shards)} "
+                    f"ranks, wanted is {list(whole)} on {num_ranks}; give a cut for it"
                 )
-            return place(pattern, pattern.shards, name=name)
+            return _place(pattern, pattern.shards)
         case Cut():
             grid = Grid((pattern,), (num_ranks,))
         case Grid():
             grid = pattern
-    cuts, degrees = grid.cuts, _degrees(grid, num_ranks, name)
-    fitted = [_fitted_cut(cut, whole, n, name) for cut, n in zip(cuts, degrees, strict=True)]
+    degrees = _degrees(grid, num_ranks)
+    fitted = [_fitted_cut(cut, whole, n) for cut, n in zip(grid.cuts, degrees, strict=True)]
     shards = []
     for coordinates in product(*(range(degree) for degree in degrees)):
         local = list(whole)
         for (cut, extents), index in zip(fitted, coordinates, strict=True):
             local[cut.dim] = extents[index]
         shards.append(tuple(local))
-    return _placed(tuple(cut for cut, _ in fitted), degrees, tuple(shards), name)
+    return _place_cuts(tuple(cut for cut, _ in fitted), degrees, tuple(shards))
 
 
 def pattern_problems(pattern: Pattern) -> list[str]:
@@ -237,81 +248,63 @@ def _whole_on_each(
     return Placement(shapes[0], pieces, relation, check, shapes)
 
 
-def _check_alike(shapes: Sequence[tuple[int, ...]], name: str, what: str) -> None:
+def _check_alike(shapes: Sequence[tuple[int, ...]], what: str) -> None:
     for rank, shape in enumerate(shapes):
         if shape != shapes[0]:
             raise PatternError(
-                f"{name}: declared {what}, but rank {rank} holds {list(shape)} and rank 0 "
+                f"declared {what}, but rank {rank} holds {list(shape)} and rank 0 "
                 f"{list(shapes[0])}; declare it cut, or give the rule for its slot",
-                name=name,
                 rank=rank,
             )
 
 
-def _placed(
-    cuts: Sequence[Cut],
-    degrees: Sequence[int],
-    shapes: tuple[tuple[int, ...], ...],
-    name: str,
-) -> Placement:
-    shape, pieces = _place_cuts(cuts, degrees, shapes, name)
-    return Placement(shape, pieces, "once", "equal", shapes)
-
-
-def _degrees(grid: Grid, num_ranks: int, name: str) -> tuple[int, ...]:
+def _degrees(grid: Grid, num_ranks: int) -> tuple[int, ...]:
     known = prod(degree for degree in grid.degrees if degree)
     degrees = tuple(degree or max(1, num_ranks // known) for degree in grid.degrees)
     if prod(degrees) != num_ranks:
         raise PatternError(
-            f"{name}: a grid of {' x '.join(map(str, grid.degrees))} ranks does not fit "
-            f"{num_ranks} ranks",
-            name=name,
+            f"a grid of {' x '.join(map(str, grid.degrees))} ranks does not fit {num_ranks} ranks"
         )
     return degrees
 
 
-def _place_affine(affine: Affine, shapes: tuple[tuple[int, ...], ...], name: str) -> Placement:
+def _place_affine(affine: Affine, shapes: tuple[tuple[int, ...], ...]) -> Placement:
     if len(shapes) != len(affine.shards):
         raise PatternError(
-            f"{name}: the affine map is for {len(affine.shards)} ranks, {len(shapes)} ranks hold a "
-            "shard",
-            name=name,
+            f"the affine map is for {len(affine.shards)} ranks, {len(shapes)} ranks hold a shard"
         )
     pieces: list[tuple[ShardPiece, ...]] = []
     for rank, (shape, declared) in enumerate(zip(shapes, affine.shards, strict=True)):
         if shape != declared or len(shape) != len(affine.shape):
             raise PatternError(
-                f"{name}: rank {rank} holds {list(shape)}, the affine map says {list(declared)} of "
+                f"rank {rank} holds {list(shape)}, the affine map says {list(declared)} of "
                 f"{list(affine.shape)}",
-                name=name,
                 rank=rank,
             )
-        pieces.append(tuple(_affine_pieces(affine, rank, name)))
+        pieces.append(tuple(_affine_pieces(affine, rank)))
     relation: Literal["once", "replica"] = (
         "replica" if any(piece.replica for mine in pieces for piece in mine) else "once"
     )
     return Placement(affine.shape, tuple(pieces), relation, "equal", shapes)
 
 
-def _affine_pieces(affine: Affine, rank: int, name: str) -> Iterator[ShardPiece]:
-    what = f"{name}: rank {rank}"
+def _affine_pieces(affine: Affine, rank: int) -> Iterator[ShardPiece]:
     for piece in affine.pieces[rank]:
         if piece.scale != 1:
             raise PatternError(
-                f"{what}: a piece is stored times {piece.scale:g}; moments of the optimizer cannot "
-                "be taken out of such a map without its lr and eps: save with a tensor parallel "
-                "degree of 1, or without this layer's scaled bias",
-                name=name,
+                f"rank {rank}: a piece is stored times {piece.scale:g}; moments of the optimizer "
+                "cannot be taken out of such a map without its lr and eps: save with a tensor "
+                "parallel degree of 1, or without this layer's scaled bias",
                 rank=rank,
             )
         if rank not in piece.locations:
             raise PatternError(
-                f"{what}: a piece of it is located on ranks {list(piece.locations)} only",
-                name=name,
+                f"rank {rank}: a piece of it is located on ranks {list(piece.locations)} only",
                 rank=rank,
             )
         replica = rank != min(piece.locations)
-        for box, start in piece_boxes(piece, affine.shape, affine.shards[rank], what=what):
+        boxes = piece_boxes(piece, affine.shape, affine.shards[rank], what=f"rank {rank}")
+        for box, start in boxes:
             yield ShardPiece(box, start, replica=replica)
 
 
@@ -359,36 +352,33 @@ def _place_cuts(
     cuts: Sequence[Cut],
     degrees: Sequence[int],
     shapes: tuple[tuple[int, ...], ...],
-    name: str,
-) -> tuple[tuple[int, ...], tuple[tuple[ShardPiece, ...], ...]]:
-    """Return the shape of the whole tensor and the pieces of every rank of a row-major grid."""
+) -> Placement:
+    """Return where the shards of a row-major grid of ranks are in the whole tensor."""
     ndim = len(shapes[0])
-    cuts = [replace(cut, dim=_dim(cut.dim, ndim, name)) for cut in cuts]
+    cuts = [replace(cut, dim=_dim(cut.dim, ndim)) for cut in cuts]
     if len({cut.dim for cut in cuts}) != len(cuts):
-        raise PatternError(f"{name}: two cuts along dim {cuts[0].dim}", name=name)
+        raise PatternError(f"two cuts along dim {cuts[0].dim}")
     coordinates = list(product(*(range(degree) for degree in degrees)))
     extents = [
-        _extents(shapes, coordinates, axis, (cut.dim, degrees[axis]), name)
+        _extents(shapes, coordinates, axis, (cut.dim, degrees[axis]))
         for axis, cut in enumerate(cuts)
     ]
-    _check_others(shapes, {cut.dim for cut in cuts}, name)
+    _check_others(shapes, {cut.dim for cut in cuts})
     shape = list(shapes[0])
     segments: list[list[list[_Segment]]] = []
     for cut, along in zip(cuts, extents, strict=True):
         shape[cut.dim] = sum(along) if cut.unpadded is None else cut.unpadded
-        segments.append(_segments(cut, along, name))
+        segments.append(_segments(cut, along))
     pieces = tuple(
         tuple(_pieces(shapes[rank], cuts, [segments[a][i] for a, i in enumerate(place_of)]))
         for rank, place_of in enumerate(coordinates)
     )
-    return tuple(shape), pieces
+    return Placement(tuple(shape), pieces, "once", "equal", shapes)
 
 
-def _dim(dim: int, ndim: int, name: str) -> int:
+def _dim(dim: int, ndim: int) -> int:
     if not -ndim <= dim < ndim:
-        raise PatternError(
-            f"{name}: cut along dim {dim}, but its shards have {ndim} dims", name=name
-        )
+        raise PatternError(f"cut along dim {dim}, but its shards have {ndim} dims")
     return dim % ndim
 
 
@@ -397,7 +387,6 @@ def _extents(
     coordinates: Sequence[tuple[int, ...]],
     axis: int,
     along: tuple[int, int],
-    name: str,
 ) -> list[int]:
     """Return the extent of the shards along a dim, by their place on one axis of the grid."""
     dim, degree = along
@@ -405,44 +394,39 @@ def _extents(
     for rank, (shape, place_of) in enumerate(zip(shapes, coordinates, strict=True)):
         if len(shape) != len(shapes[0]):
             raise PatternError(
-                f"{name}: rank {rank} holds {list(shape)}, rank 0 {list(shapes[0])}: not of as "
-                "many dims",
-                name=name,
+                f"rank {rank} holds {list(shape)}, rank 0 {list(shapes[0])}: not of as many dims",
                 rank=rank,
             )
         index = place_of[axis]
         if extents[index] not in {-1, shape[dim]}:
             raise PatternError(
-                f"{name}: rank {rank} holds {list(shape)}, but other ranks at place {index} of "
+                f"rank {rank} holds {list(shape)}, but other ranks at place {index} of "
                 f"grid axis {axis} have {extents[index]} along dim {dim}",
-                name=name,
                 rank=rank,
             )
         extents[index] = shape[dim]
     return extents
 
 
-def _check_others(shapes: Sequence[tuple[int, ...]], dims: set[int], name: str) -> None:
+def _check_others(shapes: Sequence[tuple[int, ...]], dims: set[int]) -> None:
     for rank, shape in enumerate(shapes):
         for dim, extent in enumerate(shape):
             if dim not in dims and extent != shapes[0][dim]:
                 raise PatternError(
-                    f"{name}: cut along dim {_listed(sorted(dims))}, but rank {rank} holds "
+                    f"cut along dim {_listed(sorted(dims))}, but rank {rank} holds "
                     f"{list(shape)} and rank 0 {list(shapes[0])}: dim {dim} differs too",
-                    name=name,
                     rank=rank,
                 )
 
 
-def _segments(cut: Cut, extents: Sequence[int], name: str) -> list[list[_Segment]]:
+def _segments(cut: Cut, extents: Sequence[int]) -> list[list[_Segment]]:
     """Return the ranges along the cut dim of every rank, without padding."""
-    widths = _widths(cut, extents, name)
+    widths = _widths(cut, extents)
     limit = sum(extents) if cut.unpadded is None else cut.unpadded
     if limit > sum(extents):
         raise PatternError(
-            f"{name}: unpadded is {limit}, but the shards {_listed(extents)} add up to only "
-            f"{sum(extents)} along dim {cut.dim}",
-            name=name,
+            f"unpadded is {limit}, but the shards {_listed(extents)} add up to only "
+            f"{sum(extents)} along dim {cut.dim}"
         )
     segments: list[list[_Segment]] = [[] for _ in extents]
     local = [0] * len(extents)
@@ -466,58 +450,52 @@ def _append(segments: list[_Segment], new: _Segment) -> None:
     segments.append(new)
 
 
-def _widths(cut: Cut, extents: Sequence[int], name: str) -> Sequence[Sequence[int]]:
+def _widths(cut: Cut, extents: Sequence[int]) -> Sequence[Sequence[int]]:
     """Return ``widths[part][rank]``; those of a rank add up to its shard's extent."""
     if cut.part_widths is not None:
         widths: Sequence[Sequence[int]] = cut.part_widths
     elif cut.parts is not None or cut.ratio is not None:
-        sizes = _sizes(cut, sum(extents), name)
-        widths = [[_even(size, len(extents), name)] * len(extents) for size in sizes]
+        sizes = _sizes(cut, sum(extents))
+        widths = [[_even(size, len(extents))] * len(extents) for size in sizes]
     else:
         widths = [cut.widths or extents]
     if len(widths[0]) != len(extents):
         raise PatternError(
-            f"{name}: widths are given for {len(widths[0])} ranks, {len(extents)} ranks hold it",
-            name=name,
+            f"widths are given for {len(widths[0])} ranks, {len(extents)} ranks hold it"
         )
     for rank, extent in enumerate(extents):
         mine = [part[rank] for part in widths]
         if sum(mine) != extent:
             raise PatternError(
-                f"{name}: rank {rank} holds {extent} along dim {cut.dim}, the pattern says "
+                f"rank {rank} holds {extent} along dim {cut.dim}, the pattern says "
                 f"{' + '.join(map(str, mine))}" + (f" = {sum(mine)}" if len(mine) > 1 else ""),
-                name=name,
                 rank=rank,
             )
     return widths
 
 
-def _sizes(cut: Cut, whole: int, name: str) -> tuple[int, ...]:
+def _sizes(cut: Cut, whole: int) -> tuple[int, ...]:
     if isinstance(cut.parts, tuple):
         if sum(cut.parts) != whole:
             raise PatternError(
-                f"{name}: the parts {_listed(cut.parts)} add up to {sum(cut.parts)}, the shards "
-                f"to {whole} along dim {cut.dim}",
-                name=name,
+                f"the parts {_listed(cut.parts)} add up to {sum(cut.parts)}, the shards "
+                f"to {whole} along dim {cut.dim}"
             )
         return cut.parts
     ratio = cut.ratio or (1,) * (cut.parts or 1)
     unit, rest = divmod(whole, sum(ratio))
     if rest:
         raise PatternError(
-            f"{name}: {whole} elements along dim {cut.dim} cannot be divided into parts of ratio "
-            f"{':'.join(map(str, ratio))}; give the parts in numbers",
-            name=name,
+            f"{whole} elements along dim {cut.dim} cannot be divided into parts of ratio "
+            f"{':'.join(map(str, ratio))}; give the parts in numbers"
         )
     return tuple(unit * share for share in ratio)
 
 
-def _even(size: int, num_ranks: int, name: str) -> int:
+def _even(size: int, num_ranks: int) -> int:
     if size % num_ranks:
         raise PatternError(
-            f"{name}: a part of {size} cannot be divided evenly over {num_ranks} ranks; give "
-            "part_widths",
-            name=name,
+            f"a part of {size} cannot be divided evenly over {num_ranks} ranks; give part_widths"
         )
     return size // num_ranks
 
@@ -534,9 +512,9 @@ def _pieces(
         yield ShardPiece(Box(tuple(low), tuple(high)), tuple(start))
 
 
-def _fitted_cut(cut: Cut, whole: Sequence[int], degree: int, name: str) -> tuple[Cut, list[int]]:
+def _fitted_cut(cut: Cut, whole: Sequence[int], degree: int) -> tuple[Cut, list[int]]:
     """Return the cut for another number of ranks, and the extents of their shards."""
-    dim = _dim(cut.dim, len(whole), name)
+    dim = _dim(cut.dim, len(whole))
     cut = replace(cut, dim=dim)
     extent = whole[dim]
     if cut.part_widths is not None:
@@ -545,8 +523,8 @@ def _fitted_cut(cut: Cut, whole: Sequence[int], degree: int, name: str) -> tuple
         parts = tuple(sum(part) for part in cut.part_widths)
         cut = replace(cut, part_widths=None, parts=parts)
     if cut.parts is not None or cut.ratio is not None:
-        sizes = _sizes(cut, extent, name)
-        return cut, [sum(_even(size, degree, name) for size in sizes)] * degree
+        sizes = _sizes(cut, extent)
+        return cut, [sum(_even(size, degree) for size in sizes)] * degree
     if cut.widths is not None and len(cut.widths) == degree and sum(cut.widths) == extent:
         return cut, list(cut.widths)
     width = -(-extent // degree)
