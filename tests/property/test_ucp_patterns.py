@@ -45,9 +45,8 @@ from ucp_core.language import (
     union,
 )
 from ucp_core.language.affine import AffinePiece, piece_boxes
-from ucp_core.language.operators import target_pieces
 from ucp_core.language.rules import Rule
-from ucp_core.language.targets import Sharding
+from ucp_core.language.targets import Sharding, target_pieces
 from ucp_core.layout import ParallelLayout
 from ucp_core.manifest import Kind, Manifest
 from ucp_core.native import Checkpoint

@@ -2,8 +2,8 @@
 
 The paper's operators (ATC'25, table 2) move tensors. These move descriptions; bytes move once, at
 the end. ``extract`` returns the boxes in one rank's file, ``union`` proves that they make up the
-tensor, ``strip_padding`` crops it, ``target_map`` (the paper's UcpInfo) returns what a rank of
-another layout needs. The paper's Load and Save are ``ucp_core.load`` and ``convert``.
+tensor, ``strip_padding`` crops it, ``targets.target_map`` (the paper's UcpInfo) returns what a
+rank of another layout needs. The paper's Load and Save are ``ucp_core.load`` and ``convert``.
 """
 
 from __future__ import annotations
@@ -27,19 +27,7 @@ from ucp_core.geometry import (
     span,
 )
 from ucp_core.language.patterns import Placement
-from ucp_core.language.targets import Target, target_map, target_pieces
 from ucp_core.manifest import Manifest
-
-__all__ = [
-    "Target",
-    "extract",
-    "rename",
-    "strip_padding",
-    "target_map",
-    "target_pieces",
-    "tie",
-    "union",
-]
 
 
 def extract(  # noqa: PLR0913 - what a file says of a range of itself is so much

@@ -22,8 +22,8 @@ from ucp_core.language import (
     tie,
     union,
 )
-from ucp_core.language.operators import target_map, target_pieces
 from ucp_core.language.rules import Rule, Stages
+from ucp_core.language.targets import target_map, target_pieces
 from ucp_core.layout import ParallelLayout
 from ucp_core.manifest import Item, Kind, Manifest
 
