@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 
-from orchestrator.core import Phase, compaction
+from orchestrator.core import Compaction, Phase
 from orchestrator.core import events as ev
 from orchestrator.core.consequences import BoundReached, RecoveryAdvanced
 from orchestrator.core.handlers import deadlines as on_time
@@ -266,7 +266,7 @@ BUGS = {
         first_seed=550,
     ),
     "takes a stale state for that of a newer journal": Bug(
-        compaction, "behind", _take_it_for_the_end, ("L1",)
+        Compaction, "behind", _take_it_for_the_end, ("L1",)
     ),
     "does not protect snapshots": Bug(
         protection, "plan", _protect_nothing, ("L3",), single=drawing.lose_node

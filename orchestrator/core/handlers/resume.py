@@ -73,18 +73,9 @@ def resume_without_journal(
         attempt: The highest that has a file there.
         stored: The newest step that was committed there; 0 for none.
     """
-    fleet = Fleet()
-    return RunResumed(
-        at_s=at_s,
-        incarnation=incarnation,
-        attempt=attempt,
-        lineage=(),
-        bad=(),
-        next_worker=fleet.next_worker,
-        next_reservation=fleet.next_reservation,
-        why=f"checkpoints/ has step {stored}, and there was no journal",
-        stored=stored,
-    )
+    event = resume_event(RunState(), at_s=at_s, incarnation=incarnation, last_attempt=attempt)
+    why = f"checkpoints/ has step {stored}, and there was no journal"
+    return replace(event, why=why, stored=stored)
 
 
 def run_resumed(transition: Transition, event: RunResumed) -> None:

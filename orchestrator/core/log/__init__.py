@@ -1,10 +1,9 @@
 """The journal's records: print, parse, compact, count. Pure."""
 
-from orchestrator.core.log.compaction import Basis, Compaction, Place, behind, decode, encode
+from orchestrator.core.log.compaction import Basis, Compaction, Place
 from orchestrator.core.log.incident import PHASES, Incident, layout_text
 from orchestrator.core.log.journal_lines import (
     Folded,
-    fold,
     fold_on,
     is_event,
     starts,
@@ -22,10 +21,6 @@ __all__ = [
     "Incident",
     "Place",
     "RunStats",
-    "behind",
-    "decode",
-    "encode",
-    "fold",
     "fold_on",
     "is_event",
     "layout_text",

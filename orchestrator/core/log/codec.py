@@ -1,180 +1,119 @@
 """Typed values as JSON values and back, by the type hints of their classes.
 
-Every field is carried. A hint without a codec is refused when the codec is made, and what is read
-is checked against the hints.
+Every field is carried. What is read is checked against the hints. A hint without a decoder is
+refused when the decoder is made.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass, fields, is_dataclass
+from dataclasses import fields, is_dataclass
 from enum import Enum
-from functools import cache
+from functools import cache, partial
 from math import isfinite
 from types import NoneType, UnionType
-from typing import Any, Union, get_args, get_origin, get_type_hints
+from typing import Any, TypeAlias, Union, get_args, get_origin, get_type_hints
 
-from orchestrator.core.state import MutableRunState, RunState, Table, freeze
-from ucp_core.layout import ParallelLayout
+from orchestrator.core.state import Table
+
+#: It raises ``TypeError``, ``ValueError``, ``KeyError``, ``AttributeError`` or ``AssertionError``
+#: for a JSON value that is no value of its type.
+Decoder: TypeAlias = Callable[[Any], Any]
 
 #: JSON has no numbers for these.
 _NOT_FINITE = frozenset({"inf", "-inf", "nan"})
+_PLAIN = frozenset({int, str, bool, NoneType})
 
 
-@dataclass(frozen=True, slots=True)
-class Codec:
-    """How one type is written and read.
-
-    Attributes:
-        encode: Value to JSON value; tuples count as arrays.
-        decode: The way back. Raises ``TypeError``, ``ValueError``, ``KeyError``,
-            ``AttributeError`` or ``AssertionError`` for what is no such value.
-    """
-
-    encode: Callable[[Any], Any]
-    decode: Callable[[Any], Any]
+def encode(value: Any) -> Any:
+    """Return a value as a JSON value."""
+    kind: Any = type(value)
+    if kind in _PLAIN:
+        return value
+    if kind is float:
+        return value if isfinite(value) else str(value)
+    if kind is tuple or kind is list:
+        return [encode(part) for part in value]
+    if kind is dict:
+        return {name: encode(part) for name, part in value.items()}
+    if kind is Table:
+        # In their order, which the run goes by: a JSON object has none, and no numbers for keys.
+        return [[number, encode(part)] for number, part in value.items()]
+    if isinstance(value, Enum):
+        return value.value
+    return {name: encode(getattr(value, name)) for name in _names(kind)}
 
 
 @cache
-def codec(hint: Any) -> Codec:
-    """Return the codec of a type, as it is written in an annotation."""
-    for applies, make in _MAKERS:
-        if applies(hint):
-            return make(hint)
-    raise AssertionError(f"no codec for {hint}")
+def decoder(hint: Any) -> Decoder:
+    """Return the way back for a type, as it is written in an annotation."""
+    origin, args = get_origin(hint), get_args(hint)
+    if hint in _PLAIN:
+        return partial(_exactly, hint)
+    if hint is float:
+        return _float
+    if origin is tuple and args[-1] is not Ellipsis:
+        return _pair(*map(decoder, args))
+    if origin in (tuple, list):
+        return _sequence(origin, decoder(args[0]))
+    if origin is dict and args[0] is str:
+        return _dict(decoder(args[1]))
+    if origin is Table:
+        item = _pair(decoder(int), decoder(args[0]))
+        return lambda value: Table.of(map(item, value))
+    if origin in (Union, UnionType) and NoneType in args:
+        (inner,) = (decoder(arg) for arg in args if arg is not NoneType)
+        return lambda value: None if value is None else inner(value)
+    if isinstance(hint, type) and issubclass(hint, Enum):
+        return hint
+    return _record(hint)
 
 
-def field_codecs(kind: Any) -> dict[str, Codec]:
-    """Return the codec of every field of a dataclass or a named tuple, by name."""
-    hints = get_type_hints(kind)
-    names = [field.name for field in fields(kind)] if is_dataclass(kind) else kind._fields
-    return {name: codec(hints[name]) for name in names}
+def field_decoders(kind: Any) -> dict[str, Decoder]:
+    """Return the decoder of every field of a dataclass or a named tuple, by name."""
+    names, hints = _names(kind), get_type_hints(kind)
+    return {name: decoder(hints[name]) for name in names}
 
 
-def _same(value: Any) -> Any:
+@cache
+def _names(kind: Any) -> tuple[str, ...]:
+    assert is_dataclass(kind) or hasattr(kind, "_fields"), f"no codec for {kind}"
+    return tuple(each.name for each in fields(kind)) if is_dataclass(kind) else kind._fields
+
+
+def _exactly(kind: type, value: Any) -> Any:
+    if type(value) is not kind:
+        raise TypeError(f"{value!r} is not {kind.__name__}")
     return value
 
 
-def _plain(kind: Any) -> Codec:
-    def decode(value: Any) -> Any:
-        if type(value) is not kind:
-            raise TypeError(f"{value!r} is not {kind.__name__}")
-        return value
-
-    return Codec(_same, decode)
+def _float(value: Any) -> float:
+    # JSON writes 1.0 as 1.0, but other writers may not.
+    if type(value) is float or type(value) is int or value in _NOT_FINITE:
+        return float(value)
+    raise TypeError(f"{value!r} is not float")
 
 
-def _float(_hint: Any) -> Codec:
-    def encode(value: float) -> Any:
-        return value if isfinite(value) else str(value)
-
-    def decode(value: Any) -> float:
-        # JSON writes 1.0 as 1.0, but other writers may not.
-        if type(value) is float or type(value) is int or value in _NOT_FINITE:
-            return float(value)
-        raise TypeError(f"{value!r} is not float")
-
-    return Codec(encode, decode)
-
-
-def _enum(hint: Any) -> Codec:
-    return Codec(lambda value: value.value, hint)
-
-
-def _layout(_hint: Any) -> Codec:
-    return Codec(ParallelLayout.to_json, ParallelLayout.from_json)
-
-
-def _optional(hint: Any) -> Codec:
-    (inner,) = (codec(arg) for arg in get_args(hint) if arg is not NoneType)
-    return Codec(
-        lambda value: None if value is None else inner.encode(value),
-        lambda value: None if value is None else inner.decode(value),
+def _pair(*inners: Decoder) -> Decoder:
+    return lambda value: tuple(
+        inner(part) for inner, part in zip(inners, _exactly(list, value), strict=True)
     )
 
 
-def _tuple(hint: Any) -> Codec:
-    args = get_args(hint)
-    if args[-1] is Ellipsis:
-        return _sequence(codec(args[0]), tuple)
-    inners = [codec(arg) for arg in args]
+def _sequence(kind: Any, inner: Decoder) -> Decoder:
+    return lambda value: kind(map(inner, _exactly(list, value)))
 
-    def encode(value: Any) -> Any:
-        return [inner.encode(part) for inner, part in zip(inners, value, strict=True)]
+
+def _dict(inner: Decoder) -> Decoder:
+    return lambda value: {name: inner(part) for name, part in value.items()}
+
+
+def _record(kind: Any) -> Decoder:
+    decoders = field_decoders(kind)
 
     def decode(value: Any) -> Any:
-        return tuple(inner.decode(part) for inner, part in zip(inners, value, strict=True))
+        if value.keys() != decoders.keys():
+            raise KeyError(f"{kind.__name__} has other fields than {sorted(value)}")
+        return kind(**{name: each(value[name]) for name, each in decoders.items()})
 
-    return Codec(_same if _is_same(*inners) else encode, decode)
-
-
-def _list(hint: Any) -> Codec:
-    return _sequence(codec(get_args(hint)[0]), list)
-
-
-def _sequence(inner: Codec, kind: Callable[[Any], Any]) -> Codec:
-    encode, decode = inner.encode, inner.decode
-    return Codec(
-        _same if _is_same(inner) else lambda value: [encode(part) for part in value],
-        lambda value: kind(decode(part) for part in value),
-    )
-
-
-def _dict(hint: Any) -> Codec:
-    key, inner = get_args(hint)[0], codec(get_args(hint)[1])
-    assert key is str, f"no codec for {hint}: the keys of a JSON object are texts"
-    return Codec(
-        lambda value: {name: inner.encode(part) for name, part in value.items()},
-        lambda value: {name: inner.decode(part) for name, part in value.items()},
-    )
-
-
-def _table(hint: Any) -> Codec:
-    # In their order, which the run goes by: a JSON object has none, and no numbers for keys.
-    items = codec(list[tuple.__class_getitem__((int, get_args(hint)[0]))])  # type: ignore[misc]
-    return Codec(
-        lambda value: items.encode(list(value.items())),
-        lambda value: Table.of(items.decode(value)),
-    )
-
-
-def _record(hint: Any) -> Codec:
-    codecs = field_codecs(hint)
-
-    def encode(value: Any) -> Any:
-        return {name: each.encode(getattr(value, name)) for name, each in codecs.items()}
-
-    def decode(value: Any) -> Any:
-        if value.keys() != codecs.keys():
-            raise KeyError(f"{hint.__name__} has other fields than {sorted(value)}")
-        return hint(**{name: each.decode(value[name]) for name, each in codecs.items()})
-
-    return Codec(encode, decode)
-
-
-def _state(_hint: Any) -> Codec:
-    run = codec(MutableRunState)
-    return Codec(run.encode, lambda value: freeze(run.decode(value)))
-
-
-def _is_same(*codecs: Codec) -> bool:
-    return all(each.encode is _same for each in codecs)
-
-
-#: The first that applies makes the codec of a hint.
-_MAKERS: tuple[tuple[Callable[[Any], bool], Callable[[Any], Codec]], ...] = (
-    (lambda hint: hint in (int, str, bool), _plain),
-    (lambda hint: hint is float, _float),
-    (lambda hint: hint is ParallelLayout, _layout),
-    (lambda hint: hint is RunState, _state),
-    (lambda hint: get_origin(hint) is tuple, _tuple),
-    (lambda hint: get_origin(hint) is list, _list),
-    (lambda hint: get_origin(hint) is dict, _dict),
-    (lambda hint: get_origin(hint) is Table, _table),
-    (
-        lambda hint: get_origin(hint) in (Union, UnionType) and NoneType in get_args(hint),
-        _optional,
-    ),
-    (lambda hint: isinstance(hint, type) and issubclass(hint, Enum), _enum),
-    (lambda hint: is_dataclass(hint) or hasattr(hint, "_fields"), _record),
-)
+    return decode

@@ -10,35 +10,36 @@ from __future__ import annotations
 import json
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
 from zlib import crc32
 
-from orchestrator.core.log.codec import codec
+from orchestrator.core.log.codec import decoder, encode
 from orchestrator.core.log.journal_lines import Folded
 from orchestrator.errors import CompactionError
 
 #: Version of the document's format. Only this one is read.
-VERSION = 1
+VERSION = 2
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Place:
-    """The end of a record's line in a journal, and the line's checksum.
-
-    Every line holds ``wall_time`` and ``seq``, so no other journal has the same line.
+    """The end of a record's line in a journal.
 
     Attributes:
         segment: Number of the segment, from 1.
         before_bytes: Size of all segments before it.
         end_bytes: Size of the segment up to and with the line.
-        line_bytes: Size of the line.
+        line: The line. It has ``wall_time`` and ``seq``, so no other journal has the same one.
     """
 
     segment: int
     before_bytes: int
     end_bytes: int
-    line_bytes: int
-    line_crc32: int
+    line: str
+
+    @property
+    def begin_bytes(self) -> int:
+        """Return the size of the segment up to the line."""
+        return self.end_bytes - len(self.line)
 
     @property
     def journal_bytes(self) -> int:
@@ -62,53 +63,56 @@ class Basis:
 class Compaction:
     """A place in a journal, and the folded journal up to it."""
 
+    basis: Basis
     place: Place
     folded: Folded
 
+    def document(self) -> bytes:
+        """Return it as a document."""
+        text = json.dumps(encode(self), separators=(",", ":"), allow_nan=False).encode()
+        head = {"v": VERSION, "bytes": len(text), "crc32": crc32(text)}
+        return json.dumps(head).encode() + b"\n" + text + b"\n"
 
-def encode(compaction: Compaction, basis: Basis) -> bytes:
-    """Return a compaction that was made on ``basis`` as a document."""
-    body = {"basis": codec(Basis).encode(basis), **codec(Compaction).encode(compaction)}
-    text = json.dumps(body, separators=(",", ":"), allow_nan=False).encode()
-    head = {"v": VERSION, "bytes": len(text), "crc32": crc32(text)}
-    return json.dumps(head).encode() + b"\n" + text + b"\n"
+    @classmethod
+    def read(cls, document: bytes, basis: Basis) -> Compaction:
+        """Read a compaction.
+
+        Raises:
+            CompactionError: It is damaged, or of another version, or was made on another basis.
+        """
+        head, _, rest = document.partition(b"\n")
+        text = rest[:-1]
+        try:
+            said = json.loads(head)
+            if said["v"] != VERSION:
+                raise CompactionError(f"its version is {said['v']}, and not {VERSION}")
+            if (said["bytes"], said["crc32"]) != (len(text), crc32(text)):
+                raise CompactionError("it is not what was written: its checksum differs")
+            body = json.loads(text)
+            for name, value in encode(basis).items():
+                if body["basis"][name] != value:
+                    raise CompactionError(f"it was made under another {name}", found=body["basis"])
+            found: Compaction = _decode(body)
+        except (ValueError, KeyError, TypeError, AttributeError, AssertionError) as error:
+            raise CompactionError(f"it cannot be read: {type(error).__name__}: {error}") from error
+        return found
+
+    def behind(self, segments: Sequence[bytes]) -> list[bytes]:
+        """Return the records behind its place.
+
+        Args:
+            segments: From the line of the place on; the first begins with that line.
+
+        Raises:
+            CompactionError: There is another line: the compaction is of another journal.
+        """
+        line = self.place.line.encode()
+        if not segments[0].startswith(line):
+            found = segments[0][: len(line)]
+            raise CompactionError(
+                f"segment {self.place.segment} has another line there", found=found
+            )
+        return [segments[0].removeprefix(line), *segments[1:]]
 
 
-def decode(document: bytes, basis: Basis) -> Compaction:
-    """Read a compaction.
-
-    Raises:
-        CompactionError: It is damaged, or of another version, or was made on another basis.
-    """
-    head, _, rest = document.partition(b"\n")
-    text = rest[:-1]
-    try:
-        said = json.loads(head)
-        if said["v"] != VERSION:
-            raise CompactionError(f"its version is {said['v']}, and not {VERSION}")
-        if (said["bytes"], said["crc32"]) != (len(text), crc32(text)):
-            raise CompactionError("it is not what was written: its checksum differs")
-        body: dict[str, Any] = json.loads(text)
-        made_on = codec(Basis).decode(body.pop("basis"))
-        for name in Basis.__slots__:
-            if getattr(made_on, name) != getattr(basis, name):
-                raise CompactionError(f"it was made under another {name}", found=made_on)
-        found: Compaction = codec(Compaction).decode(body)
-    except (ValueError, KeyError, TypeError, AttributeError, AssertionError) as error:
-        raise CompactionError(f"it cannot be read: {type(error).__name__}: {error}") from error
-    return found
-
-
-def behind(place: Place, segments: Sequence[bytes]) -> list[bytes]:
-    """Return the records behind ``place``.
-
-    Args:
-        segments: From the line of ``place`` on; the first begins with that line.
-
-    Raises:
-        CompactionError: There is another line: the compaction is of another journal.
-    """
-    line = segments[0][: place.line_bytes]
-    if (len(line), crc32(line)) != (place.line_bytes, place.line_crc32) or line[-1:] != b"\n":
-        raise CompactionError(f"segment {place.segment} has another line there", found=line)
-    return [segments[0][place.line_bytes :], *segments[1:]]
+_decode = decoder(Compaction)

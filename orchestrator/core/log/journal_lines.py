@@ -14,12 +14,12 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import MISSING, dataclass, field, fields
+from dataclasses import dataclass, field
 from typing import Any, TypeAlias, cast, get_args
 
 from orchestrator.core import actions as act
 from orchestrator.core import events as ev
-from orchestrator.core.log.codec import Codec, field_codecs
+from orchestrator.core.log.codec import Decoder, encode, field_decoders
 from orchestrator.core.log.stats import RunStats
 from orchestrator.core.machine import step
 from orchestrator.core.rules import RunRules
@@ -47,6 +47,12 @@ class Folded:
     seq: int = -1
     at_s: float = 0.0
     wall_time: float = 0.0
+
+    @classmethod
+    def at(cls, last: Mapping[str, Any], state: RunState, stats: RunStats) -> Folded:
+        """Return what a journal amounts to whose last record is ``last``."""
+        places = {name: last[name] for name in ("seq", "at_s", "wall_time")}
+        return cls(state=state, stats=stats, **places)
 
 
 def transition_records(
@@ -80,12 +86,10 @@ def parse(record: Mapping[str, Any]) -> ev.Event | act.Action:
         )
     try:
         kind = _KINDS[record["kind"]]
-        values = {
-            name: each.decode(record[name])
-            for name, each in _CODECS[kind].items()
-            if name in record or name in _REQUIRED[kind]
-        }
-        item: ev.Event | act.Action = kind(**values)
+        # A field with a default may be missing: an older record did not know it.
+        item: ev.Event | act.Action = kind(
+            **{name: each(record[name]) for name, each in _DECODERS[kind].items() if name in record}
+        )
     except (ValueError, KeyError, TypeError, AttributeError, AssertionError) as error:
         raise JournalCorruptError(
             f"{where} cannot be read: {type(error).__name__}: {error}", record=dict(record)
@@ -158,22 +162,6 @@ def starts(segments: Sequence[bytes]) -> list[int]:
     ]
 
 
-def fold(segments: Sequence[bytes], rules: RunRules) -> tuple[RunState, JournalRecord | None]:
-    """Return the state after the events of a journal, and the last record.
-
-    Args:
-        segments: Oldest first; what was before the last start is passed over.
-
-    Raises:
-        JournalCorruptError: As ``read`` and ``parse``.
-    """
-    state, last = RunState(), None
-    for last in read(segments[max(starts(segments), default=0) :]):
-        if is_event(last):
-            state, _ = step(state, _event(last), rules=rules)
-    return state, last
-
-
 def fold_on(
     folded: Folded, segments: Sequence[bytes], rules: RunRules, *, first: int = 1
 ) -> Folded:
@@ -188,11 +176,8 @@ def fold_on(
     Raises:
         JournalCorruptError: As ``read`` and ``parse``.
     """
-    state, stats, last = folded.state, folded.stats, None
-    begin = 0
-    for index, segment in enumerate(segments):
-        if _first_kind(segment) == ev.RunResumed.__name__:
-            begin, state = index, RunState()
+    begin = max(starts(segments), default=0)
+    state, stats, last = RunState() if begin else folded.state, folded.stats, None
     records = read(segments, seq=folded.seq if folded.seq >= 0 else None, first=first)
     # What is before the last start was decided under other rules, and is only counted.
     num_before = sum(segment.count(b"\n") for segment in segments[:begin])
@@ -200,15 +185,7 @@ def fold_on(
         stats.add(last)
         if index >= num_before and is_event(last):
             state, _ = step(state, _event(last), rules=rules)
-    if last is None:
-        return folded
-    return Folded(
-        state=state,
-        stats=stats,
-        seq=last["seq"],
-        at_s=last["at_s"],
-        wall_time=last["wall_time"],
-    )
+    return folded if last is None else Folded.at(last, state, stats)
 
 
 def verify(segments: Sequence[bytes], rules: RunRules) -> tuple[RunState, JournalRecord | None]:
@@ -285,21 +262,12 @@ def _compare(
 
 
 def _record(item: ev.Event | act.Action, *, at_s: float, attempt: int) -> JournalRecord:
-    record: JournalRecord = {
-        "v": VERSION,
-        "at_s": at_s,
-        "attempt": attempt,
-        "kind": type(item).__name__,
-    }
-    for name, each in _CODECS[type(item)].items():
-        record[name] = each.encode(getattr(item, name))
-    return record
+    head = {"v": VERSION, "at_s": at_s, "attempt": attempt, "kind": type(item).__name__}
+    return {**head, **encode(item)}
 
 
 def _event(record: JournalRecord) -> ev.Event:
-    item = parse(record)
-    assert type(item) in _EVENTS, f"{record['kind']} is not an event"
-    return cast("ev.Event", item)
+    return cast("ev.Event", parse(record))
 
 
 def _object(line: bytes, where: str) -> JournalRecord:
@@ -320,9 +288,4 @@ def _object(line: bytes, where: str) -> JournalRecord:
 _EVENTS = get_args(ev.Event)
 _EVENT_NAMES = frozenset(kind.__name__ for kind in _EVENTS)
 _KINDS: dict[str, Any] = {kind.__name__: kind for kind in (*_EVENTS, *get_args(act.Action))}
-_CODECS: dict[type, dict[str, Codec]] = {kind: field_codecs(kind) for kind in _KINDS.values()}
-# A field with a default may be missing: an older record did not know it.
-_REQUIRED: dict[type, frozenset[str]] = {
-    kind: frozenset(each.name for each in fields(kind) if each.default is MISSING)
-    for kind in _KINDS.values()
-}
+_DECODERS: dict[type, dict[str, Decoder]] = {kind: field_decoders(kind) for kind in _KINDS.values()}

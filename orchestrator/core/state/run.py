@@ -174,8 +174,8 @@ class MutableRunState(Part):
 class RunState(Frozen, MutableRunState):
     """The run as a value. ``RunState()`` is the state before the first event."""
 
-    def __init__(self) -> None:
-        self.__dict__.update(freeze(MutableRunState()).__dict__)
+    def __init__(self, **values: Any) -> None:
+        self.__dict__.update(freeze(MutableRunState(**values)).__dict__)
 
 
 def thaw(state: RunState) -> MutableRunState:

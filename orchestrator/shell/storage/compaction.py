@@ -68,18 +68,17 @@ def _from_compacted(store: Store, run_path: str, rules: core.RunRules) -> Readin
     path = join(run_path, COMPACTED)
     if not store.exists(path):
         raise CompactionError("there is none")
-    found = core.decode(store.read(path), basis_of(rules))
-    place, folded = found.place, found.folded
+    found = core.Compaction.read(store.read(path), basis_of(rules))
+    place = found.place
     sizes = segment_sizes(store, run_path)
     before_bytes = sum(sizes[: place.segment - 1])
     if place.segment > len(sizes) or place.before_bytes != before_bytes:
         raise CompactionError(f"the sizes of the segments up to {place.segment} have changed")
-    offset_bytes = place.end_bytes - place.line_bytes
     if sizes[place.segment - 1] < place.end_bytes:
         raise CompactionError(f"segment {place.segment} is shorter than it was")
-    segments = read_from(store, run_path, number=place.segment, offset_bytes=offset_bytes)
-    num_written = folded.stats.num_settled
-    folded = core.fold_on(folded, core.behind(place, segments), rules, first=place.segment)
+    segments = read_from(store, run_path, number=place.segment, offset_bytes=place.begin_bytes)
+    num_written = found.folded.stats.num_settled
+    folded = core.fold_on(found.folded, found.behind(segments), rules, first=place.segment)
     return Reading(folded, num_written, place.journal_bytes)
 
 
@@ -124,15 +123,9 @@ class CompactionFile:
 
     def prepare(self, journal: JournalFile, state: core.RunState, stats: core.RunStats) -> bytes:
         """Return the document to ``write``: the whole of ``journal``, folded."""
-        place, last = journal.place, journal.last
-        folded = core.Folded(
-            state=state,
-            stats=stats,
-            seq=last["seq"],
-            at_s=last["at_s"],
-            wall_time=last["wall_time"],
-        )
-        document = core.encode(core.Compaction(place=place, folded=folded), self._basis)
+        place = journal.place
+        folded = core.Folded.at(journal.last, state, stats)
+        document = core.Compaction(basis=self._basis, place=place, folded=folded).document()
         self._compacted_bytes = place.journal_bytes
         self._spacing_bytes = max(SPACING_BYTES, len(document))
         self._is_writing = True

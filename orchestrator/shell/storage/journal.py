@@ -7,7 +7,6 @@ import logging
 import time
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
-from zlib import crc32
 
 from orchestrator.core import Place, is_event, without_late_lines
 from orchestrator.run_directory import JOURNAL
@@ -137,6 +136,5 @@ class JournalFile:
             segment=self._incarnation,
             before_bytes=self._before_bytes,
             end_bytes=self._size_bytes,
-            line_bytes=len(self._last_line),
-            line_crc32=crc32(self._last_line),
+            line=self._last_line.decode(),
         )

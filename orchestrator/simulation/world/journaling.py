@@ -8,7 +8,6 @@ from dataclasses import dataclass
 from functools import cached_property
 from itertools import pairwise
 from random import Random
-from zlib import crc32
 
 from orchestrator.core import (
     Action,
@@ -21,9 +20,6 @@ from orchestrator.core import (
     RunRules,
     RunState,
     RunStats,
-    compaction,
-    decode,
-    encode,
     fold_on,
     transition_records,
     verify,
@@ -109,8 +105,8 @@ class SimJournal:
             return fold_on(Folded(), self._segments(), self._rules)
         number, state = self._marked
         try:
-            found = decode(self._document(number, state), self._basis)
-            behind = compaction.behind(found.place, self._segments(number))
+            found = Compaction.read(self._document(number, state), self._basis)
+            behind = found.behind(self._segments(number))
         except CompactionError:
             return fold_on(Folded(), self._segments(), self._rules)
         return fold_on(found.folded, behind, self._rules)
@@ -118,19 +114,13 @@ class SimJournal:
     def _document(self, number: int, state: RunState) -> bytes:
         """Return the compaction behind so many transitions as it is found: it may be damaged."""
         transition = self._transitions[number - 1]
-        line = transition.lines[-1]
         stats = RunStats()
         if self._is_thorough:
             stats = fold_on(Folded(), self._segments(to=number), self._rules).stats
         marked = Compaction(
+            basis=self._basis,
             # How large the segments are is the shell's business.
-            place=Place(
-                segment=1,
-                before_bytes=0,
-                end_bytes=0,
-                line_bytes=len(line),
-                line_crc32=crc32(line),
-            ),
+            place=Place(segment=1, before_bytes=0, end_bytes=0, line=transition.lines[-1].decode()),
             folded=Folded(
                 state=state,
                 stats=stats,
@@ -138,7 +128,7 @@ class SimJournal:
                 at_s=transition.event.at_s,
             ),
         )
-        document = encode(marked, self._basis)
+        document = marked.document()
         if self._rng.random() >= _DAMAGE:
             return document
         cut = self._rng.randrange(len(document))

@@ -4,11 +4,12 @@ from dataclasses import replace
 import pytest
 
 from orchestrator.core import (
+    Folded,
     Phase,
     RunRules,
     RunState,
     RunStats,
-    fold,
+    fold_on,
     go_back,
     resume_event,
     resume_without_journal,
@@ -224,7 +225,7 @@ def test_each_opening_is_replayed_under_its_own_settings() -> None:
     segments = [first, second, b'{"v": 1, "se']
 
     assert starts(segments) == [0, 1]
-    assert fold(segments, wider)[0] == state
+    assert fold_on(Folded(), segments, wider).state == state
     assert verify(segments[:1], RULES)[0] == stopped
     assert verify(segments[1:], wider)[0] == state
 

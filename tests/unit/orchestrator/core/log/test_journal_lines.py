@@ -4,7 +4,7 @@ from typing import Any
 
 import pytest
 
-from orchestrator.core import RunRules, RunState, fold, step, transition_records, verify
+from orchestrator.core import Folded, RunRules, RunState, fold_on, step, transition_records, verify
 from orchestrator.core import events as ev
 from orchestrator.core.log.journal_lines import VERSION, parse, read
 from orchestrator.errors import JournalCorruptError
@@ -37,11 +37,10 @@ def _edited(change: dict[str, Any], *, line: int) -> bytes:
 def test_a_folded_journal_is_the_state_that_was_left() -> None:
     """A restarted controller has nothing else to go by."""
     journal, state = _journal()
-    folded, last = fold([journal], RULES)
+    folded = fold_on(Folded(), [journal], RULES)
 
-    assert folded == state
-    assert last is not None
-    assert last["kind"] == "StepCompleted"
+    assert folded.state == state
+    assert (folded.seq, folded.at_s, folded.wall_time) == (journal.count(b"\n"), 2.0, 1.0)
     assert verify([journal], RULES)[0] == state
 
 
@@ -60,7 +59,7 @@ def test_each_claim_may_have_torn_its_own_last_line() -> None:
     lines = journal.splitlines(keepends=True)
     segments = [b"".join(lines[:3]) + b'{"v":1,"seq', b"".join(lines[3:])]
 
-    assert fold(segments, RULES)[0] == state
+    assert fold_on(Folded(), segments, RULES).state == state
 
 
 def test_a_damaged_line_inside_is_named() -> None:
@@ -84,7 +83,7 @@ def test_missing_records_are_noticed() -> None:
 def test_a_newer_version_is_refused() -> None:
     """It may have fields that change what an event means."""
     with pytest.raises(JournalCorruptError, match="the program that wrote it"):
-        fold([_edited({"v": VERSION + 1}, line=0)], RULES)
+        fold_on(Folded(), [_edited({"v": VERSION + 1}, line=0)], RULES)
 
 
 @pytest.mark.parametrize(

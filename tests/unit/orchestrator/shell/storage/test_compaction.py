@@ -77,7 +77,7 @@ def _edit(change: Callable[[Any], None]) -> Callable[[Path], None]:
         body = json.loads(path.read_bytes().split(b"\n")[1])
         change(body)
         text = json.dumps(body).encode()
-        head = {"v": 1, "bytes": len(text), "crc32": crc32(text)}
+        head = {"v": 2, "bytes": len(text), "crc32": crc32(text)}
         path.write_bytes(json.dumps(head).encode() + b"\n" + text + b"\n")
 
     return edit
