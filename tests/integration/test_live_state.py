@@ -10,8 +10,9 @@ from typing import Any
 import pytest
 
 from tests.support import train_halted
-from tests.support.attempts import finish, lines, reset, result, settings, wait_for_steps
+from tests.support.attempts import WAIT_S_MAX, finish, lines, reset, result, settings
 from tests.support.node_memory import NodeProcess, newest
+from tests.support.snapshots import eventually
 from tests.support.trainers import Run, Trainer
 from ucp_core.layout import ParallelLayout
 from workers.protocol import Completed, Fenced, PeerLost, Raised
@@ -58,7 +59,9 @@ def halted(run: Run, chosen: Settings, places: Path, **how: Any) -> list[Trainer
     """Begin an attempt that stands behind step 8, with a gradient half done."""
     (places / train_halted.BEHIND_STEP).touch()
     members = run.begin(chosen, num_workers=2, **how)
-    wait_for_steps(run, train_halted.STEP)
+    # Rank 0 writes down a step before the script goes on, and the others may be later still.
+    marks = [train_halted.mark_of(places, rank) for rank in range(2)]
+    assert eventually(lambda: all(mark.exists() for mark in marks), within_s=WAIT_S_MAX)
     return members
 
 

@@ -1,7 +1,8 @@
 """A training script that halts: before the backward pass of step 9, or within the update of step 8.
 
 It halts where a file that is named after the place is, below the folder that is the data's source,
-and goes on when that is gone. One that is named ``CHANGED`` has it change its weights after step 8.
+and goes on when that is gone; before the backward pass it says so by the file ``mark_of`` names.
+One that is named ``CHANGED`` has it change its weights after step 8.
 """
 
 import time
@@ -26,6 +27,11 @@ _BOUNDS = (
     (between_steps, "FINAL_S_MAX"),
     (final, "_EXPECTED_S_MAX"),
 )
+
+
+def mark_of(places: Path, rank: int) -> Path:
+    """Return the file that says that a rank stands behind ``STEP``."""
+    return places / f"{BEHIND_STEP}-{rank}"
 
 
 class HaltingAdamW(torch.optim.AdamW):
@@ -60,6 +66,7 @@ def train(session: Session) -> None:
         optimizer.number = step.number
         for samples in step.micro_batches():
             while step.number == STEP + 1 and (places / BEHIND_STEP).exists():
+                mark_of(places, session.rank).touch()
                 time.sleep(0.005)
             loss = (model(inputs[samples]) - inputs[samples].flip(-1)).square().mean()
             step.backward(loss, tokens=len(samples))
