@@ -12,6 +12,8 @@ TORCHES := 2.11.0 2.14.1
 # One compute thread per process: tests and the demo start several on few cores.
 export OMP_NUM_THREADS ?= 1
 export RAY_USAGE_STATS_ENABLED := 0
+# Hundreds of processes import the packages: the first one compiles them for all.
+unexport PYTHONDONTWRITEBYTECODE
 export PIP_DISABLE_PIP_VERSION_CHECK := 1
 
 .DEFAULT_GOAL := help
