@@ -197,7 +197,7 @@ def test_a_state_that_leaves_beside_the_next_step_is_that_of_its_own(
     run: Run, text: DataSettings, make_nodes: MakeNodes
 ) -> None:
     """It leaves in shares, with the passes of the model; and workers are killed meanwhile."""
-    chosen = rarely_stored(text, deterministic=True, steps=30, global_batch=32)
+    chosen = rarely_stored(text, deterministic=True, steps=16, global_batch=32)
     chosen = replace(chosen, model=ModelSettings(preset="small"))
     finish(run, chosen, num_workers=2)
     undisturbed = result(run)["weights_digest"]

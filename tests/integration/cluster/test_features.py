@@ -153,6 +153,7 @@ def test_adapters_on_a_base_of_the_hub(
         run__init_from=tmp_path / "base",
         run__init_missing='["*.lora_*"]',
         workers__max=2,
+        workers__standby_per_node=0,
         train__global_batch=8,
         logging__tensorboard=True,
     )

@@ -7,6 +7,7 @@ import os
 import re
 import signal
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -19,9 +20,9 @@ from orchestrator.driver.launch import Launched
 from tests.support.attempts import finish, result
 from tests.support.history import check_lost_steps, read_history
 from tests.support.logged import in_tensorboard, in_wandb
-from tests.support.reach import ACT_S_MAX, kill_keeper_of, num_training, reach
+from tests.support.reach import ACT_S_MAX, PACED, kill_keeper_of, num_training, reach
 from tests.support.trainers import Run
-from workers.settings import Settings
+from workers.settings import RunSettings, Settings
 
 pytestmark = pytest.mark.timeout(900)
 
@@ -103,9 +104,17 @@ def undisturbed_digest(
     known: dict[str, str] = {}
 
     def digest(config: RunConfig) -> str:
-        key = repr(config.train)
+        # Alone, a script whose steps only take time need not take it.
+        script = (
+            replace(config.run, arguments=("0.0",))
+            if config.run.script
+            else RunSettings(directory="run")
+        )
+        key = repr((script, config.train))
         if key not in known:
-            settings = Settings(model=config.model, data=config.data, train=config.train)
+            settings = Settings(
+                run=script, model=config.model, data=config.data, train=config.train
+            )
             with Run(tmp_path_factory.mktemp("undisturbed")) as alone:
                 finish(alone, settings, num_workers=1)
                 known[key] = result(alone)["weights_digest"]
@@ -118,7 +127,7 @@ def test_killed_worker_is_replaced_and_the_weights_end_equal(
     nodes: Any, make_config: Callable[..., RunConfig], undisturbed_digest: Any
 ) -> None:
     """A standby takes the dead worker's place; in deterministic mode nothing shows afterwards."""
-    config = make_config(train__steps=COMPARED_STEPS)
+    config = make_config(train__steps=COMPARED_STEPS, **PACED)
     run = Launched(config, nodes)
     node = member(reach(run, 5), 1)["node"]
     before = wait_for(run, lambda s: _has_standby(s, node), timeout_s=ACT_S_MAX)
@@ -142,7 +151,12 @@ def test_lost_node_shrinks_the_run_and_its_return_grows_it(
 ) -> None:
     """Raylet and all: Ray needs 12 s and more to notice, the run must not."""
     # What is stored already and not copied yet would come from there.
-    config = make_config(train__steps=COMPARED_STEPS, checkpoint__every_steps=50_000)
+    config = make_config(
+        train__steps=COMPARED_STEPS,
+        workers__standby_per_node=0,
+        checkpoint__every_steps=50_000,
+        **PACED,
+    )
     run = Launched(config, nodes)
     before = reach(run, 10, workers=4)
     before = _protected(run, before["step"])

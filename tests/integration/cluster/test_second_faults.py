@@ -80,7 +80,7 @@ def test_a_controller_that_dies_while_a_run_ends_leaves_nobody_behind(
     begin_endless: Callable[..., Launched],
 ) -> None:
     """The next incarnation finds a run that is over, and has met nobody whom it could end."""
-    run = begin_endless(workers__max=2, **PACED)
+    run = begin_endless(workers__max=2, workers__standby_per_node=0, **PACED)
     before = reach(run, 5, workers=2)
     pids = [row["pid"] for row in before["workers"]]
     keepers = [node["keeper_pid"] for node in before["nodes"]]
