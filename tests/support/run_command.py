@@ -8,7 +8,8 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
@@ -94,3 +95,9 @@ def everstep(*arguments: str) -> subprocess.CompletedProcess[str]:
     return subprocess.run(
         [*EVERSTEP, *arguments], capture_output=True, text=True, timeout=ACT_S_MAX, check=False
     )
+
+
+def everstep_each(*commands: Sequence[str]) -> list[subprocess.CompletedProcess[str]]:
+    """Run commands that need not wait for one another, which mostly import and wait."""
+    with ThreadPoolExecutor(len(commands)) as pool:
+        return list(pool.map(lambda words: everstep(*words), commands))

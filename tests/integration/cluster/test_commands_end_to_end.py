@@ -24,6 +24,7 @@ from tests.support.run_command import (
     EVERSTEP,
     command_for,
     everstep,
+    everstep_each,
     last_step,
     wait,
 )
@@ -70,9 +71,11 @@ def test_killed_driver_does_not_stop_the_run_and_a_command_does(
     driver.wait()
     status = json.loads(everstep("status", directory, "--json").stdout)
     node = status["nodes"][1]["node"]
-    planned = everstep("plan", directory, "--lose", node[:12], "--json")
-    unknown = everstep("plan", directory, "--lose", "nowhere")
-    other = everstep("run", path, "train.steps=7", "--json")
+    planned, unknown, other = everstep_each(
+        ("plan", directory, "--lose", node[:12], "--json"),
+        ("plan", directory, "--lose", "nowhere"),
+        ("run", path, "train.steps=7", "--json"),
+    )
     anywhere = _write(config, tmp_path, None)
     shown = tmp_path / "second.txt"
     with shown.open("w") as stderr:
@@ -137,7 +140,11 @@ def _assert_goes_on(path: str, directory: str, stopped: dict[str, Any]) -> None:
     changed = everstep("run", path, "train.seed=5")
     total = stopped["steps"] + 4
     again = everstep("run", path, f"train.steps={total}", "workers.max=2", "--json")
-    over = everstep("run", path, f"train.steps={total}", "--json")
+    over, replayed, reported = everstep_each(
+        ("run", path, f"train.steps={total}", "--json"),
+        ("replay", directory, "--json"),
+        ("report", directory),
+    )
 
     assert changed.returncode == 2
     assert "train.seed: 5 here, 0 in the run" in changed.stderr
@@ -154,9 +161,7 @@ def _assert_goes_on(path: str, directory: str, stopped: dict[str, Any]) -> None:
     assert {workers[total - back] for back in range(4)} <= {1, 2}
     assert over.returncode == 2
     assert f"all {total} steps are done" in over.stderr
-    replayed = everstep("replay", directory, "--json")
     assert json.loads(replayed.stdout)["same_decisions"] is True
-    reported = everstep("report", directory)
     assert reported.returncode == 0, reported.stderr
 
 
@@ -166,10 +171,12 @@ def test_the_doctor_asks_every_node(
     """Storage that only the driver sees is a checkpoint that no other node can load."""
     path = _write(make_config(), tmp_path, nodes.address)
 
-    well = everstep("doctor", path, "--json")
     with socket.create_server(("127.0.0.1", 0)) as taken:
         port = f"cluster.metrics_port={taken.getsockname()[1]}"
-        ill = everstep("doctor", path, "run.directory=memory://run", port, "--json")
+        well, ill = everstep_each(
+            ("doctor", path, "--json"),
+            ("doctor", path, "run.directory=memory://run", port, "--json"),
+        )
 
     assert well.returncode == 0, well.stdout + well.stderr
     asked = json.loads(well.stdout)["nodes"]

@@ -106,7 +106,9 @@ class Prometheus:
 @pytest.fixture
 def endless_run(begin_endless: Callable[..., Launched]) -> Launched:
     """Return a run with a price: without one nothing is known of what it costs."""
-    return begin_endless(capacity="[{usd_per_hour: 0.5}]", workers__max=2)
+    return begin_endless(
+        capacity="[{usd_per_hour: 0.5}]", workers__max=2, workers__standby_per_node=0
+    )
 
 
 @pytest.fixture

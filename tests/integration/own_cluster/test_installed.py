@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
@@ -41,10 +42,16 @@ def test_a_wheel_trains_an_example_and_a_script(tmp_path: Path) -> None:
     small = ("train.steps=6", "workers.max=2", "workers.standby_per_node=0")
     example = ("run", "local/small", *small, "--local-nodes=1", "--json")
 
-    built_in = installed.run("everstep", *example, "model.preset=tiny", "workers.max=1")
-    script = installed.run(
-        "everstep", *example, "run.script=train.py", "run.directory=runs/scripted"
-    )
+    # Each waits most of the time for a cluster of its own.
+    with ThreadPoolExecutor(2) as pool:
+        begun = [
+            pool.submit(installed.run, "everstep", *example, *words)
+            for words in (
+                ("model.preset=tiny", "workers.max=1"),
+                ("run.script=train.py", "run.directory=runs/scripted"),
+            )
+        ]
+        built_in, script = (one.result() for one in begun)
 
     assert built_in.returncode == 0, built_in.stderr
     assert json.loads(built_in.stdout)["steps"] == 6
