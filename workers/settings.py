@@ -267,12 +267,15 @@ class SnapshotSettings:
 class ParallelSettings:
     """How the model is sharded over the workers. ``dp_shard`` follows from their number.
 
-    Workers come in multiples of the product of the degrees. A script that runs alone ignores them.
+    The degrees are those of the full size. With fewer workers they stay while at most a quarter of
+    the workers would be idle; else they are divided. A script that runs alone ignores them.
 
     Attributes:
         dp_replicate: Full copies of the model.
-        tp: Tensor-parallel ways: workers that have a part of each matrix, and the same samples.
+        tp: Tensor-parallel ways: workers of one node that have a part of each matrix, and the same
+            samples.
         pp: Pipeline stages: workers that have some of the layers each, and the same samples.
+        fixed: Those of ``dp_replicate``, ``tp`` and ``pp`` that keep their degree at every size.
         reshard_after_forward: Whether a block's gathered parameters are dropped after its
             forward and backward pass: less memory, more gathers. Models of up to 64 MiB stay
             gathered.
@@ -284,6 +287,7 @@ class ParallelSettings:
     dp_replicate: _AtLeastOne = 1
     tp: _AtLeastOne = 1
     pp: _AtLeastOne = 1
+    fixed: tuple[Literal["dp_replicate", "tp", "pp"], ...] = ()
     reshard_after_forward: bool = True
     collective_timeout_s: _Positive = 300.0
 

@@ -13,7 +13,7 @@ from urllib.parse import urlsplit
 
 from orchestrator.config.schema import RunConfig
 from orchestrator.config.sections import NoticesSection
-from orchestrator.policies import choose, usable
+from orchestrator.policies import choose, one_node
 from ucp_core.errors import Problem
 from workers.keeper import CLOUDS
 from workers.models import PRESETS
@@ -42,14 +42,19 @@ def _worker_problems(config: RunConfig) -> Iterator[Problem]:
             f"train.deterministic sums over shards in a fixed order, but not over {copies} copies: "
             "write parallel.dp_replicate: 1, or train.deterministic: false",
         )
-    used = usable(most, rules)
     if least > most:
         yield Problem("workers.min", f"{least} is more than workers.max={most}")
-    elif used < least:
-        enough = math.ceil(least / rules.multiple) * rules.multiple
+    elif most < rules.multiple:
+        yield Problem(
+            "workers.max",
+            f"{most} is too few for {rules}: raise it to {rules.multiple}, or lower a degree",
+        )
+    elif choose(one_node(most), most, rules, least) is None:
+        multiple = rules.multiple_min
+        used, enough = most - most % multiple, math.ceil(least / multiple) * multiple
         yield Problem(
             "workers.min",
-            f"{least} cannot be reached: {rules} takes workers in multiples of {rules.multiple}, "
+            f"{least} cannot be reached: {rules} takes workers in multiples of {multiple}, "
             f"so of workers.max={most} only {used} can train; raise workers.max to "
             f"{enough}" + (f" or lower workers.min to {used}" if used else ""),
         )
@@ -58,14 +63,21 @@ def _worker_problems(config: RunConfig) -> Iterator[Problem]:
 def _axis_problems(config: RunConfig) -> Iterator[Problem]:
     """Yield what tensor parallelism cannot cut, and what gives stages too little to do."""
     parallel = config.parallel
-    most = choose(config.workers.max, config.layout_rules())
-    passes = -(-config.train.num_micro_batches // most.dp) if most is not None else parallel.pp
+    dp = max(config.workers.max // (parallel.tp * parallel.pp), 1)
+    passes = -(-config.train.num_micro_batches // dp)
     if passes < parallel.pp:
         yield Problem(
             "parallel.pp",
             f"{parallel.pp} stages need as many micro-batches each; with workers.max="
             f"{config.workers.max} there are {passes}: raise train.global_batch or lower "
             "train.micro_batch",
+        )
+    room = config.workers_per_local_node()
+    if config.cluster.address is None and parallel.tp > room:
+        yield Problem(
+            "parallel.tp",
+            f"{parallel.tp} is more than the {room} workers that cluster.local_nodes="
+            f"{config.cluster.local_nodes} leaves each node: at most {room}, or fewer nodes",
         )
     if config.run.script or config.model.preset not in PRESETS:
         return

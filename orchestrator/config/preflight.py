@@ -17,7 +17,7 @@ import psutil
 import ucp_core
 from orchestrator.config.schema import RunConfig
 from orchestrator.config.source_text import why_absent
-from orchestrator.policies import choose
+from orchestrator.policies import choose, one_node
 from ucp_core.errors import Problem, UcpError
 from ucp_core.storage import LocalStore, Store, join, open_store
 from workers.data import find_source
@@ -80,7 +80,7 @@ def worker_memory_bytes(config: RunConfig, num_workers: int) -> int:
     gathered at one time, the activations that the backward pass reads, and the logits. Leaves out
     the process itself, fragmentation, and the buffers of collectives.
     """
-    layout = choose(num_workers, config.layout_rules())
+    layout = choose(one_node(num_workers), num_workers, config.layout_rules())
     assert layout is not None, f"{num_workers} workers make no layout"
     shape = model_shape(config.model)
     compute_bytes = 2 if config.train.precision == "bf16" else 4
@@ -192,7 +192,7 @@ def _memory_problems(config: RunConfig) -> Iterator[Problem]:
     """
     if config.run.script or config.model.folder:
         return
-    multiple = config.layout_rules().multiple
+    multiple = config.layout_rules().multiple_min
     first = math.ceil(config.workers.min / multiple) * multiple
     need, room = worker_memory_bytes(config, first), _room_bytes(config, first)
     if need > room:
@@ -205,7 +205,7 @@ def _memory_problems(config: RunConfig) -> Iterator[Problem]:
 
 
 def _way_out(config: RunConfig, first: int) -> str:
-    multiple = config.layout_rules().multiple
+    multiple = config.layout_rules().multiple_min
     for count in range(first, config.workers.max + 1, multiple):
         if worker_memory_bytes(config, count) <= _room_bytes(config, count):
             return f"{count} would do"

@@ -104,10 +104,13 @@ class RunConfig(Section):
             for each in self.capacity or (Alternative(),)
         )
 
+    def workers_per_local_node(self) -> int:
+        """Return how many workers each simulated node has room for, just enough for all."""
+        return math.ceil(self.workers.max / self.cluster.local_nodes)
+
     def cpus_per_local_node(self) -> int:
-        """Return the CPUs of each simulated node, just enough for all workers."""
-        workers_per_node = math.ceil(self.workers.max / self.cluster.local_nodes)
-        return math.ceil(workers_per_node * self.cluster.cpus_per_worker)
+        """Return the CPUs of each simulated node."""
+        return math.ceil(self.workers_per_local_node() * self.cluster.cpus_per_worker)
 
     def settings(self) -> Settings:
         """Return the settings of the workers."""
@@ -123,9 +126,15 @@ class RunConfig(Section):
         )
 
     def layout_rules(self) -> LayoutRules:
-        """Return the degrees that every layout has."""
-        degrees = self.parallel
-        return LayoutRules(dp_replicate=degrees.dp_replicate, tp=degrees.tp, pp=degrees.pp)
+        """Return the layout of the full size, and what may change at another one."""
+        wish = self.parallel
+        return LayoutRules(
+            dp_replicate=wish.dp_replicate,
+            tp=wish.tp,
+            pp=wish.pp,
+            fixed=wish.fixed,
+            num_micro_batches=self.train.num_micro_batches,
+        )
 
     def watched(self) -> dict[str, str]:
         """Return who may tell a node of its end, as ``workers.keeper`` takes it."""

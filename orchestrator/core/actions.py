@@ -154,6 +154,7 @@ class StartAttempt:
 
     ``members`` is ``(worker, node, reservation)`` in rank order; ``bad`` and ``unreached`` as in
     ``ReadCommitted``. Members and keepers protect snapshots by ``plan``.
+    ``alternatives`` are layouts that were not taken, and why.
     """
 
     attempt: int
@@ -165,6 +166,7 @@ class StartAttempt:
     bad: tuple[Source, ...] = ()
     plan: RedundancyPlan = RedundancyPlan()
     unreached: tuple[str, ...] = ()
+    alternatives: tuple[tuple[str, str], ...] = ()
 
 
 @value

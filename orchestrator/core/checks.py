@@ -6,6 +6,7 @@ from math import inf, isinf
 from operator import attrgetter, is_
 
 from orchestrator.core.state import ACTIVE, Phase, RunState, WorkerStatus, worker_name
+from orchestrator.policies import rooms_of
 
 #: Phases that end by themselves or at their bound.
 _BOUNDED = frozenset({Phase.WAITING, Phase.FORMING, Phase.YIELDING, Phase.FENCING, Phase.READING})
@@ -19,8 +20,8 @@ _FLEET = attrgetter(
     "fleet.node_ids",
     "fleet.offers",
     "fleet.num_reservations",
-    "fleet.num_usable",
-    "fleet.num_leaving",
+    "fleet.staying",
+    "fleet.leaving",
     "fleet.num_starting",
     "fleet.next_worker",
 )
@@ -64,6 +65,9 @@ def _check_attempt(state: RunState) -> None:
         )
         assert state.attempt.layout is not None
         assert state.attempt.layout.world_size == len(state.attempt.members)
+        tp, nodes = state.attempt.layout.tp, state.attempt.nodes
+        groups = [set(nodes[first : first + tp]) for first in range(0, len(nodes), tp)]
+        assert all(len(group) == 1 for group in groups), f"tp={tp} over nodes {nodes}"
     if state.phase in ACTIVE:
         for member in inside:
             worker = state.fleet.workers[member]
@@ -96,7 +100,8 @@ def _check_workers(state: RunState) -> None:
 
 
 def _check_nodes(state: RunState) -> None:
-    usable = leaving = placed = 0
+    rooms: dict[bool, list[int]] = {False: [], True: []}
+    placed = 0
     num_pending = sum([reservation.node < 0 for reservation in state.fleet.reservations.values()])
     num_reservations = num_pending
     for number, node in state.fleet.nodes.items():
@@ -112,10 +117,8 @@ def _check_nodes(state: RunState) -> None:
         ready = [state.fleet.workers[w].status for w in node.workers].count(WorkerStatus.READY)
         expected = min(len(node.reservations), ready)
         assert node.usable == expected, f"{node.name}: usable={node.usable} of {expected}"
-        if node.draining:
-            leaving += expected
-        else:
-            usable += expected
+        rooms[node.draining].append(expected)
+        if not node.draining:
             num_reservations += len(node.reservations)
     assert placed == len(state.fleet.reservations) - num_pending, "a reservation is on no node"
     for alternative, offer in enumerate(state.fleet.offers):
@@ -127,8 +130,8 @@ def _check_nodes(state: RunState) -> None:
             f"{offer}"
         )
         assert asked or offer.since_s == offer.refused_s == inf, f"{offer} asks for nothing"
-    assert (usable, leaving, num_reservations) == (
-        state.fleet.num_usable,
-        state.fleet.num_leaving,
+    assert (rooms_of(rooms[False]), rooms_of(rooms[True]), num_reservations) == (
+        state.fleet.staying,
+        state.fleet.leaving,
         state.fleet.num_reservations,
     ), "the fleet's counts are wrong"

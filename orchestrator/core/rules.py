@@ -13,7 +13,8 @@ from orchestrator.policies import (
     LayoutRules,
     RedundancyRules,
     SharingRules,
-    usable,
+    choose,
+    one_node,
 )
 
 #: A process that is not ready in ten minutes, or an attempt that has not formed in hours, hangs.
@@ -138,9 +139,14 @@ class RunRules:
         assert 1 <= self.min_workers <= self.max_workers, (
             f"min_workers={self.min_workers} and max_workers={self.max_workers} are not ordered"
         )
-        assert usable(self.max_workers, self.layout) >= self.min_workers, (
+        assert self.wanted(self.max_workers), (
             f"{self.layout} leaves no layout with at least "
             f"min_workers={self.min_workers} of max_workers={self.max_workers}"
         )
         assert self.checkpoint_every >= 1, f"checkpoint_every={self.checkpoint_every}"
         assert self.total_steps >= 1, f"total_steps={self.total_steps}"
+
+    def wanted(self, num_max: int) -> int:
+        """Return how many of ``num_max`` workers would train if all could be had on one node."""
+        layout = choose(one_node(num_max), num_max, self.layout, self.min_workers)
+        return 0 if layout is None else layout.world_size

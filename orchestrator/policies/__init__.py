@@ -14,7 +14,7 @@ from orchestrator.policies.budgets import BudgetRules, Fault, FaultClass, UserEr
 from orchestrator.policies.capacity import CapacityRules
 from orchestrator.policies.fault_kinds import FaultKind
 from orchestrator.policies.growth import GrowthRules
-from orchestrator.policies.layout import LayoutRules, choose, usable
+from orchestrator.policies.layout import LayoutRules, Rooms, choose, one_node, rooms_of
 from orchestrator.policies.saving import (
     CadenceFacts,
     CadenceRules,
@@ -80,6 +80,7 @@ __all__ = [
     "RedundancyFacts",
     "RedundancyPlan",
     "RedundancyRules",
+    "Rooms",
     "Share",
     "Sharing",
     "SharingRules",
@@ -99,14 +100,15 @@ __all__ = [
     "layout",
     "next_pace",
     "noted",
+    "one_node",
     "over_budget",
     "plan_recovery",
     "plan_redundancy",
     "policies",
     "revise",
+    "rooms_of",
     "sharing",
     "state_bytes",
     "taken_steps",
-    "usable",
     "versions",
 ]

@@ -11,8 +11,7 @@ from dataclasses import asdict, dataclass
 from typing import Any
 
 from orchestrator.errors import ConfigError
-from orchestrator.policies import layout as layout_policy
-from orchestrator.policies.layout import LayoutRules
+from orchestrator.policies.layout import LayoutRules, choose, rooms_of, spread
 from orchestrator.policies.versions import MEMORY, STORAGE, Holding, Version, without
 from workers.protocol import LOCAL_MEMORY, PARITY, PEER_MEMORY
 
@@ -133,17 +132,15 @@ def plan_recovery(facts: LossFacts, lose: Sequence[str]) -> RecoveryPlan:
     """
     lost_nodes, lost_workers = _resolve(facts, lose)
     usable = _usable(facts, lost_nodes, lost_workers)
-    num_left = min(sum(usable.values()), facts.max_workers)
-    layout = layout_policy.choose(num_left, facts.layout)
-    num_after = layout.world_size if layout is not None else 0
-    if num_after < facts.min_workers:
-        layout, num_after = None, 0
+    rooms = rooms_of(usable.values())
+    layout = choose(rooms, facts.max_workers, facts.layout, facts.min_workers)
     survivors = (without(version, lost_nodes.__contains__) for version in facts.held)
     held = next((version for version in survivors if version is not None), None)
     stored = facts.stored
     if held is not None and held.step >= stored.step:
-        readers = [node for node, number in usable.items() for _ in range(number)]
-        parts = _from_memory(held, readers[:num_after])
+        used = [0] * len(usable) if layout is None else spread([*usable.values()], layout)
+        readers = [node for node, num in zip(usable, used, strict=True) for _ in range(num)]
+        parts = _from_memory(held, readers)
         step, attempt, source = held.step, held.attempt, MEMORY
     else:
         parts = [
@@ -161,7 +158,7 @@ def plan_recovery(facts: LossFacts, lose: Sequence[str]) -> RecoveryPlan:
         parts=tuple(parts),
         bytes_by_source=_sums(parts),
         workers_before=facts.num_members,
-        workers_after=num_after,
+        workers_after=layout.world_size if layout is not None else 0,
         layout_after=str(layout) if layout is not None else "",
     )
 
@@ -206,8 +203,8 @@ def _usable(facts: LossFacts, lost_nodes: set[str], lost_workers: set[str]) -> d
     # A worker needs a reservation.
     usable = {node: min(number, facts.reservations.get(node, 0)) for node, number in left.items()}
     staying = {node: number for node, number in usable.items() if node not in facts.leaving}
-    num_staying = min(sum(staying.values()), facts.max_workers)
-    if layout_policy.usable(num_staying, facts.layout) >= facts.min_workers:
+    rooms = rooms_of(staying.values())
+    if choose(rooms, facts.max_workers, facts.layout, facts.min_workers) is not None:
         return staying
     return staying | usable
 

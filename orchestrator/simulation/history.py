@@ -36,7 +36,6 @@ from orchestrator.policies import (
     Preference,
     RedundancyRules,
     SharingRules,
-    usable,
 )
 from orchestrator.simulation.checkers import Monitor
 from orchestrator.simulation.faults import drawing
@@ -159,7 +158,8 @@ class History:
         drawn = _draw_tiers(rng, apart)
         tiers = tiers or drawn
         market = Random(f"market {seed}")  # noqa: S311  no secrets here
-        self.rules, rooms = _draw_rules(rng, tiers, market)
+        axes = Random(f"axes {seed}")  # noqa: S311  no secrets here
+        self.rules, rooms = _draw_rules(rng, tiers, market, axes)
         self.cluster = SimCluster(rng, self.rules, tiers, self.monitor)
         self.state = RunState()
         # The state's deadline; the inbox comes first, so it need not be known before a fold.
@@ -452,7 +452,7 @@ class History:
         cluster.lost_ways.clear()
         stay = [node for node in nodes if node.alive and node.draining_until_s is None]
         room = sum(node.room for node in stay)
-        multiple = self.rules.layout.multiple
+        multiple = self.rules.layout.multiple_min
         needed = -(-self.rules.min_workers // multiple) * multiple
         if room < needed:
             drawing.return_node(cluster, needed - room)
@@ -565,15 +565,25 @@ def _draw_tiers(rng: Random, apart: Random) -> Tiers:
     )
 
 
-def _draw_rules(rng: Random, tiers: Tiers, market: Random) -> tuple[RunRules, list[int]]:
+def _draw_rules(
+    rng: Random, tiers: Tiers, market: Random, axes: Random
+) -> tuple[RunRules, list[int]]:
     rooms = [rng.randint(1, 3) for _ in range(rng.randint(1, 5))]
     dp_replicate = rng.choice((1, 1, 1, 2))
     total_room = max(sum(rooms), dp_replicate)
     if sum(rooms) < dp_replicate:
         rooms[0] += dp_replicate - sum(rooms)
     max_workers = rng.randint(dp_replicate, total_room + 1)
-    layout = LayoutRules(dp_replicate=dp_replicate)
-    most = min(usable(max_workers, layout), usable(total_room, layout))
+    # Nothing pins tp: where Ray puts workers one by one, pairs on one node cannot be promised.
+    layout = LayoutRules(
+        dp_replicate=dp_replicate,
+        tp=axes.choice((1, 1, 2, 3)),
+        pp=axes.choice((1, 1, 2, 4)),
+        fixed=axes.choice(((), (), ("dp_replicate",))),
+        num_micro_batches=axes.choice((0, 4, 8)),
+    )
+    most = min(max_workers, total_room)
+    most -= most % layout.multiple_min
     rules = RunRules(
         run="simulated",
         min_workers=rng.randint(1, most),

@@ -88,7 +88,10 @@ def _arguments(call: str) -> tuple[str, dict[str, Any]]:
 
 def _rules(line: str) -> RunRules:
     _, values = _arguments(line)
-    layout = LayoutRules(dp_replicate=values.pop("dp_replicate", 1))
+    degrees = {
+        axis: values.pop(axis) for axis in ("dp_replicate", "tp", "pp", "fixed") if axis in values
+    }
+    layout = LayoutRules(**degrees)
     redundancy = RedundancyRules(tolerance=values.pop("tolerance", 0))
     capacity = CapacityRules(usd_per_hour=values.pop("usd_per_hour", (0.0,)))
     return RunRules(

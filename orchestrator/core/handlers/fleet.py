@@ -12,6 +12,7 @@ from orchestrator.core.actions import EndKeeper, KillWorker, StartKeeper
 from orchestrator.core.network import search
 from orchestrator.core.state import (
     CONTROLLER,
+    Fleet,
     Node,
     Offer,
     Reservation,
@@ -52,16 +53,14 @@ def put_node(transition: Transition, number: int, node: Node) -> None:
         num_ready = [workers[w].status for w in node.workers].count(WorkerStatus.READY)
         usable = min(len(node.reservations), num_ready)
     # Inlined ``draining``: nearly every event comes here.
-    if before.leave_by_s != inf:
-        run.fleet.num_leaving -= before.usable
-    else:
-        run.fleet.num_usable -= before.usable
+    was_leaving, is_leaving = before.leave_by_s != inf, node.leave_by_s != inf
+    if not was_leaving:
         run.fleet.num_reservations -= len(before.reservations)
-    if node.leave_by_s != inf:
-        run.fleet.num_leaving += usable
-    else:
-        run.fleet.num_usable += usable
+    if not is_leaving:
         run.fleet.num_reservations += len(node.reservations)
+    if before.usable != usable or was_leaving != is_leaving:
+        _move_room(run.fleet, before.usable, -1, is_leaving=was_leaving)
+        _move_room(run.fleet, usable, 1, is_leaving=is_leaving)
     if node.usable != usable:
         node = node._replace(usable=usable)
     run.fleet.nodes = run.fleet.nodes.set(number, node)
@@ -70,6 +69,17 @@ def put_node(transition: Transition, number: int, node: Node) -> None:
     is_emptied = node.is_kept and not node.reservations and not node.workers
     if is_emptied and number not in run.fleet.emptied:
         run.fleet.emptied = (*run.fleet.emptied, number)
+
+
+def _move_room(fleet: Fleet, room: int, num: int, *, is_leaving: bool) -> None:
+    """Count ``num`` nodes more with so much room."""
+    counts = dict(fleet.leaving if is_leaving else fleet.staying)
+    counts[room] = counts.get(room, 0) + num
+    rooms = tuple(sorted((room, num) for room, num in counts.items() if room and num))
+    if is_leaving:
+        fleet.leaving = rooms
+    else:
+        fleet.staying = rooms
 
 
 def put_worker(transition: Transition, number: int, worker: Worker) -> None:
@@ -253,12 +263,12 @@ def drop_reservation(transition: Transition, number: int) -> None:
     )
 
 
-def alternative_of(transition: Transition, worker: int) -> int:
-    """Return which capacity a worker's node is; the worst where it is several."""
+def alternative_of(transition: Transition, node: int) -> int:
+    """Return which capacity a node is; the worst where it is several."""
     fleet = transition.run.fleet
     if len(fleet.offers) <= 1:
         return 0
-    reservations = fleet.nodes[fleet.workers[worker].node].reservations
+    reservations = fleet.nodes[node].reservations
     return max(
         (fleet.reservations[reservation].alternative for reservation in reservations), default=0
     )

@@ -16,7 +16,8 @@ from orchestrator.core.network import reach, search
 from orchestrator.core.state import Attempt, Node, Phase, Reads, RunOutcome, WorkerStatus
 from orchestrator.core.transition import Transition
 from orchestrator.policies import bad_sources
-from orchestrator.policies import layout as layout_policy
+from orchestrator.policies.layout import alternatives, choose, num_workers, spread
+from ucp_core.layout import ParallelLayout
 
 
 def capacity(transition: Transition) -> int:
@@ -25,8 +26,7 @@ def capacity(transition: Transition) -> int:
     Draining nodes are used only if the run could not train without them, and not at their end.
     """
     for leaving in (False, True):
-        used = reach.num_together(transition, leaving=leaving)
-        if used >= transition.rules.min_workers:
+        if used := reach.num_together(transition, leaving=leaving):
             return used
     return 0
 
@@ -73,9 +73,7 @@ def _try_start(transition: Transition) -> bool:
     if transition.now_s < run.hold_until_s:
         run.deadline_s = min(run.deadline_s, run.hold_until_s)
         return False
-    if not run.attempt.members and used < layout_policy.usable(
-        transition.max_workers, transition.rules.layout
-    ):
+    if not run.attempt.members and used < transition.rules.wanted(transition.max_workers):
         run.enough_since_s = min(run.enough_since_s, transition.now_s)
         grace_end_s = run.enough_since_s + transition.rules.bounds.grace_s
         if transition.now_s < grace_end_s:
@@ -93,7 +91,7 @@ def _try_start(transition: Transition) -> bool:
 
 def _wait_for_due(transition: Transition) -> None:
     """Look again when nodes that were to be taken should be gone: they may be there still."""
-    if transition.run.fleet.num_leaving:
+    if transition.run.fleet.leaving:
         lead_s = transition.rules.bounds.drain_lead_s
         ends = [node.leave_by_s + lead_s for node in reach.due(transition)]
         transition.run.deadline_s = min([transition.run.deadline_s, *ends])
@@ -106,27 +104,34 @@ def wait_bound(transition: Transition, _: BoundReached) -> None:
         return
     patience_end_s = run.waiting_since_s + transition.rules.bounds.capacity_s
     if transition.now_s >= patience_end_s:
-        together = reach.num_together(transition, leaving=True)
-        which = " that reach each other" if together < run.fleet.num_usable else ""
-        num = together if which else run.fleet.num_usable
-        transition.finish(
-            RunOutcome.NO_CAPACITY,
-            f"no capacity: {num} of at least {transition.rules.min_workers} workers{which} could "
-            f"be had for {transition.rules.bounds.capacity_s:.0f} s",
-        )
+        transition.finish(RunOutcome.NO_CAPACITY, f"no capacity: {_lacking(transition)}")
     else:
         run.deadline_s = min(run.deadline_s, patience_end_s)
 
 
+def _lacking(transition: Transition) -> str:
+    """Return what could not be had, for people."""
+    rules = transition.rules
+    together = num_workers(reach.offered(transition, leaving=True))
+    usable = transition.run.fleet.num_usable
+    which = " that reach each other" if together < usable else ""
+    num = together if which else usable
+    used = f", and {rules.layout} on them," if num >= rules.min_workers else ""
+    return (
+        f"{num} of at least {rules.min_workers} workers{which}{used} could be had for "
+        f"{rules.bounds.capacity_s:.0f} s"
+    )
+
+
 def _start(transition: Transition) -> None:
     """Start the next attempt on the best of the available workers."""
-    run = transition.run
-    candidates = best_workers(transition)
-    layout = layout_policy.choose(len(candidates), transition.rules.layout)
-    assert layout is not None, (
-        f"{len(candidates)} workers, {run.fleet.num_usable} were counted usable"
-    )
-    members = candidates
+    run, rules = transition.run, transition.rules
+    leaving = not reach.num_together(transition)
+    rooms = reach.offered(transition, leaving=leaving)
+    layout = choose(rooms, transition.max_workers, rules.layout, rules.min_workers)
+    assert layout is not None, f"{rooms} makes no layout"
+    members = best_workers(transition, layout, leaving=leaving)
+    others = alternatives(layout, rooms, transition.max_workers, rules.layout, rules.min_workers)
     resume_step, resume_attempt = run.committed
     number = run.attempt.number + 1
     unreached = reach.unreached(transition)
@@ -139,6 +144,7 @@ def _start(transition: Transition) -> None:
     run.attempt = Attempt(
         number=number,
         layout=layout,
+        alternatives=others,
         members=tuple(members),
         nodes=nodes,
         plan=protection.plan(transition, nodes, layout),
@@ -157,6 +163,7 @@ def _start(transition: Transition) -> None:
             attempt=run.attempt.number,
             members=placed,
             layout=layout,
+            alternatives=others,
             resume_step=resume_step,
             resume_attempt=resume_attempt,
             lineage=run.lineage,
@@ -167,47 +174,40 @@ def _start(transition: Transition) -> None:
     )
 
 
-def best_workers(transition: Transition) -> list[int]:
-    """Return the workers that would train, as many as a layout uses, in rank order.
+def best_workers(transition: Transition, layout: ParallelLayout, *, leaving: bool) -> list[int]:
+    """Return the workers that would train in ``layout``, in rank order.
 
     Survivors keep their order, so that their state stays near. Workers of a node are neighbours;
     new workers follow the survivors of their node, and new nodes come last.
+
+    Args:
+        leaving: Whether nodes that are about to leave are used, as the last ones.
     """
     run = transition.run
     ranks = {number: rank for rank, number in enumerate(run.attempt.members)}
-    workers = run.fleet.workers
-    order: dict[int, None] = {
-        worker.node: None
-        for worker in (workers.get(member) for member in run.attempt.members)
-        if worker is not None
-    }
-    for number, node in run.fleet.nodes.items():
-        if node.usable:
-            order.setdefault(number)
-    rules = transition.rules
-    too_late = reach.due(transition) if run.fleet.num_leaving else []
-    chosen: list[int] = []
-    for with_leaving in (False, True):
-        out = reach.left_out(transition, leaving=with_leaving)
-        staying: list[int] = []
-        leaving: list[int] = []
+    survivors = (run.fleet.workers.get(member) for member in run.attempt.members)
+    order = dict.fromkeys(worker.node for worker in survivors if worker is not None)
+    order |= dict.fromkeys(number for number, node in run.fleet.nodes.items() if node.usable)
+    out = reach.left_out(transition, leaving=leaving)
+    too_late = reach.due(transition) if run.fleet.leaving else []
+    ready: dict[int, list[int]] = {}
+    for draining in (False, True)[: 1 + leaving]:
         for number in order:
             node = run.fleet.nodes[number]
-            if node.usable and number not in out and node not in too_late:
-                (leaving if node.draining else staying).extend(_ready_on(transition, node, ranks))
-        ready = staying + leaving if with_leaving else staying
-        num_used = layout_policy.usable(min(len(ready), transition.max_workers), rules.layout)
-        # If there are too many, prefer nodes that stay, then preferred capacity; ties keep order.
-        preferred = [
-            worker
-            for those in (staying, leaving if with_leaving else [])
-            for worker in sorted(those, key=lambda w: fleet.alternative_of(transition, w))
-        ]
-        best = set(preferred[:num_used])
-        chosen = [worker for worker in ready if worker in best]
-        if num_used >= rules.min_workers:
-            break
-    return chosen
+            is_in = node.usable and number not in out and node not in too_late
+            if is_in and node.draining == draining:
+                ready[number] = _ready_on(transition, node, ranks)
+    # If there are too many, nodes that stay come first, then preferred capacity; ties keep order.
+    preferred = sorted(
+        ready,
+        key=lambda number: (
+            run.fleet.nodes[number].draining,
+            fleet.alternative_of(transition, number),
+        ),
+    )
+    num_used = spread([len(ready[number]) for number in preferred], layout)
+    used = dict(zip(preferred, num_used, strict=True))
+    return [worker for number in ready for worker in ready[number][: used[number]]]
 
 
 def _ready_on(transition: Transition, node: Node, ranks: dict[int, int]) -> list[int]:

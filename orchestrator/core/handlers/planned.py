@@ -43,7 +43,7 @@ def _consider(transition: Transition) -> None:
         yield_attempt(transition, FaultKind.SHARE, f"giving {num} of its workers to {runs}")
         return
     num_after = reach.num_together(transition)
-    if run.fleet.num_leaving and _leaves_draining_nodes(transition, num_after):
+    if run.fleet.leaving and _leaves_draining_nodes(transition, num_after):
         return
     if num_after > len(run.attempt.members):
         _consider_growth(transition, num_after)
@@ -77,7 +77,7 @@ def _leaves_draining_nodes(transition: Transition, num_after: int) -> bool:
     run, lead_s = transition.run, transition.rules.bounds.drain_lead_s
     used = dict.fromkeys(run.fleet.workers[member].node for member in run.attempt.members)
     draining = [node for node in (run.fleet.nodes[number] for number in used) if node.draining]
-    is_enough = num_after >= transition.rules.min_workers
+    is_enough = bool(num_after)
     if not is_enough:
         draining = [node for node in draining if transition.now_s < node.leave_by_s + lead_s]
     if not draining:
@@ -130,19 +130,23 @@ def _consider_move(transition: Transition) -> None:
     """Move members to capacity that the user likes better, once it pays."""
     run = transition.run
     members = run.attempt.members
-    best = formation.best_workers(transition)
+    leaving = not reach.num_together(transition)
+    layout = reach.layout(transition, leaving=leaving)
+    if layout is None:
+        return
+    best = formation.best_workers(transition, layout, leaving=leaving)
     newcomers = [worker for worker in best if worker not in members]
-    leaving = [worker for worker in members if worker not in best]
-    if not newcomers or not leaving or len(best) < len(members):
+    left = [worker for worker in members if worker not in best]
+    if not newcomers or not left or len(best) < len(members):
         return
     before, after = (
-        max(fleet.alternative_of(transition, worker) for worker in workers)
-        for workers in (leaving, newcomers)
+        max(fleet.alternative_of(transition, run.fleet.workers[each].node) for each in workers)
+        for workers in (left, newcomers)
     )
     if after < before:
         # As if nobody trained on what is to be left.
-        num_staying = len(members) - len(leaving)
-        names = ", ".join(run.fleet.workers[worker].name for worker in leaving)
+        num_staying = len(members) - len(left)
+        names = ", ".join(run.fleet.workers[worker].name for worker in left)
         reason = f"what is preferred to the capacity of {names} is back"
         _change_if_it_pays(transition, FaultKind.MOVE, num_staying, len(members), reason)
 
@@ -161,7 +165,7 @@ def yield_order(transition: Transition) -> YieldAttempt:
     run = transition.run
     assert run.cause is not None, "a planned change has a cause"
     # What memory would lose: nodes that the run needs, or the cluster with its head.
-    few = reach.num_together(transition) < transition.rules.min_workers
+    few = not reach.num_together(transition)
     is_needed = few or run.store_by_s != inf
     return YieldAttempt(
         attempt=run.attempt.number,

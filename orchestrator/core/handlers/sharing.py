@@ -12,7 +12,7 @@ from orchestrator.core.events import OthersSeen
 from orchestrator.core.rules import RunRules
 from orchestrator.core.state import TERMINAL, MutableRunState, RunState
 from orchestrator.core.transition import Transition
-from orchestrator.policies import Share, sharing, usable
+from orchestrator.policies import Share, sharing
 
 
 def others_seen(transition: Transition, event: OthersSeen) -> None:
@@ -36,7 +36,7 @@ def own_share(
     # What it asks for no more it has given away, and lacks.
     is_over = state.phase in TERMINAL
     is_late = state.sharing.limit >= 0 or now_s - since_s >= rules.sharing.lack_s
-    num_wanted = usable(rules.max_workers, rules.layout)
+    num_wanted = rules.wanted(rules.max_workers)
     return Share(
         run=run,
         priority=rules.sharing.priority,

@@ -2,28 +2,49 @@
 
 from __future__ import annotations
 
+from collections import Counter
+
 from orchestrator.core.network import links
 from orchestrator.core.state import CONTROLLER, Node, Pair, Phase
 from orchestrator.core.transition import Transition
-from orchestrator.policies import layout as layout_policy
+from orchestrator.policies.layout import Rooms, choose, rooms_of
+from ucp_core.layout import ParallelLayout
 
 _EPSILON = 1e-6
 
 
-def num_together(transition: Transition, *, leaving: bool = False) -> int:
-    """Return how many workers that reach each other a layout would use; 0 if there is none.
+def offered(transition: Transition, *, leaving: bool = False) -> Rooms:
+    """Return the room for workers on nodes that reach each other.
 
     Args:
-        leaving: Also those on draining nodes, unless it is time to leave them.
+        leaving: Also on draining nodes, unless it is time to leave them.
     """
-    fleet, rules = transition.run.fleet, transition.rules
-    offered = fleet.num_usable
-    if leaving and fleet.num_leaving:
-        offered += fleet.num_leaving - sum(node.usable for node in due(transition))
+    fleet = transition.run.fleet
+    gone: list[Node] = []
     if transition.run.network.links:
-        out = left_out(transition, leaving=leaving)
-        offered -= sum(fleet.nodes[number].usable for number in out)
-    return layout_policy.usable(min(offered, transition.max_workers), rules.layout)
+        gone += (fleet.nodes[number] for number in left_out(transition, leaving=leaving))
+    is_more = leaving and bool(fleet.leaving)
+    if not gone and not is_more:
+        return fleet.staying
+    rooms = Counter(dict(fleet.staying))
+    if is_more:
+        rooms.update(dict(fleet.leaving))
+        gone += due(transition)
+    rooms.subtract(node.usable for node in gone)
+    return rooms_of(rooms.elements())
+
+
+def layout(transition: Transition, *, leaving: bool = False) -> ParallelLayout | None:
+    """Return the layout that those workers would take; None if they are too few."""
+    rules = transition.rules
+    rooms = offered(transition, leaving=leaving)
+    return choose(rooms, transition.max_workers, rules.layout, rules.min_workers)
+
+
+def num_together(transition: Transition, *, leaving: bool = False) -> int:
+    """Return how many workers would train; 0 if they are fewer than the minimum."""
+    chosen = layout(transition, leaving=leaving)
+    return 0 if chosen is None else chosen.world_size
 
 
 def due(transition: Transition) -> list[Node]:
@@ -66,11 +87,8 @@ def left_out(transition: Transition, *, leaving: bool = False) -> frozenset[int]
         members = {run.fleet.nodes[number].name for number in run.attempt.nodes}
         names = links.left_out(nodes, pairs, preferred=members)
         out = frozenset(run.fleet.node_ids[name] for name in names)
-        offered = sum(nodes.values()) - sum(nodes[name] for name in names)
-        if (
-            layout_policy.usable(min(offered, transition.max_workers), rules.layout)
-            >= rules.min_workers
-        ):
+        rooms = rooms_of(room for name, room in nodes.items() if name not in names)
+        if choose(rooms, transition.max_workers, rules.layout, rules.min_workers):
             break
     return out
 
@@ -82,7 +100,7 @@ def unreached(transition: Transition) -> tuple[str, ...]:
     if not pairs:
         return ()
     # As ``formation`` chooses them: who is about to leave trains only where it has to.
-    leaving = num_together(transition) < transition.rules.min_workers
+    leaving = not num_together(transition)
     out = left_out(transition, leaving=leaving)
     stay = {
         node.name
@@ -114,12 +132,12 @@ def given_up(transition: Transition) -> frozenset[int]:
     What there is room for is not known. So one set of nodes that reach each other is tried after
     the other, each for as long as a worker may take to start.
     """
-    run, rules = transition.run, transition.rules
+    run = transition.run
     num_tries = _num_tries(transition)
     lost = links.apart(run.network.links, transition.now_s, paused=False)
     pairs = [pair for pair in lost if CONTROLLER not in pair]
     is_waiting = run.phase is Phase.WAITING and pairs and num_tries
-    if not is_waiting or num_together(transition, leaving=True) >= rules.min_workers:
+    if not is_waiting or num_together(transition, leaving=True):
         return frozenset()
     sets = links.choices(pairs)
     kept = sets[(num_tries - 1) % len(sets)]

@@ -10,6 +10,7 @@ from typing import NamedTuple
 
 from orchestrator.core.state.frozen import Frozen, Part
 from orchestrator.core.state.table import Table
+from orchestrator.policies.layout import Rooms, num_workers
 
 
 class WorkerStatus(StrEnum):
@@ -141,8 +142,8 @@ class Fleet(Part):
         emptied: Nodes with a keeper that lost their last reservation or worker.
         offers: By alternative of capacity, up to the last one that was asked for.
         num_reservations: Pending ones, and granted ones on nodes that stay.
-        num_usable: Workers that could train, on nodes that stay.
-        num_leaving: Workers that could train, on draining nodes.
+        staying: Workers that could train, on nodes that stay.
+        leaving: Workers that could train, on draining nodes.
         num_starting: Processes that are starting.
         num_failed_starts: Processes that died at start in a row before any got ready.
         failed_start: What was said of the last of them.
@@ -157,14 +158,19 @@ class Fleet(Part):
     emptied: tuple[int, ...] = ()
     offers: tuple[Offer, ...] = ()
     num_reservations: int = 0
-    num_usable: int = 0
-    num_leaving: int = 0
+    staying: Rooms = ()
+    leaving: Rooms = ()
     num_starting: int = 0
     num_failed_starts: int = 0
     failed_start: str = ""
     next_worker: int = 1
     next_reservation: int = 1
     wake_s: float = inf
+
+    @property
+    def num_usable(self) -> int:
+        """Return how many workers could train, on nodes that stay."""
+        return num_workers(self.staying)
 
 
 class FrozenFleet(Frozen, Fleet):

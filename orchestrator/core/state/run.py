@@ -215,11 +215,11 @@ def next_deadline_s(state: RunState) -> float:
 def describe(state: RunState) -> dict[str, Any]:
     """Return what ``everstep status`` shows, as JSON values.
 
-    Keys: ``phase, attempt, step, committed_step, layout, members[{rank, worker, node, pid,
-    state}], standbys[{worker, node, pid, state}], nodes[{node, state, reservations}],
-    pending_reservations, capacity[{alternative, asked, granted, refused, since_s, refused_s,
-    grant_s, why}], shared{limit, runs} | null, cause{kind, guilty, evidence, at_s} | null,
-    waits_for, reason``.
+    Keys: ``phase, attempt, step, committed_step, layout, alternatives[{layout, why}],
+    members[{rank, worker, node, pid, state}], standbys[{worker, node, pid, state}],
+    nodes[{node, state, reservations}], pending_reservations, capacity[{alternative, asked, granted,
+    refused, since_s, refused_s, grant_s, why}], shared{limit, runs} | null, cause{kind, guilty,
+    evidence, at_s} | null, waits_for, reason``.
     A ``pid`` is null before it is known, and a time (``at_s``) before there is one.
     """
     ranks = {number: rank for rank, number in enumerate(state.attempt.members)}
@@ -243,6 +243,9 @@ def describe(state: RunState) -> dict[str, Any]:
         "step": _last_step(state),
         "committed_step": state.committed[0],
         "layout": str(state.attempt.layout) if state.attempt.layout else "",
+        "alternatives": [
+            {"layout": layout, "why": why} for layout, why in state.attempt.alternatives
+        ],
         "members": sorted(members, key=lambda member: member["rank"]),
         "standbys": standbys,
         "nodes": [_describe_node(node) for node in state.fleet.nodes.values()],

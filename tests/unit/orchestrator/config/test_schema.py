@@ -197,7 +197,7 @@ def test_ray_address_is_used_unless_the_user_asks_for_simulated_nodes(
 def test_min_workers_that_no_layout_reaches_are_refused() -> None:
     """5 workers in multiples of 3 are 3: a run with min 4 would wait for capacity for ever."""
     found = _problems(
-        "run: {directory: x}\nworkers: {min: 4, max: 5}\nparallel: {dp_replicate: 3}\n"
+        "run: {directory: x}\nworkers: {min: 4, max: 5}\nparallel: {dp_replicate: 3, fixed: [dp_replicate]}\n"
     )
 
     assert len(found) == 1
@@ -223,10 +223,22 @@ def test_sizes_that_tensor_parallelism_cannot_cut_are_named() -> None:
     """A rank has whole heads: the tiny model has two for keys, so three ranks cannot share them."""
     text = "run: {directory: x}\nworkers: {max: 3}\nparallel: {tp: 3}\nmodel: {preset: tiny}\n"
 
-    (found,) = _problems(text)
+    (found,) = _problems(text, "cluster.local_nodes=1")
 
     assert found.startswith("text:3: parallel.tp: 3 does not divide model.num_kv_heads=2, ")
-    assert load(text.replace("3", "2")).rules().layout.tp == 2
+    assert load(text.replace("3", "2"), ["cluster.local_nodes=1"]).rules().layout.tp == 2
+
+
+def test_a_full_size_that_its_layout_does_not_fit_is_refused() -> None:
+    """The planner would never reach it, and train less than it was asked for in silence."""
+    text = "run: {directory: x}\nworkers: {max: 4}\nparallel: {tp: 4, pp: 2}\n"
+    few, wide = _problems(text, "run.script=train.py")
+
+    assert few.endswith(
+        "workers.max: 4 is too few for parallel.pp=2 x parallel.tp=4: raise it to 8, or lower a "
+        "degree"
+    )
+    assert "parallel.tp: 4 is more than the 2 workers that cluster.local_nodes=2 leaves" in wide
 
 
 def test_stages_that_cannot_be_made_or_fed_are_refused() -> None:

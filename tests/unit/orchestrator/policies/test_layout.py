@@ -1,35 +1,130 @@
-from orchestrator.policies import LayoutRules, choose, usable
+import time
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from orchestrator.policies import LayoutRules, choose, one_node, rooms_of
+from orchestrator.policies.layout import alternatives, candidates, num_workers, spread
 from ucp_core.layout import ParallelLayout
 
-
-def test_every_number_of_workers_is_used_without_fixed_axes() -> None:
-    """Uneven quotas make every degree legal; a divisibility rule would idle healthy GPUs."""
-    for num_workers in range(1, 65):
-        assert choose(num_workers, LayoutRules()) == ParallelLayout(dp_shard=num_workers)
+TWO_AXES = LayoutRules(tp=2, pp=2)
 
 
-def test_replicas_leave_out_what_does_not_fill_them() -> None:
-    """The fixed axis decides how many are left over."""
-    assert choose(7, LayoutRules(dp_replicate=2)) == ParallelLayout(dp_replicate=2, dp_shard=3)
+def chosen(rooms: list[int], rules: LayoutRules, num_min: int = 1) -> str:
+    return str(choose(rooms_of(rooms), sum(rooms), rules, num_min))
 
 
-def test_a_tensor_parallel_group_is_whole_or_not_there() -> None:
-    """Half of it has half of every matrix, which trains nothing."""
-    assert choose(7, LayoutRules(tp=2)) == ParallelLayout(dp_shard=3, tp=2)
-    assert choose(3, LayoutRules(tp=4)) is None
+@pytest.mark.parametrize("num_workers", [1, 2, 5, 16])
+def test_all_workers_shard_when_nothing_else_is_asked_for(num_workers: int) -> None:
+    layout = choose(one_node(num_workers), num_workers, LayoutRules())
+    assert layout == ParallelLayout(dp_shard=num_workers)
 
 
-def test_too_few_workers_have_no_layout() -> None:
-    """Half a replica cannot train; the run has to wait and not to crash."""
-    assert choose(1, LayoutRules(dp_replicate=2)) is None
-    assert choose(0, LayoutRules()) is None
+def test_degrees_stay_while_a_quarter_of_the_workers_is_idle_at_most() -> None:
+    assert chosen([4, 4], LayoutRules(tp=4)) == "dp_shard=2 x tp=4"
+    # 4 of 5 train; of 6 only two thirds would.
+    assert chosen([5], LayoutRules(tp=4)) == "tp=4"
+    assert chosen([6], LayoutRules(tp=4)) == "dp_shard=3 x tp=2"
 
 
-def test_usable_agrees_with_the_choice() -> None:
-    """The machine counts with one and builds with the other."""
-    for dp_replicate, tp in ((1, 1), (2, 1), (3, 1), (1, 2), (2, 2)):
-        rules = LayoutRules(dp_replicate=dp_replicate, tp=tp)
-        for num_workers in range(12):
-            layout = choose(num_workers, rules)
-            expected = layout.world_size if layout else 0
-            assert usable(num_workers, rules) == expected
+def test_a_lost_node_leaves_tensor_parallelism_on_the_other_one() -> None:
+    assert chosen([2, 2], TWO_AXES) == "pp=2 x tp=2"
+    assert chosen([2], TWO_AXES) == "tp=2"
+    assert chosen([1], TWO_AXES) == "1 worker"
+    assert chosen([1], LayoutRules(pp=2)) == "1 worker"
+
+
+def test_a_tensor_parallel_group_is_on_one_node() -> None:
+    # Four workers, and only one pair of them on a node.
+    assert chosen([2, 1, 1], LayoutRules(tp=2)) == "dp_shard=4"
+    assert chosen([3, 2], LayoutRules(tp=2)) == "dp_shard=2 x tp=2"
+    assert spread([3, 2, 1], ParallelLayout(dp_shard=2, tp=2)) == [2, 2, 0]
+
+
+def test_a_fixed_axis_keeps_its_degree() -> None:
+    pinned = LayoutRules(tp=2, pp=2, fixed=("tp",))
+    assert chosen([2, 1], pinned) == "tp=2"
+    assert choose(rooms_of([1, 1, 1]), 3, pinned) is None
+    assert pinned.multiple_min == 2
+
+
+def test_a_wish_that_is_below_the_least_number_gives_way() -> None:
+    assert chosen([5], LayoutRules(tp=4), num_min=5) == "dp_shard=5"
+    assert choose(one_node(5), 4, LayoutRules(tp=4), 5) is None
+
+
+def test_a_pipeline_is_filled() -> None:
+    # Of seven ranks none would have two of the six micro-batches.
+    rules = LayoutRules(pp=2, num_micro_batches=6)
+    assert choose(one_node(14), 14, rules) == ParallelLayout(dp_shard=14)
+    assert choose(one_node(10), 10, rules) == ParallelLayout(pp=2, dp_shard=5)
+
+
+def test_people_read_why_no_other_layout_was_taken() -> None:
+    layout = choose(rooms_of([2]), 4, TWO_AXES)
+    assert layout is not None
+    assert alternatives(layout, rooms_of([2]), 4, TWO_AXES) == (
+        ("pp=2 x tp=2", "needs 4 workers, and there are 2"),
+        ("pp=2", "has smaller degrees"),
+    )
+    scattered = rooms_of([2, 1, 1])
+    layout = choose(scattered, 4, LayoutRules(tp=2))
+    assert layout is not None
+    assert alternatives(layout, scattered, 4, LayoutRules(tp=2)) == (
+        ("tp=2", "leaves 2 of 4 workers idle"),
+    )
+    nowhere = rooms_of([1, 1])
+    layout = choose(nowhere, 2, LayoutRules(tp=2))
+    assert layout is not None
+    why = "needs 1 x 2 workers, each on one node"
+    assert alternatives(layout, nowhere, 2, LayoutRules(tp=2)) == (("tp=2", why),)
+
+
+degrees = st.sampled_from([1, 2, 3, 4, 6, 8])
+axes = st.sets(st.sampled_from(["dp_replicate", "tp", "pp"])).map(tuple)
+rules_of = st.builds(
+    LayoutRules,
+    dp_replicate=degrees,
+    tp=degrees,
+    pp=degrees,
+    fixed=axes,
+    num_micro_batches=st.integers(0, 12),
+)
+
+
+@given(st.lists(st.integers(0, 9), max_size=8), st.integers(1, 80), st.integers(1, 6), rules_of)
+def test_a_layout_fits_its_nodes_and_what_was_asked_for(
+    workers: list[int], num_max: int, num_min: int, rules: LayoutRules
+) -> None:
+    rooms = rooms_of(workers)
+    assert num_workers(rooms) == sum(workers)
+    layout = choose(rooms, num_max, rules, num_min)
+    if layout is None:
+        # One worker alone could train if nothing is pinned.
+        assert rules.fixed or sum(workers) < num_min or num_max < num_min or not sum(workers)
+        return
+    assert num_min <= layout.world_size <= num_max
+    for axis in ("dp_replicate", "tp", "pp"):
+        degree, wish = getattr(layout, axis), getattr(rules, axis)
+        assert wish % degree == 0
+        assert degree == wish or axis not in rules.fixed
+    if layout.pp > 1 and rules.num_micro_batches:
+        assert -(-rules.num_micro_batches // layout.dp) >= layout.pp
+    used = spread(workers, layout)
+    assert sum(used) == layout.world_size
+    assert all(
+        num <= room and num % layout.tp == 0 for num, room in zip(used, workers, strict=True)
+    )
+    others = alternatives(layout, rooms, num_max, rules, num_min)
+    assert len(others) == min(2, len(candidates(rules)) - 1)
+
+
+def test_a_thousand_gpus_are_planned_in_an_instant() -> None:
+    rules = LayoutRules(tp=8, pp=16, dp_replicate=4, num_micro_batches=512)
+    rooms = rooms_of([8] * 120 + [7] * 5 + [3] * 3)
+    begin_s = time.perf_counter()
+    layout = choose.__wrapped__(rooms, 1024, rules)
+    assert layout is not None
+    assert layout.tp == 8
+    assert time.perf_counter() - begin_s < 0.05

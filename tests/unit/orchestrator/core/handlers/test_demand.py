@@ -13,7 +13,7 @@ RULES = RunRules(
     min_workers=2,
     max_workers=4,
     total_steps=1000,
-    layout=LayoutRules(dp_replicate=2),
+    layout=LayoutRules(dp_replicate=2, fixed=("dp_replicate",)),
     capacity=CapacityRules(usd_per_hour=(1.0, 3.0)),
 )
 

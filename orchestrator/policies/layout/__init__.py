@@ -1,0 +1,22 @@
+"""Which layout the workers that are left take, and on which nodes. Pure arithmetic.
+
+The user names the degrees for the full size. For every other size the planner takes those degrees,
+or divisors of them: ``candidates`` lists them, ``fit`` sizes one to the room on each node, and
+``choose`` decides.
+"""
+
+from orchestrator.policies.layout.candidates import LayoutRules, candidates
+from orchestrator.policies.layout.choose import alternatives, choose
+from orchestrator.policies.layout.fit import Rooms, num_workers, one_node, rooms_of, spread
+
+__all__ = [
+    "LayoutRules",
+    "Rooms",
+    "alternatives",
+    "candidates",
+    "choose",
+    "num_workers",
+    "one_node",
+    "rooms_of",
+    "spread",
+]

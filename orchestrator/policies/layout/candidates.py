@@ -1,0 +1,78 @@
+"""The degrees that a layout may have: those that the user names, or divisors of them.
+
+A divisor of a degree that a model was made for divides its heads and layers, too, so the model need
+not be known.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import lru_cache
+from itertools import product
+
+from ucp_core.layout import ParallelLayout
+
+#: The axes that a user names a degree of; ``dp_shard`` follows from the workers.
+NAMED = ("pp", "dp_replicate", "tp")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LayoutRules:
+    """The layout of the full size, and what may change at another one.
+
+    Attributes:
+        dp_replicate: Full copies of the model.
+        tp: Tensor-parallel ways; all of them are on one node.
+        pp: Pipeline stages.
+        fixed: Axes that have this degree at every size.
+        num_micro_batches: All micro-batches of a step; 0 if that is not known. Each stage needs as
+            many as there are stages.
+    """
+
+    dp_replicate: int = 1
+    tp: int = 1
+    pp: int = 1
+    fixed: tuple[str, ...] = ()
+    num_micro_batches: int = 0
+
+    @property
+    def multiple(self) -> int:
+        """Return the number that workers come in multiples of at the full size."""
+        return self.dp_replicate * self.tp * self.pp
+
+    @property
+    def multiple_min(self) -> int:
+        """Return the fewest workers that make a layout."""
+        return min(each.world_size for each in candidates(self))
+
+    def __str__(self) -> str:
+        """Return the degrees above 1, as the configuration names them."""
+        degrees = ((axis, getattr(self, axis)) for axis in NAMED)
+        used = [f"parallel.{axis}={degree}" for axis, degree in degrees if degree > 1]
+        return " x ".join(used) or "no degree above 1"
+
+
+@lru_cache(maxsize=64)
+def candidates(rules: LayoutRules) -> tuple[ParallelLayout, ...]:
+    """Return the degrees that a layout may have, each with ``dp_shard`` 1, the wish first.
+
+    The others follow by how much of the model a worker still shares with others of its group, since
+    users cut a model for want of memory; among equals the one with more tensor parallelism is
+    first, then the one with more copies.
+    """
+    degrees = [
+        [
+            degree
+            for degree in range(1, wish + 1)
+            if wish % degree == 0 and _may(rules, axis, degree)
+        ]
+        for axis, wish in ((axis, getattr(rules, axis)) for axis in NAMED)
+    ]
+    found = [
+        ParallelLayout(pp=pp, dp_replicate=copies, tp=tp) for pp, copies, tp in product(*degrees)
+    ]
+    return tuple(sorted(found, key=lambda each: (-each.tp * each.pp, -each.tp, -each.dp_replicate)))
+
+
+def _may(rules: LayoutRules, axis: str, degree: int) -> bool:
+    return axis not in rules.fixed or degree == getattr(rules, axis)

@@ -1,0 +1,56 @@
+"""How many workers given degrees use of the room on each node."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterable, Sequence
+from dataclasses import replace
+from typing import TypeAlias
+
+from orchestrator.policies.layout.candidates import LayoutRules
+from ucp_core.layout import ParallelLayout
+
+#: ``(workers, nodes)``, ascending: on how many nodes so many workers could train.
+Rooms: TypeAlias = tuple[tuple[int, int], ...]
+
+
+def rooms_of(workers: Iterable[int]) -> Rooms:
+    """Return the rooms of nodes, given the number of workers on each."""
+    return tuple(sorted((room, num) for room, num in Counter(workers).items() if room))
+
+
+def one_node(num: int) -> Rooms:
+    """Return the rooms if all workers were on one node."""
+    return rooms_of([num])
+
+
+def num_workers(rooms: Rooms) -> int:
+    """Return how many workers have room."""
+    return sum(room * num for room, num in rooms)
+
+
+def fit(
+    degrees: ParallelLayout, rooms: Rooms, num_max: int, rules: LayoutRules
+) -> ParallelLayout | None:
+    """Return the largest layout with ``degrees`` of at most ``num_max`` workers; None: none fits.
+
+    Each tensor-parallel group is inside a node. Every degree of sharding is legal, since quotas of
+    micro-batches may be uneven, but a pipeline has to be filled.
+    """
+    num_groups = sum(room // degrees.tp * num for room, num in rooms)
+    dp_shard = min(num_groups, num_max // degrees.tp) // (degrees.pp * degrees.dp_replicate)
+    if degrees.pp > 1 and rules.num_micro_batches:
+        # The most data-parallel ranks of which one has ``pp`` micro-batches.
+        most = (rules.num_micro_batches - 1) // (degrees.pp - 1)
+        dp_shard = min(dp_shard, most // degrees.dp_replicate)
+    return replace(degrees, dp_shard=dp_shard) if dp_shard else None
+
+
+def spread(rooms: Sequence[int], layout: ParallelLayout) -> list[int]:
+    """Return how many workers train on each node, given the room on each, the best node first."""
+    left, used = layout.world_size, []
+    for room in rooms:
+        used.append(min(room // layout.tp * layout.tp, left))
+        left -= used[-1]
+    assert not left, f"{layout} lacks {left} workers of {sum(rooms)}"
+    return used

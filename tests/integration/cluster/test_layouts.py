@@ -1,0 +1,82 @@
+"""The layout follows the workers: every axis shrinks and grows, on simulated nodes, with kills."""
+
+from __future__ import annotations
+
+import signal
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from orchestrator.config import RunConfig
+from orchestrator.driver.faults import kill_node_of, signal_rank
+from orchestrator.driver.launch import Launched
+from tests.support.attempts import finish
+from tests.support.history import read_history
+from tests.support.reach import reach
+from tests.support.trainers import Run
+from workers.settings import Settings
+
+pytestmark = pytest.mark.timeout(600)
+
+_STEPS = 60
+
+
+@pytest.mark.parametrize(
+    ("tp", "left"), [(2, "tp=2"), pytest.param(1, "dp_shard=2", marks=pytest.mark.chaos)]
+)
+def test_a_lost_node_and_a_lost_worker_leave_the_layout_that_fits(
+    nodes: Any, make_config: Callable[..., RunConfig], tmp_path: Path, tp: int, left: str
+) -> None:
+    """Two stages on two nodes; then one node, then one worker of it, then all of them again."""
+    config = make_config(
+        train__steps=_STEPS,
+        train__deterministic=False,
+        model__tied=False,
+        parallel__tp=tp,
+        parallel__pp=2,
+        workers__standby_per_node=0,
+        checkpoint__every_steps=50_000,
+    )
+    run = Launched(config, nodes)
+    whole = reach(run, 10, workers=4)
+
+    kill_node_of(run, 3)
+    half = reach(run, 11, workers=2, attempt=whole["attempt"] + 1)
+    signal_rank(run, 1, signal.SIGKILL)
+    one = reach(run, half["step"] + 1, workers=1, attempt=half["attempt"] + 1)
+    nodes.add_node()
+    again = reach(run, one["step"] + 1, workers=4)
+    summary = run.follow(lambda _: None)
+
+    assert summary["outcome"] == "completed", summary["reason"]
+    assert [whole["layout"], half["layout"], one["layout"], again["layout"]] == [
+        again["layout"],
+        left,
+        "1 worker",
+        whole["layout"],
+    ]
+    assert half["alternatives"][0] == {
+        "layout": f"pp=2 x {left}" if tp > 1 else "pp=2",
+        "why": "needs 4 workers, and there are 2" if tp > 1 else "",
+    }
+    for incident in summary["incidents"]:
+        assert set(incident["sources"]) <= {"local memory", "peer memory", "parity"}, incident
+        assert incident["lost_steps"] <= 1, incident
+    lost = summary["incidents"][0]
+    assert (lost["layout_before"], lost["layout_after"]) == (whole["layout"], left)
+    assert lost["alternatives"][0][0] == half["alternatives"][0]["layout"]
+    _check_curve(config, tmp_path / "alone")
+
+
+def _check_curve(config: RunConfig, directory: Path) -> None:
+    """Assert that the losses are those of one process that nothing disturbed."""
+    settings = Settings(model=config.model, data=config.data, train=config.train)
+    with Run(directory) as alone:
+        finish(alone, settings, num_workers=1)
+        expected = {line["step"]: line["loss"] for line in alone.losses()}
+    history = read_history(config.run.directory)
+    history.check_exactly_once(config)
+    for line in history.lines:
+        assert line["loss"] == pytest.approx(expected[line["step"]], rel=2e-3), line
