@@ -197,7 +197,8 @@ def test_ray_address_is_used_unless_the_user_asks_for_simulated_nodes(
 def test_min_workers_that_no_layout_reaches_are_refused() -> None:
     """5 workers in multiples of 3 are 3: a run with min 4 would wait for capacity for ever."""
     found = _problems(
-        "run: {directory: x}\nworkers: {min: 4, max: 5}\nparallel: {dp_replicate: 3, fixed: [dp_replicate]}\n"
+        "run: {directory: x}\nworkers: {min: 4, max: 5}\n"
+        "parallel: {dp_replicate: 3, fixed: [dp_replicate]}\n"
     )
 
     assert len(found) == 1
