@@ -154,7 +154,7 @@ class StartAttempt:
 
     ``members`` is ``(worker, node, reservation)`` in rank order; ``bad`` and ``unreached`` as in
     ``ReadCommitted``. Members and keepers protect snapshots by ``plan``.
-    ``alternatives`` are layouts that were not taken, and why.
+    ``other_layouts`` were not taken, and why.
     """
 
     attempt: int
@@ -166,7 +166,7 @@ class StartAttempt:
     bad: tuple[Source, ...] = ()
     plan: RedundancyPlan = RedundancyPlan()
     unreached: tuple[str, ...] = ()
-    alternatives: tuple[tuple[str, str], ...] = ()
+    other_layouts: tuple[tuple[str, str], ...] = ()
 
 
 @value

@@ -225,6 +225,8 @@ def print_runs(runs: Sequence[Mapping[str, Any]], console: Console) -> None:
 def print_status(status: Mapping[str, Any], console: Console, *, verbose: bool = False) -> None:
     """Print a status document (``orchestrator.driver.status.read_status``)."""
     say(console, _headline(status))
+    for other in status.get("other_layouts", ()):
+        say(console, f"  not {other['layout']}: {other['why']}")
     for columns, rows in (
         (("rank", "worker", "node", "pid", "state", "at", "heartbeat"), _worker_rows(status)),
         (("node", "state", "raylet pid", "keeper pid", "reservations"), _node_rows(status)),

@@ -33,9 +33,9 @@ def read_status(url: str) -> dict[str, Any]:
         return [] if over else [{**unknown, **row} for row in described[what]]
 
     step, loss = run.last_step()
-    copied = ("phase", "attempt", "layout", "shared", "cause", "waits_for", "reason")
+    copied = ("layout", "other_layouts", "shared", "cause", "waits_for", "reason")
     return {
-        **{name: described[name] for name in copied},
+        **{name: described[name] for name in ("phase", "attempt", *copied)},
         "directory": config.run.directory,
         "step": step or described["step"],
         "loss": loss,

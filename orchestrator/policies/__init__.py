@@ -14,7 +14,16 @@ from orchestrator.policies.budgets import BudgetRules, Fault, FaultClass, UserEr
 from orchestrator.policies.capacity import CapacityRules
 from orchestrator.policies.fault_kinds import FaultKind
 from orchestrator.policies.growth import GrowthRules
-from orchestrator.policies.layout import LayoutRules, Rooms, choose, one_node, rooms_of
+from orchestrator.policies.layout import (
+    LayoutRules,
+    Rooms,
+    choose,
+    num_workers,
+    one_node,
+    other_layouts,
+    rooms_of,
+    spread,
+)
 from orchestrator.policies.saving import (
     CadenceFacts,
     CadenceRules,
@@ -100,7 +109,9 @@ __all__ = [
     "layout",
     "next_pace",
     "noted",
+    "num_workers",
     "one_node",
+    "other_layouts",
     "over_budget",
     "plan_recovery",
     "plan_redundancy",
@@ -108,6 +119,7 @@ __all__ = [
     "revise",
     "rooms_of",
     "sharing",
+    "spread",
     "state_bytes",
     "taken_steps",
     "versions",

@@ -15,8 +15,7 @@ from orchestrator.core.handlers import demand, fleet, protection
 from orchestrator.core.network import reach, search
 from orchestrator.core.state import Attempt, Node, Phase, Reads, RunOutcome, WorkerStatus
 from orchestrator.core.transition import Transition
-from orchestrator.policies import bad_sources
-from orchestrator.policies.layout import alternatives, choose, num_workers, spread
+from orchestrator.policies import bad_sources, choose, num_workers, other_layouts, spread
 from ucp_core.layout import ParallelLayout
 
 
@@ -131,7 +130,7 @@ def _start(transition: Transition) -> None:
     layout = choose(rooms, transition.max_workers, rules.layout, rules.min_workers)
     assert layout is not None, f"{rooms} makes no layout"
     members = best_workers(transition, layout, leaving=leaving)
-    others = alternatives(layout, rooms, transition.max_workers, rules.layout, rules.min_workers)
+    others = other_layouts(layout, rooms, transition.max_workers, rules.layout, rules.min_workers)
     resume_step, resume_attempt = run.committed
     number = run.attempt.number + 1
     unreached = reach.unreached(transition)
@@ -144,7 +143,7 @@ def _start(transition: Transition) -> None:
     run.attempt = Attempt(
         number=number,
         layout=layout,
-        alternatives=others,
+        other_layouts=others,
         members=tuple(members),
         nodes=nodes,
         plan=protection.plan(transition, nodes, layout),
@@ -163,7 +162,7 @@ def _start(transition: Transition) -> None:
             attempt=run.attempt.number,
             members=placed,
             layout=layout,
-            alternatives=others,
+            other_layouts=others,
             resume_step=resume_step,
             resume_attempt=resume_attempt,
             lineage=run.lineage,

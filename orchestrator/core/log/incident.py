@@ -35,7 +35,7 @@ class Incident:
         lost_steps: Completed steps that had to be redone (``orchestrator.core.log.stats``).
         layout_before: Layout of that attempt, for people.
         layout_after: Layout of the next one, "" if there was none.
-        alternatives: Layouts that were not taken then, and why, for people.
+        other_layouts: Those that were not taken then, and why, for people.
         t_fault_s: When the fault was injected.
         t_detect_s: When it was found, or the change was begun.
         t_fence_s: When the last member was out.
@@ -58,7 +58,7 @@ class Incident:
     cost_usd: float = 0.0
     layout_before: str = ""
     layout_after: str = ""
-    alternatives: tuple[tuple[str, str], ...] = ()
+    other_layouts: tuple[tuple[str, str], ...] = ()
     t_fault_s: float | None = None
     t_detect_s: float | None = None
     t_fence_s: float | None = None
@@ -152,8 +152,8 @@ class Incident:
             cost_usd=float(document.get("cost_usd") or 0.0),
             layout_before=layout_text(document.get("layout_before")),
             layout_after=layout_text(document.get("layout_after")),
-            alternatives=tuple(
-                (str(layout), str(why)) for layout, why in document.get("alternatives") or ()
+            other_layouts=tuple(
+                (str(layout), str(why)) for layout, why in document.get("other_layouts") or ()
             ),
             sources={str(k): int(v) for k, v in (document.get("sources") or {}).items()},
             skipped=tuple(str(line) for line in document.get("skipped") or ()),

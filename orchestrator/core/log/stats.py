@@ -247,7 +247,7 @@ class RunStats:
         for incident in self._open_incidents():
             incident.t_decide_s = at_s if incident.t_fence_s is not None else None
             incident.layout_after = self.layout
-            incident.alternatives = tuple(map(tuple, record.get("alternatives", ())))
+            incident.other_layouts = tuple(map(tuple, record.get("other_layouts", ())))
             incident.skipped += self.passed_over
         if self._open:
             self.incidents[self._open[-1]].lost_steps += num_lost

@@ -7,7 +7,7 @@ from collections import Counter
 from orchestrator.core.network import links
 from orchestrator.core.state import CONTROLLER, Node, Pair, Phase
 from orchestrator.core.transition import Transition
-from orchestrator.policies.layout import Rooms, choose, rooms_of
+from orchestrator.policies import Rooms, choose, rooms_of
 from ucp_core.layout import ParallelLayout
 
 _EPSILON = 1e-6

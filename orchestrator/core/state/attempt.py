@@ -17,7 +17,7 @@ class Attempt(Part):
 
     Attributes:
         number: The fencing token; 0 before the first attempt.
-        alternatives: Layouts that were not taken, and why, for people.
+        other_layouts: Those that were not taken, and why, for people.
         members: Its workers in rank order, dead ones too.
         nodes: Their nodes, by rank.
         plan: How its snapshots are protected.
@@ -47,7 +47,7 @@ class Attempt(Part):
 
     number: int = 0
     layout: ParallelLayout | None = None
-    alternatives: tuple[tuple[str, str], ...] = ()
+    other_layouts: tuple[tuple[str, str], ...] = ()
     members: tuple[int, ...] = ()
     nodes: tuple[int, ...] = ()
     plan: RedundancyPlan = field(default_factory=RedundancyPlan)

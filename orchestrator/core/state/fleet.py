@@ -10,7 +10,7 @@ from typing import NamedTuple
 
 from orchestrator.core.state.frozen import Frozen, Part
 from orchestrator.core.state.table import Table
-from orchestrator.policies.layout import Rooms, num_workers
+from orchestrator.policies import Rooms, num_workers
 
 
 class WorkerStatus(StrEnum):

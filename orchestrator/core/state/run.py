@@ -215,7 +215,7 @@ def next_deadline_s(state: RunState) -> float:
 def describe(state: RunState) -> dict[str, Any]:
     """Return what ``everstep status`` shows, as JSON values.
 
-    Keys: ``phase, attempt, step, committed_step, layout, alternatives[{layout, why}],
+    Keys: ``phase, attempt, step, committed_step, layout, other_layouts[{layout, why}],
     members[{rank, worker, node, pid, state}], standbys[{worker, node, pid, state}],
     nodes[{node, state, reservations}], pending_reservations, capacity[{alternative, asked, granted,
     refused, since_s, refused_s, grant_s, why}], shared{limit, runs} | null, cause{kind, guilty,
@@ -243,8 +243,8 @@ def describe(state: RunState) -> dict[str, Any]:
         "step": _last_step(state),
         "committed_step": state.committed[0],
         "layout": str(state.attempt.layout) if state.attempt.layout else "",
-        "alternatives": [
-            {"layout": layout, "why": why} for layout, why in state.attempt.alternatives
+        "other_layouts": [
+            {"layout": layout, "why": why} for layout, why in state.attempt.other_layouts
         ],
         "members": sorted(members, key=lambda member: member["rank"]),
         "standbys": standbys,

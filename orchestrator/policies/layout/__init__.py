@@ -6,17 +6,17 @@ or divisors of them: ``candidates`` lists them, ``fit`` sizes one to the room on
 """
 
 from orchestrator.policies.layout.candidates import LayoutRules, candidates
-from orchestrator.policies.layout.choose import alternatives, choose
+from orchestrator.policies.layout.choose import choose, other_layouts
 from orchestrator.policies.layout.fit import Rooms, num_workers, one_node, rooms_of, spread
 
 __all__ = [
     "LayoutRules",
     "Rooms",
-    "alternatives",
     "candidates",
     "choose",
     "num_workers",
     "one_node",
+    "other_layouts",
     "rooms_of",
     "spread",
 ]

@@ -37,7 +37,7 @@ def choose(
     return best
 
 
-def alternatives(
+def other_layouts(
     chosen: ParallelLayout, rooms: Rooms, num_max: int, rules: LayoutRules, num_min: int = 1
 ) -> tuple[tuple[str, str], ...]:
     """Return the two best layouts that were not taken, and why, for people; fewer if none are."""
@@ -56,7 +56,7 @@ def alternatives(
         elif size < offered * (1 - _IDLE_MAX):
             why = f"leaves {offered - size} of {offered} workers idle"
         else:
-            why = "has smaller degrees"
+            why = "is further from what is asked for"
         found.append((str(layout), why))
     return tuple(found[:_NUM_ALTERNATIVES])
 

@@ -48,6 +48,7 @@ def status_document(
         "step": described["step"],
         "loss": losses[0] if losses else None,
         "layout": described["layout"],
+        "other_layouts": described["other_layouts"],
         "workers": workers(described["members"]),
         "standbys": workers(described["standbys"]),
         "nodes": [

@@ -5,7 +5,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from orchestrator.policies import LayoutRules, choose, one_node, rooms_of
-from orchestrator.policies.layout import alternatives, candidates, num_workers, spread
+from orchestrator.policies.layout import other_layouts, candidates, num_workers, spread
 from ucp_core.layout import ParallelLayout
 
 TWO_AXES = LayoutRules(tp=2, pp=2)
@@ -64,21 +64,21 @@ def test_a_pipeline_is_filled() -> None:
 def test_people_read_why_no_other_layout_was_taken() -> None:
     layout = choose(rooms_of([2]), 4, TWO_AXES)
     assert layout is not None
-    assert alternatives(layout, rooms_of([2]), 4, TWO_AXES) == (
+    assert other_layouts(layout, rooms_of([2]), 4, TWO_AXES) == (
         ("pp=2 x tp=2", "needs 4 workers, and there are 2"),
-        ("pp=2", "has smaller degrees"),
+        ("pp=2", "is further from what is asked for"),
     )
     scattered = rooms_of([2, 1, 1])
     layout = choose(scattered, 4, LayoutRules(tp=2))
     assert layout is not None
-    assert alternatives(layout, scattered, 4, LayoutRules(tp=2)) == (
+    assert other_layouts(layout, scattered, 4, LayoutRules(tp=2)) == (
         ("tp=2", "leaves 2 of 4 workers idle"),
     )
     nowhere = rooms_of([1, 1])
     layout = choose(nowhere, 2, LayoutRules(tp=2))
     assert layout is not None
     why = "needs 1 x 2 workers, each on one node"
-    assert alternatives(layout, nowhere, 2, LayoutRules(tp=2)) == (("tp=2", why),)
+    assert other_layouts(layout, nowhere, 2, LayoutRules(tp=2)) == (("tp=2", why),)
 
 
 degrees = st.sampled_from([1, 2, 3, 4, 6, 8])
@@ -116,7 +116,7 @@ def test_a_layout_fits_its_nodes_and_what_was_asked_for(
     assert all(
         num <= room and num % layout.tp == 0 for num, room in zip(used, workers, strict=True)
     )
-    others = alternatives(layout, rooms, num_max, rules, num_min)
+    others = other_layouts(layout, rooms, num_max, rules, num_min)
     assert len(others) == min(2, len(candidates(rules)) - 1)
 
 
