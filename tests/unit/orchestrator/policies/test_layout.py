@@ -5,7 +5,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from orchestrator.policies import LayoutRules, choose, one_node, rooms_of
-from orchestrator.policies.layout import other_layouts, candidates, num_workers, spread
+from orchestrator.policies.layout import candidates, num_workers, other_layouts, spread
 from ucp_core.layout import ParallelLayout
 
 TWO_AXES = LayoutRules(tp=2, pp=2)
