@@ -13,8 +13,6 @@ from tests.support.pipeline_stage import NUM_BUCKETS, NUM_STEPS
 NUM_STAGES = 3
 #: The first step tells where the waits are; in the first two, stages get to know each other too.
 NUM_LEARNING = 3
-#: Of the others so many must be good: what else runs on the machine delays the rest.
-NUM_GOOD = 3
 LIMIT_S = 120
 
 
@@ -53,5 +51,5 @@ def test_buckets_leave_where_their_stage_waits(tmp_path: Path) -> None:
         steps = json.loads((tmp_path / f"{rank}.json").read_text())
         assert len(steps) == NUM_STEPS
         assert all(len(step["left"]) == NUM_BUCKETS for step in steps)
-        found = sorted(_in_waits(step) for step in steps[NUM_LEARNING:])
-        assert found[-NUM_GOOD] >= 0.75 * NUM_BUCKETS, found
+        found = sum(_in_waits(step) for step in steps[NUM_LEARNING:])
+        assert found >= 0.75 * NUM_BUCKETS * (NUM_STEPS - NUM_LEARNING)

@@ -30,7 +30,7 @@ from workers.snapshot.device import DeviceCopy
 
 __all__ = ["NUM_BUCKETS", "NUM_STEPS"]
 
-NUM_STEPS = 10
+NUM_STEPS = 6
 NUM_BUCKETS = 12
 BUCKET_BYTES = 4096
 COPY_S = 0.002
