@@ -115,11 +115,10 @@ def _lacking(transition: Transition) -> str:
     usable = transition.run.fleet.num_usable
     which = " that reach each other" if together < usable else ""
     num = together if which else usable
-    used = f", and {rules.layout} on them," if num >= rules.min_workers else ""
-    return (
-        f"{num} of at least {rules.min_workers} workers{which}{used} could be had for "
-        f"{rules.bounds.capacity_s:.0f} s"
-    )
+    for_s = f"could be had for {rules.bounds.capacity_s:.0f} s"
+    if num < rules.min_workers:
+        return f"{num} of at least {rules.min_workers} workers{which} {for_s}"
+    return f"{num} workers{which} {for_s}, but not so that {rules.layout} fits their nodes"
 
 
 def _start(transition: Transition) -> None:

@@ -5,8 +5,8 @@ shares from their own memory and nothing is sent; or, with three nodes or more, 
 which takes 1/(n-1) of the memory of a copy. Otherwise keepers protect each other over the network:
 so the link is used only where replicas cannot do without, and if it is slow, snapshots are fewer.
 
-Of the mechanisms that memory and the number of nodes allow, the plan takes the one that recovers
-fastest: copies before parity, since a copy is read while a parity is computed from a whole group.
+The plan takes the mechanism that recovers fastest of those that memory and the number of nodes
+allow: copies before parity, since a copy is read while a parity is computed from a whole group.
 The tolerance counts nodes; it also holds for racks if ``shared_racks`` is empty. The speed of the
 link plays no part: copies and parities of a tolerance send the same bytes, and on a slow link the
 cadence takes fewer snapshots.

@@ -127,7 +127,7 @@ def test_killed_worker_is_replaced_and_the_weights_end_equal(
     nodes: Any, make_config: Callable[..., RunConfig], undisturbed_digest: Any
 ) -> None:
     """A standby takes the dead worker's place; in deterministic mode nothing shows afterwards."""
-    config = make_config(train__steps=COMPARED_STEPS, **PACED)
+    config = make_config(train__steps=COMPARED_STEPS)
     run = Launched(config, nodes)
     node = member(reach(run, 5), 1)["node"]
     before = wait_for(run, lambda s: _has_standby(s, node), timeout_s=ACT_S_MAX)
