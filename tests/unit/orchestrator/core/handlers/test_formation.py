@@ -53,8 +53,10 @@ def test_members_of_a_tensor_parallel_group_are_on_one_node() -> None:
         (["a"], "no capacity: 1 of at least 2 workers could be had for 100 s"),
         (
             ["a", "b"],
-            "no capacity: 2 workers could be had for 100 s, but not so that parallel.tp=2 fits "
-            "their nodes",
+            (
+                "no capacity: 2 workers could be had for 100 s, but not so that parallel.tp=2 fits "
+                "their nodes"
+            ),
         ),
     ],
 )
