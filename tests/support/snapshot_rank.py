@@ -96,9 +96,10 @@ class Rank:
 
     def ready(self, entries: list[StateEntry]) -> bool:
         self.writer.prepare(captured(0, entries))
-        return eventually(lambda: self.writer.is_ready or self.writer.is_broken) and (
-            self.writer.is_ready_for(entries)
-        )
+        settled = eventually(lambda: self.writer.is_ready or self.writer.is_broken)
+        # The writer's thread says so a moment before it is idle.
+        self.writer.wait(-1)
+        return settled and self.writer.is_ready_for(entries)
 
     def take(self, step: int, entries: list[StateEntry], *, pin: bool = False) -> bool:
         if not self.writer.capture(captured(step, entries)):
