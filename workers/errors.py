@@ -28,6 +28,10 @@ class TaskError(WorkerError):
     """A training script uses the session wrongly."""
 
 
+class LayoutRefusedError(TaskError):
+    """The script or the model cannot have the degree of ``facts["axis"]`` in the layout."""
+
+
 class ApartError(TaskError):
     """A script does on some workers what all must do; it says which line each of them is in."""
 

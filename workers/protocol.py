@@ -344,6 +344,10 @@ class PeerLost:
     unreached: str = ""
 
 
+#: What a rank ran out of; see ``Raised``.
+DEVICE_MEMORY: Final = "device memory"
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Raised:
     """The training code raised.
@@ -352,12 +356,15 @@ class Raised:
         step: The step in which it raised: the last completed one plus 1.
         error: Type and message in one line.
         traceback: The traceback to print, from the user's first frame on.
+        refuses: The axis whose degree the script or the model cannot have, ``DEVICE_MEMORY`` if the
+            device has too little of it, else "".
     """
 
     attempt: int
     step: int
     error: str
     traceback: str
+    refuses: str = ""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -65,6 +65,8 @@ def _check_attempt(state: RunState) -> None:
         )
         assert state.attempt.layout is not None
         assert state.attempt.layout.world_size == len(state.attempt.members)
+        refused = [each for each in state.refused if each.rules_out(state.attempt.layout)]
+        assert not refused, f"{state.attempt.layout} was refused: {refused}"
         tp, nodes = state.attempt.layout.tp, state.attempt.nodes
         groups = [set(nodes[first : first + tp]) for first in range(0, len(nodes), tp)]
         assert all(len(group) == 1 for group in groups), f"tp={tp} over nodes {nodes}"

@@ -284,7 +284,10 @@ class WorkerLeft:
 
 @value
 class WorkerRaised:
-    """The training code of ``worker`` raised; the process lives and has left the attempt."""
+    """The training code of ``worker`` raised; the process lives and has left the attempt.
+
+    ``refuses`` is why the attempt's layout cannot train, if that is so: ``protocol.Raised`` says.
+    """
 
     at_s: float
     attempt: int
@@ -292,6 +295,7 @@ class WorkerRaised:
     step: int
     error: str
     traceback: str
+    refuses: str = ""
 
 
 @value

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, field, fields, replace
 from typing import Final
 
 from orchestrator.policies import (
@@ -12,10 +12,12 @@ from orchestrator.policies import (
     GrowthRules,
     LayoutRules,
     RedundancyRules,
+    Refused,
     SharingRules,
     choose,
     one_node,
 )
+from ucp_core.layout import ParallelLayout
 
 #: A process that is not ready in ten minutes, or an attempt that has not formed in hours, hangs.
 _START_FACTOR_MAX: Final = 10
@@ -146,7 +148,14 @@ class RunRules:
         assert self.checkpoint_every >= 1, f"checkpoint_every={self.checkpoint_every}"
         assert self.total_steps >= 1, f"total_steps={self.total_steps}"
 
-    def wanted(self, num_max: int) -> int:
+    def full_layout(
+        self, refused: tuple[Refused, ...] = (), num_max: int | None = None
+    ) -> ParallelLayout | None:
+        """Return the layout of ``num_max`` workers, by default all, that are on one node."""
+        num = self.max_workers if num_max is None else num_max
+        return choose(one_node(num), num, replace(self.layout, refused=refused), self.min_workers)
+
+    def wanted(self, num_max: int, refused: tuple[Refused, ...] = ()) -> int:
         """Return how many of ``num_max`` workers would train if all could be had on one node."""
-        layout = choose(one_node(num_max), num_max, self.layout, self.min_workers)
+        layout = self.full_layout(refused, num_max)
         return 0 if layout is None else layout.world_size

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from dataclasses import replace
 from math import inf
 from typing import Any, TypeAlias
 
 from orchestrator.core.actions import Action, FinishRun, ReportIncident
 from orchestrator.core.rules import RunRules
 from orchestrator.core.state import EDGES, Cause, MutableRunState, Phase, RunOutcome
-from orchestrator.policies import FaultKind
+from orchestrator.policies import FaultKind, LayoutRules
 
 #: What handles an event or a consequence, by its type and the phase; see ``phase_table``.
 Handler: TypeAlias = Callable[["Transition", Any], None]
@@ -53,6 +54,12 @@ class Transition:
         """Return the most workers that the run may have now; other runs may need some."""
         limit = self.run.sharing.limit
         return self.rules.max_workers if limit < 0 else min(limit, self.rules.max_workers)
+
+    @property
+    def layout_rules(self) -> LayoutRules:
+        """Return the rules of layouts, with those that were refused."""
+        refused = self.run.refused
+        return replace(self.rules.layout, refused=refused) if refused else self.rules.layout
 
     def wake_by(self, at_s: float) -> None:
         """Have the fleet's bounds checked no later than ``at_s``."""

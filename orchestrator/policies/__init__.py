@@ -16,6 +16,7 @@ from orchestrator.policies.fault_kinds import FaultKind
 from orchestrator.policies.growth import GrowthRules
 from orchestrator.policies.layout import (
     LayoutRules,
+    Refused,
     Rooms,
     choose,
     num_workers,
@@ -89,6 +90,7 @@ __all__ = [
     "RedundancyFacts",
     "RedundancyPlan",
     "RedundancyRules",
+    "Refused",
     "Rooms",
     "Share",
     "Sharing",

@@ -58,6 +58,8 @@ class FaultKind(StrEnum):
     PREEMPTION = "preemption", 3, FaultClass.PREEMPTION, Loss.NODE, True
     # The program did something: on one rank, or alike on all.
     EXCEPTION = "exception", 2, FaultClass.USER, Loss.PROCESS, True
+    DEVICE_MEMORY = "device_memory", 2, FaultClass.USER, Loss.PROCESS, True
+    LAYOUT = "layout_refused", 2
     NOT_FINITE = "not_finite", 2, FaultClass.USER
     # It is not known which worker did, or none did.
     UNDECIDED = "undecided", 1, FaultClass.UNDECIDED, Loss.NOTHING, True

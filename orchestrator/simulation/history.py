@@ -46,6 +46,7 @@ from orchestrator.simulation.world import (
     Neighbour,
     SimCluster,
     SimJournal,
+    SimModel,
     SimNode,
     Tiers,
 )
@@ -74,6 +75,8 @@ _RESETS = 0.05
 _RESETS_S = 160.0
 #: Share of the histories in which storage is away for a while.
 _OUTAGE = 0.1
+#: Share of histories in which the model cannot have some layouts.
+_REFUSES = 0.3
 #: Share of those in which another run comes to the cluster, and goes again.
 _SHARED = 0.25
 #: Share of those with snapshots whose interval of checkpoints is chosen.
@@ -186,6 +189,8 @@ class History:
         self.died_at_the_end = False
         # Whether it failed because all that was committed is damaged, and can be repaired.
         self.is_lost = False
+        # Whether it failed because the layout that was asked for cannot train.
+        self.is_refused = False
         cluster = self.cluster
         cluster.start_failure = rng.choice((0.0, 0.0, 0.1))
         cluster.market = market
@@ -193,6 +198,7 @@ class History:
             drawing.return_node(cluster, room, apart.choice(("", "", "r0", "r1")))
         self.expected = self._draw_ending()
         self._draw_script()
+        self._draw_model()
         self.neighbour: Neighbour | None = None
         cluster.begin_claim = self._begin_claim
         self._draw_faults(apart, is_swarm=kinds is None)
@@ -239,6 +245,17 @@ class History:
             steps = range(1, self.rules.total_steps + 1)
             self.cluster.not_finite_at = {step for step in steps if script.random() < _NOT_FINITE}
 
+    def _draw_model(self) -> None:
+        """Decide which layouts the model cannot have; data parallelism of some size can train."""
+        model = Random(f"model {self.seed}")  # noqa: S311  no secrets here
+        if model.random() > _REFUSES:
+            return
+        layout, most = self.rules.layout, self.rules.max_workers // _copies(self.rules)
+        wish = (("tp", layout.tp), ("pp", layout.pp))
+        degrees = [(axis, one) for axis, top in wish for one in range(2, top + 1) if top % one == 0]
+        cannot = frozenset(model.sample(degrees, k=min(len(degrees), model.randint(0, 2))))
+        self.cluster.model = SimModel(cannot, model.randint(1, most))
+
     def _stop(self) -> None:
         # A run that was resumed meanwhile is to complete.
         if self.expected == "stopped":
@@ -249,7 +266,7 @@ class History:
         cluster = self.cluster
         try:
             self._run_to_end()
-            while self.is_lost or self.expected != "completed":
+            while self.is_lost or self.is_refused or self.expected != "completed":
                 self._resume_run()
                 self._run_to_end()
         except Violation:
@@ -290,6 +307,9 @@ class History:
             cluster.damaged.clear()
             self.monitor.repaired(cluster.now_s)
             self.is_lost = False
+        if self.is_refused:
+            cluster.model = SimModel()
+            self.is_refused = False
         self.monitor.outcome = None
         self.expected = "completed"
         cluster.raises_at.clear()
@@ -454,6 +474,7 @@ class History:
         room = sum(node.room for node in stay)
         multiple = self.rules.layout.multiple_min
         needed = -(-self.rules.min_workers // multiple) * multiple
+        needed = max(needed, cluster.model.shards_min * _copies(self.rules))
         if room < needed:
             drawing.return_node(cluster, needed - room)
         elif self.network_ails:
@@ -508,6 +529,11 @@ class History:
                 self.expected = "completed"
             return
         why = f"the run {outcome.outcome}: {outcome.reason}"
+        layout = self.state.attempt.layout
+        if outcome.outcome == "failed" and layout and cluster.model.refuses(layout):
+            require(not self.state.fits, "L1", f"it has trained, and {why}")
+            self.is_refused = True
+            return
         require(outcome.outcome in ("completed", self.expected), "L1", why)
         if outcome.outcome == "failed":
             require(outcome.reason.startswith("Traceback: ValueError"), "L1", why)
@@ -523,6 +549,11 @@ class History:
             for step, attempt in self.cluster.storage.commits
         )
         require(done, "S2", f"completed without a commit of step {total}")
+
+
+def _copies(rules: RunRules) -> int:
+    """Return the copies of the model that every layout has."""
+    return rules.layout.dp_replicate if "dp_replicate" in rules.layout.fixed else 1
 
 
 def _largest_room(room: dict[str, int], cut: Sequence[tuple[str, str]]) -> int:

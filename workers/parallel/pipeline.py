@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from torch.distributed.pipelining import PipelineStage, Schedule1F1B, ScheduleGPipe
 from torch.distributed.pipelining.schedules import PipelineScheduleSingle
 
-from workers.errors import TaskError
+from workers.errors import LayoutRefusedError, TaskError
 from workers.parallel.fsdp import own_names
 from workers.parallel.mesh import Mesh
 from workers.parallel.tensor import ModelPlan
@@ -40,9 +40,11 @@ def cut_stages(
         again = build()
     kind = type(whole).__name__
     if plan.keep_stage is None:
-        raise TaskError(
+        raise LayoutRefusedError(
             f"parallel.pp={num_stages}: model {kind} has no plan for it; give one, "
-            "session.model(build, plan=everstep.ModelPlan(keep_stage=...)), or write parallel.pp: 1"
+            "session.model(build, plan=everstep.ModelPlan(keep_stage=...)), or write "
+            "parallel.pp: 1",
+            axis="pp",
         )
     for at, stage in enumerate(stages):
         plan.keep_stage(stage, at, num_stages)
@@ -98,9 +100,10 @@ class StageModel(nn.Module):
             raise _CalledSignal(args, kwargs)
         received, self._received = self._received, None
         if received is None:
-            raise TaskError(
+            raise LayoutRefusedError(
                 "with parallel.pp above 1 call the model once in each call of the function that "
-                "session.train_step or session.evaluate gets, and nowhere else"
+                "session.train_step or session.evaluate gets, and nowhere else",
+                axis="pp",
             )
         return self.stage(*received, **kwargs)
 
@@ -321,9 +324,10 @@ class _Passes(nn.Module):
         outputs = returned if isinstance(returned, tuple) else (returned,)
         shapes = [tuple(output.shape) for output in outputs]
         if shapes != self._shapes:
-            raise TaskError(
+            raise LayoutRefusedError(
                 f"with parallel.pp above 1 all micro-batches have one shape: a stage returned "
-                f"{shapes}, and {self._shapes} for the first; pad them to one length"
+                f"{shapes}, and {self._shapes} for the first; pad them to one length",
+                axis="pp",
             )
         return returned
 
@@ -346,10 +350,11 @@ def _refuse_misfits(whole: nn.Module, stages: Sequence[nn.Module]) -> None:
     for names in by_parameter.values():
         on = [number for number, each in enumerate(held) if not each.isdisjoint(names)]
         if len(names) > 1 and len(on) > 1:
-            raise TaskError(
+            raise LayoutRefusedError(
                 f"parallel.pp={num_stages}: {' and '.join(names)} of model {kind} are one "
                 f"parameter on stages {', '.join(map(str, on))}; untie them (model.tied: false), "
-                "or write parallel.pp: 1"
+                "or write parallel.pp: 1",
+                axis="pp",
             )
         if len(on) != 1:
             where = f"on stages {', '.join(map(str, on))}" if on else "on no stage"

@@ -12,7 +12,7 @@ from torch.distributed.tensor import DTensor
 from torch.distributed.tensor.parallel import ParallelStyle, parallelize_module
 from torch.distributed.tensor.placement_types import Shard
 
-from workers.errors import TaskError
+from workers.errors import LayoutRefusedError, TaskError
 from workers.parallel.fsdp import keeping_shared, own_names
 from workers.parallel.mesh import Mesh
 
@@ -55,9 +55,10 @@ def apply_tensor_plan(
     degree = mesh.layout.tp
     kind = type(model).__name__
     if not plan.tensor:
-        raise TaskError(
+        raise LayoutRefusedError(
             f"parallel.tp={degree}: model {kind} has no plan for it; give one, "
-            "session.model(build, plan=everstep.ModelPlan(tensor={...})), or write parallel.tp: 1"
+            "session.model(build, plan=everstep.ModelPlan(tensor={...})), or write parallel.tp: 1",
+            axis="tp",
         )
     unused = [each for each in plan.tensor if not any(_is_named(name, each) for name in names)]
     if unused:
@@ -78,9 +79,10 @@ def apply_tensor_plan(
         if isinstance(placement, Shard) and parameter.shape[placement.dim] % degree
     ]
     if uneven:
-        raise TaskError(
+        raise LayoutRefusedError(
             f"parallel.tp={degree} does not divide {', '.join(uneven)}; choose a divisor of these "
-            "sizes"
+            "sizes",
+            axis="tp",
         )
 
 

@@ -11,7 +11,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from workers.errors import TaskError
+from workers.errors import LayoutRefusedError, TaskError
 from workers.parallel import (
     Mesh,
     ModelPlan,
@@ -65,9 +65,10 @@ def build_model(
     stages: list[nn.Module] = []
     if mesh.stages is not None:
         if averaged:
-            raise TaskError(
+            raise LayoutRefusedError(
                 f"session.model: average_buffers={list(averaged)} needs parallel.pp: 1; in a "
-                "pipeline several micro-batches are open at a time, and no buffer may change"
+                "pipeline several micro-batches are open at a time, and no buffer may change",
+                axis="pp",
             )
         *stages, model = cut_stages(build, plan, mesh.layout.pp, mesh.stage)
     apply_tensor_plan(model, mesh, plan, names)
@@ -118,9 +119,10 @@ def _groups_elsewhere(
     if built.pipeline is None:
         return None
     if not any(shard.parameter.requires_grad for shard in built.shards):
-        raise TaskError(
+        raise LayoutRefusedError(
             "with parallel.pp above 1 each stage must have a parameter to train, and that of "
-            f"{next(iter(parameters), 'this worker')} has none; write parallel.pp: 1"
+            f"{next(iter(parameters), 'this worker')} has none; write parallel.pp: 1",
+            axis="pp",
         )
     groups = optimizers.param_groups
     at = {id(one): number for number, group in enumerate(groups) for one in group["params"]}
@@ -130,9 +132,10 @@ def _groups_elsewhere(
     dist.all_reduce(numbers, op=dist.ReduceOp.MAX)
     *found, most, negative = map(int, on_host(numbers))
     if most != -negative:
-        raise TaskError(
+        raise LayoutRefusedError(
             f"session.optimizer: stages have {-negative} to {most} parameter groups; with "
-            "parallel.pp above 1 make as many on every worker, empty ones if need be"
+            "parallel.pp above 1 make as many on every worker, empty ones if need be",
+            axis="pp",
         )
     theirs = [
         (name, number) for name, number in zip(names, found, strict=True) if name not in parameters

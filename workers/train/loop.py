@@ -10,6 +10,7 @@ from __future__ import annotations
 import functools
 import logging
 import traceback
+from collections.abc import Iterator
 from pathlib import Path
 from types import TracebackType
 from typing import Final
@@ -19,10 +20,11 @@ import torch.distributed as dist
 
 from ucp_core.errors import SupersededError, UcpError
 from workers import collectives
-from workers.errors import WorkerError
+from workers.errors import LayoutRefusedError, WorkerError
 from workers.memory import HandOver, SnapshotMemory
 from workers.parallel import build_mesh
 from workers.protocol import (
+    DEVICE_MEMORY,
     Assignment,
     Completed,
     Fenced,
@@ -158,7 +160,11 @@ class _Attempt:
         if isinstance(error, SupersededError):
             return Superseded(attempt=attempt, step=step, why=str(error))
         return Raised(
-            attempt=attempt, step=step + 1, error=described, traceback=_user_traceback(error)
+            attempt=attempt,
+            step=step + 1,
+            error=described,
+            traceback=_user_traceback(error),
+            refuses=_refuses(error),
         )
 
     def _take_final(self) -> None:
@@ -231,14 +237,27 @@ def task_of(settings: Settings) -> Task:
 
 def _is_of_groups(error: BaseException) -> bool:
     """Return whether a failed collective caused ``error``."""
+    kinds = collectives.GroupError | dist.DistError
+    return any(isinstance(cause, kinds) for cause in _causes(error))
+
+
+def _refuses(error: BaseException) -> str:
+    """Return what the layout cannot have, as ``Raised`` says it; "" if it is not to blame."""
+    for cause in _causes(error):
+        if isinstance(cause, LayoutRefusedError):
+            return str(cause.facts["axis"])
+        if isinstance(cause, torch.OutOfMemoryError):
+            return DEVICE_MEMORY
+    return ""
+
+
+def _causes(error: BaseException) -> Iterator[BaseException]:
     seen: set[int] = set()
     cause: BaseException | None = error
     while cause is not None and id(cause) not in seen:
-        if isinstance(cause, collectives.GroupError | dist.DistError):
-            return True
+        yield cause
         seen.add(id(cause))
         cause = cause.__cause__ or cause.__context__
-    return False
 
 
 def _user_traceback(error: BaseException) -> str:

@@ -72,7 +72,9 @@ def _try_start(transition: Transition) -> bool:
     if transition.now_s < run.hold_until_s:
         run.deadline_s = min(run.deadline_s, run.hold_until_s)
         return False
-    if not run.attempt.members and used < transition.rules.wanted(transition.max_workers):
+    if not run.attempt.members and used < transition.rules.wanted(
+        transition.max_workers, run.refused
+    ):
         run.enough_since_s = min(run.enough_since_s, transition.now_s)
         grace_end_s = run.enough_since_s + transition.rules.bounds.grace_s
         if transition.now_s < grace_end_s:
@@ -118,6 +120,9 @@ def _lacking(transition: Transition) -> str:
     for_s = f"could be had for {rules.bounds.capacity_s:.0f} s"
     if num < rules.min_workers:
         return f"{num} of at least {rules.min_workers} workers{which} {for_s}"
+    if transition.run.refused:
+        last = transition.run.refused[-1]
+        return f"{num} workers{which} {for_s}, but {last.layout} was refused: {last.why}"
     return f"{num} workers{which} {for_s}, but not so that {rules.layout} fits their nodes"
 
 
@@ -126,10 +131,11 @@ def _start(transition: Transition) -> None:
     run, rules = transition.run, transition.rules
     leaving = not reach.num_together(transition)
     rooms = reach.offered(transition, leaving=leaving)
-    layout = choose(rooms, transition.max_workers, rules.layout, rules.min_workers)
+    layout_rules = transition.layout_rules
+    layout = choose(rooms, transition.max_workers, layout_rules, rules.min_workers)
     assert layout is not None, f"{rooms} makes no layout"
     members = best_workers(transition, layout, leaving=leaving)
-    others = other_layouts(layout, rooms, transition.max_workers, rules.layout, rules.min_workers)
+    others = other_layouts(layout, rooms, transition.max_workers, layout_rules, rules.min_workers)
     resume_step, resume_attempt = run.committed
     number = run.attempt.number + 1
     unreached = reach.unreached(transition)

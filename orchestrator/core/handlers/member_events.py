@@ -21,7 +21,8 @@ from orchestrator.core.handlers import fleet, planned, recovery
 from orchestrator.core.network import search
 from orchestrator.core.state import Cause, MutableRunState, Phase, Worker
 from orchestrator.core.transition import Transition
-from orchestrator.policies import STORAGE, FaultKind, UserError
+from orchestrator.policies import STORAGE, FaultKind, Refused, UserError
+from workers.protocol import DEVICE_MEMORY
 
 #: Weight of the newest step in the smoothed duration: about the last ten steps count.
 _STEP_WEIGHT = 0.1
@@ -86,6 +87,8 @@ def step_completed_fencing(transition: Transition, event: StepCompleted) -> None
         if transition.rules.standby_per_node:
             run.fleet.short = tuple(range(len(run.fleet.node_ids)))
         run.attempt.trained_since_s = event.at_s
+        assert run.attempt.layout is not None
+        run.fits = tuple(dict.fromkeys((*run.fits, run.attempt.layout)))
     if run.step_s:
         run.step_s += _STEP_WEIGHT * (event.step_s - run.step_s)
     else:
@@ -194,12 +197,33 @@ def worker_raised(transition: Transition, event: WorkerRaised) -> None:
     number, worker = found
     rank = transition.run.attempt.members.index(number)
     _leave(transition, number, worker, event.step - 1)
+    if event.refuses and _refuse(transition, event):
+        return
     error = UserError(rank, event.step, event.error, event.traceback)
     recovery.note_raised(transition, error)
     if error.is_of_all:
         transition.follow(AttemptFailed(FaultKind.NOT_FINITE, (), error.message))
     else:
-        transition.follow(AttemptFailed(FaultKind.EXCEPTION, (worker.name,), event.error))
+        kind = FaultKind.DEVICE_MEMORY if event.refuses == DEVICE_MEMORY else FaultKind.EXCEPTION
+        transition.follow(AttemptFailed(kind, (worker.name,), event.error))
+
+
+def _refuse(transition: Transition, event: WorkerRaised) -> bool:
+    """Note that the layout cannot train; return False if what has trained shows that it can."""
+    run = transition.run
+    layout = run.attempt.layout
+    assert layout is not None
+    out_of_memory = event.refuses == DEVICE_MEMORY
+    why = event.error.partition(": ")[2] or event.error
+    refused = Refused(layout, "" if out_of_memory else event.refuses, why)
+    if any(refused.rules_out(each) for each in run.fits):
+        return False
+    if run.attempt.refused is None:
+        run.attempt.refused = refused
+        run.refused = (*run.refused, refused)
+    kind = FaultKind.DEVICE_MEMORY if out_of_memory else FaultKind.LAYOUT
+    transition.follow(AttemptFailed(kind, (), f"{layout}: {why}"))
+    return True
 
 
 def _leave(transition: Transition, number: int, worker: Worker, step: int) -> None:

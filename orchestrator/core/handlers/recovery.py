@@ -417,7 +417,7 @@ def decide(transition: Transition) -> None:
         transition.finish(RunOutcome.STOPPED, run.stop_reason)
         return
     if is_first_time:
-        problem = _charge(transition)
+        problem = _dead_end(transition) or _charge(transition)
         if problem:
             transition.finish(RunOutcome.FAILED, problem)
             return
@@ -463,11 +463,7 @@ def _charge(transition: Transition) -> str:
     # The last 64 are enough: what is to be recognised comes back at the same step, at once.
     run.raised_before = (*run.raised_before, *run.attempt.raised)[-64:]
     kind = run.cause.kind if run.cause else FaultKind.PEER_LOST
-    if kind in (FaultKind.RESUME, FaultKind.LINK):
-        # It was charged when it failed; a lost link is waited for, however often it is lost.
-        return ""
-    if kind is FaultKind.UNLOADABLE and len(run.bad) > run.attempt.num_bad_at_start:
-        # No worker failed. It cannot repeat for ever: the next attempt has fewer sources.
+    if _is_free(run, kind):
         return ""
     fault_class = _class_of(run, kind)
     if kind.budget is not None:
@@ -500,6 +496,40 @@ def _charge(transition: Transition) -> str:
     lines = (f"the last failure: {run.cause.kind}: {run.cause.evidence}", problem)
     shown = [error.traceback.rstrip() for error in run.attempt.raised[:1]]
     return "\n".join((*shown, *lines))
+
+
+def _is_free(run: MutableRunState, kind: FaultKind) -> bool:
+    """Return whether a failed attempt is charged to no budget."""
+    if kind in (FaultKind.RESUME, FaultKind.LINK):
+        # It was charged when it failed; a lost link is waited for, however often it is lost.
+        return True
+    # No worker failed. It cannot repeat for ever: the next attempt has fewer sources, or layouts.
+    if kind is FaultKind.UNLOADABLE:
+        return len(run.bad) > run.attempt.num_bad_at_start
+    is_refusal = kind in (FaultKind.LAYOUT, FaultKind.DEVICE_MEMORY)
+    return is_refusal and run.attempt.refused is not None
+
+
+def _dead_end(transition: Transition) -> str:
+    """Return why the run must fail after a refusal; "" if another layout is worth an attempt.
+
+    A run that has not trained yet fails at once if the user asked for what was refused.
+    """
+    run, rules = transition.run, transition.rules
+    refused = run.attempt.refused
+    if refused is None:
+        return ""
+    full, left = rules.full_layout(), rules.full_layout(run.refused)
+    assert full is not None
+    if refused.axis:
+        wish = getattr(rules.layout, refused.axis)
+        is_asked_for = getattr(refused.layout, refused.axis) == wish
+    else:
+        is_asked_for = refused.layout.world_size >= full.world_size
+    if left is not None and (run.fits or not is_asked_for):
+        return ""
+    nearest = f"; the nearest layout that was not is {left}" if left else ""
+    return f"{refused.layout} was refused: {refused.why}{nearest}"
 
 
 def _class_of(run: MutableRunState, kind: FaultKind) -> FaultClass:

@@ -36,9 +36,9 @@ def offered(transition: Transition, *, leaving: bool = False) -> Rooms:
 
 def layout(transition: Transition, *, leaving: bool = False) -> ParallelLayout | None:
     """Return the layout that those workers would take; None if they are too few."""
-    rules = transition.rules
     rooms = offered(transition, leaving=leaving)
-    return choose(rooms, transition.max_workers, rules.layout, rules.min_workers)
+    rules = transition.layout_rules
+    return choose(rooms, transition.max_workers, rules, transition.rules.min_workers)
 
 
 def num_together(transition: Transition, *, leaving: bool = False) -> int:
@@ -70,7 +70,7 @@ def left_out(transition: Transition, *, leaving: bool = False) -> frozenset[int]
 
     A link that has not been whole for long is used only if the run could not train without it.
     """
-    run, rules = transition.run, transition.rules
+    run, min_workers = transition.run, transition.rules.min_workers
     out: frozenset[int] = frozenset()
     if not run.network.links:
         return out
@@ -88,7 +88,7 @@ def left_out(transition: Transition, *, leaving: bool = False) -> frozenset[int]
         names = links.left_out(nodes, pairs, preferred=members)
         out = frozenset(run.fleet.node_ids[name] for name in names)
         rooms = rooms_of(room for name, room in nodes.items() if name not in names)
-        if choose(rooms, transition.max_workers, rules.layout, rules.min_workers):
+        if choose(rooms, transition.max_workers, transition.layout_rules, min_workers):
             break
     return out
 

@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 from math import inf
 
 from orchestrator.core.state.frozen import Frozen, Part
-from orchestrator.policies import RedundancyPlan, UserError
+from orchestrator.policies import RedundancyPlan, Refused, UserError
 from ucp_core.layout import ParallelLayout
 from workers.protocol import Source
 
@@ -37,6 +37,7 @@ class Attempt(Part):
         was_stuck: Whether a member did not leave when it was fenced, and was killed.
         judged: Whether its end was put on record and charged.
         raised: Errors of its training code.
+        refused: Why its layout cannot train; None unless it was refused.
         is_program: Whether its ranks are proven to have called different collectives.
         num_noted: Numbers that were not finite and are on record.
         unread: Sources that members could not read, and did not prove bad.
@@ -69,6 +70,7 @@ class Attempt(Part):
     was_stuck: bool = False
     judged: bool = False
     raised: tuple[UserError, ...] = ()
+    refused: Refused | None = None
     is_program: bool = False
     num_noted: int = 0
     unread: tuple[Source, ...] = ()

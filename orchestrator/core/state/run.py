@@ -19,7 +19,8 @@ from orchestrator.core.state.fleet import Fleet, FrozenFleet, Node, Offer, Worke
 from orchestrator.core.state.frozen import Frozen, Part
 from orchestrator.core.state.network import Network
 from orchestrator.core.state.reads import FrozenReads, Reads
-from orchestrator.policies import Fault, FaultKind, FaultsSeen, Sharing, UserError
+from orchestrator.policies import Fault, FaultKind, FaultsSeen, Refused, Sharing, UserError
+from ucp_core.layout import ParallelLayout
 from workers.protocol import Pace, Source
 
 
@@ -103,6 +104,8 @@ class MutableRunState(Part):
         unread_before: Sources that members of earlier attempts could not read: one that is met
             again is bad.
         raised_before: Errors of earlier attempts, the newest last.
+        fits: Layouts that have trained.
+        refused: Layouts that could not.
         faults: Charged to the budgets, within the window.
         num_stuck: Failed attempts in a row without a new committed step.
         num_unexplained: Those of them that lost a peer, and nobody knows why.
@@ -145,6 +148,8 @@ class MutableRunState(Part):
     bad: tuple[Source, ...] = ()
     unread_before: tuple[Source, ...] = ()
     raised_before: tuple[UserError, ...] = ()
+    fits: tuple[ParallelLayout, ...] = ()
+    refused: tuple[Refused, ...] = ()
     faults: tuple[Fault, ...] = ()
     num_stuck: int = 0
     num_unexplained: int = 0

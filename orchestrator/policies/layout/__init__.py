@@ -5,12 +5,13 @@ or divisors of them: ``candidates`` lists them, ``fit`` sizes one to the room on
 ``choose`` decides.
 """
 
-from orchestrator.policies.layout.candidates import LayoutRules, candidates
+from orchestrator.policies.layout.candidates import LayoutRules, Refused, candidates
 from orchestrator.policies.layout.choose import choose, other_layouts
 from orchestrator.policies.layout.fit import Rooms, num_workers, one_node, rooms_of, spread
 
 __all__ = [
     "LayoutRules",
+    "Refused",
     "Rooms",
     "candidates",
     "choose",

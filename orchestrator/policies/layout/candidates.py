@@ -16,6 +16,33 @@ from ucp_core.layout import ParallelLayout
 NAMED = ("pp", "dp_replicate", "tp")
 
 
+@dataclass(frozen=True, slots=True)
+class Refused:
+    """A layout that could not train.
+
+    Attributes:
+        axis: The axis whose degree the script or the model cannot have; "" if a device has too
+            little memory for the layout.
+        why: One line for people.
+    """
+
+    layout: ParallelLayout
+    axis: str
+    why: str
+
+    def rules_out(self, other: ParallelLayout) -> bool:
+        """Return whether ``other`` could not train either.
+
+        A layout needs as much memory if its workers hold as large a share of the state, and of each
+        layer that they gather.
+        """
+        refused = self.layout
+        if self.axis:
+            return bool(getattr(other, self.axis) == getattr(refused, self.axis))
+        cut, refused_cut = other.tp * other.pp, refused.tp * refused.pp
+        return cut <= refused_cut and cut * other.dp_shard <= refused_cut * refused.dp_shard
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LayoutRules:
     """The layout of the full size, and what may change at another one.
@@ -27,6 +54,7 @@ class LayoutRules:
         fixed: Axes that have this degree at every size.
         num_micro_batches: All micro-batches of a step; 0 if that is not known. Each stage needs as
             many as there are stages.
+        refused: Layouts that could not train.
     """
 
     dp_replicate: int = 1
@@ -34,6 +62,7 @@ class LayoutRules:
     pp: int = 1
     fixed: tuple[str, ...] = ()
     num_micro_batches: int = 0
+    refused: tuple[Refused, ...] = ()
 
     @property
     def multiple(self) -> int:
@@ -44,6 +73,10 @@ class LayoutRules:
     def multiple_min(self) -> int:
         """Return the fewest workers that make a layout."""
         return min(each.world_size for each in candidates(self))
+
+    def refusal(self, layout: ParallelLayout) -> Refused | None:
+        """Return why ``layout`` cannot train, if that is known."""
+        return next((each for each in self.refused if each.rules_out(layout)), None)
 
     def __str__(self) -> str:
         """Return the degrees above 1, as the configuration names them."""

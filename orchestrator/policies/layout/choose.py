@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from functools import lru_cache
 from typing import Final
 
@@ -48,7 +49,7 @@ def other_layouts(
         if layout == chosen:
             continue
         if layout is None:
-            found.append((str(degrees), _why_none(degrees, offered)))
+            found.append((str(degrees), _why_none(degrees, rooms, num_max, rules)))
             continue
         size = layout.world_size
         if size < num_min:
@@ -61,7 +62,12 @@ def other_layouts(
     return tuple(found[:_NUM_ALTERNATIVES])
 
 
-def _why_none(degrees: ParallelLayout, offered: int) -> str:
+def _why_none(degrees: ParallelLayout, rooms: Rooms, num_max: int, rules: LayoutRules) -> str:
+    offered = min(num_workers(rooms), num_max)
+    largest = fit(degrees, rooms, num_max, replace(rules, refused=()))
+    refused = rules.refusal(largest or degrees)
+    if refused is not None:
+        return f"was refused: {refused.why}"
     if offered < degrees.world_size:
         return f"needs {degrees.world_size} workers, and there are {offered}"
     if degrees.tp > 1:

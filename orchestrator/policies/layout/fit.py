@@ -35,7 +35,7 @@ def fit(
     """Return the largest layout with ``degrees`` of at most ``num_max`` workers; None: none fits.
 
     Each tensor-parallel group is inside a node. Every degree of sharding is legal, since quotas of
-    micro-batches may be uneven, but a pipeline has to be filled.
+    micro-batches may be uneven, but a pipeline has to be filled. None if the layout was refused.
     """
     num_groups = sum(room // degrees.tp * num for room, num in rooms)
     dp_shard = min(num_groups, num_max // degrees.tp) // (degrees.pp * degrees.dp_replicate)
@@ -43,7 +43,8 @@ def fit(
         # The most data-parallel ranks of which one has ``pp`` micro-batches.
         most = (rules.num_micro_batches - 1) // (degrees.pp - 1)
         dp_shard = min(dp_shard, most // degrees.dp_replicate)
-    return replace(degrees, dp_shard=dp_shard) if dp_shard else None
+    layout = replace(degrees, dp_shard=dp_shard) if dp_shard else None
+    return None if layout is None or rules.refusal(layout) else layout
 
 
 def spread(rooms: Sequence[int], layout: ParallelLayout) -> list[int]:

@@ -353,6 +353,7 @@ def _left(at_s: float, worker: str, outcome: protocol.Outcome, unreached: str) -
             step=outcome.step,
             error=outcome.error,
             traceback=outcome.traceback,
+            refuses=outcome.refuses,
         )
     left = core.WorkerLeft(
         at_s=at_s,

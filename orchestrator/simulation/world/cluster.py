@@ -23,7 +23,7 @@ from orchestrator.simulation.world.memory import answers
 from orchestrator.simulation.world.parts import STEP_S, SimAttempt, SimNode, SimWorker, Tiers
 from orchestrator.simulation.world.saving import final_snapshot, save_step
 from orchestrator.simulation.world.wires import Observer, World
-from workers.protocol import Pace
+from workers.protocol import DEVICE_MEMORY, Pace
 
 #: A probe of links that are whole takes up to this.
 PROBE_S = 0.1
@@ -418,6 +418,10 @@ class SimCluster(World):
             self.at(STEP_S, self._form, name, attempt)
             return
         attempt.stalls = False
+        refuses = self.model.refuses(attempt.layout)
+        if refuses not in ("", DEVICE_MEMORY):
+            self.raise_in(attempt, worker, attempt.step + 1, refuses)
+            return
         if not attempt.loading.is_done:
             loading.load(self, attempt.loading, attempt.members)
         if not attempt.loading.is_loaded:
@@ -454,7 +458,7 @@ class SimCluster(World):
             self.at(busy_until_s - self.now_s, self._step, attempt)
             return
         step = attempt.step + 1
-        if step in self.raises_at and self._raise(attempt, members, step):
+        if self._raise(attempt, members, step):
             return
         attempt.step = step
         for worker in members:
@@ -522,6 +526,12 @@ class SimCluster(World):
 
     def _raise(self, attempt: SimAttempt, members: list[SimWorker], step: int) -> bool:
         """Raise at ``step`` in the ranks that are to; return whether any did."""
+        if refuses := self.model.refuses(attempt.layout):
+            for worker in members:
+                self.raise_in(attempt, worker, step, refuses)
+            return True
+        if step not in self.raises_at:
+            return False
         ranks = [rank for rank in self.raises_at[step] if rank < len(members)]
         if step in self.raises_once:
             del self.raises_at[step]
@@ -532,9 +542,12 @@ class SimCluster(World):
                 self.at(0.02 * self.rng.random(), self._peer_lost, worker.name, attempt.number)
         return bool(ranks)
 
-    def raise_in(self, attempt: SimAttempt, worker: SimWorker, step: int) -> None:
+    def raise_in(
+        self, attempt: SimAttempt, worker: SimWorker, step: int, refuses: str = ""
+    ) -> None:
         """Let the training code of a worker raise, which takes it out of the attempt."""
-        self.monitor.faulty.add(worker.name)
+        if not refuses:
+            self.monitor.faulty.add(worker.name)
         final_snapshot(self, attempt, worker)
         worker.attempt, worker.refuses = 0, max(worker.refuses, attempt.number)
         if worker.node.cut_off:
@@ -547,6 +560,7 @@ class SimCluster(World):
             step=step,
             error="ValueError: simulated",
             traceback="Traceback: ValueError: simulated",
+            refuses=refuses,
         )
 
     def _leave_together(self, attempt: SimAttempt, how: ev.Leaving, stored: bool) -> None:  # noqa: FBT001

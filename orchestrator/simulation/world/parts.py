@@ -8,7 +8,8 @@ from math import inf
 
 from orchestrator.core import StartAttempt
 from orchestrator.policies import Holding, Preference, RedundancyPlan
-from workers.protocol import Member, SaveCosts, Source, held_source, stored_source
+from ucp_core.layout import ParallelLayout
+from workers.protocol import DEVICE_MEMORY, Member, SaveCosts, Source, held_source, stored_source
 
 #: Long beside a message and short beside a recovery: half a dozen steps meet as many faults as
 #: many short ones would, in four fifths of the time.
@@ -164,6 +165,22 @@ def source_of(place: Holding) -> Source:
     return held_source(place.node, place.arena, place.held)
 
 
+@dataclass(frozen=True, slots=True)
+class SimModel:
+    """What no layout may have: degrees of axes, and too large a share of the state on a worker."""
+
+    cannot: frozenset[tuple[str, int]] = frozenset()
+    shards_min: int = 1
+
+    def refuses(self, layout: ParallelLayout) -> str:
+        """Return what ``layout`` cannot have, as a worker says it; "" if it can train."""
+        for axis, degree in sorted(self.cannot):
+            if getattr(layout, axis) == degree:
+                return axis
+        shards = layout.dp_shard * layout.tp * layout.pp
+        return DEVICE_MEMORY if shards < self.shards_min else ""
+
+
 class SimAttempt:
     """One attempt as it really goes: members step together or not at all."""
 
@@ -176,6 +193,7 @@ class SimAttempt:
         "fenced_s",
         "first_kept_step",
         "formed",
+        "layout",
         "lineage",
         "loading",
         "members",
@@ -196,6 +214,7 @@ class SimAttempt:
         self.number = action.attempt
         self.members = [worker for worker, _, _ in action.members]
         self.lineage = action.lineage
+        self.layout = action.layout
         self.loading = loading
         self.step = self.begun_step = action.resume_step
         self.arrived: set[str] = set()

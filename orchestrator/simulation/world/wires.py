@@ -14,7 +14,7 @@ from orchestrator.core import actions as act
 from orchestrator.core import events as ev
 from orchestrator.policies import Share, state_bytes
 from orchestrator.simulation.world.memory import Memory, Part
-from orchestrator.simulation.world.parts import SimAttempt, SimNode, SimWorker, Tiers
+from orchestrator.simulation.world.parts import SimAttempt, SimModel, SimNode, SimWorker, Tiers
 from orchestrator.simulation.world.storage import Storage
 from workers.protocol import Source
 
@@ -132,6 +132,7 @@ class World:
         self.start_failure = 0.0
         self.raises_at: dict[int, tuple[int, ...]] = {}
         self.raises_once: set[int] = set()
+        self.model = SimModel()
         # The step that the script makes the last one, and those whose numbers are not finite.
         self.ends_at: float = inf
         self.not_finite_at: set[int] = set()

@@ -20,7 +20,7 @@ from torch.amp import GradScaler
 
 from workers import collectives
 from workers.data import keeping_host_numbers, random_seed, seed_all
-from workers.errors import TaskError
+from workers.errors import LayoutRefusedError, TaskError
 from workers.parallel import PassHooks, Pipeline, drop_gathered, fsdp_modules
 from workers.protocol import WorkerPhase
 from workers.records import ProgressRecord
@@ -131,9 +131,10 @@ class Step:
                 f"step {self.number} was computed already: step.micro_batches was called twice"
             )
         if self._sharded.pipeline is not None:
-            raise TaskError(
+            raise LayoutRefusedError(
                 "with parallel.pp above 1 a script cannot compute single micro-batches: call "
-                "session.train_step, which runs them through the pipeline"
+                "session.train_step, which runs them through the pipeline",
+                axis="pp",
             )
         self._has_begun = True
         self._sharded.buffers.begin_step(self.number)

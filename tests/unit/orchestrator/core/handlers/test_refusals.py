@@ -1,0 +1,240 @@
+"""A layout that cannot train is an outcome: another one is taken, or the run says why it ends."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field, replace
+
+import pytest
+
+from orchestrator.core import Bounds, RunRules, RunState, step
+from orchestrator.core import actions as act
+from orchestrator.core import events as ev
+from orchestrator.policies import LayoutRules
+from ucp_core.layout import ParallelLayout
+from workers.protocol import DEVICE_MEMORY
+
+RULES = RunRules(
+    run="r",
+    min_workers=1,
+    max_workers=4,
+    total_steps=100,
+    layout=LayoutRules(tp=2, pp=2),
+    bounds=Bounds(capacity_s=100.0, grace_s=5.0),
+)
+#: What a rank says that cannot have the layout, and in how many words.
+TOO_LARGE = ("OutOfMemoryError: CUDA out of memory", DEVICE_MEMORY)
+
+Refuses = Callable[[ParallelLayout], tuple[str, str] | None]
+
+
+def nothing(_: ParallelLayout) -> None:
+    """Refuse no layout."""
+
+
+def degree(axis: str, degree: int) -> Refuses:
+    """Refuse a degree of an axis."""
+
+    def refuses(layout: ParallelLayout) -> tuple[str, str] | None:
+        is_it = getattr(layout, axis) == degree
+        why = f"LayoutRefusedError: parallel.{axis}={degree} does not divide 6 layers"
+        return (why, axis) if is_it else None
+
+    return refuses
+
+
+def share(least: int) -> Refuses:
+    """Refuse layouts in which a worker holds more than one part in ``least`` of the state."""
+    return lambda one: TOO_LARGE if one.tp * one.pp * one.dp_shard < least else None
+
+
+@dataclass
+class Cluster:
+    """Workers that do what they are told, on nodes of two, and refuse some layouts."""
+
+    rules: RunRules
+    refuses: Refuses = nothing
+    state: RunState = field(default_factory=RunState)
+    at_s: float = 0.0
+    started: list[act.StartAttempt] = field(default_factory=list)
+    incidents: list[act.ReportIncident] = field(default_factory=list)
+    finished: act.FinishRun | None = None
+
+    def start(self, num_workers: int) -> None:
+        """Start a run on so many workers."""
+        self.send(ev.ControllerStarted(at_s=self.at_s, incarnation=1))
+        self.add(*range(1, num_workers + 1))
+        self.tick(RULES.bounds.grace_s)
+
+    def add(self, *workers: int) -> None:
+        """Let workers join, by number."""
+        for number in workers:
+            node = f"n{(number - 1) // 2}"
+            self.send(ev.ReservationGranted(at_s=self.at_s, reservation=number, node=node))
+            worker = f"w{number:04d}"
+            self.send(ev.WorkerReady(at_s=self.at_s, worker=worker, node=node, pid=number))
+
+    def tick(self, seconds: float) -> None:
+        """Let time pass."""
+        self.at_s += seconds
+        self.send(ev.Ticked(at_s=self.at_s))
+
+    def lose(self, node: str) -> None:
+        """Lose a node."""
+        self.send(ev.NodeLost(at_s=self.at_s, node=node, cause="gone"))
+
+    def send(self, *events: ev.Event) -> None:
+        """Fold events, and what the cluster answers to the actions that follow."""
+        todo = list(events)
+        while todo:
+            self.state, actions = step(self.state, todo.pop(0), rules=self.rules)
+            for action in actions:
+                todo += self._answer(action)
+
+    def _answer(self, action: act.Action) -> list[ev.Event]:
+        if isinstance(action, act.StartAttempt):
+            self.started.append(action)
+            return self._train(action)
+        if isinstance(action, act.FenceAttempt):
+            number, done = action.attempt, self.state.attempt.step
+            how, at_s = ev.Leaving.FENCED, self.at_s
+            return [
+                ev.WorkerLeft(
+                    at_s=at_s, attempt=number, worker=worker, how=how, step=done, detail=""
+                )
+                for worker in action.workers
+            ]
+        if isinstance(action, act.ReadCommitted):
+            committed = self.state.attempt.step, action.attempt
+            read = ev.CommittedRead(
+                at_s=self.at_s,
+                attempt=action.attempt,
+                step=committed[0],
+                committed_by=committed[1] if committed[0] else 0,
+                skipped=(),
+                number=action.number,
+            )
+            return [read]
+        if isinstance(action, act.ReportIncident):
+            self.incidents.append(action)
+        if isinstance(action, act.FinishRun):
+            self.finished = action
+        return []
+
+    def _train(self, start: act.StartAttempt) -> list[ev.Event]:
+        refusal = self.refuses(start.layout)
+        workers = [worker for worker, _, _ in start.members]
+        if refusal is None:
+            formed = [
+                ev.WorkerFormed(at_s=self.at_s, attempt=start.attempt, worker=worker)
+                for worker in workers
+            ]
+            number = start.resume_step + 1
+            done = ev.StepCompleted(at_s=self.at_s, attempt=start.attempt, step=number, step_s=0.1)
+            return [*formed, done]
+        error, refuses = refusal
+        return [
+            ev.WorkerRaised(
+                at_s=self.at_s,
+                attempt=start.attempt,
+                worker=worker,
+                step=start.resume_step + 1,
+                error=error,
+                traceback=error,
+                refuses=refuses,
+            )
+            for worker in workers
+        ]
+
+    @property
+    def layouts(self) -> list[str]:
+        """Return the layouts of all attempts."""
+        return [str(start.layout) for start in self.started]
+
+
+def test_what_the_user_asked_for_is_refused_at_once_with_the_nearest_layout() -> None:
+    """The first attempt says which key is wrong, as a configuration that is checked would."""
+    cluster = Cluster(RULES, degree("pp", 2))
+    cluster.start(4)
+
+    assert cluster.layouts == ["pp=2 x tp=2"]
+    assert cluster.finished is not None
+    assert cluster.finished.reason == (
+        "pp=2 x tp=2 was refused: parallel.pp=2 does not divide 6 layers; the nearest layout that "
+        "was not is dp_shard=2 x tp=2"
+    )
+
+
+@pytest.mark.parametrize(
+    ("refuses", "kind", "after"),
+    [
+        (degree("pp", 2), "layout_refused", "dp_shard=2"),
+        (share(4), "device_memory", ""),
+    ],
+)
+def test_a_run_that_has_trained_takes_another_layout_or_waits(
+    refuses: Refuses, kind: str, after: str
+) -> None:
+    """Nobody asked for the layout of two workers: its refusal costs an attempt, and no budget."""
+    cluster = Cluster(replace(RULES, layout=LayoutRules(pp=4)))
+    cluster.start(4)
+    cluster.refuses = refuses
+    cluster.lose("n1")
+
+    assert cluster.finished is None
+    assert cluster.state.faults == cluster.state.faults[:1], "only the node is charged"
+    assert [each.incident for each in cluster.incidents] == ["node_loss", kind]
+    if after:
+        assert cluster.layouts == ["pp=4", "pp=2", after]
+        assert cluster.started[-1].other_layouts == (
+            ("pp=4", "needs 4 workers, and there are 2"),
+            ("pp=2", "was refused: parallel.pp=2 does not divide 6 layers"),
+        )
+    else:
+        assert cluster.state.phase == "waiting"
+        cluster.add(5, 6)
+        assert cluster.layouts == ["pp=4", "pp=2", "dp_shard=3", "pp=4"]
+
+
+def test_a_layout_that_was_refused_is_never_offered_again() -> None:
+    """Each refusal rules out what needs as much, however many workers come and go."""
+    cluster = Cluster(replace(RULES, max_workers=8, layout=LayoutRules(tp=4)), share(4))
+    cluster.start(8)
+    for node in ("n3", "n2", "n1"):
+        cluster.lose(node)
+
+    refused = [start.layout for start in cluster.started if cluster.refuses(start.layout)]
+    assert len(refused) == len(set(refused)) <= 2
+    assert cluster.finished is None
+
+
+def test_a_layout_that_has_trained_is_not_refused_for_memory() -> None:
+    """Then a device is short of memory for another reason, and the user's budget is charged."""
+    cluster = Cluster(RULES)
+    cluster.start(4)
+    raised = ev.WorkerRaised(
+        at_s=cluster.at_s,
+        attempt=1,
+        worker="w0001",
+        step=2,
+        error=TOO_LARGE[0],
+        traceback="",
+        refuses=TOO_LARGE[1],
+    )
+    cluster.send(raised)
+
+    assert cluster.layouts == ["pp=2 x tp=2", "pp=2 x tp=2"]
+    assert [fault.fault_class for fault in cluster.state.faults] == ["user"]
+    assert [(one.incident, one.guilty) for one in cluster.incidents] == [
+        ("device_memory", ("w0001",))
+    ]
+
+
+def test_a_model_that_fits_no_device_ends_the_run() -> None:
+    """All workers are there: waiting for more would be in vain."""
+    cluster = Cluster(RULES, share(100))
+    cluster.start(4)
+
+    assert cluster.layouts == ["pp=2 x tp=2"]
+    assert cluster.finished is not None
+    assert cluster.finished.reason == "pp=2 x tp=2 was refused: CUDA out of memory"
