@@ -7,12 +7,13 @@ memory before storage, a rank's own node before another one.
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 from orchestrator.errors import ConfigError
-from orchestrator.policies.layout import LayoutRules, choose, rooms_of, spread
+from orchestrator.policies.layout import LayoutRules, Refused, Rooms, choose, rooms_of, spread
 from orchestrator.policies.versions import MEMORY, STORAGE, Holding, Version, without
+from ucp_core.layout import ParallelLayout
 from workers.protocol import LOCAL_MEMORY, PARITY, PEER_MEMORY
 
 #: Kinds of source, the fastest first.
@@ -54,6 +55,7 @@ class LossFacts:
         workers: Processes that could train: those that do in the order of ranks, then standbys.
         held: Versions that are complete in memory, newest first (``versions.complete``).
         layout: What a layout must satisfy.
+        refused: Layouts that could not train.
     """
 
     step: int
@@ -66,6 +68,12 @@ class LossFacts:
     min_workers: int
     max_workers: int
     layout: LayoutRules
+    refused: tuple[Refused, ...] = ()
+
+    def choose(self, rooms: Rooms) -> ParallelLayout | None:
+        """Return the layout that workers with these rooms would take."""
+        rules = replace(self.layout, refused=self.refused)
+        return choose(rooms, self.max_workers, rules, self.min_workers)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -133,7 +141,7 @@ def plan_recovery(facts: LossFacts, lose: Sequence[str]) -> RecoveryPlan:
     lost_nodes, lost_workers = _resolve(facts, lose)
     usable = _usable(facts, lost_nodes, lost_workers)
     rooms = rooms_of(usable.values())
-    layout = choose(rooms, facts.max_workers, facts.layout, facts.min_workers)
+    layout = facts.choose(rooms)
     survivors = (without(version, lost_nodes.__contains__) for version in facts.held)
     held = next((version for version in survivors if version is not None), None)
     stored = facts.stored
@@ -204,7 +212,7 @@ def _usable(facts: LossFacts, lost_nodes: set[str], lost_workers: set[str]) -> d
     usable = {node: min(number, facts.reservations.get(node, 0)) for node, number in left.items()}
     staying = {node: number for node, number in usable.items() if node not in facts.leaving}
     rooms = rooms_of(staying.values())
-    if choose(rooms, facts.max_workers, facts.layout, facts.min_workers) is not None:
+    if facts.choose(rooms) is not None:
         return staying
     return staying | usable
 

@@ -43,8 +43,14 @@ from workers.parallel import (
     materialize,
     shard_model,
 )
-from workers.protocol import Completed, Fenced, PeerLost, Yielded
-from workers.settings import CheckpointSettings, DataSettings, Settings
+from workers.protocol import DEVICE_MEMORY, Completed, Fenced, PeerLost, Raised, Yielded
+from workers.settings import (
+    CheckpointSettings,
+    DataSettings,
+    RunSettings,
+    Settings,
+    TrainSettings,
+)
 from workers.state import HostBuffer, TrainingState, local_parameters
 
 TP = ParallelLayout(tp=2)
@@ -295,3 +301,75 @@ def test_tensor_parallel_ranks_train_along_the_curve_of_others(
         assert line["loss"] == pytest.approx(expected["loss"], rel=1e-5)
         assert line["grad_norm"] == pytest.approx(expected["grad_norm"], rel=1e-5)
         assert (line["lr"], line["tokens"]) == (expected["lr"], expected["tokens"])
+
+
+#: Queries are normed head by head, as in Qwen3: a rank has some of the heads.
+QUERIES = """\
+import everstep
+import torch
+from torch import nn
+from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel
+
+
+class Queries(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.up, self.norm, self.down = nn.Linear(8, 16), nn.RMSNorm(4), nn.Linear(16, 8)
+
+    def forward(self, inputs):
+        heads = self.up(inputs).unflatten(-1, (-1, 4))
+        return self.down(self.norm(heads).flatten(-2))
+
+
+def train(session):
+    plan = {"up": ColwiseParallel(), "down": RowwiseParallel()}
+    model = session.model(Queries, plan=everstep.ModelPlan(tensor=plan))
+    session.optimizer(lambda named: torch.optim.SGD(named.values(), lr=0.1))
+    inputs = torch.linspace(-1, 1, 512).reshape(64, 8)
+    for _ in session.steps(len(inputs)):
+        session.train_step(lambda indices: model(inputs[indices]).square().mean())
+
+
+everstep.run(train)
+"""
+OUT_OF_MEMORY = """\
+import everstep, torch
+
+
+def train(session):
+    try:
+        torch.empty(2**60)
+    except RuntimeError as error:
+        # As a GPU says it, and a library that passes it on.
+        raise ValueError("no batch") from torch.OutOfMemoryError(str(error))
+
+
+everstep.run(train)
+"""
+
+
+def _scripted(tmp_path: Path, text: str) -> Settings:
+    script = tmp_path / "train.py"
+    script.write_text(text)
+    train = TrainSettings(steps=3, global_batch=8, micro_batch=2)
+    return Settings(run=RunSettings(directory="run", script=str(script)), train=train)
+
+
+def test_a_plan_that_misses_a_module_is_refused_before_the_first_update(
+    run: Run, tmp_path: Path
+) -> None:
+    """Each rank computes the gradient of its own heads, so the ranks would train apart."""
+    for left in run.train(_scripted(tmp_path, QUERIES), num_workers=2, layout=TP):
+        outcome = left.outcome
+        assert isinstance(outcome, Raised), outcome
+        assert (outcome.step, outcome.refuses) == (1, "tp")
+        assert "parallel.tp=2: ranks 0, 1 have the same weights" in outcome.error
+        assert " norm.weight (" in outcome.error
+        assert "down.bias" not in outcome.error
+
+
+def test_a_script_says_what_no_layout_of_its_can_have(run: Run, tmp_path: Path) -> None:
+    """The reason is found behind the error that a library made of it, too."""
+    (left,) = run.train(_scripted(tmp_path, OUT_OF_MEMORY), num_workers=1)
+    assert isinstance(left.outcome, Raised)
+    assert (left.outcome.error, left.outcome.refuses) == ("ValueError: no batch", DEVICE_MEMORY)

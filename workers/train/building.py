@@ -32,6 +32,7 @@ from workers.train.executor import (
     RankCalls,
     Reduction,
     ShardedModel,
+    TensorReplicas,
     WholeGradients,
     on_host,
     refuse_hooks,
@@ -180,6 +181,7 @@ def assemble(
             device=built.device,
         ),
         rank_calls=RankCalls(built.model),
+        tensor_replicas=TensorReplicas(built.mesh),
     )
 
 

@@ -95,6 +95,7 @@ def loss_document(inventories: Sequence[Inventory], state: RunState) -> dict[str
     return {
         "step": state.attempt.step,
         "lineage": [list(entry) for entry in state.lineage],
+        "refused": [asdict(each) for each in state.refused],
         "bad": [list(source) for source in state.bad],
         "num_members": sum(worker.inside for worker in workers),
         "reservations": {

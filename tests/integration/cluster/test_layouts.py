@@ -10,11 +10,11 @@ from typing import Any
 import pytest
 
 from orchestrator.config import RunConfig
-from orchestrator.driver.faults import kill_node_of, signal_rank
+from orchestrator.driver.faults import kill_node_of, signal_rank, wait_for
 from orchestrator.driver.launch import Launched
 from tests.support.attempts import finish, lines
 from tests.support.history import read_history
-from tests.support.reach import reach
+from tests.support.reach import ACT_S_MAX, reach
 from tests.support.trainers import Run
 from workers.settings import Settings
 
@@ -81,3 +81,67 @@ def _check_curve(config: RunConfig, directory: Path) -> None:
     history.check_exactly_once(config)
     for line in history.lines:
         assert line["loss"] == pytest.approx(expected[line["step"]], rel=2e-3), line
+
+
+_NEEDS_THREE = """
+import time
+import everstep
+import torch
+
+
+def train(session):
+    model = session.model(lambda: torch.nn.Linear(4, 4))
+    session.optimizer(lambda named: torch.optim.SGD(named.values(), lr=0.1))
+    for _ in session.steps(64):
+        if session.world_size < 3:
+            raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB")
+        time.sleep(0.1)
+        session.train_step(lambda indices: model(torch.ones(len(indices), 4)).square().mean())
+
+
+everstep.run(train)
+"""
+
+
+def test_what_runs_out_of_memory_waits_for_workers_and_is_charged_nothing(
+    nodes: Any, make_config: Callable[..., RunConfig], tmp_path: Path
+) -> None:
+    """Two workers hold too much each, at every degree: it is tried once, and not again."""
+    script = tmp_path / "train.py"
+    script.write_text(_NEEDS_THREE)
+    run = Launched(make_config(run__script=script, train__steps=30), nodes)
+    whole = reach(run, 2, workers=4)
+
+    kill_node_of(run, 3)
+    waiting = wait_for(
+        run,
+        lambda s: s["phase"] == "waiting" and s["attempt"] > whole["attempt"],
+        timeout_s=ACT_S_MAX,
+    )
+    assert waiting is not None, run.summary()
+    nodes.add_node()
+    summary = run.follow(lambda _: None)
+
+    assert summary["outcome"] == "completed", summary["reason"]
+    kinds = [incident["kind"] for incident in summary["incidents"]]
+    assert kinds[:2] == ["node_loss", "device_memory"]
+    assert kinds.count("device_memory") == 1
+    refused = summary["incidents"][1]
+    assert "dp_shard=2: CUDA out of memory" in refused["evidence"]
+    assert sum(incident["lost_steps"] for incident in summary["incidents"]) <= 1
+
+
+def test_a_model_without_a_plan_is_refused_with_the_nearest_layout(
+    nodes: Any, make_config: Callable[..., RunConfig], tmp_path: Path
+) -> None:
+    """The user asked for the degree, so the run does not go on without it."""
+    script = tmp_path / "train.py"
+    script.write_text(_NEEDS_THREE)
+    summary = Launched(make_config(run__script=script, parallel__tp=2), nodes).follow(print)
+
+    assert summary["outcome"] == "failed"
+    assert summary["reason"] == (
+        "dp_shard=2 x tp=2 was refused: parallel.tp=2: model Linear has no plan for it; give one, "
+        "session.model(build, plan=everstep.ModelPlan(tensor={...})), or write parallel.tp: 1; "
+        "the nearest layout that was not is dp_shard=4"
+    )

@@ -18,6 +18,7 @@ if TYPE_CHECKING:
     from workers.train.executor.sharded_model import BuiltModel, ShardedModel
     from workers.train.executor.signals import Signals, all_agree, on_host
     from workers.train.executor.step import Step
+    from workers.train.executor.tensor_replicas import TensorReplicas
     from workers.train.executor.whole_gradients import WholeGradients
 
 __all__ = [
@@ -29,6 +30,7 @@ __all__ = [
     "ShardedModel",
     "Signals",
     "Step",
+    "TensorReplicas",
     "WholeGradients",
     "all_agree",
     "described_numbers",

@@ -18,6 +18,7 @@ from workers.state import (
 )
 from workers.train.executor.rank_calls import RankCalls
 from workers.train.executor.reduction import Reduction
+from workers.train.executor.tensor_replicas import TensorReplicas
 from workers.train.executor.whole_gradients import WholeGradients
 
 
@@ -60,6 +61,7 @@ class ShardedModel(BuiltModel):
         registered: State of the script, beside them.
         whole: Gradients of the parameters that are not sharded.
         rank_calls: Notes what the model asks about ranks.
+        tensor_replicas: Compares gradients that must be equal.
     """
 
     parameters: Mapping[str, nn.Parameter]
@@ -68,6 +70,7 @@ class ShardedModel(BuiltModel):
     registered: Registered
     whole: WholeGradients
     rank_calls: RankCalls
+    tensor_replicas: TensorReplicas
 
     def try_unknown(self) -> None:
         """Raise ``StateError`` if optimizers of other libraries have state that cannot be saved.

@@ -298,6 +298,9 @@ class Step:
         refuse_unfrozen(self._sharded.shards, self._sharded.parameters, self.number)
         self._sharded.optimizers.refuse_rates(self.number, self._sharded.registered.schedule)
         self._progress.enter(WorkerPhase.REDUCING)
+        self._sharded.tensor_replicas.refuse(
+            self._sharded.shards, self._sharded.device, self.number
+        )
         self._choose(optimizers)
         self._reduce()
         self.is_skipped = self._finiteness.leaves_out(self, self._sums, self._sharded)
