@@ -22,6 +22,7 @@ from orchestrator.policies.layout import (
     num_workers,
     one_node,
     other_layouts,
+    relative_step,
     rooms_of,
     spread,
 )
@@ -118,6 +119,7 @@ __all__ = [
     "plan_recovery",
     "plan_redundancy",
     "policies",
+    "relative_step",
     "revise",
     "rooms_of",
     "sharing",

@@ -34,6 +34,7 @@ class GrowthFacts:
     Attributes:
         num_members: Workers in the attempt.
         num_after: Workers that the layout would use with the newcomers.
+        step_ratio: Duration of a step then over that of one now, by the work of each worker.
         num_coming: Workers that are starting on reserved reservations and may join the same change.
         waiting_since_s: When the first newcomer became ready.
         last_change_s: When the present attempt began to train.
@@ -45,6 +46,7 @@ class GrowthFacts:
     now_s: float
     num_members: int
     num_after: int
+    step_ratio: float
     num_coming: int
     waiting_since_s: float
     last_change_s: float
@@ -68,8 +70,7 @@ def decide(facts: GrowthFacts, rules: GrowthRules) -> GrowthDecision:
     if facts.num_after <= facts.num_members:
         return GrowthDecision(grow=False, retry_at_s=never, reason="the layout has no use for more")
     pause_s = facts.pause_s or rules.pause_guess_s
-    # Data-parallel compute scales with 1/n; that is the most that can be won.
-    won_s = facts.num_steps_left * facts.step_s * (1 - facts.num_members / facts.num_after)
+    won_s = facts.num_steps_left * facts.step_s * (1 - facts.step_ratio)
     if won_s < pause_s * rules.gain_min:
         # With a step that was not measured yet there is nothing to weigh: look again soon.
         retry_at_s = never if facts.step_s else facts.now_s + rules.interval_s_min

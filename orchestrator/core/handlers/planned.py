@@ -15,7 +15,8 @@ from orchestrator.core.handlers import demand, fleet, formation, recovery
 from orchestrator.core.network import reach
 from orchestrator.core.state import Cause, Phase, RunOutcome
 from orchestrator.core.transition import Transition
-from orchestrator.policies import FaultKind, growth
+from orchestrator.policies import FaultKind, growth, relative_step
+from ucp_core.layout import ParallelLayout
 
 #: ``yielded_step`` when members left at different steps; no step is negative.
 _DIFFER = -2
@@ -42,11 +43,12 @@ def _consider(transition: Transition) -> None:
         runs = ", ".join(run.sharing.given or run.sharing.runs)
         yield_attempt(transition, FaultKind.SHARE, f"giving {num} of its workers to {runs}")
         return
-    num_after = reach.num_together(transition)
+    layout = reach.layout(transition)
+    num_after = 0 if layout is None else layout.world_size
     if run.fleet.leaving and _leaves_draining_nodes(transition, num_after):
         return
-    if num_after > len(run.attempt.members):
-        _consider_growth(transition, num_after)
+    if layout is not None and num_after > len(run.attempt.members):
+        _consider_growth(transition, layout)
     elif len(run.fleet.offers) > 1 and run.fleet.num_usable > len(run.attempt.members):
         _consider_move(transition)
 
@@ -95,13 +97,20 @@ def _leaves_draining_nodes(transition: Transition, num_after: int) -> bool:
     return False
 
 
-def _consider_growth(transition: Transition, num_after: int) -> None:
-    num_members = len(transition.run.attempt.members)
-    _change_if_it_pays(transition, FaultKind.GROWTH, num_members, num_after)
+def _consider_growth(transition: Transition, layout: ParallelLayout) -> None:
+    now, rules = transition.run.attempt.layout, transition.rules.layout
+    assert now is not None
+    ratio = relative_step(layout, rules) / relative_step(now, rules)
+    _change_if_it_pays(transition, FaultKind.GROWTH, now.world_size, layout.world_size, ratio)
 
 
 def _change_if_it_pays(
-    transition: Transition, kind: FaultKind, num_before: int, num_after: int, reason: str = ""
+    transition: Transition,
+    kind: FaultKind,
+    num_before: int,
+    num_after: int,
+    step_ratio: float,
+    reason: str = "",
 ) -> None:
     run = transition.run
     num_alike = num_after if kind is FaultKind.GROWTH else num_before
@@ -111,6 +120,7 @@ def _change_if_it_pays(
             now_s=transition.now_s,
             num_members=num_before,
             num_after=num_after,
+            step_ratio=step_ratio,
             num_coming=min(run.fleet.num_starting, transition.max_workers - num_alike),
             waiting_since_s=run.attempt.newcomer_since_s,
             last_change_s=run.attempt.trained_since_s,
@@ -148,7 +158,8 @@ def _consider_move(transition: Transition) -> None:
         num_staying = len(members) - len(left)
         names = ", ".join(run.fleet.workers[worker].name for worker in left)
         reason = f"what is preferred to the capacity of {names} is back"
-        _change_if_it_pays(transition, FaultKind.MOVE, num_staying, len(members), reason)
+        ratio = num_staying / len(members)
+        _change_if_it_pays(transition, FaultKind.MOVE, num_staying, len(members), ratio, reason)
 
 
 def yield_attempt(transition: Transition, kind: FaultKind, reason: str) -> None:

@@ -2,12 +2,13 @@
 
 The user names the degrees for the full size. For every other size the planner takes those degrees,
 or divisors of them: ``candidates`` lists them, ``fit`` sizes one to the room on each node, and
-``choose`` decides.
+``choose`` decides; ``speed`` says what a change would win.
 """
 
 from orchestrator.policies.layout.candidates import LayoutRules, Refused, candidates
 from orchestrator.policies.layout.choose import choose, other_layouts
 from orchestrator.policies.layout.fit import Rooms, num_workers, one_node, rooms_of, spread
+from orchestrator.policies.layout.speed import relative_step
 
 __all__ = [
     "LayoutRules",
@@ -18,6 +19,7 @@ __all__ = [
     "num_workers",
     "one_node",
     "other_layouts",
+    "relative_step",
     "rooms_of",
     "spread",
 ]

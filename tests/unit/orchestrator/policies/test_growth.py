@@ -9,6 +9,7 @@ FACTS = GrowthFacts(
     now_s=100.0,
     num_members=2,
     num_after=4,
+    step_ratio=0.5,
     num_coming=0,
     waiting_since_s=99.0,
     last_change_s=50.0,
@@ -64,3 +65,12 @@ def test_without_a_measured_step_there_is_another_look() -> None:
 
     assert not decision.grow
     assert decision.retry_at_s < inf
+
+
+def test_a_worker_that_shortens_no_step_costs_no_pause() -> None:
+    """Five workers have two of eight micro-batches at most, and six have, too."""
+    decision = decide(replace(FACTS, num_members=5, num_after=6, step_ratio=1.0), RULES)
+
+    assert not decision.grow
+    assert decision.retry_at_s == inf
+    assert decision.reason == "would win 0.0 s and cost 0.8 s"

@@ -2,7 +2,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from orchestrator.policies import LayoutRules, choose, one_node, rooms_of
+from orchestrator.policies import LayoutRules, choose, one_node, relative_step, rooms_of
 from orchestrator.policies.layout import candidates, num_workers, other_layouts, spread
 from ucp_core.layout import ParallelLayout
 
@@ -126,3 +126,24 @@ def test_a_thousand_gpus_leave_few_candidates() -> None:
     assert layout is not None
     assert layout.tp == 8
     assert len(candidates(rules)) == 4 * 5 * 3
+
+
+@pytest.mark.parametrize(
+    ("layout", "num_micro_batches", "expected"),
+    [
+        (ParallelLayout(dp_shard=5), 0, 1 / 5),
+        # A rank that has two passes has them for five workers as for seven.
+        (ParallelLayout(dp_shard=5), 8, 2),
+        (ParallelLayout(dp_shard=7), 8, 2),
+        (ParallelLayout(dp_shard=8), 8, 1),
+        (ParallelLayout(tp=2, dp_shard=2), 8, 4 / 2),
+        # Four passes, and one stage waits.
+        (ParallelLayout(pp=2, dp_shard=2), 8, 5 / 2),
+    ],
+)
+def test_a_step_takes_as_long_as_the_rank_with_the_most_to_do(
+    layout: ParallelLayout, num_micro_batches: int, expected: float
+) -> None:
+    """In units of one micro-batch on one worker."""
+    rules = LayoutRules(num_micro_batches=num_micro_batches)
+    assert relative_step(layout, rules) == pytest.approx(expected)
