@@ -431,31 +431,61 @@ def export(
     _print(document, as_json=as_json)
 
 
-@app.command(epilog="Example: everstep plan runs/small --lose 3f9c --lose worker:w0002")
+@app.command(
+    epilog="Example: everstep plan runs/small --lose 3f9c, or everstep plan run.yaml --gpus 8x8"
+)
 @_edge
 def plan(
-    run_dir: Annotated[str, typer.Argument(metavar="RUN_DIR", help="A run that is under way.")],
+    target: Annotated[
+        str,
+        typer.Argument(
+            metavar="RUN_DIR|CONFIG", help="A run that is under way, or settings with --gpus."
+        ),
+    ],
+    overrides: Overrides = None,
     *,
     lose: Annotated[
         list[str] | None,
         typer.Option(metavar="NODE", help="Node id or its beginning; worker:w0003."),
     ] = None,
+    gpus: Annotated[
+        str | None, typer.Option(metavar="NODESxGPUS", help="Compare layouts for these, as 8x8.")
+    ] = None,
+    gpu: Annotated[str, typer.Option(help="Kind of these GPUs.")] = "h100",
+    model: Annotated[
+        str | None, typer.Option(help="Model instead of the settings' one, as llama-70b.")
+    ] = None,
+    recompute: Annotated[
+        bool, typer.Option("--recompute", help="Layers are computed again in the backward pass.")
+    ] = False,
     as_json: Json = False,
 ) -> None:
     """Say what would happen now if machines were lost: version, lost steps, sources, workers.
 
-    Without --lose, says it for the loss of each single node.
+    Without --lose, says it for the loss of each single node. With --gpus, says which layouts such
+    GPUs could train CONFIG in: step time, memory, bubbles, state to move, and why.
     """
     from orchestrator.driver import plan_each_node, plan_losses, print_node_plans, print_plan
 
+    if gpus is not None:
+        from orchestrator.config import load
+        from orchestrator.driver import plan_layouts, print_layouts
+
+        settings = load(target, overrides or [])
+        layouts = plan_layouts(settings, gpus, gpu, model, recomputes=recompute)
+        if as_json:
+            typer.echo(json.dumps(layouts.to_json()))
+        else:
+            print_layouts(layouts, Console())
+        return
     if lose:
-        found = plan_losses(run_dir, lose)
+        found = plan_losses(target, lose)
         if as_json:
             typer.echo(json.dumps(found.to_json()))
         else:
             print_plan(found, Console())
         return
-    each = plan_each_node(run_dir)
+    each = plan_each_node(target)
     if as_json:
         typer.echo(json.dumps({"plans": [one.to_json() for one in each]}))
     else:

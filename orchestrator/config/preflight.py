@@ -18,6 +18,7 @@ import ucp_core
 from orchestrator.config.schema import RunConfig
 from orchestrator.config.source_text import why_absent
 from orchestrator.policies import choose, one_node
+from orchestrator.policies.layout import Job, memory_bytes
 from ucp_core.errors import Problem, UcpError
 from ucp_core.storage import LocalStore, Store, join, open_store
 from workers.data import find_source
@@ -27,8 +28,6 @@ from workers.process import gpus_here, share_of_gpu
 from workers.settings import model_shape
 
 GIB = 1 << 30
-#: float32 master, its gradient, and AdamW's two moments: bytes of state per parameter.
-STATE_BYTES = 4 + 4 + 4 + 4
 #: The package of the extra ``loggers`` that each key of ``logging`` imports.
 _LOGGER_PACKAGES = {"tensorboard": "tensorboard", "wandb": "wandb", "mlflow": "mlflow"}
 
@@ -74,45 +73,22 @@ def _gpu_problems(config: RunConfig) -> Iterator[Problem]:
 
 
 def worker_memory_bytes(config: RunConfig, num_workers: int) -> int:
-    """Return the least memory in bytes that training needs on each of ``num_workers``.
-
-    Counts the parameters, gradients and optimizer state of the shard, the parameters that are
-    gathered at one time, the activations that the backward pass reads, and the logits. Leaves out
-    the process itself, fragmentation, and the buffers of collectives.
-    """
+    """Return the least memory in bytes that training needs on each of ``num_workers``."""
     layout = choose(one_node(num_workers), num_workers, config.layout_rules())
     assert layout is not None, f"{num_workers} workers make no layout"
-    shape = model_shape(config.model)
-    compute_bytes = 2 if config.train.precision == "bf16" else 4
-    parameters = num_parameters(shape)
-    block = _block_parameters(shape)
-    gathered = parameters
-    if config.parallel.reshard_after_forward:
-        # The embeddings stay gathered; one block is computed and one is prefetched.
-        gathered = parameters - block * max(shape.num_layers - 2, 0)
-    tokens = config.train.micro_batch * config.data.sequence_length
-    shard_bytes = math.ceil(parameters * STATE_BYTES / (layout.dp_shard * layout.tp * layout.pp))
-    return (
-        shard_bytes
-        + (gathered * compute_bytes // layout.tp if layout.dp_shard > 1 else 0)
-        + tokens * _activations_per_token(shape) * compute_bytes
+    return memory_bytes(layout, job_of(config, model_shape(config.model)))
+
+
+def job_of(config: RunConfig, shape: ModelShape) -> Job:
+    """Return what trains a model of these sizes, as forecasts take it."""
+    return Job(
+        shape=shape,
+        sequence_length=config.data.sequence_length,
+        micro_batch=config.train.micro_batch,
+        num_micro_batches=config.train.num_micro_batches,
+        compute_bytes=2 if config.train.precision == "bf16" else 4,
+        reshards=config.parallel.reshard_after_forward,
     )
-
-
-def _block_parameters(shape: ModelShape) -> int:
-    embeddings = shape.vocab_size * shape.dim * (1 if shape.tied else 2)
-    return (num_parameters(shape) - embeddings - shape.dim) // shape.num_layers
-
-
-def _activations_per_token(shape: ModelShape) -> int:
-    """Return the number of values that one token keeps for the backward pass.
-
-    Per block: the inputs of both norms and of the four attention and three feed-forward
-    products, and the attention's output; then the logits and their softmax.
-    """
-    kv_dim = shape.num_kv_heads * shape.head_dim
-    block = 6 * shape.dim + 2 * kv_dim + 3 * shape.ffn_dim
-    return shape.num_layers * block + 2 * shape.vocab_size
 
 
 def _storage_problems(config: RunConfig) -> Iterator[Problem]:

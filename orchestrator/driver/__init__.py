@@ -8,6 +8,7 @@ if TYPE_CHECKING:
     from orchestrator.driver.console import (
         RunView,
         print_bounds,
+        print_layouts,
         print_node_plans,
         print_plan,
         print_runs,
@@ -19,6 +20,7 @@ if TYPE_CHECKING:
     from orchestrator.driver.export import export_run
     from orchestrator.driver.follow import follow_run
     from orchestrator.driver.launch import launch_run
+    from orchestrator.driver.layout_plan import plan_layouts
     from orchestrator.driver.listing import list_runs
     from orchestrator.driver.logs import read_logs
     from orchestrator.driver.recovery_plan import plan_each_node, plan_losses
@@ -45,8 +47,10 @@ __all__ = [
     "launch_run",
     "list_runs",
     "plan_each_node",
+    "plan_layouts",
     "plan_losses",
     "print_bounds",
+    "print_layouts",
     "print_node_plans",
     "print_plan",
     "print_runs",

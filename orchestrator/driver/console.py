@@ -16,6 +16,7 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 from rich.text import Text
 
+from orchestrator.driver.layout_plan import LayoutPlan
 from orchestrator.policies import RecoveryPlan
 from ucp_core.numerics import format_bytes
 
@@ -23,6 +24,8 @@ from ucp_core.numerics import format_bytes
 PLAIN_LINE_S = 5.0
 #: Enough of a node's id to recognise it, and for ``everstep plan --lose``.
 _NODE_CHARS = 8
+#: From here on people read whole seconds.
+_SECONDS_SHORT = 100
 
 
 def say(console: Console, text: str) -> None:
@@ -186,6 +189,44 @@ def print_node_plans(plans: Sequence[RecoveryPlan], console: Console) -> None:
     ]
     columns = ("lost node", "resumes after", "steps redone", "loads", "workers")
     say(console, "\n".join(_table((columns, *rows))))
+
+
+def print_layouts(plan: LayoutPlan, console: Console) -> None:
+    """Print the layouts that hardware could train in, a line for each."""
+    job, room = plan.job, plan.layouts[0][0].room_bytes
+    batch = job.num_micro_batches * job.num_tokens
+    say(
+        console,
+        f"{plan.num_parameters / 1e9:.1f} B parameters, {batch:,} tokens a step, "
+        f"{plan.num_nodes} x {plan.node_size} {plan.gpu}; from data sheets, nothing was measured",
+    )
+    rows = [
+        (
+            str(one.layout),
+            _duration(one.step_s),
+            f"{format_bytes(one.memory_bytes)} of {format_bytes(room)}",
+            f"{one.bubble:.0%}",
+            format_bytes(one.state_bytes),
+            why,
+        )
+        for one, why in plan.layouts
+    ]
+    columns = ("layout", "step", "memory", "stages wait", "state each", "why")
+    say(console, "\n".join(_table((columns, *rows))))
+    after = plan.after_loss
+    if after is None:
+        say(console, "without one node: nothing fits, so the run waits for another one")
+    else:
+        say(
+            console,
+            f"without one node: {after.layout}, {_duration(after.step_s)} a step; each worker "
+            f"loads at most {format_bytes(after.state_bytes)}, {_duration(plan.load_s)} by the "
+            "network",
+        )
+
+
+def _duration(seconds: float) -> str:
+    return f"{seconds:.3g} s" if seconds < _SECONDS_SHORT else f"{seconds:,.0f} s"
 
 
 def print_bounds(bounds_s: Mapping[str, float], patience: float, console: Console) -> None:

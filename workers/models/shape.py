@@ -59,7 +59,7 @@ def _shape(*sizes: int, tied: bool, rope_theta: float = 10_000.0) -> ModelShape:
 
 
 #: Two CPU cores train the smallest in a minute. 125m has the width, depth and vocabulary of GPT-2
-#: small; 1b and 3b are the shapes of Llama 3.2, 8b that of Llama 3.1.
+#: small; 1b and 3b are the shapes of Llama 3.2, 8b to 405b those of Llama 3.1.
 PRESETS: Mapping[str, ModelShape] = MappingProxyType(
     {
         "tiny": _shape(BYTE_VOCAB_SIZE, 64, 2, 4, 2, 160, tied=True),
@@ -70,6 +70,8 @@ PRESETS: Mapping[str, ModelShape] = MappingProxyType(
         "1b": _shape(128_256, 2048, 16, 32, 8, 8192, tied=True, rope_theta=500_000.0),
         "3b": _shape(128_256, 3072, 28, 24, 8, 8192, tied=True, rope_theta=500_000.0),
         "8b": _shape(128_256, 4096, 32, 32, 8, 14_336, tied=False, rope_theta=500_000.0),
+        "70b": _shape(128_256, 8192, 80, 64, 8, 28_672, tied=False, rope_theta=500_000.0),
+        "405b": _shape(128_256, 16_384, 126, 128, 8, 53_248, tied=False, rope_theta=500_000.0),
     }
 )
 

@@ -2,20 +2,37 @@
 
 The user names the degrees for the full size. For every other size the planner takes those degrees,
 or divisors of them: ``candidates`` lists them, ``fit`` sizes one to the room on each node, and
-``choose`` decides; ``speed`` says what a change would win.
+``choose`` decides; ``speed`` says what a change would win,
+and ``hardware`` what to expect of GPUs that are not here.
 """
 
 from orchestrator.policies.layout.candidates import LayoutRules, Refused, candidates
 from orchestrator.policies.layout.choose import choose, other_layouts
 from orchestrator.policies.layout.fit import Rooms, num_workers, one_node, rooms_of, spread
+from orchestrator.policies.layout.hardware import (
+    GPUS,
+    Forecast,
+    Gpu,
+    Job,
+    forecast,
+    forecasts,
+    memory_bytes,
+)
 from orchestrator.policies.layout.speed import relative_step
 
 __all__ = [
+    "GPUS",
+    "Forecast",
+    "Gpu",
+    "Job",
     "LayoutRules",
     "Refused",
     "Rooms",
     "candidates",
     "choose",
+    "forecast",
+    "forecasts",
+    "memory_bytes",
     "num_workers",
     "one_node",
     "other_layouts",

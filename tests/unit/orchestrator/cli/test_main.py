@@ -87,6 +87,40 @@ def test_a_folder_without_a_run_is_said_to_be_none(tmp_path: Path) -> None:
         assert "holds no run" in result.stderr, command
 
 
+@pytest.mark.parametrize(
+    ("options", "told"),
+    [
+        (["--gpus", "8"], "--gpus 8: write nodes x GPUs of each, as 8x8"),
+        (["--gpus", "8x8", "--gpu", "h10"], "--gpu h10: known are b200, h200, h100"),
+        (["--gpus", "8x8", "--model", "gpt"], "--model gpt: known are tiny, small"),
+        (["--gpus", "8x8", "run.script=train.py"], "name its sizes by --model llama-8b"),
+        (["--gpus", "99x7", "--model", "405b"], "raise train.global_batch or take another number"),
+    ],
+)
+def test_hardware_that_cannot_be_planned_for_is_refused(options: list[str], told: str) -> None:
+    """The message says what to write instead."""
+    result = CliRunner().invoke(app, ["plan", "local/small", *options])
+
+    assert result.exit_code == 2, result.output
+    assert told in result.stderr
+
+
+def test_layouts_of_hardware_that_is_not_here_are_compared() -> None:
+    """As a table for people, and as JSON for programs, with what follows when a node is lost."""
+    train = ("train.global_batch=512", "train.micro_batch=1", "data.sequence_length=8192")
+    command = ["plan", "local/small", *train, "train.precision=bf16", "--gpus", "8x8"]
+    command += ["--model", "llama-70b", "--recompute"]
+    shown = CliRunner().invoke(app, command, env={"COLUMNS": "160"})
+    document = json.loads(CliRunner().invoke(app, [*command, "--json"]).stdout)
+
+    assert shown.exit_code == 0, shown.output
+    assert "70.6 B parameters, 4,194,304 tokens a step, 8 x 8 h100" in shown.stdout
+    first = document["layouts"][0]
+    assert first["fits"]
+    assert first["why"] == "the fastest that fits"
+    assert f"without one node: {document['after_loss']['layout']}, " in shown.stdout
+
+
 def test_a_campaign_of_no_histories_is_no_success() -> None:
     """A script that computes the number wrongly must not read that nothing was violated."""
     for number in ("0", "-5"):

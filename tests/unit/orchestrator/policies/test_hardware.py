@@ -1,0 +1,78 @@
+"""What is expected of GPUs that are not here, beside what others have published and arithmetic."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+
+from orchestrator.policies.layout import GPUS, Job, forecast, forecasts, memory_bytes
+from ucp_core.layout import ParallelLayout
+from workers.models import PRESETS, num_parameters
+
+LLAMA = Job(
+    shape=PRESETS["70b"],
+    sequence_length=8192,
+    micro_batch=1,
+    num_micro_batches=512,
+    compute_bytes=2,
+    recomputes=True,
+)
+SMALL = Job(
+    shape=PRESETS["8b"], sequence_length=1024, micro_batch=1, num_micro_batches=64, compute_bytes=2
+)
+
+
+def test_parameters_are_those_that_are_published() -> None:
+    """Llama 3.1: 70.6 and 405.9 billion."""
+    counts = [round(num_parameters(PRESETS[name]) / 1e9, 1) for name in ("70b", "405b")]
+    assert counts == [70.6, 405.9]
+
+
+def test_a_step_takes_its_products() -> None:
+    """One GPU waits for nobody: six operations a parameter and token, and attention."""
+    shape = SMALL.shape
+    alone = forecast(ParallelLayout(), SMALL, GPUS["h100"], node_size=1)
+
+    products = num_parameters(shape) - shape.vocab_size * shape.dim
+    pairs = shape.num_layers * shape.dim * 1024
+    assert alone.step_s == pytest.approx(6 * 65_536 * (products + pairs) / (0.4 * 989e12))
+    again = forecast(ParallelLayout(), replace(SMALL, recomputes=True), GPUS["h100"], 1)
+    assert again.step_s == pytest.approx(alone.step_s * 4 / 3)
+    assert again.memory_bytes < alone.memory_bytes
+
+
+def test_each_axis_takes_its_part_of_the_memory() -> None:
+    """State is cut by all of them; activations by tp, and by pp only as stages keep several."""
+    state = num_parameters(SMALL.shape) * 16
+    whole = memory_bytes(ParallelLayout(), SMALL)
+    sharded = memory_bytes(ParallelLayout(dp_shard=8), SMALL)
+    tensor = memory_bytes(ParallelLayout(tp=8), SMALL)
+    stages = memory_bytes(ParallelLayout(pp=8), SMALL)
+
+    # Sharding gathers two blocks and the embeddings.
+    gathered = 2 * (2 * SMALL.block + 2 * SMALL.embedding + SMALL.shape.dim)
+    assert whole - sharded == pytest.approx(state * 7 / 8 - gathered, rel=1e-6)
+    assert tensor < sharded
+    assert state / 8 < stages < whole
+    assert memory_bytes(ParallelLayout(pp=8), replace(SMALL, num_micro_batches=8)) == stages
+
+
+def test_a_pipeline_waits_and_ranks_that_are_too_many_repeat() -> None:
+    """Seven of 63 + 8 passes, or 36 of 100."""
+    stages = forecast(ParallelLayout(pp=8), SMALL, GPUS["h100"], node_size=8)
+    assert stages.bubble == pytest.approx(7 / 71)
+    many = forecast(ParallelLayout(dp_shard=100), SMALL, GPUS["h100"], node_size=8)
+    assert many.idle == pytest.approx(36 / 100)
+
+
+def test_what_fits_comes_first_and_then_what_is_fast() -> None:
+    """A tensor-parallel group is inside a node, and each stage has as many layers."""
+    found = forecasts(LLAMA, GPUS["a100-40gb"], 8, 4)
+
+    keys = [(not one.fits, one.step_s if one.fits else one.memory_bytes) for one in found]
+    assert keys == sorted(keys)
+    assert {one.layout.world_size for one in found} == {32}
+    assert {one.layout.tp for one in found} == {1, 2, 4}
+    assert all(80 % one.layout.pp == 0 for one in found)
+    assert any(one.layout.pp > 1 for one in found)
