@@ -67,7 +67,7 @@ def plan_layouts(
         recomputes: Whether layers are computed again in the backward pass.
 
     Raises:
-        ConfigError: One of these is unknown, or no layout is possible.
+        ConfigError: One of these is unknown.
     """
     sizes = re.fullmatch(r"([1-9]\d*)x([1-9]\d*)", gpus)
     if sizes is None:
@@ -77,11 +77,6 @@ def plan_layouts(
     job = replace(_job(config, model), recomputes=recomputes)
     num_nodes, node_size = map(int, sizes.groups())
     found = forecasts(job, GPUS[gpu], num_nodes, node_size)
-    if not found:
-        raise ConfigError(
-            f"--gpus {gpus}: no layout of {num_nodes * node_size} GPUs divides heads and layers, "
-            "and fills its stages; raise train.global_batch or take another number"
-        )
     best = found[0]
     after = _after_loss(job, best, GPUS[gpu], num_nodes, node_size)
     rate = GPUS[gpu].network_gbit_s / 8 * 1e9
