@@ -224,17 +224,21 @@ def watch(
 def demo(
     *,
     directory: Annotated[str, typer.Option(help="Where the two run directories go.")] = "runs/demo",
+    layout: Annotated[
+        str | None, typer.Option(metavar="tp2,pp2", help="Degrees of tensor parallelism, stages.")
+    ] = None,
     as_json: Json = False,
 ) -> None:
     """Train a small LM twice: undisturbed, and with a worker and a node killed meanwhile."""
     from orchestrator.config import demo_config
-    from orchestrator.driver import demo_directories, run_demo
+    from orchestrator.driver import demo_directories, layout_overrides, run_demo
 
-    undisturbed, disturbed = map(demo_config, demo_directories(directory))
+    overrides = [] if layout is None else layout_overrides(layout)
+    undisturbed, disturbed = (demo_config(each, overrides) for each in demo_directories(directory))
     result = run_demo(undisturbed, disturbed, console=Console(stderr=as_json))
     if as_json:
         typer.echo(json.dumps(asdict(result)))
-    if not result.weights_equal:
+    if not result.is_same:
         raise typer.Exit(ExitCode.FAILED)
 
 

@@ -15,7 +15,7 @@ if TYPE_CHECKING:
         print_status,
     )
     from orchestrator.driver.convert import convert_command
-    from orchestrator.driver.demo import demo_directories, run_demo
+    from orchestrator.driver.demo import demo_directories, layout_overrides, run_demo
     from orchestrator.driver.doctor import advice_lines, examine, report
     from orchestrator.driver.export import export_run
     from orchestrator.driver.follow import follow_run
@@ -45,6 +45,7 @@ __all__ = [
     "interrupts",
     "kill_run",
     "launch_run",
+    "layout_overrides",
     "list_runs",
     "plan_each_node",
     "plan_layouts",

@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 
-from orchestrator.driver import demo_directories
+from orchestrator.driver import demo_directories, layout_overrides
 from orchestrator.errors import ConfigError
 
 
@@ -42,3 +42,10 @@ def test_a_demo_replaces_an_earlier_one(tmp_path: Path) -> None:
 
     assert all(len(list(run.iterdir())) == 1 for run in first)
     assert (tmp_path / "keep").exists()
+
+
+def test_a_layout_that_is_none_is_refused() -> None:
+    assert layout_overrides("tp2,pp4")[:2] == ["parallel.tp=2", "parallel.pp=4"]
+    for text in ("", "tp", "tp2pp2", "dp2", "tp2,"):
+        with pytest.raises(ConfigError, match="write degrees of tp and pp, as tp2,pp2"):
+            layout_overrides(text)
