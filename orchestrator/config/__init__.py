@@ -6,7 +6,7 @@ from ucp_core.lazy import lazy_door
 
 if TYPE_CHECKING:
     from orchestrator.config.loading import demo_config, load
-    from orchestrator.config.preflight import run_preflight
+    from orchestrator.config.preflight import job_of, run_preflight
     from orchestrator.config.schema import RunConfig
     from orchestrator.config.sections import Alternative, MlflowSection, WandbSection
 
@@ -16,6 +16,7 @@ __all__ = [
     "RunConfig",
     "WandbSection",
     "demo_config",
+    "job_of",
     "load",
     "run_preflight",
 ]

@@ -17,8 +17,7 @@ import psutil
 import ucp_core
 from orchestrator.config.schema import RunConfig
 from orchestrator.config.source_text import why_absent
-from orchestrator.policies import choose, one_node
-from orchestrator.policies.layout import Job, memory_bytes
+from orchestrator.policies import Job, choose, memory_bytes, one_node
 from ucp_core.errors import Problem, UcpError
 from ucp_core.storage import LocalStore, Store, join, open_store
 from workers.data import find_source

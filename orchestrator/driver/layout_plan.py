@@ -6,11 +6,19 @@ import re
 from dataclasses import asdict, dataclass, replace
 from typing import Any
 
-from orchestrator.config import RunConfig
-from orchestrator.config.preflight import job_of
+from orchestrator.config import RunConfig, job_of
 from orchestrator.errors import ConfigError
-from orchestrator.policies import LayoutRules, choose, rooms_of
-from orchestrator.policies.layout import GPUS, Forecast, Gpu, Job, forecast, forecasts
+from orchestrator.policies import (
+    GPUS,
+    Forecast,
+    Gpu,
+    Job,
+    LayoutRules,
+    choose,
+    forecast,
+    forecasts,
+    rooms_of,
+)
 from ucp_core.numerics import format_bytes
 from workers.models import PRESETS, num_parameters
 from workers.settings import model_shape

@@ -15,10 +15,17 @@ from orchestrator.policies.capacity import CapacityRules
 from orchestrator.policies.fault_kinds import FaultKind
 from orchestrator.policies.growth import GrowthRules
 from orchestrator.policies.layout import (
+    GPUS,
+    Forecast,
+    Gpu,
+    Job,
     LayoutRules,
     Refused,
     Rooms,
     choose,
+    forecast,
+    forecasts,
+    memory_bytes,
     num_workers,
     one_node,
     other_layouts,
@@ -67,6 +74,7 @@ from orchestrator.policies.whatif import (
 )
 
 __all__ = [
+    "GPUS",
     "MEMORY",
     "STORAGE",
     "BudgetRules",
@@ -77,8 +85,11 @@ __all__ = [
     "FaultClass",
     "FaultKind",
     "FaultsSeen",
+    "Forecast",
+    "Gpu",
     "GrowthRules",
     "Holding",
+    "Job",
     "LayoutRules",
     "LossFacts",
     "Mechanism",
@@ -108,8 +119,11 @@ __all__ = [
     "choose",
     "complete",
     "cost_share",
+    "forecast",
+    "forecasts",
     "growth",
     "layout",
+    "memory_bytes",
     "next_pace",
     "noted",
     "num_workers",

@@ -65,7 +65,7 @@ class _Passed(torch.autograd.Function):
         return x.view_as(x)
 
     @staticmethod
-    def backward(_: Any, gradient: Tensor) -> Tensor:  # type: ignore[override]
+    def backward(_: Any, gradient: Tensor) -> Tensor:
         _Passed.death.come_to("backward")
         return gradient
 
@@ -78,8 +78,9 @@ class Layer(nn.Module):
         self.up, self.down = nn.Linear(WIDTH, 32), nn.Linear(32, WIDTH)
 
     def forward(self, x: Tensor) -> Tensor:
-        passed: Tensor = _Passed.apply(x)  # type: ignore[no-untyped-call]
-        return x + self.down(self.up(passed).tanh())
+        passed: Tensor = _Passed.apply(x)
+        added: Tensor = self.down(self.up(passed).tanh())
+        return x + added
 
 
 class Network(nn.Module):
@@ -124,7 +125,8 @@ def train(session: Session) -> None:
     def loss_of(indices: Any) -> Tensor:
         death.num_passes += 1
         death.come_to("forward")
-        return (model(INPUTS[indices]) - INPUTS[indices].exp()).square().mean()
+        outputs: Tensor = model(INPUTS[indices])
+        return (outputs - INPUTS[indices].exp()).square().mean()
 
     for _ in session.steps(len(INPUTS)):
         death.begin()

@@ -184,8 +184,11 @@ def forecast(layout: ParallelLayout, job: Job, gpu: Gpu, node_size: int) -> Fore
     num_passes = job.num_passes(layout)
     products = num_parameters(shape) - (0 if shape.tied else job.embedding)
     # Forward once and backward twice, each a product and a sum; attention sees half of all pairs.
-    flops = 6 * tokens * (products + shape.num_layers * shape.dim * job.sequence_length)
-    flops *= 4 / 3 if job.recomputes else 1
+    flops = (
+        (8 if job.recomputes else 6)
+        * tokens
+        * (products + shape.num_layers * shape.dim * job.sequence_length)
+    )
     peak = gpu.tflops * 1e12 * _BF16_BYTES / job.compute_bytes
     pass_s = flops / (peak * _REACHED * tp * layout.pp)
     stream_bytes = tokens * shape.dim * job.compute_bytes

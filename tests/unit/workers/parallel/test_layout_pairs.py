@@ -108,8 +108,8 @@ def test_every_layout_loads_what_every_layout_saved(tmp_path: Path) -> None:
             )
     for saved in LAYOUTS:
         checkpoint = ucp_core.open(str(tmp_path / str(saved)))
-        for layout, ranks in zip(LAYOUTS, states, strict=True):
-            for rank, state in enumerate(ranks):
+        for layout, loading in zip(LAYOUTS, states, strict=True):
+            for rank, state in enumerate(loading):
                 entries = state.entries()
                 for entry in entries:
                     entry.tensor.detach().fill_(torch.nan)
