@@ -18,7 +18,6 @@ from tests.support.shards import (
     Array,
     Spread,
     assembled,
-    garbage,
     random_array,
     random_average,
     random_spread,
@@ -42,11 +41,11 @@ from ucp_core.language import (
     plain,
     split,
     strip_padding,
+    target_map,
     union,
 )
 from ucp_core.language.affine import AffinePiece, piece_boxes
 from ucp_core.language.rules import Rule
-from ucp_core.language.targets import Sharding, target_pieces
 from ucp_core.layout import ParallelLayout
 from ucp_core.manifest import Kind, Manifest
 from ucp_core.native import Checkpoint
@@ -222,7 +221,6 @@ def test_targets_of_all_ranks_are_the_tensors(seed: int, tp: int, dp: int, cp: i
     """Each rank computes its own share, and nobody sees whether they fit together."""
     rng = random.Random(seed)
     layout = ParallelLayout(tp=tp, dp_shard=dp, cp=cp)
-    sharding: Sharding = rng.choice(("dim0", "zero12", "zero3"))
     spreads = {TensorKey(f"w{i}", "weight"): random_spread(rng, tp) for i in range(3)}
     spreads = {k: s for k, s in spreads.items() if not isinstance(s.pattern, Unique)}
     rules = Rules(tuple(Rule(key.fqn, s.pattern) for key, s in spreads.items()))
@@ -230,12 +228,9 @@ def test_targets_of_all_ranks_are_the_tensors(seed: int, tp: int, dp: int, cp: i
 
     held: dict[TensorKey, Counter[tuple[int, ...]]] = {key: Counter() for key in spreads}
     for rank in range(layout.world_size):
-        for target in target_pieces(shapes, rules, layout, rank, sharding=sharding):
-            box = target.part.box
-            assert target.local.shape == box.shape
-            assert Box.full(target.shape).contains(target.local)
-            held[target.part.key].update(
-                tuple(map(add, box.start, index)) for index in np.ndindex(*box.shape)
+        for part in target_map(shapes, rules, layout, rank):
+            held[part.key].update(
+                tuple(map(add, part.box.start, index)) for index in np.ndindex(*part.box.shape)
             )
 
     for key, spread in spreads.items():
@@ -305,6 +300,7 @@ def test_any_source_loads_as_any_target(seed: int, ranks: int, tp: int, dp: int)
     entry = union(KEY, "I32", place(spread.pattern, spread.shapes), fragments)
     source = _checkpoint([entry], files)
     shape = spread.whole.shape
+    numbers: Array = np.arange(spread.whole.size, dtype=np.int32).reshape(shape)
     targets: list[Pattern] = [Replicated(), *(Cut(dim) for dim in range(len(shape)))]
     target = rng.choice(targets)
     rules = Rules((Rule(".*", target),))
@@ -312,18 +308,16 @@ def test_any_source_loads_as_any_target(seed: int, ranks: int, tp: int, dp: int)
 
     for rank in range(layout.world_size):
         place_of = layout.coordinates(rank)
-        local = spread.whole
+        local = numbers
         if isinstance(target, Cut):
             local = _chunks(local, tp, target.dim)[place_of["tp"]]
         if shape:
             local = _chunks(local, dp, 0)[place_of["dp_shard"]]
-        found = garbage(local.size).reshape(local.shape)
-        pieces = target_pieces({KEY: ("I32", shape)}, rules, layout, rank)
-        loaded = load_parts(source, [piece.part for piece in pieces])
-        for piece, tensor in zip(pieces, loaded, strict=True):
-            held = np.frombuffer(tensor.data, np.int32).reshape(piece.local.shape)
-            found[tuple(map(slice, *piece.local))] = held
-        assert np.array_equal(found, local)
+        parts = target_map({KEY: ("I32", shape)}, rules, layout, rank)
+        held = [numbers[tuple(map(slice, *part.box))].ravel() for part in parts]
+        assert sorted(np.concatenate([*held, []])) == local.ravel().tolist()
+        for mine, tensor in zip(held, load_parts(source, parts), strict=True):
+            assert np.array_equal(np.frombuffer(tensor.data, np.int32), spread.whole.ravel()[mine])
 
 
 @given(seed=SEEDS, ranks=RANKS)

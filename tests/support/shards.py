@@ -189,7 +189,6 @@ __all__ = [
     "Spread",
     "ZeroPartitions",
     "assembled",
-    "garbage",
     "random_array",
     "random_average",
     "random_spread",

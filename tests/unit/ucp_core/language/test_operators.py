@@ -19,11 +19,11 @@ from ucp_core.language import (
     place,
     rename,
     strip_padding,
+    target_map,
     tie,
     union,
 )
 from ucp_core.language.rules import Rule, Stages
-from ucp_core.language.targets import target_map, target_pieces
 from ucp_core.layout import ParallelLayout
 from ucp_core.manifest import Item, Kind, Manifest
 
@@ -230,20 +230,6 @@ def test_a_target_rank_needs_its_stage_its_columns_and_its_rows() -> None:
     }
 
 
-def test_zero_ranges_go_over_the_ends_of_tensors() -> None:
-    """52 elements in 3 ranges of 18: the middle rank has the end of one and half of another."""
-    shapes = {key: value for key, value in SHAPES.items() if len(value[1]) < 2 or value[1][0] < 10}
-    layout = ParallelLayout(dp_shard=3)
-
-    found = target_pieces(shapes, Rules(), layout, 1, sharding="zero12")
-
-    assert [(t.part.key.fqn, t.part.box, t.flat) for t in found] == [
-        ("model.layers.0.mlp.up_proj.weight", Box((4, 2), (5, 4)), (18, 24)),
-        ("model.layers.0.mlp.up_proj.weight", Box((5, 0), (6, 4)), (18, 24)),
-        ("model.layers.1.mlp.down_proj.weight", Box((0, 0), (2, 6)), (0, 12)),
-    ]
-
-
 @pytest.mark.parametrize(
     ("rules", "layout", "problem"),
     [
@@ -276,9 +262,8 @@ def test_scalars_are_on_every_rank() -> None:
     layout = ParallelLayout(dp_shard=2, tp=2)
 
     for rank in range(4):
-        for sharding in ("dim0", "zero12", "zero3"):
-            [target] = target_pieces({key: ("F32", ())}, Rules(), layout, rank, sharding=sharding)
-            assert target.part.box == Box((), ())
+        [part] = target_map({key: ("F32", ())}, Rules(), layout, rank)
+        assert part.box == Box((), ())
 
 
 def test_a_slot_of_another_shape_has_a_rule_of_its_own() -> None:
