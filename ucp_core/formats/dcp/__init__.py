@@ -13,8 +13,8 @@ if TYPE_CHECKING:
     from ucp_core.formats.dcp.container import Container
     from ucp_core.formats.dcp.directory import read_container
     from ucp_core.formats.dcp.recognition import metadata_names
-    from ucp_core.formats.dcp.state import BLOCK_BYTES, State
+    from ucp_core.formats.dcp.state import State
 
-__all__ = ["BLOCK_BYTES", "Container", "State", "metadata_names", "read_container"]
+__all__ = ["Container", "State", "metadata_names", "read_container"]
 
 __getattr__ = lazy_door(__name__)

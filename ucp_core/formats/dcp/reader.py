@@ -14,14 +14,12 @@ from ucp_core.errors import CheckpointNotFoundError, UnsupportedVersionError
 from ucp_core.formats.dcp.directory import read_container
 from ucp_core.formats.dcp.recognition import NAME, metadata_names, parts_of
 from ucp_core.formats.dcp.safetensors import sharded_container
-from ucp_core.formats.dcp.state import BLOCK_BYTES, state_of, ties_of
-from ucp_core.geometry import StateMap, TensorKey
-from ucp_core.manifest import Kind, Manifest
-from ucp_core.native import Checkpoint
+from ucp_core.formats.dcp.state import state_of, ties_of
 from ucp_core.storage import Store, join
 
 if TYPE_CHECKING:
     from ucp_core.language import Rules
+    from ucp_core.native import Checkpoint
 
 
 def read(
@@ -52,23 +50,5 @@ def read(
             path=container.where,
         )
     state = state_of(container)
-    state_map = StateMap(entries=state.entries, block_bytes=BLOCK_BYTES, extents=state.extents)
-    state_map.prove_coverage()
-    ties = ties_of(state)
-    for alias in ties:
-        del state.entries[TensorKey(alias, "weight")], state.roles[alias]
-    manifest = Manifest(
-        kind=Kind.FOREIGN,
-        step=state.step,
-        attempt=0,
-        state_map=state_map,
-        files={},
-        param_groups=state.param_groups,
-        extra=state.extra,
-        source={"format": NAME, "version": container.version, "layout": state.layout},
-        ties=ties,
-        roles=state.roles,
-        items=state.items,
-    )
-    store = state.scalars.overlay(store)
-    return Checkpoint(store=store, directory=where, manifest=manifest)
+    source = {"format": NAME, "version": container.version}
+    return state.checkpoint(store, where, source, ties_of(state))

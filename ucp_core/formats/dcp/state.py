@@ -12,18 +12,18 @@ from typing import TYPE_CHECKING, Any
 from ucp_core.errors import CheckpointCorruptError, ForeignClassError, UnsupportedVersionError
 from ucp_core.formats.dcp.key_names import Names, classify, number_names
 from ucp_core.formats.shared import NUMBER_DTYPES, Scalars, number
-from ucp_core.geometry import Extent, TensorEntry, TensorKey, packed_strides
-from ucp_core.manifest import Item
-from ucp_core.numerics import crc32
+from ucp_core.geometry import Extent, StateMap, TensorEntry, TensorKey, packed_strides
+from ucp_core.manifest import Item, Kind, Manifest
+from ucp_core.native import Checkpoint
+from ucp_core.numerics import BLOCK_BYTES, crc32
 from ucp_core.torch_files import TensorRef
 
 if TYPE_CHECKING:
     from collections.abc import Collection, Iterable, Mapping
 
     from ucp_core.formats.dcp.container import Container
+    from ucp_core.storage import Store
 
-#: Size of blocks; foreign fragments have no checksums for them.
-BLOCK_BYTES = 1 << 20
 #: A generator's state has 5 KB; anything larger is data of the model.
 _SMALL_BYTES = 64 << 10
 _STEPS = ("step", "global_step", "global_steps", "iteration", "steps", "num_steps", "steps_run")
@@ -77,6 +77,34 @@ class State:
                 slot=entry.key.slot,
             )
         self.entries[entry.key] = entry
+
+    def checkpoint(
+        self, store: Store, directory: str, source: Mapping[str, Any], ties: Mapping[str, str]
+    ) -> Checkpoint:
+        """Return the checkpoint that ``directory`` holds; the tensors of aliases are left out.
+
+        Raises:
+            UncoveredRegionError: The chunks of a tensor do not make it up.
+        """
+        held = StateMap(entries=self.entries, block_bytes=BLOCK_BYTES, extents=self.extents)
+        held.prove_coverage()
+        for alias in ties:
+            del self.entries[TensorKey(alias, "weight")], self.roles[alias]
+        manifest = Manifest(
+            kind=Kind.FOREIGN,
+            step=self.step,
+            attempt=0,
+            state_map=held,
+            files={},
+            param_groups=self.param_groups,
+            extra=self.extra,
+            source={**source, "layout": self.layout},
+            ties=ties,
+            roles=self.roles,
+            items=self.items,
+        )
+        store = self.scalars.overlay(store)
+        return Checkpoint(store=store, directory=directory, manifest=manifest)
 
 
 def state_of(container: Container) -> State:

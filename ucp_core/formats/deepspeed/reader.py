@@ -41,7 +41,6 @@ from ucp_core.formats.shared import (
     Groups,
     Scalars,
     Shards,
-    json_value,
     number,
     refusing_nonsense,
 )
@@ -81,7 +80,7 @@ def read(
 def _read_native(store: Store, folder: Folder, rules: Rules | None) -> Checkpoint:
     native = open_native(store, folder.directory, sort_names(store.list(folder.directory)))
     _refuse_autoep(native)
-    shards, scalars, groups = Shards(native.tp), Scalars(), Groups()
+    shards, scalars, groups = Shards(native.tp), Scalars(), Groups(store, folder.directory)
     extras = Extras(store, folder.directory)
     extras.items |= native.items
     if native.optim:
@@ -138,21 +137,11 @@ def _add_zero(
         files = native.files
         if is_zero3:
             refuse_swapped(files.store, files.directory, stage)
-        values = [
-            _hyper(group, native, f"{native.optim[0, mp]}: param_groups[{index}]")
-            for index, group in enumerate(states[0].groups)
-        ]
-        values += [{}] * (len(stage.names) - len(values))
-        names = [*stage.names, *[[]] * (len(values) - len(stage.names))]
-        groups.add(list(zip(values, names, strict=True)))
+        saved, names = states[0].groups, stage.names
+        more = len(names) - len(saved)
+        groups.add([*saved, *[{}] * more], [*names, *[[]] * -more], native.optim[0, mp])
         if mp == 0:
             extras.add_optim(states[0].rest, native.optim[0, mp])
-
-
-def _hyper(group: Mapping[str, Any], native: Native, where: str) -> dict[str, Any]:
-    values = {key: value for key, value in group.items() if key != "params"}
-    found: dict[str, Any] = json_value(values, native.files.store, native.files.directory, where)
-    return found
 
 
 def _shapes_by_mappings(

@@ -31,7 +31,6 @@ from ucp_core.formats.shared import (
     Groups,
     Scalars,
     Shards,
-    json_value,
     number,
     reading_pool,
     refuse_renamed,
@@ -337,17 +336,8 @@ def _groups(found: _Folder) -> list[dict[str, Any]]:
     groups = tree.get("param_groups") or inner.get("param_groups") or []
     names = _names_by_group(found, groups, tree if is_zero3 else None)
     _check_steps(found, names)
-    made = Groups()
-    values = [
-        json_value(
-            {k: v for k, v in g.items() if k != "params"},
-            found.store,
-            found.directory,
-            f"{ZERO}/{_OPTIMIZER}: param_groups[{index}]",
-        )
-        for index, g in enumerate(groups)
-    ]
-    made.add(list(zip(values, names, strict=True)))
+    made = Groups(found.store, found.directory)
+    made.add(groups, names, f"{ZERO}/{_OPTIMIZER}")
     return made.result()
 
 

@@ -19,7 +19,6 @@ from ucp_core.formats.shared import (
     assign,
     check_numbers,
     interchangeable,
-    json_value,
     largest_shape,
     match_masters,
     tells_padding,
@@ -294,16 +293,7 @@ def add_optimizer(
             names = _add_distributed(files, saved, part, model, shards, scalars, hyper)
         else:
             names = _add_numbered(files, saved, part, model, shards, scalars, inner)
-        values = [
-            json_value(
-                {k: v for k, v in g.items() if k != "params"},
-                files.store,
-                files.directory,
-                f"{saved.file}: optimizer: param_groups[{index}]",
-            )
-            for index, g in enumerate(hyper)
-        ]
-        groups.add(list(zip(values, names, strict=True)))
+        groups.add(hyper, names, f"{saved.file}: optimizer")
         trained = {name for group in names for name in group}
         if trained:
             model.frozen |= {name for name, _ in part.params} - trained

@@ -75,7 +75,7 @@ def read(
 def _read(store: Store, path: str, rules: Rules | None) -> Checkpoint:
     files, ranks, arguments = _opened(store, path)
     tp = 1 + max(saved.rank.tp for saved in ranks)
-    shards, scalars, groups = Shards(tp), Scalars(), Groups()
+    shards, scalars, groups = Shards(tp), Scalars(), Groups(store, path)
     model = Model(_experts(path, arguments, tp))
     for saved in ranks:
         model.chunks += model_of(saved, model.experts)

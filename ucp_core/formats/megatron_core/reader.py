@@ -20,14 +20,13 @@ from ucp_core.errors import (
     StorageError,
     UnsupportedVersionError,
 )
-from ucp_core.formats.dcp import BLOCK_BYTES, Container, State, read_container
+from ucp_core.formats.dcp import Container, State, read_container
 from ucp_core.formats.megatron_core import flat_buffers, key_names
 from ucp_core.formats.megatron_core.recognition import COMMON, CONFIG, NAME, TRACKER, located
 from ucp_core.formats.shared import rounded, tells_padding, vocabulary_of
-from ucp_core.geometry import DTYPE_BYTES, Fragment, StateMap, TensorEntry, TensorKey
+from ucp_core.geometry import DTYPE_BYTES, Fragment, TensorEntry, TensorKey
 from ucp_core.language import Cut, place, strip_padding
-from ucp_core.manifest import Item, Kind, Manifest
-from ucp_core.native import Checkpoint
+from ucp_core.manifest import Item
 from ucp_core.storage import Store, join
 from ucp_core.torch_files import Opaque, read_torch_file
 
@@ -35,6 +34,7 @@ if TYPE_CHECKING:
     from collections.abc import Mapping
 
     from ucp_core.language import Rules
+    from ucp_core.native import Checkpoint
 
 _COMMON_KEY = "common_state/shard_0_1"
 _BACKENDS = ("torch_dist",)
@@ -70,28 +70,9 @@ def read(
             path=where,
         )
     container = read_container(store, where)
-    reader = _Reader(container, _common(container), rules)
-    state = reader.state()
-    state_map = StateMap(entries=state.entries, block_bytes=BLOCK_BYTES, extents=state.extents)
-    state_map.prove_coverage()
-    manifest = Manifest(
-        kind=Kind.FOREIGN,
-        step=state.step,
-        attempt=0,
-        state_map=state_map,
-        files={},
-        param_groups=state.param_groups,
-        extra=state.extra,
-        source={
-            "format": NAME,
-            "version": str(config.get("sharded_backend_version", "")),
-            "layout": state.layout,
-        },
-        roles=state.roles,
-        items=state.items,
-    )
-    store = state.scalars.overlay(store)
-    return Checkpoint(store=store, directory=where, manifest=manifest)
+    state = _Reader(container, _common(container), rules).state()
+    source = {"format": NAME, "version": str(config.get("sharded_backend_version", ""))}
+    return state.checkpoint(store, where, source, ties={})
 
 
 def _config(store: Store, where: str) -> dict[str, Any]:

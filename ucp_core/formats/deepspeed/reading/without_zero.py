@@ -27,7 +27,6 @@ from ucp_core.formats.shared import (
     assign,
     check_numbers,
     is_master_of,
-    json_value,
     largest_shape,
     unclear,
 )
@@ -48,7 +47,6 @@ if TYPE_CHECKING:
 #: The key of a group's names in torch's optimizers.
 _NAMES = "param_names"
 #: The keys of a group that say which parameters it has.
-_NUMBERED = ("params", _NAMES)
 _EP_GROUP = "ep_size_"
 
 
@@ -77,17 +75,8 @@ def add_without_zero(
         optimizer.add(source.rank, modules, scalars, met)
         trained = set(chain.from_iterable(optimizer.names))
         modules.roles |= {name: "frozen" for name, _ in source.params if name not in trained}
-        store, directory = native.files.store, native.files.directory
-        values = [
-            json_value(
-                {k: v for k, v in g.items() if k not in _NUMBERED},
-                store,
-                directory,
-                f"{source.file}: param_groups[{index}]",
-            )
-            for index, g in enumerate(optimizer.groups)
-        ]
-        groups.add(list(zip(values, optimizer.names, strict=True)))
+        unnamed = [{k: v for k, v in g.items() if k != _NAMES} for g in optimizer.groups]
+        groups.add(unnamed, optimizer.names, source.file)
 
 
 class _Source(NamedTuple):
