@@ -9,6 +9,7 @@ from urllib.parse import quote
 
 from ucp_core.formats.safetensors_header import print_header
 from ucp_core.geometry import DTYPE_BYTES, TensorEntry
+from ucp_core.numerics import grouped
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
@@ -51,8 +52,10 @@ def target_files(state_map: StateMap, roles: Mapping[str, str]) -> tuple[TargetF
         by_family.setdefault(family, []).append(entry)
     files: list[TargetFile] = []
     for family, entries in sorted(by_family.items()):
-        groups = _groups(entries)
+        groups = list(grouped(entries, lambda entry: entry.num_bytes, FILE_BYTES_MAX))
         for number, group in enumerate(groups, start=1):
+            # safetensors requires aligned tensors without gaps.
+            group.sort(key=lambda entry: (-DTYPE_BYTES[entry.dtype], entry.key.fqn))
             name = f"{family}-{number:05d}-of-{len(groups):05d}.safetensors"
             files.append(_target_file(name, group))
     return tuple(files)
@@ -93,22 +96,6 @@ def _target_file(name: str, entries: Sequence[TensorEntry]) -> TargetFile:
         tensors.append(TargetTensor(entry, offset_bytes))
         offset_bytes += entry.num_bytes
     return TargetFile(name, header, tuple(tensors), offset_bytes)
-
-
-def _groups(entries: Sequence[TensorEntry]) -> list[list[TensorEntry]]:
-    """Cut a family into files by name, of at most the maximum size unless a tensor is larger."""
-    groups: list[list[TensorEntry]] = [[]]
-    num_bytes = 0
-    for entry in entries:
-        if groups[-1] and num_bytes + entry.num_bytes > FILE_BYTES_MAX:
-            groups.append([])
-            num_bytes = 0
-        groups[-1].append(entry)
-        num_bytes += entry.num_bytes
-    for group in groups:
-        # safetensors requires aligned tensors without gaps.
-        group.sort(key=lambda entry: (-DTYPE_BYTES[entry.dtype], entry.key.fqn))
-    return groups
 
 
 def _family(slot: str) -> str:

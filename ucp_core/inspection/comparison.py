@@ -25,10 +25,10 @@ from ucp_core.native import (
     check_memory,
     reading,
 )
-from ucp_core.numerics import combine
+from ucp_core.numerics import combine, grouped
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+    from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 
     from ucp_core.native import Checkpoint
 
@@ -313,7 +313,8 @@ class _Comparison:
         """Return the pairs whose values differ."""
         found: dict[int, Difference] = {}
         done_bytes = 0
-        groups = list(_groups(self._boxes(), self._slab_bytes))
+        # A group fits into the buffers of both sides.
+        groups = list(grouped(self._boxes(), _buffer_bytes, self._slab_bytes))
         with ThreadPoolExecutor(self._threads, thread_name_prefix="ucp-diff") as pool:
             for group, differences in zip(groups, pool.map(self._group, groups), strict=True):
                 for box, difference in zip(group, differences, strict=True):
@@ -354,19 +355,8 @@ class _Comparison:
         return found._replace(first=first + found.first)
 
 
-def _groups(boxes: Iterable[_PairBox], bound: int) -> Iterator[list[_PairBox]]:
-    """Yield runs of boxes that fit into the buffers of both sides."""
-    group: list[_PairBox] = []
-    used = [0, 0]
-    for box in boxes:
-        sizes = [aligned(box.a.num_bytes), aligned(box.b.num_bytes)]
-        if group and any(u + s > bound for u, s in zip(used, sizes, strict=True)):
-            yield group
-            group, used = [], [0, 0]
-        group.append(box)
-        used = [u + s for u, s in zip(used, sizes, strict=True)]
-    if group:
-        yield group
+def _buffer_bytes(box: _PairBox) -> int:
+    return max(aligned(box.a.num_bytes), aligned(box.b.num_bytes))
 
 
 def _values(a: Checkpoint, b: Checkpoint) -> Iterator[ValueDiff]:

@@ -12,6 +12,7 @@ import numpy as np
 
 from ucp_core.geometry import DTYPE_BYTES, Box, Extent, TensorEntry, slabs
 from ucp_core.native.opening import Checkpoint, check_memory, reading
+from ucp_core.numerics import grouped
 from ucp_core.reading import Part, Source, execute, plan, touched, verify_extents
 
 if TYPE_CHECKING:
@@ -94,28 +95,15 @@ def _stream(checkpoint: Checkpoint, pieces: Iterable[TensorBox], slab_bytes: int
     # In this order: the lock is released when nobody reads any more.
     with reading(checkpoint), ThreadPoolExecutor(1, thread_name_prefix="ucp-ahead") as pool:
         ahead: Future[list[Slab]] | None = None
-        for number, group in enumerate(_groups(pieces, slab_bytes)):
+        # Small tensors are read together.
+        groups = grouped(pieces, lambda piece: aligned(piece.num_bytes), slab_bytes)
+        for number, group in enumerate(groups):
             ready = ahead.result() if ahead is not None else []
             # The caller has used up the slabs of the buffer that is filled now.
             ahead = pool.submit(readers[number % 2].read, group)
             yield from ready
         if ahead is not None:
             yield from ahead.result()
-
-
-def _groups(pieces: Iterable[TensorBox], slab_bytes: int) -> Iterator[list[TensorBox]]:
-    """Yield runs of pieces that fit a buffer: small tensors are read together."""
-    group: list[TensorBox] = []
-    used_bytes = 0
-    for piece in pieces:
-        size = aligned(piece.num_bytes)
-        if group and used_bytes + size > slab_bytes:
-            yield group
-            group, used_bytes = [], 0
-        group.append(piece)
-        used_bytes += size
-    if group:
-        yield group
 
 
 def aligned(num_bytes: int) -> int:

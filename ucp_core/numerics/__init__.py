@@ -1,4 +1,4 @@
-"""Numbers in bytes: checksums, dtypes and casts. Pure."""
+"""Numbers in bytes: checksums, dtypes, casts and sizes. Pure."""
 
 from typing import TYPE_CHECKING
 
@@ -8,7 +8,7 @@ from ucp_core.numerics.dtypes import FLOATS, WIDER
 
 if TYPE_CHECKING:
     from ucp_core.numerics.casts import cast, decode, encode, numpy_dtype
-    from ucp_core.numerics.sizes import format_bytes, parse_bytes
+    from ucp_core.numerics.sizes import format_bytes, grouped, parse_bytes
 
 __all__ = [
     "BLOCK_BYTES",
@@ -21,6 +21,7 @@ __all__ = [
     "decode",
     "encode",
     "format_bytes",
+    "grouped",
     "numpy_dtype",
     "of_blocks",
     "parse_bytes",

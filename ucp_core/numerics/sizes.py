@@ -1,9 +1,12 @@
-"""Numbers of bytes as people write and read them."""
+"""Numbers of bytes: as people write and read them, and as the bound of a group."""
 
 from __future__ import annotations
 
 import re
+from collections.abc import Callable, Iterable, Iterator
+from typing import TypeVar
 
+_T = TypeVar("_T")
 _UNITS = {
     "": 1,
     "B": 1,
@@ -23,6 +26,23 @@ def parse_bytes(text: str) -> int:
         units = ", ".join(unit for unit in _UNITS if unit)
         raise ValueError(f"{text!r} is not a size: give a number and one of {units}")
     return int(float(match[1]) * _UNITS[match[2]])
+
+
+def grouped(
+    items: Iterable[_T], bytes_of: Callable[[_T], int], bytes_max: int
+) -> Iterator[list[_T]]:
+    """Yield items in groups, in order; only an item alone may exceed ``bytes_max``."""
+    group: list[_T] = []
+    used_bytes = 0
+    for item in items:
+        num_bytes = bytes_of(item)
+        if group and used_bytes + num_bytes > bytes_max:
+            yield group
+            group, used_bytes = [], 0
+        group.append(item)
+        used_bytes += num_bytes
+    if group:
+        yield group
 
 
 def format_bytes(num_bytes: int) -> str:

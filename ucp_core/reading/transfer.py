@@ -17,14 +17,14 @@ import numpy as np
 
 from ucp_core.errors import ChecksumMismatchError
 from ucp_core.geometry import DTYPE_BYTES, Fragment
-from ucp_core.numerics import crc32, decode, encode
+from ucp_core.numerics import crc32, decode, encode, grouped
 from ucp_core.reading.extents import THREAD_BYTES_MIN
 from ucp_core.reading.mapped import DamagedBlockError, mapped_file, take
 from ucp_core.reading.planning import GAP_BYTES_MAX, read_bytes_of, readable, runs_of
 from ucp_core.storage import ReadRange, Store, ask_ahead, join
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator, Sequence
+    from collections.abc import Callable, Sequence
 
     from numpy.typing import NDArray
 
@@ -200,7 +200,11 @@ class _Reader:
         size_bytes = sum(copy.stop_byte - copy.start_byte for group in left for copy in group)
         scratch_bytes = min(self.batch_bytes, size_bytes)
         scratch, asked, spare = _Scratch(scratch_bytes), None, None
-        for group in chain.from_iterable(_batches(each, self.batch_bytes) for each in left):
+        batches = (
+            grouped(each, lambda copy: copy.stop_byte - copy.start_byte, self.batch_bytes)
+            for each in left
+        )
+        for group in chain.from_iterable(batches):
             scratch.reset()
             first = group[0]
             if first.stop_byte - first.start_byte <= self.batch_bytes:
@@ -459,21 +463,6 @@ class _Steps:
             offset=self.start_byte(first) - start_byte,
             strides=self._strides,
         )
-
-
-def _batches(copies: Sequence[Copy], batch_bytes: int) -> Iterator[list[Copy]]:
-    """Yield copies of one file in groups that fit a batch, or have one copy."""
-    group: list[Copy] = []
-    num_bytes = 0
-    for copy in copies:
-        size = copy.stop_byte - copy.start_byte
-        if group and num_bytes + size > batch_bytes:
-            yield group
-            group, num_bytes = [], 0
-        group.append(copy)
-        num_bytes += size
-    if group:
-        yield group
 
 
 class _Scratch:

@@ -15,7 +15,7 @@ from ucp_core.formats.huggingface.recognition import INDEX_SUFFIX, SUFFIX
 from ucp_core.formats.safetensors_header import print_header
 from ucp_core.geometry import DTYPE_BYTES, TensorEntry
 from ucp_core.native import check_memory, stream
-from ucp_core.numerics import FLOATS, cast
+from ucp_core.numerics import FLOATS, cast, grouped
 from ucp_core.storage import Store, join, undone
 
 if TYPE_CHECKING:
@@ -87,7 +87,8 @@ def write(  # noqa: PLR0913 - the options of a format
     checkpoint.state_map.prove_coverage()
     documents = _documents(checkpoint, outputs)
     adapters = _adapters(outputs) if _ADAPTER_CONFIG in documents else []
-    shards = _shards(outputs, shard_bytes)
+    cut = grouped(outputs, lambda output: output.num_bytes, shard_bytes)
+    shards = [_in_file(shard) for shard in cut]
     # A tool that ignores the index would take half a model for a whole one.
     with undone(store, directory) as written:
         for name, document in documents.items():
@@ -138,19 +139,9 @@ def _outputs(checkpoint: Checkpoint, target: str | None, *, keep_tied: bool) -> 
     return sorted(found, key=lambda output: output.name)
 
 
-def _shards(outputs: Sequence[_Output], shard_bytes: int) -> list[list[_Output]]:
-    shards: list[list[_Output]] = [[]]
-    num_bytes = 0
-    for output in outputs:
-        if shards[-1] and num_bytes + output.num_bytes > shard_bytes:
-            shards.append([])
-            num_bytes = 0
-        shards[-1].append(output)
-        num_bytes += output.num_bytes
-    for shard in shards:
-        # This aligns every tensor to its elements, without gaps.
-        shard.sort(key=lambda output: (-DTYPE_BYTES[output.dtype], output.name))
-    return shards
+def _in_file(outputs: Sequence[_Output]) -> list[_Output]:
+    """Return the tensors of a file in an order that aligns each to its elements, without gaps."""
+    return sorted(outputs, key=lambda output: (-DTYPE_BYTES[output.dtype], output.name))
 
 
 def _file_name(number: int, count: int) -> str:
@@ -166,8 +157,7 @@ def _adapters(outputs: Sequence[_Output]) -> list[_Output]:
             end = "" if match["kind"] == "lora_magnitude_vector" else match["end"]
             name = f"base_model.model.{match['module']}.{match['kind']}{end}"
             found.append(output._replace(name=name))
-    (ordered,) = _shards(found, sum(output.num_bytes for output in found) + 1)
-    return ordered
+    return _in_file(found)
 
 
 def _index(shards: Sequence[Sequence[_Output]]) -> dict[str, Any]:

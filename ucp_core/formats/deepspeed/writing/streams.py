@@ -13,7 +13,7 @@ import numpy as np
 from ucp_core.errors import UcpError
 from ucp_core.geometry import DTYPE_BYTES, Box, flat_range, slabs
 from ucp_core.native import Slab, SlabReader, TensorBox
-from ucp_core.numerics import FLOATS, cast
+from ucp_core.numerics import FLOATS, cast, grouped
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator, Sequence
@@ -82,22 +82,11 @@ class FlatReader:
         Raises:
             UcpError: A dtype that cannot be cast.
         """
-        for group in self._groups(_runs(ranges, dtype, self._slab_bytes)):
+        runs = _runs(ranges, dtype, self._slab_bytes)
+        for group in grouped(runs, lambda run: run.num_bytes, self._slab_bytes):
             slabs = iter(self._reader.read([piece for run in group for piece, _ in run.pieces]))
             for run in group:
                 yield _elements(run, slabs, dtype)
-
-    def _groups(self, runs: Iterable[_Box]) -> Iterator[list[_Box]]:
-        group: list[_Box] = []
-        used_bytes = 0
-        for run in runs:
-            if group and used_bytes + run.num_bytes > self._slab_bytes:
-                yield group
-                group, used_bytes = [], 0
-            group.append(run)
-            used_bytes += run.num_bytes
-        if group:
-            yield group
 
 
 def whole(entry: TensorEntry) -> tuple[Range, ...]:
