@@ -67,7 +67,8 @@ def forecast(
     read_bytes += sum(high - low for _, low, high in conversion.job.extents.gaps)
     loads = [0]
     if layout is not None:
-        rules = rules or _shipped(checkpoint)
+        family = family_of({key.fqn for key in checkpoint.state_map.entries})
+        rules = rules or (builtin_rules(family) if family else Rules())
         ranks = range(layout.world_size)
         shapes, have = shapes_of(checkpoint.state_map), [checkpoint.state_map]
         needs = (target_map(shapes, rules, layout, rank) for rank in ranks)
@@ -86,12 +87,6 @@ def forecast(
         load_bytes=sum(loads),
         load_bytes_max=max(loads),
     )
-
-
-def _shipped(checkpoint: Checkpoint) -> Rules:
-    """Return the rules of the family whose names the checkpoint has, or none."""
-    family = family_of({key.fqn for key in checkpoint.state_map.entries})
-    return Rules() if family is None else builtin_rules(family)
 
 
 def _gathered_bytes(checkpoint: Checkpoint) -> int:

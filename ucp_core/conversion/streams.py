@@ -58,11 +58,6 @@ class Claim(NamedTuple):
             )
 
 
-def _claimed_target(target: TargetFile, token: str) -> TargetFile:
-    """Return the target with a name that only the claim of this token has."""
-    return target._replace(name=f"{target.name.removesuffix(_SUFFIX)}-{token}{_SUFFIX}")
-
-
 def unclaimed_name(name: str) -> str:
     """Return the name without the token of a claim."""
     return _TOKEN.sub("", name)
@@ -96,12 +91,9 @@ class Streamed(NamedTuple):
         store.write_file(path, content, fsync=False)
         self.claim.check()
         marker = self.head + resume_journal.encode(results)
-        store.write_atomic(_marker(directory, self.target), marker, fsync=False)
+        name = f"{self.target.name.removesuffix(_SUFFIX)}{_MARKER_SUFFIX}"
+        store.write_atomic(join(directory, UNFINISHED_NAME, name), marker, fsync=False)
         return results
-
-
-def _marker(directory: str, target: TargetFile) -> str:
-    return join(directory, UNFINISHED_NAME, f"{target.name.removesuffix(_SUFFIX)}{_MARKER_SUFFIX}")
 
 
 class StreamedFiles:
@@ -147,8 +139,10 @@ class StreamedFiles:
                 "destination",
                 path=join(directory, taken[0]),
             )
+        # With the token in its name, a target is that of this claim only.
+        suffix = f"-{token}{_SUFFIX}" if self._is_second else _SUFFIX
         self.targets = [
-            _claimed_target(target, token) if self._is_second else target for target in targets
+            target._replace(name=target.name.removesuffix(_SUFFIX) + suffix) for target in targets
         ]
         self._complete: set[int] = set()
         self._is_over = False

@@ -13,6 +13,8 @@ from queue import SimpleQueue
 from time import perf_counter
 from typing import TYPE_CHECKING, Any, NamedTuple
 
+import numpy as np
+
 from ucp_core.errors import UcpError
 from ucp_core.geometry import DTYPE_BYTES, Box, Extent, TensorEntry, TensorKey, slabs, span
 from ucp_core.inspection.elements import Difference, Tolerance, common_dtype, compare
@@ -236,7 +238,7 @@ def _described(
             "num_nan": found.num_nan,
             "max_abs": found.max_abs,
             "max_ulp": found.max_ulp,
-            "first_index": _index(found.first, a.shape),
+            "first_index": tuple(map(int, np.unravel_index(found.first, a.shape))),
             "first_values": found.values,
         }
     return TensorDiff(
@@ -247,14 +249,6 @@ def _described(
         shapes=(a.shape if a else None, b.shape if b else None),
         **facts,
     )
-
-
-def _index(position: int, shape: Sequence[int]) -> tuple[int, ...]:
-    index: list[int] = []
-    for extent in reversed(shape):
-        position, place = divmod(position, extent)
-        index.insert(0, place)
-    return tuple(index)
 
 
 def _proven(pair: _Pair) -> bool:

@@ -303,7 +303,11 @@ def load(
             batch_bytes=request_bytes,
             progress=progress,
         )
-    _widen(held, need)
+    for narrow, tensor in zip(held, need, strict=True):
+        if narrow is not tensor:
+            from ucp_core.numerics import cast
+
+            bytes_of(tensor)[:] = cast(narrow.data, narrow.dtype, tensor.dtype)
     return LoadResult(
         size_bytes=reads.needed_bytes,
         read_bytes=reads.read_bytes + verified_bytes,
@@ -318,14 +322,6 @@ def _as_held(checkpoint: Checkpoint, tensor: LocalTensor) -> LocalTensor:
         return tensor
     num_bytes = tensor.box.num_elements * DTYPE_BYTES[entry.dtype]
     return replace(tensor, dtype=entry.dtype, data=bytes_of(tensor)[-num_bytes:])
-
-
-def _widen(held: Sequence[LocalTensor], need: Sequence[LocalTensor]) -> None:
-    for narrow, tensor in zip(held, need, strict=True):
-        if narrow is not tensor:
-            from ucp_core.numerics import cast
-
-            bytes_of(tensor)[:] = cast(narrow.data, narrow.dtype, tensor.dtype)
 
 
 def _read_extra(checkpoint: Checkpoint) -> dict[str, Any]:

@@ -41,8 +41,6 @@ __all__ = [
 EDGE_BYTES = 2048
 #: Templates per file size; further files are parsed each time.
 _TEMPLATES_MAX = 8
-#: ``('storage', class, key, device, number of elements)``.
-_STORAGE_FIELDS = 5
 
 
 @dataclass(frozen=True, slots=True)
@@ -164,13 +162,12 @@ class _Storages:
 
     def find(self, identity: Any) -> StorageRef:
         """Return the storage of a persistent id."""
-        if type(identity) is not tuple or len(identity) != _STORAGE_FIELDS:
+        # ``('storage', class, key, device, number of elements)``
+        kinds = [type(part) for part in identity] if type(identity) is tuple else []
+        if kinds[1:] != [Global, str, str, int]:
             msg = "a persistent id is not that of a storage"
             raise TypeError(msg)
         _, kind, key, device, count = identity
-        if not all(map(_is_of, (key, count, kind, device), (str, int, Global, str))):
-            msg = "a persistent id is not that of a storage"
-            raise TypeError(msg)
         if key in self._known:
             return self._known[key]
         if not isinstance(kind.make, Storage):
@@ -201,10 +198,6 @@ class _Storages:
             dtype,
         )
         return storage
-
-
-def _is_of(value: Any, kind: type[Any]) -> bool:
-    return type(value) is kind
 
 
 class _Template(NamedTuple):

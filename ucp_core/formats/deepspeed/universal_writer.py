@@ -16,6 +16,7 @@ from __future__ import annotations
 
 from collections import OrderedDict
 from dataclasses import replace
+from math import prod
 from typing import TYPE_CHECKING, Any
 
 from ucp_core.errors import UcpError
@@ -134,16 +135,9 @@ def _parameter(
         if entry is not None:
             value = trees.data(entry, dtype)
         else:
-            value = trees.stream(weight.shape, dtype, [Range(None, 0, _numel(weight.shape))])
+            value = trees.stream(weight.shape, dtype, [Range(None, 0, prod(weight.shape))])
         yield f"zero/{name}/{slot}.pt", {"param": value} | tags
     yield f"zero/{name}/fp32.pt", {"param": trees.data(weight, "F32")} | tags
-
-
-def _numel(shape: tuple[int, ...]) -> int:
-    count = 1
-    for extent in shape:
-        count *= extent
-    return count
 
 
 def _tags(model: Model, name: str, rules: Rules | None) -> dict[str, Any]:

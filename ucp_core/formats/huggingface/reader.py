@@ -348,17 +348,14 @@ def _scalars_put_right(
             if found.key not in scalars or found.shape:
                 continue
             held = entries[found.key]
-            if found.dtype == held.dtype and not any(_bytes(store, directory, held)):
+            (fragment,) = held.fragments
+            path = join(directory, fragment.file)
+            data = store.read_range(path, fragment.offset_bytes, fragment.num_bytes)
+            if found.dtype == held.dtype and not any(data):
                 entries[found.key] = found
                 note = f"taken from {shard.file}: torch's consolidation writes 0-d tensors as zero"
                 items[tensor.name] = Item("reshard", note)
     return items
-
-
-def _bytes(store: Store, directory: str, entry: TensorEntry) -> bytes:
-    (fragment,) = entry.fragments
-    path = join(directory, fragment.file)
-    return store.read_range(path, fragment.offset_bytes, fragment.num_bytes)
 
 
 def _ties(

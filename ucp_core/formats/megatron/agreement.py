@@ -57,7 +57,8 @@ def check_agreement(path: str, ranks: Sequence[RankFile]) -> None:
     first = ranks[0]
     for saved in ranks:
         mine, others = (
-            {**{key: tree.get(key) for key in _SAME}, **_shapes_told(tree)}
+            {key: tree.get(key) for key in _SAME}
+            | {f"args.{key}": arguments_of(tree).get(key) for key in _SAME_ARGUMENTS}
             for tree in (saved.tree, first.tree)
         )
         for key, value in mine.items():
@@ -97,11 +98,6 @@ def check_copies(
     for experts in (False, True):
         held = [[ref for key, ref in own if is_expert(key.fqn) == experts] for own in ranks]
         refuse_equal(store, path, held, "moments")
-
-
-def _shapes_told(tree: Mapping[str, Any]) -> dict[str, Any]:
-    arguments = arguments_of(tree)
-    return {f"args.{name}": arguments.get(name) for name in _SAME_ARGUMENTS}
 
 
 def _check_writers(path: str, ranks: Sequence[RankFile]) -> None:

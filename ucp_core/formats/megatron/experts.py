@@ -116,8 +116,9 @@ class Experts(NamedTuple):
             rows, width = hidden, ffn
             shape = self.num_local * width, hidden
         if ref.shape != shape or ref.byte_strides is not None:
+            form = f"{list(ref.shape)}{'' if ref.byte_strides is None else ', not contiguous'}"
             raise CheckpointCorruptError(
-                f"{ref.file}: {key}, of all {self.num_local} experts of the rank, is {_form(ref)}, "
+                f"{ref.file}: {key}, of all {self.num_local} experts of the rank, is {form}, "
                 f"but args makes it {list(shape)} (hidden_size {hidden}, moe_ffn_hidden_size "
                 f"{ffn * self.tp}, {'gated' if gates > 1 else 'not gated'}, {self.tp} tensor "
                 "parallel rank(s)): the file is of another model, or its optimizer of another "
@@ -151,10 +152,6 @@ class Experts(NamedTuple):
                 fqn=key.fqn,
             )
         return hidden, ffn // self.tp, 2 if is_gated(self.arguments) else 1
-
-
-def _form(ref: TensorRef) -> str:
-    return f"{list(ref.shape)}{'' if ref.byte_strides is None else ', not contiguous'}"
 
 
 def is_fused(name: str) -> bool:

@@ -63,7 +63,10 @@ class Output:
                 path=join(self._directory, taken[0]),
             )
         if self._progress is not None:
-            self._total_bytes = sum(_num_bytes(tree) for _, tree in files())
+            for _, tree in files():
+                # Each tensor of a file counts once.
+                tensors = {id(tensor): tensor for tensor in _tensors(tree)}
+                self._total_bytes += sum(tensor.num_bytes for tensor in tensors.values())
         folder = join(self._directory, self._tag)
         with undone(self._store, self._directory) as written:
             # A user can load a folder without ``latest`` by its tag.
@@ -95,11 +98,6 @@ class Output:
             self._done_bytes += memoryview(chunk).nbytes
             if self._progress is not None:
                 self._progress(self._done_bytes, self._total_bytes)
-
-
-def _num_bytes(tree: Any) -> int:
-    """Return the size of a file's tensors, each counted once."""
-    return sum(tensor.num_bytes for tensor in {id(t): t for t in _tensors(tree)}.values())
 
 
 def _tensors(tree: Any) -> Iterator[TensorData]:

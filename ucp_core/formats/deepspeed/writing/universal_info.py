@@ -49,7 +49,7 @@ def universal_info(
             padded[name] = placement
         else:
             affine[_regex(name)] = _affine(placement)
-            if _is_row(placement):
+            if len(placement.shape) > 1 and placement.shards[0][1] != placement.shape[1]:
                 rows.append(_regex(name))
     info: dict[str, Any] = {
         "universal_checkpoint_version": _VERSION,
@@ -69,10 +69,6 @@ def _regex(name: str) -> str:
 def _is_padded(placement: Placement) -> bool:
     held = sum(piece.local.num_elements for mine in placement.pieces for piece in mine)
     return held < sum(prod(shape) for shape in placement.shards)
-
-
-def _is_row(placement: Placement) -> bool:
-    return len(placement.shape) > 1 and placement.shards[0][1] != placement.shape[1]
 
 
 def _vocabulary(padded: Mapping[str, Placement]) -> dict[str, Any]:
