@@ -6,7 +6,6 @@ import json
 from dataclasses import replace
 from typing import Any, Final
 
-from orchestrator.config import RunConfig
 from orchestrator.driver.run import Run
 from orchestrator.errors import RunNotFoundError
 from orchestrator.run_directory import CHECKPOINTS, CONFIG
@@ -66,7 +65,11 @@ def export_run(
     store, checkpoints = run.store, join(run.path, CHECKPOINTS)
     is_of_command = store.exists(join(run.path, CONFIG))
     target_store, target = open_store(destination)
-    beside = _beside(run.settings()) if is_of_command else ""
+    # The folder of Hugging Face that the run's model is from; "" for none.
+    beside = ""
+    if is_of_command:
+        config = run.settings()
+        beside = ("" if config.run.script else config.model.folder) or config.run.init_from
     tries = 0
     while True:
         # The lineage grows with the attempts: what is newest may be of a later one by now.
@@ -119,11 +122,6 @@ def _open(
         raise RunNotFoundError(
             f"{run_url} has no step {step} in storage; it has {there or 'none'}", url=run_url
         ) from error
-
-
-def _beside(config: RunConfig) -> str:
-    """Return the folder of Hugging Face that the run's model is from; "" for none."""
-    return ("" if config.run.script else config.model.folder) or config.run.init_from
 
 
 def _with_configuration(checkpoint: Checkpoint, beside: str) -> Checkpoint:

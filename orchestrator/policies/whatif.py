@@ -6,6 +6,7 @@ memory before storage, a rank's own node before another one.
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from typing import Any
@@ -156,6 +157,9 @@ def plan_recovery(facts: LossFacts, lose: Sequence[str]) -> RecoveryPlan:
             for rank, size_bytes in enumerate(stored.part_bytes)
         ]
         step, attempt, source = stored.step, stored.attempt, STORAGE if stored.step else ""
+    bytes_by_source = Counter[str]()
+    for part in parts:
+        bytes_by_source[part.source] += part.size_bytes
     return RecoveryPlan(
         lost_nodes=tuple(sorted(lost_nodes)),
         lost_workers=tuple(sorted(lost_workers)),
@@ -164,7 +168,7 @@ def plan_recovery(facts: LossFacts, lose: Sequence[str]) -> RecoveryPlan:
         source=source,
         lost_steps=max(facts.step - step, 0),
         parts=tuple(parts),
-        bytes_by_source=_sums(parts),
+        bytes_by_source=dict(bytes_by_source),
         workers_before=facts.num_members,
         workers_after=layout.world_size if layout is not None else 0,
         layout_after=str(layout) if layout is not None else "",
@@ -261,10 +265,3 @@ def _shares(
             ends = (total * (edge - first) // num_readers for edge in (stop, start))
             shares.append((node, next(ends) - next(ends)))
     return shares
-
-
-def _sums(parts: Sequence[PartSource]) -> dict[str, int]:
-    sums: dict[str, int] = {}
-    for part in parts:
-        sums[part.source] = sums.get(part.source, 0) + part.size_bytes
-    return sums

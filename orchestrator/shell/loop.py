@@ -249,13 +249,10 @@ class Run:
         for action in actions:
             self._performers[type(action)](action)
         parts.outputs.add(records)
-        if parts.compaction.is_due(parts.journal.journal_bytes, is_quiet=self._is_quiet()):
+        is_settled = after.phase is core.Phase.RUNNING and after.surveying_until_s == math.inf
+        is_quiet = is_settled and self._events.empty()
+        if parts.compaction.is_due(parts.journal.journal_bytes, is_quiet=is_quiet):
             self._spawn(parts.compaction.write(self._compacted()))
-
-    def _is_quiet(self) -> bool:
-        state = self._parts.state
-        is_settled = state.phase is core.Phase.RUNNING and state.surveying_until_s == math.inf
-        return is_settled and self._events.empty()
 
     def _compacted(self) -> bytes:
         """Return the compacted journal up to its end, as a document."""

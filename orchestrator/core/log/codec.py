@@ -55,9 +55,11 @@ def decoder(hint: Any) -> Decoder:
     if origin is tuple and args[-1] is not Ellipsis:
         return _pair(*map(decoder, args))
     if origin in (tuple, list):
-        return _sequence(origin, decoder(args[0]))
+        part = decoder(args[0])
+        return lambda value: origin(map(part, _exactly(list, value)))
     if origin is dict and args[0] is str:
-        return _dict(decoder(args[1]))
+        part = decoder(args[1])
+        return lambda value: {name: part(each) for name, each in value.items()}
     if origin is Table:
         item = _pair(decoder(int), decoder(args[0]))
         return lambda value: Table.of(map(item, value))
@@ -98,14 +100,6 @@ def _pair(*inners: Decoder) -> Decoder:
     return lambda value: tuple(
         inner(part) for inner, part in zip(inners, _exactly(list, value), strict=True)
     )
-
-
-def _sequence(kind: Any, inner: Decoder) -> Decoder:
-    return lambda value: kind(map(inner, _exactly(list, value)))
-
-
-def _dict(inner: Decoder) -> Decoder:
-    return lambda value: {name: inner(part) for name, part in value.items()}
 
 
 def _record(kind: Any) -> Decoder:

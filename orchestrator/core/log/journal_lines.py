@@ -66,8 +66,9 @@ def transition_records(
         actions: What ``machine.step`` returned for it.
         attempt: Attempt of the state after the event.
     """
+    head = {"v": VERSION, "at_s": event.at_s, "attempt": attempt}
     items: list[ev.Event | act.Action] = [event, *actions]
-    return [_record(item, at_s=event.at_s, attempt=attempt) for item in items]
+    return [{**head, "kind": type(item).__name__, **encode(item)} for item in items]
 
 
 def parse(record: Mapping[str, Any]) -> ev.Event | act.Action:
@@ -259,11 +260,6 @@ def _compare(
         "wrote it",
         seq=event["seq"],
     )
-
-
-def _record(item: ev.Event | act.Action, *, at_s: float, attempt: int) -> JournalRecord:
-    head = {"v": VERSION, "at_s": at_s, "attempt": attempt, "kind": type(item).__name__}
-    return {**head, **encode(item)}
 
 
 def _event(record: JournalRecord) -> ev.Event:

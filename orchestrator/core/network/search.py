@@ -104,15 +104,10 @@ def form_deadline_s(transition: Transition) -> float:
     """Return the bound of forming, or the time of the next look at the network before it."""
     run = transition.run
     started_s = run.attempt.started_s
+    first_s = max(_FORM_FACTOR * run.form_s, _FORM_S + _FORM_NODE_S * len(set(run.attempt.nodes)))
     # Each look comes after twice the time.
-    look_s = max(_first_look_s(transition), 2.0 * (transition.now_s - started_s))
+    look_s = max(first_s, 2.0 * (transition.now_s - started_s))
     return started_s + min(look_s, transition.rules.bounds.form_bound_s(run.num_stuck))
-
-
-def _first_look_s(transition: Transition) -> float:
-    run = transition.run
-    unknown_s = _FORM_S + _FORM_NODE_S * len(set(run.attempt.nodes))
-    return max(_FORM_FACTOR * run.form_s, unknown_s)
 
 
 def note(

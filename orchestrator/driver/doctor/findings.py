@@ -312,14 +312,14 @@ def interface_problem(environment: Mapping[str, str], interfaces: Sequence[str])
     nccl = environment.get("NCCL_SOCKET_IFNAME", "")
     is_exact = nccl.lstrip("^").startswith("=")
     words = [word for word in nccl.lstrip("^=").split(",") if word]
-    fit = [one for one in interfaces for word in words if _fits(one, word, exact=is_exact)]
+    fit = [
+        name
+        for name in interfaces
+        if any(name == word if is_exact else name.startswith(word) for word in words)
+    ]
     if words and (not set(interfaces) - set(fit) if nccl.startswith("^") else not fit):
         found.append(f"NCCL_SOCKET_IFNAME={nccl} leaves no interface")
     return "; ".join([*found, f"there are {', '.join(interfaces)}"]) if found else ""
-
-
-def _fits(interface: str, word: str, *, exact: bool) -> bool:
-    return interface == word if exact else interface.startswith(word)
 
 
 def _sharing(config: RunConfig) -> list[Finding]:

@@ -107,7 +107,8 @@ def begin_incarnation(
     first: core.Event = started
     if is_first:
         first = _resumed(store, run_path, config, folded, started) or started
-        _write_config(store, run_path, config, number)
+        for path in (_config_path(run_path, number), join(run_path, CONFIG)):
+            store.write_atomic(path, config.to_yaml().encode(), fsync=False)
         for name in (SUMMARY, RESULT):
             # They say that the run is over.
             store.delete(join(run_path, name))
@@ -191,11 +192,6 @@ def _config_before(store: Store, run_path: str, number: int) -> RunConfig:
 
 def _config_at(store: Store, run_path: str, incarnation: int) -> RunConfig:
     return load(store.read(_config_path(run_path, incarnation)).decode())
-
-
-def _write_config(store: Store, run_path: str, config: RunConfig, incarnation: int) -> None:
-    for path in (_config_path(run_path, incarnation), join(run_path, CONFIG)):
-        store.write_atomic(path, config.to_yaml().encode(), fsync=False)
 
 
 def _config_path(run_path: str, incarnation: int) -> str:

@@ -44,24 +44,24 @@ class SimCluster(World):
         super().__init__(rng, rules, tiers, monitor)
         self._perform: dict[type, Callable[[Any], None]] = {
             act.RequestReservation: self._request_reservation,
-            act.ReleaseReservation: self._release_reservation,
+            act.ReleaseReservation: lambda a: self.at(self.wire_s(), self.released, a.reservation),
             act.NoteRefused: lambda _: None,
             act.StartWorker: self._start_worker,
-            act.KillWorker: self._kill_worker,
+            act.KillWorker: lambda a: self.at(self.wire_s(), self._killed, a.worker),
             act.StartKeeper: self._start_keeper,
             act.EndKeeper: self._end_keeper,
             act.RestartKeeper: self._restart_keeper,
             act.GiveUpNode: self._give_up_node,
             act.FenceAttempt: self._fence_attempt,
             act.YieldAttempt: self._yield_attempt,
-            act.ReadCommitted: self._read_committed,
+            act.ReadCommitted: lambda a: self.at(self.wire_s(), self._read, a, self.incarnation),
             act.ProbeLinks: self._probe_links,
             act.StartAttempt: self._start_attempt,
             act.OrderKeepers: self._order_keepers,
             act.SetCadence: self._set_cadence,
-            act.ReportIncident: self._report_incident,
-            act.SurveyWorkers: self._survey_workers,
-            act.FinishRun: self._finish_run,
+            act.ReportIncident: monitor.incident,
+            act.SurveyWorkers: lambda _: self.at(0.01, self._survey, self.incarnation),
+            act.FinishRun: monitor.finished,
         }
 
     def dissolve(self) -> None:
@@ -96,9 +96,6 @@ class SimCluster(World):
             self.released(reservation)
             # It may be asked for again.
             del self.granted[reservation]
-
-    def _release_reservation(self, action: act.ReleaseReservation) -> None:
-        self.at(self.wire_s(), self.released, action.reservation)
 
     def released(self, reservation: int) -> None:
         """Release a reservation, or cancel a request that has not arrived."""
@@ -154,9 +151,6 @@ class SimCluster(World):
             return
         worker.ready = True
         self.post(ev.WorkerReady, worker=worker.name, node=worker.node.name, pid=1)
-
-    def _kill_worker(self, action: act.KillWorker) -> None:
-        self.at(self.wire_s(), self._killed, action.worker)
 
     def _killed(self, name: str) -> None:
         worker = self.workers.get(name)
@@ -314,9 +308,6 @@ class SimCluster(World):
             # The flag rides in the next all-reduce, so one member's knowledge is enough.
             self.attempts[number].yielding = True
             self.attempts[number].durable |= durable
-
-    def _read_committed(self, action: act.ReadCommitted) -> None:
-        self.at(self.wire_s(), self._read, action, self.incarnation)
 
     def _read(self, action: act.ReadCommitted, incarnation: int) -> None:
         if incarnation != self.incarnation:
@@ -581,16 +572,7 @@ class SimCluster(World):
         if worker is not None and worker.attempt == attempt.number and not worker.hung:
             self.leave(worker, how)
 
-    def _report_incident(self, action: act.ReportIncident) -> None:
-        self.monitor.incident(action)
-
-    def _finish_run(self, action: act.FinishRun) -> None:
-        self.monitor.finished(action)
-
     # A new incarnation of the controller
-
-    def _survey_workers(self, _action: act.SurveyWorkers) -> None:
-        self.at(0.01, self._survey, self.incarnation)
 
     def _survey(self, incarnation: int) -> None:
         if incarnation != self.incarnation:
