@@ -21,7 +21,7 @@ from tests.support.snapshots import eventually
 from ucp_core.native import Checkpoint, find_committed, load
 from ucp_core.storage import LocalStore
 from workers.keeper import MemorySources
-from workers.memory import Arena, Lease, descriptor_socket, notify, reserve
+from workers.memory import Arena, SnapshotMemory
 from workers.protocol import CHECKPOINTS, GroupPlace, KeeperOrder, ParityGroup, Peer, Source
 from workers.settings import CheckpointSettings, Settings, SnapshotSettings
 
@@ -83,9 +83,10 @@ class Cluster:
             for number in range(num_nodes)
         ]
         self.arenas: dict[int, Arena] = {}
-        self._leases = {
-            n: Lease(descriptor_socket(node.directory)) for n, node in enumerate(self.nodes)
-        }
+        self._memories = [
+            SnapshotMemory(node.directory, f"w{number:04d}")
+            for number, node in enumerate(self.nodes)
+        ]
         self.attempt = 0
         self.lineage: tuple[tuple[int, int], ...] = ()
         self.members: tuple[int, ...] = ()
@@ -102,13 +103,9 @@ class Cluster:
         self.members = tuple(members)
         self.order()
         for member in members:
-            if member not in self.arenas:
-                self.arenas[member] = reserve(
-                    descriptor_socket(self.nodes[member].directory),
-                    _arena_name(member),
-                    body_bytes=_BODY_BYTES,
-                    attempt=self.attempt,
-                )
+            self.arenas[member] = self._memories[member].ensure(
+                _BODY_BYTES, attempt=self.attempt, for_cuda=False
+            )
 
     def order(self) -> None:
         """Tell the members' keepers whom to protect; one that has died hears nothing."""
@@ -121,15 +118,14 @@ class Cluster:
         """Have every rank finish its snapshot of a step."""
         state = state_of(self.attempt, step)
         for rank, member in enumerate(self.members):
-            arena, door = self.arenas[member], descriptor_socket(self.nodes[member].directory)
+            arena = self.arenas[member]
             held = write_version(
                 arena, state, step=step, rank=rank, world_size=len(self.members),
                 attempt=self.attempt, lineage=self.lineage,
             )  # fmt: skip
             if pin:
                 arena.pin(held.buffer)
-            self._leases[member].ensure(_arena_name(member), arena)
-            notify(door, _arena_name(member))
+            self._memories[member].tell()
 
     def settle(self) -> None:
         """Return once all that was finished is protected and stored, or a keeper has died."""
@@ -138,16 +134,15 @@ class Cluster:
     def lose(self, number: int) -> None:
         """Lose a node: its keeper and its trainer."""
         self.nodes[number].kill()
-        arena = self.arenas.pop(number, None)
-        if arena is not None:
-            arena.close()
+        self.arenas.pop(number, None)
+        self._memories[number].leave()
 
     def revive(self, number: int) -> None:
         """Start the keeper of a node again; its trainer lives and gives it back the memory."""
         node = self.nodes[number]
         node.kill()
         node.start()
-        self._leases[number].ensure(_arena_name(number), self.arenas[number])
+        self._memories[number].tell()
         self.order()
 
     def left(self) -> list[DoomedNode]:
@@ -251,10 +246,6 @@ class Cluster:
 def state_of(attempt: int, step: int) -> State:
     """Return the state after a step; of another attempt it is another one."""
     return make_state(1000 * attempt + step)
-
-
-def _arena_name(member: int) -> str:
-    return f"w{member:04d}.1"
 
 
 def _check(checkpoint: Checkpoint) -> None:

@@ -8,7 +8,6 @@ from workers.memory.credits import PATIENCE_S, Credits
 from workers.memory.descriptors import (
     ANSWER_S,
     PACKET_BYTES,
-    Lease,
     adopt,
     descriptor_socket,
     notice_socket,
@@ -60,7 +59,6 @@ __all__ = [
     "CudaStream",
     "HandOver",
     "HeldArena",
-    "Lease",
     "LocalPart",
     "Mark",
     "MemoryTier",

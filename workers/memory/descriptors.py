@@ -51,48 +51,6 @@ def notice_socket(path: Path) -> Path:
     return path.with_name(f"{path.name}.notice")
 
 
-class Lease:
-    """A trainer's arenas at its keeper: hands them over again after the keeper was restarted.
-
-    Not safe to use from several threads at once.
-    """
-
-    def __init__(self, path: Path) -> None:
-        self._path = path
-        self._known: dict[str, tuple[int, int]] = {}
-
-    def ensure(self, arena_name: str, arena: Arena) -> bool:
-        """Hand the arena to the keeper unless it has it already; return whether it has it now.
-
-        Costs one ``stat`` while the keeper is the same process. Never raises: without a keeper the
-        memory lives as long as this process.
-        """
-        try:
-            keeper = self._keeper()
-            if self._known.get(arena_name) != keeper:
-                adopt(self._path, arena_name, arena)
-                self._known[arena_name] = keeper
-        except (OSError, ArenaError):
-            return False
-        return True
-
-    def holds(self, arena_name: str) -> bool:
-        """Return whether the running keeper has the arena. Any thread may call this."""
-        try:
-            return self._known.get(arena_name) == self._keeper()
-        except OSError:
-            return False
-
-    def _keeper(self) -> tuple[int, int]:
-        """Return what identifies the running keeper: its socket."""
-        status = self._path.stat()
-        return status.st_ino, status.st_ctime_ns
-
-    def forget(self, arena_name: str) -> None:
-        """Stop handing over an arena."""
-        self._known.pop(arena_name, None)
-
-
 def reserve(path: Path, arena_name: str, *, body_bytes: int, attempt: int) -> Arena:
     """Reserve an arena at the keeper and return it; it outlives this process.
 

@@ -13,7 +13,7 @@ from workers.errors import ArenaError
 from workers.memory.arena import Arena
 from workers.memory.checksums import Checksums
 from workers.memory.cuda import register, unregister
-from workers.memory.descriptors import Lease, descriptor_socket, leave_arena, notify, reserve
+from workers.memory.descriptors import adopt, descriptor_socket, leave_arena, notify, reserve
 
 #: A keeper is back in about a second, in 12 if many start at once; recovery waits for it.
 _HAND_OVER_S_MAX: Final = 30.0
@@ -39,7 +39,8 @@ class SnapshotMemory:
         self.checksums = checksums or Checksums()
         self._generation = 0
         self._arena: Arena | None = None
-        self._lease = Lease(self._socket)
+        #: The keeper that has the arena.
+        self._keeper: tuple[int, int] | None = None
         self._is_registered = False
         self._beside: dict[str, SnapshotMemory] = {}
 
@@ -83,16 +84,32 @@ class SnapshotMemory:
     def tell(self) -> bool:
         """Notify the keeper of a finished buffer; hand the memory to a restarted keeper.
 
+        Never raises: without a keeper the memory lives as long as this process.
+
         Returns:
             Whether the keeper has the memory.
         """
         for memory in list(self._beside.values()):
             memory.tell()
-        if self._arena is None:
+        keeper = self._running()
+        if self._arena is None or keeper is None:
             return False
-        is_told = self._lease.ensure(self.name, self._arena) and notify(self._socket, self.name)
+        if keeper != self._keeper:
+            try:
+                adopt(self._socket, self.name, self._arena)
+            except ArenaError:
+                return False
+            self._keeper = keeper
         # Another keeper than the one with the memory may have got the notice.
-        return is_told and self._lease.holds(self.name)
+        return notify(self._socket, self.name) and self._running() == keeper
+
+    def _running(self) -> tuple[int, int] | None:
+        """Return what identifies the running keeper, its socket; None if there is none."""
+        try:
+            status = self._socket.stat()
+        except OSError:
+            return None
+        return status.st_ino, status.st_ctime_ns
 
     @property
     def is_reserved(self) -> bool:
@@ -101,7 +118,8 @@ class SnapshotMemory:
 
     def is_told(self) -> bool:
         """Return whether the running keeper has all of the memory; from any thread."""
-        mine = self._arena is None or self._lease.holds(self.name)
+        keeper = self._running()
+        mine = self._arena is None or (keeper is not None and keeper == self._keeper)
         return mine and all(memory.is_told() for memory in list(self._beside.values()))
 
     def successor(self) -> SnapshotMemory:
@@ -127,7 +145,7 @@ class SnapshotMemory:
         arena, self._arena = self._arena, None
         if arena is None:
             return
-        self._lease.forget(self.name)
+        self._keeper = None
         self.checksums.detach(arena)
         if self._is_registered:
             unregister(arena)

@@ -26,21 +26,18 @@ import sys
 from pathlib import Path
 from tests.support.snapshots import body_bytes, snapshot
 from workers.keeper.trainer_watch import progress_path
-from workers.memory import Lease, descriptor_socket, notify, reserve
+from workers.memory import SnapshotMemory
 from workers.records.progress import ProgressRecord
 
 directory, worker = Path(sys.argv[1]), sys.argv[2]
-door, name = descriptor_socket(directory), f"{worker}.1"
 page = ProgressRecord.create(progress_path(directory, worker), worker=worker)
-arena = reserve(door, name, body_bytes=body_bytes(1) + int(sys.argv[3]), attempt=9)
-lease = Lease(door)
+memory = SnapshotMemory(directory, worker)
+arena = memory.ensure(body_bytes(1) + int(sys.argv[3]), attempt=9, for_cuda=False)
 print("ready", flush=True)
 for line in sys.stdin:
     attempt, step, pin = map(int, line.split())
     snapshot(arena, step, attempt=attempt, pin=bool(pin))
-    has_keeper = lease.ensure(name, arena)
-    notify(door, name)
-    print(int(has_keeper), flush=True)
+    print(int(memory.tell()), flush=True)
 """
 
 

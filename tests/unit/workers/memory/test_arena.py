@@ -23,7 +23,7 @@ from workers.keeper.arena_table import ArenaTable, available_bytes
 from workers.keeper.descriptor_server import DescriptorServer
 from workers.memory import (
     Arena,
-    Lease,
+    SnapshotMemory,
     adopt,
     descriptor_socket,
     notify,
@@ -216,39 +216,44 @@ def test_a_restarted_keeper_is_handed_what_the_trainers_hold(tmp_path: Path) -> 
     """Its own memory is gone; the trainers' mapping of the same memory is not."""
     path = descriptor_socket(tmp_path)
     first = DescriptorServer(path, ArenaTable(budget_bytes=1 << 20))
-    mine = reserve(path, "w0001.0", body_bytes=4096, attempt=1)
-    lease = Lease(path)
-    assert lease.ensure("w0001.0", mine)
+    memory = SnapshotMemory(tmp_path, "w0001")
+    mine = memory.ensure(4096, attempt=1, for_cuda=False)
+    assert memory.tell()
     _write(mine, 5, b"kept")
     mine.set_followed(True)
     first.close()
     second_shelf = ArenaTable(budget_bytes=1 << 20)
     second = DescriptorServer(path, second_shelf)
 
-    assert lease.ensure("w0001.0", mine)
+    assert not memory.is_told()
+    assert memory.tell()
 
-    (held,) = second_shelf.versions()["w0001.0"]
+    (held,) = second_shelf.versions()["w0001.1"]
     assert held.step == 5
     assert not mine.is_followed(), "who copied it was connected to the keeper before"
     second.close()
-    mine.close()
+    memory.leave()
 
 
-def test_a_lease_asks_the_same_keeper_once(tmp_path: Path) -> None:
+def test_a_keeper_is_handed_memory_once(tmp_path: Path) -> None:
     """It is looked at with every snapshot."""
     path = descriptor_socket(tmp_path)
     table = ArenaTable(budget_bytes=1 << 20)
     server = DescriptorServer(path, table)
-    mine = reserve(path, "w0001.0", body_bytes=4096, attempt=1)
-    lease = Lease(path)
-    assert lease.ensure("w0001.0", mine)
-    server.close()
+    memory = SnapshotMemory(tmp_path, "w0001")
+    mine = memory.ensure(4096, attempt=1, for_cuda=False)
+    assert memory.tell()
+    mine.set_followed(True)
+    assert memory.tell()
 
-    assert lease.ensure("w0001.0", mine), "nobody was asked"
+    assert mine.is_followed(), "it was not handed over again"
+    server.close()
+    assert memory.is_told()
     path.unlink()
-    assert not lease.ensure("w0001.0", mine), "a keeper that is gone is no error"
-    mine.close()
-    table.drop("w0001.0")
+    assert not memory.is_told()
+    assert not memory.tell(), "a keeper that is gone is no error"
+    memory.leave()
+    table.drop("w0001.1")
 
 
 def test_an_arena_that_is_handed_over_again_is_the_same(tmp_path: Path) -> None:
