@@ -39,8 +39,7 @@ from orchestrator.shell.serve import (
     status_document,
     withdraw,
 )
-from orchestrator.shell.tasks import Tasks
-from orchestrator.shell.threads import JOURNAL, RAY, STORAGE, LoopWatch, in_thread
+from orchestrator.shell.threads import JOURNAL, RAY, STORAGE, LoopWatch, Tasks, in_thread
 from ucp_core.errors import StorageError, SupersededError
 from ucp_core.storage import RECENT_S
 from workers.protocol import NodeReport

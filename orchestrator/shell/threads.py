@@ -1,4 +1,4 @@
-"""Threads for the calls that block: the run's loop itself waits for nothing but events.
+"""Threads for the calls that block, and tasks: the run's loop itself waits for nothing but events.
 
 Ray, storage and the journal have threads of their own. A store that stalls holds up those that wait
 for storage, but not the polling of nodes and reservations, nor a journal on another file system.
@@ -7,10 +7,10 @@ for storage, but not the polling of nodes and reservations, nor a journal on ano
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable
+from collections.abc import Callable, Coroutine
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
-from typing import Final, ParamSpec, TypeVar
+from typing import Any, Final, ParamSpec, TypeVar
 
 from orchestrator.shell.clock import monotonic_s
 
@@ -34,6 +34,17 @@ async def in_thread(
     """Have one of ``threads`` call ``call``; return what it returns, or raise what it raises."""
     loop = asyncio.get_running_loop()
     return await loop.run_in_executor(threads, partial(call, *args, **kwargs))
+
+
+class Tasks(set[asyncio.Task[Any]]):
+    """The running tasks that no other task awaits: asyncio itself does not keep them alive."""
+
+    def spawn(self, coroutine: Coroutine[Any, Any, Any]) -> asyncio.Task[Any]:
+        """Run ``coroutine`` in the background."""
+        task = asyncio.get_running_loop().create_task(coroutine)
+        self.add(task)
+        task.add_done_callback(self.discard)
+        return task
 
 
 class LoopWatch:

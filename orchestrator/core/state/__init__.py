@@ -12,7 +12,6 @@ from orchestrator.core.state.fleet import (
     worker_number,
 )
 from orchestrator.core.state.network import CONTROLLER, Link, Network, Pair
-from orchestrator.core.state.reads import Reads
 from orchestrator.core.state.run import (
     ACTIVE,
     EDGES,
@@ -20,6 +19,7 @@ from orchestrator.core.state.run import (
     Cause,
     MutableRunState,
     Phase,
+    Reads,
     RunOutcome,
     RunState,
     describe,

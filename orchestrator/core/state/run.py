@@ -18,7 +18,6 @@ from orchestrator.core.state.attempt import Attempt, FrozenAttempt
 from orchestrator.core.state.fleet import Fleet, FrozenFleet, Node, Offer, Worker, WorkerStatus
 from orchestrator.core.state.frozen import Frozen, Part
 from orchestrator.core.state.network import Network
-from orchestrator.core.state.reads import FrozenReads, Reads
 from orchestrator.policies import Fault, FaultKind, FaultsSeen, Refused, Sharing, UserError
 from ucp_core.layout import ParallelLayout
 from workers.protocol import Pace, Source
@@ -64,6 +63,33 @@ class RunOutcome(StrEnum):
     FAILED = "failed"
     #: Too few workers could be had for too long.
     NO_CAPACITY = "no_capacity"
+
+
+@dataclass(eq=False)
+class Reads(Part):
+    """What was asked of keepers and storage since the last attempt started, by ``ReadCommitted``.
+
+    Attributes:
+        num: How many reads there were in the whole run: the number of the newest.
+        pending: How many of those, the newest ones, have no answer.
+        final_from: Number of the first read after the last member had left.
+        memory_from: Number of the first read after the last loss of a node.
+        bad_from: Number of the first read that leaves out all that is bad, and who is not reached.
+        stored_from: Number of the first read after the newest commit in storage was reported.
+        seen: Whether the newest answer can be relied on.
+    """
+
+    num: int = 0
+    pending: int = 0
+    final_from: int = 0
+    memory_from: int = 0
+    bad_from: int = 0
+    stored_from: int = 0
+    seen: bool = False
+
+
+class FrozenReads(Frozen, Reads):
+    """Reads as a value."""
 
 
 @dataclass(frozen=True, slots=True)

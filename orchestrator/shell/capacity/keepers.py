@@ -15,7 +15,7 @@ from orchestrator.shell.capacity.nodes import Nodes
 from orchestrator.shell.capacity.probes import PROBE_S, accepts
 from orchestrator.shell.clock import wall_time
 from orchestrator.shell.inbox import Inbox
-from orchestrator.shell.tasks import Tasks
+from orchestrator.shell.threads import Tasks
 from workers.protocol import Ending
 
 #: A keeper that is being started again is called this often.

@@ -19,8 +19,7 @@ from orchestrator.shell.capacity.node_view import NodeView, view_of
 from orchestrator.shell.capacity.notices import Notices
 from orchestrator.shell.capacity.probes import accepts, is_silent
 from orchestrator.shell.inbox import Inbox
-from orchestrator.shell.tasks import Tasks
-from orchestrator.shell.threads import RAY, in_thread
+from orchestrator.shell.threads import RAY, Tasks, in_thread
 from workers.keeper import hung_up
 from workers.protocol import LEASE_S, Notice
 

@@ -22,7 +22,7 @@ from orchestrator.shell.capacity.actors import ActorPool, answer
 from orchestrator.shell.capacity.keepers import Keepers
 from orchestrator.shell.capacity.nodes import Nodes
 from orchestrator.shell.inbox import Inbox
-from orchestrator.shell.tasks import Tasks
+from orchestrator.shell.threads import Tasks
 from workers import protocol
 
 _HOW = {
