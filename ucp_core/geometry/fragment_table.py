@@ -309,7 +309,8 @@ def merged(tables: Sequence[Table]) -> Table:
     shifts[:, FILE], shifts[:, FIRST_BLOCK] = num_files[:-1], num_blocks[:-1]
     tensor = np.concatenate([n[t.tensor_of] for t, n in zip(tables, numbers, strict=True)])
     bounds = np.concatenate([_filled_up(table.bounds, tensors.ndim) for table in tables])
-    order = box_order(tensor, bounds)
+    # By tensor, and then by box.
+    order = np.lexsort((*reversed(columns_of(bounds)), tensor))
     places = np.concatenate([t.places + shift for t, shift in zip(tables, shifts, strict=True)])
     return Table(
         tensors,
@@ -324,12 +325,6 @@ def merged(tables: Sequence[Table]) -> Table:
 def columns_of(bounds: Numbers) -> list[Numbers]:
     """Return the bounds of boxes as columns, in the order in which boxes compare."""
     return [bounds[:, side, dim] for side in (START, STOP) for dim in range(bounds.shape[2])]
-
-
-def box_order(tensor: Numbers, bounds: Numbers) -> Numbers:
-    """Return the order of rows by tensor, and then by box."""
-    order: Numbers = np.lexsort((*reversed(columns_of(bounds)), tensor))
-    return order
 
 
 def _merged_tensors(tables: Sequence[Table]) -> tuple[TableTensors, list[Numbers]]:

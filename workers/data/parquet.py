@@ -114,12 +114,10 @@ class ParquetRows:
                 f"{file.url}: row group {group} cannot be read: {error}", path=file.url
             ) from error
         self._cache[place] = table
-        while len(self._cache) > 1 and self._held_bytes() > self._cache_bytes:
-            self._cache.popitem(last=False)
+        held_bytes = sum(each.nbytes for each in self._cache.values())
+        while len(self._cache) > 1 and held_bytes > self._cache_bytes:
+            held_bytes -= self._cache.popitem(last=False)[1].nbytes
         return table
-
-    def _held_bytes(self) -> int:
-        return sum(table.nbytes for table in self._cache.values())
 
 
 def _value(scalar: Any) -> Any:

@@ -103,11 +103,6 @@ class Model:
         default_factory=lambda: defaultdict(list)
     )
 
-    @property
-    def has_expert_ranks(self) -> bool:
-        """Return whether there are expert-parallel ranks."""
-        return any(chunk.expert for chunk in self.chunks)
-
     def number_layers(self) -> None:
         """Give layers their numbers in the whole model: every chunk counts from 0."""
         counts: dict[tuple[int, int], int] = {}
@@ -161,11 +156,6 @@ class Model:
             shards.add_rows(key, place.rank, part, first, self.experts.total or 0)
         else:
             shards.add_ref(key, place.rank, ref)
-
-    def chunks_of(self, saved: RankFile) -> list[ModelPart]:
-        """Return the parts of the model that a rank's file has."""
-        place = saved.rank, saved.expert
-        return [chunk for chunk in self.chunks if (chunk.rank, chunk.expert) == place]
 
 
 def _shifted(name: str, offset: int) -> str:
@@ -239,12 +229,14 @@ class _Part(NamedTuple):
 
 def _parts(saved: RankFile, model: Model) -> list[_Part]:
     """Return the optimizers of a rank that other ranks do not repeat."""
-    trees, chunks = saved.tree.get("optimizer"), model.chunks_of(saved)
+    trees = saved.tree.get("optimizer")
     if trees is None:
         return []
+    chunks = [c for c in model.chunks if (c.rank, c.expert) == (saved.rank, saved.expert)]
+    has_expert_ranks = any(chunk.expert for chunk in model.chunks)
     trees = trees if isinstance(trees, list) else [trees]
     # A stage without experts has one optimizer where others chain two.
-    is_chained = model.has_expert_ranks and has_experts(saved.tree, saved.file)
+    is_chained = has_expert_ranks and has_experts(saved.tree, saved.file)
     if len(trees) == 1 and not is_chained:
         return [_Part(trees[0], (0, 1), chunks)] if saved.expert == 0 else []
     if len(trees) != len((False, True)) or not is_chained:

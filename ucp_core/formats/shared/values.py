@@ -107,11 +107,6 @@ def json_value(value: Any, store: Store, directory: str, where: str, *, exact: b
     return as_json(value, where=join(directory, where), tensor=tensor, exact=exact)
 
 
-def bytes_of_number(value: float, dtype: str) -> bytes:
-    """Return the bytes of a tensor of one number."""
-    return struct.pack(f"<{_FORMATS[dtype]}", value)
-
-
 def whole_tensor(
     key: TensorKey, ref: TensorRef, shape: tuple[int, ...] | None = None
 ) -> TensorEntry:
@@ -181,7 +176,7 @@ def restored(value: Any) -> Any:
         case {"dtype": str(dtype), "shape": list(shape), "base64": str(text), **rest} if not rest:
             return TensorData.of_bytes(dtype, tuple(shape), b64decode(text))
         case {"dtype": str(dtype), "shape": [], "value": number, **rest} if not rest:
-            return TensorData.of_bytes(dtype, (), bytes_of_number(number, dtype))
+            return TensorData.of_bytes(dtype, (), struct.pack(f"<{_FORMATS[dtype]}", number))
         case {"base64": str(text), **rest} if not rest:
             return b64decode(text)
         case {"tuple": list(items), **rest} if not rest:

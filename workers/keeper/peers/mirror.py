@@ -107,7 +107,8 @@ class Mirror(Replication):
         if target is None:
             return False
         try:
-            return _holds(target, source) or self._read(name, source, target, listed.kept)
+            is_there = any(_content(held) == _content(source) for held in target.versions())
+            return is_there or self._read(name, source, target, listed.kept)
         except ValueError:
             # The arena was freed meanwhile: the next listing shows it.
             return False
@@ -179,21 +180,16 @@ class Mirrors:
         for each in wanted_now:
             if each not in self._running:
                 # If no thread can be started, a repeated order tries again.
-                self._running[each] = self._started(each)
-
-    def _started(self, each: Peer | ParityGroup) -> Replication:
-        if isinstance(each, Peer):
-            return Mirror(self._table, each, each.secret, self._on_problem, self._niceness)
-        return ParityMirror(self._table, each, self._on_problem, self._niceness)
+                common = self._on_problem, self._niceness
+                self._running[each] = (
+                    Mirror(self._table, each, each.secret, *common)
+                    if isinstance(each, Peer)
+                    else ParityMirror(self._table, each, *common)
+                )
 
     def stop(self) -> None:
         """Follow nothing any more; copies and parities stay."""
         self.follow(())
-
-
-def _holds(arena: Arena, source: Held) -> bool:
-    """Return whether a copy of ``source`` is there."""
-    return any(_content(held) == _content(source) for held in arena.versions())
 
 
 def _content(held: Held) -> tuple[int, ...]:
