@@ -52,12 +52,12 @@ from torch.distributed.tensor import DTensor, Shard
 from tests.benchmarks.bench_snapshot import EXTRA, RUN_S_MAX, keeper
 from tests.benchmarks.common import load_average, paired
 from tests.benchmarks.decoder_parts import NUM_WORKERS, DecoderPart, assignment
+from tests.support.filling import FilledStore
 from tests.support.node_memory import NodeProcess, newest
 from tests.support.ranks import Place, running
 from ucp_core.native import Checkpoint, RankSaver, load
 from workers.keeper import MemorySources
 from workers.memory import (
-    ArenaStore,
     LocalPart,
     descriptor_socket,
     open_arena,
@@ -104,7 +104,7 @@ def fill_memory(door: Path, megabytes: int) -> None:
             block_bytes=BLOCK_BYTES,
         )
         saver.save(
-            ArenaStore(arena, buffer),
+            FilledStore(arena, buffer),
             "",
             step=1,
             data=[tensors[index].data for index in saver.order],

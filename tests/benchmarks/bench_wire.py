@@ -31,6 +31,7 @@ from typing import Any
 import numpy as np
 
 from tests.benchmarks.common import spread
+from tests.support.filling import FilledStore
 from ucp_core.geometry import Box
 from ucp_core.native import LocalTensor, load, save_rank
 from workers.keeper.arena_table import ArenaTable
@@ -39,7 +40,7 @@ from workers.keeper.peers.client import RemotePart, WireClient
 from workers.keeper.peers.frames import Listing
 from workers.keeper.peers.mirror import Mirrors
 from workers.keeper.peers.server import WireServer
-from workers.memory import Arena, ArenaStore, Part, descriptor_socket, notify, open_version
+from workers.memory import Arena, Part, descriptor_socket, notify, open_version
 from workers.protocol import Peer
 
 SECRET = b"of this benchmark"
@@ -75,7 +76,7 @@ def save(arena: Arena, size_bytes: int, rank: int) -> None:
     buffer = arena.choose(())
     arena.begin(buffer, attempt=1, step=1, rank=rank, world_size=len(RANKS))
     save_rank(
-        ArenaStore(arena, buffer), "step", step=1, attempt=1, rank=rank, world_size=len(RANKS),
+        FilledStore(arena, buffer), "step", step=1, attempt=1, rank=rank, world_size=len(RANKS),
         tensors=tensors(size_bytes, rank, len(RANKS)), extra={}, param_groups=[], source={},
         fsync=False,
     )  # fmt: skip

@@ -7,10 +7,11 @@ from typing import TypeAlias
 
 import numpy as np
 
+from tests.support.filling import FilledStore
 from ucp_core.geometry import Box
 from ucp_core.lineage import Lineage
 from ucp_core.native import LocalTensor, load, save_rank
-from workers.memory import Arena, ArenaStore, Part, open_version
+from workers.memory import Arena, Part, open_version
 from workers.protocol import Held
 
 State: TypeAlias = Mapping[str, np.ndarray]
@@ -60,7 +61,7 @@ def write_version(
     buffer = arena.choose(lineage, kept=kept)
     arena.begin(buffer, attempt=attempt, step=step, rank=rank, world_size=world_size)
     save_rank(
-        ArenaStore(arena, buffer),
+        FilledStore(arena, buffer),
         f"step-{step:08d}",
         step=step,
         attempt=attempt,

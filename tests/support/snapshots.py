@@ -8,10 +8,11 @@ from collections.abc import Callable, Iterable, Sequence
 
 import numpy as np
 
+from tests.support.filling import FilledStore
 from ucp_core.geometry import Box
 from ucp_core.native import LocalTensor, checkpoint_name, save_rank
 from ucp_core.storage import Buffer, MemoryStore
-from workers.memory import Arena, ArenaStore
+from workers.memory import Arena
 from workers.protocol import Held
 
 ROWS = 4096
@@ -64,7 +65,7 @@ def snapshot(
     buffer = arena.choose(lineage)
     arena.begin(buffer, attempt=attempt, step=step, rank=rank, world_size=world)
     save_rank(
-        ArenaStore(arena, buffer),
+        FilledStore(arena, buffer),
         checkpoint_name(step),
         step=step,
         attempt=attempt,

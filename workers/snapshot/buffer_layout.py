@@ -9,7 +9,7 @@ each of them another thread would take the interpreter from training
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Final
 
@@ -19,7 +19,7 @@ from torch import Tensor
 
 from ucp_core.native import LocalTensor, RankSaver
 from ucp_core.numerics import crc32
-from workers.memory import NUM_BUFFERS, Arena
+from workers.memory import NUM_BUFFERS, Arena, ArenaStore
 from workers.protocol import Assignment
 from workers.state import StateEntry
 
@@ -117,6 +117,26 @@ class BufferLayout:
                 start += size
             self.data.append(data)
             self.views.append(views)
+
+    def complete(
+        self,
+        arena: Arena,
+        buffer: int,
+        state: Captured,
+        blocks: Sequence[Sequence[int]],
+        check: Callable[[], None],
+    ) -> None:
+        """Write the record of what was captured, with its checksums; see ``ArenaStore``."""
+        self.saver.save(
+            ArenaStore(arena, buffer, check=check),
+            "",
+            step=state.step,
+            data=self.data[buffer],
+            extra=state.extra,
+            param_groups=state.param_groups,
+            fsync=False,
+            blocks=blocks,
+        )
 
     def tensors(self, buffer: int) -> list[LocalTensor]:
         """Return the tensors as they lie in a buffer."""

@@ -18,7 +18,7 @@ from typing import Final
 from torch import Tensor
 
 from workers.errors import ArenaError
-from workers.memory import Arena, ArenaStore, SnapshotMemory, guard_name
+from workers.memory import Arena, SnapshotMemory, guard_name
 from workers.protocol import Assignment
 from workers.snapshot.buffer_layout import BLOCK_BYTES, BufferLayout, Captured
 from workers.state import StateEntry
@@ -109,16 +109,7 @@ class Guards:
                 sums = self._memory.checksums.of_blocks([data[i] for i in unknown], BLOCK_BYTES)
                 for place, found in zip(unknown, sums, strict=True):
                     blocks[place] = found
-                share.layout.saver.save(
-                    ArenaStore(share.arena, share.buffer, is_captured=True, check=check),
-                    "",
-                    step=state.step,
-                    data=data,
-                    extra=state.extra,
-                    param_groups=state.param_groups,
-                    fsync=False,
-                    blocks=blocks,
-                )
+                share.layout.complete(share.arena, share.buffer, state, blocks, check)
 
     def leave(self) -> None:
         """Stop writing into the memory."""

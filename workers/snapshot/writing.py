@@ -18,7 +18,7 @@ from typing import Final
 
 from ucp_core.native import LocalTensor
 from workers.errors import ArenaError
-from workers.memory import NUM_BUFFERS, Arena, ArenaStore, CopyStream, Credits, SnapshotMemory
+from workers.memory import NUM_BUFFERS, Arena, CopyStream, Credits, SnapshotMemory
 from workers.protocol import Assignment
 from workers.snapshot.buffer_layout import BLOCK_BYTES, BufferLayout, Captured, source_of
 from workers.snapshot.device import DeviceCopy
@@ -372,16 +372,7 @@ class SnapshotWriter:
         self._for_others.complete(state, check=self._check)
         # It is complete already if the fence came while another rank's share was completed.
         if self._arena.held(buffer) is None:
-            self._layout.saver.save(
-                ArenaStore(self._arena, buffer, is_captured=True, check=self._check),
-                "",
-                step=state.step,
-                data=data,
-                extra=state.extra,
-                param_groups=state.param_groups,
-                fsync=False,
-                blocks=blocks,
-            )
+            self._layout.complete(self._arena, buffer, state, blocks, self._check)
         if pin:
             # After the record: a pinned buffer is complete.
             self._arena.pin(buffer)
