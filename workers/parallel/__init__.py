@@ -16,7 +16,7 @@ if TYPE_CHECKING:
         shard_model,
     )
     from workers.parallel.mesh import Mesh, build_mesh
-    from workers.parallel.pipeline import PassHooks, Pipeline, StageModel, cut_stages, described
+    from workers.parallel.pipeline import PassHooks, Pipeline, StageModel, Stages
     from workers.parallel.tensor import ModelPlan, apply_tensor_plan
 
 __all__ = [
@@ -26,10 +26,9 @@ __all__ = [
     "PassHooks",
     "Pipeline",
     "StageModel",
+    "Stages",
     "apply_tensor_plan",
     "build_mesh",
-    "cut_stages",
-    "described",
     "drop_gathered",
     "fsdp_modules",
     "is_whole",

@@ -7,7 +7,7 @@ passes are open as there are stages).
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
@@ -24,60 +24,77 @@ from workers.parallel.tensor import ModelPlan
 from workers.parallel.torch_names import tree_map
 
 
-def cut_stages(
-    build: Callable[[], nn.Module], plan: ModelPlan, num_stages: int, number: int
-) -> list[nn.Module]:
-    """Return the stages up to ``number`` of a model, and that one again, on the meta device.
+class Stages:
+    """The stages of a model on the meta device: it becomes one of them for a while.
 
-    Args:
-        number: The last stage to return, twice: once to be sharded, once to be described.
+    So it is built once, and not once for each.
 
     Raises:
         TaskError: There is no plan, a parameter is in no stage or in several, or stages share one.
     """
-    with torch.device("meta"):
-        whole, stages = build(), [build() for _ in range(num_stages)]
-        again = build()
-    kind = type(whole).__name__
-    if plan.keep_stage is None:
-        raise LayoutRefusedError(
-            f"parallel.pp={num_stages}: model {kind} has no plan for it; give one, "
-            "session.model(build, plan=everstep.ModelPlan(keep_stage=...)), or write "
-            "parallel.pp: 1",
-            axis="pp",
-        )
-    for at, stage in enumerate(stages):
-        plan.keep_stage(stage, at, num_stages)
-    plan.keep_stage(again, number, num_stages)
-    _refuse_misfits(whole, stages)
-    return [*stages[: number + 1], again]
 
+    def __init__(self, whole: nn.Module, plan: ModelPlan, num_stages: int) -> None:
+        if plan.keep_stage is None:
+            raise LayoutRefusedError(
+                f"parallel.pp={num_stages}: model {type(whole).__name__} has no plan for it; give "
+                "one, session.model(build, plan=everstep.ModelPlan(keep_stage=...)), or write "
+                "parallel.pp: 1",
+                axis="pp",
+            )
+        self._whole, self._keep_stage, self._num_stages = whole, plan.keep_stage, num_stages
+        held: list[Collection[str]] = []
+        for number in range(num_stages):
+            with self._become(number):
+                held.append(_places(whole).keys())
+        _refuse_misfits(whole, held)
 
-def described(
-    stages: Sequence[nn.Module], args: Any, kwargs: Any, dtype: torch.dtype | None
-) -> list[tuple[Tensor, ...]]:
-    """Return what goes into each stage, and out of the last one, as tensors without values.
+    def keep(self, model: nn.Module, number: int) -> None:
+        """Remove from ``model``, which is like the whole one, what stage ``number`` lacks."""
+        self._keep_stage(model, number, self._num_stages)
 
-    Args:
-        stages: The first stages, on the meta device.
-        args: What the whole model is called with.
-        kwargs: Likewise, by name; every stage gets them.
-        dtype: The dtype that FSDP2 computes in; None for that of the parameters.
-    """
+    def described(
+        self, number: int, args: Any, kwargs: Any, dtype: torch.dtype | None
+    ) -> list[tuple[Tensor, ...]]:
+        """Return what goes into each stage up to ``number``, and out of that, without values.
 
-    def without_value(value: Any) -> Any:
-        if not isinstance(value, Tensor):
-            return value
-        of_dtype = dtype if value.is_floating_point() else None
-        return torch.empty_like(value, device="meta", dtype=of_dtype)
+        Args:
+            args: What the whole model is called with.
+            kwargs: Likewise, by name; every stage gets them.
+            dtype: The dtype that FSDP2 computes in; None for that of the parameters.
+        """
 
-    found: list[tuple[Tensor, ...]] = [tree_map(without_value, tuple(args))]
-    named = tree_map(without_value, kwargs)
-    with torch.no_grad():
-        for stage in stages:
-            returned = stage.to(dtype)(*found[-1], **named)
+        def without_value(value: Any) -> Any:
+            if not isinstance(value, Tensor):
+                return value
+            of_dtype = dtype if value.is_floating_point() else None
+            return torch.empty_like(value, device="meta", dtype=of_dtype)
+
+        found: list[tuple[Tensor, ...]] = [tree_map(without_value, tuple(args))]
+        named = tree_map(without_value, kwargs)
+        for each in range(number + 1):
+            with self._become(each), torch.no_grad():
+                returned = self._whole.to(dtype)(*found[-1], **named)
             found.append(returned if isinstance(returned, tuple) else (returned,))
-    return found
+        return found
+
+    @contextmanager
+    def _become(self, number: int) -> Iterator[None]:
+        """Have the whole model be a stage; what that changes in its modules is taken back."""
+        held = [
+            (module, {name: _copied(value) for name, value in vars(module).items()})
+            for module in self._whole.modules()
+        ]
+        try:
+            self.keep(self._whole, number)
+            yield
+        finally:
+            for module, attributes in held:
+                vars(module).clear()
+                vars(module).update(attributes)
+
+
+def _copied(value: Any) -> Any:
+    return value.copy() if isinstance(value, dict) else value
 
 
 class StageModel(nn.Module):
@@ -172,14 +189,13 @@ class Pipeline:
     """Runs passes through the stages. Every rank has one, and calls the same at the same time.
 
     Args:
-        stages: The stages up to this one, on the meta device.
         dtype: The dtype that activations have; None for that of the parameters.
     """
 
     def __init__(
         self,
         model: StageModel,
-        stages: Sequence[nn.Module],
+        stages: Stages,
         *,
         mesh: Mesh,
         device: torch.device,
@@ -226,12 +242,13 @@ class Pipeline:
         """Return a schedule for micro-batches of this number and shape."""
         model = self._model
         args, kwargs = model.called_with(lambda: loss_of(batches[0]))
-        *_, inputs, outputs = described(self._stages, args, kwargs, self._dtype)
+        number = self._mesh.stage
+        *_, inputs, outputs = self._stages.described(number, args, kwargs, self._dtype)
         passes = _Passes(model, outputs)
         # Given shapes, torch runs no pass of its own to find them.
         stage = _Stage(
             passes,
-            len(self._stages) - 1,
+            number,
             self._mesh.layout.pp,
             self._device,
             input_args=() if model.is_first else _differentiable(inputs),
@@ -340,15 +357,14 @@ def _differentiable(tensors: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
     return tuple(one.requires_grad_(one.is_floating_point()) for one in tensors)
 
 
-def _refuse_misfits(whole: nn.Module, stages: Sequence[nn.Module]) -> None:
-    """Raise ``TaskError`` unless each parameter is on one stage."""
-    kind, num_stages = type(whole).__name__, len(stages)
-    held = [_places(stage).keys() for stage in stages]
+def _refuse_misfits(whole: nn.Module, held: Sequence[Collection[str]]) -> None:
+    """Raise ``TaskError`` unless each parameter is on one stage; ``held`` is what each one has."""
+    kind, num_stages = type(whole).__name__, len(held)
     by_parameter: dict[int, list[str]] = {}
     for name, parameter in _places(whole).items():
         by_parameter.setdefault(id(parameter), []).append(name)
     for names in by_parameter.values():
-        on = [number for number, each in enumerate(held) if not each.isdisjoint(names)]
+        on = [number for number, each in enumerate(held) if any(name in each for name in names)]
         if len(names) > 1 and len(on) > 1:
             raise LayoutRefusedError(
                 f"parallel.pp={num_stages}: {' and '.join(names)} of model {kind} are one "

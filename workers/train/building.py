@@ -17,8 +17,8 @@ from workers.parallel import (
     ModelPlan,
     Pipeline,
     StageModel,
+    Stages,
     apply_tensor_plan,
-    cut_stages,
     local_shards,
     materialize,
     own_names,
@@ -63,7 +63,7 @@ def build_model(
     parameters = own_names(model.named_parameters())
     refuse_hooks(parameters)
     names = [name for name, _ in model.named_modules()]
-    stages: list[nn.Module] = []
+    stages: Stages | None = None
     if mesh.stages is not None:
         if averaged:
             raise LayoutRefusedError(
@@ -71,7 +71,10 @@ def build_model(
                 "pipeline several micro-batches are open at a time, and no buffer may change",
                 axis="pp",
             )
-        *stages, model = cut_stages(build, plan, mesh.layout.pp, mesh.stage)
+        stages = Stages(model, plan, mesh.layout.pp)
+        with torch.device("meta"):
+            model = build()
+        stages.keep(model, mesh.stage)
     apply_tensor_plan(model, mesh, plan, names)
     keeps_gathered = shard_model(
         model,
@@ -86,7 +89,7 @@ def build_model(
     elif device.type == "cpu":
         use_all_to_all(model)
     called, pipeline = model, None
-    if stages:
+    if stages is not None:
         called = StageModel(model, mesh.stage, mesh.layout.pp)
         dtype = torch.bfloat16 if settings.train.precision == "bf16" else None
         pipeline = Pipeline(called, stages, mesh=mesh, device=device, dtype=dtype)

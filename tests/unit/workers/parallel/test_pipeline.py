@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 from workers.errors import TaskError
 from workers.models import Decoder, resolve
-from workers.parallel import ModelPlan, StageModel, cut_stages, described
+from workers.parallel import ModelPlan, StageModel, Stages
 
 PLAN = ModelPlan(keep_stage=Decoder.keep_stage)
 
@@ -19,15 +19,22 @@ def decoder(**sizes: Any) -> Decoder:
     return Decoder(resolve("tiny", {"num_layers": 5, "tied": False, **sizes}))
 
 
+def on_meta(**sizes: Any) -> Decoder:
+    with torch.device("meta"):
+        return decoder(**sizes)
+
+
 def test_stages_have_every_parameter_under_its_own_name() -> None:
     """A checkpoint of stages is loaded by a whole model, and by another number of stages."""
-    names = [name for name, _ in decoder().named_parameters()]
+    whole = on_meta()
+    names = [name for name, _ in whole.named_parameters()]
     for num_stages in (2, 3, 5):
-        *stages, again = cut_stages(decoder, PLAN, num_stages, num_stages - 1)
-        held = [name for stage in stages for name, _ in stage.named_parameters()]
+        stages, held = Stages(whole, PLAN, num_stages), list[str]()
+        for number in range(num_stages):
+            stages.keep(stage := on_meta(), number)
+            held += [name for name, _ in stage.named_parameters()]
         assert sorted(held) == sorted(names)
-        assert [*again.state_dict()] == [*stages[-1].state_dict()]
-        assert all(parameter.is_meta for parameter in again.parameters())
+        assert [name for name, _ in whole.named_parameters()] == names
 
 
 def test_stages_one_after_another_are_the_whole_model() -> None:
@@ -43,9 +50,10 @@ def test_stages_one_after_another_are_the_whole_model() -> None:
 
 def test_activations_are_described_without_computing_them() -> None:
     """A stage must know the shape of what it receives before the first pass."""
-    *stages, _ = cut_stages(decoder, PLAN, 2, 1)
+    stages = Stages(on_meta(), PLAN, 2)
 
-    tokens, hidden, logits = described(stages, [torch.arange(12).reshape(2, 6)], {}, torch.bfloat16)
+    inputs = [torch.arange(12).reshape(2, 6)]
+    tokens, hidden, logits = stages.described(1, inputs, {}, torch.bfloat16)
 
     assert [tuple(one.shape) for (one,) in (tokens, hidden, logits)] == [
         (2, 6),
@@ -91,7 +99,7 @@ def test_a_model_that_stages_cannot_share_out_is_refused(
 ) -> None:
     """A parameter on two stages would be trained twice, and saved as one of them has it."""
     with pytest.raises(TaskError, match=told):
-        cut_stages(lambda: decoder(tied=tied), plan, 2, 0)
+        Stages(on_meta(tied=tied), plan, 2)
 
 
 def staged(number: int) -> StageModel:
