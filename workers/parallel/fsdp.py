@@ -30,7 +30,7 @@ SMALL_BYTES_MAX: Final = 64 << 20
 #: The modules in an outermost container of these types become one FSDP unit each.
 _BLOCK_CONTAINERS = (nn.ModuleDict, nn.ModuleList, nn.Sequential)
 #: The names of wrapped modules in their wrappers (torch 2.13, peft 0.21).
-_WRAPPERS: Final = re.compile(
+WRAPPERS: Final = re.compile(
     r"(?<![^.])(_orig_mod|_checkpoint_wrapped_module|base_layer)\.|^base_model\.model\."
 )
 
@@ -210,7 +210,7 @@ def own_names(named: Iterable[tuple[str, _T]]) -> dict[str, _T]:
     """
     found: dict[str, _T] = {}
     for name, value in named:
-        own = _WRAPPERS.sub("", name)
+        own = WRAPPERS.sub("", name)
         if own in found:
             raise TaskError(f"{name} has the name {own}, as another one; rename a module", fqn=own)
         found[own] = value

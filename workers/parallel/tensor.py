@@ -8,12 +8,13 @@ from fnmatch import fnmatchcase
 from typing import Any
 
 from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor.parallel import ParallelStyle, parallelize_module
-from torch.distributed.tensor.placement_types import Shard
 
 from workers.errors import LayoutRefusedError, TaskError
 from workers.parallel.fsdp import keeping_shared, own_names
+from workers.parallel.hub import cut_tensors
 from workers.parallel.mesh import Mesh
 
 
@@ -24,7 +25,7 @@ class ModelPlan:
     Attributes:
         tensor: A style of ``torch.distributed.tensor.parallel`` for each module that tensor
             parallelism cuts, by its name; ``*`` stands for one part of a name. Modules without one
-            are whole on every rank.
+            are whole on every rank. A model of ``transformers`` brings its own.
         keep_stage: Called with the whole model on the meta device, the number of a stage and their
             number; removes what that stage does not have, and renames nothing. A stage but the
             first is called with what the one before returned: tensors, of the same shape for every
@@ -52,36 +53,53 @@ def apply_tensor_plan(
     """
     if mesh.tensor is None:
         return
-    degree = mesh.layout.tp
-    kind = type(model).__name__
-    if not plan.tensor:
-        raise LayoutRefusedError(
-            f"parallel.tp={degree}: model {kind} has no plan for it; give one, "
-            "session.model(build, plan=everstep.ModelPlan(tensor={...})), or write parallel.tp: 1",
-            axis="tp",
-        )
-    unused = [each for each in plan.tensor if not any(_is_named(name, each) for name in names)]
+    with keeping_shared(model):
+        if plan.tensor:
+            _cut_by_styles(model, mesh.tensor, plan.tensor, names)
+        elif not cut_tensors(model, mesh.tensor):
+            raise LayoutRefusedError(
+                f"parallel.tp={mesh.layout.tp}: model {type(model).__name__} has no plan for it; "
+                "give one, session.model(build, plan=everstep.ModelPlan(tensor={...})), or write "
+                "parallel.tp: 1",
+                axis="tp",
+            )
+    _refuse_uneven(model, mesh)
+
+
+def _cut_by_styles(
+    model: nn.Module,
+    mesh: DeviceMesh,
+    styles: Mapping[str, ParallelStyle],
+    names: Collection[str],
+) -> None:
+    unused = [each for each in styles if not any(_is_named(name, each) for name in names)]
     if unused:
-        raise TaskError(f"plan: model {kind} has no module named {', '.join(unused)}")
+        raise TaskError(
+            f"plan: model {type(model).__name__} has no module named {', '.join(unused)}"
+        )
     here = [name for name, _ in model.named_modules()]
-    styles = {
+    used = {
         pattern: style
-        for pattern, style in plan.tensor.items()
+        for pattern, style in styles.items()
         if any(_is_named(name, pattern) for name in here)
     }
-    with keeping_shared(model):
-        parallelize_module(model, mesh.tensor, styles)
-    uneven = [
-        f"dim {placement.dim} of {name} {list(parameter.shape)}"
-        for name, parameter in sorted(own_names(model.named_parameters()).items())
-        if isinstance(parameter, DTensor)
-        for placement in parameter.placements
-        if isinstance(placement, Shard) and parameter.shape[placement.dim] % degree
-    ]
+    parallelize_module(model, mesh, used)
+
+
+def _refuse_uneven(model: nn.Module, mesh: Mesh) -> None:
+    """Raise ``LayoutRefusedError`` unless every tensor-parallel rank has as much of each tensor."""
+    sizes: dict[str, int] = {}
+    for name, parameter in sorted(own_names(model.named_parameters()).items()):
+        for cut in mesh.cuts_of(parameter) if isinstance(parameter, DTensor) else ():
+            if cut.axis == "tp":
+                what = f"dim {cut.dim} of {name} {list(parameter.shape)}"
+                sizes[what] = parameter.shape[cut.dim] // cut.num_pieces
+    degree = mesh.layout.tp
+    uneven = [what for what, size in sizes.items() if size % degree]
     if uneven:
+        fits = max(d for d in range(1, degree) if all(not size % d for size in sizes.values()))
         raise LayoutRefusedError(
-            f"parallel.tp={degree} does not divide {', '.join(uneven)}; choose a divisor of these "
-            "sizes",
+            f"parallel.tp={degree} does not divide {', '.join(uneven)}; write parallel.tp: {fits}",
             axis="tp",
         )
 

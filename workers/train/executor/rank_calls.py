@@ -17,8 +17,9 @@ from workers.train.executor.torch_names import ABOUT_RANKS, distributed_c10d
 
 _REAL: Final = getattr(distributed_c10d, ABOUT_RANKS, None)
 _WITHIN: Final = ("torch.distributed.distributed_c10d", "torch.distributed.c10d_logger")
-#: FSDP and DTensor may ask. Dynamo asks when it compiles a forward pass that does.
-_OWN: Final = ("torch.", "workers.")
+#: FSDP, DTensor and tensor parallelism of ``transformers`` may ask. Dynamo asks when it compiles a
+#: forward pass that does.
+_OWN: Final = ("torch.", "workers.", "transformers.distributed.")
 _DYNAMO: Final = "torch._dynamo.variables."
 #: A module says this if its result is the same for any number of ranks.
 _DECLARED: Final = "depends_on_ranks"

@@ -1,0 +1,181 @@
+"""Models of ``transformers`` bring their own plan: tensor parallelism and stages."""
+
+from __future__ import annotations
+
+import zlib
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor, distribute_tensor
+
+from tests.support.ranks import Place, running
+from ucp_core.layout import ParallelLayout
+from workers import collectives
+from workers.parallel import (
+    Mesh,
+    ModelPlan,
+    PassHooks,
+    Pipeline,
+    StageModel,
+    Stages,
+    apply_tensor_plan,
+    build_mesh,
+    fsdp_modules,
+    materialize,
+    own_names,
+    shard_model,
+)
+from workers.train.executor import RankCalls
+
+peft = pytest.importorskip("peft", reason="the extra hf is not installed")
+transformers = pytest.importorskip("transformers", reason="the extra hf is not installed")
+
+SIZES = {
+    "vocab_size": 64,
+    "hidden_size": 32,
+    "intermediate_size": 48,
+    "num_hidden_layers": 4,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "tie_word_embeddings": False,
+}
+#: The norms of queries and keys of Qwen3 see the heads of one rank. Mixtral routes in float32.
+KINDS: dict[str, tuple[str, dict[str, Any], float]] = {
+    "Llama": ("Llama", {}, 1e-9),
+    "Qwen3": ("Qwen3", {"head_dim": 8}, 1e-9),
+    "Mixtral": ("Mixtral", {"num_local_experts": 4}, 1e-6),
+    "adapters": ("Llama", {}, 1e-9),
+}
+MICRO_BATCHES = 3
+LAYOUTS = [ParallelLayout(tp=2), ParallelLayout(dp_shard=2, tp=2)]
+
+
+def build(kind: str) -> Any:
+    name, more, _ = KINDS[kind]
+    model = transformers.AutoModelForCausalLM.from_config(
+        getattr(transformers, f"{name}Config")(**SIZES, **more),
+        dtype=torch.float64,
+        experts_implementation="eager",
+    )
+    if kind == "adapters":
+        # A cut of rows, one of columns, a matrix that is gathered, a trained copy.
+        chosen = peft.LoraConfig(
+            r=3,
+            target_modules=["q_proj", "down_proj", "embed_tokens"],
+            modules_to_save=["lm_head"],
+        )
+        model = peft.get_peft_model(model, chosen).double()
+    return model
+
+
+def fill(model: nn.Module, kind: str) -> None:
+    """Give every parameter a value by its name, whatever part of it is here."""
+    buffers = own_names(build(kind).named_buffers())
+    with torch.no_grad():
+        for name, buffer in own_names(model.named_buffers()).items():
+            buffer.copy_(buffers[name])
+        for name, parameter in own_names(model.named_parameters()).items():
+            seed = torch.Generator().manual_seed(zlib.crc32(name.encode()))
+            value = torch.randn(parameter.shape, generator=seed, dtype=torch.float64)
+            value = value * 0.2 + (1 if "norm" in name else 0)
+            if isinstance(parameter, DTensor):
+                placed = distribute_tensor(value, parameter.device_mesh, parameter.placements)
+                parameter.to_local().copy_(placed.to_local())
+            else:
+                parameter.copy_(value)
+
+
+def batches(data_rank: int) -> list[Tensor]:
+    generator = torch.Generator().manual_seed(data_rank)
+    return [torch.randint(0, 64, (2, 9), generator=generator) for _ in range(MICRO_BATCHES)]
+
+
+def loss_on(model: Any, tokens: Tensor) -> Tensor:
+    logits = model(input_ids=tokens, use_cache=False).logits[:, :-1].flatten(0, 1)
+    return nn.functional.cross_entropy(logits, tokens[:, 1:].flatten(), reduction="sum")
+
+
+def gathered(named: Any) -> dict[str, Any]:
+    return {
+        name: (one.grad.full_tensor() if isinstance(one.grad, DTensor) else one.grad).numpy()
+        for name, one in own_names(named).items()
+        if one.grad is not None
+    }
+
+
+def train(mesh: Mesh, kind: str) -> dict[str, Any]:
+    """Return the gradients of this rank's stage, added up over micro-batches."""
+    with torch.device("meta"):
+        whole, model = build(kind), build(kind)
+    names, plan = [name for name, _ in whole.named_modules()], ModelPlan()
+    stages = Stages(whole, plan, mesh.layout.pp) if mesh.stages is not None else None
+    if stages is not None:
+        stages.keep(model, mesh.stage)
+    apply_tensor_plan(model, mesh, plan, names)
+    shard_model(model, mesh, precision="fp32", reshard_after_forward=True)
+    materialize(model, torch.device("cpu"))
+    fill(model, kind)
+    given, calls = batches(mesh.data_rank), RankCalls(model)
+    calls.begin()
+
+    def begin_backward(number: int) -> None:
+        for module in fsdp_modules(model):
+            module.set_requires_gradient_sync(number == len(given) - 1, recurse=False)
+
+    if stages is not None:
+        called = StageModel(model, mesh.stage, mesh.layout.pp)
+        hooks = PassHooks(
+            begin=lambda _: None, weigh=lambda _, loss: loss, begin_backward=begin_backward
+        )
+        pipeline = Pipeline(called, stages, mesh=mesh, device=torch.device("cpu"), dtype=None)
+        pipeline.train(given, lambda tokens: loss_on(called, tokens), hooks)
+    else:
+        for number, tokens in enumerate(given):
+            begin_backward(number)
+            loss_on(model, tokens).backward()
+    # transformers asks who the others are, and the results do not depend on them.
+    calls.refuse()
+    return gathered(model.named_parameters())
+
+
+def gradients(place: Place) -> dict[tuple[str, str], dict[str, Any]]:
+    """Return the gradients of each kind of model, for each layout that this rank is in."""
+    found: dict[tuple[str, str], dict[str, Any]] = {}
+    for attempt, layout in enumerate(LAYOUTS, 1):
+        if place.rank < layout.world_size:
+            collectives.form(**place.formation(attempt, layout.world_size))
+            mesh = build_mesh(layout, device_type="cpu", attempt=attempt, rank=place.rank)
+            found |= {(str(layout), kind): train(mesh, kind) for kind in KINDS}
+            collectives.leave()
+    return found
+
+
+@pytest.fixture(scope="module")
+def of_ranks(tmp_path_factory: pytest.TempPathFactory) -> list[Any]:
+    """Return what each rank returns; each imports the libraries once for all layouts."""
+    with running(gradients, 4, tmp_path_factory.mktemp("ranks")) as ranks:
+        return ranks.results()
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("layout", LAYOUTS, ids=str)
+def test_gradients_are_those_of_one_process(
+    layout: ParallelLayout, kind: str, of_ranks: list[Any]
+) -> None:
+    """Added up over micro-batches: a sum of sums would count the first one several times."""
+    alone = build(kind)
+    fill(alone, kind)
+    for data_rank in range(layout.dp):
+        for tokens in batches(data_rank):
+            loss_on(alone, tokens).backward()
+    expected = gathered(alone.named_parameters())
+    found = [one[str(layout), kind] for one in of_ranks[: layout.world_size]]
+
+    assert {name for of_rank in found for name in of_rank} == set(expected)
+    for of_rank in found:
+        for name, gradient in of_rank.items():
+            atol = KINDS[kind][2] * np.abs(expected[name]).max()
+            np.testing.assert_allclose(gradient, expected[name], 0, atol, err_msg=name)

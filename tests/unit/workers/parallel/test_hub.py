@@ -1,0 +1,100 @@
+"""What a model of ``transformers`` says of its own parts; torch's fake group is the other ranks."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch.testing._internal.distributed.fake_pg import FakeStore
+
+from ucp_core.layout import ParallelLayout
+from workers.errors import TaskError
+from workers.parallel import (
+    ModelPlan,
+    apply_tensor_plan,
+    build_mesh,
+    local_shards,
+    materialize,
+    shard_model,
+)
+
+peft = pytest.importorskip("peft", reason="the extra hf is not installed")
+transformers = pytest.importorskip("transformers", reason="the extra hf is not installed")
+
+SIZES = {
+    "vocab_size": 64,
+    "hidden_size": 32,
+    "intermediate_size": 48,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+}
+
+
+@pytest.fixture(autouse=True)
+def group() -> Iterator[None]:
+    yield
+    if dist.is_initialized():
+        dist.destroy_process_group()
+
+
+def on_meta(kind: str, adapters: dict[str, Any] | None = None, **more: Any) -> Any:
+    config = getattr(transformers, f"{kind}Config")(**{**SIZES, **more})
+    with torch.device("meta"):
+        model = transformers.AutoModelForCausalLM.from_config(config, dtype=torch.float32)
+        return peft.get_peft_model(model, peft.LoraConfig(**adapters)) if adapters else model
+
+
+def cut(model: Any, layout: ParallelLayout, rank: int = 0) -> Any:
+    dist.init_process_group("fake", store=FakeStore(), rank=rank, world_size=layout.world_size)
+    mesh = build_mesh(layout, device_type="cpu", attempt=1, rank=rank)
+    apply_tensor_plan(model, mesh, ModelPlan(), [name for name, _ in model.named_modules()])
+    shard_model(model, mesh, precision="fp32", reshard_after_forward=True)
+    materialize(model, torch.device("cpu"))
+    return {shard.fqn: shard for shard in local_shards(model, mesh)}
+
+
+def test_a_fused_weight_of_experts_is_cut_in_each_of_its_parts() -> None:
+    """Rows of gates and rows of ups: a rank has a slice of each, of the experts of its shard."""
+    model = on_meta("Mixtral", num_local_experts=4, tie_word_embeddings=True)
+
+    shards = cut(model, ParallelLayout(dp_shard=2, tp=2), rank=3)
+
+    fused = shards["model.layers.0.mlp.experts.gate_up_proj"]
+    assert [(box.start, box.stop) for box in fused.boxes] == [
+        ((2, 24, 0), (4, 48, 32)),
+        ((2, 72, 0), (4, 96, 32)),
+    ]
+    assert fused.replicas == (3,)
+    assert model.lm_head.weight is model.model.embed_tokens.weight
+    assert shards["model.embed_tokens.weight"].local.shape == (16, 32)
+    assert shards["model.norm.weight"].replicas == (2, 3)
+
+
+@pytest.mark.parametrize(
+    ("kind", "adapters", "more", "told"),
+    [
+        (
+            "Llama", None, {},
+            r"tp=4 does not divide the 2 heads of .*\.self_attn\.k_proj, .*; write parallel\.tp: 2",
+        ),
+        (
+            "Llama", None, {"num_key_value_heads": 4, "intermediate_size": 50},
+            r"tp=4 does not divide dim 1 of .*0\.mlp\.down_proj\.weight .*; write parallel\.tp: 2",
+        ),
+        (
+            "Llama", {"target_modules": ["k_proj"], "use_dora": True}, {"num_key_value_heads": 4},
+            r"tp=4: .*k_proj\.lora_magnitude_vector\.default of peft cannot be cut",
+        ),
+        ("GPT2", None, {}, r"tp=4: model GPT2LMHeadModel has no plan .* parallel\.tp: 1"),
+    ],
+)  # fmt: skip
+def test_a_model_that_cannot_be_cut_is_refused_with_what_works(
+    kind: str, adapters: dict[str, Any] | None, more: dict[str, Any], told: str
+) -> None:
+    """A rank with half of an attention head would fail in a view of the first forward pass."""
+    with pytest.raises(TaskError, match=told):
+        cut(on_meta(kind, adapters, **more), ParallelLayout(tp=4))

@@ -1,0 +1,154 @@
+"""Models of ``transformers`` bring their own plan: what tensor parallelism cuts, and the stages.
+
+Adapters of ``peft`` are cut as the matrices that they change. Written for transformers 5.24.
+"""
+
+from __future__ import annotations
+
+import re
+import sys
+from collections.abc import Iterator, Mapping
+from typing import Any, Final
+
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor, Partial, Replicate
+
+from workers.errors import LayoutRefusedError
+from workers.parallel.fsdp import WRAPPERS
+
+#: Styles of ``transformers`` with which a module takes and returns whole tensors.
+_WHOLE: Final = {
+    "colwise_gather_output", "colwise_rep", "embedding_colwise", "embedding_rowwise", "replicate",
+    "rowwise_rep", "rowwise_split_input",
+}  # fmt: skip
+#: The adapter of a matrix that has the style, too. The other one is whole.
+_CUT_ADAPTERS: Final = {
+    "colwise": "lora_B", "packed_colwise": "lora_B", "rowwise": "lora_A", "packed_rowwise": "lora_A"
+}  # fmt: skip
+_ADAPTER: Final = re.compile(r"(.+)\.(lora_[^.]+)\..+")
+_NUMBER: Final = re.compile(r"(?<=\.)\d+(?=\.|$)")
+
+
+def cut_tensors(model: nn.Module, mesh: DeviceMesh) -> bool:
+    """Cut the models of ``transformers`` in ``model``, on the meta device, by their own plans.
+
+    Returns:
+        Whether there is a plan.
+
+    Raises:
+        LayoutRefusedError: Attention heads or adapters cannot be cut.
+    """
+    found = [one for one in pretrained(model) if getattr(one, "tp_plan", None)]
+    for one in found:
+        # The module inside of a wrapper comes last, and has the name that both would have.
+        named = {WRAPPERS.sub("", f"{name}.")[:-1]: each for name, each in one.named_modules()}
+        _refuse_heads(named, one.tp_plan, mesh.size())
+        for module, styles in _styles(named, one.tp_plan, mesh.size()).items():
+            if "mla_kv_a_proj" in styles.values():
+                module.config = one.config.get_text_config()
+            for name, style in styles.items():
+                _apply(style, module, name, mesh)
+    return bool(found)
+
+
+def pretrained(model: nn.Module) -> Iterator[Any]:
+    """Yield the models of ``transformers`` in ``model`` that are not a part of another one."""
+    transformers: Any = sys.modules.get("transformers")
+    if transformers is None:
+        return
+    if isinstance(model, transformers.PreTrainedModel):
+        yield model
+        return
+    for child in model.children():
+        yield from pretrained(child)
+
+
+def _refuse_heads(named: Mapping[str, nn.Module], plan: Mapping[str, str], degree: int) -> None:
+    """Raise ``LayoutRefusedError`` if a rank would have parts of an attention head."""
+    heads: dict[str, int] = {}
+    for name, module in named.items():
+        size = getattr(named.get(name.rpartition(".")[0]), "head_dim", None)
+        features = getattr(module, "out_features", None)
+        generic = _NUMBER.sub("*", name)
+        if isinstance(size, int) and isinstance(features, int) and plan.get(generic) == "colwise":
+            heads[generic] = features // size
+    uneven = [f"the {number} heads of {name}" for name, number in heads.items() if number % degree]
+    if uneven:
+        fits = max(d for d in range(1, degree) if all(not one % d for one in heads.values()))
+        raise LayoutRefusedError(
+            f"parallel.tp={degree} does not divide {', '.join(uneven)}; write parallel.tp: {fits}",
+            axis="tp",
+        )
+
+
+def _styles(
+    named: Mapping[str, nn.Module], plan: Mapping[str, str], degree: int
+) -> dict[nn.Module, dict[str, str]]:
+    """Return for each module the style of its parameters, by name, and under "" its own one."""
+    found: dict[nn.Module, dict[str, str]] = {}
+    for name, module in named.items():
+        generic = _NUMBER.sub("*", name)
+        style = plan.get(generic)
+        adapter = _ADAPTER.fullmatch(generic)
+        if adapter is not None and any(True for _ in module.parameters(recurse=False)):
+            style = _adapter_style(name, adapter[2], plan.get(adapter[1]), degree)
+        if style and hasattr(module, "modules_to_save"):
+            # A trained copy beside the frozen original: both are whole.
+            style = _adapter_style(name, "modules_to_save", style, degree)
+        own = {
+            each: rule
+            for each, _ in module.named_parameters(recurse=False)
+            if (rule := plan.get(f"{generic}.{each}", style))
+        }
+        if style or own:
+            found[module] = own | ({"": style} if style else {})
+    return found
+
+
+def _adapter_style(name: str, adapter: str, style: str | None, degree: int) -> str | None:
+    """Return the style of an adapter, or of a part of one, of a module with ``style``."""
+    if style is None or style in _WHOLE:
+        return None
+    if style not in _CUT_ADAPTERS or adapter not in ("lora_A", "lora_B"):
+        raise LayoutRefusedError(
+            f"parallel.tp={degree}: {name} of peft cannot be cut as its base is ({style}); choose "
+            "other target_modules, or write parallel.tp: 1",
+            axis="tp",
+        )
+    return style if adapter == _CUT_ADAPTERS[style] else None
+
+
+def _apply(style: str, module: nn.Module, name: str, mesh: DeviceMesh) -> None:
+    """Cut a parameter of ``module``; or have it take and return parts, if ``name`` is ""."""
+    from transformers.distributed.parallel_utils import ALL_PARALLEL_STYLES
+
+    if style == "replicated_with_grad_allreduce":
+        if name:
+            _sum_gradient(module, name, mesh)
+    elif name:
+        ALL_PARALLEL_STYLES[style].shard_param(module, name, mesh)
+    else:
+        ALL_PARALLEL_STYLES[style].install_forward(module, mesh)
+
+
+def _sum_gradient(module: nn.Module, name: str, mesh: DeviceMesh) -> None:
+    """Have the gradients of a whole parameter be summed over the ranks, each of which has a part.
+
+    transformers sums what was added up so far after every backward pass, which counts all but the
+    last micro-batch several times. A DTensor is summed once, when FSDP2 reduces it.
+    """
+    parameter = module.get_parameter(name)
+    whole = DTensor.from_local(parameter.detach(), mesh, [Replicate()], run_check=False)
+    module.register_parameter(name, nn.Parameter(whole, requires_grad=parameter.requires_grad))
+    forward = module.forward
+
+    def with_local_values(*args: Any, **kwargs: Any) -> Any:
+        held: Any = module._parameters[name]  # noqa: SLF001
+        module._parameters[name] = held.to_local(grad_placements=[Partial()])  # noqa: SLF001
+        try:
+            return forward(*args, **kwargs)
+        finally:
+            module._parameters[name] = held  # noqa: SLF001
+
+    module.forward = with_local_values
