@@ -50,7 +50,12 @@ KINDS: dict[str, tuple[str, dict[str, Any], float]] = {
     "adapters": ("Llama", {}, 1e-9),
 }
 MICRO_BATCHES = 3
-LAYOUTS = [ParallelLayout(tp=2), ParallelLayout(dp_shard=2, tp=2)]
+LAYOUTS = [
+    ParallelLayout(tp=2),
+    ParallelLayout(pp=2),
+    ParallelLayout(dp_shard=2, tp=2),
+    ParallelLayout(tp=2, pp=2),
+]
 
 
 def build(kind: str) -> Any:

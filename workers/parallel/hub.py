@@ -7,10 +7,11 @@ from __future__ import annotations
 
 import re
 import sys
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from functools import partial
 from typing import Any, Final
 
-from torch import nn
+from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Partial, Replicate
 
@@ -27,6 +28,8 @@ _CUT_ADAPTERS: Final = {
     "colwise": "lora_B", "packed_colwise": "lora_B", "rowwise": "lora_A", "packed_rowwise": "lora_A"
 }  # fmt: skip
 _ADAPTER: Final = re.compile(r"(.+)\.(lora_[^.]+)\..+")
+#: Names of what only the head of a model takes, with which a loss is computed.
+_OF_HEAD: Final = {"labels", "logits_to_keep", "num_items_in_batch", "return_dict", "shift_labels"}
 _NUMBER: Final = re.compile(r"(?<=\.)\d+(?=\.|$)")
 
 
@@ -39,10 +42,14 @@ def cut_tensors(model: nn.Module, mesh: DeviceMesh) -> bool:
     Raises:
         LayoutRefusedError: Attention heads or adapters cannot be cut.
     """
-    found = [one for one in pretrained(model) if getattr(one, "tp_plan", None)]
+    found = [one for one in _pretrained(model) if getattr(one, "tp_plan", None)]
     for one in found:
         # The module inside of a wrapper comes last, and has the name that both would have.
-        named = {WRAPPERS.sub("", f"{name}.")[:-1]: each for name, each in one.named_modules()}
+        named = {
+            WRAPPERS.sub("", f"{name}.")[:-1]: module
+            for name, module in one.named_modules()
+            if not isinstance(module, _Absent)
+        }
         _refuse_heads(named, one.tp_plan, mesh.size())
         for module, styles in _styles(named, one.tp_plan, mesh.size()).items():
             if "mla_kv_a_proj" in styles.values():
@@ -52,7 +59,113 @@ def cut_tensors(model: nn.Module, mesh: DeviceMesh) -> bool:
     return bool(found)
 
 
-def pretrained(model: nn.Module) -> Iterator[Any]:
+def has_stages(model: nn.Module) -> bool:
+    """Return whether ``keep_stage`` can cut ``model``: one of ``transformers``, or ``peft``'s."""
+    found = list(_pretrained(model))
+    is_around = model in found or type(model).__module__.startswith("peft.")
+    return is_around and len(found) == 1 and bool(getattr(found[0], "pp_plan", None))
+
+
+def keep_stage(model: nn.Module, number: int, num_stages: int) -> None:
+    """Remove from a model of ``transformers`` what a pipeline stage does not have.
+
+    Modules that its forward pass calls stay under their names, and do nothing.
+
+    Raises:
+        LayoutRefusedError: There are more stages than layers, or the loss needs the routers of all stages.
+    """
+    (inner,) = _pretrained(model)
+    plan = {name: (inner.get_submodule(name), takes) for name, (takes, _) in inner.pp_plan.items()}
+    layers: Any = next(one for one, _ in plan.values() if isinstance(one, nn.ModuleList))
+    _refuse_stages(inner, len(layers), num_stages)
+    is_last = number == num_stages - 1
+    kept = range(len(layers) * number // num_stages, len(layers) * (number + 1) // num_stages)
+    for at in set(range(len(layers))).difference(kept):
+        layers[at] = _Absent()
+    for name, (module, takes) in plan.items():
+        is_after = "hidden_states" in takes
+        if module is not layers and (not is_last if is_after else number > 0):
+            inner.set_submodule(name, _Absent())
+    base = inner.base_model
+    if not is_last:
+        for name, _ in list(inner.named_children()) if base is not inner else ():
+            if inner.get_submodule(name) is not base:
+                inner.set_submodule(name, _Absent())
+        inner.forward = partial(_hidden_states, base.forward if base is inner else base)
+    embed = inner.get_input_embeddings() if number == 0 else None
+    before = layers[kept.start - 1] if number else None
+    model.forward = partial(_stage_forward, model.forward, embed, before)
+
+
+class _Absent(nn.Module):
+    """Stands for a module of another stage; the last one before a stage gives what it receives."""
+
+    received: Tensor | None = None
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        """Return the first argument, or what the stage has received."""
+        if self.received is not None:
+            return self.received
+        return args[0] if args else next(iter(kwargs.values()))
+
+
+def _stage_forward(
+    forward: Callable[..., Any],
+    embed: nn.Module | None,
+    before: _Absent | None,
+    given: Tensor | None = None,
+    /,
+    **kwargs: Any,
+) -> Any:
+    """Compute a stage: the first one gets token ids, others hidden states.
+
+    On the meta device only the shape is wanted, and layers keep it: a mask would need values.
+    """
+    kwargs["use_cache"] = False
+    if embed is not None:
+        first = given if given is not None else kwargs.get("input_ids")
+        if first is not None and first.is_meta:
+            return embed(first)
+        return forward(**kwargs) if given is None else forward(given, **kwargs)
+    assert before is not None, "a stage but the first has layers before it"
+    assert given is not None, "it receives hidden states"
+    if given.is_meta:
+        return given
+    kwargs.pop("input_ids", None)
+    # What the model does between embedding and layers was done by the first stage.
+    before.received = given
+    try:
+        return forward(inputs_embeds=given, **kwargs)
+    finally:
+        before.received = None
+
+
+def _hidden_states(base: Callable[..., Any], *args: Any, **kwargs: Any) -> Tensor:
+    """Return what the last layer of a stage gives, as the head would get it."""
+    named = {name: value for name, value in kwargs.items() if name not in _OF_HEAD}
+    hidden: Tensor = base(*args, **named).last_hidden_state
+    return hidden
+
+
+def _refuse_stages(model: Any, num_layers: int, num_stages: int) -> None:
+    config, kind = model.config.get_text_config(), type(model).__name__
+    if num_stages > num_layers:
+        raise LayoutRefusedError(
+            f"parallel.pp={num_stages} is more than the {num_layers} layers of model {kind}; write "
+            f"parallel.pp: {num_layers}",
+            axis="pp",
+        )
+    weight = getattr(config, "router_aux_loss_coef", 0)
+    if weight and getattr(config, "output_router_logits", False):
+        raise LayoutRefusedError(
+            f"parallel.pp={num_stages}: the balancing loss of model {kind} "
+            f"(router_aux_loss_coef={weight:g}) needs the routers of all stages; set "
+            "output_router_logits to false in its configuration, or write parallel.pp: 1",
+            axis="pp",
+        )
+
+
+def _pretrained(model: nn.Module) -> Iterator[Any]:
     """Yield the models of ``transformers`` in ``model`` that are not a part of another one."""
     transformers: Any = sys.modules.get("transformers")
     if transformers is None:
@@ -61,7 +174,7 @@ def pretrained(model: nn.Module) -> Iterator[Any]:
         yield model
         return
     for child in model.children():
-        yield from pretrained(child)
+        yield from _pretrained(child)
 
 
 def _refuse_heads(named: Mapping[str, nn.Module], plan: Mapping[str, str], degree: int) -> None:

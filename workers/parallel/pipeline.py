@@ -18,6 +18,7 @@ from torch.distributed.pipelining import PipelineStage, Schedule1F1B, ScheduleGP
 from torch.distributed.pipelining.schedules import PipelineScheduleSingle
 
 from workers.errors import LayoutRefusedError, TaskError
+from workers.parallel import hub
 from workers.parallel.fsdp import own_names
 from workers.parallel.mesh import Mesh
 from workers.parallel.tensor import ModelPlan
@@ -34,14 +35,17 @@ class Stages:
     """
 
     def __init__(self, whole: nn.Module, plan: ModelPlan, num_stages: int) -> None:
-        if plan.keep_stage is None:
+        keep_stage = plan.keep_stage
+        if keep_stage is None and hub.has_stages(whole):
+            keep_stage = hub.keep_stage
+        if keep_stage is None:
             raise LayoutRefusedError(
                 f"parallel.pp={num_stages}: model {type(whole).__name__} has no plan for it; give "
                 "one, session.model(build, plan=everstep.ModelPlan(keep_stage=...)), or write "
                 "parallel.pp: 1",
                 axis="pp",
             )
-        self._whole, self._keep_stage, self._num_stages = whole, plan.keep_stage, num_stages
+        self._whole, self._keep_stage, self._num_stages = whole, keep_stage, num_stages
         held: list[Collection[str]] = []
         for number in range(num_stages):
             with self._become(number):
@@ -123,6 +127,13 @@ class StageModel(nn.Module):
                 axis="pp",
             )
         return self.stage(*received, **kwargs)
+
+    def __getattr__(self, name: str) -> Any:
+        """Return what the model has, such as the ``config`` of one of ``transformers``."""
+        try:
+            return super().__getattr__(name)
+        except AttributeError:
+            return getattr(super().__getattr__("stage"), name)
 
     def called_with(self, loss_of: Callable[[], Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
         """Return what ``loss_of`` calls the model with.
@@ -368,8 +379,8 @@ def _refuse_misfits(whole: nn.Module, held: Sequence[Collection[str]]) -> None:
         if len(names) > 1 and len(on) > 1:
             raise LayoutRefusedError(
                 f"parallel.pp={num_stages}: {' and '.join(names)} of model {kind} are one "
-                f"parameter on stages {', '.join(map(str, on))}; untie them (model.tied: false), "
-                "or write parallel.pp: 1",
+                f"parameter on stages {', '.join(map(str, on))}; untie them (model.tied: false, "
+                "or tie_word_embeddings=False of transformers), or write parallel.pp: 1",
                 axis="pp",
             )
         if len(on) != 1:

@@ -29,7 +29,7 @@ class ModelPlan:
         keep_stage: Called with the whole model on the meta device, the number of a stage and their
             number; removes what that stage does not have, and renames nothing. A stage but the
             first is called with what the one before returned: tensors, of the same shape for every
-            micro-batch.
+            micro-batch. A model of ``transformers`` needs none.
     """
 
     tensor: Mapping[str, ParallelStyle] = field(default_factory=dict)
