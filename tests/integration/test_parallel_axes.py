@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import itertools
 from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
@@ -12,7 +13,10 @@ import numpy as np
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor, distribute_tensor
+from torch.distributed.tensor.parallel import parallelize_module
 
 import ucp_core
 from tests.support.attempts import (
@@ -39,6 +43,7 @@ from workers.parallel import (
     ModelPlan,
     apply_tensor_plan,
     build_mesh,
+    fsdp_modules,
     local_shards,
     materialize,
     shard_model,
@@ -57,12 +62,26 @@ TP = ParallelLayout(tp=2)
 SHAPE = resolve("tiny", {})
 
 
-def built(mesh: Mesh, dtype: torch.dtype) -> nn.Module:
+STYLES = ModelPlan(tensor=tensor_plan())
+
+
+def parallelize(model: Decoder, mesh: Mapping[str, DeviceMesh]) -> None:
+    """Cut and wrap the layers, as functions of torchtitan do."""
+    if "tp" in mesh:
+        parallelize_module(model, mesh["tp"], tensor_plan())
+    for layer in model.layers.values():
+        fully_shard(layer, mesh=mesh["dp"])
+
+
+OWN = ModelPlan(parallelize=parallelize)
+
+
+def built(mesh: Mesh, dtype: torch.dtype, plan: ModelPlan = STYLES) -> nn.Module:
     """Return the reference decoder as an attempt builds it, with its initial values."""
     with torch.device("meta"):
         model: nn.Module = Decoder(SHAPE).to(dtype)
     names = [name for name, _ in model.named_modules()]
-    apply_tensor_plan(model, mesh, ModelPlan(tensor=tensor_plan()), names)
+    apply_tensor_plan(model, mesh, plan, names)
     shard_model(model, mesh, precision="fp32", reshard_after_forward=True)
     materialize(model, torch.device("cpu"))
     fill(model)
@@ -105,13 +124,18 @@ def gathered(named: Mapping[str, Tensor | None]) -> dict[str, Any]:
     }
 
 
-def gradients_over(layout: ParallelLayout, place: Place) -> dict[str, Any]:
+def gradients_over(layout: ParallelLayout, place: Place) -> list[dict[str, Any]]:
     collectives.form(**place.formation(1, layout.world_size))
     mesh = build_mesh(layout, device_type="cpu", attempt=1, rank=place.rank)
-    model = built(mesh, torch.float64)
-    # Data-parallel ranks have samples of their own, all others the same ones.
-    backward(model, number=mesh.data_rank)
-    found = gathered({name: one.grad for name, one in model.named_parameters()})
+    found = []
+    for plan in (STYLES, OWN):
+        model = built(mesh, torch.float64, plan)
+        # Data-parallel ranks have samples of their own, all others the same ones.
+        for number in (0, 1):
+            for module in fsdp_modules(model):
+                module.set_requires_gradient_sync(number == 1, recurse=False)
+            backward(model, number=2 * mesh.data_rank + number)
+        found.append(gathered({name: one.grad for name, one in model.named_parameters()}))
     collectives.leave()
     return found
 
@@ -123,10 +147,10 @@ def test_gradients_are_those_of_one_process(layout: ParallelLayout, tmp_path: Pa
         found = ranks.results()
     alone = Decoder(SHAPE).double()
     fill(alone)
-    for number in range(layout.dp):
+    for number in range(2 * layout.dp):
         backward(alone, number)
 
-    for of_rank in found:
+    for of_rank in itertools.chain(*found):
         assert set(of_rank) == {name for name, _ in alone.named_parameters()}
         for name, parameter in alone.named_parameters():
             assert parameter.grad is not None

@@ -101,7 +101,8 @@ def shard_model(
 
     Args:
         model: The model; each module in its outermost containers becomes one unit. An
-            ``nn.ModuleDict`` computes nothing: its modules are models of their own.
+            ``nn.ModuleDict`` computes nothing: its modules are models of their own. If a script
+            has made units of its own, all that is left becomes one.
         precision: "fp32", or "bf16" to compute in bfloat16; parameters and gradient sums stay
             float32.
         reshard_after_forward: Whether a unit's gathered parameters are dropped after its forward
@@ -121,8 +122,9 @@ def shard_model(
     size_bytes = sum(4 * parameter.numel() for parameter in model.parameters())
     is_small = size_bytes <= SMALL_BYTES_MAX
     whole = {one for one in model.parameters() if is_whole(tuple(one.shape))}
+    has_own = any(True for _ in fsdp_modules(model))
     for root in _roots(model):
-        for block in () if is_small else _blocks(root):
+        for block in () if is_small or has_own else _blocks(root):
             fully_shard(
                 block,
                 mesh=mesh.sharding,
@@ -130,6 +132,8 @@ def shard_model(
                 reshard_after_forward=reshard_after_forward,
                 ignored_params=whole,
             )
+        if isinstance(root, FSDPModule):
+            continue
         # The backward pass starts with the root's own parameters.
         fully_shard(
             root,
@@ -142,7 +146,7 @@ def shard_model(
         # Gradients are sums over tokens; the training step divides by the number of tokens.
         module.set_gradient_divide_factor(1.0)
         module.set_force_sum_reduction_for_comms(True)
-    return is_small or not reshard_after_forward
+    return not has_own and (is_small or not reshard_after_forward)
 
 
 def materialize(model: nn.Module, device: torch.device) -> None:

@@ -72,7 +72,8 @@ def keep_stage(model: nn.Module, number: int, num_stages: int) -> None:
     Modules that its forward pass calls stay under their names, and do nothing.
 
     Raises:
-        LayoutRefusedError: There are more stages than layers, or the loss needs the routers of all stages.
+        LayoutRefusedError: There are more stages than layers, or the loss needs the routers of all
+            stages.
     """
     (inner,) = _pretrained(model)
     plan = {name: (inner.get_submodule(name), takes) for name, (takes, _) in inner.pp_plan.items()}

@@ -30,10 +30,17 @@ class ModelPlan:
             number; removes what that stage does not have, and renames nothing. A stage but the
             first is called with what the one before returned: tensors, of the same shape for every
             micro-batch. A model of ``transformers`` needs none.
+        parallelize: Cuts the weights of a model, or of a stage, itself, as in torchtitan; instead
+            of ``tensor``. Called on every layout with the model on the meta device and the meshes
+            by name: ``tp`` if ``parallel.tp`` is above 1, and ``dp``, which it needs only for
+            ``fully_shard``. What it does not wrap so is wrapped afterwards. It leaves each
+            parameter a DTensor on these meshes, or plain and then equal on all ranks of ``tp``,
+            with equal gradients; a shared one shared. It makes no groups and no ``DDP``.
     """
 
     tensor: Mapping[str, ParallelStyle] = field(default_factory=dict)
     keep_stage: Callable[[Any, int, int], None] | None = None
+    parallelize: Callable[[Any, Mapping[str, DeviceMesh]], object] | None = None
 
 
 def apply_tensor_plan(
@@ -41,8 +48,8 @@ def apply_tensor_plan(
 ) -> None:
     """Cut the weights of ``model``, on the meta device, over the tensor-parallel ranks.
 
-    Does nothing if each weight is whole on a rank. Call it before ``shard_model``, which then
-    shards what is left.
+    Does nothing if each weight is whole on a rank, unless the plan has a function of its own. Call
+    it before ``shard_model``, which then shards what is left.
 
     Args:
         names: Names of all modules of the whole model.
@@ -51,12 +58,13 @@ def apply_tensor_plan(
         TaskError: There is no plan, a name in it is that of no module, or a weight cannot be cut
             into equal parts.
     """
-    if mesh.tensor is None:
-        return
     with keeping_shared(model):
-        if plan.tensor:
+        if plan.parallelize is not None:
+            cutting = {} if mesh.tensor is None else {"tp": mesh.tensor}
+            plan.parallelize(model, {"dp": mesh.sharding, **cutting})
+        elif mesh.tensor is not None and plan.tensor:
             _cut_by_styles(model, mesh.tensor, plan.tensor, names)
-        elif not cut_tensors(model, mesh.tensor):
+        elif mesh.tensor is not None and not cut_tensors(model, mesh.tensor):
             raise LayoutRefusedError(
                 f"parallel.tp={mesh.layout.tp}: model {type(model).__name__} has no plan for it; "
                 "give one, session.model(build, plan=everstep.ModelPlan(tensor={...})), or write "
