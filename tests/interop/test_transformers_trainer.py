@@ -8,9 +8,11 @@ from typing import Any
 import pytest
 import torch
 
-from tests.support.attempts import curve, newest, wait_for_steps
+from tests.support.attempts import curve, finish, lines, newest, reset, wait_for_steps
 from tests.support.trainers import Run
+from ucp_core.layout import ParallelLayout
 from workers.errors import TaskError
+from workers.protocol import Yielded
 from workers.settings import CheckpointSettings, RunSettings, Settings, TrainSettings
 
 transformers = pytest.importorskip("transformers", reason="the extra hf is not installed")
@@ -192,6 +194,48 @@ def test_workers_may_change_in_the_middle(tmp_path: Path) -> None:
         run.train(settings, num_workers=1, resume=newest(run))
 
     assert curve(tmp_path / "disturbed") == curve(tmp_path / "undisturbed")
+
+
+UNTIED = """
+import sys
+from transformers import LlamaForCausalLM
+from tests.support.ports import trainer_elastic
+
+config = trainer_elastic.make_model().config
+config.tie_word_embeddings = False
+trainer_elastic.make_model = lambda: LlamaForCausalLM(config)
+trainer_elastic.make_trainer(trainer_elastic.Trainer, sys.argv[1], max_steps=12).train()
+"""
+
+
+def test_its_model_is_cut_by_its_own_plan(tmp_path: Path) -> None:
+    """Two tensor-parallel workers, then two stages; labels count as for one worker."""
+    script = tmp_path / "train.py"
+    script.write_text(UNTIED)
+    settings = Settings(
+        run=RunSettings(directory="run", script=str(script), arguments=(str(tmp_path / "output"),)),
+        train=TrainSettings(steps=6, global_batch=8, micro_batch=2),
+        checkpoint=CheckpointSettings(every_steps=1, keep=0),
+    )
+
+    with Run(tmp_path) as run:
+        members = run.begin(settings, num_workers=2, layout=ParallelLayout(tp=2))
+        wait_for_steps(run, 2)
+        members[1].yield_at_boundary(len(run.lineage))
+        for trainer in members:
+            outcome = trainer.left().outcome
+            assert isinstance(outcome, Yielded), getattr(outcome, "traceback", outcome)
+        finish(run, settings, num_workers=2, layout=ParallelLayout(pp=2), resume=newest(run))
+        told = [*lines(run), *lines(run, "metrics/validation.jsonl")]
+        layouts = {line["layout"] for line in lines(run)}
+        reset(run)
+        finish(run, settings, num_workers=1)
+        expected = [*lines(run), *lines(run, "metrics/validation.jsonl")]
+
+    assert layouts == {"tp=2", "pp=2"}
+    for line, other in zip(told, expected, strict=True):
+        for name in ("loss", "grad_norm") if "grad_norm" in line else ("loss",):
+            assert line[name] == pytest.approx(other[name], rel=1e-4)
 
 
 def test_callbacks_hear_what_trainer_tells_them(tmp_path: Path) -> None:

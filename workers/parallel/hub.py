@@ -210,11 +210,12 @@ def _styles(
         if style and hasattr(module, "modules_to_save"):
             # A trained copy beside the frozen original: both are whole.
             style = _adapter_style(name, "modules_to_save", style, degree)
-        own = {
-            each: rule
-            for each, _ in module.named_parameters(recurse=False)
-            if (rule := plan.get(f"{generic}.{each}", style))
-        }
+        parameters = dict(module.named_parameters(recurse=False))
+        sizes = [extent for one in parameters.values() for extent in one.shape]
+        if style in _WHOLE and any(extent % degree for extent in sizes):
+            # A vocabulary of an odd size: it may stay whole, and a rank computes all of it.
+            continue
+        own = {each: rule for each in parameters if (rule := plan.get(f"{generic}.{each}", style))}
         if style or own:
             found[module] = own | ({"": style} if style else {})
     return found

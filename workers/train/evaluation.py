@@ -44,8 +44,8 @@ def mean_over_samples(
     batches = [np.arange(start, min(start + micro_batch, num_samples)) for start in starts]
     passes = _Passes(loss_of, batches, sharded, done)
     num_whole = num_samples // micro_batch
-    trained = [module for module in sharded.model.modules() if module.training]
-    sharded.model.eval()
+    trained = [module for module in sharded.called.modules() if module.training]
+    sharded.called.eval()
     with torch.no_grad(), seeded(0):
         # In a pipeline all micro-batches have one shape.
         for numbers in filter(len, (range(num_whole), range(num_whole, len(starts)))):

@@ -36,6 +36,8 @@ def train_language_model(session: Session) -> None:
         DataError: The data cannot be used with this model.
     """
     settings = session.settings
+    # Nothing here changes the logits in place, of which that warns under tensor parallelism.
+    warnings.filterwarnings("ignore", "FSDP2-wrapped module .* returned a view tensor")
     texts = open_texts(settings.data)
     make = _from_folder if settings.model.folder else _decoder
     model, vocab_size, loss = make(session)
@@ -73,8 +75,6 @@ def _decoder(session: Session) -> tuple[Any, int, _Loss]:
         return initial_value(fqn, size, seed=seed, num_layers=shape.num_layers)
 
     plan = ModelPlan(tensor=tensor_plan(), keep_stage=Decoder.keep_stage)
-    # Nothing here changes the logits in place, of which that warns under tensor parallelism.
-    warnings.filterwarnings("ignore", "FSDP2-wrapped module .* returned a view tensor")
     model = session.model(lambda: Decoder(shape), initialise, plan=plan)
     return model, shape.vocab_size, lambda model, *batch: mean_loss(model(batch[0]), batch[1])
 

@@ -74,6 +74,14 @@ def test_a_fused_weight_of_experts_is_cut_in_each_of_its_parts() -> None:
     assert shards["model.norm.weight"].replicas == (2, 3)
 
 
+def test_a_vocabulary_that_is_not_divided_stays_whole() -> None:
+    shards = cut(on_meta("Llama", vocab_size=61, tie_word_embeddings=False), ParallelLayout(tp=2))
+
+    assert shards["lm_head.weight"].replicas == (0, 1)
+    assert shards["model.embed_tokens.weight"].local.shape == (61, 32)
+    assert shards["model.layers.0.mlp.up_proj.weight"].local.shape == (24, 32)
+
+
 @pytest.mark.parametrize(
     ("kind", "adapters", "more", "told"),
     [

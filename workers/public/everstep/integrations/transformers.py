@@ -274,11 +274,18 @@ class ElasticTrainer(Trainer):
         self._tell("on_step_begin")
         # ``from_pretrained`` returns a model in evaluation mode, and a callback may leave it so.
         model.train()
-        for number, (num_samples, inputs) in enumerate(step.micro_batches()):
-            if number and num_samples:
+        before: Any = None
+
+        def loss_of(batch: tuple[int, Any]) -> tuple[Tensor, int]:
+            nonlocal before
+            num_samples, inputs = batch
+            # In a pipeline it is called for the first one twice.
+            if before is not None and before is not batch and num_samples:
                 self._tell("on_substep_end")
-            step.backward(*self._loss(model, inputs, num_samples))
-        step.apply()
+            before = batch
+            return self._loss(model, inputs, num_samples)
+
+        self._session.train_step(loss_of)
         if not isinstance(scheduler, ReduceLROnPlateau):
             scheduler.step()
         state.global_step, state.epoch = step.number, self._epoch.at(step.number)
