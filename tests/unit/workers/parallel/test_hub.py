@@ -14,6 +14,7 @@ from ucp_core.layout import ParallelLayout
 from workers.errors import TaskError
 from workers.parallel import (
     ModelPlan,
+    Stages,
     apply_tensor_plan,
     build_mesh,
     local_shards,
@@ -106,3 +107,45 @@ def test_a_model_that_cannot_be_cut_is_refused_with_what_works(
     """A rank with half of an attention head would fail in a view of the first forward pass."""
     with pytest.raises(TaskError, match=told):
         cut(on_meta(kind, adapters, **more), ParallelLayout(tp=4))
+
+
+@pytest.mark.parametrize(
+    ("kind", "more", "told"),
+    [
+        ("Llama", {}, "more than the 2 layers of model LlamaForCausalLM; write parallel.pp: 2"),
+        (
+            "Mixtral", {"num_hidden_layers": 3, "output_router_logits": True},
+            r"balancing loss of model MixtralForCausalLM \(router_aux_loss_coef=0.001\) needs",
+        ),
+        (
+            "Llama", {"num_hidden_layers": 3, "tie_word_embeddings": True},
+            "are one parameter on stages 0, 2; untie them .*tie_word_embeddings=False",
+        ),
+        ("GPT2", {"num_hidden_layers": 3}, "parallel.pp=3: model GPT2LMHeadModel has no plan"),
+    ],
+)  # fmt: skip
+def test_a_model_that_has_no_stages_is_refused_with_what_works(
+    kind: str, more: dict[str, Any], told: str
+) -> None:
+    with pytest.raises(TaskError, match=told):
+        Stages(on_meta(kind, **{"tie_word_embeddings": False, **more}), ModelPlan(), 3)
+
+
+def test_a_stage_goes_on_from_what_it_receives_and_not_from_embeddings() -> None:
+    """This model scales embeddings in its forward pass, which only the first stage may do."""
+    model = on_meta("Granite", embedding_multiplier=3.0, tie_word_embeddings=False)
+    stages = Stages(model, ModelPlan(), 2)
+    whole, first, second = (type(model)(model.config) for _ in range(3))
+    for number, stage in enumerate((first, second)):
+        stage.load_state_dict(whole.state_dict())
+        stages.keep(stage, number)
+    tokens = torch.arange(12).reshape(2, 6)
+    padding = torch.ones(2, 6).index_fill(1, torch.tensor([5]), 0)
+    given = {"input_ids": tokens, "attention_mask": padding, "labels": tokens}
+
+    between = first(**given)
+    found = second(between, **given)
+    shapes = [tuple(one.shape) for (one,) in stages.described(0, [], given, None)[1:]]
+
+    assert shapes == [tuple(between.shape)]
+    assert found.loss == whole(**given).loss
