@@ -69,8 +69,9 @@ The contract:
 - A new run may start from a checkpoint that exists, in any format that ``ucp`` opens:
   ``run(train, init_from=PATH)``, or ``run.init_from`` in the configuration.
 - With ``parallel.tp`` or ``parallel.pp`` above 1, a model of your own needs a plan:
-  ``session.model(build, plan=ModelPlan(tensor={"layers.*.up": ColwiseParallel()}, ...))``. Pipeline
-  stages need ``session.train_step``, whose function must call the model once.
+  ``session.model(build, plan=ModelPlan(tensor={"layers.*.up": ColwiseParallel()}, ...))``. One of
+  ``transformers`` brings its own. Pipeline stages need ``session.train_step``, whose function must
+  call the model once.
 - ``session.save("best")``, on every worker, writes the whole weights to one file.
   ``model.state_dict()`` has a worker's part of each weight, and raises on some workers alone.
 - ``session.stop(reason)``, on any worker, ends the run with this step or the next one; so does

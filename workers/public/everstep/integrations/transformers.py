@@ -228,10 +228,7 @@ class ElasticTrainer(Trainer):
         if args.gradient_checkpointing:
             given = dict(args.gradient_checkpointing_kwargs or {})
             how = {name: given.pop(name) for name in ("every_n_layers", "offload") if name in given}
-            # Its name before transformers 5.24.
-            old = getattr(self.model, "gradient_checkpointing_enable", None)
-            enable = getattr(self.model, "activation_checkpointing_enable", old)
-            enable(given or None, **how)
+            self.model.activation_checkpointing_enable(given or None, **how)
         if hasattr(self.processing_class, "special_tokens_map") and hasattr(self.model, "config"):
             align_special_tokens(self.model, self.processing_class)
 
