@@ -124,19 +124,23 @@ def _stage_forward(
     """
     kwargs["use_cache"] = False
     if embed is not None:
-        first = given if given is not None else kwargs.get("input_ids")
-        if first is not None and first.is_meta:
-            return embed(first)
-        return forward(**kwargs) if given is None else forward(given, **kwargs)
+        if given is not None:
+            kwargs["input_ids"] = given
+        tokens, embedded = kwargs.get("input_ids"), kwargs.get("inputs_embeds")
+        if embedded is None and tokens is not None and tokens.is_meta:
+            embedded = embed(tokens)
+        is_asked = embedded is not None and embedded.is_meta
+        return embedded if is_asked else forward(**kwargs)
     assert before is not None, "a stage but the first has layers before it"
     assert given is not None, "it receives hidden states"
     if given.is_meta:
         return given
     kwargs.pop("input_ids", None)
+    kwargs["inputs_embeds"] = given
     # What the model does between embedding and layers was done by the first stage.
     before.received = given
     try:
-        return forward(inputs_embeds=given, **kwargs)
+        return forward(**kwargs)
     finally:
         before.received = None
 

@@ -385,9 +385,10 @@ def _refuse_misfits(whole: nn.Module, held: Sequence[Collection[str]]) -> None:
             )
         if len(on) != 1:
             where = f"on stages {', '.join(map(str, on))}" if on else "on no stage"
-            raise TaskError(
-                f"plan: keep_stage leaves {names[0]} of model {kind} {where}; each parameter must "
-                "be on one"
+            raise LayoutRefusedError(
+                f"parallel.pp={num_stages}: the plan leaves {names[0]} of model {kind} {where}; "
+                "each parameter must be on one: write another keep_stage, or parallel.pp: 1",
+                axis="pp",
             )
 
 

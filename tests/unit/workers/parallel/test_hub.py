@@ -141,11 +141,13 @@ def test_a_stage_goes_on_from_what_it_receives_and_not_from_embeddings() -> None
         stages.keep(stage, number)
     tokens = torch.arange(12).reshape(2, 6)
     padding = torch.ones(2, 6).index_fill(1, torch.tensor([5]), 0)
-    given = {"input_ids": tokens, "attention_mask": padding, "labels": tokens}
+    embedded = whole.get_input_embeddings()(tokens).detach()
+    for first_input in ({"input_ids": tokens}, {"inputs_embeds": embedded}):
+        given = {**first_input, "attention_mask": padding, "labels": tokens}
 
-    between = first(**given)
-    found = second(between, **given)
-    shapes = [tuple(one.shape) for (one,) in stages.described(0, [], given, None)[1:]]
+        between = first(**given)
+        found = second(between, **given)
+        ((described,),) = stages.described(0, [], given, None)[1:]
 
-    assert shapes == [tuple(between.shape)]
-    assert found.loss == whole(**given).loss
+        assert described.shape == between.shape
+        assert found.loss == whole(**given).loss
