@@ -156,11 +156,13 @@ def memory_bytes(layout: ParallelLayout, job: Job) -> int:
     activations = num_layers * num_open * block
     if job.recomputes:
         activations = num_layers * num_open * job.shape.dim + block
-    logits = 2 * job.shape.vocab_size // layout.tp
+    # The loss is computed in float32: logits, their logarithms and their gradients.
+    logit_bytes = 3 * 4 + (job.compute_bytes if job.compute_bytes == _BF16_BYTES else 0)
     return (
         math.ceil(stage * STATE_BYTES / (layout.dp_shard * layout.tp))
         + gathered * job.compute_bytes // layout.tp
-        + tokens * (activations + logits) * job.compute_bytes
+        + tokens * activations * job.compute_bytes
+        + tokens * job.shape.vocab_size * logit_bytes // layout.tp
     )
 
 

@@ -58,6 +58,22 @@ def test_each_axis_takes_its_part_of_the_memory() -> None:
     assert memory_bytes(ParallelLayout(pp=8), replace(SMALL, num_micro_batches=8)) == stages
 
 
+@pytest.mark.parametrize(
+    ("compute_bytes", "recomputes", "peak_gb"), [(4, False, 7.5), (4, True, 4.9), (2, False, 6.1)]
+)
+def test_memory_is_that_of_a_card(compute_bytes: int, recomputes: bool, peak_gb: float) -> None:  # noqa: FBT001
+    """The peaks of 125m on an H100 (RESULTS.md), within a tenth."""
+    job = Job(
+        shape=PRESETS["125m"],
+        sequence_length=1024,
+        micro_batch=4,
+        num_micro_batches=2,
+        compute_bytes=compute_bytes,
+        recomputes=recomputes,
+    )
+    assert memory_bytes(ParallelLayout(), job) == pytest.approx(peak_gb * 1e9, rel=0.1)
+
+
 def test_a_pipeline_waits_and_ranks_that_are_too_many_repeat() -> None:
     """Seven of 63 + 8 passes, or 36 of 100."""
     stages = forecast(ParallelLayout(pp=8), SMALL, GPUS["h100"], node_size=8)
