@@ -9,7 +9,7 @@ import pytest
 
 from tests.support.checkpoints import save, small_state
 from tests.support.commands import ucp
-from tests.support.object_servers import s3_server
+from tests.support.object_servers import s3_server, use_s3
 from ucp_core.storage import open_store
 
 pytest.importorskip("moto", reason="moto is not installed: pip install 'everstep[dev]'")
@@ -19,20 +19,12 @@ s3fs = pytest.importorskip("s3fs", reason="s3fs is not installed: pip install 'e
 @pytest.fixture
 def checkpoint(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
     """A checkpoint in a bucket of a server that speaks S3."""
-    s3fs.S3FileSystem.clear_instance_cache()
     with s3_server(tmp_path / "log") as url:
-        for name, value in (
-            ("AWS_ENDPOINT_URL", url),
-            ("AWS_ACCESS_KEY_ID", "anyone"),
-            ("AWS_SECRET_ACCESS_KEY", "anything"),
-            ("AWS_DEFAULT_REGION", "us-east-1"),
-        ):
-            monkeypatch.setenv(name, value)
+        use_s3(monkeypatch, url)
         s3fs.S3FileSystem().mkdir("run-bucket")
         store, root = open_store("s3://run-bucket/checkpoints")
         save(store, small_state(), step=7, root=root)
         yield "s3://run-bucket/checkpoints/step-00000007"
-    s3fs.S3FileSystem.clear_instance_cache()
 
 
 def test_every_tool_works_from_bucket_to_bucket(checkpoint: str) -> None:

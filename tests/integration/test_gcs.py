@@ -76,7 +76,8 @@ def test_a_checkpoint_lives_in_a_bucket(root: str) -> None:
 def proxy(server: str, root: str, monkeypatch: pytest.MonkeyPatch) -> Iterator[Proxy]:
     """Stand between the server, where ``root`` is, and whoever opens a store after this."""
     del root
-    with proxied(server) as proxy:
+    with proxied(server) as begin:
+        proxy = begin()
         monkeypatch.setenv("STORAGE_EMULATOR_HOST", proxy.url)
         gcsfs.GCSFileSystem.clear_instance_cache()
         yield proxy

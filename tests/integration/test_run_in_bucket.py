@@ -5,7 +5,7 @@ from __future__ import annotations
 import subprocess
 import sys
 import uuid
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from functools import partial
 from pathlib import Path
 from urllib.parse import unquote
@@ -15,7 +15,7 @@ import pytest
 from orchestrator.driver import replay_run
 from orchestrator.shell.storage.journal import segment_sizes
 from tests.support.journals import Journaled, config_at
-from tests.support.object_servers import Fault, Proxy, proxied, s3_server
+from tests.support.object_servers import Fault, Proxy, proxied, s3_server, use_s3
 from tests.support.snapshots import body_bytes, eventually, snapshot
 from ucp_core.layout import ParallelLayout
 from ucp_core.storage import claim, open_store, read_appended
@@ -38,21 +38,21 @@ def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
         yield url
 
 
+@pytest.fixture(scope="module")
+def begin_proxy(server: str) -> Iterator[Callable[[], Proxy]]:
+    with proxied(server) as begin:
+        yield begin
+
+
 @pytest.fixture
-def proxy(server: str, monkeypatch: pytest.MonkeyPatch) -> Iterator[Proxy]:
+def proxy(begin_proxy: Callable[[], Proxy], monkeypatch: pytest.MonkeyPatch) -> Proxy:
     """Stand between the server and all stores, whose retries are quick."""
-    monkeypatch.setenv("AWS_ACCESS_KEY_ID", "anyone")
-    monkeypatch.setenv("AWS_SECRET_ACCESS_KEY", "anything")
-    monkeypatch.setenv("AWS_DEFAULT_REGION", "us-east-1")
     monkeypatch.setattr(
         Retries.__init__, "__kwdefaults__", {"attempts": 3, "first_s": 0.001, "longest_s": 0.01}
     )
-    with proxied(server) as proxy:
-        monkeypatch.setenv("AWS_ENDPOINT_URL", proxy.url)
-        # fsspec keeps clients by their arguments, and the environment is none.
-        s3fs.S3FileSystem.clear_instance_cache()
-        yield proxy
-        s3fs.S3FileSystem.clear_instance_cache()
+    proxy = begin_proxy()
+    use_s3(monkeypatch, proxy.url)
+    return proxy
 
 
 @pytest.fixture

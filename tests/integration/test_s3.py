@@ -21,7 +21,7 @@ from tests.support.checkpoints import assert_loaded, save, small_state, whole_ne
 from tests.support.commands import ucp
 from tests.support.crash_scripts import SCRIPTS, Commit, Save, Script
 from tests.support.failing_store import Fate, How
-from tests.support.object_servers import Fault, Proxy, proxied, s3_server
+from tests.support.object_servers import Fault, Proxy, proxied, s3_server, use_s3
 from tests.support.store_conformance import StoreConformance
 from ucp_core.conversion import convert
 from ucp_core.errors import StorageError, SupersededError
@@ -49,38 +49,32 @@ _PART = 16 << 20
 
 @pytest.fixture(scope="module")
 def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
-    # fsspec keeps clients by their arguments, and the environment is none.
-    s3fs.S3FileSystem.clear_instance_cache()
     with s3_server(tmp_path_factory.mktemp("s3") / "log") as url:
         yield url
-    s3fs.S3FileSystem.clear_instance_cache()
+
+
+@pytest.fixture(scope="module")
+def begin_proxy(server: str) -> Iterator[Callable[[], Proxy]]:
+    with proxied(server) as begin:
+        yield begin
 
 
 @pytest.fixture
 def bucket(server: str, monkeypatch: pytest.MonkeyPatch) -> str:
-    """Make a bucket and say by the environment, as a user would, where it is."""
-    use(monkeypatch, server)
+    """Make a bucket and say where it is."""
+    use_s3(monkeypatch, server)
     name = f"b-{uuid.uuid4().hex}"
     s3fs.S3FileSystem().mkdir(name)
     return name
 
 
 @pytest.fixture
-def proxy(server: str, bucket: str, monkeypatch: pytest.MonkeyPatch) -> Iterator[Proxy]:
+def proxy(begin_proxy: Callable[[], Proxy], bucket: str, monkeypatch: pytest.MonkeyPatch) -> Proxy:
     """Stand between the server, where ``bucket`` is, and whoever opens a store after this."""
     del bucket
-    with proxied(server) as proxy:
-        use(monkeypatch, proxy.url)
-        s3fs.S3FileSystem.clear_instance_cache()
-        yield proxy
-        s3fs.S3FileSystem.clear_instance_cache()
-
-
-def use(monkeypatch: pytest.MonkeyPatch, url: str) -> None:
-    monkeypatch.setenv("AWS_ENDPOINT_URL", url)
-    monkeypatch.setenv("AWS_ACCESS_KEY_ID", "anyone")
-    monkeypatch.setenv("AWS_SECRET_ACCESS_KEY", "anything")
-    monkeypatch.setenv("AWS_DEFAULT_REGION", "us-east-1")
+    proxy = begin_proxy()
+    use_s3(monkeypatch, proxy.url)
+    return proxy
 
 
 def quick_store(bucket: str) -> tuple[S3Store, str]:
@@ -468,13 +462,11 @@ def test_no_credentials_are_an_error_of_ours(bucket: str, monkeypatch: pytest.Mo
 
 def test_a_service_that_is_not_there_is_named(bucket: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """A wrong endpoint is the commonest mistake of a first run."""
-    use(monkeypatch, "http://127.0.0.1:9")
-    s3fs.S3FileSystem.clear_instance_cache()
+    use_s3(monkeypatch, "http://127.0.0.1:9")
     store, root = quick_store(bucket)
 
     with pytest.raises(StorageError, match=r"root/f could not be reached in 4 .*127\.0\.0\.1:9"):
         store.read(join(root, "f"))
-    s3fs.S3FileSystem.clear_instance_cache()
 
 
 def test_directories_longer_than_a_page_are_listed_and_deleted(bucket: str) -> None:

@@ -16,10 +16,15 @@ from dataclasses import dataclass, field
 from http.client import HTTPConnection
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
+from typing import Any
+
+import pytest
 
 from tests.support.failing_store import DiedError, Fate
 
 _START_S_MAX = 240.0
+#: Of s3fs, by the URL that they speak to.
+_CLIENTS: dict[str, dict[str, Any]] = {}
 #: Of a connection alone, and not of the next hop.
 _HOP_HEADERS = {"connection", "transfer-encoding", "content-length", "host", "expect"}
 
@@ -227,16 +232,37 @@ class _Listener(ThreadingHTTPServer):
 
 
 @contextmanager
-def proxied(server_url: str) -> Iterator[Proxy]:
-    """Pass requests on to ``server_url``, but for the faults."""
+def proxied(server_url: str) -> Iterator[Callable[[], Proxy]]:
+    """Pass requests on to ``server_url``, but for the faults; yield what begins a new proxy.
+
+    All of them have one URL. The one before sees and spoils nothing any more.
+    """
     listener = _Listener(("127.0.0.1", 0), _Handler)
     listener.behind = server_url.removeprefix("http://")
-    listener.proxy = Proxy(f"http://127.0.0.1:{listener.server_port}")
+
+    def begin() -> Proxy:
+        listener.proxy = Proxy(f"http://127.0.0.1:{listener.server_port}")
+        return listener.proxy
+
+    begin()
     thread = threading.Thread(target=listener.serve_forever, args=(0.01,), daemon=True)
     thread.start()
     try:
-        yield listener.proxy
+        yield begin
     finally:
         listener.shutdown()
         listener.server_close()
         thread.join()
+
+
+def use_s3(monkeypatch: pytest.MonkeyPatch, url: str) -> None:
+    """Say by the environment, as a user would, where S3 is.
+
+    fsspec keeps clients by their arguments, and the environment is none. So each URL has clients of
+    its own, which tests share: a new one reads a megabyte of descriptions of the service.
+    """
+    monkeypatch.setattr("s3fs.S3FileSystem._cache", _CLIENTS.setdefault(url, {}))
+    monkeypatch.setenv("AWS_ENDPOINT_URL", url)
+    monkeypatch.setenv("AWS_ACCESS_KEY_ID", "anyone")
+    monkeypatch.setenv("AWS_SECRET_ACCESS_KEY", "anything")
+    monkeypatch.setenv("AWS_DEFAULT_REGION", "us-east-1")
