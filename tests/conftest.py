@@ -35,6 +35,9 @@ hypothesis_settings.load_profile("everstep")
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
 os.environ.setdefault("RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO", "0")
+# Each connection to a store of torch asks DNS for the name of 127.0.0.1, at both ends. Where a
+# packet is lost (one of 25, where it was measured), the resolver waits for 5 s.
+os.environ.setdefault("RES_OPTIONS", "timeout:1 attempts:5")
 
 TESTS = Path(__file__).parent
 
