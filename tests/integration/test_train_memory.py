@@ -15,7 +15,7 @@ import numpy as np
 import pytest
 
 from orchestrator.policies.bad_sources import on_node
-from tests.support import copying_lane, train_late_state
+from tests.support import copying_lane, train_late_state, train_paced
 from tests.support.attempts import (
     WAIT_S_MAX,
     finish,
@@ -419,9 +419,14 @@ def test_no_node_takes_more_than_a_step_along_though_the_attempt_has_just_begun(
 ) -> None:
     """Memory and who copies it are got in the background; until then nothing would be held.
 
-    Ranks wait for that for a step at most: here one so long that it is enough on any machine.
+    Ranks wait for that for a step at most: here one so long that it is enough on any machine, and
+    that leaves the processor to those who are waited for.
     """
-    chosen = rarely_stored(text, steps=10_000, tolerance=1, global_batch=2048)
+    chosen = replace(
+        rarely_stored(text, steps=10_000, tolerance=1),
+        # Two workers need twice as long as four.
+        run=RunSettings(directory="run", script=train_paced.__file__, arguments=("2.0",)),
+    )
     nodes = make_nodes(chosen, num_nodes=2, copies=True)
     members = run.begin(chosen, num_workers=2)
     wait_for_steps(run, 2)

@@ -1,4 +1,4 @@
-"""Processes forked from a server that has imported torch and what trains on it.
+"""Processes forked from a server that has imported torch, transformers and what trains on them.
 
 Each would need seconds of a processor for these imports, and there are hundreds of them.
 """
@@ -16,12 +16,19 @@ from pathlib import Path
 
 #: Guards against a hang; some seconds on an idle machine.
 SECONDS_MAX = 240.0
+#: What is not installed is left out.
+_IMPORTS = [
+    "tests.support.trainers",
+    "tests.support.doomed",
+    "everstep.integrations.transformers",
+    "transformers.models.llama.modeling_llama",
+]
 
 
 def forking() -> ForkServerContext:
     """Return how processes are made; the server starts with the first of them."""
     context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload(["tests.support.trainers", "tests.support.doomed"])
+    context.set_forkserver_preload(_IMPORTS)
     return context
 
 
