@@ -14,7 +14,16 @@ if TYPE_CHECKING:
     from ucp_core.formats.dcp.directory import read_container
     from ucp_core.formats.dcp.recognition import metadata_names
     from ucp_core.formats.dcp.state import State
+    from ucp_core.formats.dcp.writer import Contents, DcpFiles, hyper
 
-__all__ = ["Container", "State", "metadata_names", "read_container"]
+__all__ = [
+    "Container",
+    "Contents",
+    "DcpFiles",
+    "State",
+    "hyper",
+    "metadata_names",
+    "read_container",
+]
 
 __getattr__ = lazy_door(__name__)

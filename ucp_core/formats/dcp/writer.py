@@ -19,7 +19,7 @@ from ucp_core.storage import Store, join, undone
 from ucp_core.torch_files import Instance, Named, Size, TensorData, pickle_tree, torch_file_chunks
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Generator, Iterator, Mapping
+    from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
 
     from ucp_core.native import Checkpoint, Slab
     from ucp_core.storage import Buffer
@@ -112,29 +112,24 @@ def write(  # noqa: PLR0913 - the options of a format
             path=join(directory, taken[0]),
         )
     checkpoint.state_map.prove_coverage()
-    contents = _Contents()
+    contents = Contents()
     for name, value in checkpoint.extra.items():
         contents.value((name,), restored(value))
     contents.tensors(checkpoint, model, optimizer)
     contents.groups(checkpoint, optimizer, is_flat=flatten_optimizer)
     with undone(store, directory) as written:
-        writer = _DcpFiles(checkpoint, store, directory, contents, memory_bytes, progress)
-        try:
-            writer.files(written, fsync=fsync)
-            metadata, _ = pickle_tree(writer.metadata(), allow=_ALLOWED)
-            written.append(join(directory, _METADATA_NAME))
-            store.write_atomic(written[-1], metadata, fsync=fsync)
-        finally:
-            writer.close()
+        writer = DcpFiles(checkpoint, store, directory, contents, memory_bytes, progress)
+        writer.write(written, fsync=fsync)
 
 
 @dataclass(slots=True)
-class _Contents:
+class Contents:
     """The values to write, by key.
 
     Attributes:
         paths: The path in the nested state dict of every key.
         keys: The keys of each tensor; several where names are tied.
+        layers: Of a tensor that is one layer of its key's: which, and how many there are.
         values: Small values by key.
         small: Small values that are tensors, by key.
         places: Where tensors outside of the model are among the small values, by name.
@@ -142,6 +137,7 @@ class _Contents:
 
     paths: dict[str, _Path] = field(default_factory=dict)
     keys: dict[TensorKey, list[str]] = field(default_factory=dict)
+    layers: dict[TensorKey, tuple[int, int]] = field(default_factory=dict)
     values: dict[str, Any] = field(default_factory=dict)
     small: dict[str, TensorData] = field(default_factory=dict)
     places: dict[str, _Path] = field(default_factory=dict)
@@ -168,11 +164,11 @@ class _Contents:
             for name, value in group.items():
                 if not is_flat:
                     path: _Path = (optimizer, "param_groups", index, name)
-                    self.values[self._key(path)] = _hyper(name, value)
+                    self.values[self._key(path)] = hyper(name, value)
                     continue
                 for fqn in group.get("params", ()) if name != "params" else ():
                     path = (optimizer, f"param_groups.{fqn}.{name}")
-                    self.values[self._key(path)] = _hyper(name, value)
+                    self.values[self._key(path)] = hyper(name, value)
 
     def value(self, path: _Path, value: Any) -> None:
         """Name a small value by DCP's own rule (``_traverse.traverse_state_dict``)."""
@@ -214,31 +210,50 @@ def _is_terminal(values: list[Any]) -> bool:
     )
 
 
-def _hyper(name: str, value: Any) -> Any:
+def hyper(name: str, value: Any) -> Any:
     """Return a hyper-parameter as torch's optimizers have it: betas are a tuple, names a list."""
     return tuple(value) if isinstance(value, list) and name != "params" else value
 
 
 @dataclass(slots=True)
 class _Tensor:
-    """A tensor being written: its chunks and the places of their blobs."""
+    """A tensor being written: its chunks and the places of their blobs.
+
+    Attributes:
+        layer: Which layer of how many it is in the tensor of its key; None if it is all.
+    """
 
     entry: TensorEntry
+    layer: tuple[int, int] | None = None
     boxes: list[Box] = field(default_factory=list)
     places: list[Instance] = field(default_factory=list)
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """Return the shape of the key's tensor."""
+        return self.entry.shape if self.layer is None else (self.layer[1], *self.entry.shape)
+
+    def placed(self, box: Box) -> Box:
+        """Return where a box of this tensor is in the key's."""
+        if self.layer is None:
+            return box
+        index, _ = self.layer
+        return Box((index, *box.start), (index + 1, *box.stop))
 
 
 def _once(data: memoryview) -> tuple[memoryview]:
     return (data,)
 
 
-class _DcpFiles:
+class DcpFiles:
+    """Writes contents as the files of one directory."""
+
     def __init__(
         self,
         checkpoint: Checkpoint,
         store: Store,
         directory: str,
-        contents: _Contents,
+        contents: Contents,
         memory_bytes: int,
         progress: Callable[[int, int], None] | None,
     ) -> None:
@@ -248,7 +263,10 @@ class _DcpFiles:
         self._progress = progress
         self._total_bytes = checkpoint.state_map.num_bytes
         self._done_bytes = 0
-        self._tensors = {k: _Tensor(checkpoint.state_map.entries[k]) for k in contents.keys}
+        self._tensors = {
+            key: _Tensor(checkpoint.state_map.entries[key], contents.layers.get(key))
+            for key in contents.keys
+        }
         self._values: dict[str, Instance] = {}
         self._small_tensors: dict[str, _Tensor] = {}
         self._slabs = stream(
@@ -260,12 +278,22 @@ class _DcpFiles:
         self._file_bytes = 0
         self.names: list[str] = []
 
-    def files(self, written: list[str], *, fsync: bool) -> None:
-        """Write the small values and all tensors, in as many files as that takes.
+    def write(self, written: list[str], *, fsync: bool) -> None:
+        """Write the data files, and then the metadata, which commit.
 
         Args:
             written: Gets the path of every file before the file is begun.
         """
+        try:
+            self._files(written, fsync=fsync)
+        finally:
+            self._slabs.close()
+        metadata, _ = pickle_tree(self._metadata(), allow=_ALLOWED)
+        written.append(join(self._directory, _METADATA_NAME))
+        self._store.write_atomic(written[-1], metadata, fsync=fsync)
+
+    def _files(self, written: list[str], *, fsync: bool) -> None:
+        """Write the small values and all tensors, in as many files as that takes."""
         ahead = next(self._slabs, None)
         while ahead is not None or not self.names:
             self.names.append(f"__0_{len(self.names)}.distcp")
@@ -275,10 +303,6 @@ class _DcpFiles:
             self._store.write_file(written[-1], self._chunks(ahead, rest), fsync=fsync)
             ahead = rest[0] if rest else None
 
-    def close(self) -> None:
-        """Stop reading the source."""
-        self._slabs.close()
-
     def _chunks(self, ahead: Slab | None, rest: list[Slab]) -> Iterator[Buffer]:
         """Yield one file; put the slab that no longer fits into ``rest``."""
         if len(self.names) == 1:
@@ -286,6 +310,7 @@ class _DcpFiles:
         while ahead is not None:
             entry, box = ahead.piece
             tensor = self._tensors[entry.key]
+            box = tensor.placed(box)
             blob = TensorData(entry.dtype, box.shape, partial(_once, ahead.data))
             tensor.boxes.append(box)
             tensor.places.append((yield from self._blob(blob)))
@@ -304,12 +329,15 @@ class _DcpFiles:
         for key, value in self._contents.small.items():
             name = TensorKey(key, "weight")
             entry = TensorEntry(key=name, dtype=value.dtype, shape=value.shape, fragments=())
-            tensor = _Tensor(entry, [Box.full(value.shape)], [(yield from self._blob(value))])
+            tensor = _Tensor(entry)
+            tensor.boxes.append(Box.full(value.shape))
+            tensor.places.append((yield from self._blob(value)))
             self._small_tensors[key] = tensor
         for tensor in self._tensors.values():
             box = Box.full(tensor.entry.shape)
             if box.is_empty:
-                blob = TensorData.of_bytes(tensor.entry.dtype, tensor.entry.shape, b"")
+                box = tensor.placed(box)
+                blob = TensorData.of_bytes(tensor.entry.dtype, box.shape, b"")
                 tensor.boxes.append(box)
                 tensor.places.append((yield from self._blob(blob)))
 
@@ -323,22 +351,21 @@ class _DcpFiles:
         state = {"relative_path": self.names[-1], "offset": begin, "length": length}
         return Instance(_STORAGE_INFO, state=state)
 
-    def metadata(self) -> Instance:
+    def _metadata(self) -> Instance:
         """Return the metadata; call this after all files are written."""
         described: dict[str, Instance] = {}
         places: dict[Instance, Instance] = {}
-        named = [(self._contents.keys[key], tensor) for key, tensor in self._tensors.items()]
-        named += [([key], tensor) for key, tensor in self._small_tensors.items()]
-        for names, tensor in named:
-            document = _describe(tensor)
+        by_name: dict[str, list[_Tensor]] = {k: [one] for k, one in self._small_tensors.items()}
+        for key, tensor in self._tensors.items():
             # The keys of tied names lead to the same bytes.
-            for name in names:
-                described[name] = document
-                for number, (box, place) in enumerate(
-                    zip(tensor.boxes, tensor.places, strict=True)
-                ):
-                    index = {"fqn": name, "index": number, "offset": Size(box.start)}
-                    places[_named("MetadataIndex", index)] = place
+            for name in self._contents.keys[key]:
+                by_name.setdefault(name, []).append(tensor)
+        for name, tensors in by_name.items():
+            described[name] = _describe(tensors)
+            chunks = [chunk for one in tensors for chunk in zip(one.boxes, one.places, strict=True)]
+            for number, (box, place) in enumerate(chunks):
+                index = {"fqn": name, "index": number, "offset": Size(box.start)}
+                places[_named("MetadataIndex", index)] = place
         for name, place in self._values.items():
             described[name] = _named("BytesStorageMetadata", {})
             places[_named("MetadataIndex", {"fqn": name, "index": None})] = place
@@ -364,11 +391,12 @@ def _named(name: str, attributes: Mapping[str, Any]) -> Instance:
     return Instance(f"{_METADATA}.{name}", state=_Attributes(attributes))
 
 
-def _describe(tensor: _Tensor) -> Instance:
+def _describe(tensors: Sequence[_Tensor]) -> Instance:
+    """Return the metadata of one key's tensor: whole, or its layers."""
     properties = Instance(
         f"{_METADATA}.TensorProperties",
         state=(
-            Named(f"torch.{_DTYPES[tensor.entry.dtype]}"),
+            Named(f"torch.{_DTYPES[tensors[0].entry.dtype]}"),
             Instance(_LAYOUT, ("torch.strided",)),
             False,
             # The contiguous format.
@@ -378,9 +406,10 @@ def _describe(tensor: _Tensor) -> Instance:
     )
     chunks = [
         _named("ChunkStorageMetadata", {"offsets": Size(box.start), "sizes": Size(box.shape)})
+        for tensor in tensors
         for box in tensor.boxes
     ]
-    size = Size(tensor.entry.shape)
+    size = Size(tensors[0].shape)
     return _named(
         "TensorStorageMetadata", {"properties": properties, "size": size, "chunks": chunks}
     )

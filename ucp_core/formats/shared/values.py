@@ -11,7 +11,7 @@ from typing import Any
 from ucp_core.errors import CheckpointCorruptError, ForeignClassError
 from ucp_core.formats.shared.inline import INLINE_NAME, overlay
 from ucp_core.geometry import Box, Fragment, TensorEntry, TensorKey
-from ucp_core.storage import Store, join
+from ucp_core.storage import Buffer, Store, join
 from ucp_core.torch_files import TensorData, TensorRef, as_json
 
 #: A generator's state has 5 KiB.
@@ -67,11 +67,15 @@ def refusing_nonsense(where: str, framework: str) -> Iterator[None]:
 
 def number(store: Store, directory: str, ref: TensorRef) -> float | int | bool | None:
     """Return the only element of a tensor; None if Python has no such number (bfloat16)."""
-    code = _FORMATS.get(ref.dtype)
-    if code is None or ref.num_elements != 1:
+    if ref.dtype not in _FORMATS or ref.num_elements != 1:
         return None
     data = store.read_range(join(directory, ref.file), ref.offset_bytes, ref.num_bytes)
-    value: float | int | bool = struct.unpack(f"<{code}", data)[0]
+    return number_of(data, ref.dtype)
+
+
+def number_of(data: Buffer, dtype: str) -> float | int | bool:
+    """Return the number in the bytes of a tensor; ``dtype`` is one of ``NUMBER_DTYPES``."""
+    value: float | int | bool = struct.unpack(f"<{_FORMATS[dtype]}", data)[0]
     return value
 
 
