@@ -68,7 +68,7 @@ $(PEERS): $(STAMP)
 	@echo "venv: installing the peers of tests/interop"
 	@DS_BUILD_OPS=0 $(BIN)/python -m pip install --quiet --progress-bar off -c constraints.txt \
 	  -e '.[interop]' \
-	  || echo "make: deepspeed could not be installed: tests/interop will skip what needs it" >&2
+	  || echo "make: the peers could not be installed: tests/interop will skip what needs them" >&2
 	@touch $@
 
 demo: $(STAMP)

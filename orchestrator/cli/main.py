@@ -412,7 +412,7 @@ def export(
     *,
     to: Annotated[str, typer.Option(metavar="DST", help="New directory or URL.")],
     format: Annotated[  # noqa: A002 - the word of the command line
-        str, typer.Option(help="huggingface, dcp, deepspeed, deepspeed-universal, universal.")
+        str, typer.Option(help="huggingface, dcp, megatron-core, deepspeed, universal, ...")
     ] = "huggingface",
     step: Annotated[int | None, typer.Option(min=1, help="Default: the newest in storage.")] = None,
     dtype: Annotated[str | None, typer.Option(help="Floats become fp32, fp16 or bf16.")] = None,

@@ -22,8 +22,15 @@ FIXTURES = (
 MEMORY = 16 << 20
 
 
-@pytest.mark.parametrize("target", FORMATS)
-@pytest.mark.parametrize("name", FIXTURES)
+@pytest.mark.parametrize(
+    ("name", "target"),
+    [
+        (name, target)
+        for name in FIXTURES
+        for target in FORMATS
+        if target != "megatron-core" or name == "megatron_core_tp2"  # which has its names
+    ],
+)
 def test_every_source_survives_every_target(name: str, target: str) -> None:
     """Every element of every slot; and all small values where the target has a place for them."""
     source = open_source(LocalStore(), str(checkpoint_fixture(name) / "checkpoint"))

@@ -158,6 +158,7 @@ _Flatten = Annotated[
 _Stage = Annotated[int | None, typer.Option(help="deepspeed: ZeRO stage.")]
 _Dp = Annotated[int | None, typer.Option(help="deepspeed: data-parallel ranks.")]
 _Tp = Annotated[int | None, typer.Option(help="deepspeed: tensor-parallel ranks.")]
+_Ep = Annotated[int | None, typer.Option(help="megatron-core: expert-parallel ranks.")]
 _SubGroup = Annotated[
     int | None, typer.Option(help="deepspeed: sub_group_size of stage 3, if not the default.")
 ]
@@ -204,6 +205,7 @@ def export_command(  # noqa: PLR0913 - options of a command
     stage: _Stage = None,
     dp: _Dp = None,
     tp: _Tp = None,
+    ep: _Ep = None,
     sub_group_size: _SubGroup = None,
     stages: _Stages = None,
     tied: _Tied = None,
@@ -217,8 +219,8 @@ def export_command(  # noqa: PLR0913 - options of a command
 ) -> None:
     """Write a checkpoint in the format of another framework.
 
-    Formats: universal, huggingface, dcp (torch.distributed.checkpoint), deepspeed,
-    deepspeed-universal. An option of one format is refused with another.
+    Formats: universal, huggingface, dcp (torch.distributed.checkpoint), megatron-core (torch_dist),
+    deepspeed, deepspeed-universal. An option of one format is refused with another.
     """
     from ucp_core.formats import FORMATS, export
 
@@ -235,6 +237,7 @@ def export_command(  # noqa: PLR0913 - options of a command
         "stage": stage,
         "dp": dp,
         "tp": tp,
+        "ep": ep,
         "sub_group_size": sub_group_size,
         "stages": None if stages is None else _numbers(stages, "--stages"),
         "tied_layers": {key: _numbers(layers, "--tied") for key, _, layers in ties} or None,

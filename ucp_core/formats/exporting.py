@@ -39,6 +39,11 @@ _WRITERS = {
         "write",
         frozenset({"model", "optimizer", "flatten_optimizer"}),
     ),
+    "megatron-core": _Format(
+        "ucp_core.formats.megatron_core.writer",
+        "write",
+        frozenset({"ep"}),
+    ),
     "deepspeed": _Format(
         "ucp_core.formats.deepspeed.writer",
         "write",
@@ -58,7 +63,7 @@ _WRITERS = {
 #: Formats that hold only weights.
 _WEIGHTS_ONLY = frozenset({"huggingface"})
 #: Formats that hold only tensors of the model and its optimizer.
-_MODEL_ONLY = frozenset({"deepspeed", "deepspeed-universal", "huggingface"})
+_MODEL_ONLY = frozenset({"deepspeed", "deepspeed-universal", "huggingface", "megatron-core"})
 #: Whether every file must survive a loss of power before the commit.
 _COMMON = frozenset({"fsync"})
 #: Names of the formats.

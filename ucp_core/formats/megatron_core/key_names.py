@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 from typing import TYPE_CHECKING, Any, NamedTuple
 
+from ucp_core.errors import UcpError
 from ucp_core.geometry import Box, TensorEntry, TensorKey
 
 if TYPE_CHECKING:
@@ -21,6 +22,19 @@ _OPTIMIZER = re.compile(_CHAIN + r"optimizer\..+")
 #: Layers of one kind are one tensor, whose dim 0 counts layers; otherwise a number follows.
 _STACKED = re.compile(r"(?P<head>(?:.+\.)?layers)\.(?!\d+\.)(?P<rest>.+)")
 _OBJECT = re.compile(r"(?P<key>.+)/shard_[\d.]+_[\d.]+")
+_SHARD = re.compile(r"shard_[\d.]+_[\d.]+")
+#: The number of a layer, and what follows it.
+_LAYER = re.compile(r"(?P<head>(?:.+\.)?layers)\.(?P<layer>\d+)\.(?P<rest>.+)")
+#: Modules of GPTModel; layers that predict further tokens are never stacked.
+_MODULES = ("embedding.", "decoder.", "output_layer.", "mtp.")
+_UNSTACKED = "mtp."
+#: Modules with a state of their own, which is None without Transformer Engine.
+_STATEFUL = re.compile(r"(?P<module>.+\.(?:linear_\w+|\w*layernorm))\.weight")
+#: Part of the names of experts that one rank has only some of.
+_EXPERTS = ".experts."
+#: What tells Megatron's groups apart, and the values of a group that is like no other.
+_IDENTIFIERS = {"wd_mult": 1.0, "lr_mult": 1.0, "is_expert_parallel": False}
+_IDENTIFIERS |= {"is_decoupled_lr": False}
 #: The optimizer's fp32 copy of a parameter, under the names of its kinds.
 MASTER_SLOTS = frozenset(("param", "fp32_param", "master_param"))
 #: Modules without Transformer Engine are saved under the names of its modules.
@@ -28,6 +42,15 @@ _LOCAL_NAMES = (
     ("self_attention.linear_qkv.layer_norm_", "input_layernorm."),
     ("mlp.linear_fc1.layer_norm_", "pre_mlp_layernorm."),
 )
+#: Parts of the names of modules that are saved under others.
+_LOCAL_PARTS = (".input_layernorm.", ".self_attention.linear_qkv.")
+
+
+class SavedKey(NamedTuple):
+    """The key of a parameter, and which layer of how many it is in the key's tensor."""
+
+    key: str
+    layer: tuple[int, int] | None
 
 
 class BucketKey(NamedTuple):
@@ -120,6 +143,79 @@ def unstacked(entry: TensorEntry, *, is_local: bool) -> Iterator[TensorEntry]:
         )
 
 
+def saved(kinds: Mapping[str, object]) -> dict[str, SavedKey]:
+    """Return the key of each parameter, as ``unstacked`` inverts it.
+
+    Layers that have the same parameters of the same kinds are one tensor; otherwise each has keys
+    of its own.
+
+    Args:
+        kinds: By the parameter's name: all that must be equal in every layer of a stack.
+
+    Raises:
+        UcpError: A name is none of Megatron-core's.
+    """
+    stacks: dict[str, dict[int, dict[str, object]]] = {}
+    for fqn, kind in kinds.items():
+        if not fqn.startswith(_MODULES):
+            raise UcpError(
+                f"{fqn} is no name of Megatron-core's GPTModel, which begin with "
+                f"{', '.join(_MODULES)}: rename the tensors (--rename)",
+                fqn=fqn,
+            )
+        match = _LAYER.fullmatch(fqn)
+        if match is not None and not fqn.startswith(_UNSTACKED):
+            layers = stacks.setdefault(match["head"], {})
+            layers.setdefault(int(match["layer"]), {})[match["rest"]] = kind
+    counts = {
+        head: len(layers)
+        for head, layers in stacks.items()
+        if set(layers) == {*range(len(layers))} and all(one == layers[0] for one in layers.values())
+    }
+    is_local = all(any(part in fqn for fqn in kinds) for part in _LOCAL_PARTS)
+    found: dict[str, SavedKey] = {}
+    for fqn in kinds:
+        key, layer = fqn, None
+        match = _LAYER.fullmatch(fqn)
+        if match is not None and match["head"] in counts:
+            key = f"{match['head']}.{match['rest']}"
+            layer = int(match["layer"]), counts[match["head"]]
+        for fused, own in _LOCAL_NAMES if is_local else ():
+            key = key.replace(f".{own}", f".{fused}")
+        found[fqn] = SavedKey(key, layer)
+    return found
+
+
+def module_states(key: str, layer: tuple[int, int] | None, shape: Sequence[int]) -> Iterator[str]:
+    """Yield the keys of the states of the module of a weight, and of those beside it."""
+    match = _STATEFUL.fullmatch(key)
+    if match is None:
+        return
+    places = [] if layer is None else [layer]
+    if has_experts(key):
+        shards = [[*places, (expert, shape[0])] for expert in range(shape[0])]
+    else:
+        shards = [places or [(0, 1)]]
+    modules = [match["module"]]
+    if key.endswith(".linear_proj.weight"):
+        modules.append(match["module"].replace(".linear_proj", ".core_attention"))
+    for module in modules:
+        for shard in shards:
+            index, count = (".".join(map(str, numbers)) for numbers in zip(*shard, strict=True))
+            yield f"{module}._extra_state/shard_{index}_{count}"
+
+
+def has_experts(key: str) -> bool:
+    """Return whether dim 0 of a layer's parameter counts experts."""
+    return ".experts.experts." in key
+
+
+def is_object(key: str, value: Any) -> bool:
+    """Return whether a value of ``extra`` is a sharded object, but for the optimizer's."""
+    is_sharded = isinstance(value, dict) and all(map(_SHARD.fullmatch, value)) and bool(value)
+    return is_sharded and not is_optimizer(key)
+
+
 def split_optimizer(
     states: Sequence[Any],
 ) -> tuple[list[dict[str, Any]], list[float], dict[str, Any]]:
@@ -182,11 +278,56 @@ def assigned(
 def _fits(
     group: Mapping[str, Any], fqn: str, shape: Sequence[int], *, decoupled: bool, apart: bool
 ) -> bool:
-    is_expert = apart and ".experts." in fqn
-    is_plain = fqn.endswith(".bias") or len(shape) == 1
+    is_expert = apart and _EXPERTS in fqn
+    is_plain = _is_plain(fqn, shape)
     is_outer = fqn.startswith(("embedding.", "output_layer."))
     return (
         bool(group.get("is_expert_parallel")) == is_expert
         and (group.get("wd_mult", 1.0) == 0.0) == is_plain
         and (not decoupled or bool(group.get("is_decoupled_lr")) == is_outer)
     )
+
+
+def _is_plain(fqn: str, shape: Sequence[int]) -> bool:
+    """Return whether Megatron leaves a parameter out of weight decay by default."""
+    return fqn.endswith(".bias") or len(shape) == 1
+
+
+def grouped(
+    groups: Sequence[Mapping[str, Any]],
+    shapes: Mapping[str, Sequence[int]],
+    *,
+    experts_apart: bool,
+) -> list[dict[str, Any]]:
+    """Return the groups as a target makes them, with ``params``.
+
+    Megatron's own groups keep their multipliers. Others are cut as it does by default: parameters
+    that decay, and those that do not.
+
+    Args:
+        shapes: Of the parameters, by name.
+        experts_apart: Experts have groups of their own, for an optimizer of their own.
+
+    Raises:
+        UcpError: Parameters of one group of the target have different hyper-parameters.
+    """
+    made: dict[tuple[Any, ...], dict[str, Any]] = {}
+    for group in groups:
+        own = {k: v for k, v in group.items() if k not in {"params", "param_names", "step"}}
+        own |= {k: own.get(k, own.get(f"pre_{k}", v)) for k, v in _IDENTIFIERS.items()}
+        is_megatrons = not {"wd_mult", "pre_wd_mult"}.isdisjoint(group)
+        for fqn in (fqn for fqn in group["params"] if fqn in shapes):
+            values = {**own, "is_expert_parallel": experts_apart and _EXPERTS in fqn}
+            if not is_megatrons:
+                values["wd_mult"] = 0.0 if _is_plain(fqn, shapes[fqn]) else 1.0
+            kind = tuple(values[name] for name in _IDENTIFIERS)
+            one = made.setdefault(kind, {**values, "params": []})
+            wrong = [name for name in values if values[name] != one.get(name)]
+            if wrong:
+                raise UcpError(
+                    f"{one['params'][0]} and {fqn} differ in {', '.join(wrong)} of the optimizer: "
+                    f"Megatron has one group for all {'vectors' if kind[0] == 0 else 'matrices'}",
+                    fqn=fqn,
+                )
+            one["params"].append(fqn)
+    return list(made.values())

@@ -355,7 +355,7 @@ class _Reader:
                 continue
             try:
                 values = {
-                    shard.rsplit("/", 1)[-1]: self.container.as_json(value, shard)
+                    shard.rsplit("/", 1)[-1]: self.container.as_json(value, shard, exact=True)
                     for shard, value in self.container.values(shards)
                 }
             except ForeignClassError as error:

@@ -15,11 +15,12 @@ from ucp_core.formats import FORMATS, export, open_source
 from ucp_core.storage import Buffer, LocalStore
 
 #: Of two ranks the first has the first of them, the second the other.
-MODEL = [Param("down.weight", (60, 70)), Param("up.weight", (70, 60))]
+MODEL = [Param("decoder.down.weight", (60, 70)), Param("decoder.up.weight", (70, 60))]
 #: What readers look for first, which is written last; the universal format has its own tests.
 COMMITS = {
     "huggingface": "model.safetensors.index.json",
     "dcp": ".metadata",
+    "megatron-core": "latest_checkpointed_iteration.txt",
     "deepspeed": "latest",
     "deepspeed-universal": "latest_universal",
 }

@@ -15,7 +15,10 @@ from ucp_core.formats import FORMATS, export, open_source
 from ucp_core.native import CLAIM_NAME, UNFINISHED_NAME, Checkpoint, claimed
 from ucp_core.storage import LocalStore, MemoryStore, Store, open_store
 
-_MODELS = {"ours": [Param("a.w", (60, 70)), Param("b.w", (9, 7))], "theirs": [Param("c.w", (5, 6))]}
+_MODELS = {
+    "ours": [Param("decoder.a.w", (60, 70)), Param("decoder.b.w", (9, 7))],
+    "theirs": [Param("decoder.c.w", (5, 6))],
+}
 _FOREIGN = [name for name in FORMATS if name != "universal"]
 
 
@@ -83,7 +86,7 @@ def test_of_two_writers_into_one_folder_the_second_is_refused(
     else:
         assert not store.list(f"{directory}/{UNFINISHED_NAME}")
         made = open_source(store, directory).state_map
-        assert {key.fqn for key in made.entries} == {"a.w", "b.w"}
+        assert {key.fqn for key in made.entries} == {"decoder.a.w", "decoder.b.w"}
 
 
 def test_an_export_that_was_killed_is_not_overwritten(

@@ -1,0 +1,197 @@
+"""What is written for Megatron-core reads back as it was, and what it cannot hold is refused."""
+
+from __future__ import annotations
+
+import io
+import random
+import struct
+from argparse import Namespace
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from math import prod
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from tests.support.checkpoints import Whole, local_tensors
+from tests.support.megatron_files import state, write_checkpoint
+from ucp_core.errors import UcpError
+from ucp_core.formats import export, open_source
+from ucp_core.geometry import Box, TensorKey
+from ucp_core.inspection import diff
+from ucp_core.language import rename
+from ucp_core.native import Checkpoint, save_rank
+from ucp_core.storage import MemoryStore
+
+MEMORY_BYTES = 16 << 20
+
+
+def _exported(source: Checkpoint, **options: Any) -> tuple[MemoryStore, Checkpoint]:
+    store = MemoryStore()
+    export(source, store, "out", format="megatron-core", memory_bytes=MEMORY_BYTES, **options)
+    return store, open_source(store, "out")
+
+
+def _megatrons(**options: Any) -> Checkpoint:
+    store = MemoryStore()
+    write_checkpoint(store, "c", state(experts=options.pop("experts", False)), **options)
+    return open_source(store, "c")
+
+
+def _common(store: MemoryStore) -> dict[str, Any]:
+    data = io.BytesIO(store.read("out/iter_0000004/common.pt"))
+    found: dict[str, Any] = torch.load(data, weights_only=False)
+    return found
+
+
+@pytest.mark.parametrize("experts", [False, True], ids=["dense", "experts"])
+@pytest.mark.parametrize("local", [False, True], ids=["transformer-engine", "local"])
+@pytest.mark.parametrize("buffers", [False, True], ids=["fully_reshardable", "dp_reshardable"])
+def test_what_megatron_saved_comes_back(*, experts: bool, local: bool, buffers: bool) -> None:
+    """All slots, names of both kinds of modules, states of modules and hyper-parameters."""
+    source = _megatrons(experts=experts, local=local, buffers=buffers)
+
+    _, back = _exported(source)
+
+    report = diff(source, back)
+    assert report.tensors == ()
+    assert report.num_equal == len(source.state_map.entries)
+    assert not [v for v in report.values if not v.path.startswith(("param_groups", "extra."))]
+    assert back.extra.get("_extra_state") == source.extra.get("_extra_state")
+
+
+def test_megatron_finds_its_arguments_and_its_random_states_as_it_saved_them() -> None:
+    """Python's generator takes back a tuple only, and numpy's an array."""
+    kept = random.getstate(), np.random.get_state(), torch.get_rng_state()  # noqa: NPY002
+    objects = {"rng_state/shard_0.0_1.1": [[dict(zip("pnt", kept, strict=True))]]}
+    source = _megatrons(objects=objects, arguments={"num_layers": 2})
+
+    store, back = _exported(source)
+
+    assert _common(store)["args"] == Namespace(num_layers=2)
+    assert back.extra["rng_state"] == source.extra["rng_state"]
+    ((states,),) = back.extra["rng_state"]["shard_0.0_1.1"]
+    assert states["p"]["tuple"][1]["tuple"] == list(kept[0][1])
+
+
+def test_layers_that_differ_have_keys_of_their_own() -> None:
+    """Megatron stacks layers only if all of them are alike."""
+    source = _megatrons()
+    renamed = {
+        key.fqn: key.fqn.replace("layers.1.mlp.", "layers.1.other.")
+        for key in source.state_map.entries
+        if "layers.1.mlp." in key.fqn
+    }
+    source = replace(source, manifest=rename(source.manifest, renamed))
+
+    store, back = _exported(source)
+
+    assert diff(source, back).tensors == ()
+    assert _common(store)["content_metadata"]["non_homogeneous_layers"]
+    assert b"decoder.layers.1.other.linear_fc1.weight" in store.read("out/iter_0000004/.metadata")
+
+
+#: A matrix and a vector, which Megatron does not decay.
+SHAPES = {"decoder.layers.0.mlp.linear_fc1.weight": (6, 4), "decoder.final_layernorm.weight": (4,)}
+HYPER = {"lr": 0.5, "betas": [0.9, 0.95], "weight_decay": 0.1}
+
+
+def _native(
+    shapes: Mapping[str, tuple[int, ...]],
+    groups: Sequence[dict[str, Any]],
+    steps: Mapping[str, float] | None = None,
+) -> Checkpoint:
+    """Return what a run of ours saved after four steps, which knows nothing of Megatron."""
+    state = {
+        TensorKey(fqn, slot): Whole(dtype="F32", shape=shape, data=b"\1" * 4 * prod(shape))
+        for fqn, shape in shapes.items()
+        for slot in ("weight", "exp_avg", "exp_avg_sq")
+    }
+    for fqn in shapes:
+        data = struct.pack("<f", (steps or {}).get(fqn, 4.0))
+        state[TensorKey(fqn, "step")] = Whole(dtype="F32", shape=(), data=data)
+    store = MemoryStore()
+    save_rank(
+        store,
+        "c",
+        step=4,
+        attempt=0,
+        rank=0,
+        world_size=1,
+        tensors=local_tensors(state, {key: [Box.full(one.shape)] for key, one in state.items()}),
+        extra={"mine": [1, "two"]},
+        param_groups=groups,
+        source={},
+        fsync=False,
+    )
+    return open_source(store, "c")
+
+
+def test_groups_are_those_that_megatron_looks_for() -> None:
+    """It finds a group by its multipliers, and counts the steps of a group."""
+    source = _native(SHAPES, [{**HYPER, "params": [*SHAPES]}])
+
+    store, back = _exported(source)
+
+    common = _common(store)
+    groups = common["optimizer"]["optimizer"]["param_groups"]
+    assert [(group["wd_mult"], group["step"]) for group in groups] == [(1.0, 4.0), (0.0, 4.0)]
+    expected = {"lr": 0.5, "betas": (0.9, 0.95), "weight_decay": 0.1, "is_expert_parallel": False}
+    assert all(group.items() >= expected.items() for group in groups)
+    assert all("params" not in group for group in groups)
+    assert (common["iteration"], common["mine"]) == (4, [1, "two"])
+    assert diff(source, back).num_equal == len(source.state_map.entries)
+
+
+def test_experts_of_several_ranks_have_an_optimizer_of_their_own() -> None:
+    """Megatron has one for what is alike on all ranks, and one for what is not."""
+    store, _ = _exported(_megatrons(experts=True), ep=2)
+
+    chained = _common(store)["optimizer"]
+    assert [
+        [group["is_expert_parallel"] for group in chained[number]["optimizer"]["param_groups"]]
+        for number in (0, 1)
+    ] == [[False, False], [True]]
+
+
+@pytest.mark.parametrize(
+    ("shapes", "steps", "changed", "options", "told"),
+    [
+        ({"model.norm.weight": (4,)}, {}, {}, {}, "model.norm.weight is no name of Megatron-core"),
+        (SHAPES, {"decoder.2.weight": 3.0}, {}, {}, "decoder.2.weight 3.0: Megatron counts one"),
+        (SHAPES, {}, {"lr": 0.1}, {}, "differ in lr of the optimizer: Megatron has one group"),
+        (SHAPES, {}, {}, {"ep": 2}, "ep=2: the source has no experts"),
+        (SHAPES, {}, {}, {"ep": 0}, "ep=0: "),
+    ],
+)
+def test_what_megatron_cannot_hold_is_refused(
+    shapes: dict[str, tuple[int, ...]],
+    steps: dict[str, float],
+    changed: dict[str, Any],
+    options: dict[str, Any],
+    told: str,
+) -> None:
+    more = {"decoder.2.weight": (6, 4)}
+    groups = [{**HYPER, "params": [*shapes]}, {**HYPER, **changed, "params": [*more]}]
+    source = _native(shapes | more, groups, steps)
+    store = MemoryStore()
+
+    with pytest.raises(UcpError, match=told):
+        export(source, store, "out", format="megatron-core", memory_bytes=MEMORY_BYTES, **options)
+
+    assert store.list("out") == ()
+
+
+def test_experts_that_ranks_cannot_share_are_refused() -> None:
+    with pytest.raises(UcpError, match="ep=3: the source has 4 experts in a layer"):
+        _exported(_megatrons(experts=True), ep=3)
+
+
+def test_an_iteration_is_not_put_beside_others() -> None:
+    """The file that names the latest one would lead to another run's."""
+    store, _ = _exported(_megatrons())
+
+    with pytest.raises(UcpError, match="out holds iter_0000004 already"):
+        export(_megatrons(), store, "out", format="megatron-core", memory_bytes=MEMORY_BYTES)

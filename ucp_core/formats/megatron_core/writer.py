@@ -1,0 +1,200 @@
+"""Writes any checkpoint that has Megatron-core's names as ``torch_dist``, which Megatron loads.
+
+The optimizer has the form ``fully_reshardable``: any number of tensor-, pipeline- and data-parallel
+ranks can load it. A weight is in the files once: the model's key and the one of the optimizer's
+master lead to the same bytes, which Megatron casts to the dtype of its parameters. Source:
+``DistributedOptimizer.load_state_dict`` and ``load_parameter_state_from_fully_reshardable`` of
+Megatron-core 0.16, and what it saves.
+"""
+
+from __future__ import annotations
+
+import json
+from typing import TYPE_CHECKING, Any
+
+from ucp_core.errors import UcpError
+from ucp_core.formats.dcp import Contents, DcpFiles, hyper
+from ucp_core.formats.megatron_core import key_names
+from ucp_core.formats.megatron_core.recognition import COMMON, CONFIG, TRACKER
+from ucp_core.formats.shared import number_of, restored
+from ucp_core.native import check_memory, stream
+from ucp_core.storage import join, undone
+from ucp_core.torch_files import Instance, write_torch_file
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Mapping, Sequence
+
+    from ucp_core.native import Checkpoint
+    from ucp_core.storage import Store
+
+_CONFIG = {
+    "sharded_backend": "torch_dist",
+    "sharded_backend_version": 1,
+    "common_backend": "torch",
+    "common_backend_version": 1,
+}
+_SHARDING = "fully_reshardable"
+#: In ``extra``, which has a path for each of the optimizer's own values.
+_SCALER = "grad_scaler."
+_NAMESPACE = "argparse.Namespace"
+#: Rows of ``linear_qkv`` are grouped by query group since then.
+_VERSION = 3.0
+
+
+def write(
+    checkpoint: Checkpoint,
+    store: Store,
+    directory: str,
+    *,
+    memory_bytes: int,
+    progress: Callable[[int, int], None] | None = None,
+    ep: int = 1,
+    fsync: bool = True,
+) -> None:
+    """Write ``directory/iter_STEP`` and, last, the file in ``directory`` that names it.
+
+    ``directory`` is Megatron-LM's ``--load``; ``megatron.core.dist_checkpointing.load`` takes the
+    folder in it. Tied names are left out: Megatron ties them itself. See ``export`` for the other
+    arguments and the errors.
+
+    Args:
+        ep: Expert-parallel ranks of the target. Above 1, experts have an optimizer of their own.
+    """
+    check_memory(memory_bytes)
+    _check_experts(checkpoint, ep)
+    name = f"iter_{checkpoint.step:07d}"
+    folder = join(directory, name)
+    taken = [there for there in store.list(directory) if there in {TRACKER, name}]
+    if taken:
+        raise UcpError(
+            f"{directory} holds {taken[0]} already: give another destination or remove it",
+            path=join(directory, taken[0]),
+        )
+    checkpoint.state_map.prove_coverage()
+    contents = _contents(checkpoint)
+    groups = _groups(checkpoint, memory_bytes, experts_apart=ep > 1)
+    common = _common(checkpoint, contents, groups)
+    with undone(store, directory) as written:
+        # Megatron can load the folder without the file that names it.
+        written.append(folder)
+        files = DcpFiles(checkpoint, store, folder, contents, memory_bytes, progress)
+        files.write(written, fsync=fsync)
+        path = join(folder, COMMON)
+        write_torch_file(store, path, common, allow=frozenset({_NAMESPACE}), fsync=fsync)
+        store.write_atomic(join(folder, CONFIG), json.dumps(_CONFIG).encode(), fsync=fsync)
+        written.append(join(directory, TRACKER))
+        store.write_atomic(written[-1], str(checkpoint.step).encode(), fsync=fsync)
+
+
+def _check_experts(checkpoint: Checkpoint, ep: int) -> None:
+    """Refuse a target whose ranks cannot have as many experts each."""
+    counts = {
+        entry.shape[0]
+        for key, entry in checkpoint.state_map.entries.items()
+        if key_names.has_experts(key.fqn) and key.slot == "weight"
+    }
+    if ep < 1 or (ep > 1 and not counts) or any(count % ep for count in counts):
+        has = f"{', '.join(map(str, sorted(counts))) or 'no'} experts in a layer"
+        raise UcpError(f"ep={ep}: the source has {has}, which ep ranks cannot share", ep=ep)
+
+
+def _contents(checkpoint: Checkpoint) -> Contents:
+    """Return the key of every tensor, and the small objects beside them."""
+    roles = checkpoint.manifest.roles
+    entries = {
+        key: entry
+        for key, entry in sorted(checkpoint.state_map.entries.items())
+        if roles.get(key.fqn) != "extra" and key.slot != "step"
+    }
+    slots: dict[str, tuple[Any, ...]] = {}
+    for key, entry in entries.items():
+        known = slots.get(key.fqn, ())
+        slots[key.fqn] = (*known, (key.slot, entry.dtype, entry.shape))
+    names = key_names.saved(slots)
+    contents = Contents()
+    for key, entry in entries.items():
+        saved, layer = names[key.fqn]
+        state = f"optimizer.state.{'param' if key.slot == 'weight' else key.slot}.{saved}"
+        if key.slot != "weight":
+            contents.keys[key] = [state]
+        else:
+            contents.keys[key] = [saved, state] if len(slots[key.fqn]) > 1 else [saved]
+        if layer is not None:
+            contents.layers[key] = layer
+        if key.slot == "weight":
+            for name in key_names.module_states(saved, layer, entry.shape):
+                contents.values[name] = [None]
+    for name, value in checkpoint.extra.items():
+        if name == "_extra_state":
+            contents.values |= {shard: restored(state) for shard, state in value.items()}
+        elif key_names.is_object(name, value):
+            contents.values |= {f"{name}/{shard}": restored(v) for shard, v in value.items()}
+    keys = {key for names in contents.keys.values() for key in names} | set(contents.values)
+    contents.paths = {key: (key,) for key in sorted(keys)}
+    return contents
+
+
+def _common(
+    checkpoint: Checkpoint, contents: Contents, groups: Sequence[Mapping[str, Any]]
+) -> dict[str, Any]:
+    """Return what all ranks share: the iteration, the groups, and the source's own values."""
+    common: dict[str, Any] = {"checkpoint_version": _VERSION}
+    for name, value in checkpoint.extra.items():
+        match value:
+            case _ if name in {"_extra_state", "optimizer"} or key_names.is_object(name, value):
+                continue
+            case {"class": "argparse.Namespace", "state": dict(state)}:
+                common[name] = Instance(_NAMESPACE, state=restored(state))
+            case _:
+                common[name] = restored(value)
+    common["iteration"] = checkpoint.step
+    # Megatron-LM asks for the keys that these words imply.
+    common["content_metadata"] = {
+        "distrib_optim_sharding_type": _SHARDING,
+        "singleton_local_shards": False,
+        "non_homogeneous_layers": not contents.layers,
+        "chained_optim_avoid_prefix": True,
+    }
+    of_experts = [group for group in groups if group["is_expert_parallel"]]
+    others = [group for group in groups if not group["is_expert_parallel"]]
+    scaler = {
+        name.rpartition(_SCALER)[2]: restored(value)
+        for name, value in checkpoint.extra.get("optimizer", {}).items()
+        if _SCALER in name
+    }
+    chained = [
+        {"optimizer": {"param_groups": own}, "param_state_sharding_type": _SHARDING}
+        | ({"grad_scaler": scaler} if scaler else {})
+        for own in (others, of_experts)
+        if own
+    ]
+    if chained:
+        common["optimizer"] = dict(enumerate(chained)) if of_experts else chained[0]
+    return common
+
+
+def _groups(
+    checkpoint: Checkpoint, memory_bytes: int, *, experts_apart: bool
+) -> list[dict[str, Any]]:
+    """Return the groups as Megatron has them: without parameters, each with its step."""
+    entries = checkpoint.state_map.entries
+    counters = [entry for key, entry in sorted(entries.items()) if key.slot == "step"]
+    steps = {
+        slab.piece.entry.key.fqn: number_of(slab.data, slab.piece.entry.dtype)
+        for slab in stream(checkpoint, counters, memory_bytes=memory_bytes)
+    }
+    shapes = {key.fqn: entry.shape for key, entry in entries.items() if key.slot == "weight"}
+    groups = []
+    for group in key_names.grouped(checkpoint.param_groups, shapes, experts_apart=experts_apart):
+        found = {steps[fqn]: fqn for fqn in group["params"] if fqn in steps}
+        if len(found) > 1:
+            (one, first), (other, second) = list(found.items())[:2]
+            raise UcpError(
+                f"{first} has made {one} steps and {second} {other}: Megatron counts one step for "
+                "all parameters of a group",
+                fqn=second,
+            )
+        made = {name: hyper(name, value) for name, value in group.items() if name != "params"}
+        made["step"] = next(iter(found), checkpoint.step)
+        groups.append(made)
+    return groups
