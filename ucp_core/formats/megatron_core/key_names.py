@@ -160,7 +160,7 @@ def saved(kinds: Mapping[str, object]) -> dict[str, SavedKey]:
         if not fqn.startswith(_MODULES):
             raise UcpError(
                 f"{fqn} is no name of Megatron-core's GPTModel, which begin with "
-                f"{', '.join(_MODULES)}: rename the tensors (--rename)",
+                f"{', '.join(_MODULES)}: rename the tensors (--rename), if no two are one there",
                 fqn=fqn,
             )
         match = _LAYER.fullmatch(fqn)
@@ -318,10 +318,13 @@ def grouped(
         is_megatrons = not {"wd_mult", "pre_wd_mult"}.isdisjoint(group)
         for fqn in (fqn for fqn in group["params"] if fqn in shapes):
             values = {**own, "is_expert_parallel": experts_apart and _EXPERTS in fqn}
+            one: dict[str, Any] = {}
             if not is_megatrons:
                 values["wd_mult"] = 0.0 if _is_plain(fqn, shapes[fqn]) else 1.0
+                # Since 0.19 a group is found by its highest rate, too.
+                one["max_lr"] = own.get("initial_lr", own.get("lr"))
             kind = tuple(values[name] for name in _IDENTIFIERS)
-            one = made.setdefault(kind, {**values, "params": []})
+            one = made.setdefault(kind, {**one, **values, "params": []})
             wrong = [name for name in values if values[name] != one.get(name)]
             if wrong:
                 raise UcpError(

@@ -138,7 +138,7 @@ def test_groups_are_those_that_megatron_looks_for() -> None:
     common = _common(store)
     groups = common["optimizer"]["optimizer"]["param_groups"]
     assert [(group["wd_mult"], group["step"]) for group in groups] == [(1.0, 4.0), (0.0, 4.0)]
-    expected = {"lr": 0.5, "betas": (0.9, 0.95), "weight_decay": 0.1, "is_expert_parallel": False}
+    expected = {"lr": 0.5, "max_lr": 0.5, "betas": (0.9, 0.95), "is_expert_parallel": False}
     assert all(group.items() >= expected.items() for group in groups)
     assert all("params" not in group for group in groups)
     assert (common["iteration"], common["mine"]) == (4, [1, "two"])
