@@ -51,6 +51,12 @@ LOCAL = {
 }
 
 
+def batch(step: int, *, rows: int = 4, length: int = 16, vocabulary: int = 128) -> torch.Tensor:
+    """Return the tokens of a step, with one more in a row than a model sees."""
+    made = torch.Generator().manual_seed(step)
+    return torch.randint(0, vocabulary, (rows, length + 1), generator=made)
+
+
 def state(seed: int = 0, *, experts: bool = False) -> dict[str, dict[str, torch.Tensor]]:
     """Return all slots of the model by the checkpoint's keys in order, layers stacked."""
     shapes = {key: shape for key, shape, _ in OUTER_KEYS[:1]}

@@ -16,6 +16,7 @@ import torch
 import torch.distributed as dist
 
 import tests.support.megatron_on_cpu  # noqa: F401 - Megatron looks for a device otherwise
+from tests.support.megatron_files import batch
 
 # isort: split
 from megatron.core import dist_checkpointing, parallel_state
@@ -115,8 +116,7 @@ class Training:
         self.optimizer = get_megatron_optimizer(options, [self.replicated])
 
     def _batches(self) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
-        made = torch.Generator().manual_seed(self.step)
-        tokens = torch.randint(0, VOCABULARY, (GLOBAL_BATCH, SEQUENCE + 1), generator=made)
+        tokens = batch(self.step, rows=GLOBAL_BATCH, length=SEQUENCE, vocabulary=VOCABULARY)
         ranks = parallel_state.get_data_parallel_world_size()
         for row in tokens.chunk(ranks)[parallel_state.get_data_parallel_rank()]:
             yield row[None, :-1].contiguous(), row[None, 1:].contiguous()

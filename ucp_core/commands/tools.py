@@ -159,6 +159,10 @@ _Stage = Annotated[int | None, typer.Option(help="deepspeed: ZeRO stage.")]
 _Dp = Annotated[int | None, typer.Option(help="deepspeed: data-parallel ranks.")]
 _Tp = Annotated[int | None, typer.Option(help="deepspeed: tensor-parallel ranks.")]
 _Ep = Annotated[int | None, typer.Option(help="megatron-core: expert-parallel ranks.")]
+_QueryGroups = Annotated[
+    int | None,
+    typer.Option(help="megatron-core: heads of k and v, if no config.json says it."),
+]
 _SubGroup = Annotated[
     int | None, typer.Option(help="deepspeed: sub_group_size of stage 3, if not the default.")
 ]
@@ -206,6 +210,7 @@ def export_command(  # noqa: PLR0913 - options of a command
     dp: _Dp = None,
     tp: _Tp = None,
     ep: _Ep = None,
+    query_groups: _QueryGroups = None,
     sub_group_size: _SubGroup = None,
     stages: _Stages = None,
     tied: _Tied = None,
@@ -238,6 +243,7 @@ def export_command(  # noqa: PLR0913 - options of a command
         "dp": dp,
         "tp": tp,
         "ep": ep,
+        "query_groups": query_groups,
         "sub_group_size": sub_group_size,
         "stages": None if stages is None else _numbers(stages, "--stages"),
         "tied_layers": {key: _numbers(layers, "--tied") for key, _, layers in ties} or None,

@@ -42,7 +42,7 @@ _WRITERS = {
     "megatron-core": _Format(
         "ucp_core.formats.megatron_core.writer",
         "write",
-        frozenset({"ep"}),
+        frozenset({"ep", "query_groups"}),
     ),
     "deepspeed": _Format(
         "ucp_core.formats.deepspeed.writer",

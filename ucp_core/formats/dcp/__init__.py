@@ -14,12 +14,14 @@ if TYPE_CHECKING:
     from ucp_core.formats.dcp.directory import read_container
     from ucp_core.formats.dcp.recognition import metadata_names
     from ucp_core.formats.dcp.state import State
-    from ucp_core.formats.dcp.writer import Contents, DcpFiles, hyper
+    from ucp_core.formats.dcp.writer import Contents, DcpFiles, Place, Rows, hyper
 
 __all__ = [
     "Container",
     "Contents",
     "DcpFiles",
+    "Place",
+    "Rows",
     "State",
     "hyper",
     "metadata_names",

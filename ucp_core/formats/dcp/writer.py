@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 from functools import partial
-from typing import TYPE_CHECKING, Any, TypeAlias
+from typing import TYPE_CHECKING, Any, NamedTuple, TypeAlias
 
 from ucp_core.errors import UcpError
 from ucp_core.formats.shared import NUMBER_DTYPES, restored
@@ -122,6 +122,28 @@ def write(  # noqa: PLR0913 - the options of a format
         writer.write(written, fsync=fsync)
 
 
+class Rows(NamedTuple):
+    """Rows of a larger tensor: ``size`` from ``first`` on, and as many every ``distance`` rows."""
+
+    first: int
+    size: int
+    distance: int
+
+
+class Place(NamedTuple):
+    """Where a tensor is in the one of its key.
+
+    Attributes:
+        shape: Of the key's tensor.
+        layer: Index along its first dim, if that counts layers.
+        rows: Along the tensor's own first dim; None: all.
+    """
+
+    shape: tuple[int, ...]
+    layer: int | None = None
+    rows: Rows | None = None
+
+
 @dataclass(slots=True)
 class Contents:
     """The values to write, by key.
@@ -129,7 +151,7 @@ class Contents:
     Attributes:
         paths: The path in the nested state dict of every key.
         keys: The keys of each tensor; several where names are tied.
-        layers: Of a tensor that is one layer of its key's: which, and how many there are.
+        parts: Where a tensor is in its key's, if it is not all of it.
         values: Small values by key.
         small: Small values that are tensors, by key.
         places: Where tensors outside of the model are among the small values, by name.
@@ -137,7 +159,7 @@ class Contents:
 
     paths: dict[str, _Path] = field(default_factory=dict)
     keys: dict[TensorKey, list[str]] = field(default_factory=dict)
-    layers: dict[TensorKey, tuple[int, int]] = field(default_factory=dict)
+    parts: dict[TensorKey, Place] = field(default_factory=dict)
     values: dict[str, Any] = field(default_factory=dict)
     small: dict[str, TensorData] = field(default_factory=dict)
     places: dict[str, _Path] = field(default_factory=dict)
@@ -220,25 +242,35 @@ class _Tensor:
     """A tensor being written: its chunks and the places of their blobs.
 
     Attributes:
-        layer: Which layer of how many it is in the tensor of its key; None if it is all.
+        place: Where it is in the tensor of its key; None if it is all.
     """
 
     entry: TensorEntry
-    layer: tuple[int, int] | None = None
+    place: Place | None = None
     boxes: list[Box] = field(default_factory=list)
     places: list[Instance] = field(default_factory=list)
 
     @property
     def shape(self) -> tuple[int, ...]:
         """Return the shape of the key's tensor."""
-        return self.entry.shape if self.layer is None else (self.layer[1], *self.entry.shape)
+        return self.entry.shape if self.place is None else self.place.shape
 
-    def placed(self, box: Box) -> Box:
-        """Return where a box of this tensor is in the key's."""
-        if self.layer is None:
-            return box
-        index, _ = self.layer
-        return Box((index, *box.start), (index + 1, *box.stop))
+    def placed(self, box: Box) -> Iterator[tuple[Box, int]]:
+        """Yield the boxes of the key's tensor that a box is, and the number of their rows."""
+        place = self.place or Place(self.entry.shape)
+        rows = place.rows or Rows(0, self.entry.shape[0] if self.entry.shape else 1, 0)
+        low, high = (box.start[0], box.stop[0]) if box.start else (0, 1)
+        while True:
+            group, row = divmod(low, max(1, rows.size))
+            count = min(high - low, rows.size - row)
+            start = rows.first + group * rows.distance + row
+            part = box.with_dim(0, start, start + count) if box.start else box
+            if place.layer is not None:
+                part = Box((place.layer, *part.start), (place.layer + 1, *part.stop))
+            yield part, count
+            low += count
+            if low >= high:
+                return
 
 
 def _once(data: memoryview) -> tuple[memoryview]:
@@ -264,7 +296,7 @@ class DcpFiles:
         self._total_bytes = checkpoint.state_map.num_bytes
         self._done_bytes = 0
         self._tensors = {
-            key: _Tensor(checkpoint.state_map.entries[key], contents.layers.get(key))
+            key: _Tensor(checkpoint.state_map.entries[key], contents.parts.get(key))
             for key in contents.keys
         }
         self._values: dict[str, Instance] = {}
@@ -310,10 +342,14 @@ class DcpFiles:
         while ahead is not None:
             entry, box = ahead.piece
             tensor = self._tensors[entry.key]
-            box = tensor.placed(box)
-            blob = TensorData(entry.dtype, box.shape, partial(_once, ahead.data))
-            tensor.boxes.append(box)
-            tensor.places.append((yield from self._blob(blob)))
+            row_bytes = len(ahead.data) // (box.shape[0] if box.shape else 1)
+            begin = 0
+            for part, count in tensor.placed(box):
+                data = ahead.data[begin : begin + count * row_bytes]
+                begin += len(data)
+                blob = TensorData(entry.dtype, part.shape, partial(_once, data))
+                tensor.boxes.append(part)
+                tensor.places.append((yield from self._blob(blob)))
             self._done_bytes += len(ahead.data)
             if self._progress is not None:
                 self._progress(self._done_bytes, self._total_bytes)
@@ -336,7 +372,7 @@ class DcpFiles:
         for tensor in self._tensors.values():
             box = Box.full(tensor.entry.shape)
             if box.is_empty:
-                box = tensor.placed(box)
+                box, _ = next(tensor.placed(box))
                 blob = TensorData.of_bytes(tensor.entry.dtype, box.shape, b"")
                 tensor.boxes.append(box)
                 tensor.places.append((yield from self._blob(blob)))

@@ -32,7 +32,7 @@ _UNSTACKED = "mtp."
 _STATEFUL = re.compile(r"(?P<module>.+\.(?:linear_\w+|\w*layernorm))\.weight")
 #: Part of the names of experts that one rank has only some of.
 _EXPERTS = ".experts."
-#: What tells Megatron's groups apart, and the values of a group that is like no other.
+#: Values that tell Megatron's groups apart, as a plain group has them.
 _IDENTIFIERS = {"wd_mult": 1.0, "lr_mult": 1.0, "is_expert_parallel": False}
 _IDENTIFIERS |= {"is_decoupled_lr": False}
 #: The optimizer's fp32 copy of a parameter, under the names of its kinds.
@@ -160,7 +160,7 @@ def saved(kinds: Mapping[str, object]) -> dict[str, SavedKey]:
         if not fqn.startswith(_MODULES):
             raise UcpError(
                 f"{fqn} is no name of Megatron-core's GPTModel, which begin with "
-                f"{', '.join(_MODULES)}: rename the tensors (--rename), if no two are one there",
+                f"{', '.join(_MODULES)}, nor of Hugging Face's Llama: rename it (--rename)",
                 fqn=fqn,
             )
         match = _LAYER.fullmatch(fqn)

@@ -13,10 +13,12 @@ import json
 from typing import TYPE_CHECKING, Any
 
 from ucp_core.errors import UcpError
-from ucp_core.formats.dcp import Contents, DcpFiles, hyper
+from ucp_core.formats.dcp import Contents, DcpFiles, Place, hyper
 from ucp_core.formats.megatron_core import key_names
+from ucp_core.formats.megatron_core.joining import joined
 from ucp_core.formats.megatron_core.recognition import COMMON, CONFIG, TRACKER
 from ucp_core.formats.shared import number_of, restored
+from ucp_core.geometry import TensorKey
 from ucp_core.native import check_memory, stream
 from ucp_core.storage import join, undone
 from ucp_core.torch_files import Instance, write_torch_file
@@ -24,6 +26,8 @@ from ucp_core.torch_files import Instance, write_torch_file
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence
 
+    from ucp_core.formats.megatron_core.joining import Joined
+    from ucp_core.geometry import TensorEntry
     from ucp_core.native import Checkpoint
     from ucp_core.storage import Store
 
@@ -49,6 +53,7 @@ def write(
     memory_bytes: int,
     progress: Callable[[int, int], None] | None = None,
     ep: int = 1,
+    query_groups: int | None = None,
     fsync: bool = True,
 ) -> None:
     """Write ``directory/iter_STEP`` and, last, the file in ``directory`` that names it.
@@ -59,6 +64,7 @@ def write(
 
     Args:
         ep: Expert-parallel ranks of the target. Above 1, experts have an optimizer of their own.
+        query_groups: How many heads k and v have; None: what the source's ``config.json`` says.
     """
     check_memory(memory_bytes)
     _check_experts(checkpoint, ep)
@@ -71,7 +77,7 @@ def write(
             path=join(directory, taken[0]),
         )
     checkpoint.state_map.prove_coverage()
-    contents = _contents(checkpoint)
+    contents = _contents(checkpoint, query_groups)
     groups = _groups(checkpoint, memory_bytes, experts_apart=ep > 1)
     common = _common(checkpoint, contents, groups)
     with undone(store, directory) as written:
@@ -98,7 +104,7 @@ def _check_experts(checkpoint: Checkpoint, ep: int) -> None:
         raise UcpError(f"ep={ep}: the source has {has}, which ep ranks cannot share", ep=ep)
 
 
-def _contents(checkpoint: Checkpoint) -> Contents:
+def _contents(checkpoint: Checkpoint, query_groups: int | None) -> Contents:
     """Return the key of every tensor, and the small objects beside them."""
     roles = checkpoint.manifest.roles
     entries = {
@@ -106,24 +112,27 @@ def _contents(checkpoint: Checkpoint) -> Contents:
         for key, entry in sorted(checkpoint.state_map.entries.items())
         if roles.get(key.fqn) != "extra" and key.slot != "step"
     }
-    slots: dict[str, tuple[Any, ...]] = {}
-    for key, entry in entries.items():
-        known = slots.get(key.fqn, ())
-        slots[key.fqn] = (*known, (key.slot, entry.dtype, entry.shape))
-    names = key_names.saved(slots)
+    shapes = {key.fqn: entry.shape for key, entry in entries.items() if key.slot == "weight"}
+    if query_groups is None:
+        query_groups = _query_groups(checkpoint)
+    places = joined(shapes, query_groups)
+    names = key_names.saved(_kinds(entries, places))
+    trained = {key.fqn for key in entries if key.slot != "weight"}
     contents = Contents()
     for key, entry in entries.items():
-        saved, layer = names[key.fqn]
+        place = places[key.fqn]
+        saved, layer = names[place.fqn]
         state = f"optimizer.state.{'param' if key.slot == 'weight' else key.slot}.{saved}"
-        if key.slot != "weight":
-            contents.keys[key] = [state]
-        else:
-            contents.keys[key] = [saved, state] if len(slots[key.fqn]) > 1 else [saved]
-        if layer is not None:
-            contents.layers[key] = layer
+        contents.keys[key] = [state]
         if key.slot == "weight":
+            contents.keys[key] = [saved, state] if key.fqn in trained else [saved]
             for name in key_names.module_states(saved, layer, entry.shape):
                 contents.values[name] = [None]
+        shape = entry.shape if place.rows is None else place.shape
+        if layer is not None:
+            contents.parts[key] = Place((layer[1], *shape), layer[0], place.rows)
+        elif place.rows is not None:
+            contents.parts[key] = Place(shape, None, place.rows)
     for name, value in checkpoint.extra.items():
         if name == "_extra_state":
             contents.values |= {shard: restored(state) for shard, state in value.items()}
@@ -132,6 +141,35 @@ def _contents(checkpoint: Checkpoint) -> Contents:
     keys = {key for names in contents.keys.values() for key in names} | set(contents.values)
     contents.paths = {key: (key,) for key in sorted(keys)}
     return contents
+
+
+def _kinds(
+    entries: Mapping[TensorKey, TensorEntry], places: Mapping[str, Joined]
+) -> dict[str, dict[Any, Any]]:
+    """Return what must be equal in all layers of a stack, by Megatron's name of the parameter."""
+    kinds: dict[str, dict[Any, Any]] = {}
+    for key, entry in entries.items():
+        fqn, _, rows = places[key.fqn]
+        kind = kinds.setdefault(fqn, {})
+        kind[rows, key.slot] = entry.shape
+        dtype = kind.setdefault(key.slot, entry.dtype)
+        weight = entries[TensorKey(key.fqn, "weight")]
+        if rows is not None and (entry.dtype, entry.shape) != (dtype, weight.shape):
+            raise UcpError(
+                f"{key} is {entry.dtype}{list(entry.shape)}: as a part of {fqn} it must be {dtype} "
+                f"and have the shape of its weight, {list(weight.shape)}",
+                fqn=key.fqn,
+            )
+    return kinds
+
+
+def _query_groups(checkpoint: Checkpoint) -> int | None:
+    """Return the number of heads of k and v by Hugging Face's configuration."""
+    documents = checkpoint.extra.get("huggingface")
+    config = documents.get("config.json") if isinstance(documents, dict) else None
+    values = config if isinstance(config, dict) else {}
+    found = values.get("num_key_value_heads", values.get("num_attention_heads"))
+    return found if isinstance(found, int) else None
 
 
 def _common(
@@ -152,7 +190,7 @@ def _common(
     common["content_metadata"] = {
         "distrib_optim_sharding_type": _SHARDING,
         "singleton_local_shards": False,
-        "non_homogeneous_layers": not contents.layers,
+        "non_homogeneous_layers": all(one.layer is None for one in contents.parts.values()),
         "chained_optim_avoid_prefix": True,
     }
     of_experts = [group for group in groups if group["is_expert_parallel"]]

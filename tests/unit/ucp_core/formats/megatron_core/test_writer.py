@@ -1,4 +1,4 @@
-"""What is written for Megatron-core reads back as it was, and what it cannot hold is refused."""
+"""A checkpoint for Megatron-core reads back as it was; state that has no place is refused."""
 
 from __future__ import annotations
 
@@ -16,6 +16,7 @@ import pytest
 import torch
 
 from tests.support.checkpoints import Whole, local_tensors
+from tests.support.foreign_reading import loaded
 from tests.support.megatron_files import state, write_checkpoint
 from ucp_core.errors import UcpError
 from ucp_core.formats import export, open_source
@@ -98,6 +99,10 @@ SHAPES = {"decoder.layers.0.mlp.linear_fc1.weight": (6, 4), "decoder.final_layer
 HYPER = {"lr": 0.5, "betas": [0.9, 0.95], "weight_decay": 0.1}
 
 
+def _numbers(shape: tuple[int, ...], first: int) -> bytes:
+    return (np.arange(prod(shape), dtype=np.float32) + 100 * first).tobytes()
+
+
 def _native(
     shapes: Mapping[str, tuple[int, ...]],
     groups: Sequence[dict[str, Any]],
@@ -105,8 +110,8 @@ def _native(
 ) -> Checkpoint:
     """Return what a run of ours saved after four steps, which knows nothing of Megatron."""
     state = {
-        TensorKey(fqn, slot): Whole(dtype="F32", shape=shape, data=b"\1" * 4 * prod(shape))
-        for fqn, shape in shapes.items()
+        TensorKey(fqn, slot): Whole(dtype="F32", shape=shape, data=_numbers(shape, number))
+        for number, (fqn, shape) in enumerate(shapes.items())
         for slot in ("weight", "exp_avg", "exp_avg_sq")
     }
     for fqn in shapes:
@@ -145,6 +150,56 @@ def test_groups_are_those_that_megatron_looks_for() -> None:
     assert diff(source, back).num_equal == len(source.state_map.entries)
 
 
+#: Hugging Face's names, with heads of two rows: four of q, in two groups.
+LLAMA = {
+    "model.layers.0.self_attn.q_proj.weight": (8, 3),
+    "model.layers.0.self_attn.k_proj.weight": (4, 3),
+    "model.layers.0.self_attn.v_proj.weight": (4, 3),
+    "model.layers.0.mlp.gate_proj.weight": (5, 3),
+    "model.layers.0.mlp.up_proj.weight": (5, 3),
+}
+
+
+@pytest.mark.parametrize("chunk_bytes", [4, 28, 1 << 20])
+def test_parts_of_hugging_face_are_one_parameter(
+    monkeypatch: pytest.MonkeyPatch, chunk_bytes: int
+) -> None:
+    """Wherever a chunk ends: inside of a row, of a group, or behind all."""
+    monkeypatch.setattr("ucp_core.formats.dcp.writer.CHUNK_BYTES", chunk_bytes)
+    source = _native(LLAMA, [{**HYPER, "params": [*LLAMA]}])
+
+    _, back = _exported(source, query_groups=2)
+
+    for slot in ("weight", "exp_avg", "exp_avg_sq"):
+        q, k, v, gate, up = (loaded(source, fqn, slot) for fqn in LLAMA)
+        groups = [part.reshape(2, -1, 3) for part in (q, k, v)]
+        assert np.array_equal(
+            loaded(back, "decoder.layers.0.self_attention.linear_qkv.weight", slot),
+            np.concatenate(groups, axis=1).reshape(-1, 3),
+        )
+        assert np.array_equal(
+            loaded(back, "decoder.layers.0.mlp.linear_fc1.weight", slot), np.concatenate([gate, up])
+        )
+
+
+@pytest.mark.parametrize(
+    ("leave_out", "query_groups", "told"),
+    [
+        ("model.layers.0.mlp.up_proj.weight", 2, "linear_fc1.weight has no up beside"),
+        ("", None, "how many heads model.layers.0.self_attn.k_proj.weight has: give query_groups"),
+        ("", 3, "query_groups=3 does not divide the 4 rows of model.layers.0.self_attn.k_proj"),
+    ],
+)
+def test_parts_that_make_up_no_parameter_are_refused(
+    leave_out: str, query_groups: int | None, told: str
+) -> None:
+    shapes = {fqn: shape for fqn, shape in LLAMA.items() if fqn != leave_out}
+    source = _native(shapes, [{**HYPER, "params": [*shapes]}])
+
+    with pytest.raises(UcpError, match=told):
+        _exported(source, query_groups=query_groups)
+
+
 def test_experts_of_several_ranks_have_an_optimizer_of_their_own() -> None:
     """Megatron has one for what is alike on all ranks, and one for what is not."""
     store, _ = _exported(_megatrons(experts=True), ep=2)
@@ -159,7 +214,7 @@ def test_experts_of_several_ranks_have_an_optimizer_of_their_own() -> None:
 @pytest.mark.parametrize(
     ("shapes", "steps", "changed", "options", "told"),
     [
-        ({"model.norm.weight": (4,)}, {}, {}, {}, "model.norm.weight is no name of Megatron-core"),
+        ({"head.weight": (4,)}, {}, {}, {}, "head.weight is no name of Megatron-core"),
         (SHAPES, {"decoder.2.weight": 3.0}, {}, {}, "decoder.2.weight 3.0: Megatron counts one"),
         (SHAPES, {}, {"lr": 0.1}, {}, "differ in lr of the optimizer: Megatron has one group"),
         (SHAPES, {}, {}, {"ep": 2}, "ep=2: the source has no experts"),

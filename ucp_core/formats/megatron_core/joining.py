@@ -1,0 +1,102 @@
+"""Finds the place of Hugging Face's tensors of Llama in the parameters of Megatron-core. Pure.
+
+Megatron has q, k and v in one parameter, the rows of one query group after those of another, and
+gate and up in one. The elements are the same: both turn the first half of a head against the
+second. Source: ``Attention.get_query_key_value_tensors`` and ``MLP`` of Megatron-core 0.16.
+"""
+
+from __future__ import annotations
+
+import re
+from typing import TYPE_CHECKING, NamedTuple
+
+from ucp_core.errors import UcpError
+from ucp_core.formats.dcp import Rows
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
+
+_LAYER = r"(?:model\.)?layers\.(?P<layer>\d+)\."
+_IN_LAYER = "decoder.layers.{layer}."
+_NAMES = tuple(
+    (re.compile(pattern), name)
+    for pattern, name in (
+        (r"(?:model\.)?embed_tokens\.weight", "embedding.word_embeddings.weight"),
+        (r"(?:model\.)?norm\.weight", "decoder.final_layernorm.weight"),
+        (r"lm_head\.weight", "output_layer.weight"),
+        (rf"{_LAYER}input_layernorm\.weight", f"{_IN_LAYER}input_layernorm.weight"),
+        (rf"{_LAYER}post_attention_layernorm\.weight", f"{_IN_LAYER}pre_mlp_layernorm.weight"),
+        (
+            rf"{_LAYER}self_attn\.(?P<part>[qkv])_proj\.(?P<kind>weight|bias)",
+            f"{_IN_LAYER}self_attention.linear_qkv.{{kind}}",
+        ),
+        (
+            rf"{_LAYER}self_attn\.o_proj\.weight",
+            f"{_IN_LAYER}self_attention.linear_proj.weight",
+        ),
+        (
+            rf"{_LAYER}self_attn\.(?P<one>[qk])_norm\.weight",
+            f"{_IN_LAYER}self_attention.{{one}}_layernorm.weight",
+        ),
+        (
+            rf"{_LAYER}mlp\.(?P<part>gate|up)_proj\.weight",
+            f"{_IN_LAYER}mlp.linear_fc1.weight",
+        ),
+        (rf"{_LAYER}mlp\.down_proj\.weight", f"{_IN_LAYER}mlp.linear_fc2.weight"),
+    )
+)
+_PARTS = (("q", "k", "v"), ("gate", "up"))
+
+
+class Joined(NamedTuple):
+    """A tensor's parameter of Megatron, its shape, and which of its rows; None: all of them."""
+
+    fqn: str
+    shape: tuple[int, ...]
+    rows: Rows | None
+
+
+def joined(shapes: Mapping[str, tuple[int, ...]], query_groups: int | None) -> dict[str, Joined]:
+    """Return where each tensor is; what has no name of Llama's is a parameter as it is.
+
+    Args:
+        query_groups: How many heads k and v have.
+
+    Raises:
+        UcpError: A part is missing, or the number of groups is, or does not divide the rows.
+    """
+    found: dict[str, Joined] = {}
+    parts: dict[str, dict[str, str]] = {}
+    for fqn, shape in shapes.items():
+        found[fqn] = Joined(fqn, shape, None)
+        for pattern, name in _NAMES:
+            match = pattern.fullmatch(fqn)
+            if match is None:
+                continue
+            target = name.format_map(match.groupdict())
+            found[fqn] = Joined(target, shape, None)
+            if match.groupdict().get("part"):
+                parts.setdefault(target, {})[match["part"]] = fqn
+    for target, names in parts.items():
+        order = next(order for order in _PARTS if not names.keys().isdisjoint(order))
+        missing = [part for part in order if part not in names]
+        if missing:
+            raise UcpError(f"{target} has no {', '.join(missing)} beside {min(names.values())}")
+        groups = query_groups if "q" in order else 1
+        if groups is None:
+            raise UcpError(
+                f"nothing says how many heads {names['k']} has: give query_groups (--query-groups)",
+                fqn=names["k"],
+            )
+        counts = [shapes[names[part]][0] for part in order]
+        if groups < 1 or any(count % groups for count in counts):
+            raise UcpError(
+                f"query_groups={groups} does not divide the {counts[1]} rows of {names[order[1]]}",
+                query_groups=groups,
+            )
+        shape = (sum(counts), *shapes[names[order[0]]][1:])
+        sizes = [count // groups for count in counts]
+        for index, part in enumerate(order):
+            rows = Rows(sum(sizes[:index]), sizes[index], sum(sizes))
+            found[names[part]] = Joined(target, shape, rows)
+    return found
