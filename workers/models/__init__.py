@@ -17,9 +17,11 @@ if TYPE_CHECKING:
         BYTE_VOCAB_SIZE,
         PRESETS,
         ModelShape,
+        block_parameters,
         num_parameters,
         resolve,
         shape_problems,
+        stage_layers,
     )
 
 __all__ = [
@@ -29,6 +31,7 @@ __all__ = [
     "ModelShape",
     "adapter_documents",
     "as_in_module",
+    "block_parameters",
     "causal_lm",
     "causal_lm_loss",
     "initial_parameter",
@@ -37,6 +40,7 @@ __all__ = [
     "num_parameters",
     "resolve",
     "shape_problems",
+    "stage_layers",
     "tensor_plan",
 ]
 

@@ -15,7 +15,7 @@ from torch.distributed.tensor import Replicate
 from torch.distributed.tensor.parallel import ColwiseParallel, ParallelStyle, RowwiseParallel
 from torch.nn import functional
 
-from workers.models.shape import ModelShape
+from workers.models.shape import ModelShape, block_parameters, stage_layers
 
 NORM_EPS = 1e-5
 
@@ -107,12 +107,13 @@ class Decoder(nn.Module):
             self.head.weight = self.embedding.weight
 
     def keep_stage(self, number: int, num_stages: int) -> None:
-        """Remove what a pipeline stage does not have; each has about as many layers.
+        """Remove what a pipeline stage does not have; each has about as much to compute.
 
         The first stage has the embedding, the last one the output.
         """
         num_layers = self.shape.num_layers
-        kept = range(num_layers * number // num_stages, num_layers * (number + 1) // num_stages)
+        head = self.shape.vocab_size * self.shape.dim / block_parameters(self.shape)
+        kept = stage_layers(num_layers, number, num_stages, head)
         for layer in set(range(num_layers)).difference(kept):
             del self.layers[str(layer)]
         if number > 0:

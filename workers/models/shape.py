@@ -101,10 +101,29 @@ def shape_problems(shape: ModelShape) -> list[str]:
 
 def num_parameters(shape: ModelShape) -> int:
     """Return the number of trained elements; a tied output layer counts once."""
+    embeddings = shape.vocab_size * shape.dim * (1 if shape.tied else 2)
+    return embeddings + shape.num_layers * block_parameters(shape) + shape.dim
+
+
+def block_parameters(shape: ModelShape) -> int:
+    """Return the number of trained elements of a layer."""
     dim, kv_dim = shape.dim, shape.num_kv_heads * shape.head_dim
-    block = 2 * dim * dim + 2 * kv_dim * dim + 3 * shape.ffn_dim * dim + 2 * dim
-    embeddings = shape.vocab_size * dim * (1 if shape.tied else 2)
-    return embeddings + shape.num_layers * block + dim
+    return 2 * dim * dim + 2 * kv_dim * dim + 3 * shape.ffn_dim * dim + 2 * dim
+
+
+def stage_layers(num_layers: int, number: int, num_stages: int, head: float = 0.0) -> range:
+    """Return the layers of a pipeline stage, at least one, so that all have as much to compute.
+
+    Args:
+        number: The stage, from 0.
+        head: What the output layer takes, in layers: the last stage has so many fewer.
+    """
+    share = (num_layers + head) / num_stages
+
+    def end(stage: int) -> int:
+        return max(min(int(share * stage), num_layers - (num_stages - stage)), 0)
+
+    return range(end(number), end(number + 1))
 
 
 def resolve(preset: str, overrides: Mapping[str, Any]) -> ModelShape:

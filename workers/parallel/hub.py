@@ -16,6 +16,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Partial, Replicate
 
 from workers.errors import LayoutRefusedError
+from workers.models import stage_layers
 from workers.parallel.fsdp import WRAPPERS
 
 #: Styles of ``transformers`` with which a module takes and returns whole tensors.
@@ -80,7 +81,8 @@ def keep_stage(model: nn.Module, number: int, num_stages: int) -> None:
     layers: Any = next(one for one, _ in plan.values() if isinstance(one, nn.ModuleList))
     _refuse_stages(inner, len(layers), num_stages)
     is_last = number == num_stages - 1
-    kept = range(len(layers) * number // num_stages, len(layers) * (number + 1) // num_stages)
+    head = _size(inner.get_output_embeddings()) / max(_size(layers[0]), 1)
+    kept = stage_layers(len(layers), number, num_stages, head)
     for at in set(range(len(layers))).difference(kept):
         layers[at] = _Absent()
     for name, (module, takes) in plan.items():
@@ -150,6 +152,10 @@ def _hidden_states(base: Callable[..., Any], *args: Any, **kwargs: Any) -> Tenso
     named = {name: value for name, value in kwargs.items() if name not in _OF_HEAD}
     hidden: Tensor = base(*args, **named).last_hidden_state
     return hidden
+
+
+def _size(module: nn.Module | None) -> int:
+    return sum(one.numel() for one in module.parameters()) if module is not None else 0
 
 
 def _refuse_stages(model: Any, num_layers: int, num_stages: int) -> None:

@@ -14,7 +14,7 @@ from types import MappingProxyType
 from typing import Final
 
 from ucp_core.layout import ParallelLayout
-from workers.models import ModelShape, num_parameters
+from workers.models import ModelShape, block_parameters, num_parameters, stage_layers
 
 #: float32 master, its gradient, and AdamW's two moments: bytes of state per parameter.
 STATE_BYTES: Final = 4 + 4 + 4 + 4
@@ -92,8 +92,7 @@ class Job:
     @property
     def block(self) -> int:
         """Return the parameters of a layer."""
-        embeddings = self.embedding * (1 if self.shape.tied else 2)
-        return (num_parameters(self.shape) - embeddings - self.shape.dim) // self.shape.num_layers
+        return block_parameters(self.shape)
 
     def stage(self, layout: ParallelLayout) -> int:
         """Return the parameters of the largest stage of a pipeline."""
@@ -103,7 +102,8 @@ class Job:
 
     def num_layers(self, layout: ParallelLayout) -> int:
         """Return the layers of the largest stage."""
-        return math.ceil(self.shape.num_layers / layout.pp)
+        head, num = self.embedding / self.block, self.shape.num_layers
+        return max(len(stage_layers(num, stage, layout.pp, head)) for stage in range(layout.pp))
 
     def num_passes(self, layout: ParallelLayout) -> int:
         """Return the micro-batches that each data-parallel rank computes in a step."""

@@ -103,6 +103,7 @@ everstep.run(train)
 """
 
 
+@pytest.mark.chaos
 def test_what_runs_out_of_memory_waits_for_workers_and_is_charged_nothing(
     nodes: Any, make_config: Callable[..., RunConfig], tmp_path: Path
 ) -> None:

@@ -39,8 +39,8 @@ def test_a_stream_goes_on_exactly_or_the_run_ends(
     """Survivors have read on in it; a newcomer has not. No sample is lost or seen twice."""
     config = make_config(
         run__script=train_own_order.__file__, run__arguments=json.dumps([str(tmp_path), how]),
-        workers__max=3, train__steps=12, train__global_batch=6, train__micro_batch=2,
-        checkpoint__every_steps=1, workers__standby_per_node=0,
+        workers__min=3, workers__max=3, train__steps=12, train__global_batch=6,
+        train__micro_batch=2, checkpoint__every_steps=1, workers__standby_per_node=0,
     )  # fmt: skip
     run = Launched(config, nodes)
     reached = wait_for(run, lambda s: s["redundancy"]["step"] == 5, timeout_s=240)
