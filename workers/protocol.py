@@ -344,7 +344,7 @@ class PeerLost:
     unreached: str = ""
 
 
-#: What a rank ran out of; see ``Raised``.
+#: A rank ran out of it; see ``Raised``.
 DEVICE_MEMORY: Final = "device memory"
 
 

@@ -33,7 +33,7 @@ class LayoutPlan:
     """The layouts of all GPUs, the best first, and the one that follows the loss of a node.
 
     Attributes:
-        job: What trains.
+        job: The model, and the batch that it trains on.
         gpu: Kind of GPU, as ``GPUS`` names it.
         layouts: Each with why it is taken or not.
         after_loss: None if the run would wait for another node.

@@ -116,7 +116,7 @@ def stage_layers(num_layers: int, number: int, num_stages: int, head: float = 0.
 
     Args:
         number: The stage, from 0.
-        head: What the output layer takes, in layers: the last stage has so many fewer.
+        head: Cost of the output layer, in layers: the last stage has so many fewer.
     """
     share = (num_layers + head) / num_stages
 

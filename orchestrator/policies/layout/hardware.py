@@ -1,4 +1,4 @@
-"""What a layout needs of each worker, and how long its steps take, before anything runs.
+"""The memory that a layout needs on each worker, and the time of its steps, before anything runs.
 
 Arithmetic on the sizes of a decoder and on data sheets. Memory is the least that training needs:
 it leaves out the process itself, fragmentation and the buffers of collectives. Step times assume
@@ -61,11 +61,11 @@ GPUS: Mapping[str, Gpu] = MappingProxyType(
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Job:
-    """What trains.
+    """A model, and the batch that it trains on.
 
     Attributes:
-        num_micro_batches: Of a step, all workers together.
-        compute_bytes: Of an element in the passes: 2 for bfloat16, 4 for float32.
+        num_micro_batches: Those of a step, all workers together.
+        compute_bytes: Size of an element in the passes: 2 for bfloat16, 4 for float32.
         reshards: Whether a unit's gathered parameters are dropped after its forward pass.
         recomputes: Whether layers keep their inputs alone and are computed again (activation
             checkpointing).
@@ -112,7 +112,7 @@ class Job:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Forecast:
-    """What is expected of a layout.
+    """The memory and the speed that a layout is expected to have.
 
     Attributes:
         memory_bytes: The least that each worker needs.

@@ -167,7 +167,7 @@ def source_of(place: Holding) -> Source:
 
 @dataclass(frozen=True, slots=True)
 class SimModel:
-    """What no layout may have: degrees of axes, and too large a share of the state on a worker."""
+    """Layouts that a model cannot have: by a degree, or by the share of the state on a worker."""
 
     cannot: frozenset[tuple[str, int]] = frozenset()
     shards_min: int = 1
