@@ -51,6 +51,7 @@ def test_every_promise_holds_in_every_history(first: int) -> None:
         pytest.param(8192412, id="an answer comes after the link that it left out is whole"),
         pytest.param(7027644, id="three hangs and every link whole when looked at"),
         pytest.param(7063337, id="hangs after steps 3, 5 and 4"),
+        pytest.param(238204, id="what is left after a loan is too few for the model"),
         pytest.param(7066816, id="a node is cut off and back before it was missed"),
     ],
 )

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from math import inf
 
+from orchestrator.core.consequences import CapacityChanged
 from orchestrator.core.events import OthersSeen
 from orchestrator.core.rules import RunRules
 from orchestrator.core.state import TERMINAL, MutableRunState, RunState
@@ -20,10 +21,13 @@ def others_seen(transition: Transition, event: OthersSeen) -> None:
     run, rules = transition.run, transition.rules
     if run.surveying_until_s != inf:
         return  # nobody knows what the run has
-    own = own_share(run, rules, run=event.run, now_s=transition.now_s)
+    own, limit = own_share(run, rules, run=event.run, now_s=transition.now_s), run.sharing.limit
     run.sharing = sharing.decide(
         run.sharing, own, event.others, rules.sharing, now_s=transition.now_s
     )
+    if run.sharing.limit != limit:
+        # It may have waited for what it left to others: fewer workers may not hold the model.
+        transition.follow(CapacityChanged())
 
 
 def own_share(
