@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
 from dataclasses import replace
 from itertools import product
 from pathlib import Path
@@ -12,7 +11,7 @@ import pytest
 
 from orchestrator.config import demo_config
 from orchestrator.driver.launch import Launched
-from orchestrator.shell import HostedCluster, connect_ray
+from orchestrator.shell import HostedCluster
 from tests.support import train_dying
 from tests.support.attempts import finish, lines
 from tests.support.history import read_history
@@ -22,17 +21,6 @@ from workers.settings import Settings
 pytestmark = pytest.mark.timeout(1500)
 
 PHASES = ("forward", "backward", "update")
-
-
-@pytest.fixture(scope="module")
-def cluster() -> Iterator[HostedCluster]:
-    import ray
-
-    hosted = HostedCluster(num_nodes=2, cpus_per_node=2)
-    connect_ray(hosted.address)
-    yield hosted
-    ray.shutdown()
-    hosted.shutdown()
 
 
 def test_each_role_dies_in_each_phase_of_a_step(cluster: HostedCluster, tmp_path: Path) -> None:

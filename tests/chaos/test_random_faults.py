@@ -9,7 +9,7 @@ import os
 import random
 import signal
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +18,7 @@ import pytest
 from orchestrator.config import RunConfig, demo_config
 from orchestrator.driver.faults import kill_node_of, signal_rank, wait_for
 from orchestrator.driver.launch import Launched
-from orchestrator.shell import HostedCluster, connect_ray
+from orchestrator.shell import HostedCluster
 from tests.support.attempts import curve
 from tests.support.history import read_history
 from tests.support.reach import kill_keeper_of
@@ -28,17 +28,6 @@ pytestmark = pytest.mark.timeout(1500)
 SUPPORT = Path(__file__).parents[1] / "support"
 ACT_S_MAX = 120.0
 FAULTS = ("kill", "kill", "kill", "stop", "node", "controller", "keeper")
-
-
-@pytest.fixture(scope="module")
-def cluster() -> Iterator[HostedCluster]:
-    import ray
-
-    hosted = HostedCluster(num_nodes=2, cpus_per_node=2)
-    connect_ray(hosted.address)
-    yield hosted
-    ray.shutdown()
-    hosted.shutdown()
 
 
 def _num_training(status: dict[str, Any]) -> int:

@@ -23,7 +23,7 @@ import pytest
 from tests.support.failing_store import DiedError, Fate
 
 _START_S_MAX = 240.0
-#: Of s3fs, by the URL that they speak to.
+#: Clients of s3fs, by the URL that they speak to.
 _CLIENTS: dict[str, dict[str, Any]] = {}
 #: Of a connection alone, and not of the next hop.
 _HOP_HEADERS = {"connection", "transfer-encoding", "content-length", "host", "expect"}

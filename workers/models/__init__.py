@@ -6,7 +6,7 @@ from ucp_core.lazy import lazy_door
 
 if TYPE_CHECKING:
     from workers.models.decoder import Decoder, initial_value, mean_loss, tensor_plan
-    from workers.models.hub_layout import as_in_module
+    from workers.models.hub_layout import as_in_module, pretrained
     from workers.models.huggingface import (
         adapter_documents,
         causal_lm,
@@ -38,6 +38,7 @@ __all__ = [
     "initial_value",
     "mean_loss",
     "num_parameters",
+    "pretrained",
     "resolve",
     "shape_problems",
     "stage_layers",

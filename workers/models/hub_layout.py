@@ -37,12 +37,12 @@ def as_in_module(manifest: Manifest, model: nn.Module, needed: Collection[str]) 
     Raises:
         TaskError: Experts lack a matrix, or have different shapes or dtypes.
     """
-    for one in _pretrained(model):
+    for one in pretrained(model):
         manifest = _converted(manifest, one, needed)
     return manifest
 
 
-def _pretrained(model: nn.Module) -> Iterator[Any]:
+def pretrained(model: nn.Module) -> Iterator[Any]:
     """Yield the models of ``transformers`` in ``model`` that are not a part of another one."""
     transformers: Any = sys.modules.get("transformers")
     if transformers is None:
@@ -51,7 +51,7 @@ def _pretrained(model: nn.Module) -> Iterator[Any]:
         yield model
         return
     for child in model.children():
-        yield from _pretrained(child)
+        yield from pretrained(child)
 
 
 def _converted(manifest: Manifest, model: Any, needed: Collection[str]) -> Manifest:

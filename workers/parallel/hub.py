@@ -6,8 +6,7 @@ Adapters of ``peft`` are cut as the matrices that they change. Written for trans
 from __future__ import annotations
 
 import re
-import sys
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from functools import partial
 from typing import Any, Final
 
@@ -16,7 +15,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Partial, Replicate
 
 from workers.errors import LayoutRefusedError
-from workers.models import stage_layers
+from workers.models import pretrained, stage_layers
 from workers.parallel.fsdp import WRAPPERS
 
 #: Styles of ``transformers`` with which a module takes and returns whole tensors.
@@ -43,7 +42,7 @@ def cut_tensors(model: nn.Module, mesh: DeviceMesh) -> bool:
     Raises:
         LayoutRefusedError: Attention heads or adapters cannot be cut.
     """
-    found = [one for one in _pretrained(model) if getattr(one, "tp_plan", None)]
+    found = [one for one in pretrained(model) if getattr(one, "tp_plan", None)]
     for one in found:
         # The module inside of a wrapper comes last, and has the name that both would have.
         named = {
@@ -62,7 +61,7 @@ def cut_tensors(model: nn.Module, mesh: DeviceMesh) -> bool:
 
 def has_stages(model: nn.Module) -> bool:
     """Return whether ``keep_stage`` can cut ``model``: one of ``transformers``, or ``peft``'s."""
-    found = list(_pretrained(model))
+    found = list(pretrained(model))
     is_around = model in found or type(model).__module__.startswith("peft.")
     return is_around and len(found) == 1 and bool(getattr(found[0], "pp_plan", None))
 
@@ -76,7 +75,7 @@ def keep_stage(model: nn.Module, number: int, num_stages: int) -> None:
         LayoutRefusedError: There are more stages than layers, or the loss needs the routers of all
             stages.
     """
-    (inner,) = _pretrained(model)
+    (inner,) = pretrained(model)
     plan = {name: (inner.get_submodule(name), takes) for name, (takes, _) in inner.pp_plan.items()}
     layers: Any = next(one for one, _ in plan.values() if isinstance(one, nn.ModuleList))
     _refuse_stages(inner, len(layers), num_stages)
@@ -174,18 +173,6 @@ def _refuse_stages(model: Any, num_layers: int, num_stages: int) -> None:
             "output_router_logits to false in its configuration, or write parallel.pp: 1",
             axis="pp",
         )
-
-
-def _pretrained(model: nn.Module) -> Iterator[Any]:
-    """Yield the models of ``transformers`` in ``model`` that are not a part of another one."""
-    transformers: Any = sys.modules.get("transformers")
-    if transformers is None:
-        return
-    if isinstance(model, transformers.PreTrainedModel):
-        yield model
-        return
-    for child in model.children():
-        yield from _pretrained(child)
 
 
 def _refuse_heads(named: Mapping[str, nn.Module], plan: Mapping[str, str], degree: int) -> None:

@@ -1,4 +1,4 @@
-"""Who trains next: what a layout needs of the nodes, beside numbers."""
+"""The workers that train next: a layout needs more of the nodes than numbers."""
 
 from __future__ import annotations
 

@@ -22,7 +22,7 @@ RULES = RunRules(
     layout=LayoutRules(tp=2, pp=2),
     bounds=Bounds(capacity_s=100.0, grace_s=5.0),
 )
-#: What a rank says that cannot have the layout, and in how many words.
+#: The error of a rank whose device is too small, and what it says of the layout.
 TOO_LARGE = ("OutOfMemoryError: CUDA out of memory", DEVICE_MEMORY)
 
 Refuses = Callable[[ParallelLayout], tuple[str, str] | None]
@@ -175,7 +175,7 @@ def test_what_the_user_asked_for_is_refused_at_once_with_the_nearest_layout() ->
 def test_a_run_that_has_trained_takes_another_layout_or_waits(
     refuses: Refuses, kind: str, after: str
 ) -> None:
-    """Nobody asked for the layout of two workers: its refusal costs an attempt, and no budget."""
+    """The user did not ask for the layout of two workers: a refusal costs no budget."""
     cluster = Cluster(replace(RULES, layout=LayoutRules(pp=4)))
     cluster.start(4)
     cluster.refuses = refuses
