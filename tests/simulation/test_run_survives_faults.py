@@ -53,6 +53,7 @@ def test_every_promise_holds_in_every_history(first: int) -> None:
         pytest.param(7063337, id="hangs after steps 3, 5 and 4"),
         pytest.param(238204, id="what is left after a loan is too few for the model"),
         pytest.param(7066816, id="a node is cut off and back before it was missed"),
+        pytest.param(201737, id="the last step is stored again, and that is damaged"),
     ],
 )
 def test_a_history_that_failed_once_holds(seed: int) -> None:

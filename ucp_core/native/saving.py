@@ -335,7 +335,7 @@ def try_commit(
 
     Any process may call it, any number of times and at the same time as others: all write the
     same bytes. It replaces the manifest of an older attempt, which was fenced: this attempt
-    resumed below ``step``. It never replaces the manifest of a newer attempt.
+    resumed from ``step`` or below it. It never replaces the manifest of a newer attempt.
 
     Args:
         fsync: Make the manifest durable.

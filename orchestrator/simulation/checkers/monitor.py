@@ -143,14 +143,14 @@ class Monitor:
 
         Something was committed, and all of it that counts is damaged.
         """
-        left_out = set(self._left_out())
+        left_out = self._steps_left_out()
         known = [v for v in world.storage.commits if self.counts(*v)]
         sound = [
             v
             for v in known
             if not world.storage.commits[v].damaged
             and stored_source(*v) not in world.damaged
-            and stored_source(*v) not in left_out
+            and v[0] not in left_out
             # The last request of a superseded claimant may land when all was read.
             and world.storage.commits[v].landed_s <= self.heard_s
         ]
@@ -226,6 +226,10 @@ class Monitor:
         unread = (source for source, by in self.heard_unread.items() if len(by) >= _UNREAD_MAX)
         return [*self.heard_damaged, *unread]
 
+    def _steps_left_out(self) -> frozenset[int]:
+        """Return what may be left out of storage: a step has one manifest, of its newest commit."""
+        return bad_sources.in_storage(self._left_out())
+
     def _check_unreached(self, names: tuple[str, ...]) -> None:
         for name in names:
             # A node that does not reach a lost one has a lost link, until that is known to be lost.
@@ -250,8 +254,7 @@ class Monitor:
         require(not damaged or at not in self.found_damaged, "S6", f"loads {at} again")
         if damaged:
             self.found_damaged.add(at)
-        # A step has one manifest in storage, that of its newest commit.
-        left_out = {step for step, _, node, *_ in self._left_out() if not node}
+        left_out = self._steps_left_out()
         intact = {
             v: commit.landed_s
             for v, commit in commits.items()
