@@ -81,7 +81,12 @@ class Parts:
         config, names, inbox = self.config, self.names, self.inbox
         own_host = ray.util.get_node_ip_address()
         self.rendezvous = Rendezvous(own_host)
-        self.capacity = Capacity(inbox, names=names, alternatives=config.alternatives())
+        self.capacity = Capacity(
+            inbox,
+            names=names,
+            alternatives=config.alternatives(),
+            group=config.parallel.tp,
+        )
         self.nodes = Nodes(
             inbox,
             needs=[each.resources for each in config.alternatives()],

@@ -29,6 +29,7 @@ from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
 from orchestrator.config import Alternative
 from orchestrator.core import ReservationGranted
+from orchestrator.shell.capacity.packing import Packing
 from orchestrator.shell.inbox import Inbox
 from orchestrator.shell.names import RunNames
 from orchestrator.shell.threads import RAY, in_thread
@@ -60,12 +61,17 @@ class _Reservation:
 
 
 class Capacity:
-    """The run's reservations; posts one ``ReservationGranted`` per grant."""
+    """The run's reservations; posts one ``ReservationGranted`` per grant.
+
+    Args:
+        group: Workers that belong on one node.
+    """
 
     def __init__(
-        self, inbox: Inbox, *, names: RunNames, alternatives: Sequence[Alternative]
+        self, inbox: Inbox, *, names: RunNames, alternatives: Sequence[Alternative], group: int = 1
     ) -> None:
         self._inbox = inbox
+        self._packing = Packing(group)
         self._names = names
         self._alternatives = alternatives
         self._reservations: dict[int, _Reservation] = {}
@@ -210,8 +216,13 @@ class Capacity:
         asked = self._alternatives[alternative]
         elsewhere = {"ray.io/node-id": f"!in({','.join(avoid)})"} if avoid else {}
         selector = {**asked.selector(), **elsewhere}
+        held = {number: each.node for number, each in tuple(self._reservations.items())}
+        node = self._packing.node_for(asked.resources, avoid, held)
         group: PlacementGroup = placement_group(
             [asked.resources],
+            # Ray takes the hint for no other strategy, and of one bundle all are the same.
+            strategy="STRICT_PACK" if node else "PACK",
+            _soft_target_node_id=node,
             name=self._names.reservation(reservation),
             lifetime="detached",
             bundle_label_selector=[selector] if selector else None,

@@ -18,11 +18,12 @@ pytestmark = pytest.mark.ray
 NAMES = RunNames("run-capacity")
 
 
-def _capacity() -> Capacity:
+def _capacity(group: int = 1) -> Capacity:
     return Capacity(
         Inbox(at_s=lambda: 0.0, post=lambda _: None),
         names=NAMES,
         alternatives=[Alternative(resources={"CPU": 1.0})],
+        group=group,
     )
 
 
@@ -98,3 +99,22 @@ def test_reservations_that_are_given_back_while_they_are_placed_leave_their_proc
     asyncio.run(play())
     assert _left() == []
     assert eventually(lambda: ray.available_resources().get("CPU") == num_free, within_s=20.0)
+
+
+def test_workers_that_belong_together_get_one_node(nodes: Any) -> None:
+    """Ray by itself would take one from each of the two."""
+    assert len(nodes.nodes()) == 2
+
+    async def play() -> list[tuple[int, str]]:
+        capacity = _capacity(group=2)
+        polling = asyncio.create_task(capacity.poll_forever())
+        await asyncio.gather(capacity.request(1, ()), capacity.request(2, ()))
+        assert await asyncio.to_thread(eventually, lambda: not capacity.pending())
+        polling.cancel()
+        granted = capacity.granted()
+        await capacity.release_all()
+        return granted
+
+    granted = asyncio.run(play())
+    assert [number for number, _ in granted] == [1, 2]
+    assert len({node for _, node in granted}) == 1

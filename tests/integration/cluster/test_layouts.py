@@ -83,6 +83,30 @@ def _check_curve(config: RunConfig, directory: Path) -> None:
         assert line["loss"] == pytest.approx(expected[line["step"]], rel=2e-3), line
 
 
+@pytest.mark.chaos
+def test_a_tensor_group_gets_one_node_of_a_cluster_that_has_room_on_two(
+    nodes: Any, make_config: Callable[..., RunConfig]
+) -> None:
+    """Ray would reserve one worker on each; the group moves as one when its node is lost."""
+    config = make_config(
+        train__steps=8,
+        train__deterministic=False,
+        parallel__tp=2,
+        cluster__local_nodes=1,
+        workers__max=2,
+        workers__min=2,
+        workers__standby_per_node=0,
+    )
+    run = Launched(config, nodes)
+    first = reach(run, 2, workers=2)
+    kill_node_of(run, 1)
+    second = reach(run, 1, workers=2, attempt=first["attempt"] + 1)
+    summary = run.follow(lambda _: None)
+
+    assert summary["outcome"] == "completed", summary["reason"]
+    assert [first["layout"], second["layout"]] == ["tp=2", "tp=2"]
+
+
 _NEEDS_THREE = """
 import time
 import everstep

@@ -1,0 +1,79 @@
+"""On which node Ray is to reserve room for the next worker, so that tensor groups find one each.
+
+Ray 2.60 spreads groups of one bundle: six on three nodes of four are two on each, and a tensor
+group of four has no node. It cannot be asked for a group at once either, which it could not give
+back in parts.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections import Counter
+from collections.abc import Collection, Mapping
+from typing import Final
+
+from ray._private.state import available_resources_per_node
+
+#: What is reserved shows in Ray's view of a node a moment later. Requests of one moment are counted
+#: here instead.
+_FRESH_S: Final = 1.0
+
+
+class Packing:
+    """Chooses nodes for requests, in any thread.
+
+    Args:
+        group: Workers that belong on one node.
+    """
+
+    def __init__(self, group: int) -> None:
+        self._group = group
+        self._lock = threading.Lock()
+        self._room: Counter[str] = Counter()
+        self._begun: Counter[str] = Counter()
+        self._asked_s = float("-inf")
+
+    def node_for(
+        self, needs: Mapping[str, float], avoid: Collection[str], held: Mapping[int, str | None]
+    ) -> str | None:
+        """Return the node for a worker that needs these resources; None if any will do.
+
+        Args:
+            held: Nodes of the run's reservations, None for those that are not placed.
+        """
+        if self._group == 1:
+            return None
+        with self._lock:
+            if time.monotonic() > self._asked_s + _FRESH_S:
+                self._begun = Counter(node for node in held.values() if node is not None)
+                self._room = Counter(
+                    {
+                        node: int(min(free.get(name, 0.0) / each for name, each in needs.items()))
+                        for node, free in available_resources_per_node().items()
+                    }
+                )
+            self._asked_s = time.monotonic()
+            node = choose(self._room, self._begun, self._group, avoid)
+            if node is not None:
+                self._room[node] -= 1
+                self._begun[node] += 1
+            return node
+
+
+def choose(
+    room: Mapping[str, int], begun: Mapping[str, int], group: int, avoid: Collection[str] = ()
+) -> str | None:
+    """Return where a group is begun and has room, else the node with the most room, if any.
+
+    Args:
+        room: How many more workers each node has room for.
+        begun: How many the run has on each.
+        group: Workers that belong on one node.
+    """
+    open_ = {node: free for node, free in room.items() if free > 0 and node not in avoid}
+    return max(
+        open_,
+        key=lambda node: (begun.get(node, 0) % group > 0, open_[node], node),
+        default=None,
+    )
