@@ -14,8 +14,10 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from collections.abc import Collection
 
-#: Mesh axes, outermost first. ``ep`` regroups the data-parallel ranks, so it does not add ranks.
+#: Mesh axes, outermost first. ``ep`` regroups the ranks of ``dp_shard``, so it does not add ranks.
 AXES = ("pp", "dp_replicate", "dp_shard", "cp", "tp")
+#: The same places with ``dp_shard`` split in two: ranks with the same experts, and with others.
+EXPERT_AXES = ("pp", "dp_replicate", "efsdp", "ep", "cp", "tp")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -28,7 +30,7 @@ class ParallelLayout:
         dp_shard: Ways in which parameters and optimizer state are sharded (FSDP2).
         cp: Context-parallel ways.
         tp: Tensor-parallel ways.
-        ep: Expert-parallel ways, taken out of ``dp_shard * cp``.
+        ep: Expert-parallel ways, taken out of ``dp_shard``: neighbours on it have other experts.
     """
 
     pp: int = 1
@@ -43,7 +45,7 @@ class ParallelLayout:
             degree = getattr(self, field.name)
             assert isinstance(degree, int), f"{field.name}={degree!r} is not an int"
             assert degree >= 1, f"{field.name}={degree} must be at least 1"
-        assert (self.dp_shard * self.cp) % self.ep == 0, f"ep={self.ep} must divide dp_shard * cp"
+        assert self.dp_shard % self.ep == 0, f"ep={self.ep} must divide dp_shard={self.dp_shard}"
 
     @property
     def world_size(self) -> int:
@@ -55,18 +57,23 @@ class ParallelLayout:
         """Return the number of data-parallel ranks; each has samples of its own."""
         return self.dp_replicate * self.dp_shard
 
-    def coordinates(self, rank: int) -> dict[str, int]:
-        """Return the place of ``rank`` on every axis of ``AXES``."""
+    @property
+    def efsdp(self) -> int:
+        """Return the ways in which ``dp_shard`` shards experts."""
+        return self.dp_shard // self.ep
+
+    def coordinates(self, rank: int, axes: tuple[str, ...] = AXES) -> dict[str, int]:
+        """Return the place of ``rank`` on every axis of ``AXES``, or of ``EXPERT_AXES``."""
         assert 0 <= rank < self.world_size, f"rank {rank} is not in a world of {self.world_size}"
         place: dict[str, int] = {}
-        for axis in reversed(AXES):
+        for axis in reversed(axes):
             rank, place[axis] = divmod(rank, getattr(self, axis))
-        return {axis: place[axis] for axis in AXES}
+        return {axis: place[axis] for axis in axes}
 
     def rank(self, coordinates: dict[str, int]) -> int:
-        """Return the rank at ``coordinates``; the inverse of ``coordinates``."""
+        """Return the rank at ``coordinates``, outermost first; the inverse of ``coordinates``."""
         rank = 0
-        for axis in AXES:
+        for axis in coordinates:
             degree = getattr(self, axis)
             assert 0 <= coordinates[axis] < degree, f"{axis}={coordinates[axis]} of {degree}"
             rank = rank * degree + coordinates[axis]
@@ -78,10 +85,16 @@ class ParallelLayout:
         return place["dp_replicate"] * self.dp_shard + place["dp_shard"]
 
     def ranks_along(self, rank: int, axes: Collection[str]) -> tuple[int, ...]:
-        """Return the ranks that differ from ``rank`` on ``axes`` at most, in order."""
-        place = self.coordinates(rank)
-        ranges = [range(getattr(self, axis)) if axis in axes else (place[axis],) for axis in AXES]
-        return tuple(self.rank(dict(zip(AXES, at, strict=True))) for at in product(*ranges))
+        """Return the ranks that differ from ``rank`` on ``axes`` at most, in order.
+
+        Axes are those of ``AXES`` and ``EXPERT_AXES``.
+        """
+        free = {*axes, *(("efsdp", "ep") if "dp_shard" in axes else ())}
+        place = self.coordinates(rank, EXPERT_AXES)
+        ranges = [
+            range(getattr(self, axis)) if axis in free else (at,) for axis, at in place.items()
+        ]
+        return tuple(self.rank(dict(zip(place, at, strict=True))) for at in product(*ranges))
 
     def to_json(self) -> dict[str, int]:
         """Return the degrees by axis name."""

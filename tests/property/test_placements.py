@@ -12,16 +12,17 @@ from torch import nn
 from torch.distributed.tensor.placement_types import Replicate, Shard, _StridedShard
 
 from ucp_core.geometry import DTYPE_BYTES, Box, Fragment, StateMap, TensorEntry, TensorKey
-from ucp_core.layout import ParallelLayout
+from ucp_core.layout import EXPERT_AXES, ParallelLayout
 from workers.parallel import LocalShard
 from workers.parallel.placements import Cut, boxes_of, replicas_over
 from workers.state import StateEntry, TrainingState
 
 SHAPES = st.lists(st.integers(1, 9), min_size=1, max_size=3).map(tuple)
 LAYOUTS = st.builds(
-    ParallelLayout,
+    lambda efsdp, ep, **degrees: ParallelLayout(dp_shard=efsdp * ep, ep=ep, **degrees),
     dp_replicate=st.integers(1, 2),
-    dp_shard=st.integers(1, 3),
+    efsdp=st.integers(1, 3),
+    ep=st.integers(1, 2),
     tp=st.integers(1, 3),
 )
 
@@ -30,9 +31,14 @@ LAYOUTS = st.builds(
 def placed(draw: st.DrawFn) -> tuple[tuple[int, ...], ParallelLayout, dict[str, Any]]:
     """Return a tensor's shape, a layout, and a placement for each axis, in the mesh's order.
 
-    FSDP2 cuts what tensor parallelism leaves; fused weights have slices of several parts.
+    FSDP2 cuts what tensor or expert parallelism leaves; fused weights have slices of several parts.
     """
     shape, layout = draw(SHAPES), draw(LAYOUTS)
+    if layout.ep > 1 and draw(st.booleans()):
+        # As many experts on each rank; each has parts of those of its group.
+        shape = (shape[0] * layout.ep, *shape[1:])
+        sharded = _StridedShard(0, split_factor=layout.ep)
+        return shape, layout, {"dp_replicate": Replicate(), "efsdp+tp": sharded, "ep": Shard(0)}
     dims = st.integers(0, len(shape) - 1)
     kinds = (
         Replicate,
@@ -47,14 +53,22 @@ def placed(draw: st.DrawFn) -> tuple[tuple[int, ...], ParallelLayout, dict[str, 
     return shape, layout, {"dp_replicate": Replicate(), "dp_shard": sharded, "tp": tensor}
 
 
+def on_axis(layout: ParallelLayout, rank: int, axis: str) -> tuple[int, int]:
+    """Return the degree of an axis, or of several that are joined, and the rank's place on it."""
+    places = layout.coordinates(rank) | layout.coordinates(rank, EXPERT_AXES)
+    degree, place = 1, 0
+    for each in axis.split("+"):
+        degree, place = degree * getattr(layout, each), place * getattr(layout, each) + places[each]
+    return degree, place
+
+
 def cuts(layout: ParallelLayout, rank: int, placements: dict[str, Any]) -> list[Cut]:
-    place = layout.coordinates(rank)
     return [
         Cut(
             axis=axis,
             dim=placement.dim,
-            num_parts=getattr(layout, axis),
-            part=place[axis],
+            num_parts=on_axis(layout, rank, axis)[0],
+            part=on_axis(layout, rank, axis)[1],
             num_pieces=getattr(placement, "split_factor", 1),
         )
         for axis, placement in placements.items()
@@ -66,11 +80,11 @@ def by_torch(
     whole: torch.Tensor, layout: ParallelLayout, rank: int, placements: dict[str, Any]
 ) -> torch.Tensor:
     """Return what torch leaves to a rank."""
-    place = layout.coordinates(rank)
     for axis, placement in placements.items():
         if not isinstance(placement, Replicate):
-            parts, _ = placement._split_tensor(whole, getattr(layout, axis), with_padding=False)
-            whole = parts[place[axis]]
+            degree, place = on_axis(layout, rank, axis)
+            parts, _ = placement._split_tensor(whole, degree, with_padding=False)
+            whole = parts[place]
     return whole
 
 

@@ -16,7 +16,7 @@ from torch.distributed.tensor import DTensor
 from torch.distributed.tensor.placement_types import Shard
 
 from ucp_core.geometry import Box
-from ucp_core.layout import ParallelLayout
+from ucp_core.layout import EXPERT_AXES, ParallelLayout
 from workers.parallel.torch_names import StridedShard
 
 #: A half-open range of indices.
@@ -28,7 +28,7 @@ class Cut:
     """How one axis of a mesh cuts a tensor.
 
     Attributes:
-        axis: Name of the axis.
+        axis: Name of the axis; those of several that cut as one are joined by "+".
         dim: The tensor's dim that is cut.
         num_parts: Ranks along the axis.
         part: This rank's place on it.
@@ -85,8 +85,10 @@ def replicas_over(layout: ParallelLayout, rank: int, cuts: Iterable[Cut]) -> tup
     These differ from it only on axes that do not cut the tensor. Pipeline stages have different
     tensors.
     """
-    cutting = {"pp", *(cut.axis for cut in cuts)}
-    return layout.ranks_along(rank, [axis for axis in layout.to_json() if axis not in cutting])
+    cutting = {"pp", *(axis for cut in cuts for axis in cut.axis.split("+"))}
+    if "dp_shard" in cutting:
+        cutting |= {"efsdp", "ep"}
+    return layout.ranks_along(rank, [axis for axis in EXPERT_AXES if axis not in cutting])
 
 
 def _part_of(runs: Sequence[Run], cut: Cut) -> list[Run]:
