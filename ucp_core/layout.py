@@ -73,10 +73,10 @@ class ParallelLayout:
     def rank(self, coordinates: dict[str, int]) -> int:
         """Return the rank at ``coordinates``, outermost first; the inverse of ``coordinates``."""
         rank = 0
-        for axis in coordinates:
+        for axis, place in coordinates.items():
             degree = getattr(self, axis)
-            assert 0 <= coordinates[axis] < degree, f"{axis}={coordinates[axis]} of {degree}"
-            rank = rank * degree + coordinates[axis]
+            assert 0 <= place < degree, f"{axis}={place} of {degree}"
+            rank = rank * degree + place
         return rank
 
     def data_rank(self, rank: int) -> int:

@@ -17,6 +17,7 @@ from typing import Any, Final, TypeVar
 import torch
 from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
+from torch.distributed.tensor import DTensor
 
 from ucp_core.geometry import Box
 from workers.errors import TaskError
@@ -102,7 +103,8 @@ def shard_model(
     Args:
         model: The model; each module in its outermost containers becomes one unit. An
             ``nn.ModuleDict`` computes nothing: its modules are models of their own. If a script
-            has made units of its own, all that is left becomes one.
+            has made units of its own, all that is left becomes one. Experts that are on some ranks
+            are units inside of it, which only ranks with the same ones gather and reduce.
         precision: "fp32", or "bf16" to compute in bfloat16; parameters and gradient sums stay
             float32.
         reshard_after_forward: Whether a unit's gathered parameters are dropped after its forward
@@ -123,6 +125,14 @@ def shard_model(
     is_small = size_bytes <= SMALL_BYTES_MAX
     whole = {one for one in model.parameters() if is_whole(tuple(one.shape))}
     has_own = any(True for _ in fsdp_modules(model))
+    for experts in _experts(model, mesh):
+        assert mesh.experts is not None, "a mesh cuts them"
+        fully_shard(
+            experts,
+            mesh=mesh.experts.sharding,
+            mp_policy=policy,
+            reshard_after_forward=reshard_after_forward and not is_small,
+        )
     for root in _roots(model):
         for block in () if is_small or has_own else _blocks(root):
             fully_shard(
@@ -252,6 +262,19 @@ def _roots(model: nn.Module) -> list[nn.Module]:
                 models=names,
             )
     return list(model.values())
+
+
+def _experts(model: nn.Module, mesh: Mesh) -> list[nn.Module]:
+    """Return the modules with parameters that expert parallelism has cut, and nothing else."""
+    ranks = mesh.experts.ranks if mesh.experts is not None else None
+    return [
+        module
+        for module in model.modules()
+        if any(
+            isinstance(one, DTensor) and one.device_mesh == ranks
+            for one in module.parameters(recurse=False)
+        )
+    ]
 
 
 def _blocks(model: nn.Module) -> list[nn.Module]:

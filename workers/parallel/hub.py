@@ -1,4 +1,4 @@
-"""Models of ``transformers`` bring their own plan: what tensor parallelism cuts, and the stages.
+"""Models of ``transformers`` bring their own plans: of tensors, experts and stages.
 
 Adapters of ``peft`` are cut as the matrices that they change. Written for transformers 5.24.
 """
@@ -17,6 +17,7 @@ from torch.distributed.tensor import DTensor, Partial, Replicate
 from workers.errors import LayoutRefusedError
 from workers.models import pretrained, stage_layers
 from workers.parallel.fsdp import WRAPPERS
+from workers.parallel.mesh import ExpertMesh, Mesh
 
 #: Styles of ``transformers`` with which a module takes and returns whole tensors.
 _WHOLE: Final = {
@@ -30,11 +31,15 @@ _CUT_ADAPTERS: Final = {
 _ADAPTER: Final = re.compile(r"(.+)\.(lora_[^.]+)\..+")
 #: Names of what only the head of a model takes, with which a loss is computed.
 _OF_HEAD: Final = {"labels", "logits_to_keep", "num_items_in_batch", "return_dict", "shift_labels"}
+#: The style of modules that send tokens to the ranks with their experts.
+_DISPATCH: Final = "ep_dispatch_experts"
 _NUMBER: Final = re.compile(r"(?<=\.)\d+(?=\.|$)")
 
 
-def cut_tensors(model: nn.Module, mesh: DeviceMesh) -> bool:
+def cut_tensors(model: nn.Module, mesh: Mesh) -> bool:
     """Cut the models of ``transformers`` in ``model``, on the meta device, by their own plans.
+
+    Experts stay whole if ``cut_experts`` cuts them.
 
     Returns:
         Whether there is a plan.
@@ -42,21 +47,55 @@ def cut_tensors(model: nn.Module, mesh: DeviceMesh) -> bool:
     Raises:
         LayoutRefusedError: Attention heads or adapters cannot be cut.
     """
+    assert mesh.tensor is not None, "there are ranks to cut for"
+    degree = mesh.tensor.size()
     found = [one for one in pretrained(model) if getattr(one, "tp_plan", None)]
     for one in found:
-        # The module inside of a wrapper comes last, and has the name that both would have.
-        named = {
-            WRAPPERS.sub("", f"{name}.")[:-1]: module
-            for name, module in one.named_modules()
-            if not isinstance(module, _Absent)
+        apart = tuple(f"{name}." for name in one.ep_plan if mesh.experts is not None)
+        plan = {
+            name: rule for name, rule in one.tp_plan.items() if not f"{name}.".startswith(apart)
         }
-        _refuse_heads(named, one.tp_plan, mesh.size())
-        for module, styles in _styles(named, one.tp_plan, mesh.size()).items():
+        named = _own_modules(one)
+        _refuse_heads(named, plan, degree)
+        for module, styles in _styles(named, plan, "tp", degree).items():
             if "mla_kv_a_proj" in styles.values():
                 module.config = one.config.get_text_config()
             for name, style in styles.items():
-                _apply(style, module, name, mesh)
+                _apply(style, module, name, mesh.tensor)
     return bool(found)
+
+
+def cut_experts(model: nn.Module, mesh: ExpertMesh) -> bool:
+    """Give each rank as many experts of the models of ``transformers``, by their own plans.
+
+    Ranks send each token to those with its experts, and get back what these give.
+
+    Returns:
+        Whether there are experts with a plan.
+
+    Raises:
+        LayoutRefusedError: They cannot be cut.
+    """
+    degree, is_found = mesh.ranks.size(), False
+    for one in pretrained(model):
+        plan = getattr(one, "ep_plan", None) or {}
+        named = _own_modules(one)
+        for module, styles in _styles(named, plan, "ep", degree).items():
+            name = next(name for name, each in named.items() if each is module)
+            _refuse_experts(name, module, styles, degree)
+            _apply_experts(module, styles, mesh)
+            is_found = True
+    return is_found
+
+
+def _own_modules(model: nn.Module) -> dict[str, nn.Module]:
+    """Return the modules of ``model`` by name; that inside of a wrapper, instead of both."""
+    # It comes last, and has the name that both would have.
+    return {
+        WRAPPERS.sub("", f"{name}.")[:-1]: module
+        for name, module in model.named_modules()
+        if not isinstance(module, _Absent)
+    }
 
 
 def has_stages(model: nn.Module) -> bool:
@@ -193,8 +232,28 @@ def _refuse_heads(named: Mapping[str, nn.Module], plan: Mapping[str, str], degre
         )
 
 
+def _refuse_experts(name: str, module: nn.Module, styles: Mapping[str, str], degree: int) -> None:
+    """Raise ``LayoutRefusedError`` unless each rank can have as many experts of ``module``."""
+    odd = {rule for each, rule in styles.items() if rule != ("grouped_gemm" if each else _DISPATCH)}
+    odd |= {each for each, _ in module.named_parameters() if each not in styles}
+    if odd or _DISPATCH not in styles.values():
+        raise LayoutRefusedError(
+            f"parallel.ep={degree}: the plan of transformers for {name} has {sorted(odd)}, which "
+            "is not written here; write parallel.ep: 1",
+            axis="ep",
+        )
+    num_experts = {len(one) for one in module.parameters(recurse=False)}
+    if any(number % degree for number in num_experts):
+        fits = max(d for d in range(1, degree) if all(not number % d for number in num_experts))
+        raise LayoutRefusedError(
+            f"parallel.ep={degree} does not divide the {max(num_experts)} experts of {name}; write "
+            f"parallel.ep: {fits}",
+            axis="ep",
+        )
+
+
 def _styles(
-    named: Mapping[str, nn.Module], plan: Mapping[str, str], degree: int
+    named: Mapping[str, nn.Module], plan: Mapping[str, str], axis: str, degree: int
 ) -> dict[nn.Module, dict[str, str]]:
     """Return for each module the style of its parameters, by name, and under "" its own one."""
     found: dict[nn.Module, dict[str, str]] = {}
@@ -203,10 +262,10 @@ def _styles(
         style = plan.get(generic)
         adapter = _ADAPTER.fullmatch(generic)
         if adapter is not None and any(True for _ in module.parameters(recurse=False)):
-            style = _adapter_style(name, adapter[2], plan.get(adapter[1]), degree)
+            style = _adapter_style(name, adapter[2], plan.get(adapter[1]), (axis, degree))
         if style and hasattr(module, "modules_to_save"):
             # A trained copy beside the frozen original: both are whole.
-            style = _adapter_style(name, "modules_to_save", style, degree)
+            style = _adapter_style(name, "modules_to_save", style, (axis, degree))
         parameters = dict(module.named_parameters(recurse=False))
         sizes = [extent for one in parameters.values() for extent in one.shape]
         if style in _WHOLE and any(extent % degree for extent in sizes):
@@ -218,15 +277,16 @@ def _styles(
     return found
 
 
-def _adapter_style(name: str, adapter: str, style: str | None, degree: int) -> str | None:
+def _adapter_style(name: str, adapter: str, style: str | None, ways: tuple[str, int]) -> str | None:
     """Return the style of an adapter, or of a part of one, of a module with ``style``."""
     if style is None or style in _WHOLE:
         return None
+    axis, degree = ways
     if style not in _CUT_ADAPTERS or adapter not in ("lora_A", "lora_B"):
         raise LayoutRefusedError(
-            f"parallel.tp={degree}: {name} of peft cannot be cut as its base is ({style}); choose "
-            "other target_modules, or write parallel.tp: 1",
-            axis="tp",
+            f"parallel.{axis}={degree}: {name} of peft cannot be cut as its base is ({style}); "
+            f"choose other target_modules, or write parallel.{axis}: 1",
+            axis=axis,
         )
     return style if adapter == _CUT_ADAPTERS[style] else None
 
@@ -242,6 +302,22 @@ def _apply(style: str, module: nn.Module, name: str, mesh: DeviceMesh) -> None:
         ALL_PARALLEL_STYLES[style].shard_param(module, name, mesh)
     else:
         ALL_PARALLEL_STYLES[style].install_forward(module, mesh)
+
+
+def _apply_experts(module: nn.Module, styles: Mapping[str, str], mesh: ExpertMesh) -> None:
+    from transformers.distributed.parallel_utils import ALL_PARALLEL_STYLES
+
+    for name, style in styles.items():
+        rule = ALL_PARALLEL_STYLES[style]
+        if name:
+            rule.shard_param(module, name, mesh.ranks)
+        else:
+            rule.install_forward(
+                module,
+                ep_mesh=mesh.ranks,
+                tp_mesh=mesh.same_tokens,
+                ep_implementation="all_to_all",
+            )
 
 
 def _sum_gradient(module: nn.Module, name: str, mesh: DeviceMesh) -> None:

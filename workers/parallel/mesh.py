@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from typing import Final
 
+import torch
 from torch.distributed import ProcessGroup
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import DTensor
@@ -18,18 +19,36 @@ _DATA_AXES: Final = ("dp_replicate", "dp_shard")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class ExpertMesh:
+    """The meshes of experts.
+
+    Attributes:
+        ranks: Each rank has as many experts, and gets their tokens from the others.
+        sharding: The mesh for FSDP2: the ranks with the same experts, in all copies of the model.
+            Those of a tensor-parallel group are among them: each sends a part of its tokens.
+        same_tokens: The tensor-parallel group of a rank, which may be alone in it.
+    """
+
+    ranks: DeviceMesh
+    sharding: DeviceMesh
+    same_tokens: DeviceMesh
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Mesh:
     """The mesh that the model is sharded over, and this rank's place in it.
 
     Attributes:
         sharding: The mesh for FSDP2: ``(dp_shard,)`` or ``(dp_replicate, dp_shard)``.
         tensor: The mesh for tensor parallelism; None if each weight is whole on a rank.
+        experts: How expert parallelism cuts experts; None if each rank computes all of them.
         stages: The ranks with the other stages of the same pipeline, in order; None without stages.
         layout: Degrees of all axes.
     """
 
     sharding: DeviceMesh
     tensor: DeviceMesh | None = None
+    experts: ExpertMesh | None = None
     stages: ProcessGroup | None = None
     layout: ParallelLayout
     rank: int
@@ -79,14 +98,15 @@ def build_mesh(layout: ParallelLayout, *, device_type: str, attempt: int, rank: 
     Raises:
         StateError: The layout uses an axis that this worker cannot build.
     """
-    unusable = [axis for axis in ("cp", "ep") if getattr(layout, axis) > 1]
-    if unusable:
+    if layout.cp > 1:
         raise StateError(
-            f"layout {layout}: {', '.join(unusable)} above 1 cannot be built by this worker; "
-            "use pp, dp_replicate, dp_shard and tp",
+            f"layout {layout}: cp above 1 cannot be built by this worker; use pp, dp_replicate, "
+            "dp_shard, tp and ep",
             layout=str(layout),
         )
-    used = [axis for axis in AXES if axis == "dp_shard" or getattr(layout, axis) > 1]
+    has_experts = layout.ep > 1
+    always = ("dp_shard", "tp") if has_experts else ("dp_shard",)
+    used = [axis for axis in AXES if axis in always or getattr(layout, axis) > 1]
     names = {axis: f"{axis}_{attempt}" for axis in used}
     mesh = init_device_mesh(
         device_type,
@@ -97,7 +117,21 @@ def build_mesh(layout: ParallelLayout, *, device_type: str, attempt: int, rank: 
     return Mesh(
         sharding=mesh[data] if len(data) < len(used) else mesh,
         tensor=mesh[names["tp"]] if layout.tp > 1 else None,
+        experts=_experts(layout, mesh[names["tp"]], attempt) if has_experts else None,
         stages=mesh.get_group(names["pp"]) if layout.pp > 1 else None,
         layout=layout,
         rank=rank,
     )
+
+
+def _experts(layout: ParallelLayout, same_tokens: DeviceMesh, attempt: int) -> ExpertMesh:
+    """Return the meshes of experts: other views of the same ranks."""
+    ranks = torch.arange(layout.world_size)
+    ranks = ranks.view(layout.pp, layout.dp_replicate, layout.efsdp, layout.ep, layout.tp)
+    # Ranks with the same experts, then those with others.
+    ranks = ranks.transpose(3, 4).flatten(2, 3)
+    alike = "efsdp+tp" if layout.tp > 1 else "efsdp"
+    names = tuple(f"{axis}_{attempt}" for axis in ("pp", "dp_replicate", alike, "ep"))
+    mesh = DeviceMesh(same_tokens.device_type, ranks, mesh_dim_names=names)
+    data = names[1:3] if layout.dp_replicate > 1 else names[2:3]
+    return ExpertMesh(ranks=mesh[names[3]], sharding=mesh[data], same_tokens=same_tokens)

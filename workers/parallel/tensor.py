@@ -14,7 +14,7 @@ from torch.distributed.tensor.parallel import ParallelStyle, parallelize_module
 
 from workers.errors import LayoutRefusedError, TaskError
 from workers.parallel.fsdp import keeping_shared, own_names
-from workers.parallel.hub import cut_tensors
+from workers.parallel.hub import cut_experts, cut_tensors
 from workers.parallel.mesh import Mesh
 
 
@@ -32,8 +32,9 @@ class ModelPlan:
             micro-batch. A model of ``transformers`` needs none.
         parallelize: Cuts the weights of a model, or of a stage, itself, as in torchtitan; instead
             of ``tensor``. Called on every layout with the model on the meta device and the meshes
-            by name: ``tp`` if ``parallel.tp`` is above 1, and ``dp``, which it needs only for
-            ``fully_shard``. What it does not wrap so is wrapped afterwards. It leaves each
+            by name: ``tp`` if ``parallel.tp`` is above 1, ``ep`` if ``parallel.ep`` is; and ``dp``,
+            for experts ``efsdp``, which it needs only for ``fully_shard``. What it does not wrap so
+            is wrapped afterwards. It leaves each
             parameter a DTensor on these meshes, or plain and then equal on all ranks of ``tp``,
             with equal gradients; a shared one shared. It makes no groups and no ``DDP``.
     """
@@ -46,7 +47,7 @@ class ModelPlan:
 def apply_tensor_plan(
     model: nn.Module, mesh: Mesh, plan: ModelPlan, names: Collection[str]
 ) -> None:
-    """Cut the weights of ``model``, on the meta device, over the tensor-parallel ranks.
+    """Cut the weights of ``model``, on the meta device, over tensor- and expert-parallel ranks.
 
     Does nothing if each weight is whole on a rank, unless the plan has a function of its own. Call
     it before ``shard_model``, which then shards what is left.
@@ -61,17 +62,30 @@ def apply_tensor_plan(
     with keeping_shared(model):
         if plan.parallelize is not None:
             cutting = {} if mesh.tensor is None else {"tp": mesh.tensor}
+            if mesh.experts is not None:
+                cutting |= {"ep": mesh.experts.ranks, "efsdp": mesh.experts.sharding}
             plan.parallelize(model, {"dp": mesh.sharding, **cutting})
-        elif mesh.tensor is not None and plan.tensor:
-            _cut_by_styles(model, mesh.tensor, plan.tensor, names)
-        elif mesh.tensor is not None and not cut_tensors(model, mesh.tensor):
-            raise LayoutRefusedError(
-                f"parallel.tp={mesh.layout.tp}: model {type(model).__name__} has no plan for it; "
-                "give one, session.model(build, plan=everstep.ModelPlan(tensor={...})), or write "
-                "parallel.tp: 1",
-                axis="tp",
-            )
+        else:
+            _cut(model, mesh, plan, names)
     _refuse_uneven(model, mesh)
+
+
+def _cut(model: nn.Module, mesh: Mesh, plan: ModelPlan, names: Collection[str]) -> None:
+    if mesh.experts is not None and not cut_experts(model, mesh.experts):
+        raise LayoutRefusedError(
+            f"parallel.ep={mesh.layout.ep}: model {type(model).__name__} has no experts with a "
+            "plan, as models of transformers bring one; write parallel.ep: 1",
+            axis="ep",
+        )
+    if mesh.tensor is not None and plan.tensor:
+        _cut_by_styles(model, mesh.tensor, plan.tensor, names)
+    elif mesh.tensor is not None and not cut_tensors(model, mesh):
+        raise LayoutRefusedError(
+            f"parallel.tp={mesh.layout.tp}: model {type(model).__name__} has no plan for it; "
+            "give one, session.model(build, plan=everstep.ModelPlan(tensor={...})), or write "
+            "parallel.tp: 1",
+            axis="tp",
+        )
 
 
 def _cut_by_styles(
