@@ -1,4 +1,4 @@
-"""Models of ``transformers`` bring their own plan: tensor parallelism and stages."""
+"""Models of ``transformers`` bring their own plans: of tensors, experts and stages."""
 
 from __future__ import annotations
 
@@ -47,7 +47,16 @@ KINDS: dict[str, tuple[str, dict[str, Any], float]] = {
     "Llama": ("Llama", {}, 1e-9),
     "Qwen3": ("Qwen3", {"head_dim": 8}, 1e-9),
     "Mixtral": ("Mixtral", {"num_local_experts": 4}, 1e-6),
-    "Qwen3Moe": ("Qwen3Moe", {"num_experts": 4, "num_experts_per_tok": 2}, 1e-6),
+    "Qwen3Moe": (
+        "Qwen3Moe",
+        {
+            "num_experts": 4,
+            "num_experts_per_tok": 2,
+            "output_router_logits": True,
+            "router_aux_loss_coef": 0.5,
+        },
+        1e-6,
+    ),
     "adapters": ("Llama", {}, 1e-9),
 }
 MICRO_BATCHES = 3
@@ -66,7 +75,8 @@ CASES = [
     (layout, kind)
     for layout in LAYOUTS
     for kind in KINDS
-    if kind == "Mixtral" or (layout.ep > 1) == (kind == "Qwen3Moe")
+    if kind == "Mixtral"
+    or (layout.ep == 1 if kind != "Qwen3Moe" else layout.ep > 1 and layout.pp == 1)
 ]
 
 
@@ -111,8 +121,12 @@ def batches(data_rank: int) -> list[Tensor]:
 
 
 def loss_on(model: Any, tokens: Tensor) -> Tensor:
-    logits = model(input_ids=tokens, use_cache=False).logits[:, :-1].flatten(0, 1)
-    return nn.functional.cross_entropy(logits, tokens[:, 1:].flatten(), reduction="sum")
+    """Return the summed loss, and that of the balance of experts in this micro-batch."""
+    found = model(input_ids=tokens, use_cache=False)
+    logits = found.logits[:, :-1].flatten(0, 1)
+    loss = nn.functional.cross_entropy(logits, tokens[:, 1:].flatten(), reduction="sum")
+    balance = getattr(found, "aux_loss", None)
+    return loss if balance is None else loss + balance
 
 
 def gathered(named: Any) -> dict[str, Any]:

@@ -8,6 +8,7 @@ from __future__ import annotations
 import re
 from collections.abc import Callable, Mapping
 from functools import partial
+from math import gcd
 from typing import Any, Final
 
 from torch import Tensor, nn
@@ -242,12 +243,11 @@ def _refuse_experts(name: str, module: nn.Module, styles: Mapping[str, str], deg
             "is not written here; write parallel.ep: 1",
             axis="ep",
         )
-    num_experts = {len(one) for one in module.parameters(recurse=False)}
-    if any(number % degree for number in num_experts):
-        fits = max(d for d in range(1, degree) if all(not number % d for number in num_experts))
+    num_experts = len(next(module.parameters(recurse=False)))
+    if num_experts % degree:
         raise LayoutRefusedError(
-            f"parallel.ep={degree} does not divide the {max(num_experts)} experts of {name}; write "
-            f"parallel.ep: {fits}",
+            f"parallel.ep={degree} does not divide the {num_experts} experts of {name}; write "
+            f"parallel.ep: {gcd(degree, num_experts)}",
             axis="ep",
         )
 

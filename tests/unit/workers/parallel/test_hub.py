@@ -75,6 +75,19 @@ def test_a_fused_weight_of_experts_is_cut_in_each_of_its_parts() -> None:
     assert shards["model.norm.weight"].replicas == (2, 3)
 
 
+def test_a_rank_has_its_experts_and_a_shard_of_all_the_rest() -> None:
+    """Each has a half of the experts; tensor parallelism leaves these whole, and shards them."""
+    model = on_meta("Mixtral", num_local_experts=8, tie_word_embeddings=True)
+
+    shards = cut(model, ParallelLayout(dp_replicate=2, dp_shard=4, ep=2, tp=2), rank=9)
+
+    experts = shards["model.layers.0.mlp.experts.gate_up_proj"]
+    assert [(box.start, box.stop) for box in experts.boxes] == [((1, 0, 0), (2, 96, 32))]
+    assert experts.replicas == (1, 9)
+    assert shards["model.layers.0.self_attn.q_proj.weight"].boxes[0].start == (16, 0)
+    assert shards["model.layers.0.mlp.gate.weight"].replicas == (0, 1, 8, 9)
+
+
 def test_a_vocabulary_that_is_not_divided_stays_whole() -> None:
     shards = cut(on_meta("Llama", vocab_size=61, tie_word_embeddings=False), ParallelLayout(tp=2))
 
@@ -101,12 +114,33 @@ def test_a_vocabulary_that_is_not_divided_stays_whole() -> None:
         ("GPT2", None, {}, r"tp=4: model GPT2LMHeadModel has no plan .* parallel\.tp: 1"),
     ],
 )  # fmt: skip
-def test_a_model_that_cannot_be_cut_is_refused_with_what_works(
+def test_a_model_that_tensor_parallelism_cannot_cut_is_refused_with_what_works(
     kind: str, adapters: dict[str, Any] | None, more: dict[str, Any], told: str
 ) -> None:
     """A rank with half of an attention head would fail in a view of the first forward pass."""
     with pytest.raises(TaskError, match=told):
         cut(on_meta(kind, adapters, **more), ParallelLayout(tp=4))
+
+
+@pytest.mark.parametrize(
+    ("kind", "adapters", "more", "told"),
+    [
+        (
+            "Mixtral", None, {"num_local_experts": 6},
+            r"ep=4 does not divide the 6 experts of .*\.0\.mlp\.experts; write parallel\.ep: 2",
+        ),
+        (
+            "Mixtral", {"target_parameters": ["mlp.experts.down_proj"]}, {},
+            r"ep=4: .*mlp\.experts\.lora_A\.default of peft cannot .* write parallel\.ep: 1",
+        ),
+        ("Llama", None, {}, r"ep=4: model LlamaForCausalLM has no experts .* parallel\.ep: 1"),
+    ],
+)  # fmt: skip
+def test_experts_that_cannot_be_cut_are_refused_with_what_works(
+    kind: str, adapters: dict[str, Any] | None, more: dict[str, Any], told: str
+) -> None:
+    with pytest.raises(TaskError, match=told):
+        cut(on_meta(kind, adapters, **more), ParallelLayout(dp_shard=4, ep=4))
 
 
 @pytest.mark.parametrize(

@@ -5,7 +5,7 @@ torch's fake group stands for the other ranks, so a process builds each of them 
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from functools import lru_cache
 from pathlib import Path
@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 import torch
 import torch.distributed as dist
-from torch import Tensor
+from torch import Tensor, nn
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
 import ucp_core
@@ -42,6 +42,19 @@ LAYOUTS = [
     ParallelLayout(pp=2, tp=2),
     ParallelLayout(pp=2, dp_replicate=2, dp_shard=1, tp=2),
 ]
+#: Those of a model with experts: its plan is that of ``transformers``.
+EXPERT_LAYOUTS = [
+    ParallelLayout(),
+    ParallelLayout(dp_shard=3),
+    ParallelLayout(tp=2),
+    ParallelLayout(pp=2, tp=2),
+    ParallelLayout(dp_shard=2, ep=2),
+    ParallelLayout(dp_shard=4, ep=2),
+    ParallelLayout(dp_shard=4, ep=4),
+    ParallelLayout(dp_replicate=2, dp_shard=2, ep=2),
+    ParallelLayout(dp_shard=2, ep=2, tp=2),
+    ParallelLayout(pp=2, dp_shard=2, ep=2),
+]
 
 
 @pytest.fixture(autouse=True)
@@ -51,15 +64,17 @@ def group() -> Iterator[None]:
         dist.destroy_process_group()
 
 
-def _rank(layout: ParallelLayout, rank: int, attempt: int) -> TrainingState:
+def _rank(
+    layout: ParallelLayout, rank: int, attempt: int, build: Callable[[], nn.Module], plan: ModelPlan
+) -> TrainingState:
     """Return the state of a rank, after a step of its optimizer."""
     if dist.is_initialized():
         dist.destroy_process_group()
     dist.init_process_group("fake", store=FakeStore(), rank=rank, world_size=layout.world_size)
     mesh = build_mesh(layout, device_type="cpu", attempt=attempt, rank=rank)
     built = build_model(
-        lambda: Decoder(SHAPE),
-        ModelPlan(tensor=tensor_plan(), keep_stage=Decoder.keep_stage),
+        build,
+        plan,
         mesh=mesh,
         settings=Settings(model=ModelSettings(preset="tiny")),
         device=torch.device("cpu"),
@@ -86,10 +101,42 @@ def _whole(fqn: str, slot: str, shape: tuple[int, ...]) -> Tensor:
 
 def test_every_layout_loads_what_every_layout_saved(tmp_path: Path) -> None:
     """Each rank saves its share of what others hold too, and no element twice."""
+    plan = ModelPlan(tensor=tensor_plan(), keep_stage=Decoder.keep_stage)
+    _check_pairs(tmp_path, LAYOUTS, lambda: Decoder(SHAPE), plan)
+
+
+def test_every_layout_of_experts_loads_what_every_layout_saved(tmp_path: Path) -> None:
+    """Ranks of one data-parallel group have different experts, and each a share of all the rest."""
+    transformers = pytest.importorskip("transformers", reason="the extra hf is not installed")
+    config = transformers.MixtralConfig(
+        vocab_size=32,
+        hidden_size=16,
+        intermediate_size=12,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        num_local_experts=8,
+    )
+
+    def build() -> nn.Module:
+        model: nn.Module = transformers.AutoModelForCausalLM.from_config(config)
+        return model
+
+    _check_pairs(tmp_path, EXPERT_LAYOUTS, build, ModelPlan())
+
+
+def _check_pairs(
+    tmp_path: Path,
+    layouts: Sequence[ParallelLayout],
+    build: Callable[[], nn.Module],
+    plan: ModelPlan,
+) -> None:
     store, states = LocalStore(), list[list[TrainingState]]()
-    for layout in LAYOUTS:
+    for layout in layouts:
         ranks = range(layout.world_size)
-        states.append([_rank(layout, rank, 100 * len(states) + rank + 1) for rank in ranks])
+        states.append(
+            [_rank(layout, rank, 100 * len(states) + rank + 1, build, plan) for rank in ranks]
+        )
         for rank, state in enumerate(states[-1]):
             for entry in state.entries():
                 entry.tensor.detach().copy_(_value(entry))
@@ -106,14 +153,17 @@ def test_every_layout_loads_what_every_layout_saved(tmp_path: Path) -> None:
                 source={},
                 fsync=False,
             )
-    for saved in LAYOUTS:
+    for saved in layouts:
         checkpoint = ucp_core.open(str(tmp_path / str(saved)))
-        for layout, loading in zip(LAYOUTS, states, strict=True):
+        for layout, loading in zip(layouts, states, strict=True):
             for rank, state in enumerate(loading):
                 entries = state.entries()
-                for entry in entries:
-                    entry.tensor.detach().fill_(torch.nan)
-                ucp_core.load(checkpoint, [entry.local_tensor(entry.tensor) for entry in entries])
-                for entry in entries:
+                # A fused weight has several boxes in a rank's memory.
+                found = [torch.full(entry.tensor.shape, torch.nan) for entry in entries]
+                ucp_core.load(
+                    checkpoint,
+                    [each.local_tensor(one) for each, one in zip(entries, found, strict=True)],
+                )
+                for entry, one in zip(entries, found, strict=True):
                     where = f"{saved} -> {layout}, rank {rank}: {entry.fqn} {entry.slot}"
-                    assert torch.equal(entry.tensor, _value(entry)), where
+                    assert torch.equal(one, _value(entry)), where
