@@ -42,12 +42,26 @@ def _worker_problems(config: RunConfig) -> Iterator[Problem]:
             f"train.deterministic sums over shards in a fixed order, but not over {copies} copies: "
             "write parallel.dp_replicate: 1, or train.deterministic: false",
         )
+    if config.parallel.ep > 1 and config.train.deterministic:
+        yield Problem(
+            "parallel.ep",
+            "train.deterministic sums in a fixed order, and experts get tokens of "
+            f"{config.parallel.ep} workers in another one: write parallel.ep: 1, or "
+            "train.deterministic: false",
+        )
+    shards = most // (rules.multiple // rules.ep)
     if least > most:
         yield Problem("workers.min", f"{least} is more than workers.max={most}")
     elif most < rules.multiple:
         yield Problem(
             "workers.max",
             f"{most} is too few for {rules}: raise it to {rules.multiple}, or lower a degree",
+        )
+    elif shards % rules.ep:
+        yield Problem(
+            "parallel.ep",
+            f"{rules.ep} does not divide the {shards} shards of workers.max={most}: write "
+            f"{math.gcd(rules.ep, shards)}, or make workers.max a multiple of {rules.multiple}",
         )
     elif choose(one_node(most), most, rules, least) is None:
         multiple = rules.multiple_min
@@ -81,6 +95,9 @@ def _axis_problems(config: RunConfig) -> Iterator[Problem]:
         )
     if config.run.script or config.model.preset not in PRESETS:
         return
+    if parallel.ep > 1:
+        message = f"model.preset={config.model.preset} has no experts: write parallel.ep: 1"
+        yield Problem("parallel.ep", message)
     shape = model_shape(config.model)
     sizes = {name: getattr(shape, name) for name in ("num_kv_heads", "ffn_dim", "vocab_size")}
     uneven = [f"model.{name}={size}" for name, size in sizes.items() if size % parallel.tp]

@@ -132,6 +132,7 @@ class RunConfig(Section):
             dp_replicate=wish.dp_replicate,
             tp=wish.tp,
             pp=wish.pp,
+            ep=wish.ep,
             fixed=wish.fixed,
             num_micro_batches=self.train.num_micro_batches,
         )

@@ -251,7 +251,7 @@ class History:
         if model.random() > _REFUSES:
             return
         layout, most = self.rules.layout, self.rules.max_workers // _copies(self.rules)
-        wish = (("tp", layout.tp), ("pp", layout.pp))
+        wish = (("tp", layout.tp), ("pp", layout.pp), ("ep", layout.ep))
         degrees = [(axis, one) for axis, top in wish for one in range(2, top + 1) if top % one == 0]
         cannot = frozenset(model.sample(degrees, k=min(len(degrees), model.randint(0, 2))))
         self.cluster.model = SimModel(cannot, model.randint(1, most))
@@ -612,6 +612,7 @@ def _draw_rules(
         pp=axes.choice((1, 1, 2, 4)),
         fixed=axes.choice(((), (), ("dp_replicate",))),
         num_micro_batches=axes.choice((0, 4, 8)),
+        ep=axes.choice((1, 1, 2, 4)),
     )
     most = min(max_workers, total_room)
     most -= most % layout.multiple_min

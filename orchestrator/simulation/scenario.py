@@ -89,7 +89,9 @@ def _arguments(call: str) -> tuple[str, dict[str, Any]]:
 def _rules(line: str) -> RunRules:
     _, values = _arguments(line)
     degrees = {
-        axis: values.pop(axis) for axis in ("dp_replicate", "tp", "pp", "fixed") if axis in values
+        axis: values.pop(axis)
+        for axis in ("dp_replicate", "tp", "pp", "ep", "fixed")
+        if axis in values
     }
     layout = LayoutRules(**degrees)
     redundancy = RedundancyRules(tolerance=values.pop("tolerance", 0))

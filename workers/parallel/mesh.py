@@ -127,10 +127,11 @@ def build_mesh(layout: ParallelLayout, *, device_type: str, attempt: int, rank: 
 def _experts(layout: ParallelLayout, same_tokens: DeviceMesh, attempt: int) -> ExpertMesh:
     """Return the meshes of experts: other views of the same ranks."""
     ranks = torch.arange(layout.world_size)
-    ranks = ranks.view(layout.pp, layout.dp_replicate, layout.efsdp, layout.ep, layout.tp)
+    inner = [axis for axis in ("cp", "tp") if getattr(layout, axis) > 1]
+    ranks = ranks.view(layout.pp, layout.dp_replicate, layout.efsdp, layout.ep, -1)
     # Ranks with the same experts, then those with others.
     ranks = ranks.transpose(3, 4).flatten(2, 3)
-    alike = "efsdp+tp" if layout.tp > 1 else "efsdp"
+    alike = "+".join(("efsdp", *inner))
     names = tuple(f"{axis}_{attempt}" for axis in ("pp", "dp_replicate", alike, "ep"))
     mesh = DeviceMesh(same_tokens.device_type, ranks, mesh_dim_names=names)
     data = names[1:3] if layout.dp_replicate > 1 else names[2:3]

@@ -51,6 +51,7 @@ class LayoutRules:
         dp_replicate: Full copies of the model.
         tp: Tensor-parallel ways; all of them are on one node.
         pp: Pipeline stages.
+        ep: Expert-parallel ways among the shards; fewer where their number is no multiple.
         fixed: Axes that have this degree at every size.
         num_micro_batches: All micro-batches of a step; 0 if that is not known. Each stage needs as
             many as there are stages.
@@ -60,6 +61,7 @@ class LayoutRules:
     dp_replicate: int = 1
     tp: int = 1
     pp: int = 1
+    ep: int = 1
     fixed: tuple[str, ...] = ()
     num_micro_batches: int = 0
     refused: tuple[Refused, ...] = ()
@@ -67,7 +69,7 @@ class LayoutRules:
     @property
     def multiple(self) -> int:
         """Return the number that workers come in multiples of at the full size."""
-        return self.dp_replicate * self.tp * self.pp
+        return self.dp_replicate * self.tp * self.pp * self.ep
 
     @property
     def multiple_min(self) -> int:
@@ -80,7 +82,7 @@ class LayoutRules:
 
     def __str__(self) -> str:
         """Return the degrees above 1, as the configuration names them."""
-        degrees = ((axis, getattr(self, axis)) for axis in NAMED)
+        degrees = ((axis, getattr(self, axis)) for axis in (*NAMED, "ep"))
         used = [f"parallel.{axis}={degree}" for axis, degree in degrees if degree > 1]
         return " x ".join(used) or "no degree above 1"
 

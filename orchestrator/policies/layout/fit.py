@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterable, Sequence
 from dataclasses import replace
+from math import gcd
 from typing import TypeAlias
 
 from orchestrator.policies.layout.candidates import LayoutRules
@@ -35,7 +36,9 @@ def fit(
     """Return the largest layout with ``degrees`` of at most ``num_max`` workers; None: none fits.
 
     Each tensor-parallel group is inside a node. Every degree of sharding is legal, since quotas of
-    micro-batches may be uneven, but a pipeline has to be filled. None if the layout was refused.
+    micro-batches may be uneven, but a pipeline has to be filled. Experts are cut in as many ways as
+    were asked for, or in the most that divide both these and the shards; a group is inside a node
+    where its workers are a multiple. None if the layout was refused.
     """
     num_groups = sum(room // degrees.tp * num for room, num in rooms)
     dp_shard = min(num_groups, num_max // degrees.tp) // (degrees.pp * degrees.dp_replicate)
@@ -43,8 +46,13 @@ def fit(
         # The most data-parallel ranks of which one has ``pp`` micro-batches.
         most = (rules.num_micro_batches - 1) // (degrees.pp - 1)
         dp_shard = min(dp_shard, most // degrees.dp_replicate)
-    layout = replace(degrees, dp_shard=dp_shard) if dp_shard else None
-    return None if layout is None or rules.refusal(layout) else layout
+    common = gcd(rules.ep, dp_shard) if dp_shard else 0
+    for ep in range(common, 0, -1):
+        if common % ep == 0:
+            layout = replace(degrees, dp_shard=dp_shard, ep=ep)
+            if not rules.refusal(layout):
+                return layout
+    return None
 
 
 def spread(rooms: Sequence[int], layout: ParallelLayout) -> list[int]:

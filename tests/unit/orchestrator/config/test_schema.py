@@ -242,6 +242,25 @@ def test_a_full_size_that_its_layout_does_not_fit_is_refused() -> None:
     assert "parallel.tp: 4 is more than the 2 workers that cluster.local_nodes=2 leaves" in wide
 
 
+def test_experts_that_the_full_size_cannot_cut_are_refused() -> None:
+    """Workers would find no experts, and the planner would never reach what is asked for."""
+    text = "run: {directory: x}\nworkers: {max: 6}\nparallel: {ep: 4}\nmodel: {preset: tiny}\n"
+    bits = "train.deterministic=true"
+
+    uneven, none = _problems(text)
+    (ordered,) = _problems(text, "workers.max=8", "run.script=train.py", bits)
+    (few,) = _problems(text, "workers.max=3", "run.script=train.py")
+
+    assert uneven.endswith(
+        "parallel.ep: 4 does not divide the 6 shards of workers.max=6: write 2, or make "
+        "workers.max a multiple of 4"
+    )
+    assert none.endswith("model.preset=tiny has no experts: write parallel.ep: 1")
+    assert ordered.startswith("text:3: parallel.ep: train.deterministic sums in a fixed order")
+    assert few.endswith("3 is too few for parallel.ep=4: raise it to 4, or lower a degree")
+    assert load(text, ["workers.max=8", "run.script=train.py"]).rules().layout.ep == 4
+
+
 def test_stages_that_cannot_be_made_or_fed_are_refused() -> None:
     """Each worker of a stage would find out alone, after the model was built."""
     text = (

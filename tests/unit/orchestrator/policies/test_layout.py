@@ -1,9 +1,11 @@
+from math import gcd
+
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
 from orchestrator.policies import LayoutRules, choose, one_node, relative_step, rooms_of
-from orchestrator.policies.layout import candidates, num_workers, other_layouts, spread
+from orchestrator.policies.layout import Refused, candidates, num_workers, other_layouts, spread
 from ucp_core.layout import ParallelLayout
 
 TWO_AXES = LayoutRules(tp=2, pp=2)
@@ -52,6 +54,20 @@ def test_a_wish_that_is_below_the_least_number_gives_way() -> None:
     assert choose(one_node(5), 4, LayoutRules(tp=4), 5) is None
 
 
+def test_experts_are_cut_in_the_most_ways_that_divide_the_shards() -> None:
+    """As many workers train as without experts: their number alone decides the ways."""
+    rules = LayoutRules(ep=4, tp=2)
+    assert rules.multiple == 8
+    assert chosen([8, 8], rules) == "dp_shard=8 x tp=2 x ep=4"
+    assert chosen([8, 4], rules) == "dp_shard=6 x tp=2 x ep=2"
+    assert chosen([6], rules) == "dp_shard=3 x tp=2"
+
+
+def test_experts_are_cut_in_fewer_ways_if_the_model_cannot_have_more() -> None:
+    refused = Refused(ParallelLayout(dp_shard=4, ep=4), "ep", "does not divide 6 experts")
+    assert chosen([8], LayoutRules(ep=4, refused=(refused,))) == "dp_shard=8 x ep=2"
+
+
 def test_a_pipeline_is_filled() -> None:
     # No one of seven ranks would have two of the six micro-batches.
     rules = LayoutRules(pp=2, num_micro_batches=6)
@@ -86,6 +102,7 @@ rules_of = st.builds(
     dp_replicate=degrees,
     tp=degrees,
     pp=degrees,
+    ep=degrees,
     fixed=axes,
     num_micro_batches=st.integers(0, 12),
 )
@@ -107,6 +124,7 @@ def test_a_layout_fits_its_nodes_and_what_was_asked_for(
         degree, wish = getattr(layout, axis), getattr(rules, axis)
         assert wish % degree == 0
         assert degree == wish or axis not in rules.fixed
+    assert layout.ep == gcd(rules.ep, layout.dp_shard)
     if layout.pp > 1 and rules.num_micro_batches:
         assert -(-rules.num_micro_batches // layout.dp) >= layout.pp
     used = spread(workers, layout)
