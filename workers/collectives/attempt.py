@@ -92,6 +92,7 @@ class Attempt:
             ),
         )
         self.address = _own_address(store_host, store_port)
+        self.ring.assign(rank)
         self.places = Places(
             dist.PrefixStore(f"places{self.number}", store),
             self.ring,

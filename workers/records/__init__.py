@@ -10,7 +10,16 @@ from workers.records.progress import (
     read_progress,
     report_on,
 )
-from workers.records.ring import ABORTED, FAILED, FINISHED, RecordRing, RingReader, Waited
+from workers.records.ring import (
+    ABORTED,
+    FAILED,
+    FINISHED,
+    RecordRing,
+    RingReader,
+    Waited,
+    is_ring,
+    read_ring,
+)
 
 __all__ = [
     "ABORTED",
@@ -24,9 +33,11 @@ __all__ = [
     "RingReader",
     "Waited",
     "has_run_out",
+    "is_ring",
     "lease_s",
     "open_progress",
     "process_state",
     "read_progress",
+    "read_ring",
     "report_on",
 ]

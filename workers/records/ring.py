@@ -21,7 +21,7 @@ import struct
 import threading
 import time
 from collections import deque
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Final, NamedTuple
@@ -69,6 +69,8 @@ _HEADER_BYTES: Final = 128
 _NUM_GROUPS_WORD: Final = 8
 _LEFT_WORD: Final = 9
 _NUM_DROPPED_WORD: Final = 10
+# Rank in the attempt + 1.
+_RANK_WORD: Final = 11
 
 # store, entered, finished, number and enter_ns of the one waited for or 0, size_bytes, op, store
 _STATE = struct.Struct("<QQQQQQQQ")
@@ -105,6 +107,24 @@ class Record:
     enter_ns: int
     exit_ns: int
     flags: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Ring:
+    """All that a ring holds, for a look afterwards.
+
+    Attributes:
+        rank: The process's in the attempt, -1 if it had none yet.
+        groups: State of each group that was called, by ``Record.group``.
+        num_dropped: Groups that did not fit, so that nothing of them is in ``records``.
+        records: The last collectives, oldest first.
+    """
+
+    attempt: int
+    rank: int
+    groups: Mapping[int, GroupState]
+    num_dropped: int
+    records: tuple[Record, ...]
 
 
 class Waited(NamedTuple):
@@ -177,6 +197,10 @@ class RecordRing:
         self._groups: list[_GroupWriter] = []
         self._names: dict[str, int] = {}
         self._num_records = 0
+
+    def assign(self, rank: int) -> None:
+        """Store this process's rank in the attempt."""
+        self._words[_RANK_WORD] = rank + 1
 
     def group(self, name: str, ranks: tuple[int, ...]) -> int:
         """Add the group ``name`` and return its index; -1 (not recorded) if the table is full.
@@ -354,6 +378,35 @@ class RingReader:
             self._ranks = {}
         now_ns = time.monotonic_ns() if now_ns is None else now_ns
         return _attempt_in(self._memory, now_ns, self._ranks)
+
+
+def is_ring(path: str | os.PathLike[str]) -> bool:
+    """Return whether a file is a ring that can be read."""
+    with _mapped(path) as memory:
+        return memory is not None
+
+
+def read_ring(path: str | os.PathLike[str]) -> Ring:
+    """Return what the ring at ``path`` holds, also after its writer left the attempt.
+
+    Waits count to the last record in it: a copy does not say when it was made.
+    """
+    records = read_records(path)
+    with _mapped(path) as memory:
+        if memory is None:
+            return Ring(attempt=0, rank=-1, groups={}, num_dropped=0, records=())
+        now_ns = max((max(one.enter_ns, one.exit_ns) for one in records), default=0)
+        states = {
+            index: _read_group(memory, index, now_ns, {})
+            for index in range(_word(memory, _NUM_GROUPS_WORD))
+        }
+        return Ring(
+            attempt=_HEADER.unpack_from(memory, 0)[2],
+            rank=_word(memory, _RANK_WORD) - 1,
+            groups={index: state for index, state in states.items() if state is not None},
+            num_dropped=_word(memory, _NUM_DROPPED_WORD),
+            records=records,
+        )
 
 
 def read_records(path: str | os.PathLike[str]) -> tuple[Record, ...]:
