@@ -370,6 +370,39 @@ def replay(run_dir: RunDirectory, *, as_json: Json = False) -> None:
     _print(replay_run(run_dir), as_json=as_json)
 
 
+@app.command(epilog="Example: everstep diagnose runs/small/incidents/0003 /tmp/dumps --json")
+@_edge
+def diagnose(
+    paths: Annotated[list[str], typer.Argument(metavar="PATH...", help="Files or directories.")],
+    *,
+    at: Annotated[
+        float | None,
+        typer.Option(
+            metavar="SECONDS",
+            help="When the records were taken, by their clock: what waits no longer than usual "
+            "then is left alone. Without it, what is in flight hangs.",
+        ),
+    ] = None,
+    as_json: Json = False,
+) -> None:
+    """Say from records which rank, link or program is at fault, and of what kind.
+
+    Reads record rings of everstep, dumps of torch's flight recorder (each file ends with its rank;
+    nothing in it is executed), and JSON lines with one operation each: step, rank, dp, pp, tp, op,
+    seq, comm, comm_ranks, t_enter, t_exit (null while in flight), bytes; of a rank's own work op is
+    data, forward, backward or optimizer, and comm null. Nothing is printed as a fault that the
+    records do not show: undecided says what is missing.
+    """
+    from orchestrator.driver import diagnose_paths, verdict_lines
+
+    verdicts = diagnose_paths(paths, at)
+    if as_json:
+        typer.echo(json.dumps({"verdicts": [one.to_json() for one in verdicts]}))
+    else:
+        for line in verdict_lines(verdicts):
+            typer.echo(line)
+
+
 @app.command(epilog="Example: everstep convert s3://runs/step-00001200 /shared/out --json")
 @_edge
 def convert(  # noqa: PLR0913 - options of a command

@@ -1,4 +1,4 @@
-"""The process that a user starts: launch, follow, list, doctor, convert, demo."""
+"""The process that a user starts: launch, follow, list, doctor, diagnose, convert, demo."""
 
 from typing import TYPE_CHECKING
 
@@ -16,6 +16,7 @@ if TYPE_CHECKING:
     )
     from orchestrator.driver.convert import convert_command
     from orchestrator.driver.demo import demo_directories, layout_overrides, run_demo
+    from orchestrator.driver.diagnose import diagnose_paths, verdict_lines
     from orchestrator.driver.doctor import advice_lines, examine, report
     from orchestrator.driver.export import export_run
     from orchestrator.driver.follow import follow_run
@@ -39,6 +40,7 @@ __all__ = [
     "await_end",
     "convert_command",
     "demo_directories",
+    "diagnose_paths",
     "examine",
     "export_run",
     "follow_run",
@@ -63,6 +65,7 @@ __all__ = [
     "report",
     "run_demo",
     "stop_run",
+    "verdict_lines",
     "watch_run",
 ]
 

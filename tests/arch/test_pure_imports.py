@@ -11,7 +11,12 @@ from tests.arch.tree import ROOT, python_files, relative
 #: Frameworks that a pure module must not pull in, not even through somebody else.
 FRAMEWORKS = ("ray", "torch", "fsspec", "yaml", "pydantic", "numpy")
 
-PURE_FOLDERS = ("orchestrator/core", "orchestrator/policies", "orchestrator/detection")
+PURE_FOLDERS = (
+    "orchestrator/core",
+    "orchestrator/policies",
+    "orchestrator/detection",
+    "orchestrator/diagnosis",
+)
 PURE_FILES = (
     "workers/protocol.py",
     "workers/memory/retention.py",

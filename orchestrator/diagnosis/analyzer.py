@@ -1,0 +1,27 @@
+"""The verdicts on records, all rules together."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+
+from orchestrator.diagnosis.hang import hangs
+from orchestrator.diagnosis.programs import programs
+from orchestrator.diagnosis.records import Operation, Records
+from orchestrator.diagnosis.slow import slow_ranks
+from orchestrator.diagnosis.transfers import slow_transfers
+from orchestrator.diagnosis.verdicts import Kind, Verdict
+
+
+def diagnose(records: Records) -> tuple[Verdict, ...]:
+    """Return what is wrong, the cause of a hang first; nothing if nobody is to blame.
+
+    Ranks that called different things hang for that reason, so no other reason is looked for.
+    """
+    if not records.operations:
+        nothing = "There are no records of any operation."
+        return (Verdict(kind=Kind.UNDECIDED, confidence=1.0, since_s=None, evidence=nothing),)
+    rows: dict[int, list[Operation]] = defaultdict(list)
+    for one in sorted(records.operations, key=lambda each: (each.enter_s, each.seq)):
+        rows[one.rank].append(one)
+    stopped = programs(rows) or hangs(records)
+    return (*stopped, *slow_ranks(rows), *slow_transfers(rows))

@@ -1,0 +1,81 @@
+"""The wait graph over all process groups, and its sinks.
+
+A collective ends when every member of its group has called it. So a rank that waits in a
+collective waits for the members that have not called it, and those may wait, in another group,
+for others still. At the end of the chain is who holds everybody up. C4 (arXiv 2406.04594,
+section 3) looks at one communicator at a time and suspects the ranks that lag behind in it; on
+a mesh of groups that blames ranks that wait themselves.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass
+
+from workers.protocol import GroupState
+
+
+@dataclass(frozen=True, slots=True)
+class WaitGraph:
+    """Ranks that wait.
+
+    Attributes:
+        waits_for: For each rank that waits: the ranks that have not called its collective.
+            Empty if all of them have, so that it waits for a link or a device.
+        wanted: Ranks that somebody waits for.
+    """
+
+    waits_for: Mapping[int, frozenset[int]]
+    wanted: frozenset[int]
+
+    @classmethod
+    def of(cls, waits_for: Mapping[int, frozenset[int]]) -> WaitGraph:
+        """Return the graph of these waits."""
+        # Most of the sets are one object.
+        return cls(
+            waits_for, frozenset().union(*{id(each): each for each in waits_for.values()}.values())
+        )
+
+    @property
+    def sinks(self) -> frozenset[int]:
+        """Return whom somebody waits for, directly or not, and who does not wait itself."""
+        return self.wanted - frozenset(self.waits_for)
+
+    @property
+    def ends(self) -> frozenset[int]:
+        """Return whom somebody waits for, and who waits in nothing but what all have called."""
+        return frozenset(
+            rank for rank in self.wanted if rank in self.waits_for and not self.waits_for[rank]
+        )
+
+
+def wait_graph(groups: Mapping[int, Sequence[GroupState]], ranks: Collection[int]) -> WaitGraph:
+    """Return the graph of the ranks by the states of their ``groups``.
+
+    One of ``ranks`` without groups has called nothing; other members count for nothing.
+    """
+    called: dict[str, dict[int, int]] = {}
+    for rank, states in groups.items():
+        for group in states:
+            called.setdefault(group.group, {})[rank] = group.entered_seq
+    # All that wait for the same collective wait for the same ranks. To look for them anew for each
+    # would cost the square of a group's size.
+    missing: dict[tuple[str, int], frozenset[int]] = {}
+
+    def missing_in(group: GroupState) -> frozenset[int]:
+        collective = (group.group, group.finished_seq)
+        if collective not in missing:
+            entered = called[group.group]
+            missing[collective] = frozenset(
+                member
+                for member in group.ranks
+                if member in ranks and entered.get(member, 0) <= group.finished_seq
+            )
+        return missing[collective]
+
+    waits_for: dict[int, frozenset[int]] = {}
+    for rank, states in groups.items():
+        waiting = [missing_in(group) for group in states if group.waiting_s > 0.0]
+        if waiting:
+            waits_for[rank] = waiting[0].union(*waiting[1:])
+    return WaitGraph.of(waits_for)

@@ -1,0 +1,262 @@
+"""Who holds the others up, from what each rank has called and waits in.
+
+1. The sinks of the wait graph have not called what the others wait in: ``absent``, or
+   ``slow_data`` while one reads data.
+2. Without sinks, who waits in nothing but what all have called, while others wait for it, is held
+   up by its own device or by a link: both ends of one transfer are ``link_dead``, others
+   ``device_stuck``. A device that died keeps its host calling. If all members of a group wait so
+   in one collective, nobody sees which transfer of it stands still.
+
+The rule "who is behind" names ranks that wait themselves. A rank of which nothing is recorded, or
+not all, may have called anything.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import defaultdict
+from collections.abc import Iterable, Iterator, Mapping
+
+from orchestrator.diagnosis.graph import WaitGraph, wait_graph
+from orchestrator.diagnosis.records import Operation, Records
+from orchestrator.diagnosis.verdicts import Guilty, Kind, Verdict, listed
+from workers.protocol import GroupState
+
+_PAIR = 2
+#: A wait is no hang before so many times its usual length, and so many seconds.
+_USUAL_TIMES = 3.0
+_HANG_S = 3.0
+
+
+def hangs(records: Records) -> list[Verdict]:
+    """Return the verdicts on operations in flight; none if nobody waits longer than usual."""
+    case = _Case(records)
+    waits = case.graph.waits_for
+    if not waits or (records.now_s is not None and not case.is_overdue(records.now_s)):
+        return []
+    sinks = case.graph.sinks
+    # The absence of a record proves nothing of a rank whose records have gaps.
+    unknown = sinks - case.rows.keys() | sinks & records.unknown.keys()
+    if sinks - unknown:
+        return list(case.absent(sinks - unknown))
+    if unknown:
+        return [case.unrecorded(unknown)]
+    return list(case.stuck(case.graph.ends - records.unknown.keys()))
+
+
+class _Case:
+    """Ranks, and what each waits in."""
+
+    def __init__(self, records: Records) -> None:
+        self.unknown = records.unknown
+        self.rows: dict[int, list[Operation]] = defaultdict(list)
+        ranks: set[int] = set()
+        for one in records.operations:
+            self.rows[one.rank].append(one)
+            ranks.update(one.members)
+        for rank in records.unknown:
+            ranks.add(rank)
+        #: What each waiting rank waits in, the first call of each communicator.
+        self.waited: dict[int, list[Operation]] = {}
+        groups: dict[int, list[GroupState]] = {}
+        for rank, rows in self.rows.items():
+            waited = self.waited[rank] = _waited(rows)
+            groups[rank] = list(_states(rows, {one.comm: one for one in waited}))
+        self.graph: WaitGraph = wait_graph(groups, ranks)
+
+    def is_overdue(self, now_s: float) -> bool:
+        usual: dict[str, list[float]] = defaultdict(list)
+        for rows in self.rows.values():
+            for one in rows:
+                if one.exit_s is not None and not one.is_span:
+                    usual[one.op].append(one.exit_s - one.enter_s)
+        return any(
+            now_s - one.enter_s >= max(_HANG_S, _USUAL_TIMES * _p99(usual[one.op]))
+            for waited in self.waited.values()
+            for one in waited
+        )
+
+    def absent(self, sinks: frozenset[int]) -> Iterator[Verdict]:
+        doing = {rank: _own_work(self.rows[rank]) for rank in sinks}
+        loading = frozenset(r for r in sinks if (one := doing[r]) and one.op == "data")
+        for kind, ranks in ((Kind.ABSENT, sinks - loading), (Kind.SLOW_DATA, loading)):
+            if not ranks:
+                continue
+            others = (Kind.DEAD, Kind.FROZEN, Kind.INTERPRETER_HELD)
+            also = others if kind is Kind.ABSENT else (Kind.ABSENT,)
+            now = "; ".join(
+                f"rank {rank} {self._last(rank, doing[rank])}" for rank in sorted(ranks)[:8]
+            )
+            yield Verdict(
+                kind=kind,
+                guilty=self._guilty(ranks),
+                confidence=0.95,
+                since_s=self._since_s(ranks),
+                evidence=f"{self._not_called(ranks)} {now[0].upper()}{now[1:]}.",
+                alternatives=tuple((one, self._guilty(ranks)) for one in also),
+            )
+
+    def unrecorded(self, ranks: frozenset[int]) -> Verdict:
+        why = "; ".join(
+            f"rank {rank}: {self.unknown.get(rank, 'no record of it')}" for rank in sorted(ranks)
+        )
+        return Verdict(
+            kind=Kind.UNDECIDED,
+            confidence=0.5,
+            since_s=self._since_s(ranks),
+            evidence=f"{self._not_called(ranks)} But records are missing ({why}).",
+            alternatives=((Kind.ABSENT, self._guilty(ranks)),),
+        )
+
+    def stuck(self, ends: frozenset[int]) -> Iterator[Verdict]:
+        """Yield who waits in what all have called; ``ends`` if others wait for them."""
+        waits = self.graph.waits_for
+        held = ends or frozenset(rank for rank in waits if not waits[rank]) - self.unknown.keys()
+        if not held:
+            yield self._undecided(frozenset(waits), "They wait for each other in a circle.")
+            return
+        # Who waits in one call, by the call.
+        calls: dict[tuple[str, int], list[Operation]] = defaultdict(list)
+        for rank in sorted(held):
+            for one in self.waited[rank]:
+                calls[one.comm, one.seq].append(one)
+        links = {
+            (one.members[0], one.members[1])
+            for waiting in calls.values()
+            for one in waiting
+            if len(one.members) == _PAIR and len(waiting) == _PAIR
+        }
+        at_links = frozenset(rank for link in links for rank in link)
+        if links:
+            yield Verdict(
+                kind=Kind.LINK_DEAD,
+                guilty=self._guilty((), links),
+                confidence=0.8,
+                since_s=self._since_s(at_links, own=True),
+                evidence="Both ends of a transfer wait in it, and others wait for them: "
+                + ", ".join(f"rank {a} to rank {b}" for a, b in sorted(links))
+                + ".",
+                alternatives=((Kind.DEVICE_STUCK, self._guilty(at_links)),),
+            )
+        whole = {
+            one.rank
+            for waiting in calls.values()
+            for one in waiting
+            if len(waiting) == len(one.members) > _PAIR
+        }
+        alone = held - at_links - whole
+        if ends and alone:
+            yield Verdict(
+                kind=Kind.DEVICE_STUCK,
+                guilty=self._guilty(alone),
+                confidence=0.8,
+                since_s=self._since_s(alone, own=True),
+                evidence=f"{_subject(alone)} in what all members have called, while others wait "
+                "for what comes after it: a device stands still, or a link to it.",
+                alternatives=((Kind.LINK_DEAD, Guilty()),),
+            )
+        elif not links:
+            yield self._undecided(
+                held,
+                "All members have called what they wait in. Records of the transfers within it, "
+                "or of its sockets, are missing.",
+            )
+
+    def _undecided(self, ranks: frozenset[int], why: str) -> Verdict:
+        return Verdict(
+            kind=Kind.UNDECIDED,
+            confidence=0.5,
+            since_s=self._since_s(ranks, own=True),
+            evidence=f"{_subject(ranks)}. {why}",
+            alternatives=((Kind.LINK_DEAD, Guilty()), (Kind.DEVICE_STUCK, Guilty())),
+        )
+
+    def _waiting_for(self, ranks: frozenset[int]) -> Iterator[Operation]:
+        for rank, others in self.graph.waits_for.items():
+            if others & ranks:
+                yield from (one for one in self.waited[rank] if ranks & set(one.members))
+
+    def _since_s(self, ranks: frozenset[int], *, own: bool = False) -> float | None:
+        rows = (
+            [one for rank in ranks for one in self.waited.get(rank, ())]
+            if own
+            else list(self._waiting_for(ranks))
+        )
+        times = [one.enter_s for one in rows if math.isfinite(one.enter_s)]
+        return min(times, default=None)
+
+    def _not_called(self, ranks: frozenset[int]) -> str:
+        for one in sorted(self._waiting_for(ranks), key=lambda each: each.enter_s):
+            by = {each.rank for each in self._waiting_for(ranks) if each.comm == one.comm}
+            return (
+                f"{listed(ranks).capitalize()} did not call {one.op or 'call'} number {one.seq} "
+                f"of {one.comm}, in which {listed(by)} wait."
+            )
+        return f"{listed(ranks).capitalize()} did not come."
+
+    def _last(self, rank: int, work: Operation | None) -> str:
+        if work is not None:
+            return f"is in {work.op} since {work.enter_s:.3f} s"
+        ended = [one for one in self.rows[rank] if one.exit_s is not None and one.op]
+        if not ended:
+            return "has called nothing that is recorded"
+        last = max(ended, key=lambda one: one.exit_s or 0.0)
+        return f"did nothing after {last.op} of step {last.step}, over at {last.exit_s:.3f} s"
+
+    def _guilty(self, ranks: Iterable[int], links: Iterable[tuple[int, int]] = ()) -> Guilty:
+        ranks = set(ranks)
+        return Guilty.of(ranks, links, nodes_of(self.rows, ranks))
+
+
+def nodes_of(rows: Mapping[int, list[Operation]], ranks: Iterable[int]) -> set[str]:
+    """Return the machines of ``ranks``, as far as they are known."""
+    return {node for rank in ranks for one in rows.get(rank, ())[:1] if (node := one.node)}
+
+
+def _own_work(rows: list[Operation]) -> Operation | None:
+    """Return the span that a rank is in."""
+    spans = [one for one in rows if one.exit_s is None and one.is_span]
+    return max(spans, key=lambda one: one.enter_s, default=None)
+
+
+def _waited(rows: list[Operation]) -> list[Operation]:
+    """Return what a rank waits in: the first of each communicator.
+
+    A rank that began a span of its own after its last call computes: calls in flight are ahead.
+    """
+    calls = [one for one in rows if one.exit_s is None and one.comm and not one.is_ahead]
+    work = _own_work(rows)
+    if work is not None and all(one.enter_s < work.enter_s for one in calls):
+        return []
+    first: dict[str, Operation] = {}
+    for one in sorted(calls, key=lambda each: each.seq):
+        first.setdefault(one.comm, one)
+    return list(first.values())
+
+
+def _states(rows: list[Operation], waited: Mapping[str, Operation]) -> Iterator[GroupState]:
+    entered: dict[str, Operation] = {}
+    for one in rows:
+        if one.comm and (one.comm not in entered or one.seq > entered[one.comm].seq):
+            entered[one.comm] = one
+    for comm, last in entered.items():
+        at = waited.get(comm)
+        yield GroupState(
+            group=comm,
+            ranks=last.members,
+            entered_seq=last.seq,
+            finished_seq=last.seq if at is None else at.seq - 1,
+            op=last.op,
+            size_bytes=last.size_bytes,
+            waiting_s=0.0 if at is None else 1.0,
+        )
+
+
+def _subject(ranks: Iterable[int]) -> str:
+    ranks = set(ranks)
+    return f"{listed(ranks).capitalize()} wait{'s' if len(ranks) == 1 else ''}"
+
+
+def _p99(values: list[float]) -> float:
+    ordered = sorted(values)
+    return ordered[int(0.99 * (len(ordered) - 1))] if ordered else 0.0

@@ -1,0 +1,176 @@
+"""Ranks that called different things, also when nothing hangs.
+
+Members of a communicator make the same calls in the same order. A call that differs in operation,
+type or size is a ``mismatch``. If the calls of a rank after it are those of the others, but some
+numbers off, it has left one out or made one more: ``desync``, with wrong sums for as long as
+nothing hangs. Where records begin later, the hash of all earlier calls shows it.
+"""
+
+from __future__ import annotations
+
+from collections import Counter, defaultdict
+from collections.abc import Mapping, Sequence
+from typing import Final, TypeAlias
+
+from orchestrator.diagnosis.records import Operation
+from orchestrator.diagnosis.verdicts import Guilty, Kind, Verdict, listed
+
+_TRANSFER: Final = frozenset({"send", "recv"})
+#: Members give equal payloads; what some libraries allow to differ, at least where it hangs.
+_EQUAL: Final = frozenset({"all_reduce", "broadcast", "reduce", "transfer"})
+_EQUAL_IF_STUCK: Final = _EQUAL | {"all_gather", "reduce_scatter"}
+_SHIFTS: Final = (1, -1, 2, -2, 3, -3, 4, -4)
+
+#: What must be equal: operation, payload where it must be, and type.
+Call: TypeAlias = tuple[str, int, str]
+_Calls: TypeAlias = tuple[Call, ...]
+_BySeq: TypeAlias = dict[int, dict[int, list[Operation]]]
+
+
+def difference(first: Call, second: Call) -> str:
+    """Return in what two calls of the same number differ that both wait; "" if in nothing."""
+    first, second = _comparable(first, is_stuck=True), _comparable(second, is_stuck=True)
+    names = ("operation", "size", "type")
+    return next((n for n, a, b in zip(names, first, second, strict=True) if a != b), "")
+
+
+def programs(rows: Mapping[int, list[Operation]]) -> list[Verdict]:
+    """Return the verdict on the first calls that differ, if some do.
+
+    Args:
+        rows: The operations of each rank, by time.
+    """
+    calls: dict[str, _BySeq] = defaultdict(lambda: defaultdict(dict))
+    for rank, operations in rows.items():
+        for one in operations:
+            if one.comm and one.op:
+                calls[one.comm][one.seq].setdefault(rank, []).append(one)
+    found = [verdict for comm in calls if (verdict := _of_comm(comm, calls, rows)) is not None]
+    found.sort(key=lambda one: (not one.guilty.ranks, one.since_s or 0.0))
+    return found[:1]
+
+
+def _of_comm(
+    comm: str, calls: Mapping[str, _BySeq], rows: Mapping[int, list[Operation]]
+) -> Verdict | None:
+    made = {seq: _made(by_rank) for seq, by_rank in sorted(calls[comm].items())}
+    wrong = [seq for seq, by_rank in made.items() if len(set(by_rank.values())) > 1]
+    if not wrong:
+        return _by_history(calls[comm])
+    seq = wrong[0]
+    here = calls[comm][seq]
+    usual = _majority(made[seq]) or _majority_elsewhere(
+        comm, seq, calls, rows, set(made[seq].values())
+    )
+    guilty = {rank for rank, call in made[seq].items() if usual is not None and call != usual}
+    by = max(guilty, default=min(made[seq]))
+    is_shifted = _is_shifted(made, wrong, by)
+    told = {
+        call: [rank for rank in made[seq] if made[seq][rank] == call] for call in made[seq].values()
+    }
+    said = "; ".join(f"{listed(who)} called {_text(call)}" for call, who in told.items())
+    after = " The calls after it are those of the others, some numbers off." if is_shifted else ""
+    named = Guilty.of(guilty, (), {one.node for r in guilty for one in here[r] if one.node})
+    return Verdict(
+        kind=Kind.DESYNC if is_shifted else Kind.MISMATCH,
+        guilty=named,
+        confidence=0.95 if guilty else 0.6,
+        since_s=min(one.enter_s for each in here.values() for one in each),
+        evidence=f"{said[0].upper()}{said[1:]}, as number {seq} of {comm}.{after}",
+        alternatives=()
+        if guilty
+        else tuple((Kind.MISMATCH, Guilty.of(who)) for who in told.values()),
+    )
+
+
+def _by_history(by_seq: _BySeq) -> Verdict | None:
+    for seq, by_rank in sorted(by_seq.items()):
+        hashes = {rank: ops[-1].history for rank, ops in by_rank.items() if ops[-1].history}
+        counts = Counter(hashes.values()).most_common()
+        if len(counts) > 1:
+            most, times = counts[0]
+            guilty = [r for r, h in hashes.items() if h != most and 2 * times > len(hashes)]
+            comm = next(iter(by_rank.values()))[0].comm
+            return Verdict(
+                kind=Kind.DESYNC,
+                guilty=Guilty.of(guilty),
+                confidence=0.9 if guilty else 0.6,
+                since_s=None,
+                evidence=f"The members of {comm} made different calls before number {seq}: "
+                "the hashes of all of their calls differ.",
+            )
+    return None
+
+
+def _made(by_rank: Mapping[int, list[Operation]]) -> dict[int, _Calls]:
+    is_stuck = any(one.exit_s is None for ops in by_rank.values() for one in ops)
+    return {
+        rank: tuple(
+            _comparable((one.op, one.size_bytes, one.dtype), is_stuck=is_stuck) for one in ops
+        )
+        for rank, ops in by_rank.items()
+    }
+
+
+def _comparable(call: Call, *, is_stuck: bool) -> Call:
+    op, size_bytes, dtype = call
+    op = "transfer" if op in _TRANSFER else op
+    return op, size_bytes if op in (_EQUAL_IF_STUCK if is_stuck else _EQUAL) else 0, dtype
+
+
+def _majority(made: Mapping[int, _Calls]) -> _Calls | None:
+    (call, times), *_ = Counter(made.values()).most_common(1)
+    return call if 2 * times > len(made) else None
+
+
+def _majority_elsewhere(
+    comm: str,
+    seq: int,
+    calls: Mapping[str, _BySeq],
+    rows: Mapping[int, list[Operation]],
+    options: set[_Calls],
+) -> _Calls | None:
+    """Return what most ranks called as that number in communicators like this one."""
+    like = _shape(calls[comm][seq], rows)
+    votes: Counter[_Calls] = Counter()
+    for by_seq in calls.values():
+        if like is not None and seq in by_seq and _shape(by_seq[seq], rows) == like:
+            votes.update(call for call in _made(by_seq[seq]).values() if call in options)
+    ranked = votes.most_common(2)
+    return ranked[0][0] if ranked and (len(ranked) == 1 or ranked[0][1] > ranked[1][1]) else None
+
+
+def _shape(
+    by_rank: Mapping[int, list[Operation]], rows: Mapping[int, list[Operation]]
+) -> tuple[object, ...] | None:
+    """Return which axes of the mesh a communicator spans, and its stage; None if unknown."""
+    members = {member for ops in by_rank.values() for member in ops[0].members}
+    places = [rows[member][0].place for member in members if rows.get(member)]
+    known = [place for place in places if place is not None]
+    if not known or len(known) < len(places):
+        return None
+    spans = tuple(len(set(axis)) > 1 for axis in zip(*known, strict=True))
+    return spans, frozenset(stage for _, stage, _ in known)
+
+
+def _is_shifted(made: Mapping[int, Mapping[int, _Calls]], wrong: Sequence[int], rank: int) -> bool:
+    """Return whether the calls of ``rank`` from the first wrong one on are others of the rest."""
+    after = {seq: by for seq, by in made.items() if seq >= wrong[0]}
+    mine = {seq: by[rank] for seq, by in after.items() if rank in by}
+    theirs = {seq: call for seq, by in after.items() for other, call in by.items() if other != rank}
+    # One call that differs in the middle is a call of another kind; at the end nobody knows.
+    if len(wrong) == 1 and not (len(mine) == 1 < len(theirs)):
+        return False
+
+    def fits(shift: int) -> bool:
+        both = [seq for seq in mine if seq + shift in theirs]
+        return bool(both) and all(mine[seq] == theirs[seq + shift] for seq in both)
+
+    return any(fits(shift) for shift in _SHIFTS)
+
+
+def _text(calls: _Calls) -> str:
+    return " and ".join(
+        " ".join([op, *([f"of {size_bytes} bytes"] if size_bytes else []), dtype]).strip()
+        for op, size_bytes, dtype in calls
+    )

@@ -1,0 +1,103 @@
+"""The records that a diagnosis is made from: one an operation of a rank."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Final
+
+#: A rank's own work; everything else is a call in a communicator.
+SPANS: Final = frozenset({"data", "forward", "backward", "optimizer"})
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Operation:
+    """One operation of a rank: a span of its own work, or a call in a communicator.
+
+    Attributes:
+        op: One of ``SPANS``, a collective, ``send`` or ``recv``; "" if only its number is known.
+        comm: Name of the communicator, equal on all members; "" for a span.
+        seq: Number of the call in it, equal on all members.
+        members: Ranks of the communicator; of a transfer (sender, receiver).
+        enter_s: When it was called, on ``clock``.
+        exit_s: When it was over; None while it is in flight.
+        is_ahead: Whether it is in flight and the rank is known not to wait for it.
+        size_bytes: Payload of this rank; of a span the size of its input, 0 if unknown.
+        history: Hash of all calls of the rank in the communicator up to this one, "" if unknown.
+        place: Its (dp, pp, tp) in the mesh; None if unknown.
+        clock: Times of different clocks are not compared.
+        node: Machine of the rank, "" if unknown.
+    """
+
+    rank: int
+    op: str
+    comm: str = ""
+    seq: int = 0
+    members: Sequence[int] = ()
+    enter_s: float
+    exit_s: float | None
+    is_ahead: bool = False
+    size_bytes: int = 0
+    dtype: str = ""
+    history: str = ""
+    step: int = 0
+    place: tuple[int, int, int] | None = None
+    clock: str = ""
+    node: str = ""
+
+    @property
+    def is_span(self) -> bool:
+        """Return whether it is the rank's own work."""
+        return not self.comm
+
+    @property
+    def role(self) -> tuple[int, ...]:
+        """Return (stage, tp place), in which ranks do equal work; the rank itself if unknown."""
+        return (-1, self.rank) if self.place is None else self.place[1:]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Records:
+    """What is known of a run, or of a stretch of it.
+
+    Attributes:
+        operations: In any order.
+        unknown: For each rank that may have called what is not in them: why.
+        now_s: When they were taken, on their clock. What waits no longer than usual then hangs
+            not. None: they were taken because of a hang.
+    """
+
+    operations: tuple[Operation, ...]
+    unknown: Mapping[int, str] = field(default_factory=dict)
+    now_s: float | None = None
+
+
+def matched(operations: Iterable[Operation]) -> tuple[Operation, ...]:
+    """Return them with the k-th send of a channel numbered as the k-th receive.
+
+    A communicator may number sends and receives of both directions together: then the two ends of
+    one transfer have different numbers. Communicators in which they agree are left alone: the
+    beginning of one end may be lost. A channel is named ``<communicator> <sender>><receiver>``.
+    """
+    kept: list[Operation] = []
+    ends: dict[tuple[str, str], list[Operation]] = defaultdict(list)
+    for one in operations:
+        if one.op in {"send", "recv"}:
+            ends[one.comm, one.op].append(one)
+        else:
+            kept.append(one)
+    differ = {
+        comm.rpartition(" ")[0]
+        for (comm, op), rows in ends.items()
+        if op == "recv"
+        and (sent := {one.seq for one in ends.get((comm, "send"), ())})
+        and not {one.seq for one in rows if one.exit_s is not None} <= sent
+    }
+    for (comm, _), rows in ends.items():
+        if comm.rpartition(" ")[0] in differ:
+            rows.sort(key=lambda one: (one.enter_s, one.seq))
+            kept += (replace(one, seq=number) for number, one in enumerate(rows, start=1))
+        else:
+            kept += rows
+    return tuple(kept)

@@ -1,0 +1,236 @@
+"""Ranks that are slower than others with the same work.
+
+Compute is what a span of a rank takes, without the calls in it: those wait for others. Compared are
+ranks of one stage and tensor-parallel place, in the same step, by their fastest micro-batch: broken
+hardware slows all of them, uneven work only some. Where sizes are known, a time that grows with at
+most the square of the size is no fault. Two peers are too few: then a rank's own past decides,
+beside that of all others. The threshold grows with the noise of the others.
+
+The rules "who waits least" and "who is late" blame healthy mates in the pipeline, and the receivers
+of slow links (seen in the trace AR of ByteDance-Seed/StragglerAnalysis).
+"""
+
+from __future__ import annotations
+
+import math
+from collections import defaultdict
+from collections.abc import Hashable, Iterator, Mapping, Sequence
+from statistics import median, median_low
+from typing import Final, NamedTuple, TypeVar
+
+from orchestrator.diagnosis.records import Operation
+from orchestrator.diagnosis.verdicts import Guilty, Kind, Verdict, listed
+
+#: Windows in steps, and the logarithm of the ratio from which its median counts: one for what
+#: slows much, one for what slows little or comes and goes.
+_LANES: Final = ((5, math.log(1.25)), (15, math.log(1.12)))
+_WINDOW_MIN: Final = 3
+#: The first steps of a rank are its past.
+_PAST: Final = 5
+_PEERS: Final = 2
+#: The threshold is as many times the upper quartile of the others' windows, and the deviation of
+#: their steps by the root of the window's width: 5 standard deviations of either, or more.
+_NOISE_QUANTILE: Final = 0.75
+_APART_TIMES: Final = 7.5
+_NOISE_TIMES: Final = 7.0
+_COMPUTE: Final = ("forward", "backward")
+
+K = TypeVar("K", bound=Hashable)
+#: Cost of each key in each step.
+Series = Mapping[K, Mapping[int, float]]
+
+
+class Lag(NamedTuple):
+    """How many times slower than it should be, and from which step on."""
+
+    times: float
+    since_step: int
+
+
+def lags(series: Sequence[Series[K]], roles: Mapping[K, Hashable]) -> dict[K, Lag]:
+    """Return which keys cost more than those of the same role, in all of ``series``."""
+    slower: dict[K, dict[int, float]] = defaultdict(dict)
+    for one in [_slower(each, roles) for each in series]:
+        for key, by_step in one.items():
+            for step, value in by_step.items():
+                slower[key][step] = min(value, slower[key].get(step, math.inf))
+    spreads = {key: _spread(list(by_step.values())) for key, by_step in slower.items() if by_step}
+    found: dict[K, Lag] = {}
+    for width, floor in _LANES:
+        windows = {key: list(_windows(by_step, width)) for key, by_step in slower.items()}
+        for key, mine in windows.items():
+            others = sorted(
+                max(value, 0.0) for other in windows if other != key for _, value in windows[other]
+            )
+            apart = others[int(_NOISE_QUANTILE * (len(others) - 1))] if others else 0.0
+            spread = [value for other, value in spreads.items() if other != key]
+            noise = median(spread or spreads.values()) / math.sqrt(width)
+            bound = max(floor, _APART_TIMES * apart, _NOISE_TIMES * noise)
+            first = next((steps for steps, value in mine if value > bound), None)
+            if first is not None and key not in found:
+                since = next(step for step in first if slower[key][step] > floor)
+                after = [value for step, value in slower[key].items() if step >= since]
+                found[key] = Lag(math.exp(median(after)), since)
+    return found
+
+
+def _spread(values: list[float]) -> float:
+    """Return the standard deviation, from the median of absolute deviations."""
+    middle = median(values)
+    return 1.4826 * median(abs(value - middle) for value in values)
+
+
+def _windows(by_step: Mapping[int, float], width: int) -> Iterator[tuple[list[int], float]]:
+    steps = sorted(by_step)
+    if len(steps) < width and width == _LANES[0][0] and len(steps) >= _WINDOW_MIN:
+        width = len(steps)
+    for end in range(width, len(steps) + 1):
+        window = steps[end - width : end]
+        yield window, median_low([by_step[step] for step in window])
+
+
+def _slower(series: Series[K], roles: Mapping[K, Hashable]) -> dict[K, dict[int, float]]:
+    """Return the logarithm of the cost by what it should be."""
+    peers: dict[Hashable, list[K]] = defaultdict(list)
+    for key in series:
+        peers[roles[key]].append(key)
+    past = _by_past(series)
+    found: dict[K, dict[int, float]] = {}
+    for role in peers.values():
+        for key in role:
+            if len(role) > _PEERS:
+                found[key] = {
+                    step: math.log(cost / median_low(same))
+                    for step, cost in series[key].items()
+                    if len(same := _at(series, role, key, step)) >= _PEERS
+                }
+            elif key in past:
+                # What slows everybody is no fault of one.
+                found[key] = {
+                    step: math.log(grown / max(1.0, median(_at(past, past, key, step) or [1.0])))
+                    for step, grown in past[key].items()
+                }
+    return found
+
+
+def _at(
+    series: Series[K], keys: Sequence[K] | Mapping[K, object], key: K, step: int
+) -> list[float]:
+    return [series[one][step] for one in keys if one != key and step in series[one]]
+
+
+def _by_past(series: Series[K]) -> dict[K, dict[int, float]]:
+    grown: dict[K, dict[int, float]] = {}
+    for key, costs in series.items():
+        steps = sorted(costs)
+        if len(steps) >= _PAST + _WINDOW_MIN:
+            before = median(costs[step] for step in steps[:_PAST])
+            grown[key] = {step: costs[step] / before for step in steps[_PAST:]}
+    return grown
+
+
+def slow_ranks(rows: Mapping[int, list[Operation]]) -> list[Verdict]:
+    """Return who computes or loads data slowly.
+
+    Args:
+        rows: The operations of each rank, by time.
+    """
+    spans = {rank: _spans(operations) for rank, operations in rows.items()}
+    roles = {rank: operations[0].role for rank, operations in rows.items()}
+    has_sizes = all(
+        size
+        for by in spans.values()
+        for (_, op), each in by.items()
+        if op in _COMPUTE
+        for _, _, size in each
+    )
+    compute = [
+        {rank: _compute(by, power) for rank, by in spans.items()}
+        for power in ((0, 1, 2) if has_sizes else (0,))
+    ]
+    found = lags([_known(each) for each in compute], roles)
+    usual_s: dict[Hashable, float] = {}
+    for rank, by_step in compute[0].items():
+        if by_step:
+            mine_s = median(by_step.values())
+            usual_s[roles[rank]] = min(mine_s, usual_s.get(roles[rank], mine_s))
+    data = _known({rank: _data(spans[rank], usual_s.get(roles[rank], 0.0)) for rank in rows})
+    starved = lags([data], roles)
+    return [
+        *_verdicts(Kind.SLOW_COMPUTE, "computes", found, rows, roles),
+        *_verdicts(Kind.SLOW_DATA, "waits for data, beside its computing,", starved, rows, roles),
+    ]
+
+
+def _verdicts(
+    kind: Kind,
+    does: str,
+    found: Mapping[int, Lag],
+    rows: Mapping[int, list[Operation]],
+    roles: Mapping[int, Hashable],
+) -> Iterator[Verdict]:
+    for rank, lag in sorted(found.items()):
+        same = [other for other in roles if other != rank and roles[other] == roles[rank]]
+        beside = listed(same) if len(same) >= _PEERS else "it did before"
+        began = [one.enter_s for one in rows[rank] if one.step == lag.since_step]
+        yield Verdict(
+            kind=kind,
+            guilty=Guilty.of([rank], (), {node for one in rows[rank][:1] if (node := one.node)}),
+            confidence=0.9,
+            since_s=min(began),
+            evidence=f"Rank {rank} {does} {lag.times:.2f} times as long as {beside}, from step "
+            f"{lag.since_step} on.",
+        )
+
+
+def _spans(
+    operations: Sequence[Operation],
+) -> dict[tuple[int, str], list[tuple[float, float, int]]]:
+    """Return (enter, own time, size) of the spans that are over, by step and name."""
+    found: dict[tuple[int, str], list[tuple[float, float, int]]] = defaultdict(list)
+    for place, span in enumerate(operations):
+        if not span.is_span or span.exit_s is None:
+            continue
+        own_s, until_s = span.exit_s - span.enter_s, span.enter_s
+        for one in operations[place + 1 :]:
+            if one.enter_s >= span.exit_s:
+                break
+            if not one.is_span:
+                end_s = min(span.exit_s, span.exit_s if one.exit_s is None else one.exit_s)
+                own_s -= max(0.0, end_s - max(until_s, one.enter_s))
+                until_s = max(until_s, end_s)
+        found[span.step, span.op].append((span.enter_s, max(own_s, 0.0), span.size_bytes))
+    return found
+
+
+def _compute(
+    spans: Mapping[tuple[int, str], list[tuple[float, float, int]]], power: int
+) -> dict[int, float]:
+    """Return by step what the fastest micro-batch takes, by a power of its size."""
+    steps: dict[int, float] = defaultdict(float)
+    for (step, op), each in spans.items():
+        if op in _COMPUTE:
+            steps[step] += min(own_s / size**power if power else own_s for _, own_s, size in each)
+    return steps
+
+
+def _data(
+    spans: Mapping[tuple[int, str], list[tuple[float, float, int]]], usual_s: float
+) -> dict[int, float]:
+    """Return by step what a micro-batch waits for data, beside what its role usually computes.
+
+    A wait that is short beside that disturbs nobody, however often it doubles.
+    """
+    return {
+        step: usual_s + sum(own_s for _, own_s, _ in each) / len(each)
+        for (step, op), each in spans.items()
+        if op == "data" and usual_s
+    }
+
+
+def _known(series: Series[K]) -> dict[K, dict[int, float]]:
+    """Return what is above zero."""
+    kept = {
+        key: {step: cost for step, cost in by.items() if cost > 0.0} for key, by in series.items()
+    }
+    return {key: by for key, by in kept.items() if by}

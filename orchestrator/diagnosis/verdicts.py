@@ -1,0 +1,95 @@
+"""What a diagnosis says."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import asdict, dataclass
+from enum import StrEnum
+from typing import Any
+
+
+class Kind(StrEnum):
+    """What is wrong; the list is closed.
+
+    From records alone a process that is dead, frozen or holds its interpreter is ``absent``, and
+    not-finite numbers and diverged replicas are not seen.
+    """
+
+    DEAD = "dead"
+    FROZEN = "frozen"
+    INTERPRETER_HELD = "interpreter_held"
+    ABSENT = "absent"
+    LINK_DEAD = "link_dead"
+    DEVICE_STUCK = "device_stuck"
+    SLOW_COMPUTE = "slow_compute"
+    SLOW_DATA = "slow_data"
+    SLOW_LINK = "slow_link"
+    SLOW_SENDER = "slow_sender"
+    SLOW_RECEIVER = "slow_receiver"
+    MISMATCH = "mismatch"
+    DESYNC = "desync"
+    NOT_FINITE = "not_finite"
+    DIVERGED = "diverged"
+    UNDECIDED = "undecided"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Guilty:
+    """Who is to blame, each sorted; a link is (sender, receiver)."""
+
+    ranks: tuple[int, ...] = ()
+    nodes: tuple[str, ...] = ()
+    links: tuple[tuple[int, int], ...] = ()
+
+    @classmethod
+    def of(
+        cls,
+        ranks: Iterable[int] = (),
+        links: Iterable[tuple[int, int]] = (),
+        nodes: Iterable[str] = (),
+    ) -> Guilty:
+        """Return them, each sorted."""
+        return cls(
+            ranks=tuple(sorted(ranks)), nodes=tuple(sorted(nodes)), links=tuple(sorted(links))
+        )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Verdict:
+    """One thing that is wrong.
+
+    Attributes:
+        guilty: Empty if nobody can be named.
+        confidence: From 0 to 1: how sure it is that kind and guilty are right, by the rule used.
+        since_s: When it began, on the clock of the records; None if that is not known.
+        evidence: Sentences for people.
+        alternatives: What else it can be, the likelier first.
+    """
+
+    kind: Kind
+    guilty: Guilty = Guilty()
+    confidence: float
+    since_s: float | None
+    evidence: str
+    alternatives: tuple[tuple[Kind, Guilty], ...] = ()
+
+    def to_json(self) -> dict[str, Any]:
+        """Return the document of ``everstep diagnose --json``."""
+        return {
+            "kind": str(self.kind),
+            "guilty": asdict(self.guilty),
+            "confidence": self.confidence,
+            "since_s": self.since_s,
+            "evidence": self.evidence,
+            "alternatives": [
+                {"kind": str(kind), "guilty": asdict(guilty)} for kind, guilty in self.alternatives
+            ],
+        }
+
+
+def listed(ranks: Iterable[int]) -> str:
+    """Return ranks for people: the first eight, and how many there are beside them."""
+    ordered = sorted(set(ranks))
+    more = f" and {len(ordered) - 8} more" if len(ordered) > 8 else ""  # noqa: PLR2004
+    word = "rank" if len(ordered) == 1 else "ranks"
+    return f"{word} {', '.join(map(str, ordered[:8]))}{more}"

@@ -1,0 +1,259 @@
+"""Reads records of a run from files, and says what is wrong with it (``everstep diagnose``).
+
+Three kinds of files are told by their content: our record rings, the dumps of torch's flight
+recorder, and JSON lines with an operation each. Nothing in a dump is executed, no class is built.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import re
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any, Final
+
+from orchestrator.diagnosis import Operation, Records, Verdict, diagnose, matched
+from orchestrator.errors import ConfigError
+from ucp_core.errors import ForeignClassError
+from ucp_core.torch_files import read_pickle
+from workers.records import FINISHED, is_ring, read_ring
+
+_PICKLE: Final = b"\x80"
+_RANK: Final = re.compile(r"(\d+)(?:\.\w+)?$")
+_TRANSFER: Final = re.compile(r"(?:\w+:)?(send|recv) (\d+)(->|<-)(\d+)$")
+_NAMES: Final = {
+    "allreduce": "all_reduce",
+    "allgather": "all_gather",
+    "reducescatter": "reduce_scatter",
+    "alltoall": "all_to_all",
+    "isend": "send",
+    "irecv": "recv",
+}
+_WIDTHS: Final = {
+    "Double": 8, "Long": 8, "Float": 4, "Int": 4, "BFloat16": 2, "Half": 2, "Short": 2,
+}  # fmt: skip
+_LONG_AGO: Final = -math.inf
+
+
+class _NoClasses(dict[str, Any]):
+    """The classes that may be in a dump: for each name an error."""
+
+    def __contains__(self, name: object) -> bool:
+        return True
+
+    def __missing__(self, name: str) -> Any:
+        path = self["path"]
+        raise ForeignClassError(
+            f"{path}: a dump of torch's flight recorder holds plain values only, and this one "
+            f"names {name}; nothing was executed",
+            path=str(path),
+            name=name,
+        )
+
+
+def diagnose_paths(paths: Sequence[str], now_s: float | None = None) -> tuple[Verdict, ...]:
+    """Return what is wrong by the records in files and, of any depth, directories.
+
+    Args:
+        paths: Files that must be records, and directories in which other files are left alone.
+        now_s: When the records were taken, on their clock, if a run may have been alive then.
+
+    Raises:
+        ConfigError: A path holds no records, or a file cannot be read.
+    """
+    return diagnose(_read(paths, now_s))
+
+
+def verdict_lines(verdicts: Sequence[Verdict]) -> Iterator[str]:
+    """Yield the verdicts for people."""
+    if not verdicts:
+        yield "Nothing is to blame."
+    for one in verdicts:
+        since = "" if one.since_s is None else f" Since {one.since_s:.3f} s."
+        yield f"{one.kind}: {_who(one.guilty)}. Confidence {one.confidence:.2f}.{since}"
+        yield f"  {one.evidence}"
+        if one.alternatives:
+            others = (f"{kind} ({_who(guilty)})" for kind, guilty in one.alternatives)
+            yield f"  It may also be: {'; '.join(others)}."
+
+
+def _who(guilty: Any) -> str:
+    parts = [
+        *(f"rank {rank}" for rank in guilty.ranks),
+        *(f"the link from rank {a} to rank {b}" for a, b in guilty.links),
+        *(f"node {node}" for node in guilty.nodes),
+    ]
+    return ", ".join(parts) or "nobody is named"
+
+
+def _read(paths: Sequence[str], now_s: float | None) -> Records:
+    operations: list[Operation] = []
+    unknown: dict[int, str] = {}
+    for path, is_named in _files(paths):
+        found = _read_file(path, unknown)
+        if found is None and is_named:
+            raise ConfigError(
+                f"{path} is no record of a run: neither a record ring, nor a dump of torch's "
+                "flight recorder, nor JSON lines with an operation each"
+            )
+        operations += found or ()
+    return Records(operations=matched(operations), unknown=unknown, now_s=now_s)
+
+
+def _files(paths: Iterable[str]) -> Iterator[tuple[Path, bool]]:
+    for name in paths:
+        path = Path(name)
+        if path.is_dir():
+            yield from ((each, False) for each in sorted(path.rglob("*")) if each.is_file())
+        elif path.is_file():
+            yield path, True
+        else:
+            raise ConfigError(f"{name} does not exist")
+
+
+def _read_file(path: Path, unknown: dict[int, str]) -> list[Operation] | None:
+    if is_ring(path):
+        return list(_of_ring(path, unknown))
+    data = path.read_bytes()
+    if data[:1] == _PICKLE:
+        return list(_of_dump(path, data))
+    if path.suffix == ".jsonl" or (data[:1] == b"{" and b'"t_enter"' in data.partition(b"\n")[0]):
+        return list(_of_lines(path, data, unknown))
+    return None
+
+
+def _of_lines(path: Path, data: bytes, unknown: dict[int, str]) -> Iterator[Operation]:
+    for number, line in enumerate(data.decode(errors="replace").splitlines(), start=1):
+        if not line.strip():
+            continue
+        try:
+            yield _of_row(json.loads(line), unknown)
+        except (AttributeError, KeyError, TypeError, ValueError) as error:
+            what = f"{type(error).__name__}: {error}"
+            raise ConfigError(f"{path}, line {number}: no operation ({what})") from error
+
+
+def _of_row(row: Mapping[str, Any], unknown: dict[int, str]) -> Operation:
+    rank, op, comm = int(row["rank"]), _named(row["op"]), str(row.get("comm") or "")
+    end, place = row.get("t_exit"), [row.get(axis) for axis in ("dp", "pp", "tp")]
+    members = tuple(int(member) for member in row["comm_ranks"]) if comm else ()
+    if comm and op in {"send", "recv"}:
+        peers = [row["peer"]] if row.get("peer") is not None else set(members) - {rank}
+        if len(peers) == 1:
+            comm, members = _channel(comm, op, rank, int(next(iter(peers))))
+        else:
+            comm, members = f"{comm} {rank}>?", (rank,)
+            if end is None:
+                unknown[rank] = "the peer of its transfer is not recorded"
+    return Operation(
+        rank=rank,
+        op=op,
+        comm=comm,
+        seq=int(row["seq"]) if comm else 0,
+        members=members,
+        enter_s=float(row["t_enter"]),
+        exit_s=None if end is None else float(end),
+        size_bytes=int(row.get("bytes") or 0),
+        dtype=str(row.get("dtype") or ""),
+        history=str(row.get("hash") or ""),
+        step=int(row.get("step") or 0),
+        place=None if None in place else (int(place[0]), int(place[1]), int(place[2])),  # type: ignore[arg-type]
+        node=str(row.get("node") or ""),
+    )
+
+
+def _named(name: str) -> str:
+    """Return the name of an operation in our words."""
+    plain = name.rpartition(":")[2].strip("_").lower()
+    for end in ("_base", "_coalesced", "_tensor", "_into", "_single"):
+        plain = plain.removesuffix(end)
+    return _NAMES.get(plain, plain)
+
+
+def _channel(comm: str, op: str, rank: int, peer: int) -> tuple[str, tuple[int, int]]:
+    """Return the name of one direction of a pair, and (sender, receiver)."""
+    ends = (rank, peer) if op == "send" else (peer, rank)
+    return f"{comm} {ends[0]}>{ends[1]}", ends
+
+
+def _of_ring(path: Path, unknown: dict[int, str]) -> Iterator[Operation]:
+    ring = read_ring(path)
+    if ring.rank < 0:
+        raise ConfigError(f"{path} does not say whose it is: its rank had not joined an attempt")
+    if ring.num_dropped:
+        unknown[ring.rank] = f"{ring.num_dropped} groups did not fit its ring"
+    for state in ring.groups.values():
+        if state.waiting_s and len(state.ranks) == 1:
+            unknown[ring.rank] = f"it receives from any rank of {state.group}"
+        yield Operation(
+            rank=ring.rank, op="", comm=state.group, seq=state.entered_seq,
+            members=state.ranks, enter_s=_LONG_AGO, exit_s=_LONG_AGO, clock=str(path),
+        )  # fmt: skip
+    for one in ring.records:
+        state = ring.groups[one.group]
+        is_waited = state.waiting_s > 0.0 and one.seq == state.finished_seq + 1
+        yield Operation(
+            rank=ring.rank,
+            op=one.op,
+            comm=state.group,
+            seq=one.seq,
+            members=state.ranks,
+            enter_s=one.enter_ns / 1e9,
+            exit_s=one.exit_ns / 1e9 if one.flags & FINISHED else None,
+            is_ahead=not is_waited,
+            size_bytes=one.size_bytes,
+            dtype=str(one.dtype),
+            clock=str(path),
+        )
+
+
+def _of_dump(path: Path, data: bytes) -> Iterator[Operation]:
+    dump = read_pickle(data, where=str(path), allow=_NoClasses(path=path))
+    named = _RANK.search(path.name)
+    if named is None:
+        raise ConfigError(f"{path}: the name of a dump must end with its rank")
+    try:
+        yield from _of_entries(int(named[1]), dump)
+    except (AttributeError, IndexError, KeyError, TypeError, ValueError) as error:
+        what = f"{type(error).__name__}: {error}"
+        raise ConfigError(f"{path} is no dump of torch's flight recorder ({what})") from error
+
+
+def _of_entries(rank: int, dump: Mapping[str, Any]) -> Iterator[Operation]:
+    groups = {
+        config["name"]: (f"{config['desc']}:{config['name']}", tuple(json.loads(config["ranks"])))
+        for config in dump["pg_config"].values()
+    }
+    for key, status in dump["pg_status"].items():
+        config = dump["pg_config"].get(key)
+        if config is not None and status["last_enqueued_collective"] > 0:
+            comm, members = groups[config["name"]]
+            yield Operation(
+                rank=rank, op="", comm=comm, seq=int(status["last_enqueued_collective"]),
+                members=members, enter_s=_LONG_AGO, exit_s=_LONG_AGO,
+            )  # fmt: skip
+    for entry in dump["entries"]:
+        comm, members = groups[entry["process_group"][0]]
+        op, seq = _named(entry["profiling_name"]), int(entry["collective_seq_id"])
+        if (transfer := _TRANSFER.match(entry["profiling_name"])) is not None:
+            op, seq = transfer[1], int(entry["p2p_seq_id"])
+            comm, members = _channel(comm, op, rank, members[int(transfer[4])])
+        created_s = entry["time_created_ns"] / 1e9
+        ended_ns = entry["time_discovered_completed_ns"]
+        is_over = entry["retired"] or entry["state"] == "completed"
+        dtype = ",".join(entry["input_dtypes"])
+        yield Operation(
+            rank=rank,
+            op=op,
+            comm=comm,
+            seq=seq,
+            members=members,
+            enter_s=created_s,
+            exit_s=(ended_ns / 1e9 if ended_ns else created_s) if is_over else None,
+            size_bytes=sum(
+                math.prod(sizes) * _WIDTHS.get(kind, 1)
+                for sizes, kind in zip(entry["input_sizes"], entry["input_dtypes"], strict=False)
+            ),
+            dtype=dtype,
+        )

@@ -1,0 +1,154 @@
+"""Which files are records, and what is refused; what real hangs are told as."""
+
+from __future__ import annotations
+
+import json
+import pickle
+from collections import OrderedDict
+from pathlib import Path
+
+import pytest
+from typer.testing import CliRunner
+
+from orchestrator.cli.main import app
+from orchestrator.diagnosis import Kind
+from orchestrator.driver import diagnose_paths
+from orchestrator.errors import ConfigError
+from tests.arch.tree import ROOT
+from workers.records import FINISHED, RecordRing
+
+DUMPS = ROOT / "tests" / "fixtures" / "fr_dumps"
+
+
+@pytest.mark.parametrize(
+    ("hang", "kind", "ranks"),
+    [("gpu_error_1st", Kind.DEVICE_STUCK, (12, 14)), ("lock_gil_2nd", Kind.ABSENT, (10, 15))],
+)
+def test_dumps_of_real_hangs_name_the_ranks_that_were_struck(
+    hang: str, kind: Kind, ranks: tuple[int, ...]
+) -> None:
+    """``fault_injection.log`` beside the dumps has the truth."""
+    (verdict,) = diagnose_paths([str(DUMPS / hang)])
+
+    assert (verdict.kind, verdict.guilty.ranks) == (kind, ranks)
+    assert f"Fault ranks: {list(ranks)}" in (DUMPS / hang / "fault_injection.log").read_text()
+
+
+def test_a_missing_dump_is_told_and_its_rank_is_not_named(tmp_path: Path) -> None:
+    for path in (DUMPS / "lock_gil_2nd").glob("_dump_*"):
+        if path.name not in {"_dump_10", "_dump_15"}:
+            (tmp_path / path.name).write_bytes(path.read_bytes())
+
+    (verdict,) = diagnose_paths([str(tmp_path)])
+
+    assert (verdict.kind, verdict.guilty.ranks) == (Kind.UNDECIDED, ())
+    assert "rank 10: no record of it; rank 15: no record of it" in verdict.evidence
+
+
+def ring(path: Path, rank: int, calls: int, *, waits: bool) -> RecordRing:
+    """Write the ring of a rank that made ``calls``, of which the last is not over if it waits."""
+    writer = RecordRing(path, attempt=3, num_ranks=2)
+    writer.assign(rank)
+    group = writer.group("world", (0, 1))
+    for seq in range(1, calls + 1):
+        _, number = writer.enter(group, "all_reduce", 64)
+        if waits and seq == calls:
+            writer.wait(group, seq)
+        else:
+            writer.leave(group, seq, number, FINISHED)
+    return writer
+
+
+def test_rings_of_ours_name_who_did_not_come(tmp_path: Path) -> None:
+    """Rank 0 made more calls than a ring keeps; the state of the group still counts them."""
+    ring(tmp_path / "a.ring", 0, 5000, waits=True)
+    ring(tmp_path / "b.ring", 1, 4999, waits=False)
+    (tmp_path / "incident.json").write_text("{}")
+
+    (verdict,) = diagnose_paths([str(tmp_path)])
+
+    assert (verdict.kind, verdict.guilty.ranks) == (Kind.ABSENT, (1,))
+
+
+def test_a_ring_whose_groups_did_not_fit_does_not_make_its_rank_guilty(tmp_path: Path) -> None:
+    ring(tmp_path / "a.ring", 0, 2, waits=True)
+    full = ring(tmp_path / "b.ring", 1, 1, waits=False)
+    while full.group("more", (0, 1)) >= 0:
+        pass
+
+    (verdict,) = diagnose_paths([str(tmp_path)])
+
+    assert verdict.kind is Kind.UNDECIDED
+    assert "did not fit its ring" in verdict.evidence
+
+
+@pytest.mark.parametrize(
+    ("value", "named"),
+    [(Path("x"), "pathlib"), ({"a": [print]}, "print"), (OrderedDict, "Ordered")],
+)
+def test_a_dump_that_names_a_class_is_refused_by_its_name(
+    tmp_path: Path, value: object, named: str
+) -> None:
+    file = tmp_path / "_dump_0"
+    file.write_bytes(pickle.dumps({"entries": value}))
+
+    result = CliRunner().invoke(app, ["diagnose", str(file)])
+
+    assert result.exit_code != 0
+    assert named in result.stderr
+    assert "_dump_0" in result.stderr
+
+
+@pytest.mark.parametrize(
+    ("name", "text", "why"),
+    [
+        ("a.txt", "hello", "no record of a run"),
+        ("a.jsonl", '{"rank": 0}\n', "line 1: no operation"),
+        ("b.jsonl", "\n[1]\n", "line 2: no operation"),
+    ],
+)
+def test_what_is_no_record_is_refused(tmp_path: Path, name: str, text: str, why: str) -> None:
+    (tmp_path / name).write_text(text)
+
+    with pytest.raises(ConfigError, match=why):
+        diagnose_paths([str(tmp_path / name)])
+    with pytest.raises(ConfigError, match="does not exist"):
+        diagnose_paths([str(tmp_path / "nothing")])
+
+
+def _row(rank: int, op: str, seq: int, **known: object) -> dict[str, object]:
+    row = {"rank": rank, "op": op, "seq": seq, "comm": "pp", "comm_ranks": [0, 1], "t_enter": seq}
+    return {**row, "t_exit": seq + 0.5, **known}
+
+
+def test_the_command_tells_machines_and_people_the_same(tmp_path: Path) -> None:
+    """Both directions of the pair are numbered together, so the ends' numbers differ."""
+    rows = [
+        _row(0, "send", 1), _row(0, "isend", 2), _row(0, "recv", 3, t_exit=None),
+        _row(1, "recv", 1), _row(1, "send", 2, t_exit=None), _row(1, "recv", 3),
+    ]  # fmt: skip
+    file = tmp_path / "trace.jsonl"
+    file.write_text("".join(json.dumps(row) + "\n" for row in rows))
+
+    told = CliRunner().invoke(app, ["diagnose", str(file), "--json"]).stdout
+    shown = CliRunner().invoke(app, ["diagnose", str(file)]).stdout
+
+    (verdict,) = json.loads(told)["verdicts"]
+    assert verdict["kind"] == "link_dead"
+    assert verdict["guilty"] == {"ranks": [], "nodes": [], "links": [[1, 0]]}
+    assert set(verdict) == {
+        "kind", "guilty", "confidence", "since_s", "evidence", "alternatives",
+    }  # fmt: skip
+    assert "link_dead: the link from rank 1 to rank 0." in shown
+
+
+def test_nothing_to_blame_is_said(tmp_path: Path) -> None:
+    file = tmp_path / "trace.jsonl"
+    file.write_text("".join(json.dumps(_row(r, "all_reduce", 1)) + "\n" for r in (0, 1)))
+
+    result = CliRunner().invoke(app, ["diagnose", str(file)])
+
+    assert (result.exit_code, result.stdout) == (0, "Nothing is to blame.\n")
+    assert json.loads(CliRunner().invoke(app, ["diagnose", str(file), "--json"]).stdout) == {
+        "verdicts": []
+    }
