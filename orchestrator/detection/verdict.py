@@ -30,7 +30,8 @@ from typing import TypeAlias
 from orchestrator.detection.detector import WATCH_GAP_S, Detector, Watched
 from orchestrator.detection.limits import Limits
 from orchestrator.detection.signs import Sign, describe, sign_of
-from orchestrator.detection.waits import WaitGraph, mismatch, wait_graph, waits
+from orchestrator.detection.waits import graph_of, mismatch, waits
+from orchestrator.diagnosis import WaitGraph
 from workers.protocol import WorkerPhase, WorkerReport
 
 _IN_STEP = frozenset(
@@ -118,7 +119,7 @@ class _Case:
     @cached_property
     def graph(self) -> WaitGraph:
         """Return which rank waits for which: expensive; the kernel's facts do not need it."""
-        return wait_graph(self.rows, attempt=self.attempt)
+        return graph_of(self.rows, attempt=self.attempt)
 
     def verdict(self, rule: str, guilty: list[int], evidence: str) -> Verdict:
         return Verdict(

@@ -17,7 +17,7 @@ from orchestrator.detection import (
     judge,
     limits_from,
 )
-from orchestrator.detection.waits import wait_graph
+from orchestrator.detection.waits import graph_of
 from tests.support.histories import ATTEMPT, WORKERS, calm, group, stop, watch
 from workers.protocol import WorkerPhase, WorkerReport
 
@@ -606,4 +606,4 @@ def test_a_large_group_is_not_looked_through_for_each_of_its_ranks() -> None:
     }
     rows[7] = replace(calm("w7", 7), groups=(group("world", ranks, 8),))
 
-    assert wait_graph(rows, attempt=ATTEMPT).sinks == {7}
+    assert graph_of(rows, attempt=ATTEMPT).sinks == {7}
