@@ -12,10 +12,12 @@ import json
 from collections import defaultdict
 from collections.abc import Iterator
 from dataclasses import dataclass, field
+from pathlib import Path
 from random import Random
 from tempfile import NamedTemporaryFile
 from typing import Any, Final
 
+from orchestrator.diagnosis import Operation
 from orchestrator.driver import diagnose_paths
 
 #: (dp, pp, tp).
@@ -432,3 +434,24 @@ def answer(trace: Trace) -> list[tuple[str, tuple[int, ...], tuple[tuple[int, in
         file.flush()
         verdicts = diagnose_paths([file.name], trace.now_s)
     return [(str(one.kind), one.guilty.ranks, one.guilty.links) for one in verdicts]
+
+
+def straggler_operations(path: Path) -> tuple[Operation, ...]:
+    """Return the compute in a trace of StragglerAnalysis: a row has step, ranks, begin, duration.
+
+    Each step's times begin at 0.
+    """
+    import pyarrow.parquet as pq
+
+    return tuple(
+        Operation(
+            rank=row["rank"],
+            op=row["optype"].removesuffix("-compute"),
+            enter_s=1e4 * row["step"] + row["start_ts"],
+            exit_s=1e4 * row["step"] + row["start_ts"] + row["duration"],
+            step=row["step"],
+            place=(row["dp_rank"], row["stage"], 0),
+        )
+        for row in pq.read_table(path).to_pylist()
+        if row["optype"] in {"forward-compute", "backward-compute"}
+    )

@@ -237,6 +237,30 @@ def test_different_operations_of_one_number_are_told_but_blame_nobody() -> None:
     )
 
 
+def test_different_sizes_of_one_call_are_told_too() -> None:
+    """All wait and none is missing, and yet it is not the network."""
+    at = group("world", WORLD, 9, waiting_s=2.0)
+    other = replace(calm("w2", 2), groups=(replace(at, size_bytes=128),))
+
+    verdict = verdict_on(rows_with(w2=other), for_s=4.0)
+
+    assert verdict.is_program
+    assert "all_reduce of 64 bytes and rank 2 called all_reduce of 128 bytes" in verdict.evidence
+
+
+def test_the_two_ends_of_a_transfer_that_stands_still_are_no_mistake_of_the_program() -> None:
+    """They record send and recv as the same number of the pair."""
+    ends = [
+        replace(calm(f"w{rank}", rank), groups=(group("pp 0>1", (0, 1), 5, waiting_s=2.0, op=op),))
+        for rank, op in ((0, "send"), (1, "recv"))
+    ]
+
+    verdict = verdict_on([*ends, *rows_with()[2:]], for_s=4.0)
+
+    assert verdict.undecided
+    assert not verdict.is_program
+
+
 @pytest.mark.parametrize("letter", ["X", "Z"])
 def test_a_process_that_is_gone_is_named(letter: str) -> None:
     """Ray usually says so first; a zombie of a parent that does not wait for it, it does not."""

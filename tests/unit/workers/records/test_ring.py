@@ -12,7 +12,7 @@ import pytest
 
 from workers.protocol import GroupState
 from workers.records import ABORTED, FINISHED, RecordRing, RingReader
-from workers.records.ring import NUM_GROUPS_MAX, NUM_RECORDS, read_records
+from workers.records.ring import NUM_GROUPS_MAX, NUM_RECORDS, is_ring, read_records, read_ring
 
 WORLD = (0, 1, 2, 3)
 
@@ -254,3 +254,29 @@ def test_a_name_that_is_cut_within_a_letter_is_read(path: Path) -> None:
     (state,) = RingReader(path).attempt()[1]
 
     assert state.group.startswith("x\u00e4\u00e4")
+
+
+def test_a_ring_is_read_whole_afterwards(path: Path) -> None:
+    """Also when its writer has left the attempt, for whoever asks what it was doing."""
+    ring = RecordRing(path, attempt=3, num_ranks=4)
+    assert read_ring(path).rank == -1
+    ring.assign(2)
+    world = ring.group("world", WORLD)
+    seq, number = ring.enter(world, "all_reduce", 64)
+    ring.leave(world, seq, number, FINISHED)
+    while ring.group("more", WORLD) >= 0:
+        pass
+    ring.close()
+
+    found = read_ring(path)
+
+    assert is_ring(path)
+    assert (found.attempt, found.rank, found.num_dropped) == (3, 2, 1)
+    assert [found.groups[one.group].group for one in found.records] == ["world"]
+
+
+def test_another_file_is_no_ring(path: Path) -> None:
+    path.write_bytes(b"everything else" * 100)
+
+    assert not is_ring(path)
+    assert read_ring(path).records == ()
