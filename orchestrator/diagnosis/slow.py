@@ -2,9 +2,10 @@
 
 Compute is what a span of a rank takes, without the calls in it: those wait for others. Compared are
 ranks of one stage and tensor-parallel place, in the same step, by their fastest micro-batch: broken
-hardware slows all of them, uneven work only some. Where sizes are known, a time that grows with at
-most the square of the size is no fault. Two peers are too few: then a rank's own past decides,
-beside that of all others. The threshold grows with the noise of the others.
+hardware slows all of them, uneven work only some. Where sizes are known, times are divided by the
+power of the size, up to the square, by which they grow with it. Two peers are too few: then a
+rank's own past decides, beside that of all others. The threshold grows with the noise of the
+others.
 
 The rules "who waits least" and "who is late" blame healthy mates in the pipeline, and the receivers
 of slow links (seen in the trace AR of ByteDance-Seed/StragglerAnalysis).
@@ -14,8 +15,8 @@ from __future__ import annotations
 
 import math
 from collections import defaultdict
-from collections.abc import Hashable, Iterator, Mapping, Sequence
-from statistics import median, median_low
+from collections.abc import Hashable, Iterable, Iterator, Mapping, Sequence
+from statistics import fmean, median, median_low
 from typing import Final, NamedTuple, TypeVar
 
 from orchestrator.diagnosis.records import Operation
@@ -33,6 +34,8 @@ _PEERS: Final = 2
 _NOISE_QUANTILE: Final = 0.75
 _APART_TIMES: Final = 7.5
 _NOISE_TIMES: Final = 7.0
+#: Attention grows with the square.
+_POWER_MAX: Final = 2.0
 _COMPUTE: Final = ("forward", "backward")
 
 K = TypeVar("K", bound=Hashable)
@@ -47,13 +50,21 @@ class Lag(NamedTuple):
     since_step: int
 
 
-def lags(series: Sequence[Series[K]], roles: Mapping[K, Hashable]) -> dict[K, Lag]:
-    """Return which keys cost more than those of the same role, in all of ``series``."""
-    slower: dict[K, dict[int, float]] = defaultdict(dict)
-    for one in [_slower(each, roles) for each in series]:
-        for key, by_step in one.items():
-            for step, value in by_step.items():
-                slower[key][step] = min(value, slower[key].get(step, math.inf))
+def growth(sizes_costs: Iterable[tuple[float, float]], most: float) -> float:
+    """Return by which power of the size a cost grows, 0 to ``most``; 0 if a size is unknown."""
+    points = list(sizes_costs)
+    if not points or any(size <= 0.0 for size, _ in points):
+        return 0.0
+    logs = [(math.log(size), math.log(cost)) for size, cost in points if cost > 0.0]
+    middle, level = (fmean(each) for each in zip(*logs, strict=True))
+    across = sum((x - middle) ** 2 for x, _ in logs)
+    along = sum((x - middle) * (y - level) for x, y in logs)
+    return min(max(along / across, 0.0), most) if across else 0.0
+
+
+def lags(series: Series[K], roles: Mapping[K, Hashable]) -> dict[K, Lag]:
+    """Return which keys cost more than those of the same role, or than they did."""
+    slower = _slower(series, roles)
     spreads = {key: _spread(list(by_step.values())) for key, by_step in slower.items() if by_step}
     found: dict[K, Lag] = {}
     for width, floor in _LANES:
@@ -137,25 +148,23 @@ def slow_ranks(rows: Mapping[int, list[Operation]]) -> list[Verdict]:
     """
     spans = {rank: _spans(operations) for rank, operations in rows.items()}
     roles = {rank: operations[0].role for rank, operations in rows.items()}
-    has_sizes = all(
-        size
-        for by in spans.values()
-        for (_, op), each in by.items()
-        if op in _COMPUTE
-        for _, _, size in each
-    )
-    compute = [
-        {rank: _compute(by, power) for rank, by in spans.items()}
-        for power in ((0, 1, 2) if has_sizes else (0,))
-    ]
-    found = lags([_known(each) for each in compute], roles)
+    points: dict[tuple[Hashable, str], list[tuple[float, float]]] = defaultdict(list)
+    for rank, by_span in spans.items():
+        for (_, op), each in by_span.items():
+            points[roles[rank], op] += [(size, own_s) for _, own_s, size in each]
+    powers = {key: growth(each, _POWER_MAX) for key, each in points.items() if key[1] in _COMPUTE}
+    compute = {
+        rank: _compute(by, {op: powers[role, op] for role, op in powers if role == roles[rank]})
+        for rank, by in spans.items()
+    }
+    found = lags(_known(compute), roles)
     usual_s: dict[Hashable, float] = {}
-    for rank, by_step in compute[0].items():
-        if by_step:
-            mine_s = median(by_step.values())
+    for rank, by in spans.items():
+        if compute[rank]:
+            mine_s = median(_compute(by, {}).values())
             usual_s[roles[rank]] = min(mine_s, usual_s.get(roles[rank], mine_s))
     data = _known({rank: _data(spans[rank], usual_s.get(roles[rank], 0.0)) for rank in rows})
-    starved = lags([data], roles)
+    starved = lags(data, roles)
     return [
         *_verdicts(Kind.SLOW_COMPUTE, "computes", found, rows, roles),
         *_verdicts(Kind.SLOW_DATA, "waits for data, beside its computing,", starved, rows, roles),
@@ -204,12 +213,13 @@ def _spans(
 
 
 def _compute(
-    spans: Mapping[tuple[int, str], list[tuple[float, float, int]]], power: int
+    spans: Mapping[tuple[int, str], list[tuple[float, float, int]]], powers: Mapping[str, float]
 ) -> dict[int, float]:
-    """Return by step what the fastest micro-batch takes, by a power of its size."""
+    """Return by step what the fastest micro-batch takes, by the power of its size."""
     steps: dict[int, float] = defaultdict(float)
     for (step, op), each in spans.items():
         if op in _COMPUTE:
+            power = powers.get(op, 0.0)
             steps[step] += min(own_s / size**power if power else own_s for _, own_s, size in each)
     return steps
 

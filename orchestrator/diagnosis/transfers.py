@@ -13,7 +13,7 @@ from statistics import median
 from typing import Final, TypeAlias
 
 from orchestrator.diagnosis.records import Operation
-from orchestrator.diagnosis.slow import Lag, lags
+from orchestrator.diagnosis.slow import Lag, growth, lags
 from orchestrator.diagnosis.verdicts import Guilty, Kind, Verdict
 
 _PAIR: Final = 2
@@ -33,20 +33,14 @@ def slow_transfers(rows: Mapping[int, list[Operation]]) -> list[Verdict]:
     if not costs:
         return []
     floor_s = _SHARE * _step_s(rows)
+    points = [(sizes[link][step], cost) for link in costs for step, cost in costs[link].items()]
+    power = growth(points, 1.0)
     by_time = {
-        link: {step: floor_s + cost_s for step, cost_s in by_step.items()}
-        for link, by_step in costs.items()
+        link: {step: (floor_s + cost) / sizes[link][step] ** power for step, cost in by.items()}
+        for link, by in costs.items()
     }
-    series = [by_time]
-    if all(size for by_step in sizes.values() for size in by_step.values()):
-        series.append(
-            {
-                link: {step: cost / sizes[link][step] for step, cost in by_step.items()}
-                for link, by_step in by_time.items()
-            }
-        )
     roles: dict[_Link, Hashable] = {(a, b): (rows[a][0].role, rows[b][0].role) for a, b in by_time}
-    found = lags(series, roles)
+    found = lags(by_time, roles)
     return list(_verdicts(found, set(by_time), rows)) if found else []
 
 

@@ -1,0 +1,87 @@
+"""Whether ``everstep diagnose`` names the guilty and nobody else.
+
+    python -m tests.benchmarks diagnosis [--planted 200] [--clean 100] [--seed 1000]
+
+Generated traces (``tests/support/traces.py``) with one fault each, or with none but jitter, uneven
+work, recompiles, pauses or a cut in the middle of a step: right is the planted kind with the
+planted ranks or links alone, and nothing for a clean one. The seeds are not those of the unit
+tests. Then the real hangs and stragglers of ``tests/fixtures``, or of ``--data``.
+``seconds`` is processor time of a trace, reading included.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import re
+from collections import Counter
+from pathlib import Path
+from time import process_time
+
+from orchestrator.diagnosis import Records, diagnose
+from orchestrator.driver import diagnose_paths
+from tests.benchmarks.common import spread
+from tests.support.traces import CLEAN, PLANTED, answer, clean, planted, straggler_operations
+
+FIXTURES = Path(__file__).parents[1] / "fixtures"
+
+
+def generated(num_planted: int, num_clean: int, seed: int) -> dict[str, object]:
+    """Return how many of the traces were told right, and what was said of the others."""
+    right: Counter[str] = Counter()
+    total: Counter[str] = Counter()
+    wrong: list[dict[str, object]] = []
+    seconds: list[float] = []
+    work = [(PLANTED[n % len(PLANTED)], seed + n) for n in range(num_planted)]
+    work += [(CLEAN[n % len(CLEAN)], seed + n) for n in range(num_clean)]
+    for number, (kind, of_seed) in enumerate(work):
+        trace = (planted if number < num_planted else clean)(kind, of_seed)
+        began_s = process_time()
+        said = answer(trace)
+        seconds.append(process_time() - began_s)
+        truth = [(trace.kind, trace.ranks, trace.links)] if trace.kind else []
+        total[kind] += 1
+        right[kind] += said == truth
+        if said != truth:
+            wrong.append({"trace": trace.what, "said": said})
+    return {
+        "planted": f"{sum(right[kind] for kind in PLANTED)} of {num_planted}",
+        "clean": f"{sum(right[kind] for kind in CLEAN)} of {num_clean}",
+        "by_kind": {kind: f"{right[kind]} of {total[kind]}" for kind in total},
+        "wrong": wrong,
+        "seconds": spread(seconds),
+    }
+
+
+def real(folder: Path) -> dict[str, object]:
+    """Return what is said of the dumps and stragglers in a folder, beside the truth."""
+    found: dict[str, object] = {}
+    for log in sorted(folder.rglob("fault_injection.log")):
+        truth = re.findall(r"\d+", log.read_text(encoding="utf-8").splitlines()[0])
+        said = [(str(v.kind), v.guilty.ranks) for v in diagnose_paths([str(log.parent)])]
+        found[log.parent.name] = {"truth": [int(rank) for rank in truth], "said": said}
+    for path in sorted(folder.rglob("*.parquet")):
+        if path.stem in {"AR", "ST"}:
+            verdicts = diagnose(Records(operations=straggler_operations(path)))
+            said = [(str(v.kind), v.guilty.ranks) for v in verdicts]
+            found[path.stem] = {"truth": [0] if path.stem == "AR" else [], "said": said}
+    return found
+
+
+def main() -> None:
+    """Print one JSON object."""
+    parser = argparse.ArgumentParser(description="Diagnose traces of which the truth is known.")
+    parser.add_argument("--planted", type=int, default=200)
+    parser.add_argument("--clean", type=int, default=100)
+    parser.add_argument("--seed", type=int, default=1000)
+    parser.add_argument("--data", type=Path, default=FIXTURES, help="folder of real records")
+    options = parser.parse_args()
+    report = {
+        "generated": generated(options.planted, options.clean, options.seed),
+        "real": real(options.data),
+    }
+    print(json.dumps(report, indent=2))
+
+
+if __name__ == "__main__":
+    main()
