@@ -57,9 +57,11 @@ class Transition:
 
     @property
     def layout_rules(self) -> LayoutRules:
-        """Return the rules of layouts, with those that were refused."""
-        refused = self.run.refused
-        return replace(self.rules.layout, refused=refused) if refused else self.rules.layout
+        """Return the rules of layouts, with what was refused and how long steps took."""
+        run = self.run
+        if not run.refused and not run.steps:
+            return self.rules.layout
+        return replace(self.rules.layout, refused=run.refused, steps=run.steps)
 
     def wake_by(self, at_s: float) -> None:
         """Have the fleet's bounds checked no later than ``at_s``."""

@@ -23,6 +23,7 @@ from orchestrator.policies.layout import (
     Refused,
     Rooms,
     choose,
+    expected_step_s,
     forecast,
     forecasts,
     memory_bytes,
@@ -32,6 +33,7 @@ from orchestrator.policies.layout import (
     relative_step,
     rooms_of,
     spread,
+    step_text,
 )
 from orchestrator.policies.saving import (
     CadenceFacts,
@@ -117,6 +119,7 @@ __all__ = [
     "budgets",
     "capacity",
     "choose",
+    "expected_step_s",
     "complete",
     "cost_share",
     "forecast",
@@ -138,6 +141,7 @@ __all__ = [
     "rooms_of",
     "sharing",
     "spread",
+    "step_text",
     "state_bytes",
     "taken_steps",
     "versions",

@@ -26,6 +26,8 @@ from workers.protocol import DEVICE_MEMORY
 
 #: Weight of the newest step in the smoothed duration: about the last ten steps count.
 _STEP_WEIGHT = 0.1
+#: What is known of a layout's steps changes by no smaller part: a decision would not either.
+_STEP_NEWS = 0.05
 
 
 def worker_formed(transition: Transition, event: WorkerFormed) -> None:
@@ -89,10 +91,21 @@ def step_completed_fencing(transition: Transition, event: StepCompleted) -> None
         run.attempt.trained_since_s = event.at_s
         assert run.attempt.layout is not None
         run.fits = tuple(dict.fromkeys((*run.fits, run.attempt.layout)))
-    if run.step_s:
-        run.step_s += _STEP_WEIGHT * (event.step_s - run.step_s)
+        run.step_s = dict(run.steps).get(run.attempt.layout, event.step_s)
     else:
-        run.step_s = event.step_s
+        _learn(run, event.step_s)
+
+
+def _learn(run: MutableRunState, step_s: float) -> None:
+    """Note how long a step took in the attempt's layout; the first of an attempt says little."""
+    layout = run.attempt.layout
+    assert layout is not None
+    steps = dict(run.steps)
+    known_s = steps.get(layout, 0.0)
+    run.step_s = run.step_s + _STEP_WEIGHT * (step_s - run.step_s) if known_s else step_s
+    if abs(run.step_s - known_s) > _STEP_NEWS * known_s:
+        steps[layout] = run.step_s
+        run.steps = tuple(steps.items())
 
 
 def _is_new_step(transition: Transition, event: StepCompleted) -> bool:

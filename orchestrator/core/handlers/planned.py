@@ -15,7 +15,7 @@ from orchestrator.core.handlers import demand, fleet, formation, recovery
 from orchestrator.core.network import reach
 from orchestrator.core.state import Cause, Phase, RunOutcome
 from orchestrator.core.transition import Transition
-from orchestrator.policies import FaultKind, growth, relative_step
+from orchestrator.policies import FaultKind, expected_step_s, growth, relative_step
 from ucp_core.layout import ParallelLayout
 
 #: ``yielded_step`` when members left at different steps; no step is negative.
@@ -51,6 +51,8 @@ def _consider(transition: Transition) -> None:
         _consider_growth(transition, layout)
     elif len(run.fleet.offers) > 1 and run.fleet.num_usable > len(run.attempt.members):
         _consider_move(transition)
+    elif layout is not None and run.steps and layout != run.attempt.layout:
+        _consider_layout(transition, layout)
 
 
 def _stores_for_controller(transition: Transition) -> bool:
@@ -104,6 +106,16 @@ def _consider_growth(transition: Transition, layout: ParallelLayout) -> None:
     _change_if_it_pays(transition, FaultKind.GROWTH, now.world_size, layout.world_size, ratio)
 
 
+def _consider_layout(transition: Transition, layout: ParallelLayout) -> None:
+    """Move members to a layout that this run has seen to be faster, once it pays."""
+    now, rules = transition.run.attempt.layout, transition.layout_rules
+    assert now is not None
+    now_s, then_s = expected_step_s(now, rules), expected_step_s(layout, rules)
+    reason = f"a step of {now} takes {now_s:.3g} s, and of {layout} about {then_s:.3g} s"
+    sizes = now.world_size, layout.world_size
+    _change_if_it_pays(transition, FaultKind.MOVE, *sizes, then_s / now_s, reason)
+
+
 def _change_if_it_pays(
     transition: Transition,
     kind: FaultKind,
@@ -127,6 +139,12 @@ def _change_if_it_pays(
             step_s=run.step_s,
             num_steps_left=transition.rules.total_steps - run.attempt.step,
             pause_s=run.pause_s,
+            next_fault_s=growth.next_fault_s(
+                run.faults_seen,
+                transition.now_s,
+                len(set(run.attempt.nodes)),
+                transition.rules.growth,
+            ),
         ),
         transition.rules.growth,
     )

@@ -132,6 +132,7 @@ class MutableRunState(Part):
         raised_before: Errors of earlier attempts, the newest last.
         fits: Layouts that have trained.
         refused: Layouts that could not.
+        steps: Layouts that trained, each with the seconds of a step, to a few percent.
         faults: Charged to the budgets, within the window.
         num_stuck: Failed attempts in a row without a new committed step.
         num_unexplained: Those of them that lost a peer, and nobody knows why.
@@ -150,7 +151,7 @@ class MutableRunState(Part):
         down_since_s: When training last stopped; infinity while it trains.
         pause_s: Measured duration of the last re-formation; 0.0 if there was none.
         form_s: Longest time that an attempt took to form, of late; 0.0 before the first.
-        step_s: Smoothed duration of a step; 0.0 before the first.
+        step_s: Smoothed duration of a step in the attempt's layout; 0.0 before the first.
         faults_seen: Since the run began.
         pace: The intervals of saves that were decided on; 0 where none was.
         pace_reason: Why these.
@@ -176,6 +177,7 @@ class MutableRunState(Part):
     raised_before: tuple[UserError, ...] = ()
     fits: tuple[ParallelLayout, ...] = ()
     refused: tuple[Refused, ...] = ()
+    steps: tuple[tuple[ParallelLayout, float], ...] = ()
     faults: tuple[Fault, ...] = ()
     num_stuck: int = 0
     num_unexplained: int = 0

@@ -18,7 +18,7 @@ from orchestrator.policies.layout.hardware import (
     forecasts,
     memory_bytes,
 )
-from orchestrator.policies.layout.speed import relative_step
+from orchestrator.policies.layout.speed import expected_step_s, relative_step, step_text
 
 __all__ = [
     "GPUS",
@@ -30,6 +30,7 @@ __all__ = [
     "Rooms",
     "candidates",
     "choose",
+    "expected_step_s",
     "forecast",
     "forecasts",
     "memory_bytes",
@@ -39,4 +40,5 @@ __all__ = [
     "relative_step",
     "rooms_of",
     "spread",
+    "step_text",
 ]

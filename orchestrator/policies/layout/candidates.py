@@ -56,6 +56,7 @@ class LayoutRules:
         num_micro_batches: All micro-batches of a step; 0 if that is not known. Each stage needs as
             many as there are stages.
         refused: Layouts that could not train.
+        steps: Layouts that trained in this run, each with the seconds of a step.
     """
 
     dp_replicate: int = 1
@@ -65,6 +66,7 @@ class LayoutRules:
     fixed: tuple[str, ...] = ()
     num_micro_batches: int = 0
     refused: tuple[Refused, ...] = ()
+    steps: tuple[tuple[ParallelLayout, float], ...] = ()
 
     @property
     def multiple(self) -> int:

@@ -1,8 +1,14 @@
-"""How long a step takes in one layout beside another one, by the work of each rank. Arithmetic."""
+"""How long a step takes in a layout: as seen in this run, else by the work of each rank. Arithmetic.
+
+What was seen has everything in it: the model, the devices, the network. A layout that was not seen
+is compared with the nearest one that was, by ``relative_step``, which leaves out communication.
+"""
 
 from __future__ import annotations
 
-from orchestrator.policies.layout.candidates import LayoutRules
+from math import log
+
+from orchestrator.policies.layout.candidates import NAMED, LayoutRules
 from ucp_core.layout import ParallelLayout
 
 
@@ -17,3 +23,33 @@ def relative_step(layout: ParallelLayout, rules: LayoutRules) -> float:
         return 1 / layout.world_size
     num_passes = -(-rules.num_micro_batches // layout.dp)
     return (num_passes + layout.pp - 1) / (layout.tp * layout.pp)
+
+
+def expected_step_s(layout: ParallelLayout, rules: LayoutRules) -> float:
+    """Return the seconds of a step: as seen, or scaled from the nearest layout that was.
+
+    0.0 if no step was seen.
+    """
+    if not rules.steps:
+        return 0.0
+    seen, step_s = min(rules.steps, key=lambda each: _distance(each[0], layout))
+    return step_s * relative_step(layout, rules) / relative_step(seen, rules)
+
+
+def was_seen(degrees: ParallelLayout, rules: LayoutRules) -> bool:
+    """Return whether a step was seen with these degrees, whatever ``dp_shard`` was."""
+    return any(not _distance(seen, degrees)[0] for seen, _ in rules.steps)
+
+
+def step_text(layout: ParallelLayout, rules: LayoutRules) -> str:
+    """Return how long a step takes, as the end of a line for people; "" if no step was seen."""
+    if not rules.steps:
+        return ""
+    how = "took" if layout in dict(rules.steps) else "would take about"
+    return f"; a step {how} {expected_step_s(layout, rules):.3g} s"
+
+
+def _distance(one: ParallelLayout, other: ParallelLayout) -> tuple[float, float]:
+    """Return how far the degrees are apart that are named, and how far ``dp_shard`` is."""
+    far = [abs(log(getattr(one, axis) / getattr(other, axis))) for axis in (*NAMED, "dp_shard")]
+    return sum(far[:-1]), far[-1]

@@ -9,6 +9,7 @@ from orchestrator.policies.saving.intervals import (
     cost_share,
     next_pace,
     over_budget,
+    rate_per_s,
     taken_steps,
 )
 from orchestrator.policies.saving.reduced import ReducedTime, alert, noted
@@ -41,6 +42,7 @@ __all__ = [
     "noted",
     "over_budget",
     "plan_redundancy",
+    "rate_per_s",
     "revise",
     "state_bytes",
     "taken_steps",

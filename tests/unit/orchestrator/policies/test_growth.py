@@ -16,6 +16,7 @@ FACTS = GrowthFacts(
     step_s=0.5,
     num_steps_left=1000,
     pause_s=0.8,
+    next_fault_s=inf,
 )
 
 
