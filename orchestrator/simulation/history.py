@@ -246,15 +246,21 @@ class History:
             self.cluster.not_finite_at = {step for step in steps if script.random() < _NOT_FINITE}
 
     def _draw_model(self) -> None:
-        """Decide which layouts the model cannot have; data parallelism of some size can train."""
+        """Decide which layouts the model cannot have, and which are slow.
+
+        Data parallelism of some size can train.
+        """
         model = Random(f"model {self.seed}")  # noqa: S311  no secrets here
-        if model.random() > _REFUSES:
-            return
+        pace = Random(f"pace {self.seed}")  # noqa: S311  no secrets here
         layout, most = self.rules.layout, self.rules.max_workers // _copies(self.rules)
         wish = (("tp", layout.tp), ("pp", layout.pp), ("ep", layout.ep))
         degrees = [(axis, one) for axis, top in wish for one in range(2, top + 1) if top % one == 0]
+        slow = frozenset(pace.sample(degrees, k=min(len(degrees), pace.randint(0, 2))))
+        self.cluster.model = SimModel(slow=slow)
+        if model.random() > _REFUSES:
+            return
         cannot = frozenset(model.sample(degrees, k=min(len(degrees), model.randint(0, 2))))
-        self.cluster.model = SimModel(cannot, model.randint(1, most))
+        self.cluster.model = SimModel(cannot, model.randint(1, most), slow)
 
     def _stop(self) -> None:
         # A run that was resumed meanwhile is to complete.

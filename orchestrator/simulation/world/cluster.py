@@ -423,7 +423,8 @@ class SimCluster(World):
         self.post(ev.WorkerFormed, attempt=attempt.number, worker=name, damaged=damaged)
         attempt.formed.add(name)
         if len(attempt.formed) == len(attempt.members):
-            self.at(STEP_S, self._step if attempt.step < self.ends_at else self._end, attempt)
+            then = self._step if attempt.step < self.ends_at else self._end
+            self.at(self.model.step_s(attempt.layout), then, attempt)
 
     def present(self, attempt: SimAttempt) -> list[SimWorker] | None:
         """Return the members if all can take part in a collective, else None."""
@@ -455,7 +456,8 @@ class SimCluster(World):
         for worker in members:
             worker.completed = step
         self.monitor.stepped(attempt.number, step)
-        self.post_or_lose(ev.StepCompleted, attempt=attempt.number, step=step, step_s=STEP_S)
+        step_s = self.model.step_s(attempt.layout)
+        self.post_or_lose(ev.StepCompleted, attempt=attempt.number, step=step, step_s=step_s)
         if step in self.not_finite_at:
             number = sum(attempt.begun_step < bad <= step for bad in self.not_finite_at)
             self.post_or_lose(
@@ -474,7 +476,7 @@ class SimCluster(World):
         elif attempt.yielding:
             self.at(_COMMIT_S, self._leave_together, attempt, ev.Leaving.YIELDED, stored)
         else:
-            self.at(STEP_S, self._step, attempt)
+            self.at(step_s, self._step, attempt)
 
     def _end(self, attempt: SimAttempt) -> None:
         """End an attempt that resumed from the step that the script made the last one."""

@@ -14,6 +14,7 @@ from workers.protocol import DEVICE_MEMORY, Member, SaveCosts, Source, held_sour
 #: Long beside a message and short beside a recovery: half a dozen steps meet as many faults as
 #: many short ones would, in four fifths of the time.
 STEP_S = 0.25
+_SLOW = 1.5
 #: A write by a trainer and a copy to another node take up to this long.
 WRITE_S = 0.5 * STEP_S
 COPY_S = 0.4 * STEP_S
@@ -167,10 +168,22 @@ def source_of(place: Holding) -> Source:
 
 @dataclass(frozen=True, slots=True)
 class SimModel:
-    """Layouts that a model cannot have: by a degree, or by the share of the state on a worker."""
+    """What a model makes of layouts.
+
+    Attributes:
+        cannot: ``(axis, degree)`` that it cannot have.
+        shards_min: It cannot train either if a worker has a larger share of the state than this.
+        slow: ``(axis, degree)`` with which a step takes longer.
+    """
 
     cannot: frozenset[tuple[str, int]] = frozenset()
     shards_min: int = 1
+    slow: frozenset[tuple[str, int]] = frozenset()
+
+    def step_s(self, layout: ParallelLayout) -> float:
+        """Return how long a step takes."""
+        is_slow = any(getattr(layout, axis) == degree for axis, degree in self.slow)
+        return STEP_S * (_SLOW if is_slow else 1.0)
 
     def refuses(self, layout: ParallelLayout) -> str:
         """Return what ``layout`` cannot have, as a worker says it; "" if it can train."""
