@@ -73,9 +73,7 @@ class GrowthDecision:
     reason: str
 
 
-def next_fault_s(
-    seen: FaultsSeen, observed_s: float, num_nodes: int, rules: GrowthRules
-) -> float:
+def next_fault_s(seen: FaultsSeen, observed_s: float, num_nodes: int, rules: GrowthRules) -> float:
     """Return the expected time to the next fault that takes a worker or a node.
 
     Args:

@@ -37,6 +37,7 @@ QUICK: Final = {
     "bench_network": "--only join",
     "bench_overhead": "--models tiny --rounds 2 --seconds 2",
     "bench_parity": "--mib 1 --repeat 1",
+    "bench_planner": "",
     "bench_planning": "--ranks 1",
     "bench_recomputation": "--megabytes 3 --rounds 1",
     "bench_reconfigure": "--rounds 1 --timeout 1",

@@ -15,7 +15,7 @@ from orchestrator.core.handlers import demand, fleet, formation, recovery
 from orchestrator.core.network import reach
 from orchestrator.core.state import Cause, Phase, RunOutcome
 from orchestrator.core.transition import Transition
-from orchestrator.policies import FaultKind, expected_step_s, growth, relative_step
+from orchestrator.policies import FaultKind, expected_step_s, growth, step_ratio
 from ucp_core.layout import ParallelLayout
 
 #: ``yielded_step`` when members left at different steps; no step is negative.
@@ -48,7 +48,7 @@ def _consider(transition: Transition) -> None:
     if run.fleet.leaving and _leaves_draining_nodes(transition, num_after):
         return
     if layout is not None and num_after > len(run.attempt.members):
-        _consider_growth(transition, layout)
+        _consider_layout(transition, layout)
     elif len(run.fleet.offers) > 1 and run.fleet.num_usable > len(run.attempt.members):
         _consider_move(transition)
     elif layout is not None and run.steps and layout != run.attempt.layout:
@@ -99,21 +99,17 @@ def _leaves_draining_nodes(transition: Transition, num_after: int) -> bool:
     return False
 
 
-def _consider_growth(transition: Transition, layout: ParallelLayout) -> None:
-    now, rules = transition.run.attempt.layout, transition.rules.layout
-    assert now is not None
-    ratio = relative_step(layout, rules) / relative_step(now, rules)
-    _change_if_it_pays(transition, FaultKind.GROWTH, now.world_size, layout.world_size, ratio)
-
-
 def _consider_layout(transition: Transition, layout: ParallelLayout) -> None:
-    """Move members to a layout that this run has seen to be faster, once it pays."""
+    """Have newcomers join, or move members to a layout that was seen to be faster, once it pays."""
     now, rules = transition.run.attempt.layout, transition.layout_rules
     assert now is not None
+    sizes, ratio = (now.world_size, layout.world_size), step_ratio(layout, now, rules)
+    if layout.world_size > now.world_size:
+        _change_if_it_pays(transition, FaultKind.GROWTH, *sizes, ratio)
+        return
     now_s, then_s = expected_step_s(now, rules), expected_step_s(layout, rules)
     reason = f"a step of {now} takes {now_s:.3g} s, and of {layout} about {then_s:.3g} s"
-    sizes = now.world_size, layout.world_size
-    _change_if_it_pays(transition, FaultKind.MOVE, *sizes, then_s / now_s, reason)
+    _change_if_it_pays(transition, FaultKind.MOVE, *sizes, ratio, reason)
 
 
 def _change_if_it_pays(

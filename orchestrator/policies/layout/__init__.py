@@ -18,7 +18,12 @@ from orchestrator.policies.layout.hardware import (
     forecasts,
     memory_bytes,
 )
-from orchestrator.policies.layout.speed import expected_step_s, relative_step, step_text
+from orchestrator.policies.layout.speed import (
+    expected_step_s,
+    relative_step,
+    step_ratio,
+    step_text,
+)
 
 __all__ = [
     "GPUS",
@@ -40,5 +45,6 @@ __all__ = [
     "relative_step",
     "rooms_of",
     "spread",
+    "step_ratio",
     "step_text",
 ]

@@ -1,4 +1,4 @@
-"""How long a step takes in a layout: as seen in this run, else by the work of each rank. Arithmetic.
+"""How long a step takes in a layout: as seen in this run, else by the work of each rank. Pure.
 
 What was seen has everything in it: the model, the devices, the network. A layout that was not seen
 is compared with the nearest one that was, by ``relative_step``, which leaves out communication.
@@ -34,6 +34,17 @@ def expected_step_s(layout: ParallelLayout, rules: LayoutRules) -> float:
         return 0.0
     seen, step_s = min(rules.steps, key=lambda each: _distance(each[0], layout))
     return step_s * relative_step(layout, rules) / relative_step(seen, rules)
+
+
+def step_ratio(then: ParallelLayout, now: ParallelLayout, rules: LayoutRules) -> float:
+    """Return the duration of a step ``then`` over that of one ``now``, to weigh a change.
+
+    More workers are what the user asked for, so their work alone counts: that steps were slower
+    with them may be the fault of that time. Any other layout has to be faster by what was seen.
+    """
+    if then.world_size > now.world_size or not rules.steps:
+        return relative_step(then, rules) / relative_step(now, rules)
+    return expected_step_s(then, rules) / expected_step_s(now, rules)
 
 
 def was_seen(degrees: ParallelLayout, rules: LayoutRules) -> bool:
