@@ -168,7 +168,10 @@ def print_plan(plan: RecoveryPlan, console: Console) -> None:
         + (f" of node {part.node}" if part.node else "")
         for part in plan.parts
     ]
-    after = f"{plan.workers_after} ({plan.layout_after})" if plan.workers_after else "too few left"
+    step = f", about {_duration(plan.step_s_after)} a step" if plan.step_s_after else ""
+    after = f"{plan.workers_after} ({plan.layout_after}{step})"
+    if not plan.workers_after:
+        after = "too few left"
     lines.append(f"workers: {plan.workers_before} now, then {after}")
     if not plan.workers_after:
         lines.append("training waits for new capacity")

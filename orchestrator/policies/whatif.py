@@ -12,7 +12,15 @@ from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 from orchestrator.errors import ConfigError
-from orchestrator.policies.layout import LayoutRules, Refused, Rooms, choose, rooms_of, spread
+from orchestrator.policies.layout import (
+    LayoutRules,
+    Refused,
+    Rooms,
+    choose,
+    expected_step_s,
+    rooms_of,
+    spread,
+)
 from orchestrator.policies.versions import MEMORY, STORAGE, Holding, Version, without
 from ucp_core.layout import ParallelLayout
 from workers.protocol import LOCAL_MEMORY, PARITY, PEER_MEMORY
@@ -57,6 +65,7 @@ class LossFacts:
         held: Versions that are complete in memory, newest first (``versions.complete``).
         layout: What a layout must satisfy.
         refused: Layouts that could not train.
+        steps: Layouts that did, each with the seconds of a step.
     """
 
     step: int
@@ -70,11 +79,16 @@ class LossFacts:
     max_workers: int
     layout: LayoutRules
     refused: tuple[Refused, ...] = ()
+    steps: tuple[tuple[ParallelLayout, float], ...] = ()
+
+    @property
+    def rules(self) -> LayoutRules:
+        """Return the rules of layouts, with what the run has learned."""
+        return replace(self.layout, refused=self.refused, steps=self.steps)
 
     def choose(self, rooms: Rooms) -> ParallelLayout | None:
         """Return the layout that workers with these rooms would take."""
-        rules = replace(self.layout, refused=self.refused)
-        return choose(rooms, self.max_workers, rules, self.min_workers)
+        return choose(rooms, self.max_workers, self.rules, self.min_workers)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -111,6 +125,7 @@ class RecoveryPlan:
         workers_before: Workers that train now.
         workers_after: Workers that would train; 0: the run would wait for capacity.
         layout_after: Their layout, for people.
+        step_s_after: How long a step would take, by those of this run; 0.0 if there was none.
     """
 
     lost_nodes: tuple[str, ...]
@@ -124,6 +139,7 @@ class RecoveryPlan:
     workers_before: int
     workers_after: int
     layout_after: str
+    step_s_after: float
 
     def to_json(self) -> dict[str, Any]:
         """Return the plan as JSON values."""
@@ -172,6 +188,7 @@ def plan_recovery(facts: LossFacts, lose: Sequence[str]) -> RecoveryPlan:
         workers_before=facts.num_members,
         workers_after=layout.world_size if layout is not None else 0,
         layout_after=str(layout) if layout is not None else "",
+        step_s_after=expected_step_s(layout, facts.rules) if layout is not None else 0.0,
     )
 
 

@@ -24,6 +24,7 @@ class Cluster:
 
     rules: RunRules
     refuses: Refuses = nothing
+    step_s: Callable[[ParallelLayout], float] = lambda _: 0.1
     state: RunState = field(default_factory=RunState)
     at_s: float = 0.0
     started: list[act.StartAttempt] = field(default_factory=list)
@@ -49,6 +50,14 @@ class Cluster:
         self.at_s += seconds
         self.send(ev.Ticked(at_s=self.at_s))
 
+    def train(self, num_steps: int) -> None:
+        """Make steps in the attempt."""
+        for _ in range(num_steps):
+            attempt = self.state.attempt
+            assert attempt.layout is not None
+            self.at_s += self.step_s(attempt.layout)
+            self.send(self._step(attempt.number, attempt.step + 1, attempt.layout))
+
     def lose(self, node: str) -> None:
         """Lose a node."""
         self.send(ev.NodeLost(at_s=self.at_s, node=node, cause="gone"))
@@ -65,9 +74,10 @@ class Cluster:
         if isinstance(action, act.StartAttempt):
             self.started.append(action)
             return self._train(action)
-        if isinstance(action, act.FenceAttempt):
-            number, done = action.attempt, self.state.attempt.step
-            how, at_s = ev.Leaving.FENCED, self.at_s
+        if isinstance(action, act.FenceAttempt | act.YieldAttempt):
+            number, done, at_s = action.attempt, self.state.attempt.step, self.at_s
+            is_asked = isinstance(action, act.YieldAttempt)
+            how = ev.Leaving.YIELDED if is_asked else ev.Leaving.FENCED
             return [
                 ev.WorkerLeft(
                     at_s=at_s, attempt=number, worker=worker, how=how, step=done, detail=""
@@ -100,8 +110,7 @@ class Cluster:
                 for worker in workers
             ]
             number = start.resume_step + 1
-            done = ev.StepCompleted(at_s=self.at_s, attempt=start.attempt, step=number, step_s=0.1)
-            return [*formed, done]
+            return [*formed, self._step(start.attempt, number, start.layout)]
         error, refuses = refusal
         return [
             ev.WorkerRaised(
@@ -115,6 +124,10 @@ class Cluster:
             )
             for worker in workers
         ]
+
+    def _step(self, attempt: int, step: int, layout: ParallelLayout) -> ev.StepCompleted:
+        step_s = self.step_s(layout)
+        return ev.StepCompleted(at_s=self.at_s, attempt=attempt, step=step, step_s=step_s)
 
     @property
     def layouts(self) -> list[str]:

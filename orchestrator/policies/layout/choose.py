@@ -27,8 +27,8 @@ def choose(
     """Return the layout of ``num_min`` to ``num_max`` workers; None if there is none.
 
     The wish is taken if it leaves no worker idle. Else the first candidate is that leaves at most a
-    quarter idle, unless this run has seen that others which do are faster: then the fastest is. If
-    all leave more, the one with the most workers is.
+    quarter idle, unless this run has seen the steps of both and another one of these is faster:
+    then the fastest is. If all leave more, the one with the most workers is.
     """
     offered = min(num_workers(rooms), num_max)
     wish = fit(candidates(rules)[0], rooms, num_max, rules)
@@ -40,7 +40,7 @@ def choose(
     if not used:
         return max(found, key=lambda each: each.world_size, default=None)
     first, *others = used
-    seen = [each for each in others if was_seen(each, rules)]
+    seen = [each for each in others if was_seen(first, rules) and was_seen(each, rules)]
     fastest = min(seen, key=lambda each: expected_step_s(each, rules), default=first)
     is_faster = expected_step_s(fastest, rules) < _FASTER * expected_step_s(first, rules)
     return fastest if is_faster else first

@@ -96,6 +96,7 @@ def loss_document(inventories: Sequence[Inventory], state: RunState) -> dict[str
         "step": state.attempt.step,
         "lineage": [list(entry) for entry in state.lineage],
         "refused": [asdict(each) for each in state.refused],
+        "steps": [(asdict(layout), step_s) for layout, step_s in state.steps],
         "bad": [list(source) for source in state.bad],
         "num_members": sum(worker.inside for worker in workers),
         "reservations": {

@@ -24,6 +24,7 @@ PLAN = RecoveryPlan(
     workers_before=2,
     workers_after=1,
     layout_after="1 worker",
+    step_s_after=0.25,
 )
 
 
@@ -41,7 +42,7 @@ def test_a_plan_says_what_is_lost_where_it_comes_from_and_who_goes_on() -> None:
     assert "resumes after step 8 of attempt 1, from memory; 1 steps are redone" in text
     assert "loads 4.8 MiB from local memory" in text
     assert "part of rank 0: 4.8 MiB from local memory of node aa" in text
-    assert "workers: 2 now, then 1 (1 worker)" in text
+    assert "workers: 2 now, then 1 (1 worker, about 0.25 s a step)" in text
 
 
 def test_the_loss_of_each_node_is_a_line() -> None:

@@ -1,8 +1,10 @@
 from dataclasses import replace
 from math import inf
 
-from orchestrator.policies import GrowthRules
-from orchestrator.policies.growth import GrowthFacts, decide
+import pytest
+
+from orchestrator.policies import FaultsSeen, GrowthRules
+from orchestrator.policies.growth import GrowthFacts, decide, next_fault_s
 
 RULES = GrowthRules(interval_s_min=5.0, gather_s=2.0, pause_guess_s=1.0, gain_min=1.05)
 FACTS = GrowthFacts(
@@ -75,3 +77,23 @@ def test_a_worker_that_shortens_no_step_costs_no_pause() -> None:
     assert not decision.grow
     assert decision.retry_at_s == inf
     assert decision.reason == "would win 0.0 s and cost 0.8 s"
+
+
+def test_a_change_has_to_pay_before_the_next_fault() -> None:
+    """In 1.5 s half of the steps are won, which is less than the pause; in 2 s it is more."""
+    assert not decide(replace(FACTS, next_fault_s=1.5), RULES).grow
+    assert decide(replace(FACTS, next_fault_s=2.0), RULES).grow
+
+
+def test_a_layout_of_fewer_workers_is_taken_if_its_steps_are_shorter() -> None:
+    assert decide(replace(FACTS, num_members=5, num_after=4), RULES).grow
+
+
+def test_faults_come_once_a_day_on_each_node_until_the_run_knows_better() -> None:
+    """The prior is worth one fault: 32 nodes expect one in 45 minutes."""
+    none, nine = FaultsSeen(), FaultsSeen(num_process=4, num_node=5)
+    assert next_fault_s(none, 0.0, 1, RULES) == pytest.approx(86_400)
+    assert next_fault_s(none, 0.0, 32, RULES) == pytest.approx(2700)
+    # An hour of the spot market with nine losses, and a month without any.
+    assert next_fault_s(nine, 3600.0, 32, RULES) == pytest.approx((3600 + 2700) / 10)
+    assert next_fault_s(none, 30 * 86_400.0, 32, RULES) > 30 * 86_400

@@ -1,11 +1,26 @@
+from dataclasses import replace
 from math import gcd
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from orchestrator.policies import LayoutRules, choose, one_node, relative_step, rooms_of
-from orchestrator.policies.layout import Refused, candidates, num_workers, other_layouts, spread
+from orchestrator.policies import (
+    LayoutRules,
+    choose,
+    expected_step_s,
+    one_node,
+    rooms_of,
+    step_ratio,
+)
+from orchestrator.policies.layout import (
+    Refused,
+    candidates,
+    num_workers,
+    other_layouts,
+    relative_step,
+    spread,
+)
 from ucp_core.layout import ParallelLayout
 
 TWO_AXES = LayoutRules(tp=2, pp=2)
@@ -165,3 +180,61 @@ def test_a_step_takes_as_long_as_the_rank_with_the_most_to_do(
     """In units of one micro-batch on one worker."""
     rules = LayoutRules(num_micro_batches=num_micro_batches)
     assert relative_step(layout, rules) == pytest.approx(expected)
+
+
+#: Two stages, and one, were seen: 0.9 s for two pairs, 0.2 s for two workers.
+SEEN = LayoutRules(
+    pp=2, steps=((ParallelLayout(pp=2, dp_shard=2), 0.9), (ParallelLayout(dp_shard=2), 0.2))
+)
+
+
+def test_what_was_seen_to_be_faster_is_taken_where_the_wish_leaves_workers_idle() -> None:
+    assert chosen([5], SEEN) == "dp_shard=5"
+    # The user asked for it, and it uses all.
+    assert chosen([4], SEEN) == "pp=2 x dp_shard=2"
+    # A quarter of the workers would be idle at most, as without steps.
+    assert chosen([3], SEEN) == "dp_shard=3"
+    assert chosen([5], replace(SEEN, steps=())) == "pp=2 x dp_shard=2"
+
+
+@pytest.mark.parametrize("number", [0, 1])
+def test_nothing_is_left_for_what_was_not_seen(number: int) -> None:
+    """What is estimated leaves out the network, and memory."""
+    assert chosen([5], replace(SEEN, steps=SEEN.steps[number : number + 1])) == "pp=2 x dp_shard=2"
+
+
+def test_a_few_percent_are_no_reason_to_leave_the_wish() -> None:
+    """Step times of one layout differ by as much."""
+    alike = ((ParallelLayout(pp=2, dp_shard=2), 0.5), (ParallelLayout(dp_shard=5), 0.48))
+    assert chosen([5], replace(SEEN, steps=alike)) == "pp=2 x dp_shard=2"
+    faster = ((ParallelLayout(pp=2, dp_shard=2), 0.5), (ParallelLayout(dp_shard=5), 0.47))
+    assert chosen([5], replace(SEEN, steps=faster)) == "dp_shard=5"
+
+
+def test_people_read_which_step_times_were_seen() -> None:
+    rules = replace(SEEN, pp=4)
+    layout = choose(one_node(5), 5, rules)
+    assert layout == ParallelLayout(pp=4)
+    assert other_layouts(layout, one_node(5), 5, rules) == (
+        ("pp=2 x dp_shard=2", "is further from what is asked for; a step took 0.9 s"),
+        ("dp_shard=5", "is further from what is asked for; a step would take about 0.08 s"),
+    )
+    five = ParallelLayout(dp_shard=5)
+    assert other_layouts(five, one_node(5), 5, SEEN) == (
+        ("pp=2 x dp_shard=2", "is slower; a step took 0.9 s"),
+    )
+
+
+def test_a_step_is_scaled_from_the_nearest_layout_that_was_seen() -> None:
+    """From the same degrees where they were, whatever the number of workers."""
+    assert expected_step_s(ParallelLayout(dp_shard=8), SEEN) == pytest.approx(0.2 * 2 / 8)
+    assert expected_step_s(ParallelLayout(pp=2, dp_shard=4), SEEN) == pytest.approx(0.9 / 2)
+    assert expected_step_s(ParallelLayout(pp=4, dp_shard=2), SEEN) == pytest.approx(0.9 / 2)
+    assert expected_step_s(ParallelLayout(pp=4), LayoutRules(pp=4)) == 0.0
+
+
+def test_more_workers_are_weighed_by_work_and_other_layouts_by_what_was_seen() -> None:
+    """Simulated nodes share processors: there more workers never make a step shorter."""
+    two, pairs = ParallelLayout(dp_shard=2), ParallelLayout(pp=2, dp_shard=2)
+    assert step_ratio(pairs, two, SEEN) == pytest.approx(1 / 2)
+    assert step_ratio(two, pairs, SEEN) == pytest.approx(0.2 / 0.9)
