@@ -4,7 +4,8 @@
 
 The hours of AWS's p3 market that Parcae (arXiv 2403.14097) replays, and all of that trace: nodes
 with a V100 each come and go. GPT of 1.5 B and of 6.7 B parameters train there, with the batches of
-Parcae and parameters gathered once a step. The wish is what ``everstep plan`` finds for 32 nodes.
+Parcae and parameters gathered once a step. The wish is what ``everstep plan`` finds for 32 nodes,
+or ``--nodes``.
 
 Everybody pays for a change what was measured (``--loss`` and ``--growth``, from ``RESULTS.md``),
 and the time to load the state of the new layout by the network. Workers of new nodes are ready
@@ -55,8 +56,8 @@ MODELS = {
 MEASURED = Costs(loss=0.8, growth=0.3, join=8.0)
 
 
-def cluster_of(model: str, costs: Costs) -> Cluster:
-    """Return the nodes at the market's best time, and the layout that a plan for them finds."""
+def cluster_of(model: str, costs: Costs, num_nodes: int = NUM_NODES) -> Cluster:
+    """Return what trains a model, with the layout that a plan for so many nodes finds."""
     shape, global_batch = MODELS[model]
     job = Job(
         shape=shape,
@@ -67,7 +68,7 @@ def cluster_of(model: str, costs: Costs) -> Cluster:
         reshards=False,
         recomputes=True,
     )
-    best = forecasts(job, GPUS["v100"], NUM_NODES, 1)[0].layout
+    best = forecasts(job, GPUS["v100"], num_nodes, 1)[0].layout
     return Cluster(job, GPUS["v100"], best, costs)
 
 
@@ -78,9 +79,11 @@ def hour(name: str, join_s: float) -> list[Stretch]:
     return stretches(changes, (end - begin) * 3600, join_s)
 
 
-def measure(model: str, name: str, costs: Costs) -> dict[str, float | str]:
+def measure(
+    model: str, name: str, costs: Costs, num_nodes: int = NUM_NODES
+) -> dict[str, float | str]:
     """Return the samples of each policy, as a share of the oracle's."""
-    cluster, trace = cluster_of(model, costs), hour(name, costs.join)
+    cluster, trace = cluster_of(model, costs, num_nodes), hour(name, costs.join)
     most = oracle(cluster, trace, any_stages=False)
     made = {
         "planner": Replay(cluster, by_planner).run(trace),
@@ -115,10 +118,11 @@ def main() -> None:
     )
     for name in ("loss", "growth", "join"):
         parser.add_argument(f"--{name}", type=float, default=getattr(MEASURED, name), help="in s")
+    parser.add_argument("--nodes", type=int, default=NUM_NODES, help="that the wish is for")
     parser.add_argument("--json", action="store_true")
     options = parser.parse_args()
     costs = Costs(loss=options.loss, growth=options.growth, join=options.join)
-    rows = [measure(model, name, costs) for model in MODELS for name in HOURS]
+    rows = [measure(model, name, costs, options.nodes) for model in MODELS for name in HOURS]
     if options.json:
         print(json.dumps({"traces": rows, "choice_ms": choice_ms()}, indent=1))
         return
