@@ -86,6 +86,11 @@ def _axis_problems(config: RunConfig) -> Iterator[Problem]:
             f"{config.workers.max} there are {passes}: raise train.global_batch or lower "
             "train.micro_batch",
         )
+    if parallel.stages_per_worker > 1 and parallel.pp == 1:
+        yield Problem(
+            "parallel.stages_per_worker",
+            f"{parallel.stages_per_worker} stages need parallel.pp above 1; else write 1",
+        )
     room = config.workers_per_local_node()
     if config.cluster.address is None and parallel.tp > room:
         yield Problem(
@@ -106,6 +111,12 @@ def _axis_problems(config: RunConfig) -> Iterator[Problem]:
     if parallel.pp > shape.num_layers:
         message = f"{parallel.pp} is more than model.num_layers={shape.num_layers}"
         yield Problem("parallel.pp", message)
+    elif parallel.pp * parallel.stages_per_worker > shape.num_layers:
+        yield Problem(
+            "parallel.stages_per_worker",
+            f"{parallel.stages_per_worker} with parallel.pp={parallel.pp} is more stages than "
+            f"model.num_layers={shape.num_layers}: at most {shape.num_layers // parallel.pp}",
+        )
     if parallel.pp > 1 and shape.tied:
         yield Problem(
             "parallel.pp",

@@ -133,6 +133,7 @@ class RunConfig(Section):
             tp=wish.tp,
             pp=wish.pp,
             ep=wish.ep,
+            stages_per_worker=wish.stages_per_worker,
             fixed=wish.fixed,
             num_micro_batches=self.train.num_micro_batches,
         )

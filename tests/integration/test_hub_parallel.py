@@ -14,12 +14,12 @@ from torch.distributed.tensor import DTensor, distribute_tensor
 from tests.support.ranks import Place, running
 from ucp_core.layout import ParallelLayout
 from workers import collectives
+from workers.models import Decoder, resolve, tensor_plan
 from workers.parallel import (
     Mesh,
     ModelPlan,
     PassHooks,
     Pipeline,
-    StageModel,
     Stages,
     apply_tensor_plan,
     build_mesh,
@@ -58,22 +58,26 @@ KINDS: dict[str, tuple[str, dict[str, Any], float]] = {
         1e-6,
     ),
     "adapters": ("Llama", {}, 1e-9),
+    "decoder": ("", {}, 1e-9),
 }
-MICRO_BATCHES = 3
+MICRO_BATCHES = 4
+#: With the stages of each rank.
 LAYOUTS = [
-    ParallelLayout(tp=2),
-    ParallelLayout(pp=2),
-    ParallelLayout(dp_shard=2, tp=2),
-    ParallelLayout(tp=2, pp=2),
-    ParallelLayout(dp_shard=2, ep=2),
-    ParallelLayout(dp_shard=4, ep=2),
-    ParallelLayout(dp_replicate=2, dp_shard=2, ep=2),
-    ParallelLayout(dp_shard=2, ep=2, tp=2),
-    ParallelLayout(dp_shard=2, ep=2, pp=2),
+    (ParallelLayout(tp=2), 1),
+    (ParallelLayout(pp=2), 1),
+    (ParallelLayout(dp_shard=2, tp=2), 1),
+    (ParallelLayout(tp=2, pp=2), 1),
+    (ParallelLayout(dp_shard=2, ep=2), 1),
+    (ParallelLayout(dp_shard=4, ep=2), 1),
+    (ParallelLayout(dp_replicate=2, dp_shard=2, ep=2), 1),
+    (ParallelLayout(dp_shard=2, ep=2, tp=2), 1),
+    (ParallelLayout(dp_shard=2, ep=2, pp=2), 1),
+    (ParallelLayout(pp=2), 2),
+    (ParallelLayout(dp_shard=2, pp=2), 2),
 ]
 CASES = [
-    (layout, kind)
-    for layout in LAYOUTS
+    (layout, per_rank, kind)
+    for layout, per_rank in LAYOUTS
     for kind in KINDS
     if kind == "Mixtral"
     or (layout.ep == 1 if kind != "Qwen3Moe" else layout.ep > 1 and layout.pp == 1)
@@ -82,6 +86,9 @@ CASES = [
 
 def build(kind: str) -> Any:
     name, more, _ = KINDS[kind]
+    if not name:
+        shape = resolve("tiny", {"vocab_size": 64, "num_layers": 4, "tied": False})
+        return Decoder(shape).double()
     model = transformers.AutoModelForCausalLM.from_config(
         getattr(transformers, f"{name}Config")(**SIZES, **more),
         dtype=torch.float64,
@@ -122,8 +129,8 @@ def batches(data_rank: int) -> list[Tensor]:
 
 def loss_on(model: Any, tokens: Tensor) -> Tensor:
     """Return the summed loss, and that of the balance of experts in this micro-batch."""
-    found = model(input_ids=tokens, use_cache=False)
-    logits = found.logits[:, :-1].flatten(0, 1)
+    found = model(input_ids=tokens, use_cache=False) if hasattr(model, "config") else model(tokens)
+    logits = getattr(found, "logits", found)[:, :-1].flatten(0, 1)
     loss = nn.functional.cross_entropy(logits, tokens[:, 1:].flatten(), reduction="sum")
     balance = getattr(found, "aux_loss", None)
     return loss if balance is None else loss + balance
@@ -137,50 +144,59 @@ def gathered(named: Any) -> dict[str, Any]:
     }
 
 
-def train(mesh: Mesh, kind: str) -> dict[str, Any]:
-    """Return the gradients of this rank's stage, added up over micro-batches."""
+def train(mesh: Mesh, kind: str, per_rank: int) -> dict[str, Any]:
+    """Return the gradients of this rank's stages, added up over micro-batches."""
     with torch.device("meta"):
-        whole, model = build(kind), build(kind)
-    names, plan = [name for name, _ in whole.named_modules()], ModelPlan()
-    stages = Stages(whole, plan, mesh.layout.pp) if mesh.stages is not None else None
-    if stages is not None:
-        stages.keep(model, mesh.stage)
-    apply_tensor_plan(model, mesh, plan, names)
+        model = build(kind)
+    names, plan = [name for name, _ in model.named_modules()], ModelPlan()
+    if kind == "decoder":
+        plan = ModelPlan(tensor=tensor_plan(), keep_stage=Decoder.keep_stage)
+    pipeline: Pipeline | None = None
+    if mesh.stages is not None:
+        stages = Stages(model, plan, mesh.layout.pp, per_rank)
+        called = stages.of_rank(mesh.stage, lambda: build(kind))
+        pipeline = Pipeline(called, stages, mesh=mesh, device=torch.device("cpu"), dtype=None)
+        model = called.stages
+    for part in (model,) if pipeline is None else model.children():
+        apply_tensor_plan(part, mesh, plan, names)
     shard_model(model, mesh, precision="fp32", reshard_after_forward=True)
     materialize(model, torch.device("cpu"))
+    if pipeline is not None:
+        pipeline.model.share_buffers()
     fill(model, kind)
     given, calls = batches(mesh.data_rank), RankCalls(model)
     calls.begin()
 
-    def begin_backward(number: int) -> None:
-        for module in fsdp_modules(model):
+    def begin_backward(part: nn.Module, number: int) -> None:
+        for module in fsdp_modules(part):
             module.set_requires_gradient_sync(number == len(given) - 1, recurse=False)
 
-    if stages is not None:
-        called = StageModel(model, mesh.stage, mesh.layout.pp)
+    if pipeline is not None:
+        of_rank = pipeline.model
         hooks = PassHooks(
-            begin=lambda _: None, weigh=lambda _, loss: loss, begin_backward=begin_backward
+            begin=lambda *_: None,
+            weigh=lambda _, loss: loss,
+            begin_backward=lambda stage, number: begin_backward(of_rank.stage(stage), number),
         )
-        pipeline = Pipeline(called, stages, mesh=mesh, device=torch.device("cpu"), dtype=None)
-        pipeline.train(given, lambda tokens: loss_on(called, tokens), hooks)
+        pipeline.train(given, lambda tokens: loss_on(of_rank, tokens), hooks)
     else:
         for number, tokens in enumerate(given):
-            begin_backward(number)
+            begin_backward(model, number)
             loss_on(model, tokens).backward()
     # transformers asks who the others are, and the results do not depend on them.
     calls.refuse()
     return gathered(model.named_parameters())
 
 
-def gradients(place: Place) -> dict[tuple[str, str], dict[str, Any]]:
+def gradients(place: Place) -> dict[tuple[str, int, str], dict[str, Any]]:
     """Return the gradients of each kind of model, for each layout that this rank is in."""
-    found: dict[tuple[str, str], dict[str, Any]] = {}
-    for attempt, layout in enumerate(LAYOUTS, 1):
+    found: dict[tuple[str, int, str], dict[str, Any]] = {}
+    for attempt, (layout, per_rank) in enumerate(LAYOUTS, 1):
         if place.rank < layout.world_size:
             collectives.form(**place.formation(attempt, layout.world_size))
             mesh = build_mesh(layout, device_type="cpu", attempt=attempt, rank=place.rank)
-            kinds = [kind for each, kind in CASES if each == layout]
-            found |= {(str(layout), kind): train(mesh, kind) for kind in kinds}
+            kinds = [kind for *each, kind in CASES if each == [layout, per_rank]]
+            found |= {(str(layout), per_rank, kind): train(mesh, kind, per_rank) for kind in kinds}
             collectives.leave()
     return found
 
@@ -192,9 +208,9 @@ def of_ranks(tmp_path_factory: pytest.TempPathFactory) -> list[Any]:
         return ranks.results()
 
 
-@pytest.mark.parametrize(("layout", "kind"), CASES, ids=str)
+@pytest.mark.parametrize(("layout", "per_rank", "kind"), CASES, ids=str)
 def test_gradients_are_those_of_one_process(
-    layout: ParallelLayout, kind: str, of_ranks: list[Any]
+    layout: ParallelLayout, per_rank: int, kind: str, of_ranks: list[Any]
 ) -> None:
     """Added up over micro-batches: a sum of sums would count the first one several times."""
     alone = build(kind)
@@ -203,7 +219,7 @@ def test_gradients_are_those_of_one_process(
         for tokens in batches(data_rank):
             loss_on(alone, tokens).backward()
     expected = gathered(alone.named_parameters())
-    found = [one[str(layout), kind] for one in of_ranks[: layout.world_size]]
+    found = [one[str(layout), per_rank, kind] for one in of_ranks[: layout.world_size]]
 
     assert {name for of_rank in found for name in of_rank} == set(expected)
     for of_rank in found:

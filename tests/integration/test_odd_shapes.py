@@ -19,7 +19,13 @@ from tests.support.trainers import Run
 from ucp_core.layout import ParallelLayout
 from ucp_core.storage import LocalStore
 from workers.protocol import Yielded
-from workers.settings import CheckpointSettings, RunSettings, Settings, TrainSettings
+from workers.settings import (
+    CheckpointSettings,
+    ParallelSettings,
+    RunSettings,
+    Settings,
+    TrainSettings,
+)
 
 SCRIPT = Path(__file__).parents[1] / "support/train_odd_shapes.py"
 STEPS = 6
@@ -64,15 +70,16 @@ def plain_torch() -> dict[str, Tensor]:
 
 
 @pytest.mark.parametrize(
-    ("layout", "deterministic"),
+    ("layout", "deterministic", "stages"),
     [
-        (ParallelLayout(), False),
-        (ParallelLayout(dp_shard=3), False),
-        (ParallelLayout(dp_shard=3), True),
-        (ParallelLayout(dp_replicate=2), False),
-        (ParallelLayout(dp_shard=2, tp=2), True),
-        (ParallelLayout(dp_shard=2, pp=2), True),
-        (ParallelLayout(pp=2), False),
+        (ParallelLayout(), False, 1),
+        (ParallelLayout(dp_shard=3), False, 1),
+        (ParallelLayout(dp_shard=3), True, 1),
+        (ParallelLayout(dp_replicate=2), False, 1),
+        (ParallelLayout(dp_shard=2, tp=2), True, 1),
+        (ParallelLayout(dp_shard=2, pp=2), True, 1),
+        (ParallelLayout(dp_shard=2, pp=2), True, 2),
+        (ParallelLayout(pp=2), False, 1),
     ],
     ids=str,
 )
@@ -80,9 +87,13 @@ def test_they_train_as_in_plain_torch(
     run: Run,
     layout: ParallelLayout,
     deterministic: bool,  # noqa: FBT001
+    stages: int,
 ) -> None:
     """Every worker has them, and FSDP2 adds up no gradients of these."""
-    chosen = settings("all", deterministic=deterministic)
+    chosen = replace(
+        settings("all", deterministic=deterministic),
+        parallel=ParallelSettings(stages_per_worker=stages),
+    )
     finish(run, chosen, num_workers=layout.world_size, layout=layout)
     found, expected = saved(run.directory), plain_torch()
 

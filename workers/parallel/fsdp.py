@@ -30,9 +30,10 @@ log = logging.getLogger(__name__)
 SMALL_BYTES_MAX: Final = 64 << 20
 #: The modules in an outermost container of these types become one FSDP unit each.
 _BLOCK_CONTAINERS = (nn.ModuleDict, nn.ModuleList, nn.Sequential)
-#: The names of wrapped modules in their wrappers (torch 2.13, peft 0.21).
+#: The names of wrapped modules in their wrappers (torch 2.13, peft 0.21), and of pipeline stages.
 WRAPPERS: Final = re.compile(
-    r"(?<![^.])(_orig_mod|_checkpoint_wrapped_module|base_layer)\.|^base_model\.model\."
+    r"(?<![^.])(_orig_mod|_checkpoint_wrapped_module|base_layer)\."
+    r"|^(_stage_\d+\.)?base_model\.model\.|^_stage_\d+\."
 )
 
 _T = TypeVar("_T")

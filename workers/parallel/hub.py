@@ -110,15 +110,10 @@ def keep_stage(model: nn.Module, number: int, num_stages: int) -> None:
     """Remove from a model of ``transformers`` what a pipeline stage does not have.
 
     Modules that its forward pass calls stay under their names, and do nothing.
-
-    Raises:
-        LayoutRefusedError: There are more stages than layers, or the loss needs the routers of all
-            stages.
     """
     (inner,) = pretrained(model)
     plan = {name: (inner.get_submodule(name), takes) for name, (takes, _) in inner.pp_plan.items()}
-    layers: Any = next(one for one, _ in plan.values() if isinstance(one, nn.ModuleList))
-    _refuse_stages(inner, len(layers), num_stages)
+    layers = _layers(inner)
     is_last = number == num_stages - 1
     head = _size(inner.get_output_embeddings()) / max(_size(layers[0]), 1)
     kept = stage_layers(len(layers), number, num_stages, head)
@@ -193,22 +188,42 @@ def _hidden_states(base: Callable[..., Any], *args: Any, **kwargs: Any) -> Tenso
     return hidden
 
 
+def _layers(model: Any) -> Any:
+    named = (model.get_submodule(name) for name in model.pp_plan)
+    return next(one for one in named if isinstance(one, nn.ModuleList))
+
+
 def _size(module: nn.Module | None) -> int:
     return sum(one.numel() for one in module.parameters()) if module is not None else 0
 
 
-def _refuse_stages(model: Any, num_layers: int, num_stages: int) -> None:
-    config, kind = model.config.get_text_config(), type(model).__name__
-    if num_stages > num_layers:
+def refuse_stages(model: nn.Module, num_ranks: int, per_rank: int) -> None:
+    """Raise unless ``keep_stage`` can cut a model so, each rank having ``per_rank`` stages.
+
+    Raises:
+        LayoutRefusedError: There are more stages than layers, or the loss needs the routers of all
+            stages.
+    """
+    (inner,) = pretrained(model)
+    num_layers = len(_layers(inner))
+    config, kind = inner.config.get_text_config(), type(inner).__name__
+    if num_ranks > num_layers:
         raise LayoutRefusedError(
-            f"parallel.pp={num_stages} is more than the {num_layers} layers of model {kind}; write "
+            f"parallel.pp={num_ranks} is more than the {num_layers} layers of model {kind}; write "
             f"parallel.pp: {num_layers}",
+            axis="pp",
+        )
+    if num_ranks * per_rank > num_layers:
+        raise LayoutRefusedError(
+            f"parallel.pp={num_ranks} with parallel.stages_per_worker={per_rank} is more stages "
+            f"than the {num_layers} layers of model {kind}; write parallel.stages_per_worker: "
+            f"{num_layers // num_ranks}",
             axis="pp",
         )
     weight = getattr(config, "router_aux_loss_coef", 0)
     if weight and getattr(config, "output_router_logits", False):
         raise LayoutRefusedError(
-            f"parallel.pp={num_stages}: the balancing loss of model {kind} "
+            f"parallel.pp={num_ranks}: the balancing loss of model {kind} "
             f"(router_aux_loss_coef={weight:g}) needs the routers of all stages; set "
             "output_router_logits to false in its configuration, or write parallel.pp: 1",
             axis="pp",

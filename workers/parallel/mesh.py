@@ -81,7 +81,7 @@ class Mesh:
 
     @property
     def stage(self) -> int:
-        """Return the number of this rank's pipeline stage."""
+        """Return this rank's place in its pipeline: the number of its first stage."""
         return self.layout.coordinates(self.rank)["pp"]
 
     def cuts_of(self, tensor: DTensor) -> list[Cut]:

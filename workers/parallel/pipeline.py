@@ -1,21 +1,29 @@
 """Pipeline parallelism: the stages of a model, and the passes of micro-batches through them.
 
-A script calls its stage as if it were the whole model. torch's schedules decide when a stage
+A script calls its stages as if they were the whole model. torch's schedules decide when a stage
 computes which pass, and send activations and gradients between stages (1F1B: at most as many
-passes are open as there are stages).
+passes are open as there are stages; interleaved 1F1B if a rank has several stages: Narayanan et
+al., SC 2021).
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterator, Sequence
-from contextlib import contextmanager
+import logging
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.distributed.pipelining import PipelineStage, Schedule1F1B, ScheduleGPipe
-from torch.distributed.pipelining.schedules import PipelineScheduleSingle
+from torch.distributed.pipelining import (
+    PipelineStage,
+    Schedule1F1B,
+    ScheduleGPipe,
+    ScheduleInterleaved1F1B,
+    ScheduleLoopedBFS,
+)
+from torch.distributed.pipelining.schedules import PipelineScheduleMulti, PipelineScheduleSingle
 
 from workers.errors import LayoutRefusedError, TaskError
 from workers.parallel import hub
@@ -24,37 +32,59 @@ from workers.parallel.mesh import Mesh
 from workers.parallel.tensor import ModelPlan
 from workers.parallel.torch_names import tree_map
 
+_Schedule = PipelineScheduleSingle | PipelineScheduleMulti
+
+# torch logs the whole schedule with every error in it, which a lost peer is, too.
+logging.getLogger("torch.distributed.pipelining.schedules").setLevel(logging.CRITICAL)
+
 
 class Stages:
     """The stages of a model on the meta device: it becomes one of them for a while.
 
     So it is built once, and not once for each.
 
+    Args:
+        num_ranks: The degree of pipeline parallelism.
+        per_rank: Stages of each rank. Those of rank ``r`` are ``r``, ``r + num_ranks``, and so on.
+
     Raises:
         TaskError: There is no plan, a parameter is in no stage or in several, or stages share one.
     """
 
-    def __init__(self, whole: nn.Module, plan: ModelPlan, num_stages: int) -> None:
+    def __init__(
+        self, whole: nn.Module, plan: ModelPlan, num_ranks: int, per_rank: int = 1
+    ) -> None:
         keep_stage = plan.keep_stage
         if keep_stage is None and hub.has_stages(whole):
+            hub.refuse_stages(whole, num_ranks, per_rank)
             keep_stage = hub.keep_stage
         if keep_stage is None:
             raise LayoutRefusedError(
-                f"parallel.pp={num_stages}: model {type(whole).__name__} has no plan for it; give "
+                f"parallel.pp={num_ranks}: model {type(whole).__name__} has no plan for it; give "
                 "one, session.model(build, plan=everstep.ModelPlan(keep_stage=...)), or write "
                 "parallel.pp: 1",
                 axis="pp",
             )
-        self._whole, self._keep_stage, self._num_stages = whole, keep_stage, num_stages
+        self._whole, self._keep_stage = whole, keep_stage
+        self._num_ranks, self.num_stages = num_ranks, num_ranks * per_rank
         held: list[Collection[str]] = []
-        for number in range(num_stages):
+        for number in range(self.num_stages):
             with self._become(number):
                 held.append(_places(whole).keys())
-        _refuse_misfits(whole, held)
+        _refuse_misfits(whole, held, num_ranks)
 
     def keep(self, model: nn.Module, number: int) -> None:
         """Remove from ``model``, which is like the whole one, what stage ``number`` lacks."""
-        self._keep_stage(model, number, self._num_stages)
+        self._keep_stage(model, number, self.num_stages)
+
+    def of_rank(self, rank: int, build: Callable[[], nn.Module]) -> StageModel:
+        """Return the stages of a rank, each cut out of what ``build`` makes, on the meta device."""
+        held: dict[int, nn.Module] = {}
+        for number in range(rank, self.num_stages, self._num_ranks):
+            with torch.device("meta"):
+                held[number] = build()
+            self.keep(held[number], number)
+        return StageModel(held, self.num_stages)
 
     def described(
         self, number: int, args: Any, kwargs: Any, dtype: torch.dtype | None
@@ -102,16 +132,25 @@ def _copied(value: Any) -> Any:
 
 
 class StageModel(nn.Module):
-    """A stage, which a script calls as if it were the whole model.
+    """The stages of a rank, which a script calls as if they were the whole model.
 
-    Only the last stage computes a loss. So a function of the loss is called on every rank: on the
-    last stage it gets the outputs of the whole model, on others it ends where it calls the model.
+    Only the last stage computes a loss. So a function of the loss is called for every stage: for
+    the last one it gets the outputs of the whole model, for others it ends where it calls the
+    model.
+
+    Args:
+        held: The rank's stages, by number.
+        num_stages: Stages of all ranks.
+
+    Attributes:
+        stages: The same, whose parameters have their own names for ``own_names``.
+        numbers: The numbers of the stages, rising.
     """
 
-    def __init__(self, stage: nn.Module, number: int, num_stages: int) -> None:
+    def __init__(self, held: Mapping[int, nn.Module], num_stages: int) -> None:
         super().__init__()
-        self.stage = stage
-        self.is_first, self.is_last = number == 0, number == num_stages - 1
+        self.stages = nn.ModuleDict({f"_stage_{number}": one for number, one in held.items()})
+        self.numbers, self.num_stages = tuple(held), num_stages
         self._is_asked = False
         self._received: tuple[Tensor, ...] | None = None
 
@@ -126,14 +165,29 @@ class StageModel(nn.Module):
                 "session.train_step or session.evaluate gets, and nowhere else",
                 axis="pp",
             )
-        return self.stage(*received, **kwargs)
+        return self.stage(self.num_stages - 1)(*received, **kwargs)
+
+    def stage(self, number: int) -> nn.Module:
+        """Return a stage of this rank."""
+        return self.stages[f"_stage_{number}"]
+
+    def share_buffers(self) -> None:
+        """Have a buffer that several stages have be one tensor, which the first of them saves."""
+        held: dict[str, Tensor | None] = {}
+        for stage in self.stages.values():
+            for path, module in stage.named_modules():
+                for key, buffer in list(module.named_buffers(recurse=False)):
+                    first = held.setdefault(f"{path}.{key}", buffer)
+                    if first is not buffer:
+                        module.register_buffer(key, first, persistent=False)
 
     def __getattr__(self, name: str) -> Any:
         """Return what the model has, such as the ``config`` of one of ``transformers``."""
         try:
             return super().__getattr__(name)
         except AttributeError:
-            return getattr(super().__getattr__("stage"), name)
+            stages: Any = super().__getattr__("stages")
+            return getattr(next(stages.children()), name)
 
     def called_with(self, loss_of: Callable[[], Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
         """Return what ``loss_of`` calls the model with.
@@ -150,21 +204,22 @@ class StageModel(nn.Module):
             self._is_asked = False
         raise TaskError("session.train_step: the function returned without calling the model")
 
-    def compute(self, loss_of: Callable[[], Any], received: tuple[Tensor, ...]) -> Any:
-        """Return what this stage makes of a micro-batch: outputs, or the last one's loss.
+    def compute(self, number: int, loss_of: Callable[[], Any], received: tuple[Tensor, ...]) -> Any:
+        """Return what a stage makes of a micro-batch: outputs, or the last one's loss.
 
         Args:
+            number: The stage.
             loss_of: The script's function of the loss, on the micro-batch.
             received: Outputs of the stage before; none on the first.
         """
-        if self.is_last:
+        if number == self.num_stages - 1:
             self._received = received
             returned = loss_of()
             if self._is_waiting():
                 raise TaskError("session.train_step: the function did not call the model")
             return returned
         args, kwargs = self.called_with(loss_of)
-        return self.stage(*(args if self.is_first else received), **kwargs)
+        return self.stage(number)(*(received if number else args), **kwargs)
 
     def _is_waiting(self) -> bool:
         return self._received is not None
@@ -180,20 +235,20 @@ class _CalledSignal(BaseException):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PassHooks:
-    """Calls around each pass, by its number.
+    """Calls around each pass, by the number of the stage and that of the micro-batch.
 
     Attributes:
         begin: Called before a forward pass.
-        weigh: Called on the last stage with what the script's function returned; returns the loss
-            to differentiate.
+        weigh: Called on the last stage with the number of the micro-batch and what the script's
+            function returned; returns the loss to differentiate.
         begin_backward: Called before a backward pass.
         end: Called after it.
     """
 
-    begin: Callable[[int], None]
+    begin: Callable[[int, int], None]
     weigh: Callable[[int, Any], Tensor]
-    begin_backward: Callable[[int], None] = lambda _number: None
-    end: Callable[[int], None] = lambda _number: None
+    begin_backward: Callable[[int, int], None] = lambda _stage, _number: None
+    end: Callable[[int, int], None] = lambda _stage, _number: None
 
 
 class Pipeline:
@@ -201,6 +256,9 @@ class Pipeline:
 
     Args:
         dtype: The dtype that activations have; None for that of the parameters.
+
+    Attributes:
+        model: The stages of this rank.
     """
 
     def __init__(
@@ -212,9 +270,9 @@ class Pipeline:
         device: torch.device,
         dtype: torch.dtype | None,
     ) -> None:
-        self._model, self._stages, self._dtype = model, stages, dtype
+        self.model, self._stages, self._dtype = model, stages, dtype
         self._mesh, self._device = mesh, device
-        self._training: tuple[PipelineScheduleSingle, _Passes] | None = None
+        self._training: tuple[_Schedule, list[_Passes]] | None = None
 
     def train(
         self, batches: Sequence[Any], loss_of: Callable[[Any], Any], hooks: PassHooks
@@ -224,52 +282,61 @@ class Pipeline:
         Raises:
             TaskError: There are fewer micro-batches than stages, or they differ in shape.
         """
-        num_stages = self._mesh.layout.pp
-        if len(batches) < num_stages:
+        num_ranks = self._mesh.layout.pp
+        if len(batches) < num_ranks:
             raise TaskError(
-                f"parallel.pp={num_stages} needs as many micro-batches on each data-parallel rank, "
+                f"parallel.pp={num_ranks} needs as many micro-batches on each data-parallel rank, "
                 f"and there are {len(batches)}; raise train.global_batch or lower train.micro_batch"
             )
         if self._training is None:
-            self._training = self._schedule(Schedule1F1B, batches, loss_of)
+            self._training = self._schedule(Schedule1F1B, ScheduleInterleaved1F1B, batches, loss_of)
         schedule, passes = self._training
-        with passes.running(batches, loss_of, hooks):
+        with _running(passes, batches, loss_of, hooks):
             schedule.step(target=torch.arange(len(batches)), return_outputs=False)
 
     def evaluate(
         self, batches: Sequence[Any], loss_of: Callable[[Any], Any], hooks: PassHooks
     ) -> None:
         """Run a forward pass of every micro-batch."""
-        schedule, passes = self._schedule(ScheduleGPipe, batches, loss_of)
-        with torch.no_grad(), passes.running(batches, loss_of, hooks):
+        schedule, passes = self._schedule(ScheduleGPipe, ScheduleLoopedBFS, batches, loss_of)
+        with torch.no_grad(), _running(passes, batches, loss_of, hooks):
             schedule.eval(target=torch.arange(len(batches)), return_outputs=False)
 
     def _schedule(
         self,
-        kind: type[Schedule1F1B | ScheduleGPipe],
+        of_one: type[Schedule1F1B | ScheduleGPipe],
+        of_several: type[ScheduleInterleaved1F1B | ScheduleLoopedBFS],
         batches: Sequence[Any],
         loss_of: Callable[[Any], Any],
-    ) -> tuple[PipelineScheduleSingle, _Passes]:
-        """Return a schedule for micro-batches of this number and shape."""
-        model = self._model
+    ) -> tuple[_Schedule, list[_Passes]]:
+        """Return a schedule for micro-batches of this number and shape, by stages of a rank."""
+        model = self.model
         args, kwargs = model.called_with(lambda: loss_of(batches[0]))
-        number = self._mesh.stage
-        *_, inputs, outputs = self._stages.described(number, args, kwargs, self._dtype)
-        passes = _Passes(model, outputs)
+        described = self._stages.described(model.numbers[-1], args, kwargs, self._dtype)
+        stages = [self._stage(number, *described[number : number + 2]) for number in model.numbers]
+        given: dict[str, Any] = {"loss_fn": _loss_itself, "scale_grads": False}
+        schedule: _Schedule
+        if len(stages) == 1:
+            schedule = of_one(stages[0], len(batches), **given)
+        else:
+            schedule = of_several(list(stages), len(batches), **given)
+        return schedule, [stage.submod for stage in stages]
+
+    def _stage(
+        self, number: int, inputs: tuple[Tensor, ...], outputs: tuple[Tensor, ...]
+    ) -> _Stage:
+        num_stages = self.model.num_stages
+        loss = (torch.empty((), device="meta"),)
         # Given shapes, torch runs no pass of its own to find them.
-        stage = _Stage(
-            passes,
+        return _Stage(
+            _Passes(self.model, number, outputs),
             number,
-            self._mesh.layout.pp,
+            num_stages,
             self._device,
-            input_args=() if model.is_first else _differentiable(inputs),
-            output_args=_differentiable(
-                (torch.empty((), device="meta"),) if model.is_last else outputs
-            ),
+            input_args=_differentiable(inputs) if number else (),
+            output_args=_differentiable(loss if number == num_stages - 1 else outputs),
             group=self._mesh.stages,
         )
-        schedule = kind(stage, len(batches), loss_fn=_loss_itself, scale_grads=False)
-        return schedule, passes
 
 
 class _Stage(PipelineStage):
@@ -295,10 +362,10 @@ class _Stage(PipelineStage):
         last_backward: bool = False,  # noqa: FBT001, FBT002
     ) -> None:
         if self.has_backward:
-            self.submod.hooks.begin_backward(bwd_chunk_id)
+            self.submod.hooks.begin_backward(self.stage_index, bwd_chunk_id)
         super().backward_one_chunk(bwd_chunk_id, loss, full_backward, last_backward)
         if self.has_backward:
-            self.submod.hooks.end(bwd_chunk_id)
+            self.submod.hooks.end(self.stage_index, bwd_chunk_id)
 
 
 class _Passes(nn.Module):
@@ -311,9 +378,10 @@ class _Passes(nn.Module):
     number: int
     hooks: PassHooks
 
-    def __init__(self, model: StageModel, outputs: tuple[Tensor, ...]) -> None:
+    def __init__(self, model: StageModel, stage: int, outputs: tuple[Tensor, ...]) -> None:
         super().__init__()
-        self._compute, self._is_last = model.compute, model.is_last
+        self._compute, self._stage = model.compute, stage
+        self._is_last = stage == model.num_stages - 1
         self._shapes = [tuple(output.shape) for output in outputs]
         self._batches: Sequence[Any] = ()
         self._loss_of: Callable[[Any], Any] = lambda _batch: None
@@ -345,8 +413,10 @@ class _Passes(nn.Module):
 
     def _forward(self, received: tuple[Tensor, ...]) -> Any:
         number = self.number
-        self.hooks.begin(number)
-        returned = self._compute(lambda: self._loss_of(self._batches[number]), received)
+        self.hooks.begin(self._stage, number)
+        returned = self._compute(
+            self._stage, lambda: self._loss_of(self._batches[number]), received
+        )
         if self._is_last:
             return self.hooks.weigh(number, returned)
         outputs = returned if isinstance(returned, tuple) else (returned,)
@@ -360,6 +430,19 @@ class _Passes(nn.Module):
         return returned
 
 
+@contextmanager
+def _running(
+    passes: Sequence[_Passes],
+    batches: Sequence[Any],
+    loss_of: Callable[[Any], Any],
+    hooks: PassHooks,
+) -> Iterator[None]:
+    with ExitStack() as stack:
+        for one in passes:
+            stack.enter_context(one.running(batches, loss_of, hooks))
+        yield
+
+
 def _loss_itself(loss: Tensor, _target: Tensor) -> Tensor:
     return loss
 
@@ -368,9 +451,9 @@ def _differentiable(tensors: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
     return tuple(one.requires_grad_(one.is_floating_point()) for one in tensors)
 
 
-def _refuse_misfits(whole: nn.Module, held: Sequence[Collection[str]]) -> None:
+def _refuse_misfits(whole: nn.Module, held: Sequence[Collection[str]], num_ranks: int) -> None:
     """Raise ``TaskError`` unless each parameter is on one stage; ``held`` is what each one has."""
-    kind, num_stages = type(whole).__name__, len(held)
+    kind = type(whole).__name__
     by_parameter: dict[int, list[str]] = {}
     for name, parameter in _places(whole).items():
         by_parameter.setdefault(id(parameter), []).append(name)
@@ -378,7 +461,7 @@ def _refuse_misfits(whole: nn.Module, held: Sequence[Collection[str]]) -> None:
         on = [number for number, each in enumerate(held) if any(name in each for name in names)]
         if len(names) > 1 and len(on) > 1:
             raise LayoutRefusedError(
-                f"parallel.pp={num_stages}: {' and '.join(names)} of model {kind} are one "
+                f"parallel.pp={num_ranks}: {' and '.join(names)} of model {kind} are one "
                 f"parameter on stages {', '.join(map(str, on))}; untie them (model.tied: false, "
                 "or tie_word_embeddings=False of transformers), or write parallel.pp: 1",
                 axis="pp",
@@ -386,7 +469,7 @@ def _refuse_misfits(whole: nn.Module, held: Sequence[Collection[str]]) -> None:
         if len(on) != 1:
             where = f"on stages {', '.join(map(str, on))}" if on else "on no stage"
             raise LayoutRefusedError(
-                f"parallel.pp={num_stages}: the plan leaves {names[0]} of model {kind} {where}; "
+                f"parallel.pp={num_ranks}: the plan leaves {names[0]} of model {kind} {where}; "
                 "each parameter must be on one: write another keep_stage, or parallel.pp: 1",
                 axis="pp",
             )

@@ -16,7 +16,6 @@ from workers.parallel import (
     Mesh,
     ModelPlan,
     Pipeline,
-    StageModel,
     Stages,
     apply_tensor_plan,
     local_shards,
@@ -63,7 +62,7 @@ def build_model(
     parameters = own_names(model.named_parameters())
     refuse_hooks(parameters)
     names = [name for name, _ in model.named_modules()]
-    stages: Stages | None = None
+    called, pipeline = model, None
     if mesh.stages is not None:
         if averaged:
             raise LayoutRefusedError(
@@ -71,11 +70,13 @@ def build_model(
                 "pipeline several micro-batches are open at a time, and no buffer may change",
                 axis="pp",
             )
-        stages = Stages(model, plan, mesh.layout.pp)
-        with torch.device("meta"):
-            model = build()
-        stages.keep(model, mesh.stage)
-    apply_tensor_plan(model, mesh, plan, names)
+        stages = Stages(model, plan, mesh.layout.pp, settings.parallel.stages_per_worker)
+        called = staged = stages.of_rank(mesh.stage, build)
+        dtype = torch.bfloat16 if settings.train.precision == "bf16" else None
+        pipeline = Pipeline(staged, stages, mesh=mesh, device=device, dtype=dtype)
+        model = staged.stages
+    for part in (model,) if pipeline is None else model.children():
+        apply_tensor_plan(part, mesh, plan, names)
     keeps_gathered = shard_model(
         model,
         mesh,
@@ -83,16 +84,13 @@ def build_model(
         reshard_after_forward=settings.parallel.reshard_after_forward,
     )
     materialize(model, device)
+    if pipeline is not None:
+        pipeline.model.share_buffers()
     reduction = Reduction()
     if settings.train.deterministic:
         use_tree(model, reduction)
     elif device.type == "cpu":
         use_all_to_all(model)
-    called, pipeline = model, None
-    if stages is not None:
-        called = StageModel(model, mesh.stage, mesh.layout.pp)
-        dtype = torch.bfloat16 if settings.train.precision == "bf16" else None
-        pipeline = Pipeline(called, stages, mesh=mesh, device=device, dtype=dtype)
     shards = local_shards(model, mesh)
     if settings.train.deterministic:
         reserve(shards)

@@ -94,11 +94,11 @@ class _Passes:
                 self.sums[1, micro_batch] = tokens
             return loss
 
-        def begin(number: int) -> None:
+        def begin(stage: int, number: int) -> None:
             self._num_begun += 1
             self._done(self._num_begun)
             key = ("evaluation", passes[number][0])
-            seed_all(random_seed(*key, mesh.stage) if mesh.stage else random_seed(*key))
+            seed_all(random_seed(*key, stage) if stage else random_seed(*key))
 
         batches = [self._batches[micro_batch] for micro_batch, _ in passes]
         if pipeline is not None:
@@ -106,5 +106,5 @@ class _Passes:
             pipeline.evaluate(batches, self._loss_of, hooks)
             return
         for number, batch in enumerate(batches):
-            begin(number)
+            begin(0, number)
             take(number, self._loss_of(batch))

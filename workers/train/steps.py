@@ -142,6 +142,7 @@ class Steps:
             sharded.mesh.layout.dp,
             sharded.mesh.data_rank,
             fixed_tree=train.deterministic,
+            round_of=sharded.mesh.layout.pp if self._settings.parallel.stages_per_worker > 1 else 1,
         )
         numbers = [one.micro_batch for one in passes.passes]
         first = {"micro_batch": train.micro_batch, "first_step": self.step + 1}

@@ -50,11 +50,12 @@ class LayoutRules:
     Attributes:
         dp_replicate: Full copies of the model.
         tp: Tensor-parallel ways; all of them are on one node.
-        pp: Pipeline stages.
+        pp: Pipeline-parallel ways.
         ep: Expert-parallel ways among the shards; fewer where their number is no multiple.
+        stages_per_worker: Stages that each worker of a pipeline has, at every size.
         fixed: Axes that have this degree at every size.
-        num_micro_batches: All micro-batches of a step; 0 if that is not known. Each stage needs as
-            many as there are stages.
+        num_micro_batches: All micro-batches of a step; 0 if that is not known. Each pipeline needs
+            as many as it has workers.
         refused: Layouts that could not train.
         steps: Layouts that trained in this run, each with the seconds of a step.
     """
@@ -63,6 +64,7 @@ class LayoutRules:
     tp: int = 1
     pp: int = 1
     ep: int = 1
+    stages_per_worker: int = 1
     fixed: tuple[str, ...] = ()
     num_micro_batches: int = 0
     refused: tuple[Refused, ...] = ()

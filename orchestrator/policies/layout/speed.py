@@ -16,13 +16,14 @@ def relative_step(layout: ParallelLayout, rules: LayoutRules) -> float:
     """Return the time of a step, in that of one micro-batch on one worker.
 
     Each data-parallel rank runs as many passes as the one with the most micro-batches. Stages of a
-    pipeline wait for the first and the last ones (1F1B: Narayanan et al., SC 2021). Communication
-    is left out.
+    pipeline wait for the first and the last ones, less so if each worker has several, interleaved
+    (1F1B: Narayanan et al., SC 2021). Communication is left out.
     """
     if not rules.num_micro_batches:
         return 1 / layout.world_size
     num_passes = -(-rules.num_micro_batches // layout.dp)
-    return (num_passes + layout.pp - 1) / (layout.tp * layout.pp)
+    bubble = (layout.pp - 1) / rules.stages_per_worker
+    return (num_passes + bubble) / (layout.tp * layout.pp)
 
 
 def expected_step_s(layout: ParallelLayout, rules: LayoutRules) -> float:

@@ -24,18 +24,26 @@ _STEPS = 40
 
 
 @pytest.mark.parametrize(
-    ("tp", "left"), [(2, "tp=2"), pytest.param(1, "pp=2", marks=pytest.mark.chaos)]
+    ("tp", "stages", "left"),
+    [(2, 1, "tp=2"), pytest.param(1, 2, "pp=2", marks=pytest.mark.chaos)],
 )
 def test_a_lost_node_and_a_lost_worker_leave_the_layout_that_fits(
-    nodes: Any, make_config: Callable[..., RunConfig], tmp_path: Path, tp: int, left: str
+    nodes: Any,
+    make_config: Callable[..., RunConfig],
+    tmp_path: Path,
+    tp: int,
+    stages: int,
+    left: str,
 ) -> None:
-    """Two stages on two nodes; then one node, then one worker of it, then all of them again."""
+    """Stages on two nodes; then one node, then one worker of it, then all of them again."""
     config = make_config(
         train__steps=_STEPS,
         train__deterministic=False,
         model__tied=False,
+        model__num_layers=2 * stages,
         parallel__tp=tp,
         parallel__pp=2,
+        parallel__stages_per_worker=stages,
         workers__standby_per_node=0,
         checkpoint__every_steps=50_000,
     )

@@ -144,12 +144,12 @@ class Step:
 
     def _micro_batches(self) -> Iterator[Any]:
         for number, one in enumerate(self._quota.passes):
-            self._begin_backward(number)
+            self._begin_backward(self._sharded.model, number)
             self._pass = one
             # They may be read by now, by random numbers of their own.
             mine = next(self._samples)
             self._sharded.buffers.begin_pass()
-            self._begin_forward(number)
+            self._begin_forward(0, number)
             yield mine
             if self._is_open():
                 raise TaskError(
@@ -160,19 +160,18 @@ class Step:
             self._sharded.buffers.end_pass(one.micro_batch if counts else None, self.number)
             self._progress.micro_batch(number + 1)
 
-    def _begin_forward(self, number: int) -> None:
+    def _begin_forward(self, stage: int, number: int) -> None:
         # A fence ends a step here at the latest: not every pass has a collective.
         collectives.check()
-        stage = self._sharded.mesh.stage
         key = (self._train.seed, self.number, self._quota.passes[number].micro_batch)
         # Layers of different stages have different numbers.
         seed_all(random_seed(*key, stage) if stage else random_seed(*key))
         self._progress.enter(WorkerPhase.FORWARD)
 
-    def _begin_backward(self, number: int) -> None:
-        """Say what FSDP2 does with the gradients of a pass, and with gathered parameters."""
+    def _begin_backward(self, model: nn.Module, number: int) -> None:
+        """Say what FSDP2 does with a model's gradients of a pass, and with gathered parameters."""
         sharded, passes = self._sharded, self._quota.passes
-        modules = list(fsdp_modules(sharded.model))
+        modules = list(fsdp_modules(model))
         syncs = passes[number].syncs
         if number == 0 or syncs is not passes[number - 1].syncs:
             for module in modules:
@@ -208,7 +207,7 @@ class Step:
         self.apply(optimizers)
 
     def _train_stages(self, pipeline: Pipeline, loss_of: Callable[[Any], Any]) -> None:
-        """Compute every micro-batch of this rank's pipeline stage."""
+        """Compute every micro-batch of this rank's pipeline stages."""
         if self._has_begun:
             raise TaskError(f"step {self.number} was computed already")
         self._has_begun = True
@@ -220,14 +219,16 @@ class Step:
             self._pass = passes[number]
             return self._weigh(*_loss_and_tokens(returned, self._train.micro_batch))
 
-        def begin_backward(number: int) -> None:
-            self._begin_backward(number)
+        def begin_backward(stage: int, number: int) -> None:
+            self._begin_backward(pipeline.model.stage(stage), number)
             self._progress.enter(WorkerPhase.BACKWARD)
 
-        def end(number: int) -> None:
+        def end(stage: int, number: int) -> None:
             one = passes[number]
             self._sharded.whole.end_pass(one.micro_batch if one.counts else None)
-            self._progress.micro_batch(number + 1)
+            # A backward pass ends with the first of a rank's stages.
+            if stage == self._sharded.mesh.stage:
+                self._progress.micro_batch(number + 1)
 
         hooks = PassHooks(
             begin=self._begin_forward, weigh=weigh, begin_backward=begin_backward, end=end

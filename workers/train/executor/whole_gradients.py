@@ -52,7 +52,9 @@ class WholeGradients:
         if self._num_parts == 1 or not self._shards:
             return
         if part is not None:
-            self._rows[part] = self._row()
+            row = self._row()
+            # A pass of another stage of this rank has others, and zeros for these.
+            self._rows[part] = self._rows[part] + row if part in self._rows else row
         for number, shard in enumerate(self._shards):
             if shard is not None and shard.parameter.grad is not None:
                 self._seen.add(number)

@@ -280,6 +280,24 @@ def test_stages_that_cannot_be_made_or_fed_are_refused() -> None:
     assert str(load(text, fitting).rules().layout) == "parallel.pp=2"
 
 
+def test_more_stages_than_layers_are_refused_with_how_many_a_worker_may_have() -> None:
+    text = (
+        "run: {directory: x}\nworkers: {max: 4}\nparallel: {pp: 2, stages_per_worker: 3}\n"
+        "model: {preset: tiny, num_layers: 4, tied: false}\n"
+    )
+
+    (found,) = _problems(text)
+
+    assert found.endswith(
+        "parallel.stages_per_worker: 3 with parallel.pp=2 is more stages than model.num_layers=4: "
+        "at most 2"
+    )
+    fitting = load(text, ["parallel.stages_per_worker=2"])
+    assert fitting.rules().layout.stages_per_worker == 2
+    (found,) = _problems(text, "parallel.pp=1")
+    assert found.endswith("stages_per_worker: 3 stages need parallel.pp above 1; else write 1")
+
+
 def test_patience_scales_every_bound_and_keeps_their_order() -> None:
     """One knob: a bound that it forgets would fire before the one it depends on."""
     usual, slow = load(LEAST).rules().bounds, load(LEAST, ["recovery.patience=9"]).rules().bounds

@@ -238,3 +238,8 @@ def test_more_workers_are_weighed_by_work_and_other_layouts_by_what_was_seen() -
     two, pairs = ParallelLayout(dp_shard=2), ParallelLayout(pp=2, dp_shard=2)
     assert step_ratio(pairs, two, SEEN) == pytest.approx(1 / 2)
     assert step_ratio(two, pairs, SEEN) == pytest.approx(0.2 / 0.9)
+
+
+def test_stages_wait_half_as_long_if_each_worker_has_two() -> None:
+    rules = LayoutRules(stages_per_worker=2, num_micro_batches=8)
+    assert relative_step(ParallelLayout(pp=2, dp_shard=2), rules) == pytest.approx(4.5 / 2)

@@ -165,6 +165,16 @@ def test_a_model_that_has_no_stages_is_refused_with_what_works(
         Stages(on_meta(kind, **{"tie_word_embeddings": False, **more}), ModelPlan(), 3)
 
 
+def test_more_stages_than_layers_are_refused_with_how_many_a_worker_may_have() -> None:
+    model = on_meta("Llama", num_hidden_layers=5, tie_word_embeddings=False)
+    with pytest.raises(
+        TaskError,
+        match=r"parallel.pp=2 with parallel.stages_per_worker=3 is more stages than the 5 layers "
+        "of model LlamaForCausalLM; write parallel.stages_per_worker: 2",
+    ):
+        Stages(model, ModelPlan(), 2, 3)
+
+
 def test_a_stage_goes_on_from_what_it_receives_and_not_from_embeddings() -> None:
     """This model scales embeddings in its forward pass, which only the first stage may do."""
     model = on_meta("Granite", embedding_multiplier=3.0, tie_word_embeddings=False)

@@ -10,7 +10,8 @@ from torch import Tensor, nn
 
 from workers.errors import TaskError
 from workers.models import Decoder, resolve
-from workers.parallel import ModelPlan, StageModel, Stages
+from workers.parallel import ModelPlan, StageModel, Stages, materialize, own_names
+from workers.state import PersistentBuffers
 
 PLAN = ModelPlan(keep_stage=Decoder.keep_stage)
 
@@ -46,6 +47,28 @@ def test_stages_one_after_another_are_the_whole_model() -> None:
     tokens = torch.arange(12).reshape(2, 6)
 
     assert torch.equal(second(first(tokens)), whole(tokens))
+
+
+def scaled() -> nn.Module:
+    """Return a decoder with a buffer that every stage has."""
+    model = decoder()
+    model.register_buffer("scale", torch.ones(3))
+    return model
+
+
+def test_a_rank_has_every_other_stage_and_their_buffers_once() -> None:
+    """Their names are those of the whole model, in which a checkpoint has each of them once."""
+    model = Stages(scaled(), PLAN, 2, 2).of_rank(1, scaled)
+    assert model.numbers == (1, 3)
+    materialize(model.stages, torch.device("cpu"))
+    model.share_buffers()
+
+    other = Stages(scaled(), PLAN, 2, 2).of_rank(0, scaled)
+    found = [name for one in (model, other) for name in own_names(one.stages.named_parameters())]
+    assert sorted(found) == sorted(name for name, _ in scaled().named_parameters())
+    assert PersistentBuffers(model.stages).named().keys() == {"scale"}
+    first, second = model.stages.children()
+    assert first.scale is second.scale
 
 
 def test_activations_are_described_without_computing_them() -> None:
@@ -106,7 +129,7 @@ def staged(number: int) -> StageModel:
     linear = nn.Linear(3, 3)
     nn.init.eye_(linear.weight)
     nn.init.zeros_(linear.bias)
-    return StageModel(linear, number, 3)
+    return StageModel({number: linear}, 3)
 
 
 @pytest.mark.parametrize("number", [0, 1, 2])
@@ -124,7 +147,7 @@ def test_a_function_of_the_loss_is_called_alike_on_every_stage(number: int) -> N
             pytest.fail("the script caught what ends its function")
         return outputs.sum(), 7
 
-    returned = model.compute(loss_of, () if number == 0 else (received,))
+    returned = model.compute(number, loss_of, () if number == 0 else (received,))
 
     assert len(prepared) == 1
     if number == 2:
@@ -138,10 +161,10 @@ def test_a_function_that_calls_the_model_never_or_twice_is_refused() -> None:
     first, last = staged(0), staged(2)
     received = (torch.ones(2, 3),)
     with pytest.raises(TaskError, match="without calling the model"):
-        first.compute(lambda: torch.zeros(()), ())
+        first.compute(0, lambda: torch.zeros(()), ())
     with pytest.raises(TaskError, match="did not call the model"):
-        last.compute(lambda: torch.zeros(()), received)
+        last.compute(2, lambda: torch.zeros(()), received)
     with pytest.raises(TaskError, match="call the model once"):
-        last.compute(lambda: last(received[0]) + last(received[0]), received)
+        last.compute(2, lambda: last(received[0]) + last(received[0]), received)
     with pytest.raises(TaskError, match="call the model once"):
         first(received[0])

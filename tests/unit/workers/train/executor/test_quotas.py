@@ -51,6 +51,28 @@ def test_reductions_hand_in_every_leaf_of_the_tree_once(sizes: tuple[int, int]) 
     assert sorted(leaves) == list(range(num_micro_batches))
 
 
+@given(SIZES, st.integers(1, 8), st.booleans())
+def test_passes_fill_the_rounds_of_interleaved_stages(
+    sizes: tuple[int, int],
+    round_of: int,
+    fixed_tree: bool,  # noqa: FBT001
+) -> None:
+    """torch's schedule takes equal rounds only; what fills them does not count."""
+    num_micro_batches, num_ranks = sizes
+    plans = [
+        quota(num_micro_batches, num_ranks, rank, fixed_tree=fixed_tree, round_of=round_of)
+        for rank in range(num_ranks)
+    ]
+
+    (num_passes,) = {len(plan.passes) for plan in plans}
+    fewest = len(quota(num_micro_batches, num_ranks, 0, fixed_tree=fixed_tree).passes)
+    assert fewest <= num_passes < fewest + round_of
+    assert num_passes % max(1, num_passes // round_of) == 0
+    counted = [one.micro_batch for plan in plans for one in plan.passes if one.counts]
+    assert sorted(counted) == list(range(num_micro_batches))
+    assert plans[0].passes[-1].syncs
+
+
 def test_two_siblings_on_one_rank_are_reduced_at_once() -> None:
     """Eight micro-batches on four ranks then need one reduction, as without the fixed tree."""
     assert len(quota(8, 4, 0, fixed_tree=True).nodes) == 1
