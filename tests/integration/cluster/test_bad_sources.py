@@ -58,6 +58,7 @@ def _damage(arenas: dict[tuple[int, str, str], Arena]) -> tuple[int, int]:
     return step, min(newest, key=newest.__getitem__)
 
 
+@pytest.mark.chaos
 def test_a_version_that_is_damaged_everywhere_gives_way_to_the_one_before(
     begin_endless: Callable[..., Launched],
 ) -> None:

@@ -106,6 +106,7 @@ def test_killed_driver_does_not_stop_the_run_and_a_command_does(
     _assert_goes_on(path, directory, summary)
 
 
+@pytest.mark.chaos
 def test_stop_is_told_to_the_controller_after_one_that_is_stopped(
     nodes: Any, make_config: Callable[..., RunConfig], tmp_path: Path
 ) -> None:

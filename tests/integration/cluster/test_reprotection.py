@@ -23,6 +23,7 @@ def _num_lines(directory: str, attempt: int) -> int:
     return sum(line["attempt"] == attempt for line in read_history(directory).lines)
 
 
+@pytest.mark.chaos
 def test_node_lost_right_after_a_growth_costs_one_step(
     nodes: Any, begin_endless: Callable[..., Launched]
 ) -> None:
