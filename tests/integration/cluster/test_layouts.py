@@ -78,6 +78,49 @@ def test_a_lost_node_and_a_lost_worker_leave_the_layout_that_fits(
     _check_curve(config, tmp_path / "alone")
 
 
+@pytest.mark.chaos
+def test_experts_are_cut_in_as_many_ways_as_divide_the_workers_that_are_left(
+    nodes: Any, make_config: Callable[..., RunConfig], tmp_path: Path
+) -> None:
+    """Three workers shard all experts; when the node of one is lost, too, two have a half each."""
+    transformers = pytest.importorskip("transformers", reason="the extra hf is not installed")
+    transformers.MixtralConfig(
+        vocab_size=300,
+        hidden_size=32,
+        intermediate_size=48,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        num_local_experts=4,
+        output_router_logits=True,
+        router_aux_loss_coef=0.1,
+    ).save_pretrained(tmp_path / "mixtral")
+    config = make_config(
+        train__steps=_STEPS,
+        train__deterministic=False,
+        model__preset=f"hf:{tmp_path}/mixtral",
+        parallel__ep=2,
+        workers__standby_per_node=0,
+        checkpoint__every_steps=50_000,
+    )
+    run = Launched(config, nodes)
+    whole = reach(run, 10, workers=4)
+
+    signal_rank(run, 1, signal.SIGKILL)
+    three = reach(run, 11, workers=3, attempt=whole["attempt"] + 1)
+    three = reach(run, three["step"] + 3)
+    at = {worker["rank"]: worker["node"] for worker in three["workers"] if worker["rank"] >= 0}
+    kill_node_of(run, next(rank for rank, node in at.items() if [*at.values()].count(node) == 1))
+    two = reach(run, three["step"] + 1, workers=2, attempt=three["attempt"] + 1)
+    summary = run.follow(lambda _: None)
+
+    assert summary["outcome"] == "completed", summary["reason"]
+    layouts = [status["layout"] for status in (whole, three, two)]
+    assert layouts == ["dp_shard=4 x ep=2", "dp_shard=3", "dp_shard=2 x ep=2"]
+    assert max(incident["lost_steps"] for incident in summary["incidents"]) <= 1
+    _check_curve(config, tmp_path / "alone")
+
+
 def _check_curve(config: RunConfig, directory: Path) -> None:
     """Assert that the losses are those of one process that nothing disturbed."""
     settings = Settings(model=config.model, data=config.data, train=config.train)
