@@ -276,7 +276,7 @@ class ParallelSettings:
             samples.
         pp: Pipeline-parallel ways: workers that have some of the layers each, and the same samples.
         ep: Expert-parallel ways: data-parallel workers that have some of the experts each, and send
-            each other their tokens. It divides ``dp_shard``; where it does not, a divisor of it is.
+            each other their tokens. With fewer workers its largest divisor that divides them.
         stages_per_worker: Pipeline stages that each of these workers has; more than 1 for
             interleaved 1F1B, whose bubble is so many times smaller, and which sends as many times
             more (Megatron-LM: ``num_virtual_stages_per_pipeline_rank``).

@@ -29,6 +29,7 @@ from tests.support.attempts import (
     settings,
     wait_for_steps,
 )
+from tests.support.experts import with_experts
 from tests.support.node_memory import NodeProcess
 from tests.support.node_memory import newest as newest_in_memory
 from tests.support.ranks import Place, running
@@ -52,6 +53,7 @@ from workers.protocol import DEVICE_MEMORY, Completed, Fenced, PeerLost, Raised,
 from workers.settings import (
     CheckpointSettings,
     DataSettings,
+    ModelSettings,
     ParallelSettings,
     RunSettings,
     Settings,
@@ -315,21 +317,26 @@ def test_a_tensor_parallel_worker_is_replaced_and_no_bit_is_lost(
     assert curve(run.directory) == losses
 
 
-def test_tensor_parallel_ranks_train_along_the_curve_of_others(
-    run: Run, text: DataSettings
+@pytest.mark.parametrize(
+    "layout", [ParallelLayout(dp_shard=2, tp=2), ParallelLayout(dp_shard=4, ep=2)], ids=str
+)
+def test_ranks_with_parts_of_matrices_or_experts_train_along_the_curve_of_others(
+    layout: ParallelLayout, run: Run, text: DataSettings, tmp_path: Path
 ) -> None:
     """Sums inside of a matrix product have another order, and nothing else differs.
 
     AdamW hides a gradient that is twice as large; its norm shows it.
     """
-    chosen = settings(text, global_batch=4)
+    chosen = settings(text, global_batch=8)
+    if layout.ep > 1:
+        chosen = replace(chosen, model=ModelSettings(preset=with_experts(tmp_path / "experts")))
     finish(run, chosen, num_workers=1)
     alone = {line["step"]: line for line in lines(run)}
     reset(run)
-    leave(run, chosen, num_workers=4, layout=ParallelLayout(dp_shard=2, tp=2))
+    leave(run, chosen, num_workers=4, layout=layout)
     finish(run, chosen, num_workers=2, resume=newest(run))
 
-    assert "tp=2" in lines(run)[0]["layout"]
+    assert str(layout) == lines(run)[0]["layout"]
     for line in lines(run):
         expected = alone[line["step"]]
         assert line["loss"] == pytest.approx(expected["loss"], rel=1e-5)

@@ -13,6 +13,7 @@ from orchestrator.config import RunConfig
 from orchestrator.driver.faults import kill_node_of, signal_rank, wait_for
 from orchestrator.driver.launch import Launched
 from tests.support.attempts import finish, lines
+from tests.support.experts import with_experts
 from tests.support.history import read_history
 from tests.support.reach import ACT_S_MAX, reach
 from tests.support.trainers import Run
@@ -83,22 +84,10 @@ def test_experts_are_cut_in_as_many_ways_as_divide_the_workers_that_are_left(
     nodes: Any, make_config: Callable[..., RunConfig], tmp_path: Path
 ) -> None:
     """Three workers shard all experts; when the node of one is lost, too, two have a half each."""
-    transformers = pytest.importorskip("transformers", reason="the extra hf is not installed")
-    transformers.MixtralConfig(
-        vocab_size=300,
-        hidden_size=32,
-        intermediate_size=48,
-        num_hidden_layers=2,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-        num_local_experts=4,
-        output_router_logits=True,
-        router_aux_loss_coef=0.1,
-    ).save_pretrained(tmp_path / "mixtral")
     config = make_config(
         train__steps=_STEPS,
         train__deterministic=False,
-        model__preset=f"hf:{tmp_path}/mixtral",
+        model__preset=with_experts(tmp_path / "experts"),
         parallel__ep=2,
         workers__standby_per_node=0,
         checkpoint__every_steps=50_000,
