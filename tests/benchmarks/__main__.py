@@ -42,6 +42,7 @@ QUICK: Final = {
     "bench_recomputation": "--megabytes 3 --rounds 1",
     "bench_reconfigure": "--rounds 1 --timeout 1",
     "bench_recorder": "--blocks 2",
+    "bench_relayout": "--layers 2 --rounds 1",
     "bench_recovery": "--kills 1 --shrinks 1 --nodes 1",
     "bench_replicas": "--megabytes 1 --rounds 1",
     "bench_restart": "--records 1000",

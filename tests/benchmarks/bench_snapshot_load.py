@@ -218,10 +218,7 @@ class Loader:
 
     def stream(self, _threads: int) -> None:
         """Receive as many bytes."""
-        self.connection.sendall(_SIZE.pack(self.num_bytes))
-        left = self.part.block.data
-        while left:
-            left = left[self.connection.recv_into(left) :]
+        receive(self.connection, self.part.block.data)
 
     def check(self) -> None:
         """Stop if what was loaded is not what was written; forget it."""
@@ -306,6 +303,13 @@ def summary(results: list[dict[str, Any]]) -> dict[str, Any]:
             found[mode][f"{way} of {peer}"] = paired(wall_s[peer], wall_s[way])
             found[mode][f"{way} of {peer}, processor"] = paired(used_s[peer], used_s[way])
     return found
+
+
+def receive(connection: socket.socket, target: memoryview) -> None:
+    """Fill ``target`` over a connection of ``streams``."""
+    connection.sendall(_SIZE.pack(len(target)))
+    while target:
+        target = target[connection.recv_into(target) :]
 
 
 def serve_streams(pipe: Connection, size_bytes: int) -> None:

@@ -1,6 +1,6 @@
 """What any layout saves, any other loads to the bit: all axes, growing and shrinking.
 
-torch's fake group stands for the other ranks, so a process builds each of them in turn.
+A process builds each of the ranks in turn.
 """
 
 from __future__ import annotations
@@ -14,17 +14,15 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.testing._internal.distributed.fake_pg import FakeStore
 
 import ucp_core
+from tests.support.fake_ranks import state_of
 from ucp_core.layout import ParallelLayout
 from ucp_core.native import save_rank
 from ucp_core.storage import LocalStore
 from workers.models import Decoder, resolve, tensor_plan
-from workers.parallel import ModelPlan, build_mesh
-from workers.settings import ModelSettings, Settings
-from workers.state import HostBuffer, StateEntry, TrainingState, local_parameters
-from workers.train.building import build_model
+from workers.parallel import ModelPlan
+from workers.state import HostBuffer, StateEntry, TrainingState
 
 SHAPE = replace(resolve("tiny", {}), num_layers=4, num_kv_heads=4, tied=False)
 LAYOUTS = [
@@ -62,29 +60,6 @@ def group() -> Iterator[None]:
     yield
     if dist.is_initialized():
         dist.destroy_process_group()
-
-
-def _rank(
-    layout: ParallelLayout, rank: int, attempt: int, build: Callable[[], nn.Module], plan: ModelPlan
-) -> TrainingState:
-    """Return the state of a rank, after a step of its optimizer."""
-    if dist.is_initialized():
-        dist.destroy_process_group()
-    dist.init_process_group("fake", store=FakeStore(), rank=rank, world_size=layout.world_size)
-    mesh = build_mesh(layout, device_type="cpu", attempt=attempt, rank=rank)
-    built = build_model(
-        build,
-        plan,
-        mesh=mesh,
-        settings=Settings(model=ModelSettings(preset="tiny")),
-        device=torch.device("cpu"),
-    )
-    own = local_parameters(built.shards)
-    optimizer = torch.optim.AdamW(own.values())
-    for parameter in own.values():
-        parameter.grad = torch.zeros_like(parameter)
-    optimizer.step()
-    return TrainingState(built.shards, own, optimizer, rank)
 
 
 def _value(entry: StateEntry) -> Tensor:
@@ -135,7 +110,7 @@ def _check_pairs(
     for layout in layouts:
         ranks = range(layout.world_size)
         states.append(
-            [_rank(layout, rank, 100 * len(states) + rank + 1, build, plan) for rank in ranks]
+            [state_of(build, plan, layout, rank, 100 * len(states) + rank + 1) for rank in ranks]
         )
         for rank, state in enumerate(states[-1]):
             for entry in state.entries():
