@@ -1,4 +1,4 @@
-"""The peer of a session's step: the same model in a plain loop of FSDP2, in the same processes."""
+"""The peer of a session's step: the same model in a plain loop of torch, in the same processes."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import itertools
 import statistics
 import warnings
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Final, Protocol
 
@@ -16,14 +16,17 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+from torch.distributed.pipelining import PipelineStage, Schedule1F1B
+from torch.distributed.tensor import DTensor
+from torch.distributed.tensor.parallel import parallelize_module
 
 from tests.benchmarks.common import paired
 from tests.benchmarks.steps import Job, Meter, batch
 from tests.support.ranks import Place, running
 from ucp_core.layout import ParallelLayout
 from ucp_core.storage import open_store
-from workers.models import PRESETS, Decoder, mean_loss
-from workers.parallel import Mesh, fsdp_modules, shard_model
+from workers.models import PRESETS, Decoder, mean_loss, tensor_plan
+from workers.parallel import Mesh, ModelPlan, fsdp_modules, shard_model
 from workers.protocol import Assignment, Completed
 from workers.records import ProgressRecord
 from workers.settings import CheckpointSettings, Settings, SnapshotSettings, TrainSettings
@@ -56,9 +59,15 @@ class Kind:
     vocab_size: int
 
 
-def kind_of(model: str, *, compiled: bool = False) -> Kind:
-    """Return the model of a name in ``MODELS``, its blocks compiled if ``compiled``."""
+def kind_of(model: str, *, compiled: bool = False, untied: bool = False) -> Kind:
+    """Return the model of a name in ``MODELS``.
+
+    Args:
+        compiled: Whether its blocks are compiled.
+        untied: Whether the output layer is not the embedding, so that stages can share it out.
+    """
     shape = PRESETS[LLAMAS.get(model, model)]
+    shape = replace(shape, tied=shape.tied and not untied)
     if model not in LLAMAS:
 
         def build() -> nn.Module:
@@ -152,18 +161,112 @@ def plain_loop(kind: Kind, mesh: DeviceMesh, job: Job, *, alike: bool) -> Loop:
     return step
 
 
+def layout_loop(kind: Kind, mesh: DeviceMesh, job: Job) -> Loop:
+    """Return a plain loop of tensor-parallel ranks, or of pipeline stages, that reads its loss.
+
+    All ranks have the same samples, and no gradient is sharded. One all-reduce of two numbers gives
+    norm and loss.
+
+    Args:
+        kind: The model, a decoder.
+        mesh: The ranks, all on the one axis of the layout that is above 1.
+        job: What a step is.
+    """
+    assert job.layout is not None, "the job has a layout"
+    num_micro_batches, has_stages = job.global_batch // job.micro_batch, job.layout.pp > 1
+    device = torch.device(mesh.device_type)
+    model: Any = kind.build().to(device)
+    if has_stages:
+        model.keep_stage(mesh.get_rank(), mesh.size())
+        passes = _stage_passes(model, mesh, num_micro_batches)
+    else:
+        parallelize_module(model, mesh, tensor_plan())
+        passes = _whole_passes(kind, model, num_micro_batches)
+    parameters = dict(model.named_parameters())
+    optimizer = adamw(parameters, TrainSettings())
+    samples = itertools.count()
+
+    def step() -> float:
+        tokens = []
+        for _ in range(num_micro_batches):
+            drawn = [next(samples) for _ in range(job.micro_batch)]
+            inputs, targets = batch(drawn, kind.vocab_size, job.sequence_length)
+            tokens.append((inputs.to(device), targets.to(device)))
+        losses = passes(tokens)
+        total = torch.stack(losses).mean() if losses else torch.zeros((), device=device)
+        gradients: list[Any] = [one.grad for one in parameters.values()]
+        cut = [one.to_local() for one in gradients if isinstance(one, DTensor)]
+        whole = [one for one in gradients if not isinstance(one, DTensor)]
+        numbers = torch.stack((_square(whole if has_stages else cut), total))
+        dist.all_reduce(numbers, group=mesh.get_group())
+        square = numbers[0] if has_stages else numbers[0] + _square(whole)
+        torch._foreach_mul_([*cut, *whole], (1.0 / (square.sqrt() + 1e-6)).clamp(max=1.0))
+        optimizer.step()
+        optimizer.zero_grad(set_to_none=True)
+        return numbers[1].item() / (1 if has_stages else mesh.size())
+
+    return step
+
+
+#: Computes all micro-batches of a step; returns their losses, if they are here.
+_Passes = Callable[[list[tuple[Tensor, Tensor]]], list[Tensor]]
+
+
+def _whole_passes(kind: Kind, model: nn.Module, num_micro_batches: int) -> _Passes:
+    def passes(tokens: list[tuple[Tensor, Tensor]]) -> list[Tensor]:
+        found: list[Tensor] = []
+        for inputs, targets in tokens:
+            loss = kind.loss_of(model, inputs, targets)
+            (loss / num_micro_batches).backward()
+            found.append(loss.detach())
+        return found
+
+    return passes
+
+
+def _stage_passes(model: nn.Module, mesh: DeviceMesh, num_micro_batches: int) -> _Passes:
+    rank, device = mesh.get_rank(), torch.device(mesh.device_type)
+    stage = PipelineStage(model, rank, mesh.size(), device, group=mesh.get_group())
+    schedule = Schedule1F1B(stage, num_micro_batches, loss_fn=mean_loss)
+
+    def passes(tokens: list[tuple[Tensor, Tensor]]) -> list[Tensor]:
+        inputs, targets = (torch.cat(each) for each in zip(*tokens, strict=True))
+        losses: list[Tensor] = []
+        given = () if rank else (inputs,)
+        schedule.step(*given, target=targets, losses=losses, return_outputs=False)
+        return [loss.detach() for loss in losses]
+
+    return passes
+
+
+def _square(gradients: list[Tensor]) -> Tensor:
+    norms: Any = torch._foreach_norm(gradients)
+    return torch.stack(norms).square().sum()
+
+
 def session_loop(kind: Kind, session: Session, job: Job) -> tuple[Loop, Iterator[Any]]:
     """Return a loop that trains a step of ``session``, and the steps that it takes."""
-    model = session.model(kind.build)
+    plan = ModelPlan(tensor=tensor_plan(), keep_stage=Decoder.keep_stage)
+    model = session.model(kind.build, plan=None if job.layout is None else plan)
     session.optimizer(lambda parameters: adamw(parameters, session.settings.train))
     steps = session.steps(NUM_SAMPLES)
+
+    def loss_of(samples: Any) -> tuple[Tensor, int]:
+        drawn = batch(samples.tolist(), kind.vocab_size, job.sequence_length)
+        inputs, targets = (each.to(session.device) for each in drawn)
+        return kind.loss_of(model, inputs, targets), targets.numel()
+
+    def whole_step() -> float:
+        next(steps)
+        return session.train_step(loss_of).loss
+
+    if job.layout is not None:
+        return whole_step, steps
 
     def step() -> float:
         one = next(steps)
         for samples in one.micro_batches():
-            drawn = batch(samples.tolist(), kind.vocab_size, job.sequence_length)
-            inputs, targets = (each.to(session.device) for each in drawn)
-            one.backward(kind.loss_of(model, inputs, targets), targets.numel())
+            one.backward(*loss_of(samples))
         one.apply()
         return one.loss
 
@@ -226,14 +329,14 @@ def _rank(place: Place, *, job: Job, model: str) -> dict[str, Any]:
     assignment = Assignment(
         attempt=1,
         rank=place.rank,
-        layout=ParallelLayout(dp_shard=job.workers),
+        layout=job.layout or ParallelLayout(dp_shard=job.workers),
         store_host="127.0.0.1",
         store_port=place.port,
         resume_step=0,
         resume_attempt=0,
         lineage=((1, 0),),
     )
-    kind = kind_of(model, compiled=job.compiled)
+    kind = kind_of(model, compiled=job.compiled, untied=job.layout is not None)
     task = functools.partial(_take_turns, job=job, kind=kind, meter=meter)
     outcome = run_attempt(assignment, context, task)
     assert isinstance(outcome, Completed), outcome
@@ -245,8 +348,12 @@ def _take_turns(session: Session, *, job: Job, kind: Kind, meter: Meter) -> None
     is_cuda = session.device.type == "cuda"
     group = dist.new_group(backend="nccl" if is_cuda else "gloo")
     mesh = DeviceMesh.from_group(group, session.device.type)
-    plain = {way: plain_loop(kind, mesh, job, alike=way == "alike") for way in job.ways[:-1]}
-    loops: dict[str, Loop] = {"session": ours, **plain}
+    loops: dict[str, Loop] = {"session": ours}
+    for way in job.ways[:-1]:
+        if job.layout is None:
+            loops[way] = plain_loop(kind, mesh, job, alike=way == "alike")
+        else:
+            loops[way] = layout_loop(kind, mesh, job)
     for number in range(1, job.num_steps + 1):
         meter.tick()
         # Its return waits for the device, since the loss is read.

@@ -1,6 +1,7 @@
 """What a failure-free run pays: for its session, and for being watched.
 
     python -m tests.benchmarks overhead --only bare [--models tiny llama-10m 125m]
+    python -m tests.benchmarks overhead --only layouts [--models 10m]
     python -m tests.benchmarks overhead --only watched --rounds 120 --json
 
 ``bare`` trains the same model in turns by a session, by a plain loop of FSDP2 as a tutorial has it
@@ -9,6 +10,10 @@
 processes, which recorded groups and plain ones of gloo or NCCL connect. ``wall`` and
 ``processor`` are ratios, pair by pair of blocks. Snapshots are off, and nobody watches.
 It takes a CUDA device per worker where there are any; ``--cuda`` skips where there is none.
+
+``layouts`` does the same for two tensor-parallel workers, and for two stages of a pipeline: beside
+them stands torch's ``parallelize_module`` or ``Schedule1F1B`` alone, with one small all-reduce for
+norm and loss.
 
 ``watched``: keepers and controller run and are stopped (SIGSTOP) for a second each, in turn, and
 the steps of both kinds of seconds are compared: workers wait for neither, so nothing else changes.
@@ -23,6 +28,7 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import itertools
 import json
 import os
 import signal
@@ -42,6 +48,7 @@ from tests.benchmarks.bench_recorder import measure_stores
 from tests.benchmarks.bench_recovery import Bench, running
 from tests.benchmarks.common import load_average, processor_s, spread
 from tests.benchmarks.steps import Job
+from ucp_core.layout import ParallelLayout
 from workers.keeper import OPTIONS
 from workers.keeper.trainer_watch import NodeWatch
 from workers.models import PRESETS
@@ -50,6 +57,9 @@ from workers.models import PRESETS
 STRETCH_S = 1.0
 #: The goal: a step of a session, of a step of the bare loop.
 STEP_RATIO_MAX: Final = 1.03
+#: The same of ``layouts``.
+LAYOUT_RATIO_MAX: Final = 1.05
+LAYOUTS: Final = (ParallelLayout(tp=2), ParallelLayout(pp=2))
 #: Rounds, and steps in a block, by the size of the model.
 BLOCKS: Final = {"tiny": (60, 15), "small": (40, 10), "10m": (15, 5), "125m": (5, 3)}
 
@@ -178,6 +188,27 @@ def bare(models: Sequence[str], workers: int, rounds: int) -> Iterator[dict[str,
         yield {"model": model, "workers": workers, **found, "missed": missed}
 
 
+def layouts(models: Sequence[str], rounds: int) -> Iterator[dict[str, Any]]:
+    """Yield what a step of each layout takes in a session, beside torch alone."""
+    decoders = [model for model in models if model in BLOCKS]
+    alone = torch.cuda.device_count() == 1
+    for model, layout in itertools.product(decoders, () if alone else LAYOUTS):
+        num_rounds, block = BLOCKS[model]
+        job = Job(
+            shape=PRESETS["tiny"],
+            workers=layout.world_size,
+            global_batch=4 * MICRO_BATCH,
+            rounds=rounds or num_rounds,
+            block=block,
+            ways=("bare", "session"),
+            layout=layout,
+        )
+        with tempfile.TemporaryDirectory() as folder:
+            found = compare(job, model, Path(folder))
+        missed = found["session_of_bare"]["wall"]["median"] > LAYOUT_RATIO_MAX
+        yield {"model": model, "layout": str(layout), **found, "missed": missed}
+
+
 def watched(rounds: int, seconds: float, nodes: int) -> dict[str, Any]:
     """Return what it costs to be watched."""
     settings = ["snapshot.every_steps=0", f"cluster.local_nodes={nodes}"]
@@ -193,8 +224,8 @@ def watched(rounds: int, seconds: float, nodes: int) -> dict[str, Any]:
 def main() -> None:
     """Measure and print, a JSON object a model and one for being watched."""
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--only", choices=("bare", "watched"))
-    parser.add_argument("--models", nargs="+", default=["tiny", "llama-small"], choices=MODELS)
+    parser.add_argument("--only", choices=("bare", "layouts", "watched"))
+    parser.add_argument("--models", nargs="+", default=(), choices=MODELS, help="by the part")
     parser.add_argument("--workers", type=int, default=2, help="of `bare`; one a CUDA device")
     parser.add_argument("--cuda", action="store_true", help="skip `bare` without a CUDA device")
     parser.add_argument("--rounds", type=int, default=0, help="default: by the model; 120")
@@ -208,9 +239,14 @@ def main() -> None:
     elif arguments.only != "watched":
         os.environ.setdefault("OMP_NUM_THREADS", "1")
         workers = min(arguments.workers, torch.cuda.device_count() or arguments.workers)
-        for found in bare(arguments.models, workers, arguments.rounds):
-            print(json.dumps({**found, "load": load_average()}, indent=indent), flush=True)
-    if arguments.only != "bare":
+        parts = {
+            "bare": bare(arguments.models or ["tiny", "llama-small"], workers, arguments.rounds),
+            "layouts": layouts(arguments.models or ["10m"], arguments.rounds),
+        }
+        for name, rows in parts.items():
+            for found in rows if arguments.only in (None, name) else ():
+                print(json.dumps({**found, "load": load_average()}, indent=indent), flush=True)
+    if arguments.only in (None, "watched"):
         result = watched(arguments.rounds or 120, arguments.seconds, arguments.nodes)
         print(json.dumps({**result, "load": load_average()}, indent=indent))
 

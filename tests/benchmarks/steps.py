@@ -13,6 +13,7 @@ from torch import Tensor
 
 from tests.benchmarks.common import processor_s
 from tests.benchmarks.decoder_parts import shape_of
+from ucp_core.layout import ParallelLayout
 from workers.models import ModelShape
 
 SEQUENCE_LENGTH: Final = 128
@@ -33,6 +34,7 @@ class Job:
         sequence_length: Tokens in a sample.
         precision: Of the passes, as in ``TrainSettings``.
         compiled: Whether every block is compiled.
+        layout: Of the workers; None to shard over them.
     """
 
     shape: ModelShape
@@ -45,6 +47,7 @@ class Job:
     sequence_length: int = SEQUENCE_LENGTH
     precision: Literal["fp32", "bf16"] = "fp32"
     compiled: bool = False
+    layout: ParallelLayout | None = None
 
     @classmethod
     def of_size(
