@@ -1,7 +1,8 @@
-"""Models of ``transformers`` bring their own plans: of tensors, experts and stages."""
+"""Models of ``transformers`` bring their own plans: of tensors, experts, sequences and stages."""
 
 from __future__ import annotations
 
+import functools
 import zlib
 from typing import Any
 
@@ -20,7 +21,9 @@ from workers.parallel import (
     ModelPlan,
     PassHooks,
     Pipeline,
+    SequenceParts,
     Stages,
+    apply_sequence_plan,
     apply_tensor_plan,
     build_mesh,
     fsdp_modules,
@@ -74,13 +77,20 @@ LAYOUTS = [
     (ParallelLayout(dp_shard=2, ep=2, pp=2), 1),
     (ParallelLayout(pp=2), 2),
     (ParallelLayout(dp_shard=2, pp=2), 2),
+    # Two ranks exchange heads, and gather keys and values where one key head is left for both.
+    (ParallelLayout(cp=2), 1),
+    (ParallelLayout(dp_shard=2, cp=2), 1),
+    (ParallelLayout(cp=2, tp=2), 1),
+    (ParallelLayout(cp=4), 1),
+    (ParallelLayout(cp=2, pp=2), 2),
+    (ParallelLayout(dp_shard=2, cp=2, ep=2), 1),
 ]
 CASES = [
     (layout, per_rank, kind)
     for layout, per_rank in LAYOUTS
     for kind in KINDS
     if kind == "Mixtral"
-    or (layout.ep == 1 if kind != "Qwen3Moe" else layout.ep > 1 and layout.pp == 1)
+    or (layout.ep == 1 if kind != "Qwen3Moe" else layout.ep > 1 and layout.pp * layout.cp == 1)
 ]
 
 
@@ -105,6 +115,13 @@ def build(kind: str) -> Any:
     return model
 
 
+def plan_of(kind: str) -> ModelPlan:
+    if kind != "decoder":
+        return ModelPlan()
+    sequence = ("input_ids", "labels")
+    return ModelPlan(tensor=tensor_plan(), keep_stage=Decoder.keep_stage, sequence=sequence)
+
+
 def fill(model: nn.Module, kind: str) -> None:
     """Give every parameter a value by its name, whatever part of it is here."""
     buffers = own_names(build(kind).named_buffers())
@@ -124,7 +141,7 @@ def fill(model: nn.Module, kind: str) -> None:
 
 def batches(data_rank: int) -> list[Tensor]:
     generator = torch.Generator().manual_seed(data_rank)
-    return [torch.randint(0, 64, (2, 9), generator=generator) for _ in range(MICRO_BATCHES)]
+    return [torch.randint(0, 64, (2, 8), generator=generator) for _ in range(MICRO_BATCHES)]
 
 
 def loss_on(model: Any, tokens: Tensor) -> Tensor:
@@ -134,6 +151,20 @@ def loss_on(model: Any, tokens: Tensor) -> Tensor:
     loss = nn.functional.cross_entropy(logits, tokens[:, 1:].flatten(), reduction="sum")
     balance = getattr(found, "aux_loss", None)
     return loss if balance is None else loss + balance
+
+
+def loss_of_part(parts: SequenceParts, model: Any, tokens: Tensor) -> Tensor:
+    """Return the same of this rank's part of the sequences."""
+    # No token sees what is behind it, so the mask of padding there is not needed.
+    mask = torch.ones_like(tokens).index_fill_(1, torch.tensor([6, 7]), 0)
+    part = parts.of({"input_ids": tokens, "labels": tokens, "attention_mask": mask})
+    assert "attention_mask" not in part
+    inputs, labels = part["input_ids"], part["labels"]
+    if hasattr(model, "config"):
+        found = model(input_ids=inputs, position_ids=part["position_ids"], use_cache=False).logits
+    else:
+        found = model(inputs)
+    return nn.functional.cross_entropy(found.flatten(0, 1), labels.flatten(), reduction="sum")
 
 
 def gathered(named: Any) -> dict[str, Any]:
@@ -148,9 +179,7 @@ def train(mesh: Mesh, kind: str, per_rank: int) -> dict[str, Any]:
     """Return the gradients of this rank's stages, added up over micro-batches."""
     with torch.device("meta"):
         model = build(kind)
-    names, plan = [name for name, _ in model.named_modules()], ModelPlan()
-    if kind == "decoder":
-        plan = ModelPlan(tensor=tensor_plan(), keep_stage=Decoder.keep_stage)
+    names, plan = [name for name, _ in model.named_modules()], plan_of(kind)
     pipeline: Pipeline | None = None
     if mesh.stages is not None:
         stages = Stages(model, plan, mesh.layout.pp, per_rank)
@@ -159,6 +188,7 @@ def train(mesh: Mesh, kind: str, per_rank: int) -> dict[str, Any]:
         model = called.stages
     for part in (model,) if pipeline is None else model.children():
         apply_tensor_plan(part, mesh, plan, names)
+    parts = apply_sequence_plan(model, mesh, plan)
     shard_model(model, mesh, precision="fp32", reshard_after_forward=True)
     materialize(model, torch.device("cpu"))
     if pipeline is not None:
@@ -171,6 +201,7 @@ def train(mesh: Mesh, kind: str, per_rank: int) -> dict[str, Any]:
         for module in fsdp_modules(part):
             module.set_requires_gradient_sync(number == len(given) - 1, recurse=False)
 
+    loss_here = loss_on if mesh.context is None else functools.partial(loss_of_part, parts)
     if pipeline is not None:
         of_rank = pipeline.model
         hooks = PassHooks(
@@ -178,13 +209,14 @@ def train(mesh: Mesh, kind: str, per_rank: int) -> dict[str, Any]:
             weigh=lambda _, loss: loss,
             begin_backward=lambda stage, number: begin_backward(of_rank.stage(stage), number),
         )
-        pipeline.train(given, lambda tokens: loss_on(of_rank, tokens), hooks)
+        pipeline.train(given, lambda tokens: loss_here(of_rank, tokens), hooks)
     else:
         for number, tokens in enumerate(given):
             begin_backward(model, number)
-            loss_on(model, tokens).backward()
+            loss_here(model, tokens).backward()
     # transformers asks who the others are, and the results do not depend on them.
     calls.refuse()
+    parts.refuse_unused()
     return gathered(model.named_parameters())
 
 

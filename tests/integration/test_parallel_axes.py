@@ -1,4 +1,4 @@
-"""Tensor and pipeline parallelism: training as one process does, state that any layout loads."""
+"""Axes that cut a model or sequences: training as one process does, state any layout loads."""
 
 from __future__ import annotations
 
@@ -42,6 +42,7 @@ from workers.models import Decoder, initial_value, resolve, tensor_plan
 from workers.parallel import (
     Mesh,
     ModelPlan,
+    apply_sequence_plan,
     apply_tensor_plan,
     build_mesh,
     fsdp_modules,
@@ -49,7 +50,7 @@ from workers.parallel import (
     materialize,
     shard_model,
 )
-from workers.protocol import DEVICE_MEMORY, Completed, Fenced, PeerLost, Raised, Yielded
+from workers.protocol import DEVICE_MEMORY, VALIDATION, Completed, Fenced, PeerLost, Raised, Yielded
 from workers.settings import (
     CheckpointSettings,
     DataSettings,
@@ -85,6 +86,7 @@ def built(mesh: Mesh, dtype: torch.dtype, plan: ModelPlan = STYLES) -> nn.Module
         model: nn.Module = Decoder(SHAPE).to(dtype)
     names = [name for name, _ in model.named_modules()]
     apply_tensor_plan(model, mesh, plan, names)
+    apply_sequence_plan(model, mesh, replace(plan, sequence=("input_ids",)))
     shard_model(model, mesh, precision="fp32", reshard_after_forward=True)
     materialize(model, torch.device("cpu"))
     fill(model)
@@ -110,9 +112,9 @@ def batch(number: int, num_samples: int) -> tuple[Tensor, Tensor]:
     return tokens[:, :-1], tokens[:, 1:]
 
 
-def backward(model: nn.Module, number: int, num_samples: int = 4) -> None:
-    """Add the gradient of the losses' sum."""
-    inputs, targets = batch(number, num_samples)
+def backward(model: nn.Module, number: int, part: tuple[int, int] = (0, 1)) -> None:
+    """Add the gradient of the losses' sum, of a part of the sequences."""
+    inputs, targets = (one.chunk(part[1], dim=1)[part[0]] for one in batch(number, num_samples=4))
     logits = model(inputs)
     flat = logits.double().reshape(-1, logits.shape[-1])
     nn.functional.cross_entropy(flat, targets.reshape(-1), reduction="sum").backward()
@@ -133,17 +135,26 @@ def gradients_over(layout: ParallelLayout, place: Place) -> list[dict[str, Any]]
     found = []
     for plan in (STYLES, OWN):
         model = built(mesh, torch.float64, plan)
-        # Data-parallel ranks have samples of their own, all others the same ones.
+        # Data-parallel ranks have samples of their own, all others the same ones, or parts of them.
         for number in (0, 1):
             for module in fsdp_modules(model):
                 module.set_requires_gradient_sync(number == 1, recurse=False)
-            backward(model, number=2 * mesh.data_rank + number)
+            backward(model, 2 * mesh.data_rank + number, (mesh.part, layout.cp))
         found.append(gathered({name: one.grad for name, one in model.named_parameters()}))
     collectives.leave()
     return found
 
 
-@pytest.mark.parametrize("layout", [ParallelLayout(dp_shard=2, tp=2)], ids=str)
+@pytest.mark.parametrize(
+    "layout",
+    [
+        ParallelLayout(dp_shard=2, tp=2),
+        ParallelLayout(cp=2),
+        ParallelLayout(dp_shard=2, cp=2),
+        ParallelLayout(cp=2, tp=2),
+    ],
+    ids=str,
+)
 def test_gradients_are_those_of_one_process(layout: ParallelLayout, tmp_path: Path) -> None:
     """In float64 a wrong sum is seen: a norm's gradient, say, that counts once for each rank."""
     with running(functools.partial(gradients_over, layout), layout.world_size, tmp_path) as ranks:
@@ -238,6 +249,11 @@ def test_what_tensor_parallel_ranks_save_data_parallel_ranks_load_to_the_bit(
             np.testing.assert_array_equal(after[name], value, err_msg=name)
 
 
+def validation(run: Run) -> dict[int, float]:
+    """Return the losses of evaluations, by step."""
+    return {line["step"]: line["loss"] for line in lines(run, VALIDATION)}
+
+
 def untied(data: DataSettings, **train: Any) -> Settings:
     chosen = settings(data, deterministic=True, **train)
     return replace(chosen, model=replace(chosen.model, tied=False))
@@ -318,25 +334,32 @@ def test_a_tensor_parallel_worker_is_replaced_and_no_bit_is_lost(
 
 
 @pytest.mark.parametrize(
-    "layout", [ParallelLayout(dp_shard=2, tp=2), ParallelLayout(dp_shard=4, ep=2)], ids=str
+    "layout",
+    [
+        ParallelLayout(dp_shard=2, tp=2),
+        ParallelLayout(dp_shard=4, ep=2),
+        ParallelLayout(dp_shard=2, cp=2),
+    ],
+    ids=str,
 )
-def test_ranks_with_parts_of_matrices_or_experts_train_along_the_curve_of_others(
+def test_ranks_with_parts_train_along_the_curve_of_others(
     layout: ParallelLayout, run: Run, text: DataSettings, tmp_path: Path
 ) -> None:
-    """Sums inside of a matrix product have another order, and nothing else differs.
+    """Sums have another order, and nothing else differs, in an evaluation neither.
 
     AdamW hides a gradient that is twice as large; its norm shows it.
     """
-    chosen = settings(text, global_batch=8)
+    chosen = settings(text, global_batch=8, validation_every=1)
     if layout.ep > 1:
         chosen = replace(chosen, model=ModelSettings(preset=with_experts(tmp_path / "experts")))
     finish(run, chosen, num_workers=1)
-    alone = {line["step"]: line for line in lines(run)}
+    alone, validated = {line["step"]: line for line in lines(run)}, validation(run)
     reset(run)
     leave(run, chosen, num_workers=4, layout=layout)
     finish(run, chosen, num_workers=2, resume=newest(run))
 
-    assert str(layout) == lines(run)[0]["layout"]
+    assert lines(run)[0]["layout"] == str(layout)
+    assert validation(run) == pytest.approx(validated, rel=1e-5)
     for line in lines(run):
         expected = alone[line["step"]]
         assert line["loss"] == pytest.approx(expected["loss"], rel=1e-5)
@@ -369,6 +392,49 @@ def train(session):
     inputs = torch.linspace(-1, 1, 512).reshape(64, 8)
     for _ in session.steps(len(inputs)):
         session.train_step(lambda indices: model(inputs[indices]).square().mean())
+
+
+everstep.run(train)
+"""
+#: Each worker would train on whole sequences; on parts alone; with parts of different weights.
+SEQUENCES = """\
+import sys
+
+import everstep
+import torch
+from torch import nn
+
+
+class Attention(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.embedding, self.head = nn.Embedding(8, 8), nn.Linear(8, 8)
+
+    def forward(self, tokens):
+        hidden = self.embedding(tokens)
+        heads = hidden.unflatten(-1, (2, 4)).transpose(1, 2)
+        attend = everstep.causal_attention
+        if "alone" in sys.argv:
+            attend = nn.functional.scaled_dot_product_attention
+        return self.head(attend(heads, heads, heads).transpose(1, 2).flatten(-2) + hidden)
+
+
+def train(session):
+    plan = everstep.ModelPlan(sequence=("tokens", "labels"))
+    model = session.model(Attention, plan=plan)
+    session.optimizer(lambda named: torch.optim.SGD(named.values(), lr=0.1))
+    rows = torch.arange(512).reshape(64, 8) % 8
+
+    def loss_of(indices):
+        batch = {"tokens": rows[indices], "labels": rows[indices]}
+        if "whole" not in sys.argv:
+            batch = session.part(batch)
+        labels = batch["labels"].flatten()
+        loss = nn.functional.cross_entropy(model(batch["tokens"]).flatten(0, 1), labels)
+        return loss if "mean" in sys.argv else (loss, int((labels >= 0).sum()))
+
+    for _ in session.steps(len(rows)):
+        session.train_step(loss_of)
 
 
 everstep.run(train)
@@ -407,6 +473,39 @@ def test_a_plan_that_misses_a_module_is_refused_before_the_first_update(
         assert "parallel.tp=2: ranks 0, 1 have the same weights" in outcome.error
         assert " norm.weight (" in outcome.error
         assert "down.bias" not in outcome.error
+
+
+@pytest.mark.parametrize(
+    ("how", "why"),
+    [
+        ("whole", "did not call session.part"),
+        ("alone", "no attention of the model saw the other parts"),
+        ("mean", "return (loss, tokens)"),
+    ],
+)
+def test_a_script_that_would_train_on_other_sequences_is_refused(
+    how: str, why: str, run: Run, tmp_path: Path
+) -> None:
+    """Before the first update: the loss falls in each of these cases."""
+    chosen = _scripted(tmp_path, SEQUENCES)
+    chosen = replace(chosen, run=replace(chosen.run, arguments=(how,)))
+    for left in run.train(chosen, num_workers=2, layout=ParallelLayout(cp=2)):
+        outcome = left.outcome
+        assert isinstance(outcome, Raised), outcome
+        assert (outcome.step, outcome.refuses) == (1, "cp")
+        assert why in outcome.error
+
+
+def test_a_script_gets_its_part_of_each_batch(run: Run, tmp_path: Path) -> None:
+    """With labels that look one token further, over the end of a part, too."""
+    chosen = _scripted(tmp_path, SEQUENCES)
+    finish(run, chosen, num_workers=1)
+    alone = [line["loss"] for line in lines(run)]
+    reset(run)
+    finish(run, chosen, num_workers=4, layout=ParallelLayout(dp_shard=2, cp=2))
+
+    assert [line["loss"] for line in lines(run)] == pytest.approx(alone, rel=1e-5)
+    assert {line["tokens"] for line in lines(run)} == {8 * 7}
 
 
 def test_a_script_says_what_no_layout_of_its_can_have(run: Run, tmp_path: Path) -> None:

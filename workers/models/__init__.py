@@ -5,6 +5,14 @@ from typing import TYPE_CHECKING
 from ucp_core.lazy import lazy_door
 
 if TYPE_CHECKING:
+    from workers.models.attention import (
+        HUB_NAME,
+        Context,
+        causal_attention,
+        first_position,
+        hub_attention,
+        use_context,
+    )
     from workers.models.decoder import Decoder, initial_value, mean_loss, tensor_plan
     from workers.models.hub_layout import as_in_module, pretrained
     from workers.models.huggingface import (
@@ -26,14 +34,19 @@ if TYPE_CHECKING:
 
 __all__ = [
     "BYTE_VOCAB_SIZE",
+    "HUB_NAME",
     "PRESETS",
+    "Context",
     "Decoder",
     "ModelShape",
     "adapter_documents",
     "as_in_module",
     "block_parameters",
+    "causal_attention",
     "causal_lm",
     "causal_lm_loss",
+    "first_position",
+    "hub_attention",
     "initial_parameter",
     "initial_value",
     "mean_loss",
@@ -43,6 +56,7 @@ __all__ = [
     "shape_problems",
     "stage_layers",
     "tensor_plan",
+    "use_context",
 ]
 
 __getattr__ = lazy_door(__name__)

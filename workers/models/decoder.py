@@ -15,6 +15,7 @@ from torch.distributed.tensor import Replicate
 from torch.distributed.tensor.parallel import ColwiseParallel, ParallelStyle, RowwiseParallel
 from torch.nn import functional
 
+from workers.models.attention import causal_attention, first_position
 from workers.models.shape import ModelShape, block_parameters, stage_layers
 
 NORM_EPS = 1e-5
@@ -43,13 +44,7 @@ class Attention(nn.Module):
         query = self.query(x_BTD).view(heads).transpose(1, 2)
         key = self.key(x_BTD).view(heads).transpose(1, 2)
         value = self.value(x_BTD).view(heads).transpose(1, 2)
-        mixed = functional.scaled_dot_product_attention(
-            _rotate(query, rotary),
-            _rotate(key, rotary),
-            value,
-            is_causal=True,
-            enable_gqa=query.shape[1] != key.shape[1],
-        )
+        mixed = causal_attention(_rotate(query, rotary), _rotate(key, rotary), value)
         return self.out(mixed.transpose(1, 2).reshape(batch, length, -1))  # type: ignore[no-any-return]
 
 
@@ -122,7 +117,7 @@ class Decoder(nn.Module):
             self.norm = self.head = None
 
     def forward(self, tokens_BT: Tensor) -> Tensor:  # noqa: N803
-        """Return the logits of the next token, (B, T, V).
+        """Return the logits of the next token, (B, T, V), of this rank's part of the sequences.
 
         A stage but the last returns (B, T, D), and a stage but the first takes that instead of
         token ids.
@@ -141,7 +136,8 @@ class Decoder(nn.Module):
             head_dim = self.shape.head_dim
             exponents = torch.arange(0, head_dim, 2, dtype=torch.float64) / head_dim
             frequencies = self.shape.rope_theta**-exponents
-            angles = torch.outer(torch.arange(length, dtype=torch.float64), frequencies)
+            positions = first_position(length) + torch.arange(length, dtype=torch.float64)
+            angles = torch.outer(positions, frequencies)
             held = self._rotary = (angles.cos().to(like), angles.sin().to(like))
         return held
 

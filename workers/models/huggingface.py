@@ -37,14 +37,17 @@ def causal_lm(folder: str) -> Any:
         raise TaskError(f"model.preset: hf:{folder}: {error}", path=folder) from error
 
 
-def causal_lm_loss(model: Any, inputs: Tensor, targets: Tensor) -> Tensor:
+def causal_lm_loss(
+    model: Any, inputs: Tensor, targets: Tensor, positions: Tensor | None = None
+) -> Tensor:
     """Return the mean cross entropy over all tokens, with a MoE's balancing loss in training.
 
     Args:
         inputs: Token ids, ``(sequences, positions)``, int64.
         targets: The next token of each, likewise.
+        positions: Their positions, if they are not the first ones, ``(1, positions)``.
     """
-    output = model(input_ids=inputs, use_cache=False)
+    output = model(input_ids=inputs, position_ids=positions, use_cache=False)
     logits = output.logits.float()
     loss = nn.functional.cross_entropy(logits.view(-1, logits.shape[-1]), targets.reshape(-1))
     aux_loss = getattr(output, "aux_loss", None)

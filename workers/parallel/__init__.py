@@ -17,6 +17,7 @@ if TYPE_CHECKING:
     )
     from workers.parallel.mesh import Mesh, build_mesh
     from workers.parallel.pipeline import PassHooks, Pipeline, StageModel, Stages
+    from workers.parallel.sequence import SequenceParts, apply_sequence_plan
     from workers.parallel.tensor import ModelPlan, apply_tensor_plan
 
 __all__ = [
@@ -25,8 +26,10 @@ __all__ = [
     "ModelPlan",
     "PassHooks",
     "Pipeline",
+    "SequenceParts",
     "StageModel",
     "Stages",
+    "apply_sequence_plan",
     "apply_tensor_plan",
     "build_mesh",
     "drop_gathered",

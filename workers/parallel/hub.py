@@ -1,12 +1,14 @@
-"""Models of ``transformers`` bring their own plans: of tensors, experts and stages.
+"""Models of ``transformers`` bring their own plans: of tensors, experts, sequences and stages.
 
 Adapters of ``peft`` are cut as the matrices that they change. Written for transformers 5.24.
 """
 
 from __future__ import annotations
 
+import copy
+import inspect
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from functools import partial
 from math import gcd
 from typing import Any, Final
@@ -16,7 +18,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Partial, Replicate
 
 from workers.errors import LayoutRefusedError
-from workers.models import pretrained, stage_layers
+from workers.models import HUB_NAME, hub_attention, pretrained, stage_layers
 from workers.parallel.fsdp import WRAPPERS
 from workers.parallel.mesh import ExpertMesh, Mesh
 
@@ -34,6 +36,12 @@ _ADAPTER: Final = re.compile(r"(.+)\.(lora_[^.]+)\..+")
 _OF_HEAD: Final = {"labels", "logits_to_keep", "num_items_in_batch", "return_dict", "shift_labels"}
 #: The style of modules that send tokens to the ranks with their experts.
 _DISPATCH: Final = "ep_dispatch_experts"
+#: Entries of a batch that have positions along dim 1.
+SEQUENCE: Final = ("input_ids", "labels", "position_ids")
+#: Layers that may hand over values along a sequence by attention alone.
+_ATTENTION: Final = {"full_attention", "sliding_attention"}
+#: Rotary positions of these kinds depend on the length of a sequence.
+_BY_LENGTH: Final = {"dynamic", "longrope"}
 _NUMBER: Final = re.compile(r"(?<=\.)\d+(?=\.|$)")
 
 
@@ -97,6 +105,49 @@ def _own_modules(model: nn.Module) -> dict[str, nn.Module]:
         for name, module in model.named_modules()
         if not isinstance(module, _Absent)
     }
+
+
+def share_sequences(model: nn.Module, degree: int) -> bool:
+    """Have attention of the models of ``transformers`` in ``model`` go over the parts of sequences.
+
+    Returns:
+        Whether there is one.
+
+    Raises:
+        LayoutRefusedError: Something but attention looks at several positions.
+    """
+    found = list(pretrained(model))
+    for one in found:
+        config, modules = one.config.get_text_config(), list(one.modules())
+        kinds = set(getattr(config, "layer_types", None) or ()) - _ATTENTION
+        kinds |= {type(each).__name__ for each in modules if isinstance(each, nn.Conv1d)}
+        rotary = {str(getattr(each, "rope_type", "")) for each in modules}
+        kinds |= {f"rope_type={each}" for each in rotary & _BY_LENGTH}
+        if "position_ids" not in inspect.signature(type(one).forward).parameters:
+            kinds.add("no position_ids")
+        if not one._can_set_attn_implementation():  # noqa: SLF001
+            kinds.add("attention of its own")
+        if kinds:
+            raise LayoutRefusedError(
+                f"parallel.cp={degree}: model {type(one).__name__} has {', '.join(sorted(kinds))}, "
+                "and would not see the other parts of a sequence right; write parallel.cp: 1",
+                axis="cp",
+            )
+        _set_attention(modules)
+    return bool(found)
+
+
+def _set_attention(modules: Iterable[nn.Module]) -> None:
+    """Have modules use our attention; their configuration may be another model's, too."""
+    from transformers import AttentionInterface
+
+    AttentionInterface.register(HUB_NAME, hub_attention)
+    copies: dict[int, Any] = {}
+    for module in modules:
+        config: Any = vars(module).get("config")
+        if hasattr(config, "_attn_implementation"):
+            own = module.config = copy.deepcopy(config, copies)
+            own._attn_implementation = HUB_NAME  # noqa: SLF001
 
 
 def has_stages(model: nn.Module) -> bool:

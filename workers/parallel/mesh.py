@@ -3,15 +3,15 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
-from typing import Final
+from typing import Any, Final
 
 import torch
+import torch.distributed as dist
 from torch.distributed import ProcessGroup
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import DTensor
 
 from ucp_core.layout import AXES, ParallelLayout
-from workers.errors import StateError
 from workers.parallel.placements import Cut, cuts_of, replicas_over
 
 #: The axes along which FSDP2 shards and copies a model.
@@ -39,8 +39,11 @@ class Mesh:
     """The mesh that the model is sharded over, and this rank's place in it.
 
     Attributes:
-        sharding: The mesh for FSDP2: ``(dp_shard,)`` or ``(dp_replicate, dp_shard)``.
+        sharding: The mesh for FSDP2: ``(dp_shard,)`` or ``(dp_replicate, dp_shard)``. Ranks with
+            other parts of a sequence have other shards: ``dp_shard`` has those of ``cp``, too.
         tensor: The mesh for tensor parallelism; None if each weight is whole on a rank.
+        context: The ranks with the other parts of the same sequences, in order; None if a rank has
+            whole ones.
         experts: How expert parallelism cuts experts; None if each rank computes all of them.
         stages: The ranks with the other stages of the same pipeline, in order; None without stages.
         layout: Degrees of all axes.
@@ -48,6 +51,7 @@ class Mesh:
 
     sharding: DeviceMesh
     tensor: DeviceMesh | None = None
+    context: ProcessGroup | None = None
     experts: ExpertMesh | None = None
     stages: ProcessGroup | None = None
     layout: ParallelLayout
@@ -84,6 +88,15 @@ class Mesh:
         """Return this rank's place in its pipeline: the number of its first stage."""
         return self.layout.coordinates(self.rank)["pp"]
 
+    @property
+    def part(self) -> int:
+        """Return which part of each sequence this rank has, from 0."""
+        return self.layout.coordinates(self.rank)["cp"]
+
+    def random_key(self, stage: int) -> tuple[int, ...]:
+        """Return what random numbers of a pass depend on: other layers and tokens have others."""
+        return (stage, self.part) if self.part else (stage,) if stage else ()
+
     def cuts_of(self, tensor: DTensor) -> list[Cut]:
         """Return how the axes cut ``tensor``, under the axes' names in the layout."""
         return [replace(cut, axis=cut.axis.rpartition("_")[0]) for cut in cuts_of(tensor)]
@@ -94,34 +107,41 @@ def build_mesh(layout: ParallelLayout, *, device_type: str, attempt: int, rank: 
 
     Axis names contain the attempt. Meshes of the same shape and names are equal whatever their
     process groups (torch 2.13), so caches keyed by meshes would return groups of older attempts.
-
-    Raises:
-        StateError: The layout uses an axis that this worker cannot build.
     """
-    if layout.cp > 1:
-        raise StateError(
-            f"layout {layout}: cp above 1 cannot be built by this worker; use pp, dp_replicate, "
-            "dp_shard, tp and ep",
-            layout=str(layout),
-        )
     has_experts = layout.ep > 1
     always = ("dp_shard", "tp") if has_experts else ("dp_shard",)
-    used = [axis for axis in AXES if axis in always or getattr(layout, axis) > 1]
+    degrees = {axis: getattr(layout, axis) for axis in AXES if axis != "cp"}
+    degrees["dp_shard"] *= layout.cp
+    used = [axis for axis, degree in degrees.items() if axis in always or degree > 1]
     names = {axis: f"{axis}_{attempt}" for axis in used}
+    if layout.cp > 1:
+        names["dp_shard"] = f"dp_shard+cp_{attempt}"
     mesh = init_device_mesh(
         device_type,
-        tuple(getattr(layout, axis) for axis in used),
+        tuple(degrees[axis] for axis in used),
         mesh_dim_names=tuple(names.values()),
     )
     data = tuple(names[axis] for axis in used if axis in _DATA_AXES)
     return Mesh(
         sharding=mesh[data] if len(data) < len(used) else mesh,
         tensor=mesh[names["tp"]] if layout.tp > 1 else None,
+        context=_context(layout, attempt) if layout.cp > 1 else None,
         experts=_experts(layout, mesh[names["tp"]], attempt) if has_experts else None,
         stages=mesh.get_group(names["pp"]) if layout.pp > 1 else None,
         layout=layout,
         rank=rank,
     )
+
+
+def _context(layout: ParallelLayout, attempt: int) -> ProcessGroup:
+    """Return this rank's group along cp; every rank makes those of all."""
+    ranks = {layout.ranks_along(rank, ["cp"]): None for rank in range(layout.world_size)}
+    group: Any
+    group, _ = dist.new_subgroups_by_enumeration(
+        [list(each) for each in ranks], group_desc=f"cp_{attempt}"
+    )
+    assert isinstance(group, ProcessGroup), "each rank is in one of them"
+    return group
 
 
 def _experts(layout: ParallelLayout, same_tokens: DeviceMesh, attempt: int) -> ExpertMesh:

@@ -1,4 +1,4 @@
-"""How a model is cut along the axes that need to know it: tensor and pipeline parallelism."""
+"""How a model is cut along the axes that need to know it, such as tensor parallelism."""
 
 from __future__ import annotations
 
@@ -37,11 +37,15 @@ class ModelPlan:
             is wrapped afterwards. It leaves each
             parameter a DTensor on these meshes, or plain and then equal on all ranks of ``tp``,
             with equal gradients; a shared one shared. It makes no groups and no ``DDP``.
+        sequence: Entries of a batch that have positions along dim 1; ``session.part`` cuts them if
+            ``parallel.cp`` is above 1. Then the model sees other positions by
+            ``everstep.causal_attention`` alone. A model of ``transformers`` needs none.
     """
 
     tensor: Mapping[str, ParallelStyle] = field(default_factory=dict)
     keep_stage: Callable[[Any, int, int], None] | None = None
     parallelize: Callable[[Any, Mapping[str, DeviceMesh]], object] | None = None
+    sequence: tuple[str, ...] = ()
 
 
 def apply_tensor_plan(

@@ -253,7 +253,7 @@ def refuse_unfit(
     if elementwise and isinstance(optimizer, optim.Muon):
         reason = "makes the update of a whole matrix orthogonal"
         advice = "call session.optimizer without elementwise=True, for workers with whole matrices"
-    elif reason is None and layout.dp_shard * layout.tp > 1:
+    elif reason is None and layout.dp_shard * layout.cp * layout.tp > 1:
         parts = f"and here every worker has a part of it ({layout})"
         whole = "have every worker hold the whole model: parallel.dp_replicate as large as "
         whole += "workers.max"

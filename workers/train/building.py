@@ -17,6 +17,7 @@ from workers.parallel import (
     ModelPlan,
     Pipeline,
     Stages,
+    apply_sequence_plan,
     apply_tensor_plan,
     local_shards,
     materialize,
@@ -62,14 +63,9 @@ def build_model(
     parameters = own_names(model.named_parameters())
     refuse_hooks(parameters)
     names = [name for name, _ in model.named_modules()]
+    _refuse_averaged(mesh, averaged)
     called, pipeline = model, None
     if mesh.stages is not None:
-        if averaged:
-            raise LayoutRefusedError(
-                f"session.model: average_buffers={list(averaged)} needs parallel.pp: 1; in a "
-                "pipeline several micro-batches are open at a time, and no buffer may change",
-                axis="pp",
-            )
         stages = Stages(model, plan, mesh.layout.pp, settings.parallel.stages_per_worker)
         called = staged = stages.of_rank(mesh.stage, build)
         dtype = torch.bfloat16 if settings.train.precision == "bf16" else None
@@ -77,6 +73,7 @@ def build_model(
         model = staged.stages
     for part in (model,) if pipeline is None else model.children():
         apply_tensor_plan(part, mesh, plan, names)
+    sequence = apply_sequence_plan(model, mesh, plan)
     keeps_gathered = shard_model(
         model,
         mesh,
@@ -104,11 +101,25 @@ def build_model(
         shards=shards,
         buffers=PersistentBuffers(model, averaged),
         keeps_gathered=keeps_gathered,
+        sequence=sequence,
         pipeline=pipeline,
         reduction=reduction,
         mesh=mesh,
         device=device,
     )
+
+
+def _refuse_averaged(mesh: Mesh, averaged: Sequence[str]) -> None:
+    reasons = {
+        "pp": "in a pipeline several micro-batches are open at a time, and no buffer may change",
+        "cp": "a worker with a part of a micro-batch would make another buffer of it",
+    }
+    for axis, why in reasons.items():
+        if averaged and getattr(mesh.layout, axis) > 1:
+            raise LayoutRefusedError(
+                f"session.model: average_buffers={list(averaged)} needs parallel.{axis}: 1; {why}",
+                axis=axis,
+            )
 
 
 def _groups_elsewhere(

@@ -98,7 +98,7 @@ class _Passes:
             self._num_begun += 1
             self._done(self._num_begun)
             key = ("evaluation", passes[number][0])
-            seed_all(random_seed(*key, stage) if stage else random_seed(*key))
+            seed_all(random_seed(*key, *mesh.random_key(stage)))
 
         batches = [self._batches[micro_batch] for micro_batch, _ in passes]
         if pipeline is not None:

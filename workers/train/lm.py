@@ -25,8 +25,8 @@ from workers.parallel import ModelPlan
 from workers.settings import TrainSettings, model_shape
 from workers.train.session import Session
 
-#: The mean loss of a model on token ids and the next token of each.
-_Loss = Callable[[Any, Tensor, Tensor], Tensor]
+#: The mean loss of a model on a batch, which has the next token of each as ``shift_labels``.
+_Loss = Callable[[Any, Mapping[str, Any]], Tensor]
 
 
 def train_language_model(session: Session) -> None:
@@ -52,7 +52,8 @@ def train_language_model(session: Session) -> None:
         inputs, targets = (
             torch.from_numpy(array).to(session.device) for array in split.batch(samples)
         )
-        return loss(model, inputs, targets), targets.numel()
+        batch = session.part({"input_ids": inputs, "shift_labels": targets})
+        return loss(model, batch), batch["shift_labels"].numel()
 
     def validate() -> None:
         num_held_out = min(settings.data.validation_samples, texts.held_out.num_samples)
@@ -74,9 +75,17 @@ def _decoder(session: Session) -> tuple[Any, int, _Loss]:
     def initialise(fqn: str, size: tuple[int, ...]) -> Tensor:
         return initial_value(fqn, size, seed=seed, num_layers=shape.num_layers)
 
-    plan = ModelPlan(tensor=tensor_plan(), keep_stage=Decoder.keep_stage)
+    plan = ModelPlan(
+        tensor=tensor_plan(),
+        keep_stage=Decoder.keep_stage,
+        sequence=("input_ids", "shift_labels"),
+    )
     model = session.model(lambda: Decoder(shape), initialise, plan=plan)
-    return model, shape.vocab_size, lambda model, *batch: mean_loss(model(batch[0]), batch[1])
+
+    def loss(model: Any, batch: Mapping[str, Any]) -> Tensor:
+        return mean_loss(model(batch["input_ids"]), batch["shift_labels"])
+
+    return model, shape.vocab_size, loss
 
 
 def _from_folder(session: Session) -> tuple[Any, int, _Loss]:
@@ -89,7 +98,11 @@ def _from_folder(session: Session) -> tuple[Any, int, _Loss]:
     def initialise(fqn: str, _size: tuple[int, ...]) -> Tensor:
         return initial_parameter(plain, fqn, seed=seed)
 
-    return session.model(lambda: causal_lm(folder), initialise), vocab_size, causal_lm_loss
+    def loss(model: Any, batch: Mapping[str, Any]) -> Tensor:
+        places = batch.get("position_ids")
+        return causal_lm_loss(model, batch["input_ids"], batch["shift_labels"], places)
+
+    return session.model(lambda: causal_lm(folder), initialise), vocab_size, loss
 
 
 def adamw(parameters: Mapping[str, nn.Parameter], train: TrainSettings) -> torch.optim.Optimizer:

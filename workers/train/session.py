@@ -125,7 +125,7 @@ class Session:
             initialise: Returns the whole initial value of a parameter from its name and shape,
                 the same on every worker. Without it ``build`` is called again on the CPU, with a
                 seed, and its values are used; then the whole model must fit into memory briefly.
-            plan: How tensor and pipeline parallelism cut it; not needed without.
+            plan: How tensor, pipeline and context parallelism cut it; not needed without.
             average_buffers: Names, with ``*``, of persistent buffers that depend on the samples,
                 such as BatchNorm's ``*.running_mean`` and ``*.running_var``: after a step they are
                 the mean of what its micro-batches make of them. Others must not depend on samples.
@@ -281,6 +281,29 @@ class Session:
             raise TaskError("session.train_step: call it in `for step in session.steps(...)`")
         current.train(loss_of, optimizers)
         return current
+
+    def part(self, batch: Mapping[str, Any]) -> dict[str, Any]:
+        """Return this worker's part of the sequences of ``batch``, with labels shifted.
+
+        With ``parallel.cp`` above 1 workers have parts of the same sequences, and a script calls
+        this on each batch of whole ones, also in an evaluation; the loss and its tokens are then of
+        the part. With ``parallel.cp: 1`` only labels change.
+
+        Args:
+            batch: Entries that ``ModelPlan.sequence`` names, for a model of ``transformers``
+                ``input_ids``, ``labels`` and ``position_ids``, are tensors with positions along
+                dim 1. In place of ``labels`` the result has ``shift_labels``, the label of the next
+                position, also under the old name; the last one is -100. With ``parallel.cp`` above
+                1 it has ``position_ids``, and no ``attention_mask``, which may only hide the ends
+                of sequences. Other entries stay.
+
+        Raises:
+            LayoutRefusedError: Sequences cannot be cut so.
+            TaskError: There is no model yet, or no such entry.
+        """
+        if self._built is None:
+            raise TaskError("call session.model before session.part")
+        return self._built.sequence.of(batch)
 
     def evaluate(
         self, loss_of: Callable[[NDArray[Any]], tuple[Tensor, int]], num_samples: int

@@ -72,6 +72,9 @@ The contract:
   ``session.model(build, plan=ModelPlan(tensor={"layers.*.up": ColwiseParallel()}, ...))``. One of
   ``transformers`` brings its own. Pipeline stages need ``session.train_step``, whose function must
   call the model once.
+- With ``parallel.cp`` above 1 workers have parts of the same sequences: ``loss_of`` begins with
+  ``batch = session.part(batch)``, and returns ``(loss, tokens)`` of that. A model of your own names
+  what is cut, ``ModelPlan(sequence=("input_ids", "labels"))``, and calls ``causal_attention``.
 - ``session.save("best")``, on every worker, writes the whole weights to one file.
   ``model.state_dict()`` has a worker's part of each weight, and raises on some workers alone.
 - ``session.stop(reason)``, on any worker, ends the run with this step or the next one; so does
@@ -102,6 +105,7 @@ if TYPE_CHECKING:
         TaskError,
         WorkerError,
     )
+    from workers.models import causal_attention
     from workers.parallel import ModelPlan
     from workers.settings import (
         CheckpointSettings,
@@ -141,6 +145,7 @@ __all__ = [
     "TrainSettings",
     "WorkerError",
     "__version__",
+    "causal_attention",
     "pack",
     "run",
 ]

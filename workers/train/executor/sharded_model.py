@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import torch
 from torch import nn
 
-from workers.parallel import LocalShard, Mesh, Pipeline
+from workers.parallel import LocalShard, Mesh, Pipeline, SequenceParts
 from workers.state import (
     Optimizers,
     PersistentBuffers,
@@ -33,6 +33,7 @@ class BuiltModel:
         shards: This rank's shard of every parameter that it has a part of.
         buffers: Persistent buffers of ``model``.
         keeps_gathered: Whether parameters stay gathered until the last pass of a step.
+        sequence: This rank's parts of sequences.
         pipeline: Runs micro-batches through the stages; None if the model is whole.
         reduction: State of the deterministic reduction.
         mesh: The ranks that the model is sharded over.
@@ -44,6 +45,7 @@ class BuiltModel:
     shards: Sequence[LocalShard]
     buffers: PersistentBuffers
     keeps_gathered: bool
+    sequence: SequenceParts
     pipeline: Pipeline | None
     reduction: Reduction
     mesh: Mesh

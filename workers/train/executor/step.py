@@ -164,8 +164,7 @@ class Step:
         # A fence ends a step here at the latest: not every pass has a collective.
         collectives.check()
         key = (self._train.seed, self.number, self._quota.passes[number].micro_batch)
-        # Layers of different stages have different numbers.
-        seed_all(random_seed(*key, stage) if stage else random_seed(*key))
+        seed_all(random_seed(*key, *self._sharded.mesh.random_key(stage)))
         self._progress.enter(WorkerPhase.FORWARD)
 
     def _begin_backward(self, model: nn.Module, number: int) -> None:
@@ -202,7 +201,7 @@ class Step:
             self._train_stages(self._sharded.pipeline, loss_of)
         else:
             for batch in self.micro_batches():
-                loss, tokens = _loss_and_tokens(loss_of(batch), self._train.micro_batch)
+                loss, tokens = self._loss_and_tokens(loss_of(batch))
                 self.backward(loss, tokens)
         self.apply(optimizers)
 
@@ -217,7 +216,7 @@ class Step:
 
         def weigh(number: int, returned: Any) -> Tensor:
             self._pass = passes[number]
-            return self._weigh(*_loss_and_tokens(returned, self._train.micro_batch))
+            return self._weigh(*self._loss_and_tokens(returned))
 
         def begin_backward(stage: int, number: int) -> None:
             self._begin_backward(pipeline.model.stage(stage), number)
@@ -274,6 +273,25 @@ class Step:
         scaler = self._sharded.registered.scaler
         return scaler.scale(weighted) if scaler is not None else weighted
 
+    def _loss_and_tokens(self, returned: Any) -> tuple[Tensor, int]:
+        """Return what a script's function of the loss returned; without tokens, samples count."""
+        is_pair = isinstance(returned, tuple)
+        if not is_pair and self._sharded.mesh.context is not None:
+            raise LayoutRefusedError(
+                f"parallel.cp={self._sharded.mesh.layout.cp}: the parts of a micro-batch may have "
+                "different numbers of tokens; return (loss, tokens), or write parallel.cp: 1",
+                axis="cp",
+            )
+        loss, tokens = returned if is_pair else (returned, self._train.micro_batch)
+        if isinstance(loss, Tensor) and loss.numel() == 1 and isinstance(tokens, int):
+            return loss.reshape(()), tokens
+        kinds = ", ".join(type(one).__name__ for one in (loss, tokens))
+        shape = f" of shape {list(loss.shape)}" if isinstance(loss, Tensor) else ""
+        raise TaskError(
+            f"session.train_step: the function returned ({kinds}){shape}; return the mean loss of "
+            "the micro-batch, a scalar tensor, or (loss, number of tokens in the mean)"
+        )
+
     def apply(self, optimizers: Sequence[torch.optim.Optimizer] | None = None) -> None:
         """Reduce over workers, clip, and update the weights. Every worker calls it once.
 
@@ -295,6 +313,7 @@ class Step:
                 "iterate step.micro_batches() to its end first"
             )
         self._sharded.rank_calls.refuse()
+        self._sharded.sequence.refuse_unused()
         self._changes.refuse(self.number)
         refuse_unfrozen(self._sharded.shards, self._sharded.parameters, self.number)
         self._sharded.optimizers.refuse_rates(self.number, self._sharded.registered.schedule)
@@ -434,16 +453,3 @@ def learning_rate(train: TrainSettings, step: int) -> float:
     done = min(1.0, (step - warmup_steps) / max(1, train.steps - warmup_steps))
     left = 0.5 * (1.0 + math.cos(math.pi * done)) if train.schedule == "cosine" else 1.0 - done
     return train.lr * (train.lr_min_ratio + (1.0 - train.lr_min_ratio) * left)
-
-
-def _loss_and_tokens(returned: Any, num_samples: int) -> tuple[Tensor, int]:
-    """Return what a script's function of the loss returned; without tokens, samples count."""
-    loss, tokens = returned if isinstance(returned, tuple) else (returned, num_samples)
-    if isinstance(loss, Tensor) and loss.numel() == 1 and isinstance(tokens, int):
-        return loss.reshape(()), tokens
-    kinds = ", ".join(type(one).__name__ for one in (loss, tokens))
-    shape = f" of shape {list(loss.shape)}" if isinstance(loss, Tensor) else ""
-    raise TaskError(
-        f"session.train_step: the function returned ({kinds}){shape}; return the mean loss of the "
-        "micro-batch, a scalar tensor, or (loss, number of tokens in the mean)"
-    )

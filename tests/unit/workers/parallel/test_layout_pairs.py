@@ -39,6 +39,10 @@ LAYOUTS = [
     ParallelLayout(pp=2, dp_shard=2),
     ParallelLayout(pp=2, tp=2),
     ParallelLayout(pp=2, dp_replicate=2, dp_shard=1, tp=2),
+    ParallelLayout(cp=2),
+    ParallelLayout(dp_shard=2, cp=2),
+    ParallelLayout(cp=2, tp=2),
+    ParallelLayout(pp=2, cp=2),
 ]
 #: Those of a model with experts: its plan is that of ``transformers``.
 EXPERT_LAYOUTS = [
@@ -52,6 +56,7 @@ EXPERT_LAYOUTS = [
     ParallelLayout(dp_replicate=2, dp_shard=2, ep=2),
     ParallelLayout(dp_shard=2, ep=2, tp=2),
     ParallelLayout(pp=2, dp_shard=2, ep=2),
+    ParallelLayout(dp_shard=2, cp=2, ep=2),
 ]
 
 
@@ -76,7 +81,7 @@ def _whole(fqn: str, slot: str, shape: tuple[int, ...]) -> Tensor:
 
 def test_every_layout_loads_what_every_layout_saved(tmp_path: Path) -> None:
     """Each rank saves its share of what others hold too, and no element twice."""
-    plan = ModelPlan(tensor=tensor_plan(), keep_stage=Decoder.keep_stage)
+    plan = ModelPlan(tensor=tensor_plan(), keep_stage=Decoder.keep_stage, sequence=("input_ids",))
     _check_pairs(tmp_path, LAYOUTS, lambda: Decoder(SHAPE), plan)
 
 

@@ -25,6 +25,7 @@ ALONE = ParallelLayout()
 COPIES = ParallelLayout(dp_replicate=2)
 SHARDS = ParallelLayout(dp_shard=2)
 MIXED = ParallelLayout(dp_replicate=2, dp_shard=2)
+SEQUENCES = ParallelLayout(cp=2)
 
 WEIGHT = torch.randn(6, 4, generator=torch.Generator().manual_seed(5))
 
@@ -102,7 +103,7 @@ def test_what_these_keep_could_not_be_saved_even_alone(kind: type[Any]) -> None:
         state_of([shard], parameters, optimizer)
 
 
-@pytest.mark.parametrize("layout", [SHARDS, MIXED], ids=str)
+@pytest.mark.parametrize("layout", [SHARDS, MIXED, SEQUENCES], ids=str)
 @pytest.mark.parametrize("kind", [torch.optim.Muon, OwnMuon])
 def test_muon_is_refused_where_matrices_are_in_parts(
     kind: type[Any], layout: ParallelLayout
@@ -111,7 +112,7 @@ def test_muon_is_refused_where_matrices_are_in_parts(
     shard, parameters, optimizer = over(kind)
     assert {entry.slot for entry in state_of([shard], parameters, optimizer)} > {"weight"}
 
-    with pytest.raises(StateError, match=rf"{kind.__name__} .*dp_shard=2.*dp_replicate"):
+    with pytest.raises(StateError, match=rf"{kind.__name__} .*(dp_shard|cp)=2.*dp_replicate"):
         refuse_unfit(optimizer, layout)
 
 
@@ -151,14 +152,14 @@ def test_who_treats_every_element_alike_is_let_be(name: str) -> None:
     torch.testing.assert_close(torch.cat(halves), whole[0])
 
 
-@pytest.mark.parametrize("layout", [SHARDS, MIXED], ids=str)
+@pytest.mark.parametrize("layout", [SHARDS, MIXED, SEQUENCES], ids=str)
 def test_a_class_that_nobody_knows_is_refused_on_parts_unless_declared(
     layout: ParallelLayout,
 ) -> None:
     """LAMB, SOAP and Shampoo have state of any shape, and the curve depends on the workers."""
     _, _, optimizer = over(Lion)
 
-    with pytest.raises(StateError, match=r"Lion .*dp_shard=2.*elementwise=True.*dp_replicate"):
+    with pytest.raises(StateError, match=r"Lion .*(dp_shard|cp)=2.*elementwise=True.*dp_replicate"):
         refuse_unfit(optimizer, layout)
     refuse_unfit(optimizer, layout, elementwise=True)
     refuse_unfit(optimizer, COPIES)

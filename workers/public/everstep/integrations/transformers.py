@@ -330,8 +330,10 @@ class ElasticTrainer(Trainer):
     def _loss(self, model: nn.Module, inputs: Any, num_samples: int) -> tuple[Tensor, int]:
         """Return the mean loss of a batch, and its weight: labels, or else batches count alike."""
         inputs = self._prepare_inputs(inputs)
-        labels = inputs.get("shift_labels", inputs.get("labels"))
         assert self._session is not None, "it trains"
+        if self._session.settings.parallel.cp > 1:
+            inputs = self._session.part(inputs)
+        labels = inputs.get("shift_labels", inputs.get("labels"))
         is_evaluation = not model.training
         # A mean over batches is what Trainer makes of them; an evaluation is one over samples.
         tokens = num_samples if is_evaluation else self._session.settings.train.micro_batch

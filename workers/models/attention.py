@@ -1,0 +1,177 @@
+"""Causal attention, also over sequences whose parts are on several ranks (context parallelism).
+
+Each rank has queries, keys and values of its part of every sequence. If heads can be shared out,
+an all-to-all gives each rank some of the heads of whole sequences (DeepSpeed Ulysses, arXiv
+2309.14509). Otherwise each rank gathers the keys and values of all parts (Llama 3, arXiv
+2407.21783, section 3.3.2).
+
+Shape letters: B sequences, H heads, K key/value heads, T positions of this rank, E ``head_dim``.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import partial
+from typing import Any, Final
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed import ProcessGroup
+from torch.nn import functional
+from torch.nn.attention.bias import causal_lower_right
+
+from workers.errors import LayoutRefusedError
+
+#: ``transformers`` knows the attention by this name.
+HUB_NAME: Final = "everstep"
+#: What a model of ``transformers`` may ask of its attention beyond causal attention.
+_UNUSUAL: Final = ("position_bias", "s_aux", "softcap")
+_HEADS, _POSITIONS = 1, 2
+
+
+@dataclass(slots=True)
+class Context:
+    """The ranks that have the parts of the same sequences.
+
+    Attributes:
+        group: These, in the order of the parts.
+        is_used: Whether attention went over them.
+    """
+
+    group: ProcessGroup
+    is_used: bool = False
+
+
+class _Process:
+    """Groups are those of the process, and so is this."""
+
+    context: Context | None = None
+
+
+def use_context(context: Context | None) -> None:
+    """Have attention go over the ranks of ``context`` from now on; None for whole sequences."""
+    _Process.context = context
+
+
+def first_position(length: int) -> int:
+    """Return the position of this rank's first token, if its part has ``length`` tokens."""
+    context = _Process.context
+    return context.group.rank() * length if context is not None else 0
+
+
+def causal_attention(
+    query: Tensor, key: Tensor, value: Tensor, *, dropout: float = 0.0, scale: float | None = None
+) -> Tensor:
+    """Return each position's mix of the values up to it, ``(B, H, T, E)``.
+
+    With ``parallel.cp`` above 1 every rank that has a part of the sequences calls it, with equal
+    shapes.
+
+    Args:
+        query: ``(B, H, T, E)``.
+        key: ``(B, K, T, E)``; each key head serves ``H / K`` query heads.
+        value: Likewise.
+        dropout: Probability that a weight is dropped.
+        scale: Factor of the products; None for ``E ** -0.5``.
+    """
+    attend = partial(
+        functional.scaled_dot_product_attention,
+        dropout_p=dropout,
+        scale=scale,
+        enable_gqa=query.shape[_HEADS] != key.shape[_HEADS],
+    )
+    context = _Process.context
+    # A stage that is only described has no values, and no peers.
+    if context is None or query.is_meta:
+        return attend(query, key, value, is_causal=True)
+    context.is_used = True
+    group, size = context.group, context.group.size()
+    if not query.shape[_HEADS] % size and not key.shape[_HEADS] % size:
+        parts = (_exchanged(one, group, _HEADS, _POSITIONS) for one in (query, key, value))
+        return _exchanged(attend(*parts, is_causal=True), group, _POSITIONS, _HEADS)
+    length = query.shape[_POSITIONS]
+    end = first_position(length) + length
+    keys, values = (_gathered(one.contiguous(), group)[:, :, :end] for one in (key, value))
+    return attend(query, keys, values, attn_mask=causal_lower_right(length, end))
+
+
+def hub_attention(
+    module: Any,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attention_mask: Tensor | None,
+    dropout: float = 0.0,
+    scaling: float | None = None,
+    is_causal: bool | None = None,  # noqa: FBT001  as transformers calls it
+    **more: Any,
+) -> tuple[Tensor, None]:
+    """Return what attention of ``transformers`` returns, ``(B, T, H, E)``; see its interface.
+
+    Raises:
+        LayoutRefusedError: It is not plain causal attention.
+    """
+    size = _Process.context.group.size() if _Process.context is not None else 1
+    window = more.get("sliding_window")
+    length = size * query.shape[_POSITIONS]
+    asked = [name for name in _UNUSUAL if more.get(name) is not None]
+    if not (getattr(module, "is_causal", True) if is_causal is None else is_causal):
+        asked.append("attention to later tokens")
+    if attention_mask is not None or key.shape[_POSITIONS] != query.shape[_POSITIONS]:
+        asked.append("a mask of its own")
+    if window is not None and window < length:
+        asked.append(f"sliding_window={window} of {length} positions")
+    if asked:
+        raise LayoutRefusedError(
+            f"parallel.cp={size}: the attention of model part {type(module).__name__} has "
+            f"{', '.join(asked)}; write parallel.cp: 1",
+            axis="cp",
+        )
+    mixed = causal_attention(query, key, value, dropout=dropout, scale=scaling)
+    return mixed.transpose(_HEADS, _POSITIONS).contiguous(), None
+
+
+def _exchanged(whole: Tensor, group: ProcessGroup, split: int, joined: int) -> Tensor:
+    exchanged: Tensor = _Exchange.apply(whole, group, split, joined)
+    return exchanged
+
+
+def _gathered(part: Tensor, group: ProcessGroup) -> Tensor:
+    gathered: Tensor = _Gather.apply(part, group)
+    return gathered
+
+
+class _Exchange(torch.autograd.Function):
+    """Gives each rank its part of dim ``split``, and joins what it gets along dim ``joined``."""
+
+    @staticmethod
+    def forward(ctx: Any, whole: Tensor, group: ProcessGroup, split: int, joined: int) -> Tensor:
+        ctx.group, ctx.split, ctx.joined = group, split, joined
+        sent = torch.stack(whole.chunk(group.size(), split))
+        received = torch.empty_like(sent)
+        dist.all_to_all_single(received, sent, group=group)
+        return torch.cat(received.unbind(), joined)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None, None, None]:
+        return _exchanged(gradient, ctx.group, ctx.joined, ctx.split), None, None, None
+
+
+class _Gather(torch.autograd.Function):
+    """Joins the parts of all ranks along the positions; gradients are summed over the ranks."""
+
+    @staticmethod
+    def forward(ctx: Any, part: Tensor, group: ProcessGroup) -> Tensor:
+        ctx.group = group
+        parts = [torch.empty_like(part) for _ in range(group.size())]
+        dist.all_gather(parts, part, group=group)
+        return torch.cat(parts, _POSITIONS)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:
+        # gloo has no reduce-scatter that is as fast.
+        sent = torch.stack(gradient.chunk(ctx.group.size(), _POSITIONS))
+        received = torch.empty_like(sent)
+        dist.all_to_all_single(received, sent, group=ctx.group)
+        return received.sum(dim=0), None
