@@ -26,6 +26,7 @@ def cross_problems(config: RunConfig) -> list[Problem]:
     found = [Problem(path, message) for path, _, message in lines]
     found += _worker_problems(config)
     found += _axis_problems(config)
+    found += _sequence_problems(config)
     found += _capacity_problems(config)
     found += _notice_problems(config.notices)
     if config.run.arguments and not config.run.script:
@@ -77,7 +78,7 @@ def _worker_problems(config: RunConfig) -> Iterator[Problem]:
 def _axis_problems(config: RunConfig) -> Iterator[Problem]:
     """Yield what tensor parallelism cannot cut, and what gives stages too little to do."""
     parallel = config.parallel
-    dp = max(config.workers.max // (parallel.tp * parallel.pp), 1)
+    dp = max(config.workers.max // (parallel.cp * parallel.tp * parallel.pp), 1)
     passes = -(-config.train.num_micro_batches // dp)
     if passes < parallel.pp:
         yield Problem(
@@ -123,6 +124,20 @@ def _axis_problems(config: RunConfig) -> Iterator[Problem]:
             "the embedding is the output layer, too, and they are on different stages: write "
             "model.tied: false, or parallel.pp: 1",
         )
+
+
+def _sequence_problems(config: RunConfig) -> Iterator[Problem]:
+    cp, length = config.parallel.cp, config.data.sequence_length
+    if cp > 1 and config.train.deterministic:
+        yield Problem(
+            "parallel.cp",
+            "train.deterministic sums over micro-batches in a fixed order, but not over the "
+            f"{cp} parts of one: write parallel.cp: 1, or train.deterministic: false",
+        )
+    if not config.run.script and length % cp:
+        fits = max(degree for degree in range(1, cp) if not length % degree)
+        message = f"{cp} does not divide data.sequence_length={length}: write {fits}"
+        yield Problem("parallel.cp", message)
 
 
 def _capacity_problems(config: RunConfig) -> Iterator[Problem]:

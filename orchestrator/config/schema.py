@@ -130,6 +130,7 @@ class RunConfig(Section):
         wish = self.parallel
         return LayoutRules(
             dp_replicate=wish.dp_replicate,
+            cp=wish.cp,
             tp=wish.tp,
             pp=wish.pp,
             ep=wish.ep,

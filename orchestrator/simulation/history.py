@@ -253,7 +253,7 @@ class History:
         model = Random(f"model {self.seed}")  # noqa: S311  no secrets here
         pace = Random(f"pace {self.seed}")  # noqa: S311  no secrets here
         layout, most = self.rules.layout, self.rules.max_workers // _copies(self.rules)
-        wish = (("tp", layout.tp), ("pp", layout.pp), ("ep", layout.ep))
+        wish = tuple((axis, getattr(layout, axis)) for axis in ("tp", "pp", "ep", "cp"))
         degrees = [(axis, one) for axis, top in wish for one in range(2, top + 1) if top % one == 0]
         slow = frozenset(pace.sample(degrees, k=min(len(degrees), pace.randint(0, 2))))
         self.cluster.model = SimModel(slow=slow)
@@ -619,6 +619,7 @@ def _draw_rules(
         fixed=axes.choice(((), (), ("dp_replicate",))),
         num_micro_batches=axes.choice((0, 4, 8)),
         ep=axes.choice((1, 1, 2, 4)),
+        cp=axes.choice((1, 1, 1, 2)),
     )
     most = min(max_workers, total_room)
     most -= most % layout.multiple_min

@@ -90,7 +90,7 @@ def _rules(line: str) -> RunRules:
     _, values = _arguments(line)
     degrees = {
         axis: values.pop(axis)
-        for axis in ("dp_replicate", "tp", "pp", "ep", "fixed")
+        for axis in ("dp_replicate", "cp", "tp", "pp", "ep", "fixed")
         if axis in values
     }
     layout = LayoutRules(**degrees)

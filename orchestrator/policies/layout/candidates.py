@@ -13,7 +13,7 @@ from itertools import product
 from ucp_core.layout import ParallelLayout
 
 #: The axes that a user names a degree of; ``dp_shard`` follows from the workers.
-NAMED = ("pp", "dp_replicate", "tp")
+NAMED = ("pp", "dp_replicate", "cp", "tp")
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,14 +33,18 @@ class Refused:
     def rules_out(self, other: ParallelLayout) -> bool:
         """Return whether ``other`` could not train either.
 
-        A layout needs as much memory if its workers hold as large a share of the state, and of each
-        layer that they gather.
+        A layout needs as much memory if its workers hold as large a share of the state, of each
+        layer that they gather, and of each sequence.
         """
         refused = self.layout
         if self.axis:
             return bool(getattr(other, self.axis) == getattr(refused, self.axis))
         cut, refused_cut = other.tp * other.pp, refused.tp * refused.pp
-        return cut <= refused_cut and cut * other.dp_shard <= refused_cut * refused.dp_shard
+        return (
+            cut <= refused_cut
+            and other.cp <= refused.cp
+            and cut * other.dp_shard * other.cp <= refused_cut * refused.dp_shard * refused.cp
+        )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -49,6 +53,7 @@ class LayoutRules:
 
     Attributes:
         dp_replicate: Full copies of the model.
+        cp: Parts of each sequence.
         tp: Tensor-parallel ways; all of them are on one node.
         pp: Pipeline-parallel ways.
         ep: Expert-parallel ways among the shards; fewer where their number is no multiple.
@@ -61,6 +66,7 @@ class LayoutRules:
     """
 
     dp_replicate: int = 1
+    cp: int = 1
     tp: int = 1
     pp: int = 1
     ep: int = 1
@@ -73,7 +79,7 @@ class LayoutRules:
     @property
     def multiple(self) -> int:
         """Return the number that workers come in multiples of at the full size."""
-        return self.dp_replicate * self.tp * self.pp * self.ep
+        return self.dp_replicate * self.cp * self.tp * self.pp * self.ep
 
     @property
     def multiple_min(self) -> int:
@@ -95,9 +101,9 @@ class LayoutRules:
 def candidates(rules: LayoutRules) -> tuple[ParallelLayout, ...]:
     """Return the degrees that a layout may have, each with ``dp_shard`` 1, the wish first.
 
-    The others follow by how much of the model a worker still shares with others of its group, since
-    users cut a model for want of memory; among equals the one with more tensor parallelism is
-    first, then the one with more copies.
+    The others follow by how much of a model and of sequences a worker still shares with others of
+    its group, since users cut them for want of memory; among equals the one with more tensor
+    parallelism is first, then the one with longer parts of sequences, then with more copies.
     """
     degrees = [
         [
@@ -108,9 +114,15 @@ def candidates(rules: LayoutRules) -> tuple[ParallelLayout, ...]:
         for axis, wish in ((axis, getattr(rules, axis)) for axis in NAMED)
     ]
     found = [
-        ParallelLayout(pp=pp, dp_replicate=copies, tp=tp) for pp, copies, tp in product(*degrees)
+        ParallelLayout(pp=pp, dp_replicate=copies, cp=cp, tp=tp)
+        for pp, copies, cp, tp in product(*degrees)
     ]
-    return tuple(sorted(found, key=lambda each: (-each.tp * each.pp, -each.tp, -each.dp_replicate)))
+    return tuple(sorted(found, key=_rank))
+
+
+def _rank(degrees: ParallelLayout) -> tuple[int, ...]:
+    shared = degrees.tp * degrees.pp * degrees.cp
+    return -shared, -degrees.tp, degrees.cp, -degrees.dp_replicate
 
 
 def _may(rules: LayoutRules, axis: str, degree: int) -> bool:

@@ -41,7 +41,7 @@ def fit(
     where its workers are a multiple. None if the layout was refused.
     """
     num_groups = sum(room // degrees.tp * num for room, num in rooms)
-    dp_shard = min(num_groups, num_max // degrees.tp) // (degrees.pp * degrees.dp_replicate)
+    dp_shard = min(num_groups, num_max // degrees.tp) // (degrees.world_size // degrees.tp)
     if degrees.pp > 1 and rules.num_micro_batches:
         # The most data-parallel ranks of which one has ``pp`` micro-batches.
         most = (rules.num_micro_batches - 1) // (degrees.pp - 1)

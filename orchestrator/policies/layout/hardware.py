@@ -143,12 +143,12 @@ def memory_bytes(layout: ParallelLayout, job: Job) -> int:
     Counts parameters, gradients and optimizer state of the shard, the parameters that are gathered
     at one time, the activations that the backward pass reads, and the logits.
     """
-    stage, tokens = job.stage(layout), job.num_tokens
+    stage, tokens = job.stage(layout), job.num_tokens // layout.cp
     gathered = stage
     if job.reshards:
         # The embeddings stay gathered; one block is computed and one is prefetched.
         gathered -= job.block * max(job.num_layers(layout) - 2, 0)
-    if layout.dp_shard == 1:
+    if layout.dp_shard * layout.cp == 1:
         gathered = 0
     # 1F1B keeps as many micro-batches as there are stages, on the first one.
     num_open = min(layout.pp, job.num_passes(layout))
@@ -159,7 +159,7 @@ def memory_bytes(layout: ParallelLayout, job: Job) -> int:
     # The loss is computed in float32: logits, their logarithms and their gradients.
     logit_bytes = 3 * 4 + (job.compute_bytes if job.compute_bytes == _BF16_BYTES else 0)
     return (
-        math.ceil(stage * STATE_BYTES / (layout.dp_shard * layout.tp))
+        math.ceil(stage * STATE_BYTES / (layout.dp_shard * layout.cp * layout.tp))
         + gathered * job.compute_bytes // layout.tp
         + tokens * activations * job.compute_bytes
         + tokens * job.shape.vocab_size * logit_bytes // layout.tp

@@ -23,7 +23,7 @@ def relative_step(layout: ParallelLayout, rules: LayoutRules) -> float:
         return 1 / layout.world_size
     num_passes = -(-rules.num_micro_batches // layout.dp)
     bubble = (layout.pp - 1) / rules.stages_per_worker
-    return (num_passes + bubble) / (layout.tp * layout.pp)
+    return (num_passes + bubble) / (layout.tp * layout.pp * layout.cp)
 
 
 def expected_step_s(layout: ParallelLayout, rules: LayoutRules) -> float:

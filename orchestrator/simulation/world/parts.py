@@ -190,7 +190,7 @@ class SimModel:
         for axis, degree in sorted(self.cannot):
             if getattr(layout, axis) == degree:
                 return axis
-        shards = layout.dp_shard * layout.tp * layout.pp
+        shards = layout.dp_shard * layout.cp * layout.tp * layout.pp
         return DEVICE_MEMORY if shards < self.shards_min else ""
 
 

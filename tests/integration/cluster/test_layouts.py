@@ -25,26 +25,29 @@ _STEPS = 40
 
 
 @pytest.mark.parametrize(
-    ("tp", "stages", "left"),
-    [(2, 1, "tp=2"), pytest.param(1, 2, "pp=2", marks=pytest.mark.chaos)],
+    ("degrees", "left"),
+    [
+        ({"tp": 2, "pp": 2}, "tp=2"),
+        pytest.param({"pp": 2, "stages_per_worker": 2}, "pp=2", marks=pytest.mark.chaos),
+        # Four parts of a sequence gather its keys and values, and two exchange heads.
+        pytest.param({"cp": 4}, "cp=2", marks=pytest.mark.chaos),
+    ],
+    ids=str,
 )
 def test_a_lost_node_and_a_lost_worker_leave_the_layout_that_fits(
     nodes: Any,
     make_config: Callable[..., RunConfig],
     tmp_path: Path,
-    tp: int,
-    stages: int,
+    degrees: dict[str, int],
     left: str,
 ) -> None:
-    """Stages on two nodes; then one node, then one worker of it, then all of them again."""
+    """Groups over two nodes; then one node, then one worker of it, then all of them again."""
     config = make_config(
         train__steps=_STEPS,
         train__deterministic=False,
         model__tied=False,
-        model__num_layers=2 * stages,
-        parallel__tp=tp,
-        parallel__pp=2,
-        parallel__stages_per_worker=stages,
+        model__num_layers=2 * degrees.get("stages_per_worker", 1),
+        **{f"parallel__{key}": value for key, value in degrees.items()},
         workers__standby_per_node=0,
         checkpoint__every_steps=50_000,
     )

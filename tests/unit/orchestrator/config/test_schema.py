@@ -230,6 +230,19 @@ def test_sizes_that_tensor_parallelism_cannot_cut_are_named() -> None:
     assert load(text.replace("3", "2"), ["cluster.local_nodes=1"]).rules().layout.tp == 2
 
 
+def test_sequences_that_cannot_be_cut_are_named_with_what_can() -> None:
+    text = (
+        "run: {directory: x}\nworkers: {max: 6}\nparallel: {cp: 6}\ndata: {sequence_length: 64}\n"
+    )
+
+    odd, fixed = _problems(text, "train.deterministic=true")
+
+    assert "parallel.cp: 6 does not divide data.sequence_length=64: write 4" in odd + fixed
+    assert "parallel.cp: train.deterministic sums over micro-batches" in odd + fixed
+    cut = load(text, ["parallel.cp=2", "train.deterministic=false"])
+    assert str(cut.rules().layout) == "parallel.cp=2"
+
+
 def test_a_full_size_that_its_layout_does_not_fit_is_refused() -> None:
     """The planner would never reach it, and train less than it was asked for in silence."""
     text = "run: {directory: x}\nworkers: {max: 4}\nparallel: {tp: 4, pp: 2}\n"

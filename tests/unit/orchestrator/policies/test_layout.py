@@ -50,6 +50,26 @@ def test_a_lost_node_leaves_tensor_parallelism_on_the_other_one() -> None:
     assert chosen([1], LayoutRules(pp=2)) == "1 worker"
 
 
+def test_sequences_are_cut_into_fewer_parts_when_workers_leave() -> None:
+    """Unlike tensor-parallel workers, those with parts of a sequence may be on several nodes."""
+    rules = LayoutRules(cp=4)
+    assert chosen([4, 4], rules) == "dp_shard=2 x cp=4"
+    assert chosen([1, 1, 1, 1], rules) == "cp=4"
+    assert chosen([2, 1], rules) == "dp_shard=3"
+    assert chosen([2], rules) == "cp=2"
+    assert chosen([3], replace(rules, cp=2, fixed=("cp",))) == "cp=2"
+    step = relative_step(ParallelLayout(cp=4), replace(rules, num_micro_batches=8))
+    assert step == relative_step(ParallelLayout(dp_shard=4), LayoutRules(num_micro_batches=8))
+
+
+def test_too_little_memory_for_a_part_of_a_sequence_is_too_little_for_a_longer_one() -> None:
+    refused = Refused(ParallelLayout(dp_shard=2, cp=2), "", "out of memory")
+    assert refused.rules_out(ParallelLayout(cp=2))
+    assert refused.rules_out(ParallelLayout(dp_shard=4))
+    assert not refused.rules_out(ParallelLayout(cp=4))
+    assert not refused.rules_out(ParallelLayout(dp_shard=4, cp=2))
+
+
 def test_a_tensor_parallel_group_is_on_one_node() -> None:
     # Four workers, and only one pair of them on a node.
     assert chosen([2, 1, 1], LayoutRules(tp=2)) == "dp_shard=4"
@@ -111,10 +131,11 @@ def test_people_read_why_no_other_layout_was_taken() -> None:
 
 
 degrees = st.sampled_from([1, 2, 3, 4, 6, 8])
-axes = st.sets(st.sampled_from(["dp_replicate", "tp", "pp"])).map(tuple)
+axes = st.sets(st.sampled_from(["dp_replicate", "cp", "tp", "pp"])).map(tuple)
 rules_of = st.builds(
     LayoutRules,
     dp_replicate=degrees,
+    cp=degrees,
     tp=degrees,
     pp=degrees,
     ep=degrees,
@@ -135,7 +156,7 @@ def test_a_layout_fits_its_nodes_and_what_was_asked_for(
         assert rules.fixed or sum(workers) < num_min or num_max < num_min or not sum(workers)
         return
     assert num_min <= layout.world_size <= num_max
-    for axis in ("dp_replicate", "tp", "pp"):
+    for axis in ("dp_replicate", "cp", "tp", "pp"):
         degree, wish = getattr(layout, axis), getattr(rules, axis)
         assert wish % degree == 0
         assert degree == wish or axis not in rules.fixed
