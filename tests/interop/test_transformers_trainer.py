@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +14,13 @@ from tests.support.trainers import Run
 from ucp_core.layout import ParallelLayout
 from workers.errors import TaskError
 from workers.protocol import Yielded
-from workers.settings import CheckpointSettings, RunSettings, Settings, TrainSettings
+from workers.settings import (
+    CheckpointSettings,
+    ParallelSettings,
+    RunSettings,
+    Settings,
+    TrainSettings,
+)
 
 transformers = pytest.importorskip("transformers", reason="the extra hf is not installed")
 pytest.importorskip("accelerate", reason="the extra hf is not installed")
@@ -208,8 +215,18 @@ trainer_elastic.make_trainer(trainer_elastic.Trainer, sys.argv[1], max_steps=12)
 """
 
 
-def test_its_model_is_cut_by_its_own_plan(tmp_path: Path) -> None:
-    """Two tensor-parallel workers, then two stages; labels count as for one worker."""
+@pytest.mark.parametrize(
+    ("first", "second"),
+    [
+        (ParallelLayout(tp=2), ParallelLayout(pp=2)),
+        (ParallelLayout(dp_shard=2, cp=2), ParallelLayout(dp_shard=2)),
+    ],
+    ids=str,
+)
+def test_its_model_is_cut_by_its_own_plan(
+    first: ParallelLayout, second: ParallelLayout, tmp_path: Path
+) -> None:
+    """And so are its sequences; labels count as for one worker that was asked for nothing."""
     script = tmp_path / "train.py"
     script.write_text(UNTIED)
     settings = Settings(
@@ -217,22 +234,23 @@ def test_its_model_is_cut_by_its_own_plan(tmp_path: Path) -> None:
         train=TrainSettings(steps=6, global_batch=8, micro_batch=2),
         checkpoint=CheckpointSettings(every_steps=1, keep=0),
     )
+    cut = replace(settings, parallel=ParallelSettings(cp=first.cp))
 
     with Run(tmp_path) as run:
-        members = run.begin(settings, num_workers=2, layout=ParallelLayout(tp=2))
+        members = run.begin(cut, num_workers=first.world_size, layout=first)
         wait_for_steps(run, 2)
         members[1].yield_at_boundary(len(run.lineage))
         for trainer in members:
             outcome = trainer.left().outcome
             assert isinstance(outcome, Yielded), getattr(outcome, "traceback", outcome)
-        finish(run, settings, num_workers=2, layout=ParallelLayout(pp=2), resume=newest(run))
+        finish(run, cut, num_workers=second.world_size, layout=second, resume=newest(run))
         told = [*lines(run), *lines(run, "metrics/validation.jsonl")]
         layouts = {line["layout"] for line in lines(run)}
         reset(run)
         finish(run, settings, num_workers=1)
         expected = [*lines(run), *lines(run, "metrics/validation.jsonl")]
 
-    assert layouts == {"tp=2", "pp=2"}
+    assert layouts == {str(first), str(second)}
     for line, other in zip(told, expected, strict=True):
         for name in ("loss", "grad_norm") if "grad_norm" in line else ("loss",):
             assert line[name] == pytest.approx(other[name], rel=1e-4)

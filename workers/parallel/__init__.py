@@ -5,6 +5,7 @@ from typing import TYPE_CHECKING
 from ucp_core.lazy import lazy_door
 
 if TYPE_CHECKING:
+    from workers.parallel.context import SequenceParts, apply_sequence_plan
     from workers.parallel.fsdp import (
         LocalShard,
         drop_gathered,
@@ -17,7 +18,6 @@ if TYPE_CHECKING:
     )
     from workers.parallel.mesh import Mesh, build_mesh
     from workers.parallel.pipeline import PassHooks, Pipeline, StageModel, Stages
-    from workers.parallel.sequence import SequenceParts, apply_sequence_plan
     from workers.parallel.tensor import ModelPlan, apply_tensor_plan
 
 __all__ = [

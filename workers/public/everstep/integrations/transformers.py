@@ -45,6 +45,7 @@ from everstep import (
 )
 from everstep.integrations.epochs import Epoch, Samples
 from everstep.integrations.refusals import refusals
+from workers.errors import LayoutRefusedError
 from workers.parallel import drop_gathered, own_names
 from workers.train import all_agree
 
@@ -331,13 +332,20 @@ class ElasticTrainer(Trainer):
         """Return the mean loss of a batch, and its weight: labels, or else batches count alike."""
         inputs = self._prepare_inputs(inputs)
         assert self._session is not None, "it trains"
-        if self._session.settings.parallel.cp > 1:
+        degree = self._session.settings.parallel.cp
+        if degree > 1:
             inputs = self._session.part(inputs)
         labels = inputs.get("shift_labels", inputs.get("labels"))
         is_evaluation = not model.training
         # A mean over batches is what Trainer makes of them; an evaluation is one over samples.
         tokens = num_samples if is_evaluation else self._session.settings.train.micro_batch
         counts = self.model_accepts_loss_kwargs or self.compute_loss_func is not None
+        if degree > 1 and not (counts and "shift_labels" in inputs):
+            raise LayoutRefusedError(
+                f"parallel.cp={degree}: the loss of this model or batch is no mean over labels of "
+                "tokens, whose number is the weight of a part; write parallel.cp: 1",
+                axis="cp",
+            )
         if isinstance(labels, Tensor) and counts:
             shifts = self._loss_shifts_labels and "shift_labels" not in inputs
             tokens = int((labels[..., 1:] if shifts else labels).ne(_IGNORED).sum())

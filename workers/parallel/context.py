@@ -91,7 +91,7 @@ class SequenceParts:
                 axis="cp",
             )
         size = length // self._size
-        return whole[:, self._place * size : (self._place + 1) * size]
+        return whole[:, self._place * size : (self._place + 1) * size].contiguous()
 
     def _refuse_masked(self, batch: dict[str, Any]) -> None:
         """Remove the mask of padding behind sequences, which later tokens are; refuse others."""
