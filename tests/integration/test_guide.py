@@ -52,16 +52,22 @@ def test_a_block_runs(tmp_path: Path, name: str) -> None:
     assert (tmp_path / f"runs/{name}/result.json").exists()
 
 
-def test_the_plan_of_the_guide_cuts_the_model(tmp_path: Path, run: Run) -> None:
-    """Alone nothing uses it. Two stages of two tensor-parallel workers learn as one worker does."""
+@pytest.mark.parametrize(
+    ("name", "layout"),
+    [("planned", ParallelLayout(tp=2, pp=2)), ("long", ParallelLayout(dp_shard=2, cp=2))],
+)
+def test_a_plan_of_the_guide_cuts_the_model(
+    name: str, layout: ParallelLayout, tmp_path: Path, run: Run
+) -> None:
+    """Alone nothing uses it. Four workers with parts of it, or of sequences, learn as one does."""
     script = tmp_path / "train.py"
-    script.write_text(BLOCKS[NAMES.index("planned")])
+    script.write_text(BLOCKS[NAMES.index(name)])
     train = TrainSettings(steps=5, global_batch=8, micro_batch=4, lr=1e-2)
     settings = Settings(run=RunSettings(directory="run", script=str(script)), train=train)
     finish(run, settings, num_workers=1)
     alone = curve(run.directory)
     reset(run)
-    finish(run, settings, num_workers=4, layout=ParallelLayout(tp=2, pp=2))
+    finish(run, settings, num_workers=4, layout=layout)
 
     assert len(alone) == train.steps
     for step, values in curve(run.directory).items():

@@ -54,6 +54,9 @@ def test_each_axis_takes_its_part_of_the_memory() -> None:
     gathered = 2 * (2 * SMALL.block + 2 * SMALL.embedding + SMALL.shape.dim)
     assert whole - sharded == pytest.approx(state * 7 / 8 - gathered, rel=1e-6)
     assert tensor < sharded
+    # Parts of sequences cut activations, too, and the model as shards do.
+    parts = memory_bytes(ParallelLayout(cp=8), SMALL)
+    assert parts == memory_bytes(ParallelLayout(dp_shard=8), replace(SMALL, sequence_length=128))
     assert state / 8 < stages < whole
     assert memory_bytes(ParallelLayout(pp=8), replace(SMALL, num_micro_batches=8)) == stages
 
