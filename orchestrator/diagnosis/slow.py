@@ -14,7 +14,7 @@ of slow links (seen in the trace AR of ByteDance-Seed/StragglerAnalysis).
 from __future__ import annotations
 
 import math
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Hashable, Iterable, Iterator, Mapping, Sequence
 from statistics import fmean, median, median_low
 from typing import Final, NamedTuple, TypeVar
@@ -62,9 +62,10 @@ def growth(sizes_costs: Iterable[tuple[float, float]], most: float) -> float:
     return min(max(along / across, 0.0), most) if across else 0.0
 
 
-def lags(series: Series[K], roles: Mapping[K, Hashable]) -> dict[K, Lag]:
-    """Return which keys cost more than those of the same role, or than they did."""
+def lags(series: Series[K], roles: Mapping[K, Hashable], least_times: float = 1.0) -> dict[K, Lag]:
+    """Return which keys cost more, ``least_times``, than those of their role, or than they did."""
     slower = _slower(series, roles)
+    num_peers = Counter(roles[key] for key in series)
     spreads = {key: _spread(list(by_step.values())) for key, by_step in slower.items() if by_step}
     found: dict[K, Lag] = {}
     for width, floor in _LANES:
@@ -75,8 +76,11 @@ def lags(series: Series[K], roles: Mapping[K, Hashable]) -> dict[K, Lag]:
             )
             apart = others[int(_NOISE_QUANTILE * (len(others) - 1))] if others else 0.0
             spread = [value for other, value in spreads.items() if other != key]
-            noise = median(spread or spreads.values()) / math.sqrt(width)
-            bound = max(floor, _APART_TIMES * apart, _NOISE_TIMES * noise)
+            # A past of few steps has noise of its own.
+            is_by_past = num_peers[roles[key]] <= _PEERS
+            shares = 1.0 / width + (1.0 / _PAST if is_by_past else 0.0)
+            noise = median(spread or spreads.values()) * math.sqrt(shares)
+            bound = max(floor, math.log(least_times), _APART_TIMES * apart, _NOISE_TIMES * noise)
             first = next((steps for steps, value in mine if value > bound), None)
             if first is not None and key not in found:
                 since = next(step for step in first if slower[key][step] > floor)

@@ -19,6 +19,8 @@ from orchestrator.diagnosis.verdicts import Guilty, Kind, Verdict
 _PAIR: Final = 2
 #: Share of a step below which transfers of a link disturb nobody.
 _SHARE: Final = 0.02
+#: A network is never as even as computing.
+_TIMES: Final = 1.3
 
 _Link: TypeAlias = tuple[int, int]
 
@@ -40,7 +42,7 @@ def slow_transfers(rows: Mapping[int, list[Operation]]) -> list[Verdict]:
         for link, by in costs.items()
     }
     roles: dict[_Link, Hashable] = {(a, b): (rows[a][0].role, rows[b][0].role) for a, b in by_time}
-    found = lags(by_time, roles)
+    found = lags(by_time, roles, _TIMES)
     return list(_verdicts(found, set(by_time), rows)) if found else []
 
 

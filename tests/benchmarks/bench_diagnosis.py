@@ -49,7 +49,7 @@ def generated(num_planted: int, num_clean: int, seed: int) -> dict[str, object]:
         "clean": f"{sum(right[kind] for kind in CLEAN)} of {num_clean}",
         "by_kind": {kind: f"{right[kind]} of {total[kind]}" for kind in total},
         "wrong": wrong,
-        "seconds": spread(seconds),
+        "seconds": spread(seconds) if seconds else {},
     }
 
 

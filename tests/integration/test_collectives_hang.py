@@ -9,6 +9,8 @@ from pathlib import Path
 
 import pytest
 
+from orchestrator.diagnosis import Kind
+from orchestrator.driver import diagnose_paths
 from tests.support.ranks import Ranks, running
 from tests.support.training import NUM_RANKS, Watch, finish, stall_path, stop_and_find, train
 
@@ -43,6 +45,10 @@ def test_a_rank_that_works_for_long_is_not_named_and_one_that_stops_then_is(
     watch.until_steps(10)
     stall_path(tmp_path, 2).write_text(work)
     watch.until_still(for_s=4 * watch.limits.hang_s)
+
+    # Afterwards, or in a copy, the rings say by themselves who holds the others up.
+    (told,) = diagnose_paths([str(ranks.places[0].directory)])
+    assert (told.kind, told.guilty.ranks) == (Kind.ABSENT, (2,))
 
     os.kill(ranks.pid(2), signal.SIGSTOP)
     verdict = watch.until_verdict()
