@@ -60,9 +60,10 @@ def ring(path: Path, rank: int, calls: int, *, waits: bool) -> RecordRing:
 
 
 def test_rings_of_ours_name_who_did_not_come(tmp_path: Path) -> None:
-    """Rank 0 made more calls than a ring keeps; the state of the group still counts them."""
+    """Rank 0 made more calls than a ring keeps; rank 1 has begun one ahead, and waits in none."""
     ring(tmp_path / "a.ring", 0, 5000, waits=True)
-    ring(tmp_path / "b.ring", 1, 4999, waits=False)
+    idle = ring(tmp_path / "b.ring", 1, 4999, waits=False)
+    idle.enter(idle.group("ahead", (0, 1)), "all_gather", 64)
     (tmp_path / "incident.json").write_text("{}")
 
     (verdict,) = diagnose_paths([str(tmp_path)])
