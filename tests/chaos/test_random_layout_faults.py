@@ -115,7 +115,7 @@ class Tormentor:
         deadline_s = time.monotonic() + ACT_S_MAX
         while time.monotonic() < deadline_s:
             for worker, page in pages:
-                view = page and page.view()
+                view = page.view() if page is not None else None
                 if view is not None and view.phase is phase and view.attempt >= attempt:
                     os.kill(worker["pid"], signal.SIGKILL)
                     self._hurt[worker["node"]] += 1

@@ -37,8 +37,8 @@ def placed(draw: st.DrawFn) -> tuple[tuple[int, ...], ParallelLayout, dict[str, 
     if layout.ep > 1 and draw(st.booleans()):
         # As many experts on each rank; each has parts of those of its group.
         shape = (shape[0] * layout.ep, *shape[1:])
-        sharded = _StridedShard(0, split_factor=layout.ep)
-        return shape, layout, {"dp_replicate": Replicate(), "efsdp+tp": sharded, "ep": Shard(0)}
+        strided = _StridedShard(0, split_factor=layout.ep)
+        return shape, layout, {"dp_replicate": Replicate(), "efsdp+tp": strided, "ep": Shard(0)}
     dims = st.integers(0, len(shape) - 1)
     kinds = (
         Replicate,
