@@ -23,6 +23,7 @@ from tests.benchmarks.common import origin
 PEERS: Final = {"DeepSpeed": "deepspeed", "Ray Train": "pandas", "torchdata": "torchdata"}
 #: The smallest settings: they show that a benchmark starts and ends, and their figures say nothing.
 QUICK: Final = {
+    "bench_change": "--rounds 1",
     "bench_checkpoint": "--megabytes 12 --rounds 1",
     "bench_checksums": "--rounds 1",
     "bench_convert": "--gibibytes 0.1 --rounds 1",
