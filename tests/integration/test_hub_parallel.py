@@ -74,7 +74,7 @@ LAYOUTS = [
     (ParallelLayout(dp_shard=4, ep=2), 1),
     (ParallelLayout(dp_replicate=2, dp_shard=2, ep=2), 1),
     (ParallelLayout(dp_shard=2, ep=2, tp=2), 1),
-    (ParallelLayout(dp_shard=2, ep=2, pp=2), 1),
+    (ParallelLayout(dp_shard=2, ep=2, pp=2), 2),
     (ParallelLayout(pp=2), 2),
     (ParallelLayout(dp_shard=2, pp=2), 2),
     # Two ranks exchange heads, and gather keys and values where one key head is left for both.
