@@ -154,8 +154,10 @@ def shard_model(
             ignored_params=whole,
         )
     for module in fsdp_modules(model):
-        # Gradients are sums over tokens; the training step divides by the number of tokens.
-        module.set_gradient_divide_factor(1.0)
+        # Gradients are sums over tokens; the training step divides by the number of tokens. For a
+        # rank alone torch would copy them once more, to divide by 1.
+        if mesh.sharding.size() > 1:
+            module.set_gradient_divide_factor(1.0)
         module.set_force_sum_reduction_for_comms(True)
     return not has_own and (is_small or not reshard_after_forward)
 
