@@ -190,7 +190,7 @@ class _Case:
             by = {each.rank for each in self._waiting_for(ranks) if each.comm == one.comm}
             return (
                 f"{listed(ranks).capitalize()} did not call {one.op or 'call'} number {one.seq} "
-                f"of {one.comm}, in which {listed(by)} wait."
+                f"of {one.comm}, in which {listed(by)} wait{'s' if len(by) == 1 else ''}."
             )
         return f"{listed(ranks).capitalize()} did not come."
 
