@@ -138,6 +138,7 @@ def _eight(directory: Path, fixed: str) -> RunConfig:
             "train.global_batch=8",
             "train.micro_batch=1",
             "train.schedule=constant",
+            "train.warmup_steps=2",
             "train.deterministic=true",
             "parallel.tp=2",
             "parallel.pp=2",
