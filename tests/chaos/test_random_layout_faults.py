@@ -138,6 +138,9 @@ def _eight(directory: Path, fixed: str) -> RunConfig:
             "train.global_batch=8",
             "train.micro_batch=1",
             "train.schedule=constant",
+            # With more, a difference of 1e-8 grows to 1e-2 in 100 steps, and a fast machine makes
+            # more than that.
+            "train.lr=1e-4",
             "train.warmup_steps=2",
             "train.deterministic=true",
             "parallel.tp=2",
@@ -153,7 +156,7 @@ def _eight(directory: Path, fixed: str) -> RunConfig:
 @pytest.mark.parametrize(
     ("fixed", "calm", "tolerance"),
     [
-        pytest.param("[]", ParallelLayout(), 1e-4, id="any layout"),
+        pytest.param("[]", ParallelLayout(), 1e-6, id="any layout"),
         pytest.param("[tp, pp]", replace(WHOLE, dp_shard=1), 0.0, id="only dp"),
     ],
 )
