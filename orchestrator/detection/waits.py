@@ -1,4 +1,4 @@
-"""What members of an attempt wait in, from their reports: the graph, and calls that differ."""
+"""The waits of members, from their reports: the graph, and calls that differ."""
 
 from __future__ import annotations
 

@@ -1,8 +1,9 @@
 """Says from records of operations which rank, link or program is at fault. Pure.
 
 ``diagnose`` looks at hangs (``hang``), calls that differ (``programs``), ranks that compute or load
-data slowly (``slow``) and slow transfers (``transfers``). What is not recorded is unknown, and no
-sign that a rank does not wait: such a verdict is ``undecided``, and says what is missing.
+data slowly (``slow``) and slow transfers (``transfers``). A call without a record is
+unknown, and no sign that a rank does not wait: such a verdict is ``undecided``, and says what is
+missing.
 """
 
 from orchestrator.diagnosis.analyzer import diagnose

@@ -1,4 +1,4 @@
-"""Who holds the others up, from what each rank has called and waits in.
+"""The ranks that hold the others up, from what each has called and waits in.
 
 1. The sinks of the wait graph have not called what the others wait in: ``absent``, or
    ``slow_data`` while one reads data.
@@ -56,7 +56,7 @@ class _Case:
             ranks.update(one.members)
         for rank in records.unknown:
             ranks.add(rank)
-        #: What each waiting rank waits in, the first call of each communicator.
+        #: The first call of each communicator that a rank waits in.
         self.waited: dict[int, list[Operation]] = {}
         groups: dict[int, list[GroupState]] = {}
         for rank, rows in self.rows.items():
@@ -115,7 +115,7 @@ class _Case:
         if not held:
             yield self._undecided(frozenset(waits), "They wait for each other in a circle.")
             return
-        # Who waits in one call, by the call.
+        # The ranks that wait in a call, by the call.
         calls: dict[tuple[str, int], list[Operation]] = defaultdict(list)
         for rank in sorted(held):
             for one in self.waited[rank]:

@@ -59,13 +59,13 @@ class Operation:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Records:
-    """What is known of a run, or of a stretch of it.
+    """The records of a run, or of a stretch of it.
 
     Attributes:
         operations: In any order.
         unknown: For each rank that may have called what is not in them: why.
-        now_s: When they were taken, on their clock. What waits no longer than usual then hangs
-            not. None: they were taken because of a hang.
+        now_s: When they were taken, on their clock. A call that waits no longer then than
+            usual does not hang. None: they were taken because of a hang.
     """
 
     operations: tuple[Operation, ...]

@@ -120,7 +120,7 @@ def _slower(series: Series[K], roles: Mapping[K, Hashable]) -> dict[K, dict[int,
                     if len(same := _at(series, role, key, step)) >= _PEERS
                 }
             elif key in past:
-                # What slows everybody is no fault of one.
+                # A step that is slow for everybody is no fault of one.
                 found[key] = {
                     step: math.log(grown / max(1.0, median(_at(past, past, key, step) or [1.0])))
                     for step, grown in past[key].items()

@@ -1,4 +1,4 @@
-"""What a diagnosis says."""
+"""The verdicts of a diagnosis."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from typing import Any
 
 
 class Kind(StrEnum):
-    """What is wrong; the list is closed.
+    """The kind of a fault; the list is closed.
 
     From records alone a process that is dead, frozen or holds its interpreter is ``absent``, and
     not-finite numbers and diverged replicas are not seen.
@@ -35,7 +35,7 @@ class Kind(StrEnum):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Guilty:
-    """Who is to blame, each sorted; a link is (sender, receiver)."""
+    """Ranks, nodes and links to blame, each sorted; a link is (sender, receiver)."""
 
     ranks: tuple[int, ...] = ()
     nodes: tuple[str, ...] = ()
@@ -63,7 +63,7 @@ class Verdict:
         confidence: From 0 to 1: how sure it is that kind and guilty are right, by the rule used.
         since_s: When it began, on the clock of the records; None if that is not known.
         evidence: Sentences for people.
-        alternatives: What else it can be, the likelier first.
+        alternatives: Other kinds that it can be, the likelier first.
     """
 
     kind: Kind

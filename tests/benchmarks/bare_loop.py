@@ -108,7 +108,7 @@ def plain_loop(kind: Kind, mesh: DeviceMesh, job: Job, *, alike: bool) -> Loop:
     Args:
         kind: The model.
         mesh: The ranks to shard over.
-        job: What a step is.
+        job: The kind of step.
         alike: Whether it has the units and the reduction of a session, instead of a unit a layer.
     """
     num_micro_batches = job.global_batch // job.micro_batch // mesh.size()
@@ -170,7 +170,7 @@ def layout_loop(kind: Kind, mesh: DeviceMesh, job: Job) -> Loop:
     Args:
         kind: The model, a decoder.
         mesh: The ranks, all on the one axis of the layout that is above 1.
-        job: What a step is.
+        job: The kind of step.
     """
     assert job.layout is not None, "the job has a layout"
     num_micro_batches, has_stages = job.global_batch // job.micro_batch, job.layout.pp > 1

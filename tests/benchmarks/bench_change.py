@@ -55,7 +55,7 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=5)
     options = parser.parse_args()
     for name, settings in LAYOUTS.items():
-        # Nobody starts processes while the run grows, then.
+        # No process starts while the run grows, then.
         with running(standby_per_node=0, more=settings) as bench:
             found = measure(bench, options.rounds)
         print(json.dumps({"growth": name, **found, "load_average": load_average()}), flush=True)

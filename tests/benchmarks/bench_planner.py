@@ -1,4 +1,4 @@
-"""What the planner makes of the spot market, beside an oracle: arithmetic, no processes.
+"""The planner on the spot market, beside an oracle: arithmetic, no processes.
 
     python -m tests.benchmarks planner
 

@@ -157,7 +157,7 @@ class Loader:
             sources.load(target.fill_from)
         assert not sources.skipped, sources.skipped
         taken = sources.taken_bytes
-        # What is verified may begin before what is needed, and end behind it.
+        # A verified block may begin before the needed bytes, and end behind them.
         self.num_near = self.num_bytes * taken[LOCAL_MEMORY] // taken.total()
 
     def limit(self) -> None:

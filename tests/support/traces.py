@@ -52,7 +52,7 @@ class Trace:
 
 @dataclass
 class _Plan:
-    """What is done to a run; ``victim`` is its rank, ``link`` its pair."""
+    """A fault of a run; ``victim`` is its rank, ``link`` its pair."""
 
     fault: str
     victim: int = -1
@@ -362,7 +362,7 @@ def planted(kind: str, seed: int) -> Trace:
     plan.factor = rng.choice((1.5, 2.0, 3.0))
     plan.wrong = rng.choice(({"bytes": 24}, {"dtype": "int64"}, {"op": "broadcast"}))
     if kind == "mismatch_goes_on" and "bytes" in plan.wrong:
-        # What libraries allow is no fault as long as nothing hangs.
+        # Libraries allow it, so it is no fault as long as nothing hangs.
         plan.wrong = {"dtype": "int64"}
     job.run()
     is_link = kind in {"link_dead", "slow_link"}

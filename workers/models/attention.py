@@ -25,7 +25,7 @@ from workers.errors import LayoutRefusedError
 
 #: ``transformers`` knows the attention by this name.
 HUB_NAME: Final = "everstep"
-#: What a model of ``transformers`` may ask of its attention beyond causal attention.
+#: Wishes of a model of ``transformers`` beyond causal attention.
 _UNUSUAL: Final = ("position_bias", "s_aux", "softcap")
 _HEADS, _POSITIONS = 1, 2
 

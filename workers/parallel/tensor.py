@@ -33,10 +33,10 @@ class ModelPlan:
         parallelize: Cuts the weights of a model, or of a stage, itself, as in torchtitan; instead
             of ``tensor``. Called on every layout with the model on the meta device and the meshes
             by name: ``tp`` if ``parallel.tp`` is above 1, ``ep`` if ``parallel.ep`` is; and ``dp``,
-            for experts ``efsdp``, which it needs only for ``fully_shard``. What it does not wrap so
-            is wrapped afterwards. It leaves each
-            parameter a DTensor on these meshes, or plain and then equal on all ranks of ``tp``,
-            with equal gradients; a shared one shared. It makes no groups and no ``DDP``.
+            for experts ``efsdp``, which it needs only for ``fully_shard``. The rest is wrapped
+            afterwards. It leaves each parameter a DTensor on these meshes, or plain and then equal
+            on all ranks of ``tp``, with equal gradients; a shared one shared. It makes no groups
+            and no ``DDP``.
         sequence: Entries of a batch that have positions along dim 1; ``session.part`` cuts them if
             ``parallel.cp`` is above 1. Then the model sees other positions by
             ``everstep.causal_attention`` alone. A model of ``transformers`` needs none.

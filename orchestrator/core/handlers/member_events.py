@@ -26,7 +26,7 @@ from workers.protocol import DEVICE_MEMORY
 
 #: Weight of the newest step in the smoothed duration: about the last ten steps count.
 _STEP_WEIGHT = 0.1
-#: What is known of a layout's steps changes by no smaller part: a decision would not either.
+#: The step time of a layout changes by no smaller part: a decision would not either.
 _STEP_NEWS = 0.05
 
 

@@ -13,7 +13,7 @@ from ucp_core.layout import ParallelLayout
 
 #: The degrees stay as the user wants them while no larger part of the workers would be idle.
 _IDLE_MAX: Final = 0.25
-#: What was seen of another layout is worth leaving the wish for below this part of its step: step
+#: Another layout that was seen is worth leaving the wish for below this part of its step: step
 #: times of one layout differ by a few percent.
 _FASTER: Final = 0.95
 _NUM_ALTERNATIVES: Final = 2
@@ -55,7 +55,7 @@ def other_layouts(
     for degrees in candidates(rules):
         layout = fit(degrees, rooms, num_max, rules)
         if layout == chosen:
-            # What comes before is nearer to the wish.
+            # Those before it are nearer to the wish.
             is_slower = False
             continue
         if layout is None:

@@ -15,8 +15,8 @@ from typing import Final
 
 from ray._private.state import available_resources_per_node
 
-#: What is reserved shows in Ray's view of a node a moment later. Requests of one moment are counted
-#: here instead.
+#: Ray's view of a node shows a reservation a moment later. Requests of one moment are counted here
+#: instead.
 _FRESH_S: Final = 1.0
 
 

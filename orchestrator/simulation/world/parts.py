@@ -168,7 +168,7 @@ def source_of(place: Holding) -> Source:
 
 @dataclass(frozen=True, slots=True)
 class SimModel:
-    """What a model makes of layouts.
+    """A model that refuses layouts, and has a step time for each.
 
     Attributes:
         cannot: ``(axis, degree)`` that it cannot have.

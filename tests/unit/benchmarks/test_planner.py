@@ -51,7 +51,7 @@ def test_newcomers_count_once_their_workers_are_ready() -> None:
 
 
 def test_a_run_without_changes_pays_for_its_start_alone() -> None:
-    """What it makes is its time over that of a step."""
+    """It makes its time over that of a step."""
     cluster = cluster_of("1.5b", MEASURED)
     trace = stretches([Change(0.0, 32)], 1000.0, join_s=8.0)
     trained_s = 1000.0 - cluster.pause_s(cluster.wish, is_loss=False)

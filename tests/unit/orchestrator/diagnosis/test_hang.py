@@ -1,4 +1,4 @@
-"""Who holds the others up, from hand-written calls."""
+"""The ranks that hold the others up, from hand-written calls."""
 
 from __future__ import annotations
 
@@ -64,7 +64,7 @@ def test_a_rank_without_records_is_unknown_and_not_guilty() -> None:
 
 
 def test_a_rank_whose_records_have_gaps_is_not_guilty() -> None:
-    """What it waits in may be a group that did not fit its ring."""
+    """It may wait in a group that did not fit its ring."""
     rows = (*(call(r, 1, done=True) for r in WORLD), *(call(r, 2) for r in (0, 1, 2)))
 
     assert only(*rows, unknown={3: "5 groups did not fit"}).kind is Kind.UNDECIDED

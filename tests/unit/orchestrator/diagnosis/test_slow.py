@@ -1,4 +1,4 @@
-"""Who is slow, and who only has more to do; which transfers are slow."""
+"""Slow ranks, ranks that only have more to do, and slow transfers."""
 
 from __future__ import annotations
 

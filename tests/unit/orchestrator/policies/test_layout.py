@@ -220,7 +220,7 @@ def test_what_was_seen_to_be_faster_is_taken_where_the_wish_leaves_workers_idle(
 
 @pytest.mark.parametrize("number", [0, 1])
 def test_nothing_is_left_for_what_was_not_seen(number: int) -> None:
-    """What is estimated leaves out the network, and memory."""
+    """Estimates leave out the network, and memory."""
     assert chosen([5], replace(SEEN, steps=SEEN.steps[number : number + 1])) == "pp=2 x dp_shard=2"
 
 

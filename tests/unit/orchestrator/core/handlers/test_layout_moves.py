@@ -40,7 +40,7 @@ def test_the_first_step_of_an_attempt_says_nothing_of_the_layout() -> None:
 
 
 def test_noise_changes_nothing_that_is_known_of_a_layout() -> None:
-    """What is known is part of every choice, and choices are kept."""
+    """Step times are part of every choice, and choices are kept."""
     cluster = Cluster(RULES, step_s=step_s)
     cluster.start(4)
     cluster.train(3)
