@@ -85,12 +85,18 @@ LAYOUTS = [
     (ParallelLayout(cp=2, pp=2), 2),
     (ParallelLayout(dp_shard=2, cp=2, ep=2), 1),
 ]
+def _is_tried(layout: ParallelLayout, kind: str) -> bool:
+    """Return whether a kind is cut so: all are along two axes, along one those that differ most."""
+    if kind == "Qwen3Moe":
+        return layout.ep > 1 and layout.pp * layout.cp == 1
+    return kind == "Mixtral" or (layout.ep == 1 and (layout.world_size > 2 or kind == "adapters"))
+
+
 CASES = [
     (layout, per_rank, kind)
     for layout, per_rank in LAYOUTS
     for kind in KINDS
-    if kind == "Mixtral"
-    or (layout.ep == 1 if kind != "Qwen3Moe" else layout.ep > 1 and layout.pp * layout.cp == 1)
+    if _is_tried(layout, kind)
 ]
 
 

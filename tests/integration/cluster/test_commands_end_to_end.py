@@ -192,6 +192,7 @@ def test_the_doctor_asks_every_node(
     assert findings["cluster.metrics_port"]["level"] == "warn"
 
 
+@pytest.mark.chaos
 def test_a_run_that_is_ended_by_force_leaves_nobody_behind(
     nodes: Any, make_config: Callable[..., RunConfig], tmp_path: Path
 ) -> None:

@@ -135,6 +135,7 @@ def _train_adapters(
     return losses, {name: value.detach() for name, value in named.items()}
 
 
+@pytest.mark.chaos
 def test_adapters_on_a_base_of_the_hub(
     begin_endless: Callable[..., Launched], tmp_path: Path
 ) -> None:

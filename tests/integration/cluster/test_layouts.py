@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import signal
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -44,8 +45,14 @@ def test_a_lost_node_and_a_lost_worker_leave_the_layout_that_fits(
 ) -> None:
     """Groups over two nodes; then one node, then one worker of it, then all of them again."""
     config = make_config(
-        train__steps=_STEPS,
+        train__steps=100_000,
+        # A larger one makes differences of rounding grow.
+        train__lr=1e-4,
+        train__schedule="constant",
+        train__global_batch=8,
+        train__micro_batch=2,
         train__deterministic=False,
+        model__preset="tiny",
         model__tied=False,
         model__num_layers=2 * degrees.get("stages_per_worker", 1),
         **{f"parallel__{key}": value for key, value in degrees.items()},
@@ -53,18 +60,20 @@ def test_a_lost_node_and_a_lost_worker_leave_the_layout_that_fits(
         checkpoint__every_steps=50_000,
     )
     run = Launched(config, nodes)
-    whole = reach(run, 10, workers=4)
+    whole = reach(run, 4, workers=4)
 
     kill_node_of(run, 3)
-    half = reach(run, 11, workers=2, attempt=whole["attempt"] + 1)
-    half = reach(run, half["step"] + 5)
+    half = reach(run, 5, workers=2, attempt=whole["attempt"] + 1)
+    half = reach(run, half["step"] + 3)
     signal_rank(run, 1, signal.SIGKILL)
     one = reach(run, half["step"] + 1, workers=1, attempt=half["attempt"] + 1)
     nodes.add_node()
     again = reach(run, one["step"] + 1, workers=4)
+    reach(run, again["step"] + 3)
+    run.stop("all is seen")
     summary = run.follow(lambda _: None)
 
-    assert summary["outcome"] == "completed", summary["reason"]
+    assert summary["outcome"] == "stopped", summary["reason"]
     assert [whole["layout"], half["layout"], one["layout"], again["layout"]] == [
         again["layout"],
         left,
@@ -80,7 +89,7 @@ def test_a_lost_node_and_a_lost_worker_leave_the_layout_that_fits(
     shown = [{"layout": layout, "why": why} for layout, why in lost["other_layouts"]]
     assert shown == half["other_layouts"]
     assert shown
-    _check_curve(config, tmp_path / "alone")
+    _check_curve(config, tmp_path / "alone", summary["steps"])
 
 
 @pytest.mark.chaos
@@ -111,19 +120,20 @@ def test_experts_are_cut_in_as_many_ways_as_divide_the_workers_that_are_left(
     layouts = [status["layout"] for status in (whole, three, two)]
     assert layouts == ["dp_shard=4 x ep=2", "dp_shard=3", "dp_shard=2 x ep=2"]
     assert max(incident["lost_steps"] for incident in summary["incidents"]) <= 1
-    _check_curve(config, tmp_path / "alone")
+    _check_curve(config, tmp_path / "alone", _STEPS)
 
 
-def _check_curve(config: RunConfig, directory: Path) -> None:
+def _check_curve(config: RunConfig, directory: Path, num_steps: int) -> None:
     """Assert that the losses are those of one process that nothing disturbed."""
-    settings = Settings(model=config.model, data=config.data, train=config.train)
+    train = replace(config.train, steps=num_steps)
+    settings = Settings(model=config.model, data=config.data, train=train)
     directory.mkdir()
     with Run(directory) as alone:
         finish(alone, settings, num_workers=1)
         expected = {line["step"]: line["loss"] for line in lines(alone)}
     history = read_history(config.run.directory)
-    history.check_exactly_once(config)
-    for line in history.lines:
+    history.check_exactly_once(config, num_steps)
+    for line in history.committed():
         assert line["loss"] == pytest.approx(expected[line["step"]], rel=2e-3), line
 
 
@@ -200,6 +210,7 @@ def test_what_runs_out_of_memory_waits_for_workers_and_is_charged_nothing(
     assert sum(incident["lost_steps"] for incident in summary["incidents"]) <= 1
 
 
+@pytest.mark.chaos
 def test_a_model_without_a_plan_is_refused_with_the_nearest_layout(
     nodes: Any, make_config: Callable[..., RunConfig], tmp_path: Path
 ) -> None:

@@ -22,6 +22,7 @@ pytestmark = pytest.mark.timeout(900)
 SCRIPT = Path(__file__).parents[2] / "support/train_odd_shapes.py"
 
 
+@pytest.mark.chaos
 def test_what_it_trains_ends_equal_though_two_workers_die(
     nodes: Any, make_config: Callable[..., RunConfig], tmp_path: Path
 ) -> None:

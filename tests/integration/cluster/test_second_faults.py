@@ -53,6 +53,7 @@ def _break(run: Launched, before: dict[str, Any], kind: str, later: int, second:
     os.kill(second, signal.SIGKILL)
 
 
+@pytest.mark.chaos
 def test_second_process_dies_in_each_phase_of_recovery(
     begin_endless: Callable[..., Launched],
 ) -> None:
@@ -76,6 +77,7 @@ def test_second_process_dies_in_each_phase_of_recovery(
     read_history(run.config.run.directory).check_exactly_once(run.config, summary["steps"])
 
 
+@pytest.mark.chaos
 def test_a_controller_that_dies_while_a_run_ends_leaves_nobody_behind(
     begin_endless: Callable[..., Launched],
 ) -> None:

@@ -71,6 +71,7 @@ def test_a_signal_stops_the_run_at_a_step_and_takes_its_cluster(
     _check_stops(command, number, code)
 
 
+@pytest.mark.chaos
 def test_ctrl_c_again_ends_it_at_once(command: Command) -> None:
     """A run that does not get to a step boundary must not hold its terminal."""
     process = command.start()
@@ -90,6 +91,7 @@ def test_ctrl_c_again_ends_it_at_once(command: Command) -> None:
     assert not Path(f"/proc/{cluster.host_pid}").exists()
 
 
+@pytest.mark.chaos
 def test_an_outage_of_storage_does_not_end_the_command_and_ctrl_c_does(command: Command) -> None:
     """It ended at the first look that failed, with the simulated nodes and all that memory held."""
     process = command.start("--json")
