@@ -85,6 +85,8 @@ LAYOUTS = [
     (ParallelLayout(cp=2, pp=2), 2),
     (ParallelLayout(dp_shard=2, cp=2, ep=2), 1),
 ]
+
+
 def _is_tried(layout: ParallelLayout, kind: str) -> bool:
     """Return whether a kind is cut so: all are along two axes, along one those that differ most."""
     if kind == "Qwen3Moe":
