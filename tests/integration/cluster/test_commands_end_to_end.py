@@ -49,6 +49,7 @@ def _check_keys(status: dict[str, Any]) -> None:
     assert {"node", "raylet_pid", "state"} <= set(status["nodes"][0])
 
 
+@pytest.mark.chaos
 def test_killed_driver_does_not_stop_the_run_and_a_command_does(
     nodes: Any, make_config: Callable[..., RunConfig], tmp_path: Path
 ) -> None:
