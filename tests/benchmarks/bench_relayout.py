@@ -34,24 +34,21 @@ import numpy as np
 import torch
 import torch.distributed as dist
 
-from tests.benchmarks.bench_snapshot import EXTRA, RUN_S_MAX
-from tests.benchmarks.bench_snapshot_load import RECORD_BYTES_MAX, receive, streams
+from tests.benchmarks.bench_snapshot import RUN_S_MAX
+from tests.benchmarks.bench_snapshot_load import receive, save_part, streams
 from tests.benchmarks.common import load_average, paired
 from tests.support.fake_ranks import state_of
-from tests.support.filling import FilledStore
 from tests.support.node_memory import NodeProcess, newest
 from tests.support.ranks import Place, running
 from ucp_core.layout import ParallelLayout
-from ucp_core.native import RankSaver
 from ucp_core.numerics import crc32
 from workers.keeper import MemorySources
-from workers.memory import descriptor_socket, open_arena, reserve
+from workers.memory import descriptor_socket, open_arena
 from workers.models import Decoder, ModelShape, resolve, tensor_plan
 from workers.parallel import ModelPlan
 from workers.process import tuned
 from workers.protocol import LOCAL_MEMORY, MemoryPart
 from workers.settings import CheckpointSettings, Settings, SnapshotSettings
-from workers.snapshot.writing import BLOCK_BYTES
 from workers.state import HostBuffer, StateEntry
 from workers.train.loading.restore import Target
 
@@ -94,29 +91,9 @@ def fill_memory(doors: Sequence[Path], shape: ModelShape, layout: ParallelLayout
         for entry in state.entries():
             entry.tensor.detach().copy_(value_of(entry))
         tensors = HostBuffer().capture(state.saved())
-        body_bytes = sum(len(each.data) for each in tensors) + RECORD_BYTES_MAX
         door = descriptor_socket(doors[node_of(rank, world_size)])
-        arena = reserve(door, f"w{rank:04d}.1", body_bytes=body_bytes, attempt=1)
-        buffer = arena.choose(())
-        arena.begin(buffer, attempt=1, step=1, rank=rank, world_size=world_size)
-        saver = RankSaver(
-            tensors,
-            attempt=1,
-            rank=rank,
-            world_size=world_size,
-            source={"writer": "everstep", "layout": layout.to_json()},
-            block_bytes=BLOCK_BYTES,
-        )
-        saver.save(
-            FilledStore(arena, buffer),
-            "",
-            step=1,
-            data=[tensors[index].data for index in saver.order],
-            extra=EXTRA,
-            param_groups=[],
-            fsync=False,
-        )
-        arena.close()
+        source = {"writer": "everstep", "layout": layout.to_json()}
+        save_part(door, tensors, rank, source, world_size)
     dist.destroy_process_group()
 
 

@@ -36,7 +36,7 @@ import tempfile
 import threading
 import time
 import warnings
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import closing, contextmanager
 from multiprocessing.connection import Connection
 from pathlib import Path
@@ -55,7 +55,7 @@ from tests.benchmarks.decoder_parts import NUM_WORKERS, DecoderPart, assignment
 from tests.support.filling import FilledStore
 from tests.support.node_memory import NodeProcess, newest
 from tests.support.ranks import Place, running
-from ucp_core.native import Checkpoint, RankSaver, load
+from ucp_core.native import Checkpoint, LocalTensor, RankSaver, load
 from workers.keeper import MemorySources
 from workers.memory import (
     LocalPart,
@@ -90,29 +90,40 @@ def fill_memory(door: Path, megabytes: int) -> None:
     """Write the versions of all workers into arenas of the keeper, and let go of them."""
     for rank in range(NUM_WORKERS):
         part = DecoderPart(megabytes, rank, NUM_WORKERS)
-        body_bytes = part.block.nbytes + RECORD_BYTES_MAX
-        arena = reserve(door, f"w{rank:04d}.1", body_bytes=body_bytes, attempt=1)
-        buffer = arena.choose(())
-        arena.begin(buffer, attempt=1, step=1, rank=rank, world_size=NUM_WORKERS)
         tensors = [entry.local_tensor(entry.tensor) for entry in part.entries]
-        saver = RankSaver(
-            tensors,
-            attempt=1,
-            rank=rank,
-            world_size=NUM_WORKERS,
-            source=source_of(assignment(rank, NUM_WORKERS)),
-            block_bytes=BLOCK_BYTES,
-        )
-        saver.save(
-            FilledStore(arena, buffer),
-            "",
-            step=1,
-            data=[tensors[index].data for index in saver.order],
-            extra=EXTRA,
-            param_groups=[],
-            fsync=False,
-        )
-        arena.close()
+        save_part(door, tensors, rank, source_of(assignment(rank, NUM_WORKERS)), NUM_WORKERS)
+
+
+def save_part(
+    door: Path,
+    tensors: Sequence[LocalTensor],
+    rank: int,
+    source: Mapping[str, object],
+    world_size: int,
+) -> None:
+    """Write a rank's part of a version into an arena of the keeper, and let go of it."""
+    body_bytes = sum(len(each.data) for each in tensors) + RECORD_BYTES_MAX
+    arena = reserve(door, f"w{rank:04d}.1", body_bytes=body_bytes, attempt=1)
+    buffer = arena.choose(())
+    arena.begin(buffer, attempt=1, step=1, rank=rank, world_size=world_size)
+    saver = RankSaver(
+        tensors,
+        attempt=1,
+        rank=rank,
+        world_size=world_size,
+        source=source,
+        block_bytes=BLOCK_BYTES,
+    )
+    saver.save(
+        FilledStore(arena, buffer),
+        "",
+        step=1,
+        data=[tensors[index].data for index in saver.order],
+        extra=EXTRA,
+        param_groups=[],
+        fsync=False,
+    )
+    arena.close()
 
 
 def dtensors(part: DecoderPart, world_size: int) -> dict[str, Any]:

@@ -8,7 +8,7 @@ import random
 import signal
 import time
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -18,7 +18,7 @@ import pytest
 from orchestrator.config import RunConfig, demo_config
 from orchestrator.driver.faults import kill_node_of, signal_rank
 from orchestrator.driver.launch import Launched
-from orchestrator.shell import HostedCluster, connect_ray
+from orchestrator.shell import HostedCluster
 from orchestrator.shell.names import RunNames, run_id
 from tests.support.attempts import finish, lines
 from tests.support.history import read_history
@@ -36,6 +36,7 @@ _say = logging.getLogger(__name__)
 
 #: Stages of tensor-parallel pairs, twice.
 WHOLE = ParallelLayout(pp=2, dp_shard=2, tp=2)
+CPUS_PER_NODE = WHOLE.world_size // 2
 NUM_FAULTS = 10
 #: The phase in which a worker is killed; None: at any time, or with its node, or only stopped.
 KINDS: dict[str, WorkerPhase | None] = {
@@ -46,18 +47,6 @@ KINDS: dict[str, WorkerPhase | None] = {
     "forming": WorkerPhase.FORMING,
     "loading": WorkerPhase.LOADING,
 }
-
-
-@pytest.fixture(scope="module")
-def cluster() -> Iterator[HostedCluster]:
-    """Two nodes of four workers each."""
-    import ray
-
-    hosted = HostedCluster(num_nodes=2, cpus_per_node=4)
-    connect_ray(hosted.address)
-    yield hosted
-    ray.shutdown()
-    hosted.shutdown()
 
 
 class Tormentor:
