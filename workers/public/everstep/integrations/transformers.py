@@ -342,8 +342,8 @@ class ElasticTrainer(Trainer):
         counts = self.model_accepts_loss_kwargs or self.compute_loss_func is not None
         if degree > 1 and not (counts and "shift_labels" in inputs):
             raise LayoutRefusedError(
-                f"parallel.cp={degree}: the loss of this model or batch is no mean over labels of "
-                "tokens, whose number is the weight of a part; write parallel.cp: 1",
+                f"parallel.cp={degree}: the loss of this model or batch is not the mean over token "
+                "labels, so parts of it have no weights; write parallel.cp: 1",
                 axis="cp",
             )
         if isinstance(labels, Tensor) and counts:
