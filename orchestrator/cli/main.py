@@ -370,7 +370,7 @@ def replay(run_dir: RunDirectory, *, as_json: Json = False) -> None:
     _print(replay_run(run_dir), as_json=as_json)
 
 
-@app.command(epilog="Example: everstep diagnose runs/small/incidents/0003 /tmp/dumps --json")
+@app.command(epilog="Example: everstep diagnose dumps --json")
 @_edge
 def diagnose(
     paths: Annotated[list[str], typer.Argument(metavar="PATH...", help="Files or directories.")],

@@ -1,8 +1,7 @@
 """On which node Ray is to reserve room for the next worker, so that tensor groups find one each.
 
 Ray 2.60 spreads groups of one bundle: six on three nodes of four are two on each, and a tensor
-group of four has no node. It cannot be asked for a group at once either, which it could not give
-back in parts.
+group of four has no node. A group of four bundles is no way out: Ray cannot give back a part of it.
 """
 
 from __future__ import annotations
