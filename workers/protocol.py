@@ -10,7 +10,7 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from enum import StrEnum
-from typing import Final, TypeAlias
+from typing import Final, NamedTuple, TypeAlias
 
 from ucp_core.layout import ParallelLayout
 
@@ -498,6 +498,8 @@ class GroupState:
         size_bytes: Its payload.
         waiting_s: Time since the call of collective ``finished_seq + 1``, if this rank waits for
             it; 0.0 if it waits for none, even if one started ahead is in flight.
+        dtype: Code of the type of the last one's first tensor.
+        history: Hash of (op, bytes, dtype) of all calls up to ``entered_seq``; 0 if unknown.
     """
 
     group: str
@@ -507,6 +509,41 @@ class GroupState:
     op: str
     size_bytes: int
     waiting_s: float
+    dtype: int = 0
+    history: int = 0
+
+
+class StepCost(NamedTuple):
+    """What a step took a rank, without what it waited for others.
+
+    Attributes:
+        compute_s: Forward and backward of its fastest micro-batch.
+        data_s: Wait for the data of a micro-batch, the mean of the step.
+    """
+
+    step: int
+    compute_s: float
+    data_s: float
+
+
+#: A digest tells of so many steps at most: it is sent each second, by every rank.
+NUM_COSTS_MAX: Final = 8
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Digest:
+    """What a rank's ring says of its own work, since the digest before.
+
+    Attributes:
+        costs: The steps that were completed since, oldest first; of more than ``NUM_COSTS_MAX`` the
+            newest.
+        span: What it works at now: data, forward, backward or optimizer; "" if nothing is known.
+        span_s: For how long.
+    """
+
+    costs: tuple[StepCost, ...] = ()
+    span: str = ""
+    span_s: float = 0.0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -530,6 +567,9 @@ class WorkerReport:
         loss: Loss of the last completed step, ``nan`` before the first.
         groups: State of its process groups, from the record ring.
         place: Line of the script at which it has waited for others for long; "" if it does not.
+        trainer_s: Processor time of the thread that trains, since its start.
+        children_s: Processor time of the process's living children.
+        digest: What it says of its own work; None if it keeps no record of it.
     """
 
     worker: str
@@ -548,6 +588,9 @@ class WorkerReport:
     loss: float
     groups: tuple[GroupState, ...]
     place: str = ""
+    trainer_s: float = 0.0
+    children_s: float = 0.0
+    digest: Digest | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
