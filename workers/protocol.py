@@ -570,6 +570,7 @@ class WorkerReport:
         trainer_s: Processor time of the thread that trains, since its start.
         children_s: Processor time of the process's living children.
         digest: What it says of its own work; None if it keeps no record of it.
+        num_dropped: Groups that did not fit its ring: it may wait in one of them, and nobody knows.
     """
 
     worker: str
@@ -591,6 +592,7 @@ class WorkerReport:
     trainer_s: float = 0.0
     children_s: float = 0.0
     digest: Digest | None = None
+    num_dropped: int = 0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -82,7 +82,7 @@ def measure_stores(directory: Path) -> dict[str, float]:
 
     def look() -> None:
         now_ns = time.monotonic_ns()
-        groups = RingReader(directory / "w0.ring").attempt(now_ns=now_ns)
+        groups = RingReader(directory / "w0.ring").look(now_ns=now_ns)
         report_on("w0", read_progress(directory / "w0.progress"), groups, now_ns=now_ns)
 
     found = {

@@ -119,7 +119,7 @@ def _abort_in_flight(
 
     def waits() -> bool:
         # The abort of another rank may have ended the wait by closing the connection.
-        return is_over.is_set() or any(one.waiting_s > WAITED_S for one in reader.attempt()[1])
+        return is_over.is_set() or any(one.waiting_s > WAITED_S for one in reader.look().groups)
 
     def abort() -> None:
         until(waits, "waiting")

@@ -136,11 +136,11 @@ def _play(place: Place, attempt: int, operation: Callable[[int], None], size: in
     else:
         until(
             lambda: any(
-                group.waiting_s > 1.0 for group in RingReader(place.ring_path).attempt()[1]
+                group.waiting_s > 1.0 for group in RingReader(place.ring_path).look().groups
             ),
             f"waiting in {operation.__name__} for longer than those need who only are late",
         )
-        groups = RingReader(place.ring_path).attempt()[1]
+        groups = RingReader(place.ring_path).look().groups
         waits = [(one.group, tuple(one.ranks), one.op) for one in groups if one.waiting_s]
     aborted_s = time.monotonic()
     collectives.abort(attempt)

@@ -92,7 +92,7 @@ class Watch:
                 report_on(
                     worker,
                     read_progress(place.progress_path),
-                    RingReader(place.ring_path).attempt(now_ns=now_ns),
+                    RingReader(place.ring_path).look(now_ns=now_ns),
                     now_ns=now_ns,
                 )
                 for worker, place in zip(WORKERS, self._ranks.places, strict=True)

@@ -16,6 +16,7 @@ from workers.records import (
     ProgressReader,
     ProgressView,
     RingReader,
+    RingView,
     open_progress,
     process_state,
     read_progress,
@@ -222,7 +223,7 @@ class NodeWatch:
 
     def _report_on(self, worker: str, now_ns: int) -> WorkerReport:
         view = self._view(worker)
-        ring = self._rings[worker].attempt(now_ns=now_ns) if view is not None else (0, ())
+        ring = self._rings[worker].look(now_ns=now_ns) if view is not None else RingView(0, ())
         return report_on(worker, view, ring, now_ns=now_ns)
 
     def _view(self, worker: str) -> ProgressView | None:

@@ -23,8 +23,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Final, NamedTuple
 
-from workers.protocol import BEAT_S, GONE, GroupState, WorkerPhase, WorkerReport
-from workers.records.ring import map_draft
+from workers.protocol import BEAT_S, GONE, WorkerPhase, WorkerReport
+from workers.records.ring import RingView, map_draft
 
 _MAGIC: Final = b"everpage"
 _VERSION: Final = 3
@@ -259,7 +259,7 @@ def read_progress(path: str | os.PathLike[str]) -> ProgressView | None:
 def report_on(
     worker: str,
     view: ProgressView | None,
-    ring: tuple[int, tuple[GroupState, ...]],
+    ring: RingView,
     *,
     now_ns: int,
 ) -> WorkerReport:
@@ -268,7 +268,7 @@ def report_on(
     Args:
         worker: Worker id.
         view: Its progress record; None is reported as a process that is gone.
-        ring: Attempt and groups in its record ring; ignored if of another attempt.
+        ring: What its record ring says; ignored if of another attempt.
         now_ns: The machine's monotonic clock, which ages count to.
     """
     if view is None:
@@ -283,7 +283,7 @@ def report_on(
         # The beating thread may only wait for a processor, or for a page of its memory.
         beater = process_state(view.pid, thread=view.beater).letter
         letter = beater if beater in _HELD_UP else letter
-    attempt, groups = ring
+    is_current = ring.attempt == view.attempt
     return WorkerReport(
         worker=worker,
         pid=view.pid,
@@ -299,8 +299,9 @@ def report_on(
         processor_s=processor_s,
         step_s=view.step_s,
         loss=view.loss,
-        groups=groups if attempt == view.attempt else (),
+        groups=ring.groups if is_current else (),
         place=view.place,
+        num_dropped=ring.num_dropped if is_current else 0,
     )
 
 

@@ -347,6 +347,20 @@ class RecordRing:
         )
 
 
+class RingView(NamedTuple):
+    """What a ring says at one moment.
+
+    Attributes:
+        attempt: The attempt that it is of, 0 without a ring.
+        groups: The groups in which a collective was called; none once the writer has left.
+        num_dropped: Groups that did not fit, of which nothing is recorded.
+    """
+
+    attempt: int
+    groups: tuple[GroupState, ...]
+    num_dropped: int = 0
+
+
 class RingReader:
     """The reading end, kept open across attempts: mapping a ring costs more than reading it."""
 
@@ -356,11 +370,8 @@ class RingReader:
         self._file = _NO_FILE
         self._ranks: dict[int, Sequence[int]] = {}
 
-    def attempt(self, *, now_ns: int | None = None) -> tuple[int, tuple[GroupState, ...]]:
-        """Return the ring's attempt and its groups in which a collective was called.
-
-        Works while the writer runs, is stopped, or is gone. ``(0, ())`` without a ring; no groups
-        once the writer has left the attempt.
+    def look(self, *, now_ns: int | None = None) -> RingView:
+        """Return what the ring says now. Works while the writer runs, is stopped, or is gone.
 
         Args:
             now_ns: Monotonic time that ``waiting_s`` counts to; by default now.
@@ -368,7 +379,7 @@ class RingReader:
         try:
             found = os.stat(self._path)  # noqa: PTH116  a Path would cost as much again
         except FileNotFoundError:
-            return 0, ()
+            return RingView(0, ())
         # No other file has the inode of a mapped one. A ring is complete when it appears, and never
         # shrinks.
         if (found.st_dev, found.st_ino) != self._file:
@@ -377,7 +388,7 @@ class RingReader:
             self._memory, self._file = _map(self._path)
             self._ranks = {}
         now_ns = time.monotonic_ns() if now_ns is None else now_ns
-        return _attempt_in(self._memory, now_ns, self._ranks)
+        return _view_of(self._memory, now_ns, self._ranks)
 
 
 def is_ring(path: str | os.PathLike[str]) -> bool:
@@ -479,17 +490,16 @@ def _map(path: str | os.PathLike[str]) -> tuple[mmap.mmap | None, tuple[int, int
     return None, _NO_FILE
 
 
-def _attempt_in(
-    memory: mmap.mmap | None, now_ns: int, ranks: dict[int, Sequence[int]]
-) -> tuple[int, tuple[GroupState, ...]]:
+def _view_of(memory: mmap.mmap | None, now_ns: int, ranks: dict[int, Sequence[int]]) -> RingView:
     if memory is None:
-        return 0, ()
+        return RingView(0, ())
     attempt = _HEADER.unpack_from(memory, 0)[2]
     if _word(memory, _LEFT_WORD):
-        return attempt, ()
+        return RingView(attempt, ())
     num_groups = _word(memory, _NUM_GROUPS_WORD)
     states = (_read_group(memory, i, now_ns, ranks) for i in range(num_groups))
-    return attempt, tuple(state for state in states if state is not None)
+    groups = tuple(state for state in states if state is not None)
+    return RingView(attempt, groups, _word(memory, _NUM_DROPPED_WORD))
 
 
 def _read_group(

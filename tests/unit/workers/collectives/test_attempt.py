@@ -45,7 +45,7 @@ def called(attempt: Attempt, group: int, op: str = "all_reduce") -> DeviceWork:
 
 def state(path: Path, group: str) -> GroupState | None:
     """Return what a reader outside sees of ``group``."""
-    return next((one for one in RingReader(path).attempt()[1] if one.group == group), None)
+    return next((one for one in RingReader(path).look().groups if one.group == group), None)
 
 
 def test_a_rank_enters_when_its_device_does(attempt: Attempt, path: Path) -> None:

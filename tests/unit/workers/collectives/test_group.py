@@ -198,7 +198,7 @@ def test_a_host_that_waits_in_a_call_is_seen_to_wait(
 
     def waits() -> bool:
         attempt.look_at_devices()
-        return any(one.waiting_s > 0 and one.entered_seq for one in reader.attempt()[1])
+        return any(one.waiting_s > 0 and one.entered_seq for one in reader.look().groups)
 
     until(waits, "the wait is seen")
     attempt.aborted.set()

@@ -31,7 +31,7 @@ def path(tmp_path: Path) -> Path:
 
 def _observe(worker: str, page: Path, ring: Path, *, now_ns: int) -> WorkerReport:
     view = read_progress(page)
-    return report_on(worker, view, RingReader(ring).attempt(now_ns=now_ns), now_ns=now_ns)
+    return report_on(worker, view, RingReader(ring).look(now_ns=now_ns), now_ns=now_ns)
 
 
 def test_what_is_stored_is_read(path: Path) -> None:
@@ -181,6 +181,19 @@ def test_a_ring_of_another_attempt_is_left_out(path: Path, tmp_path: Path) -> No
     assert _observe("w0", path, ring_path, now_ns=time.monotonic_ns()).groups == ()
     page.assign(3, 0)
     assert len(_observe("w0", path, ring_path, now_ns=time.monotonic_ns()).groups) == 1
+
+
+def test_groups_that_did_not_fit_are_reported(path: Path, tmp_path: Path) -> None:
+    """A rank that waits in one of them would look like one that waits for nobody."""
+    page = ProgressRecord.create(path, worker="w0")
+    page.assign(3, 0)
+    page.close()
+    ring_path = tmp_path / "w0.ring"
+    ring = RecordRing(ring_path, attempt=3, num_ranks=2)
+    while ring.group("more", (0, 1)) >= 0:
+        pass
+
+    assert _observe("w0", path, ring_path, now_ns=time.monotonic_ns()).num_dropped == 1
 
 
 def test_an_observer_does_not_import_torch() -> None:

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from workers.protocol import GroupState
-from workers.records import ABORTED, FINISHED, RecordRing, RingReader
+from workers.records import ABORTED, FINISHED, RecordRing, RingReader, RingView
 from workers.records.ring import NUM_GROUPS_MAX, NUM_RECORDS, is_ring, read_records, read_ring
 
 WORLD = (0, 1, 2, 3)
@@ -32,7 +32,7 @@ def test_a_collective_that_is_waited_for_shows_how_long(path: Path) -> None:
     ring.wait(world, second)
     entered_ns = read_records(path)[-1].enter_ns
 
-    assert RingReader(path).attempt(now_ns=entered_ns + 2_500_000_000)[1] == (
+    assert RingReader(path).look(now_ns=entered_ns + 2_500_000_000).groups == (
         GroupState(
             group="world",
             ranks=range(4),
@@ -43,7 +43,7 @@ def test_a_collective_that_is_waited_for_shows_how_long(path: Path) -> None:
             waiting_s=2.5,
         ),
     )
-    assert RingReader(path).attempt()[0] == 3
+    assert RingReader(path).look().attempt == 3
 
 
 def test_one_started_ahead_is_not_waiting(path: Path) -> None:
@@ -51,7 +51,7 @@ def test_one_started_ahead_is_not_waiting(path: Path) -> None:
     ring = RecordRing(path, attempt=3, num_ranks=4)
     ring.enter(ring.group("world", WORLD), "all_gather", 64)
 
-    assert RingReader(path).attempt()[1][0].waiting_s == 0.0
+    assert RingReader(path).look().groups[0].waiting_s == 0.0
 
 
 def test_waiting_for_a_later_one_than_the_oldest(path: Path) -> None:
@@ -62,7 +62,7 @@ def test_waiting_for_a_later_one_than_the_oldest(path: Path) -> None:
     later, _ = ring.enter(world, "reduce_scatter", 64)
     ring.wait(world, later)
 
-    (state,) = RingReader(path).attempt()[1]
+    (state,) = RingReader(path).look().groups
 
     assert (state.entered_seq, state.finished_seq) == (2, 1)
     assert state.waiting_s > 0.0
@@ -76,7 +76,7 @@ def test_a_finished_one_settles_the_earlier_ones(path: Path) -> None:
     later, number = ring.enter(world, "reduce_scatter", 64)
     ring.leave(world, later, number, FINISHED)
 
-    assert RingReader(path).attempt()[1][0].finished_seq == 2
+    assert RingReader(path).look().groups[0].finished_seq == 2
     assert ring.num_in_flight() == 0
 
 
@@ -86,19 +86,19 @@ def test_on_a_device_the_oldest_that_it_reached_is_waited_for(path: Path) -> Non
     world = ring.group("world", WORLD)
     first, number = ring.enter(world, "all_reduce", 64, on_device=True)
     second, _ = ring.enter(world, "all_gather", 32, on_device=True)
-    assert RingReader(path).attempt()[1] == ()
+    assert RingReader(path).look().groups == ()
 
     ring.reach(world, first)
-    (state,) = RingReader(path).attempt()[1]
+    (state,) = RingReader(path).look().groups
     assert (state.entered_seq, state.finished_seq, state.op) == (1, 0, "all_reduce")
     assert state.waiting_s > 0
 
     ring.leave(world, first, number, FINISHED)
-    (state,) = RingReader(path).attempt()[1]
+    (state,) = RingReader(path).look().groups
     assert (state.entered_seq, state.finished_seq, state.waiting_s) == (1, 1, 0.0)
 
     ring.reach(world, second)
-    (state,) = RingReader(path).attempt()[1]
+    (state,) = RingReader(path).look().groups
     assert (state.entered_seq, state.finished_seq, state.op) == (2, 1, "all_gather")
     assert (state.size_bytes, state.waiting_s > 0) == (32, True)
 
@@ -109,7 +109,7 @@ def test_a_half_written_state_leaves_the_last_whole_one(path: Path) -> None:
     world = ring.group("world", WORLD)
     for _ in range(3):
         seq, number = ring.enter(world, "all_reduce", 64)
-    before = RingReader(path).attempt()[1]
+    before = RingReader(path).look().groups
     ring.leave(world, seq, number, FINISHED)
     # The fourth store is in the first copy: its head is new, its tail is not yet.
     with path.open("r+b") as file:
@@ -118,7 +118,7 @@ def test_a_half_written_state_leaves_the_last_whole_one(path: Path) -> None:
         file.seek(128 + 56)
         file.write(struct.pack("<Q", 2))
 
-    assert RingReader(path).attempt()[1] == before
+    assert RingReader(path).look().groups == before
 
 
 _WRITER = """
@@ -144,7 +144,7 @@ def test_a_reader_never_sees_a_torn_state(path: Path) -> None:
         try:
             assert writer.stdout is not None
             writer.stdout.readline()
-            found = [RingReader(path).attempt()[1] for _ in range(5000)]
+            found = [RingReader(path).look().groups for _ in range(5000)]
         finally:
             writer.kill()
 
@@ -159,30 +159,30 @@ def test_leaving_hides_the_groups_and_a_new_attempt_replaces_them(path: Path) ->
     old = RecordRing(path, attempt=3, num_ranks=4)
     old.enter(old.group("world", WORLD), "all_reduce", 64)
     old.close()
-    assert RingReader(path).attempt() == (3, ())
+    assert RingReader(path).look() == RingView(3, ())
 
     RecordRing(path, attempt=4, num_ranks=2)
     old.enter(0, "all_reduce", 64)
 
-    assert RingReader(path).attempt() == (4, ())
+    assert RingReader(path).look() == RingView(4, ())
 
 
 def test_no_file_and_a_foreign_file_have_no_groups(path: Path) -> None:
     """A keeper looks before the worker has formed anything."""
-    assert RingReader(path).attempt() == (0, ())
+    assert RingReader(path).look() == RingView(0, ())
     path.write_bytes(b"")
-    assert RingReader(path).attempt() == (0, ())
+    assert RingReader(path).look() == RingView(0, ())
     path.write_bytes(os.urandom(4096))
-    assert RingReader(path).attempt() == (0, ())
+    assert RingReader(path).look() == RingView(0, ())
 
 
 def test_open_reader_follows_the_path_from_file_to_file(path: Path) -> None:
     """A keeper that went on with the ring of an older attempt would see nobody in the new one."""
     reader = RingReader(path)
-    seen = [reader.attempt(now_ns=0)]
+    seen = [reader.look(now_ns=0)]
     for data in (b"", os.urandom(4096)):
         path.write_bytes(data)
-        seen.append(reader.attempt(now_ns=0))
+        seen.append(reader.look(now_ns=0))
     path.unlink()
 
     for attempt in (3, 4):
@@ -190,15 +190,15 @@ def test_open_reader_follows_the_path_from_file_to_file(path: Path) -> None:
         world = ring.group("world", WORLD)
         for _ in range(attempt):
             ring.enter(world, "all_reduce", 64)
-        seen.append(reader.attempt(now_ns=0))
-        assert seen[-1] == RingReader(path).attempt(now_ns=0)
+        seen.append(reader.look(now_ns=0))
+        assert seen[-1] == RingReader(path).look(now_ns=0)
     ring.enter(world, "all_reduce", 64)
-    seen.append(reader.attempt(now_ns=0))
+    seen.append(reader.look(now_ns=0))
     path.unlink()
-    seen.append(reader.attempt(now_ns=0))
+    seen.append(reader.look(now_ns=0))
 
-    assert [attempt for attempt, _ in seen] == [0, 0, 0, 3, 4, 4, 0]
-    assert [sum(state.entered_seq for state in states) for _, states in seen] == [
+    assert [view.attempt for view in seen] == [0, 0, 0, 3, 4, 4, 0]
+    assert [sum(state.entered_seq for state in view.groups) for view in seen] == [
         0, 0, 0, 3, 4, 5, 0,
     ]  # fmt: skip
 
@@ -230,7 +230,7 @@ def test_a_second_group_of_the_same_name_is_told_apart(path: Path) -> None:
     for _ in range(2):
         ring.enter(ring.group("tp[0,1]", (0, 1)), "all_reduce", 8)
 
-    assert [state.group for state in RingReader(path).attempt()[1]] == ["tp[0,1]", "tp[0,1]#2"]
+    assert [state.group for state in RingReader(path).look().groups] == ["tp[0,1]", "tp[0,1]#2"]
 
 
 def test_more_groups_than_fit_are_not_recorded_but_work(path: Path) -> None:
@@ -243,7 +243,8 @@ def test_more_groups_than_fit_are_not_recorded_but_work(path: Path) -> None:
         ring.leave(group, seq, number, FINISHED)
 
     assert group == -1
-    assert len(RingReader(path).attempt()[1]) == NUM_GROUPS_MAX
+    seen = RingReader(path).look()
+    assert (len(seen.groups), seen.num_dropped) == (NUM_GROUPS_MAX, 2)
 
 
 def test_a_name_that_is_cut_within_a_letter_is_read(path: Path) -> None:
@@ -251,7 +252,7 @@ def test_a_name_that_is_cut_within_a_letter_is_read(path: Path) -> None:
     ring = RecordRing(path, attempt=1, num_ranks=4)
     ring.enter(ring.group("x" + "\u00e4" * 60, WORLD), "all_reduce", 4)
 
-    (state,) = RingReader(path).attempt()[1]
+    (state,) = RingReader(path).look().groups
 
     assert state.group.startswith("x\u00e4\u00e4")
 
