@@ -568,7 +568,8 @@ class WorkerReport:
         groups: State of its process groups, from the record ring.
         place: Line of the script at which it has waited for others for long; "" if it does not.
         trainer_s: Processor time of the thread that trains, since its start.
-        children_s: Processor time of the process's living children.
+        children_s: Processor time of the process's living children and of theirs, when it was last
+            measured: while the node's workers stand still.
         digest: What it says of its own work; None if it keeps no record of it.
         num_dropped: Groups that did not fit its ring: it may wait in one of them, and nobody knows.
     """

@@ -10,6 +10,7 @@ import socket
 import time
 from pathlib import Path
 
+from workers.keeper.children import ChildrenTime
 from workers.keeper.endings import Endings
 from workers.protocol import GONE, NOT_FORMED, NodeReport, WorkerPhase, WorkerReport
 from workers.records import (
@@ -117,6 +118,7 @@ class NodeWatch:
         self._changed_s = self._listed_s = float("-inf")
         self._readers: dict[str, ProgressReader] = {}
         self._rings: dict[str, RingReader] = {}
+        self._children: dict[str, ChildrenTime] = {}
         self._milestones: dict[str, tuple[int, bool, bool]] = {}
         self._gone_at_s: dict[str, float] = {}
         self.num_ranks = 0
@@ -216,6 +218,7 @@ class NodeWatch:
             if now_s - gone_at_s >= self._forget_s:
                 self._readers.pop(worker, None)
                 self._rings.pop(worker, None)
+                self._children.pop(worker, None)
                 ring_path(self._directory, worker).unlink(missing_ok=True)
                 with contextlib.suppress(FileNotFoundError):
                     path = progress_path(self._directory, worker)
@@ -224,7 +227,11 @@ class NodeWatch:
     def _report_on(self, worker: str, now_ns: int) -> WorkerReport:
         view = self._view(worker)
         ring = self._rings[worker].look(now_ns=now_ns) if view is not None else RingView(0, ())
-        return report_on(worker, view, ring, now_ns=now_ns)
+        children = self._children.setdefault(worker, ChildrenTime())
+        if view is not None and self.still_s() >= STILL_S:
+            # While workers move, nobody asks whether their children do.
+            children.look(view.pid)
+        return report_on(worker, view, ring, now_ns=now_ns, children_s=children.used_s)
 
     def _view(self, worker: str) -> ProgressView | None:
         reader = self._readers.get(worker)

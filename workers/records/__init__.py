@@ -1,12 +1,12 @@
 """A process's records of itself, readable from outside after it stopped or died."""
 
 from workers.records.lease import Lease, has_run_out, lease_s
+from workers.records.processes import descendants, process_state
 from workers.records.progress import (
     ProgressReader,
     ProgressRecord,
     ProgressView,
     open_progress,
-    process_state,
     read_progress,
     report_on,
 )
@@ -34,6 +34,7 @@ __all__ = [
     "RingReader",
     "RingView",
     "Waited",
+    "descendants",
     "has_run_out",
     "is_ring",
     "lease_s",

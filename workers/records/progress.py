@@ -21,18 +21,21 @@ import threading
 import time
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Final, NamedTuple
+from typing import Final
 
-from workers.protocol import BEAT_S, GONE, WorkerPhase, WorkerReport
+from workers.protocol import BEAT_S, WorkerPhase, WorkerReport
+from workers.records.processes import process_state
 from workers.records.ring import RingView, map_draft
 
 _MAGIC: Final = b"everpage"
-_VERSION: Final = 3
+_VERSION: Final = 4
 # magic, version, pid, start time of the process in clock ticks since boot, worker id
 _HEADER = struct.Struct("<8sQQQ32s")
 _BEAT_AT: Final = 64
 # the kernel's number of the thread that beats
 _BEATER_AT: Final = 72
+# and of the thread that trains
+_TRAINER_AT: Final = 80
 # store, attempt, rank, phase, phase_since_ns, step, micro_batch, moved_bytes, step_s, loss, store
 _STATE = struct.Struct("<QQqQQQQQddQ")
 _STATE_AT: Final = 128
@@ -48,9 +51,7 @@ _WORD = struct.Struct("<Q")
 _SLEEPS: Final = frozenset("SDI")
 #: And of a thread that would run if the machine had a processor, or its page, to spare.
 _HELD_UP: Final = frozenset("RD")
-_TICKS_PER_S: Final = os.sysconf("SC_CLK_TCK")
 _LATE_BEATS: Final = 3
-_KERNEL_BYTES_MAX: Final = 4096
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -71,6 +72,7 @@ class ProgressView:
         loss: Its loss; ``nan`` before the first.
         beat_ns: Last beat of the process.
         beater: The kernel's id of the beating thread; 0 before its first beat.
+        trainer: And of the thread that enters attempts and runs the script; 0 before its first.
         place: Line of the script at which it has waited for others for long; "" if it does not.
     """
 
@@ -88,6 +90,7 @@ class ProgressView:
     loss: float
     beat_ns: int
     beater: int
+    trainer: int
     place: str
 
 
@@ -129,6 +132,8 @@ class ProgressRecord:
     def assign(self, attempt: int, rank: int) -> None:
         """Store that the worker enters ``attempt`` as ``rank``; (0, -1) when it is in none.
 
+        For the thread that trains in it.
+
         Step duration and loss are reset: the first step of an attempt is judged by its own bound.
         The last completed step stays until ``resumed`` or ``completed``.
         """
@@ -136,6 +141,7 @@ class ProgressRecord:
             self._attempt, self._rank = attempt, rank
             self._micro_batch = self._moved_bytes = 0
             self._step_s, self._loss = 0.0, math.nan
+            _WORD.pack_into(self._memory, _TRAINER_AT, threading.get_native_id())
             self._store()
         self.waits_at("")
 
@@ -233,6 +239,7 @@ class ProgressReader:
             loss=loss,
             beat_ns=_WORD.unpack_from(memory, _BEAT_AT)[0],
             beater=_WORD.unpack_from(memory, _BEATER_AT)[0],
+            trainer=_WORD.unpack_from(memory, _TRAINER_AT)[0],
             place=_read_place(memory),
         )
 
@@ -262,6 +269,7 @@ def report_on(
     ring: RingView,
     *,
     now_ns: int,
+    children_s: float = 0.0,
 ) -> WorkerReport:
     """Return what is seen of ``worker`` from outside its process.
 
@@ -270,6 +278,7 @@ def report_on(
         view: Its progress record; None is reported as a process that is gone.
         ring: What its record ring says; ignored if of another attempt.
         now_ns: The machine's monotonic clock, which ages count to.
+        children_s: Processor time of its children, as far as is known.
     """
     if view is None:
         return WorkerReport(
@@ -301,47 +310,10 @@ def report_on(
         loss=view.loss,
         groups=ring.groups if is_current else (),
         place=view.place,
+        trainer_s=process_state(view.pid, thread=view.trainer).processor_s if view.trainer else 0.0,
+        children_s=children_s,
         num_dropped=ring.num_dropped if is_current else 0,
     )
-
-
-class ProcessState(NamedTuple):
-    """The kernel's account of a process or of one of its threads.
-
-    ``exit_status`` is as ``waitpid`` gives it, and None of a process that lives or is gone.
-    """
-
-    letter: str
-    started_ticks: int
-    processor_s: float
-    exit_status: int | None = None
-
-
-def process_state(pid: int, *, thread: int = 0) -> ProcessState:
-    """Return the kernel's state letter, start time in ticks, and processor time; X if gone.
-
-    With ``thread``, those of that thread of the process.
-    """
-    place = f"/proc/{pid}/task/{thread}/stat" if thread else f"/proc/{pid}/stat"
-    try:
-        stat = _read_at_once(place)
-    except (FileNotFoundError, ProcessLookupError):
-        return ProcessState("X", 0, 0.0)
-    # The command name may contain spaces and brackets, what follows its last bracket not.
-    fields = stat[stat.rindex(b")") + 2 :].split()
-    processor_s = (int(fields[11]) + int(fields[12])) / _TICKS_PER_S
-    letter = fields[0].decode()
-    status = int(fields[49]) if letter in GONE else None
-    return ProcessState(letter, int(fields[19]), processor_s, status)
-
-
-def _read_at_once(path: str) -> bytes:
-    """Read a small file of the kernel, in a third of the time of a file object."""
-    fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
-    try:
-        return os.read(fd, _KERNEL_BYTES_MAX)
-    finally:
-        os.close(fd)
 
 
 def _read_state(

@@ -178,5 +178,41 @@ def test_directory_is_listed_until_its_time_is_past_and_then_when_that_changes(
         page.close()
 
 
+PARENT = """
+import subprocess, sys
+from workers.records.progress import ProgressRecord
+ProgressRecord.create(sys.argv[1], worker="w0001")
+spin = "print(flush=True)\\nwhile True: pass"
+nested = f"import subprocess, sys; subprocess.run([sys.executable, '-c', {spin!r}])"
+child = subprocess.Popen([sys.executable, "-c", nested], start_new_session=True)
+print(child.pid, flush=True)
+child.wait()
+"""
+
+
+def test_what_children_of_children_compute_counts_while_a_worker_stands_still(
+    tmp_path: Path,
+) -> None:
+    """A compiler starts processes in a process of its own; the worker sleeps meanwhile."""
+    command = [sys.executable, "-c", PARENT, str(progress_path(tmp_path, "w0001"))]
+    with subprocess.Popen(command, stdout=subprocess.PIPE) as worker:
+        assert worker.stdout is not None
+        child = int(worker.stdout.readline())
+        try:
+            worker.stdout.readline()
+            watch = NodeWatch(node="a", directory=tmp_path)
+            watch.look()
+            assert watch.report().workers[0].children_s == 0.0, "it has only come"
+
+            def used_s() -> float:
+                watch.look()
+                return watch.report().workers[0].children_s
+
+            _until(lambda: used_s() > 0.3)
+        finally:
+            os.killpg(child, signal.SIGKILL)
+            worker.kill()
+
+
 def _reported(watch: NodeWatch) -> list[str]:
     return [row.worker for row in watch.report().workers]

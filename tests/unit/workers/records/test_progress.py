@@ -204,10 +204,16 @@ def test_an_observer_does_not_import_torch() -> None:
 
 
 BUSY = """
-import sys, time
+import sys, threading, time
 from workers.records.progress import ProgressRecord
-ProgressRecord.create(sys.argv[1], worker="w0")
+page = ProgressRecord.create(sys.argv[1], worker="w0")
+page.assign(1, 0)
+def spin():
+    while True:
+        pass
 print(flush=True)
+if sys.stdin.readline() == "help\\n":
+    threading.Thread(target=spin, daemon=True).start()
 sys.stdin.readline()
 while True:
     pass
@@ -219,15 +225,21 @@ def test_the_processor_time_of_a_worker_is_read_from_outside(path: Path) -> None
     command = [sys.executable, "-c", BUSY, str(path)]
     pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "text": True}
 
-    def used_s() -> float:
-        return _observe("w0", path, path, now_ns=time.monotonic_ns()).processor_s
+    def used_s() -> tuple[float, float]:
+        seen = _observe("w0", path, path, now_ns=time.monotonic_ns())
+        return seen.processor_s, seen.trainer_s
 
     with subprocess.Popen(command, **pipes) as child:  # type: ignore[call-overload]
         try:
             child.stdout.readline()
-            before_s = used_s()
+            before_s, before_trainer_s = used_s()
+            child.stdin.write("help\n")
+            child.stdin.flush()
+            until(lambda: used_s()[0] > before_s + 0.2, "processor time of the process")
+            # A helper that spins must not make a dead training thread look alive.
+            assert used_s()[1] < before_trainer_s + 0.1
             child.stdin.write("\n")
             child.stdin.flush()
-            until(lambda: used_s() > before_s + 0.2, "processor time")
+            until(lambda: used_s()[1] > before_trainer_s + 0.2, "processor time of the trainer")
         finally:
             child.kill()

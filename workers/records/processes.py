@@ -1,0 +1,68 @@
+"""The kernel's account of processes and threads, read from outside of them."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+from typing import Final, NamedTuple
+
+from workers.protocol import GONE
+
+_TICKS_PER_S: Final = os.sysconf("SC_CLK_TCK")
+_KERNEL_BYTES_MAX: Final = 4096
+
+
+class ProcessState(NamedTuple):
+    """The kernel's account of a process or of one of its threads.
+
+    ``exit_status`` is as ``waitpid`` gives it, and None of a process that lives or is gone.
+    """
+
+    letter: str
+    started_ticks: int
+    processor_s: float
+    exit_status: int | None = None
+
+
+def process_state(pid: int, *, thread: int = 0) -> ProcessState:
+    """Return the kernel's state letter, start time in ticks, and processor time; X if gone.
+
+    With ``thread``, those of that thread of the process.
+    """
+    place = f"/proc/{pid}/task/{thread}/stat" if thread else f"/proc/{pid}/stat"
+    try:
+        stat = _read_at_once(place)
+    except (FileNotFoundError, ProcessLookupError):
+        return ProcessState("X", 0, 0.0)
+    # The command name may contain spaces and brackets, what follows its last bracket not.
+    fields = stat[stat.rindex(b")") + 2 :].split()
+    processor_s = (int(fields[11]) + int(fields[12])) / _TICKS_PER_S
+    letter = fields[0].decode()
+    status = int(fields[49]) if letter in GONE else None
+    return ProcessState(letter, int(fields[19]), processor_s, status)
+
+
+def descendants(pid: int) -> Iterator[int]:
+    """Yield the living children of a process, theirs, and so on; takes 10 us for each thread."""
+    try:
+        threads = os.listdir(f"/proc/{pid}/task")  # noqa: PTH208  a Path would cost as much again
+    except FileNotFoundError:
+        return
+    for thread in threads:
+        try:
+            children = _read_at_once(f"/proc/{pid}/task/{thread}/children")
+        except (FileNotFoundError, ProcessLookupError):
+            # The thread has ended.
+            continue
+        for child in map(int, children.split()):
+            yield child
+            yield from descendants(child)
+
+
+def _read_at_once(path: str) -> bytes:
+    """Read a small file of the kernel, in a third of the time of a file object."""
+    fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+    try:
+        return os.read(fd, _KERNEL_BYTES_MAX)
+    finally:
+        os.close(fd)
