@@ -611,6 +611,49 @@ class Notice:
     left_s: float = field(default=math.inf, compare=False)
 
 
+class Flow(NamedTuple):
+    """A TCP connection of a trainer, as the kernel at this end of it sees it.
+
+    Attributes:
+        worker: The trainer at this end.
+        here: Address and port of this end.
+        there: Those of the other end.
+        acked_bytes: Sent from here and acknowledged, since the connection was made.
+        received_bytes: Received here.
+        queued_bytes: Written here and not acknowledged yet, whether sent or not.
+        unread_bytes: Received here and not read by the trainer yet.
+        in_flight: Packets that were sent from here and not acknowledged.
+        backoff: How often the timer for repeating a packet, or for asking whether there is room at
+            the other end, was doubled since an answer came.
+        repeated: Packets that were sent again, since the connection was made.
+        sent_ms: Time since the last packet with data was sent.
+        heard_ms: Time since the last acknowledgement came.
+        rtt_us: Smoothed round-trip time.
+        rate: Bytes a second that arrived there, as last measured by the kernel.
+        busy_us: Time during which something was queued, since the connection was made.
+        by_receiver_us: The part of it in which the other end had no room.
+        by_buffer_us: The part of it in which the buffer for sending was too small.
+    """
+
+    worker: str
+    here: tuple[str, int]
+    there: tuple[str, int]
+    acked_bytes: int
+    received_bytes: int
+    queued_bytes: int
+    unread_bytes: int = 0
+    in_flight: int = 0
+    backoff: int = 0
+    repeated: int = 0
+    sent_ms: int = 0
+    heard_ms: int = 0
+    rtt_us: int = 0
+    rate: int = 0
+    busy_us: int = 0
+    by_receiver_us: int = 0
+    by_buffer_us: int = 0
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class NodeReport:
     """One keeper's view of its node; sent periodically, and at once after a change.
@@ -625,6 +668,8 @@ class NodeReport:
         problems: One line per problem that reduces protection: no memory, a full or silent
             store, a peer that cannot be reached.
         notice: What is known there of the node's end; None if it stays.
+        flows: The connections of its trainers that changed since the last report with any, or that
+            wait for an answer; now and then all of them.
     """
 
     node: str
@@ -635,6 +680,7 @@ class NodeReport:
     stored_attempt: int = 0
     problems: tuple[str, ...] = ()
     notice: Notice | None = None
+    flows: tuple[Flow, ...] = ()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

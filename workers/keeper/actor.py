@@ -30,9 +30,10 @@ from workers.keeper.node_memory import NodeMemory
 from workers.keeper.notices import NoticeWatch, sources_of
 from workers.keeper.peers import unreached
 from workers.keeper.reach import Reach
+from workers.keeper.sockets import Sockets
 from workers.keeper.trainer_watch import STILL_S, NodeWatch, clear
 from workers.parent_death import end_with_parent
-from workers.protocol import GONE, Ending, Inventory, KeeperOrder, NodeReport, Notice
+from workers.protocol import GONE, Ending, Flow, Inventory, KeeperOrder, NodeReport, Notice
 from workers.records import Lease, lease_s
 from workers.settings import Settings
 
@@ -51,6 +52,8 @@ STILL_PERIOD_S = 0.1
 #: That too is longer in a large run, by so much a rank: the controller takes in the reports of all
 #: nodes, and 2,000 of them a second would be all that it does.
 STILL_PERIOD_S_EACH = 5e-4
+#: Connections are looked at no more often: that takes 10 us for each of the machine.
+FLOWS_PERIOD_S = 0.5
 #: A process that was killed is gone after milliseconds, unless a device holds it. Below the time
 #: that the controller waits for the answer.
 KILLED_S = 0.3
@@ -104,7 +107,8 @@ class Keeper:
         host, _, port = ray.get_runtime_context().gcs_address.rpartition(":")
         self._head = (host, int(port))
         self._task: asyncio.Task[None] | None = None
-        self._reported_s = float("-inf")
+        self._reported_s = self._flows_s = float("-inf")
+        self._sockets = Sockets()
         self._memory: NodeMemory | None = None
         self._why_no_memory = ""
         # One thread each: a store that stalls delays only flushes.
@@ -229,14 +233,19 @@ class Keeper:
         period_s = still_period_s(self._watch.num_ranks) if is_still else MOVING_PERIOD_S
         if has_news or now_s - self._reported_s >= period_s:
             self._notice = notice
-            report = self._report()
+            report = self._report(now_s)
             # Not awaited: if the controller is down, the next report says the same and more.
             self._controller.observe.remote(report)
             self._reported_s = now_s
             await self._tend(report)
 
-    def _report(self) -> NodeReport:
-        report = replace(self._watch.report(), notice=self._notice, problems=self._problems())
+    def _report(self, now_s: float) -> NodeReport:
+        report = replace(
+            self._watch.report(),
+            notice=self._notice,
+            problems=self._problems(),
+            flows=self._flows(now_s),
+        )
         if self._memory is None:
             return report
         stored_attempt, stored_step = self._memory.stored
@@ -246,6 +255,12 @@ class Keeper:
             stored_step=stored_step,
             stored_attempt=stored_attempt,
         )
+
+    def _flows(self, now_s: float) -> tuple[Flow, ...]:
+        if now_s - self._flows_s < FLOWS_PERIOD_S:
+            return ()
+        self._flows_s = now_s
+        return self._sockets.look(self._watch.pids())
 
     def _problems(self) -> tuple[str, ...]:
         found = self._memory.problems() if self._memory else ()

@@ -188,6 +188,15 @@ class NodeWatch:
         """Return the trainers that were found here, some of them perhaps dead."""
         return tuple(self._readers)
 
+    def pids(self) -> dict[str, int]:
+        """Return the processes of the trainers that are not known to be gone."""
+        views = {worker: reader.view() for worker, reader in self._readers.items()}
+        return {
+            worker: view.pid
+            for worker, view in views.items()
+            if view is not None and worker not in self._gone_at_s
+        }
+
     def kill(self, worker: str) -> None:
         """Send SIGKILL to ``worker``, unless its process id belongs to another process by now."""
         view = self._view(worker)
