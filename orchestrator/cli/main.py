@@ -383,6 +383,14 @@ def diagnose(
             "then is left alone. Without it, what is in flight hangs.",
         ),
     ] = None,
+    trace: Annotated[
+        str | None,
+        typer.Option(metavar="FILE", help="Write what Perfetto draws, from 30 s before."),
+    ] = None,
+    flight_recorder: Annotated[
+        str | None,
+        typer.Option(metavar="FOLDER", help="Write dumps that torch's fr_trace reads."),
+    ] = None,
     as_json: Json = False,
 ) -> None:
     """Say from records which rank, link or program is at fault, and of what kind.
@@ -392,10 +400,14 @@ def diagnose(
     seq, comm, comm_ranks, t_enter, t_exit (null while in flight), bytes; of a rank's own work op is
     data, forward, backward or optimizer, and comm null. Nothing is printed as a fault that the
     records do not show: undecided says what is missing.
+
+    --trace writes what Perfetto (ui.perfetto.dev) draws: each rank's own work, its calls by
+    communicator, and the verdicts. --flight-recorder writes dumps for torch's own analyzer,
+    python -m torch.distributed.flight_recorder.fr_trace FOLDER.
     """
     from orchestrator.driver import diagnose_paths, verdict_lines
 
-    verdicts = diagnose_paths(paths, at)
+    verdicts = diagnose_paths(paths, at, trace_file=trace, dumps_folder=flight_recorder)
     if as_json:
         typer.echo(json.dumps({"verdicts": [one.to_json() for one in verdicts]}))
     else:

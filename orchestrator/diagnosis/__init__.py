@@ -3,13 +3,15 @@
 ``diagnose`` looks at hangs (``hang``), calls that differ (``programs``), ranks that compute or load
 data slowly (``slow``) and slow transfers (``transfers``). A call without a record is
 unknown, and no sign that a rank does not wait: such a verdict is ``undecided``, and says what is
-missing.
+missing. ``trace`` draws the records, and ``flight_recorder_dumps`` gives them to torch's tools.
 """
 
 from orchestrator.diagnosis.analyzer import diagnose
+from orchestrator.diagnosis.flight_recorder import flight_recorder_dumps
 from orchestrator.diagnosis.graph import WaitGraph, wait_graph
 from orchestrator.diagnosis.programs import difference
 from orchestrator.diagnosis.records import SPANS, Operation, Records, matched
+from orchestrator.diagnosis.trace import trace
 from orchestrator.diagnosis.verdicts import Guilty, Kind, Verdict
 
 __all__ = [
@@ -22,6 +24,8 @@ __all__ = [
     "WaitGraph",
     "diagnose",
     "difference",
+    "flight_recorder_dumps",
     "matched",
+    "trace",
     "wait_graph",
 ]

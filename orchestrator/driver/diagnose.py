@@ -13,10 +13,18 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Final
 
-from orchestrator.diagnosis import Operation, Records, Verdict, diagnose, matched
+from orchestrator.diagnosis import (
+    Operation,
+    Records,
+    Verdict,
+    diagnose,
+    flight_recorder_dumps,
+    matched,
+    trace,
+)
 from orchestrator.errors import ConfigError
 from ucp_core.errors import ForeignClassError
-from ucp_core.torch_files import read_pickle
+from ucp_core.torch_files import pickle_tree, read_pickle
 from workers.records import FINISHED, is_ring, read_ring
 
 _PICKLE: Final = b"\x80"
@@ -52,17 +60,40 @@ class _NoClasses(dict[str, Any]):
         )
 
 
-def diagnose_paths(paths: Sequence[str], now_s: float | None = None) -> tuple[Verdict, ...]:
+def diagnose_paths(
+    paths: Sequence[str],
+    now_s: float | None = None,
+    *,
+    trace_file: str | None = None,
+    dumps_folder: str | None = None,
+) -> tuple[Verdict, ...]:
     """Return what is wrong by the records in files and, of any depth, directories.
 
     Args:
         paths: Files that must be records, and directories in which other files are left alone.
         now_s: When the records were taken, on their clock, if a run may have been alive then.
+        trace_file: Gets the records and verdicts as Perfetto draws them.
+        dumps_folder: Gets a file ``rank_N`` of each rank for torch's analyzer of flight recorders.
 
     Raises:
-        ConfigError: A path holds no records, or a file cannot be read.
+        ConfigError: A path holds no records, or a file cannot be read or written.
     """
-    return diagnose(_read(paths, now_s))
+    records = _read(paths, now_s)
+    verdicts = diagnose(records)
+    if trace_file is not None:
+        _write(Path(trace_file), json.dumps(trace(records, verdicts)).encode())
+    if dumps_folder is not None:
+        for rank, dump in flight_recorder_dumps(records).items():
+            _write(Path(dumps_folder) / f"rank_{rank}", pickle_tree(dump, allow=frozenset())[0])
+    return verdicts
+
+
+def _write(path: Path, data: bytes) -> None:
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_bytes(data)
+    except OSError as error:
+        raise ConfigError(f"{path} cannot be written: {error.strerror}") from error
 
 
 def verdict_lines(verdicts: Sequence[Verdict]) -> Iterator[str]:

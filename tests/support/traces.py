@@ -14,7 +14,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 from random import Random
-from tempfile import NamedTemporaryFile
+from tempfile import TemporaryDirectory
 from typing import Any, Final
 
 from orchestrator.diagnosis import Operation
@@ -427,12 +427,17 @@ def _may(kind: str, job: _Job, rank: int) -> bool:
     return True
 
 
+def rows_file(trace: Trace, path: Path) -> Path:
+    """Write a trace as JSON lines."""
+    path.write_text("".join(json.dumps(row) + "\n" for row in trace.rows), encoding="utf-8")
+    return path
+
+
 def answer(trace: Trace) -> list[tuple[str, tuple[int, ...], tuple[tuple[int, int], ...]]]:
     """Return what ``everstep diagnose`` says of a trace: kind, ranks and links of each verdict."""
-    with NamedTemporaryFile("w", suffix=".jsonl") as file:
-        file.write("".join(json.dumps(row) + "\n" for row in trace.rows))
-        file.flush()
-        verdicts = diagnose_paths([file.name], trace.now_s)
+    with TemporaryDirectory() as folder:
+        path = rows_file(trace, Path(folder) / "trace.jsonl")
+        verdicts = diagnose_paths([str(path)], trace.now_s)
     return [(str(one.kind), one.guilty.ranks, one.guilty.links) for one in verdicts]
 
 

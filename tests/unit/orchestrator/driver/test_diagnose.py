@@ -47,6 +47,7 @@ def test_a_missing_dump_is_told_and_its_rank_is_not_named(tmp_path: Path) -> Non
 
 def ring(path: Path, rank: int, calls: int, *, waits: bool) -> RecordRing:
     """Write the ring of a rank that made ``calls``, of which the last is not over if it waits."""
+    path.parent.mkdir(exist_ok=True)
     writer = RecordRing(path, attempt=3, num_ranks=2)
     writer.assign(rank)
     group = writer.group("world", (0, 1))
@@ -69,6 +70,35 @@ def test_rings_of_ours_name_who_did_not_come(tmp_path: Path) -> None:
     (verdict,) = diagnose_paths([str(tmp_path)])
 
     assert (verdict.kind, verdict.guilty.ranks) == (Kind.ABSENT, (1,))
+
+
+def test_rings_are_drawn_and_written_as_dumps_that_say_the_same(tmp_path: Path) -> None:
+    ring(tmp_path / "rings" / "a.ring", 0, 3, waits=True)
+    ring(tmp_path / "rings" / "b.ring", 1, 2, waits=False)
+    drawn, dumps = tmp_path / "trace.json", tmp_path / "dumps"
+
+    told = CliRunner().invoke(
+        app,
+        ["diagnose", str(tmp_path / "rings"), "--trace", str(drawn), "--flight-recorder",
+         str(dumps)],
+    )  # fmt: skip
+
+    assert told.exit_code == 0
+    events = json.loads(drawn.read_text())["traceEvents"]
+    assert sum(event["ph"] == "X" for event in events) == 5
+    assert [event["pid"] for event in events if event["name"] == "absent"] == [0, 2]
+    assert "absent: rank 1." in CliRunner().invoke(app, ["diagnose", str(dumps)]).stdout
+
+
+def test_a_trace_that_cannot_be_written_is_refused(tmp_path: Path) -> None:
+    ring(tmp_path / "a.ring", 0, 3, waits=True)
+
+    result = CliRunner().invoke(
+        app, ["diagnose", str(tmp_path / "a.ring"), "--trace", str(tmp_path / "a.ring" / "b")]
+    )
+
+    assert result.exit_code != 0
+    assert "cannot be written" in result.stderr
 
 
 def test_a_ring_whose_groups_did_not_fit_does_not_make_its_rank_guilty(tmp_path: Path) -> None:
