@@ -77,6 +77,9 @@ def measure_stores(directory: Path) -> dict[str, float]:
         seq, number = ring.enter(groups[0], "all_reduce", 1024, 1)
         ring.leave(groups[0], seq, number, FINISHED)
 
+    def span() -> None:
+        ring.span("forward", step=1, micro_batch=1)
+
     for group in groups:
         ring.enter(group, "all_reduce", 1024, 1)
 
@@ -87,12 +90,31 @@ def measure_stores(directory: Path) -> dict[str, float]:
 
     found = {
         "recorder_us": _best_us(record, 20_000),
+        "span_us": _best_us(span, 20_000),
         "page_enter_us": _best_us(lambda: page.enter(WorkerPhase.FORWARD), 20_000),
         "page_completed_us": _best_us(lambda: page.completed(1, 0.1, 2.0), 20_000),
         "observe_8_groups_us": _best_us(look, 500),
     }
     page.close()
-    return found
+    return found | measure_digests(directory)
+
+
+def measure_digests(directory: Path) -> dict[str, float]:
+    """Return what 10,000 digests cost a keeper, each of a step with 4 micro-batches."""
+    ring = RecordRing(directory / "w1.ring", attempt=1, num_ranks=8)
+    reader = RingReader(directory / "w1.ring")
+    used_s = 0.0
+    for step in range(1, 10_001):
+        for micro_batch in range(4):
+            for op in ("data", "forward", "backward"):
+                ring.span(op, step=step, micro_batch=micro_batch)
+        ring.span("optimizer", step=step)
+        ring.span("data", step=step + 1)
+        reader.look()
+        begun_s = time.thread_time()
+        reader.digest(now_ns=time.monotonic_ns())
+        used_s += time.thread_time() - begun_s
+    return {"digests_10000_s": round(used_s, 3)}
 
 
 def _best_us(call: Callable[[], None], num_calls: int) -> float:

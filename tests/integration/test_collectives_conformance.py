@@ -20,7 +20,7 @@ from tests.support.ranks import Place, running, until
 from workers import collectives
 from workers.collectives.group import RecordedGroup
 from workers.records import FINISHED
-from workers.records.ring import Record, read_records
+from workers.records.ring_reader import Record, read_records
 
 NUM_RANKS = 4
 #: Far above what any call needs; ends a suite whose ranks have lost each other.

@@ -23,7 +23,7 @@ from tests.support.snapshots import eventually
 from tests.support.trainers import Run
 from ucp_core.layout import ParallelLayout
 from workers.protocol import Completed, Fenced, PeerLost, Raised, Unloadable, Yielded
-from workers.records.ring import RingReader
+from workers.records import RingReader
 from workers.settings import (
     DataSettings,
     RunSettings,

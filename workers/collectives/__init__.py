@@ -21,7 +21,7 @@ beside a lost timeout. Figures: ``tests/benchmarks/RESULTS.md``.
 """
 
 from workers.collectives.errors import AbortedError, CollectiveError, GroupError, unreached
-from workers.collectives.forming import abort, check, form, leave, places, set_timeout
+from workers.collectives.forming import abort, check, form, leave, locate, places, set_timeout, span
 from workers.collectives.nccl import share_device
 from workers.collectives.places import Places, described, script_line
 
@@ -35,9 +35,11 @@ __all__ = [
     "described",
     "form",
     "leave",
+    "locate",
     "places",
     "script_line",
     "set_timeout",
     "share_device",
+    "span",
     "unreached",
 ]

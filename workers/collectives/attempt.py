@@ -92,7 +92,7 @@ class Attempt:
             ),
         )
         self.address = _own_address(store_host, store_port)
-        self.ring.assign(rank)
+        self.ring.assign(rank, on_device=self.backend == "nccl")
         self.places = Places(
             dist.PrefixStore(f"places{self.number}", store),
             self.ring,

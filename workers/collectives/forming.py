@@ -139,6 +139,30 @@ def check() -> None:
         raise current.error("; what its collectives have left counts for nothing", "check")
 
 
+def locate(place: tuple[int, int, int], node: str) -> None:
+    """Record where this rank is; for the training thread, between ``form`` and ``leave``.
+
+    Args:
+        place: Its (dp, pp, tp) in the mesh.
+        node: Its machine.
+    """
+    assert _process.current is not None, "form() an attempt first"
+    _process.current.ring.locate(place, node)
+
+
+def span(op: str, *, step: int = 0, micro_batch: int = 0) -> None:
+    """Record that the training thread begins work of its own, or with "" that it ends the last.
+
+    Does nothing outside an attempt.
+
+    Args:
+        op: "data", "forward", "backward" or "optimizer".
+        micro_batch: Number among those of this rank in the step, from 0.
+    """
+    if _process.current is not None:
+        _process.current.ring.span(op, step=step, micro_batch=micro_batch)
+
+
 def places() -> Places:
     """Return where the ranks of the attempt are; for the training thread, as ``set_timeout``."""
     assert _process.current is not None, "form() an attempt first"

@@ -65,9 +65,9 @@ class Call:
         self.start = None
         self.attempt.ring.reach(self.group, self.seq)
 
-    def end(self, flags: int) -> None:
-        """Record how the collective ended."""
-        self.attempt.ring.leave(self.group, self.seq, self.number, flags)
+    def end(self, flags: int, blocked_ns: int = 0) -> None:
+        """Record how the collective ended, and for how long this thread was blocked."""
+        self.attempt.ring.leave(self.group, self.seq, self.number, flags, blocked_ns)
 
     def aborted(self) -> CollectiveError | AbortedError:
         """Record the abort of the attempt; return the error to raise."""
@@ -134,6 +134,7 @@ class RecordedWork(dist.Work):
             return True
         # c10d passes 0 for "no timeout of its own".
         limit_s = timeout.total_seconds() if timeout else None
+        since_ns = time.monotonic_ns()
         try:
             wait = self._wait_in_slices if self._sliced else self._wait_by_helper
             wait(None if limit_s is None else time.monotonic() + limit_s)
@@ -141,10 +142,11 @@ class RecordedWork(dist.Work):
             self._error = error
             self._call.attempt.keep_alive((self._inner, self._keep))
             raise
+        blocked_ns = time.monotonic_ns() - since_ns
         if self._finish is not None:
             self._finish()
         self._done = True
-        self._call.end(FINISHED)
+        self._call.end(FINISHED, blocked_ns)
         self._keep = None
         return True
 

@@ -18,6 +18,7 @@ from workers.records import (
     ProgressView,
     RingReader,
     RingView,
+    last_ring_path,
     open_progress,
     process_state,
     read_progress,
@@ -228,19 +229,31 @@ class NodeWatch:
                 self._readers.pop(worker, None)
                 self._rings.pop(worker, None)
                 self._children.pop(worker, None)
-                ring_path(self._directory, worker).unlink(missing_ok=True)
+                ring = ring_path(self._directory, worker)
+                ring.unlink(missing_ok=True)
+                last_ring_path(ring).unlink(missing_ok=True)
                 with contextlib.suppress(FileNotFoundError):
                     path = progress_path(self._directory, worker)
                     os.truncate(path.rename(path.with_suffix(GONE_SUFFIX)), 0)
 
     def _report_on(self, worker: str, now_ns: int) -> WorkerReport:
         view = self._view(worker)
-        ring = self._rings[worker].look(now_ns=now_ns) if view is not None else RingView(0, ())
+        if view is None:
+            return report_on(worker, None, RingView(0, ()), now_ns=now_ns)
+        ring = self._rings[worker]
+        seen = ring.look(now_ns=now_ns)
         children = self._children.setdefault(worker, ChildrenTime())
-        if view is not None and self.still_s() >= STILL_S:
+        if self.still_s() >= STILL_S:
             # While workers move, nobody asks whether their children do.
             children.look(view.pid)
-        return report_on(worker, view, ring, now_ns=now_ns, children_s=children.used_s)
+        return report_on(
+            worker,
+            view,
+            seen,
+            now_ns=now_ns,
+            children_s=children.used_s,
+            digest=ring.digest(now_ns=now_ns),
+        )
 
     def _view(self, worker: str) -> ProgressView | None:
         reader = self._readers.get(worker)

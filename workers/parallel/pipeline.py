@@ -241,12 +241,14 @@ class PassHooks:
         begin: Called before a forward pass.
         weigh: Called on the last stage with the number of the micro-batch and what the script's
             function returned; returns the loss to differentiate.
+        end_forward: Called after a forward pass.
         begin_backward: Called before a backward pass.
         end: Called after it.
     """
 
     begin: Callable[[int, int], None]
     weigh: Callable[[int, Any], Tensor]
+    end_forward: Callable[[], None] = lambda: None
     begin_backward: Callable[[int, int], None] = lambda _stage, _number: None
     end: Callable[[int, int], None] = lambda _stage, _number: None
 
@@ -418,7 +420,10 @@ class _Passes(nn.Module):
             self._stage, lambda: self._loss_of(self._batches[number]), received
         )
         if self._is_last:
-            return self.hooks.weigh(number, returned)
+            returned = self.hooks.weigh(number, returned)
+        self.hooks.end_forward()
+        if self._is_last:
+            return returned
         outputs = returned if isinstance(returned, tuple) else (returned,)
         shapes = [tuple(output.shape) for output in outputs]
         if shapes != self._shapes:

@@ -10,22 +10,15 @@ from workers.records.progress import (
     read_progress,
     report_on,
 )
-from workers.records.ring import (
-    ABORTED,
-    FAILED,
-    FINISHED,
-    RecordRing,
-    RingReader,
-    RingView,
-    Waited,
-    is_ring,
-    read_ring,
-)
+from workers.records.ring import RecordRing, Waited
+from workers.records.ring_format import ABORTED, FAILED, FINISHED, SPANS, last_ring_path
+from workers.records.ring_reader import RingReader, RingView, is_ring, read_ring
 
 __all__ = [
     "ABORTED",
     "FAILED",
     "FINISHED",
+    "SPANS",
     "Lease",
     "ProgressReader",
     "ProgressRecord",
@@ -37,6 +30,7 @@ __all__ = [
     "descendants",
     "has_run_out",
     "is_ring",
+    "last_ring_path",
     "lease_s",
     "open_progress",
     "process_state",

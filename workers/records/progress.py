@@ -23,9 +23,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Final
 
-from workers.protocol import BEAT_S, WorkerPhase, WorkerReport
+from workers.protocol import BEAT_S, Digest, WorkerPhase, WorkerReport
 from workers.records.processes import process_state
-from workers.records.ring import RingView, map_draft
+from workers.records.ring import map_draft
+from workers.records.ring_reader import RingView
 
 _MAGIC: Final = b"everpage"
 _VERSION: Final = 4
@@ -270,6 +271,7 @@ def report_on(
     *,
     now_ns: int,
     children_s: float = 0.0,
+    digest: Digest | None = None,
 ) -> WorkerReport:
     """Return what is seen of ``worker`` from outside its process.
 
@@ -279,6 +281,7 @@ def report_on(
         ring: What its record ring says; ignored if of another attempt.
         now_ns: The machine's monotonic clock, which ages count to.
         children_s: Processor time of its children, as far as is known.
+        digest: What its record ring says of its own work; ignored if of another attempt.
     """
     if view is None:
         return WorkerReport(
@@ -312,6 +315,7 @@ def report_on(
         place=view.place,
         trainer_s=process_state(view.pid, thread=view.trainer).processor_s if view.trainer else 0.0,
         children_s=children_s,
+        digest=digest if is_current else None,
         num_dropped=ring.num_dropped if is_current else 0,
     )
 

@@ -132,6 +132,7 @@ class _Attempt:
             ring_path=context.ring_path,
             timeout_s=context.settings.parallel.forming_timeout_s,
         )
+        collectives.locate(_place(assignment), context.node)
         collectives.places().tell = context.progress.waits_at
         mesh = build_mesh(
             assignment.layout,
@@ -210,6 +211,13 @@ def _free_device_memory() -> None:
         except RuntimeError as error:
             # A device that failed; ``workers.process`` deals with it.
             log.warning("no_memory_freed", extra={"reason": str(error)})
+
+
+def _place(assignment: Assignment) -> tuple[int, int, int]:
+    """Return the rank's (dp, pp, tp) in the mesh."""
+    layout, rank = assignment.layout, assignment.rank
+    axes = layout.coordinates(rank)
+    return layout.data_rank(rank), axes["pp"], axes["tp"]
 
 
 def _memory(context: WorkerContext) -> SnapshotMemory | None:

@@ -106,6 +106,7 @@ class Step:
         self._finiteness = boundary.finiteness
         self._on_applied = on_applied
         self._pass: Pass | None = None
+        self._number_of_pass = 0
         self._sums: dict[int, tuple[Tensor, int]] = {}
         self._changes = Changes(())
 
@@ -145,9 +146,8 @@ class Step:
     def _micro_batches(self) -> Iterator[Any]:
         for number, one in enumerate(self._quota.passes):
             self._begin_backward(self._sharded.model, number)
-            self._pass = one
-            # They may be read by now, by random numbers of their own.
-            mine = next(self._samples)
+            self._pass, self._number_of_pass = one, number
+            mine = self._read(number)
             self._sharded.buffers.begin_pass()
             self._begin_forward(0, number)
             yield mine
@@ -160,12 +160,24 @@ class Step:
             self._sharded.buffers.end_pass(one.micro_batch if counts else None, self.number)
             self._progress.micro_batch(number + 1)
 
+    def _read(self, number: int) -> Any:
+        """Return the samples of a pass. They may be read by now, by random numbers of their own."""
+        self._span("data", number)
+        samples = next(self._samples)
+        self._span("")
+        return samples
+
+    def _span(self, op: str, number: int = 0) -> None:
+        """Record that ``op`` of a pass begins, or with "" that the last one ends."""
+        collectives.span(op, step=self.number, micro_batch=number)
+
     def _begin_forward(self, stage: int, number: int) -> None:
         # A fence ends a step here at the latest: not every pass has a collective.
         collectives.check()
         key = (self._train.seed, self.number, self._quota.passes[number].micro_batch)
         seed_all(random_seed(*key, *self._sharded.mesh.random_key(stage)))
         self._progress.enter(WorkerPhase.FORWARD)
+        self._span("forward", number)
 
     def _begin_backward(self, model: nn.Module, number: int) -> None:
         """Say what FSDP2 does with a model's gradients of a pass, and with gathered parameters."""
@@ -221,8 +233,10 @@ class Step:
         def begin_backward(stage: int, number: int) -> None:
             self._begin_backward(pipeline.model.stage(stage), number)
             self._progress.enter(WorkerPhase.BACKWARD)
+            self._span("backward", number)
 
         def end(stage: int, number: int) -> None:
+            self._span("")
             one = passes[number]
             self._sharded.whole.end_pass(one.micro_batch if one.counts else None)
             # A backward pass ends with the first of a rank's stages.
@@ -230,10 +244,15 @@ class Step:
                 self._progress.micro_batch(number + 1)
 
         hooks = PassHooks(
-            begin=self._begin_forward, weigh=weigh, begin_backward=begin_backward, end=end
+            begin=self._begin_forward,
+            weigh=weigh,
+            end_forward=lambda: self._span(""),
+            begin_backward=begin_backward,
+            end=end,
         )
         with keeping_host_numbers():
-            pipeline.train([next(self._samples) for _ in passes], loss_of, hooks)
+            batches = [self._read(number) for number in range(len(passes))]
+            pipeline.train(batches, loss_of, hooks)
         self._sharded.whole.end_passes()
         # Several passes are open at a time: none can begin with the values before the step.
         self._sharded.buffers.refuse_changes(self.number)
@@ -254,7 +273,9 @@ class Step:
             )
         self._progress.enter(WorkerPhase.BACKWARD)
         one = self._pass
+        self._span("backward", self._number_of_pass)
         self._weigh(loss, tokens).backward()
+        self._span("")
         self._sharded.whole.end_pass(one.micro_batch if one.counts else None)
         if one is self._quota.passes[-1]:
             self._sharded.whole.end_passes()
@@ -332,7 +353,9 @@ class Step:
             self._sharded.buffers.end_step(
                 self.number, self._train.num_micro_batches, in_order=self._train.deterministic
             )
+        self._span("optimizer")
         self._update()
+        self._span("")
         self._finiteness.updated(self.number, self._sharded)
         self.is_applied = True
         self._on_applied(self)

@@ -15,7 +15,7 @@ import pytest
 from workers.keeper import progress_path, ring_path
 from workers.keeper.trainer_watch import SETTLED_S, NodeWatch, clear, dead_workers
 from workers.protocol import WorkerPhase
-from workers.records import ProgressRecord, process_state
+from workers.records import ProgressRecord, last_ring_path, process_state
 
 WORKER = """
 import signal, sys, os
@@ -62,6 +62,7 @@ def test_the_dead_are_reported_on_and_then_forgotten(tmp_path: Path) -> None:
         assert worker.stdout is not None
         worker.stdout.readline()
         ring_path(tmp_path, "w0001").touch()
+        last_ring_path(ring_path(tmp_path, "w0001")).touch()
         patient = NodeWatch(node="a", directory=tmp_path, forget_s=3600.0)
         watch = NodeWatch(node="a", directory=tmp_path, forget_s=0.0)
         assert _reported(watch) == ["w0001", "w0002"]

@@ -4,20 +4,31 @@ from __future__ import annotations
 
 import math
 import os
+import pickle
 import signal
 import subprocess
 import sys
 import time
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
 from tests.support.ranks import until
-from workers.protocol import WorkerPhase, WorkerReport
+from workers.protocol import (
+    NUM_COSTS_MAX,
+    Digest,
+    GroupState,
+    NodeReport,
+    StepCost,
+    WorkerPhase,
+    WorkerReport,
+)
 from workers.records import (
     ProgressRecord,
     RecordRing,
     RingReader,
+    RingView,
     process_state,
     read_progress,
     report_on,
@@ -194,6 +205,38 @@ def test_groups_that_did_not_fit_are_reported(path: Path, tmp_path: Path) -> Non
         pass
 
     assert _observe("w0", path, ring_path, now_ns=time.monotonic_ns()).num_dropped == 1
+
+
+def test_what_a_rank_says_of_its_own_work_takes_few_bytes(path: Path) -> None:
+    """Each of thousands of ranks says it each second."""
+    ProgressRecord.create(path, worker="w0").close()
+    groups = tuple(
+        GroupState(
+            group=f"g{index}", ranks=range(8), entered_seq=1000, finished_seq=999, op="all_reduce",
+            size_bytes=1024, waiting_s=0.0,
+        )
+        for index in range(8)
+    )  # fmt: skip
+    digest = Digest(
+        costs=tuple(StepCost(1000 + step, 1 / (step + 3), 0.01) for step in range(NUM_COSTS_MAX)),
+        span="backward",
+        span_s=0.125,
+    )
+    view = read_progress(path)
+    bare = report_on("w0", view, RingView(0, groups), now_ns=0)
+    hashed = tuple(replace(one, dtype=1, history=4155503759) for one in groups)
+    full = report_on("w0", view, RingView(0, hashed), now_ns=0, digest=digest)
+
+    def size_bytes(row: WorkerReport) -> int:
+        other = pickle.loads(pickle.dumps(row))
+        reports = [NodeReport(node="a", seq=1, workers=rows) for rows in ((row,), (row, other))]
+        return len(pickle.dumps(reports[1])) - len(pickle.dumps(reports[0]))
+
+    assert full.digest is not None
+    sent = pickle.loads(pickle.dumps(full.digest))
+    assert [cost.step for cost in sent.costs] == [cost.step for cost in digest.costs]
+    assert sent.costs[1].compute_s == pytest.approx(digest.costs[1].compute_s)
+    assert size_bytes(full) - size_bytes(bare) <= 200
 
 
 def test_an_observer_does_not_import_torch() -> None:

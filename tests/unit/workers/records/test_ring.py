@@ -6,13 +6,23 @@ import os
 import struct
 import subprocess
 import sys
+import threading
+import time
 from pathlib import Path
 
 import pytest
 
-from workers.protocol import GroupState
-from workers.records import ABORTED, FINISHED, RecordRing, RingReader, RingView
-from workers.records.ring import NUM_GROUPS_MAX, NUM_RECORDS, is_ring, read_records, read_ring
+from workers.protocol import Digest, GroupState
+from workers.records import (
+    ABORTED,
+    FINISHED,
+    RecordRing,
+    RingReader,
+    RingView,
+    last_ring_path,
+)
+from workers.records.ring_format import HEADER_BYTES, NUM_GROUPS_MAX, NUM_RECORDS, NUM_RECORDS_MAX
+from workers.records.ring_reader import is_ring, read_records, read_ring
 
 WORLD = (0, 1, 2, 3)
 
@@ -41,6 +51,7 @@ def test_a_collective_that_is_waited_for_shows_how_long(path: Path) -> None:
             op="all_reduce",
             size_bytes=4096,
             waiting_s=2.5,
+            history=read_records(path)[-1].history,
         ),
     )
     assert RingReader(path).look().attempt == 3
@@ -113,9 +124,9 @@ def test_a_half_written_state_leaves_the_last_whole_one(path: Path) -> None:
     ring.leave(world, seq, number, FINISHED)
     # The fourth store is in the first copy: its head is new, its tail is not yet.
     with path.open("r+b") as file:
-        file.seek(128)
+        file.seek(HEADER_BYTES)
         assert struct.unpack("<Q", file.read(8)) == (4,)
-        file.seek(128 + 56)
+        file.seek(HEADER_BYTES + 56)
         file.write(struct.pack("<Q", 2))
 
     assert RingReader(path).look().groups == before
@@ -224,6 +235,153 @@ def test_records_are_the_last_ones_in_order(path: Path) -> None:
     assert records[-1].exit_ns >= records[-1].enter_ns
 
 
+def _history(path: Path, *calls: tuple[str, int, int]) -> int:
+    """Return the hash after calls of (op, bytes, dtype)."""
+    ring = RecordRing(path, attempt=1, num_ranks=2)
+    group = ring.group("g", (0, 1))
+    for call in calls:
+        ring.enter(group, *call)
+    (state,) = RingReader(path).look().groups
+    assert (state.history, state.dtype) == (read_records(path)[-1].history, calls[-1][2])
+    return state.history
+
+
+def test_the_hash_of_calls_differs_with_each_call_that_members_must_make_alike(path: Path) -> None:
+    """Sums of ranks that skipped a call of equal size are wrong, and nothing hangs."""
+    usual = [("all_reduce", 64, 1), ("all_gather", 64, 1), ("all_reduce", 64, 1)]
+    told = _history(path, *usual)
+
+    assert _history(path, *usual) == told
+    for other in (("all_reduce", 128, 1), ("all_reduce", 64, 2), ("broadcast", 64, 1)):
+        assert _history(path, other, *usual[1:]) != told
+    assert _history(path, *usual[1:], usual[0]) != told, "the order counts"
+    # Payloads that may differ between members are no part of it.
+    assert _history(path, usual[0], ("all_gather", 96, 1), usual[2]) == told
+    assert _history(path, ("send", 64, 1)) == _history(path, ("recv", 64, 1))
+
+
+def test_a_span_does_not_count_what_its_rank_waited_for_others(path: Path) -> None:
+    """A collective that was started ahead overlaps with computing: its own times say nothing."""
+    ring = RecordRing(path, attempt=1, num_ranks=2)
+    group = ring.group("g", (0, 1))
+    early = ring.enter(group, "all_gather", 64)
+    ring.span("forward", step=7, micro_batch=3)
+    ring.leave(group, *early, FINISHED, 40_000_000)
+    other = ring.enter(group, "all_gather", 64)
+    elsewhere = threading.Thread(target=ring.leave, args=(group, *other, FINISHED, 50_000_000))
+    elsewhere.start()
+    elsewhere.join()
+    ring.leave(-1, 0, -1, FINISHED, 2_000_000)  # of a group that did not fit
+    ring.span("backward", step=7, micro_batch=3)
+    late = ring.enter(group, "all_reduce", 64)
+    ring.span("")
+    ring.leave(group, *late, FINISHED, 1_000_000)
+
+    rows = {(one.op, one.seq): one for one in read_ring(path).records}
+
+    assert rows["forward", 0].blocked_s == 0.042
+    assert rows["backward", 0].blocked_s == 0.0
+    assert rows["all_gather", 1].blocked_s == 0.04
+    assert rows["forward", 0].exit_ns == rows["backward", 0].enter_ns
+    assert {(one.step, one.micro_batch) for key, one in rows.items() if key[1] != 1} == {(7, 3)}
+
+
+def _step(ring: RecordRing, step: int, *passes: tuple[float, float, float]) -> None:
+    """Record a step: of each pass seconds of data, forward and backward."""
+    for number, seconds in enumerate(passes):
+        for op, each_s in zip(("data", "forward", "backward"), seconds, strict=True):
+            _span(ring, op, each_s, step=step, micro_batch=number)
+    _span(ring, "optimizer", 0.0, step=step)
+
+
+def _span(ring: RecordRing, op: str, own_s: float, *, step: int, micro_batch: int = 0) -> None:
+    ring.span(op, step=step, micro_batch=micro_batch)
+    time.sleep(own_s)
+    ring.span("")
+
+
+def _digest(reader: RingReader) -> Digest:
+    reader.look()
+    found = reader.digest(now_ns=time.monotonic_ns())
+    assert found is not None
+    return found
+
+
+def test_a_digest_tells_the_fastest_micro_batch_of_each_step_once(path: Path) -> None:
+    """Broken hardware slows all micro-batches, uneven work only some."""
+    ring = RecordRing(path, attempt=1, num_ranks=2)
+    reader = RingReader(path)
+    reader.look()
+    assert reader.digest(now_ns=0) is None
+    _step(ring, 1, (0.0, 0.03, 0.03), (0.02, 0.01, 0.01))
+    _span(ring, "forward", 0.01, step=2)
+    _span(ring, "forward", 0.02, step=2)
+    first = _digest(reader)
+    # The rest of a step that was under way; a rank may have several stages.
+    _span(ring, "backward", 0.01, step=2)
+    _span(ring, "optimizer", 0.0, step=2)
+    ring.span("data", step=3)
+    second = _digest(reader)
+
+    (one,), (two,) = first.costs, second.costs
+    assert (one.step, two.step) == (1, 2)
+    assert 0.02 <= one.compute_s < 0.06
+    assert 0.01 <= one.data_s < 0.02
+    assert 0.04 <= two.compute_s < 0.1
+    assert (first.span, second.span) == ("", "data")
+    assert 0.0 < second.span_s < 10.0
+    assert _digest(reader).costs == ()
+
+
+def test_a_step_of_which_records_are_lost_has_no_cost(path: Path) -> None:
+    """The fastest of the micro-batches that are left may be half of one."""
+    ring = RecordRing(path, attempt=1, num_ranks=2)
+    reader = RingReader(path)
+    group = ring.group("g", (0, 1))
+    for step in (1, 2):
+        ring.span("forward", step=step)
+        for _ in range(NUM_RECORDS if step == 1 else 1):
+            ring.enter(group, "all_gather", 64)
+        ring.span("backward", step=step)
+        ring.span("optimizer", step=step)
+    ring.span("")
+
+    assert [cost.step for cost in _digest(reader).costs] == [2]
+
+
+def test_on_a_device_the_times_of_the_host_are_no_costs(path: Path) -> None:
+    """The host has called a whole step before the device begins it."""
+    ring = RecordRing(path, attempt=1, num_ranks=2)
+    ring.assign(0, on_device=True)
+    reader = RingReader(path)
+    _step(ring, 1, (0.0, 0.0, 0.0))
+    ring.span("data", step=2)
+
+    found = _digest(reader)
+
+    assert (found.costs, found.span) == ((), "data")
+    ring.close()
+    reader.look()
+    assert reader.digest(now_ns=0) is None
+
+
+def test_a_ring_is_as_large_as_60_s_need_and_the_one_before_is_kept(path: Path) -> None:
+    """Two steps of a tensor-parallel run with many micro-batches fill the smallest one."""
+    for attempt, num_records in ((1, NUM_RECORDS), (2, NUM_RECORDS_MAX), (3, NUM_RECORDS)):
+        ring = RecordRing(path, attempt=attempt, num_ranks=2)
+        group = ring.group("g", (0, 1))
+        calls = num_records + 1 if attempt == 1 else 2
+        for _ in range(calls):
+            ring.enter(group, "all_reduce", 64)
+            time.sleep(0.0 if attempt == 1 else 0.02)
+        size_bytes = path.stat().st_size
+        assert num_records * 64 < size_bytes < (num_records + NUM_RECORDS) * 64
+        assert len(read_records(path)) == min(calls, num_records)
+
+    assert (read_ring(path).attempt, read_ring(last_ring_path(path)).attempt) == (3, 2)
+    assert sorted(each.name for each in path.parent.iterdir()) == ["w0.ring", "w0.ring.last"]
+
+
 def test_a_second_group_of_the_same_name_is_told_apart(path: Path) -> None:
     """The same mesh made twice; joined counts would never match the other ranks'."""
     ring = RecordRing(path, attempt=3, num_ranks=4)
@@ -260,8 +418,9 @@ def test_a_name_that_is_cut_within_a_letter_is_read(path: Path) -> None:
 def test_a_ring_is_read_whole_afterwards(path: Path) -> None:
     """Also when its writer has left the attempt, for whoever asks what it was doing."""
     ring = RecordRing(path, attempt=3, num_ranks=4)
-    assert read_ring(path).rank == -1
+    assert (read_ring(path).rank, read_ring(path).place) == (-1, None)
     ring.assign(2)
+    ring.locate((0, 1, 2), "a" * 56)
     world = ring.group("world", WORLD)
     seq, number = ring.enter(world, "all_reduce", 64)
     ring.leave(world, seq, number, FINISHED)
@@ -273,6 +432,7 @@ def test_a_ring_is_read_whole_afterwards(path: Path) -> None:
 
     assert is_ring(path)
     assert (found.attempt, found.rank, found.num_dropped) == (3, 2, 1)
+    assert (found.place, found.node) == ((0, 1, 2), "a" * 56)
     assert [found.groups[one.group].group for one in found.records] == ["world"]
 
 

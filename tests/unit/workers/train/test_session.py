@@ -21,7 +21,7 @@ from ucp_core.storage import open_store
 from workers import collectives
 from workers.errors import TaskError
 from workers.protocol import Assignment, Completed, Outcome, PeerLost, Raised, SaveCosts
-from workers.records import ProgressRecord
+from workers.records import ProgressRecord, read_ring
 from workers.settings import CheckpointSettings, Settings, TrainSettings
 from workers.train import Session, run_attempt
 from workers.train.loop import WorkerContext
@@ -70,6 +70,7 @@ class Attempts:
             ring_path=str(self._directory / "ring"),
             yield_requested=lambda _attempt: False,
             fenced=lambda _attempt: False,
+            node="n1",
             on_costs=lambda _attempt, costs: self.costs.append(costs),
         )
         assignment = Assignment(
@@ -165,6 +166,28 @@ def evaluate(session: Session, model: nn.Module) -> None:
 def predict(_session: Session, model: nn.Module) -> None:
     with torch.no_grad():
         model(INPUTS)
+
+
+def test_the_work_of_each_micro_batch_is_recorded(
+    make_attempts: Callable[[str], Attempts], tmp_path: Path
+) -> None:
+    """Who is slow in which of it is told from outside, or afterwards."""
+    attempts = make_attempts("a")
+
+    outcome = attempts.train(fit, steps=2)
+
+    assert isinstance(outcome, Completed)
+    found = read_ring(tmp_path / "a" / "ring")
+    spans = [(one.step, one.micro_batch, one.op) for one in found.records if one.group < 0]
+    assert spans == [
+        (step, *each)
+        for step in (1, 2)
+        for each in (
+            *((number, op) for number in (0, 1) for op in ("data", "forward", "backward")),
+            (0, "optimizer"),
+        )
+    ]
+    assert (found.place, found.node) == ((0, 0, 0), "n1")
 
 
 @pytest.mark.parametrize("look", [evaluate, predict])

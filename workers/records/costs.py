@@ -1,0 +1,64 @@
+"""What steps took a rank, from the spans of its own work."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Sequence
+from statistics import fmean
+from typing import NamedTuple
+
+from workers.protocol import StepCost
+
+
+class Span(NamedTuple):
+    """A span that is over; ``own_s`` is its time without what the rank waited for others."""
+
+    op: str
+    step: int
+    micro_batch: int
+    own_s: float
+
+
+class Costs:
+    """Adds up spans to steps. A step is over with its ``optimizer`` span."""
+
+    def __init__(self) -> None:
+        self._spans: list[Span] = []
+        self._has_gap = False
+
+    def add(self, spans: Sequence[Span], *, has_gap: bool = False) -> tuple[StepCost, ...]:
+        """Return the costs of the steps that end with these spans, oldest first.
+
+        Args:
+            spans: Those after the ones that were added before.
+            has_gap: Whether some before them are lost; then their step is unknown.
+        """
+        if has_gap:
+            self._spans, self._has_gap = [], True
+        costs: list[StepCost] = []
+        for span in spans:
+            if span.op != "optimizer":
+                self._spans.append(span)
+                continue
+            cost = None if self._has_gap else _cost(span.step, self._spans)
+            costs += [cost] if cost is not None else []
+            self._spans, self._has_gap = [], False
+        return tuple(costs)
+
+
+def _cost(step: int, spans: Sequence[Span]) -> StepCost | None:
+    """Return what a step took by its spans; None without a forward pass.
+
+    Several stages of a pipeline on one rank have a span of each micro-batch each: they are added.
+    """
+    compute: dict[int, float] = defaultdict(float)
+    waits: list[float] = []
+    for span in spans:
+        # A step that was begun and left has no optimizer span of its own.
+        if span.step == step and span.op == "data":
+            waits.append(span.own_s)
+        elif span.step == step:
+            compute[span.micro_batch] += span.own_s
+    if not compute:
+        return None
+    return StepCost(step, min(compute.values()), fmean(waits) if waits else 0.0)

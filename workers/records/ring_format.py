@@ -1,0 +1,131 @@
+"""The file of a record ring: what is where in it.
+
+A header, the state of each process group, the members of the groups, and the records. All numbers
+are little-endian. ``ring`` writes it, ``ring_reader`` reads it.
+"""
+
+from __future__ import annotations
+
+import os
+import struct
+from pathlib import Path
+from typing import Final
+
+MAGIC: Final = b"everring"
+VERSION: Final = 2
+
+#: Groups beyond this many are counted and not recorded. A rank of a 5-axis mesh is in about 10
+#: groups, and pipeline pairs add 2 per neighbour.
+NUM_GROUPS_MAX: Final = 128
+#: The fewest records of a ring: some steps' worth in 256 KiB.
+NUM_RECORDS: Final = 4096
+#: And the most: 8 MiB.
+NUM_RECORDS_MAX: Final = 131072
+#: The ring of the attempt before is kept under its name with this after it.
+LAST_SUFFIX: Final = ".last"
+
+#: Bits of ``Record.flags``; none while the collective is in flight.
+FINISHED: Final = 1
+FAILED: Final = 2
+ABORTED: Final = 4
+FLAG_BITS: Final = 3
+
+#: A rank's own work; recorded as the collectives are, in no group.
+SPANS: Final = ("data", "forward", "backward", "optimizer")
+#: What is recorded; a record holds the index.
+OPS: Final = (
+    "",
+    "all_reduce",
+    "all_gather",
+    "reduce_scatter",
+    "all_to_all",
+    "broadcast",
+    "reduce",
+    "gather",
+    "scatter",
+    "barrier",
+    "send",
+    "recv",
+    *SPANS,
+)
+OP_CODES: Final = {op: code for code, op in enumerate(OPS)}
+#: The group of a span.
+NO_GROUP: Final = 0xFFFF
+
+# magic, version, attempt, pid, number of ints for ranks, number of records
+HEADER: Final = struct.Struct("<8sQQQQQ")
+HEADER_BYTES: Final = 256
+# Words of the header that change after creation, as indices of 8-byte words.
+NUM_GROUPS_WORD: Final = 8
+LEFT_WORD: Final = 9
+NUM_DROPPED_WORD: Final = 10
+#: Rank in the attempt + 1.
+RANK_WORD: Final = 11
+#: Records stored so far.
+NUM_STORED_WORD: Final = 12
+#: Number of the newest span's record + 1.
+SPAN_WORD: Final = 13
+#: 1 if the rank computes on a device.
+DEVICE_WORD: Final = 14
+# whether the place is known, (dp, pp, tp), and the node
+PLACE: Final = struct.Struct("<IIII64s")
+PLACE_AT: Final = 128
+NODE_BYTES_MAX: Final = 64
+
+# store, entered, finished, number and enter_ns of the one waited for or 0, size_bytes, call of the
+# last one entered, store
+STATE: Final = struct.Struct("<QQQQQQQQ")
+# length of the name, the name in UTF-8, index of the first rank, number of ranks
+NAME: Final = struct.Struct("<Q112sII")
+GROUP_BYTES: Final = 2 * STATE.size + NAME.size
+NAME_BYTES_MAX: Final = 112
+# number + 1, group, op, dtype, seq, step, micro-batch, history, blocked in us, size_bytes (of a
+# span: number + 1 of the span before), enter_ns, number + 1, exit_ns with flags
+RECORD: Final = struct.Struct("<QHBBIIIIIQQQQ")
+#: As indices of 4-byte and of 8-byte words.
+BLOCKED_HALF: Final = 7
+EXIT_WORD: Final = 7
+
+_KNUTH: Final = 0x9E3779B97F4A7C15
+_SEND: Final = OP_CODES["send"]
+#: Calls of one number have one payload on all members; of other calls payloads may differ.
+_SAME_SIZE: Final = frozenset(
+    OP_CODES[op] for op in ("all_reduce", "broadcast", "reduce", "send", "recv")
+)
+
+
+def history_after(history: int, op: int, dtype: int, size_bytes: int) -> int:
+    """Return the 32-bit hash of a group's calls with one more, equal on all members.
+
+    Multiplicative hashing (Knuth, The Art of Computer Programming, 6.4). The two ends of a transfer
+    count as one operation.
+    """
+    known = size_bytes if op in _SAME_SIZE else 0
+    word = min(op, _SEND) | dtype << 4 | known << 12
+    return ((history << 32 ^ word) * _KNUTH >> 32) & 0xFFFFFFFF
+
+
+def packed_call(op: int, dtype: int, history: int) -> int:
+    """Return a call as the state of a group holds it."""
+    return op | dtype << 8 | history << 32
+
+
+def unpacked_call(call: int) -> tuple[int, int, int]:
+    """Return operation, dtype and history."""
+    return call & 0xFF, call >> 8 & 0xFF, call >> 32
+
+
+def ints_offset(index: int) -> int:
+    """Return where a member of a group is."""
+    return HEADER_BYTES + NUM_GROUPS_MAX * GROUP_BYTES + 4 * index
+
+
+def records_offset(num_ints: int) -> int:
+    """Return where the records begin."""
+    end = ints_offset(num_ints)
+    return end + -end % 64
+
+
+def last_ring_path(path: str | os.PathLike[str]) -> Path:
+    """Return the path of the ring of the attempt before the one whose ring is at ``path``."""
+    return Path(os.fspath(path) + LAST_SUFFIX)

@@ -1,0 +1,351 @@
+"""The reading end of record rings, in another process or after the writer's end."""
+
+from __future__ import annotations
+
+import contextlib
+import mmap
+import os
+import struct
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Final, NamedTuple
+
+from workers.protocol import NUM_COSTS_MAX, Digest, GroupState
+from workers.records.costs import Costs, Span
+from workers.records.ring_format import (
+    DEVICE_WORD,
+    FLAG_BITS,
+    GROUP_BYTES,
+    HEADER,
+    HEADER_BYTES,
+    LEFT_WORD,
+    MAGIC,
+    NAME,
+    NO_GROUP,
+    NUM_DROPPED_WORD,
+    NUM_GROUPS_WORD,
+    NUM_STORED_WORD,
+    OPS,
+    PLACE,
+    PLACE_AT,
+    RANK_WORD,
+    RECORD,
+    SPAN_WORD,
+    STATE,
+    VERSION,
+    ints_offset,
+    records_offset,
+    unpacked_call,
+)
+
+_NO_FILE: Final = (0, 0)
+_READ_TRIES_MAX: Final = 100
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Record:
+    """One collective of this process, or one span of its own work.
+
+    Attributes:
+        group: Index of the group in the file's table; -1 of a span.
+        seq: Number of the collective in its group, from 1.
+        dtype: Code of the first tensor's dtype, as given to ``enter``.
+        step: The step under way, 0 before the first span.
+        micro_batch: Number of the micro-batch among this rank's of the step, from 0.
+        history: Hash of the group's calls up to this one.
+        blocked_s: How long this rank waited: for the collective, or for any during the span.
+        size_bytes: Payload of this rank.
+        enter_ns: When it was called, on the machine's monotonic clock; the host calls long before
+            a device gets there.
+        exit_ns: When its result was seen; 0 while it is in flight.
+        flags: ``FINISHED``, ``FAILED`` and ``ABORTED``.
+    """
+
+    group: int
+    seq: int
+    op: str
+    dtype: int
+    step: int
+    micro_batch: int
+    history: int
+    blocked_s: float
+    size_bytes: int
+    enter_ns: int
+    exit_ns: int
+    flags: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Ring:
+    """All that a ring holds, for a look afterwards.
+
+    Attributes:
+        rank: The process's in the attempt, -1 if it had none yet.
+        place: Its (dp, pp, tp) in the mesh; None if unknown.
+        node: Its machine, "" if unknown.
+        on_device: Whether it computes on a device, of which the host's times say nothing.
+        groups: State of each group that was called, by ``Record.group``.
+        num_dropped: Groups that did not fit, so that nothing of them is in ``records``.
+        records: The last collectives, oldest first.
+    """
+
+    attempt: int
+    rank: int
+    place: tuple[int, int, int] | None
+    node: str
+    on_device: bool
+    groups: Mapping[int, GroupState]
+    num_dropped: int
+    records: tuple[Record, ...]
+
+
+class RingView(NamedTuple):
+    """What a ring says at one moment.
+
+    Attributes:
+        attempt: The attempt that it is of, 0 without a ring.
+        groups: The groups in which a collective was called; none once the writer has left.
+        num_dropped: Groups that did not fit, of which nothing is recorded.
+    """
+
+    attempt: int
+    groups: tuple[GroupState, ...]
+    num_dropped: int = 0
+
+
+class RingReader:
+    """The reading end, kept open across attempts: mapping a ring costs more than reading it."""
+
+    def __init__(self, path: str | os.PathLike[str]) -> None:
+        self._path = path
+        self._memory: mmap.mmap | None = None
+        self._file = _NO_FILE
+        self._ranks: dict[int, Sequence[int]] = {}
+        self._costs, self._last_span = Costs(), 0
+
+    def look(self, *, now_ns: int | None = None) -> RingView:
+        """Return what the ring says now. Works while the writer runs, is stopped, or is gone.
+
+        Args:
+            now_ns: Monotonic time that ``waiting_s`` counts to; by default now.
+        """
+        try:
+            found = os.stat(self._path)  # noqa: PTH116  a Path would cost as much again
+        except FileNotFoundError:
+            return RingView(0, ())
+        # No other file has the inode of a mapped one. A ring is complete when it appears, and never
+        # shrinks.
+        if (found.st_dev, found.st_ino) != self._file:
+            if self._memory is not None:
+                self._memory.close()
+            self._memory, self._file = _map(self._path)
+            self._ranks, self._costs, self._last_span = {}, Costs(), 0
+        now_ns = time.monotonic_ns() if now_ns is None else now_ns
+        return _view_of(self._memory, now_ns, self._ranks)
+
+    def digest(self, *, now_ns: int) -> Digest | None:
+        """Return what the ring of the last look says of the rank's own work since the last digest.
+
+        None if it has no span, or its writer has left. On a device there are no costs: the host's
+        times are not the device's.
+        """
+        memory = self._memory
+        if memory is None or _word(memory, LEFT_WORD) or not (newest := _word(memory, SPAN_WORD)):
+            return None
+        *_, num_ints, num_records = HEADER.unpack_from(memory, 0)
+        start = records_offset(num_ints)
+        found: list[Span] = []
+        now_in, since_ns, at, has_gap = 0, now_ns, newest, False
+        while at > self._last_span:
+            number, _, op, _, _, step, micro_batch, _, us, before, enter_ns, commit, end = (
+                RECORD.unpack_from(memory, start + (at - 1) % num_records * RECORD.size)
+            )
+            if number != at or commit != at:
+                has_gap = True
+                break
+            if end:
+                own_s = ((end >> FLAG_BITS) - enter_ns) / 1e9 - us / 1e6
+                found.append(Span(OPS[op], step, micro_batch, own_s))
+            else:
+                # Only the newest one may be open; it is read again when it is over.
+                now_in, since_ns, newest = op, enter_ns, before
+            at = before
+        self._last_span = newest
+        costs = self._costs.add(found[::-1], has_gap=has_gap)
+        return Digest(
+            costs=() if _word(memory, DEVICE_WORD) else costs[-NUM_COSTS_MAX:],
+            span=OPS[now_in],
+            span_s=max(0, now_ns - since_ns) / 1e9,
+        )
+
+
+def is_ring(path: str | os.PathLike[str]) -> bool:
+    """Return whether a file is a ring that can be read."""
+    with _mapped(path) as memory:
+        return memory is not None
+
+
+def read_ring(path: str | os.PathLike[str]) -> Ring:
+    """Return what the ring at ``path`` holds, also after its writer left the attempt.
+
+    Waits count to the last record in it: a copy does not say when it was made.
+    """
+    records = read_records(path)
+    with _mapped(path) as memory:
+        if memory is None:
+            return Ring(
+                attempt=0, rank=-1, place=None, node="", on_device=False, groups={}, num_dropped=0,
+                records=(),
+            )  # fmt: skip
+        now_ns = max((max(one.enter_ns, one.exit_ns) for one in records), default=0)
+        states = {
+            index: _read_group(memory, index, now_ns, {})
+            for index in range(_word(memory, NUM_GROUPS_WORD))
+        }
+        is_known, dp, pp, tp, node = PLACE.unpack_from(memory, PLACE_AT)
+        return Ring(
+            place=(dp, pp, tp) if is_known else None,
+            node=node.rstrip(b"\0").decode(errors="replace"),
+            on_device=bool(_word(memory, DEVICE_WORD)),
+            attempt=HEADER.unpack_from(memory, 0)[2],
+            rank=_word(memory, RANK_WORD) - 1,
+            groups={index: state for index, state in states.items() if state is not None},
+            num_dropped=_word(memory, NUM_DROPPED_WORD),
+            records=records,
+        )
+
+
+def read_records(path: str | os.PathLike[str]) -> tuple[Record, ...]:
+    """Return the last collectives, oldest first, without those being stored at this moment."""
+    with _mapped(path) as memory:
+        if memory is None:
+            return ()
+        found: dict[int, Record] = {}
+        *_, num_ints, num_records = HEADER.unpack_from(memory, 0)
+        start = records_offset(num_ints)
+        for at in range(start, start + num_records * RECORD.size, RECORD.size):
+            number, group, op, dtype, seq, step, micro, history, us, size, enter_ns, commit, end = (
+                RECORD.unpack_from(memory, at)
+            )
+            if number == 0 or number != commit:
+                continue
+            found[number] = Record(
+                group=-1 if group == NO_GROUP else group,
+                seq=seq,
+                op=OPS[op],
+                dtype=dtype,
+                step=step,
+                micro_batch=micro,
+                history=history,
+                blocked_s=us / 1e6,
+                size_bytes=0 if group == NO_GROUP else size,
+                enter_ns=enter_ns,
+                exit_ns=end >> FLAG_BITS,
+                flags=end & ((1 << FLAG_BITS) - 1),
+            )
+        return tuple(found[number] for number in sorted(found))
+
+
+def records_per_s(path: str | os.PathLike[str]) -> float:
+    """Return how many records a second the ring at ``path`` got; 0.0 without two of them."""
+    with _mapped(path) as memory:
+        if memory is None:
+            return 0.0
+        *_, num_ints, num_records = HEADER.unpack_from(memory, 0)
+        stored = _word(memory, NUM_STORED_WORD)
+        kept = min(stored, num_records)
+        start = records_offset(num_ints)
+
+        def entered_ns(number: int) -> int:
+            at = start + number % num_records * RECORD.size
+            return int(RECORD.unpack_from(memory, at)[10])
+
+        if kept <= 1:
+            return 0.0
+        held_ns = entered_ns(stored - 1) - entered_ns(stored - kept)
+        return float(kept * 1e9 / max(1, held_ns))
+
+
+@contextlib.contextmanager
+def _mapped(path: str | os.PathLike[str]) -> Iterator[mmap.mmap | None]:
+    memory, _ = _map(path)
+    try:
+        yield memory
+    finally:
+        if memory is not None:
+            memory.close()
+
+
+def _map(path: str | os.PathLike[str]) -> tuple[mmap.mmap | None, tuple[int, int]]:
+    """Return the ring at ``path`` and its inode; None and no inode if there is none."""
+    try:
+        with Path(path).open("rb") as file:
+            found = os.fstat(file.fileno())
+            memory = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
+    except (FileNotFoundError, ValueError):
+        # ValueError: an empty file cannot be mapped.
+        return None, _NO_FILE
+    if len(memory) > HEADER_BYTES and HEADER.unpack_from(memory, 0)[:2] == (MAGIC, VERSION):
+        return memory, (found.st_dev, found.st_ino)
+    memory.close()
+    return None, _NO_FILE
+
+
+def _view_of(memory: mmap.mmap | None, now_ns: int, ranks: dict[int, Sequence[int]]) -> RingView:
+    if memory is None:
+        return RingView(0, ())
+    attempt = HEADER.unpack_from(memory, 0)[2]
+    if _word(memory, LEFT_WORD):
+        return RingView(attempt, ())
+    num_groups = _word(memory, NUM_GROUPS_WORD)
+    states = (_read_group(memory, i, now_ns, ranks) for i in range(num_groups))
+    groups = tuple(state for state in states if state is not None)
+    return RingView(attempt, groups, _word(memory, NUM_DROPPED_WORD))
+
+
+def _read_group(
+    memory: mmap.mmap, index: int, now_ns: int, ranks: dict[int, Sequence[int]]
+) -> GroupState | None:
+    offset = HEADER_BYTES + index * GROUP_BYTES
+    for _ in range(_READ_TRIES_MAX):
+        copies = [STATE.unpack_from(memory, offset + i * STATE.size) for i in (0, 1)]
+        again = [STATE.unpack_from(memory, offset + i * STATE.size) for i in (0, 1)]
+        # Twice, because the store begins by zeroing the copy from its head on.
+        whole = [a for a, b in zip(copies, again, strict=True) if a == b and a[0] == a[7]]
+        if whole:
+            break
+    else:
+        return None
+    stores, entered, finished, waited, since_ns, size_bytes, call, _ = max(whole)
+    if stores == 0:
+        return None
+    op, dtype, history = unpacked_call(call)
+    length, name, first, count = NAME.unpack_from(memory, offset + 2 * STATE.size)
+    if index not in ranks:
+        # A group's members never change, and are thousands in a large run.
+        ranks[index] = _as_range(struct.unpack_from(f"<{count}I", memory, ints_offset(first)))
+    return GroupState(
+        group=name[:length].decode(errors="replace"),
+        ranks=ranks[index],
+        entered_seq=entered,
+        # A rank that waits for a collective uses the earlier ones' results only afterwards.
+        finished_seq=max(finished, waited - 1),
+        op=OPS[op],
+        size_bytes=size_bytes,
+        waiting_s=max(1, now_ns - since_ns) / 1e9 if waited else 0.0,
+        dtype=dtype,
+        history=history,
+    )
+
+
+def _as_range(ranks: tuple[int, ...]) -> Sequence[int]:
+    """Return ``ranks`` as a range if they are one."""
+    step = ranks[1] - ranks[0] if len(ranks) > 1 else 1
+    found = range(ranks[0], ranks[0] + step * len(ranks), step) if ranks and step else range(0)
+    return found if tuple(found) == ranks else ranks
+
+
+def _word(memory: mmap.mmap, index: int) -> int:
+    return int.from_bytes(memory[8 * index : 8 * index + 8], "little")
