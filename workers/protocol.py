@@ -682,8 +682,8 @@ class NodeReport:
         problems: One line per problem that reduces protection: no memory, a full or silent
             store, a peer that cannot be reached.
         notice: What is known there of the node's end; None if it stays.
-        flows: The connections of its trainers that changed since the last report with any, or that
-            wait for an answer; now and then all of them.
+        flows: The connections of its trainers that changed since they were last looked at, or that
+            wait for an answer; now and then all of them. None: they were not looked at.
     """
 
     node: str
@@ -694,7 +694,7 @@ class NodeReport:
     stored_attempt: int = 0
     problems: tuple[str, ...] = ()
     notice: Notice | None = None
-    flows: tuple[Flow, ...] = ()
+    flows: tuple[Flow, ...] | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -334,7 +334,7 @@ class HangFound:
 
 @value
 class AttemptStalled:
-    """Every member of an attempt waits for others for longer than usual; nothing is proven."""
+    """Every member waits for others for longer than usual, or a link looks dead; no proof."""
 
     at_s: float
     attempt: int

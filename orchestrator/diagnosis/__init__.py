@@ -8,7 +8,9 @@ missing. ``trace`` draws the records, and ``flight_recorder_dumps`` gives them t
 
 from orchestrator.diagnosis.analyzer import diagnose
 from orchestrator.diagnosis.flight_recorder import flight_recorder_dumps
+from orchestrator.diagnosis.flows import Flows, Transfer
 from orchestrator.diagnosis.graph import WaitGraph, wait_graph
+from orchestrator.diagnosis.links import Dead, dead
 from orchestrator.diagnosis.programs import difference
 from orchestrator.diagnosis.records import SPANS, Operation, Records, matched
 from orchestrator.diagnosis.trace import trace
@@ -16,12 +18,16 @@ from orchestrator.diagnosis.verdicts import Guilty, Kind, Verdict
 
 __all__ = [
     "SPANS",
+    "Dead",
+    "Flows",
     "Guilty",
     "Kind",
     "Operation",
     "Records",
+    "Transfer",
     "Verdict",
     "WaitGraph",
+    "dead",
     "diagnose",
     "difference",
     "flight_recorder_dumps",

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable
 
-from orchestrator import detection
+from orchestrator import detection, diagnosis
 from orchestrator.core import AttemptStalled, HangFound, MembersAtWork, StepCompleted
 from orchestrator.shell.inbox import Inbox
 from workers.protocol import NOT_FORMED, NodeReport, WorkerReport
@@ -45,6 +45,7 @@ class Observer:
         self._patience = patience
         self._parallel = parallel
         self._detector = detection.Detector()
+        self.flows = diagnosis.Flows()
         self._attempt = 0
         self._members: tuple[str, ...] = ()
         self._is_member: frozenset[str] = frozenset()
@@ -74,6 +75,7 @@ class Observer:
         self._judged, self._stalled_s = False, 0.0
         self._fenced = self._at_work = ()
         self._detector = detection.without_silent(self._detector, members, FORGET_S)
+        self.flows.forget(self._inbox.at_s())
         for node in self._listed.keys() - self._detector.nodes.keys():
             self._forget(self._listed.pop(node))
 
@@ -91,6 +93,7 @@ class Observer:
         """Take in one keeper's report."""
         at_s = self._inbox.at_s()
         self._detector = detection.observe(self._detector, report, at_s)
+        self.flows.observe(report, at_s)
         listed = frozenset(row.worker for row in report.workers)
         self._forget(self._listed.get(report.node, frozenset()) - listed)
         self._listed[report.node] = listed
@@ -145,6 +148,8 @@ class Observer:
                 )
             )
         waited_s = verdict.waited_s if isinstance(verdict, detection.Stalled) else 0.0
+        for link in diagnosis.dead(self.flows, self._is_member):
+            waited_s = max(waited_s, link.unheard_s)
         if waited_s >= 2.0 * self._stalled_s > 0.0 or waited_s > 0.0 == self._stalled_s:
             # Report the same stall again only after twice the time.
             self._inbox.post(AttemptStalled(at_s=at_s, attempt=self._attempt, waited_s=waited_s))

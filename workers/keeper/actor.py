@@ -256,9 +256,9 @@ class Keeper:
             stored_attempt=stored_attempt,
         )
 
-    def _flows(self, now_s: float) -> tuple[Flow, ...]:
+    def _flows(self, now_s: float) -> tuple[Flow, ...] | None:
         if now_s - self._flows_s < FLOWS_PERIOD_S:
-            return ()
+            return None
         self._flows_s = now_s
         return self._sockets.look(self._watch.pids())
 

@@ -57,10 +57,10 @@ class Sockets:
         self._told: dict[_Key, tuple[int, ...]] = {}
         self._num_looks = 0
 
-    def look(self, pids: Mapping[str, int]) -> tuple[Flow, ...]:
+    def look(self, pids: Mapping[str, int]) -> tuple[Flow, ...] | None:
         """Return the connections of trainers that changed since the last look, or back off.
 
-        () where the kernel does not answer.
+        None where the kernel does not answer.
 
         Args:
             pids: The process of each worker.
@@ -70,7 +70,7 @@ class Sockets:
         try:
             answers = list(_connections())
         except OSError:
-            return ()
+            return None
         self._find_owners({inode for inode, _ in answers}, pids)
         if not self._num_looks % _NUM_LOOKS:
             self._told = {}

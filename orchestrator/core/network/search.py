@@ -187,7 +187,7 @@ def links_probed(transition: Transition, event: LinksProbed) -> None:
 
 def answered_training(transition: Transition, _: SearchAnswered) -> None:
     """End an attempt that cannot go on; leave one alone that only takes its time."""
-    _end_if_found(transition, "the members waited for each other")
+    _end_if_found(transition, "members waited for what did not come")
 
 
 def answered_forming(transition: Transition, _: SearchAnswered) -> None:

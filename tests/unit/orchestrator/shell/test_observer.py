@@ -13,7 +13,7 @@ from orchestrator.shell import observer as observer_module
 from orchestrator.shell.inbox import Inbox
 from orchestrator.shell.observer import Observer
 from tests.support.histories import ATTEMPT, calm, group, stop
-from workers.protocol import NodeReport, WorkerReport
+from workers.protocol import Flow, NodeReport, WorkerReport
 from workers.settings import ParallelSettings
 
 
@@ -77,6 +77,36 @@ def test_a_stall_is_told_again_only_after_twice_the_time() -> None:
     told = [event.waited_s for event in posted if isinstance(event, AttemptStalled)]
     assert told
     assert all(later >= 2.0 * sooner for sooner, later in pairwise(told))
+
+
+def test_a_dead_link_is_told_however_long_steps_take() -> None:
+    """With steps of a minute a stall would be noticed after two."""
+    now_s = [100.0]
+    posted: list[Event] = []
+    observer = Observer(
+        Inbox(at_s=lambda: now_s[0], post=posted.append),
+        on_formed=lambda *_: None,
+        node_silent=lambda *_: None,
+        patience=PATIENCE,
+        parallel=ParallelSettings(),
+    )
+    observer.begin(ATTEMPT, ("w0", "w1"), 0)
+    ends = (("10.0.0.1", 5), ("10.0.0.2", 6))
+    for half_s in range(30):
+        now_s[0] += 0.5
+        beats = {"step_s": 60.0, "phase_s": 0.5 * half_s}
+        for rank, worker in enumerate(("w0", "w1")):
+            here, there = ends if worker == "w0" else ends[::-1]
+            held = {"in_flight": 5, "backoff": 2 + half_s // 4, "heard_ms": 1000 + 500 * half_s}
+            flow = Flow(worker, here, there, 0, 0, 900, **(held if worker == "w0" else {}))
+            row = replace(calm(worker, rank), **beats)  # type: ignore[arg-type]
+            observer.on_report(NodeReport(node=worker, seq=1, workers=(row,), flows=(flow,)))
+            observer.judge()
+
+    told = [(event.at_s, event.waited_s) for event in posted if isinstance(event, AttemptStalled)]
+    assert told[0] == (101.0, 1.5), "as soon as both ends are known"
+    assert [waited_s for _, waited_s in told] == [1.5, 3.0, 6.0, 12.0]
+    assert not any(isinstance(event, HangFound) for event in posted), "nothing is proven"
 
 
 def test_who_computes_in_a_fenced_attempt_is_told_when_it_changes() -> None:

@@ -57,9 +57,9 @@ HOSTS = (("127.0.0.1", "127.0.0.1"), ("::1", "::1"), ("::", "127.0.0.1"))
 Connect: TypeAlias = Callable[[tuple[str, str], int], tuple[socket.socket, int]]
 
 
-def _flow(flows: tuple[Flow, ...], port: int, *, at: str) -> Flow:
+def _flow(flows: tuple[Flow, ...] | None, port: int, *, at: str) -> Flow:
     """Return the one connection whose end ``at`` ("here" or "there") has that port."""
-    (found,) = (flow for flow in flows if getattr(flow, at)[1] == port)
+    (found,) = (flow for flow in flows or () if getattr(flow, at)[1] == port)
     return found
 
 
@@ -119,11 +119,11 @@ def test_only_news_is_told_and_now_and_then_everything(
     quiet = sockets.look({"w1": pid})
     taken.sendall(b"news")
     news = sockets.look({"w1": pid})
-    later = [sockets.look({"w1": pid}) for _ in range(10)]
+    later = [sockets.look({"w1": pid}) or () for _ in range(10)]
 
-    assert [flow.worker for flow in first] == ["w1"], "this process is no trainer"
+    assert [flow.worker for flow in first or ()] == ["w1"], "this process is no trainer"
     assert quiet == ()
-    assert [flow.received_bytes for flow in news] == [4]
+    assert [flow.received_bytes for flow in news or ()] == [4]
     assert sum(map(len, later)) == 1
 
 
@@ -136,7 +136,7 @@ def test_a_trainer_that_is_found_later_has_its_connections(
 
     flows = sockets.look({"w1": pid, "w2": os.getpid()})
 
-    assert {flow.worker for flow in flows} >= {"w1"}
+    assert {flow.worker for flow in flows or ()} >= {"w1"}
 
 
 def test_nothing_is_known_while_no_socket_can_be_made() -> None:
@@ -152,7 +152,7 @@ def test_nothing_is_known_while_no_socket_can_be_made() -> None:
         finally:
             resource.setrlimit(resource.RLIMIT_NOFILE, limits)
 
-        assert refused == ()
+        assert refused is None
         assert sockets.look({"w1": os.getpid()})
 
 

@@ -1,0 +1,158 @@
+"""Dead and slow links, from what the kernels at both ends of connections say. Pure.
+
+A link is dead if its packets are not acknowledged and repeated in vain, however long a step takes.
+A frozen receiver is none: its kernel acknowledges.
+
+A slow link shows where bytes are on their way for longer than elsewhere. Which end is at fault is
+not seen in a ring, where each rank sends to one other (C4, arXiv 2406.04594, section 3, compares
+rows and columns of a matrix). So keepers time transfers between a few nodes, all pairs of them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from statistics import median
+from typing import Final, NamedTuple, TypeAlias
+
+from orchestrator.diagnosis.flows import Flows, Transfer
+from orchestrator.diagnosis.verdicts import Guilty, Kind, Verdict
+
+#: A packet was repeated twice, after 0.2 s and 0.4 s at least, and nothing came for so long.
+_BACKOFF: Final = 2
+_UNHEARD_S: Final = 1.0
+#: A link may be this many times as slow as others are: no network is even, and a probe disturbs.
+SLOWER: Final = 2.0
+#: And a transfer that keepers time this many times: it is short.
+_TIMED_SLOWER: Final = 2.5
+#: Links that carry less, or are busy for less of the time, slow nobody down.
+_BYTES_MIN: Final = 256 << 10
+_BUSY_SHARE: Final = 0.1
+#: So many nodes time transfers among each other: all pairs in three rounds.
+NUM_TIMED: Final = 4
+
+#: (sender, receiver): nodes, by name.
+Pair: TypeAlias = tuple[str, str]
+
+
+class Dead(NamedTuple):
+    """A connection whose packets do not arrive.
+
+    Attributes:
+        ends: The workers, sender first.
+        unheard_s: Since the sender got an answer.
+    """
+
+    ends: tuple[str, str]
+    unheard_s: float
+
+
+def dead(flows: Flows, members: Collection[str]) -> list[Dead]:
+    """Return the connections between ``members`` whose packets do not arrive."""
+    return [
+        Dead((sender, receiver), 1e-3 * flow.heard_ms)
+        for sender, receiver, flow in flows.waiting()
+        # A kernel that only asks whether there is room backs off as well, with nothing in flight.
+        if flow.in_flight and flow.backoff >= _BACKOFF and flow.heard_ms >= 1e3 * _UNHEARD_S
+        if sender in members and receiver in members
+    ]
+
+
+def suspects(transfers: Mapping[Pair, Transfer], for_s: float) -> list[Pair]:
+    """Return the links that are slower than others, the slowest first.
+
+    Args:
+        transfers: What was sent in ``for_s``.
+    """
+    costs = {
+        pair: (one.busy_s - one.waited_s) / one.num_bytes
+        for pair, one in transfers.items()
+        if one.num_bytes >= _BYTES_MIN
+    }
+    if len(costs) < 2:  # noqa: PLR2004
+        return []
+    # The lower one of two: else one slow link of two would be as slow as the usual one.
+    usual = sorted(costs.values())[(len(costs) - 1) // 2]
+    found = [
+        pair
+        for pair, cost in costs.items()
+        if cost > SLOWER * usual
+        and transfers[pair].busy_s - transfers[pair].waited_s >= _BUSY_SHARE * for_s
+    ]
+    return sorted(found, key=lambda pair: (-costs[pair], pair))
+
+
+def to_time(found: Sequence[Pair], nodes: Collection[str]) -> list[str]:
+    """Return the nodes that are to time transfers among each other: suspected ones and others."""
+    ends = dict.fromkeys(end for pair in found for end in pair)
+    return [*ends, *sorted(set(nodes) - ends.keys())][:NUM_TIMED]
+
+
+def rounds(nodes: Sequence[str]) -> list[list[Pair]]:
+    """Return all pairs of ``nodes``, in rounds in which each sends to one and hears one."""
+    num = len(nodes)
+    return [
+        [(node, nodes[(at + ahead) % num]) for at, node in enumerate(nodes)]
+        for ahead in range(1, num)
+    ]
+
+
+def slow(rates: Mapping[Pair, float], ranks: Mapping[str, Sequence[int]]) -> list[Verdict]:
+    """Return what timed transfers say; [] if none is much slower than the others.
+
+    Args:
+        rates: Bytes a second, of all pairs of some nodes.
+        ranks: The ranks of each node.
+    """
+    if len(rates) < 2:  # noqa: PLR2004
+        return []
+    usual = median(sorted(rates.values())[len(rates) // 2 :])
+    left = {pair for pair, rate in rates.items() if rate * _TIMED_SLOWER < usual}
+    found: list[Verdict] = []
+    for kind, node, line in _lines(rates, left):
+        # A crossing of a slow row and a healthy column is explained by the row.
+        if len(line & left) > 1:
+            left -= line
+            guilty = Guilty.of(ranks.get(node, ()), (), (node,))
+            found.append(_verdict(kind, guilty, line, rates, usual))
+    for pair in sorted(left):
+        joined = [(a, b) for a in ranks.get(pair[0], ()) for b in ranks.get(pair[1], ())]
+        guilty = Guilty.of((), joined, ())
+        is_open = len(rates) == 2  # noqa: PLR2004  two nodes: nothing else to compare with
+        ends = ((Kind.SLOW_SENDER, pair[0]), (Kind.SLOW_RECEIVER, pair[1])) if is_open else ()
+        others = tuple((kind, Guilty.of(ranks.get(node, ()), (), (node,))) for kind, node in ends)
+        found.append(_verdict(Kind.SLOW_LINK, guilty, {pair}, rates, usual, others))
+    return found
+
+
+def _lines(rates: Mapping[Pair, float], left: set[Pair]) -> Iterator[tuple[Kind, str, set[Pair]]]:
+    """Yield the rows and columns of which all are slow, the longest ones first."""
+    lines = [
+        (kind, node, {pair for pair in rates if pair[end] == node})
+        for kind, end in ((Kind.SLOW_SENDER, 0), (Kind.SLOW_RECEIVER, 1))
+        for node in sorted({pair[end] for pair in left})
+    ]
+    yield from sorted(
+        (one for one in lines if one[2] <= left and len(one[2]) > 1),
+        key=lambda one: -len(one[2]),
+    )
+
+
+def _verdict(
+    kind: Kind,
+    guilty: Guilty,
+    pairs: Collection[Pair],
+    rates: Mapping[Pair, float],
+    usual: float,
+    alternatives: tuple[tuple[Kind, Guilty], ...] = (),
+) -> Verdict:
+    worst = min(pairs, key=lambda pair: (rates[pair], pair))
+    told = ", ".join(f"{a[:8]} to {b[:8]}" for a, b in sorted(pairs))
+    return Verdict(
+        kind=kind,
+        guilty=guilty,
+        confidence=0.5 if alternatives else 0.9,
+        since_s=None,
+        evidence=f"Keepers sent {1e-6 * rates[worst]:.3g} MB/s from node {told}, and "
+        f"{1e-6 * usual:.3g} MB/s between others.",
+        alternatives=alternatives,
+    )
