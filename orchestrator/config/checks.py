@@ -7,12 +7,13 @@ from __future__ import annotations
 
 import math
 import shlex
+from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
 from urllib.parse import urlsplit
 
 from orchestrator.config.schema import RunConfig
-from orchestrator.config.sections import NoticesSection
+from orchestrator.config.sections import NoticesSection, TopologySection
 from orchestrator.policies import choose, one_node
 from ucp_core.errors import Problem
 from workers.keeper import CLOUDS
@@ -29,6 +30,7 @@ def cross_problems(config: RunConfig) -> list[Problem]:
     found += _sequence_problems(config)
     found += _capacity_problems(config)
     found += _notice_problems(config.notices)
+    found += _topology_problems(config.topology)
     if config.run.arguments and not config.run.script:
         found.append(Problem("run.arguments", "are for a run.script, and there is none; name one"))
     return found
@@ -73,6 +75,17 @@ def _worker_problems(config: RunConfig) -> Iterator[Problem]:
             f"so of workers.max={most} only {used} can train; raise workers.max to "
             f"{enough}" + (f" or lower workers.min to {used}" if used else ""),
         )
+
+
+def _topology_problems(topology: TopologySection) -> Iterator[Problem]:
+    for key, what in (("racks", "node"), ("zones", "rack")):
+        counts = Counter(each for names in getattr(topology, key).values() for each in names)
+        for name in (each for each, number in counts.items() if number > 1):
+            yield Problem(f"topology.{key}", f"{what} {name} is named twice: it is in one of them")
+        if key == "zones":
+            for rack in sorted(counts.keys() - topology.racks.keys()):
+                known = ", ".join(topology.racks) or "none"
+                yield Problem("topology.zones", f"{rack} is no rack; topology.racks names {known}")
 
 
 def _axis_problems(config: RunConfig) -> Iterator[Problem]:

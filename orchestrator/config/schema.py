@@ -14,6 +14,7 @@ from orchestrator.config.sections import (
     NoticesSection,
     RecoverySection,
     Section,
+    TopologySection,
     WorkersSection,
 )
 from orchestrator.core import Bounds, RunRules
@@ -50,6 +51,7 @@ class RunConfig(Section):
     run: RunSettings
     workers: WorkersSection
     cluster: ClusterSection = ClusterSection()
+    topology: TopologySection = TopologySection()
     capacity: tuple[Alternative, ...] = ()
     model: ModelSettings = ModelSettings()
     data: DataSettings = DataSettings()

@@ -5,12 +5,16 @@ Those that workers need, too, are in ``workers.settings``.
 
 from __future__ import annotations
 
-from typing import Literal
+from math import inf
+from typing import Final, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, PositiveFloat
 
 from orchestrator.detection import PATIENCE
+from orchestrator.traffic import Topology
 from workers.settings import AUTO
+
+_GBIT_BYTES: Final = 1e9 / 8
 
 
 class Section(BaseModel):
@@ -47,6 +51,41 @@ class ClusterSection(Section):
     metrics_host: Literal["auto", "cluster", "loopback"] = "auto"
     metrics_port: int = Field(default=0, ge=0, le=65535)
     rack_label: str = ""
+
+
+class TopologySection(Section):
+    """The network between the nodes, for ``everstep plan`` and the keepers' copies.
+
+    Attributes:
+        racks: The nodes of each rack, by address. Without it each node is a rack of its own.
+        zones: The racks of each zone.
+        rails: Network cards of a node. Rank i of a node uses card i.
+        node_gbit_s: Of a card, one way.
+        spines: Equal-cost paths between two racks: uplinks of a rack for each rail.
+        uplink_gbit_s: Of an uplink, one way. Default: as a card.
+        zone_gbit_s: Between a zone and the others, one way. Default: as much as its racks send.
+    """
+
+    racks: dict[str, tuple[str, ...]] = Field(default_factory=dict)
+    zones: dict[str, tuple[str, ...]] = Field(default_factory=dict)
+    rails: int = Field(default=1, ge=1)
+    node_gbit_s: float = Field(default=100.0, gt=0)
+    spines: int = Field(default=1, ge=1)
+    uplink_gbit_s: float | None = Field(default=None, gt=0)
+    zone_gbit_s: float | None = Field(default=None, gt=0)
+
+    def topology(self) -> Topology:
+        """Return the links, in bytes a second."""
+        zone, uplink = self.zone_gbit_s, self.uplink_gbit_s or self.node_gbit_s
+        return Topology(
+            racks={node: rack for rack, nodes in self.racks.items() for node in nodes},
+            zones={rack: zone for zone, racks in self.zones.items() for rack in racks},
+            rails=self.rails,
+            node_bytes_s=self.node_gbit_s * _GBIT_BYTES,
+            spines=self.spines,
+            uplink_bytes_s=uplink * _GBIT_BYTES,
+            zone_bytes_s=inf if zone is None else zone * _GBIT_BYTES,
+        )
 
 
 class Alternative(Section):

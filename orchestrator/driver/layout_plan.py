@@ -7,6 +7,7 @@ from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 from orchestrator.config import RunConfig, job_of
+from orchestrator.driver.traffic_plan import TrafficPlan, plan_traffic
 from orchestrator.errors import ConfigError
 from orchestrator.policies import (
     GPUS,
@@ -38,6 +39,7 @@ class LayoutPlan:
         layouts: Each with why it is taken or not.
         after_loss: None if the run would wait for another node.
         load_s: How long the workers would take to load their shares then, by the network.
+        traffic: What the best layout sends over the links of ``topology``; None without one.
     """
 
     job: Job
@@ -48,6 +50,7 @@ class LayoutPlan:
     layouts: tuple[tuple[Forecast, str], ...]
     after_loss: Forecast | None
     load_s: float
+    traffic: TrafficPlan | None
 
     def to_json(self) -> dict[str, Any]:
         """Return the plan as JSON values."""
@@ -59,6 +62,7 @@ class LayoutPlan:
             "parameters": self.num_parameters,
             "layouts": [{**_values(one), "why": why} for one, why in self.layouts],
             "after_loss": None if after is None else {**_values(after), "load_s": self.load_s},
+            "traffic": None if self.traffic is None else self.traffic.to_json(),
         }
 
 
@@ -97,6 +101,7 @@ def plan_layouts(
         layouts=tuple((one, _why(one, best)) for one in found[:_NUM_SHOWN]),
         after_loss=after,
         load_s=0.0 if after is None else after.state_bytes / rate,
+        traffic=plan_traffic(config, job, best.layout, node_size, best.state_bytes),
     )
 
 

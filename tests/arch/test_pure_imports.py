@@ -16,6 +16,7 @@ PURE_FOLDERS = (
     "orchestrator/policies",
     "orchestrator/detection",
     "orchestrator/diagnosis",
+    "orchestrator/traffic",
 )
 PURE_FILES = (
     "workers/protocol.py",

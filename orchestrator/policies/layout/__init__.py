@@ -17,6 +17,7 @@ from orchestrator.policies.layout.hardware import (
     forecast,
     forecasts,
     memory_bytes,
+    sent_bytes,
 )
 from orchestrator.policies.layout.speed import (
     expected_step_s,
@@ -44,6 +45,7 @@ __all__ = [
     "other_layouts",
     "relative_step",
     "rooms_of",
+    "sent_bytes",
     "spread",
     "step_ratio",
     "step_text",

@@ -183,7 +183,7 @@ def forecast(layout: ParallelLayout, job: Job, gpu: Gpu, node_size: int) -> Fore
     Tensor-parallel sums hide behind nothing, those of data parallelism behind the passes.
     """
     shape, tokens, tp = job.shape, job.num_tokens, layout.tp
-    num_passes = job.num_passes(layout)
+    num_passes, sent = job.num_passes(layout), sent_bytes(layout, job)
     products = num_parameters(shape) - (0 if shape.tied else job.embedding)
     # Forward once and backward twice, each a product and a sum; attention sees half of all pairs.
     flops = (
@@ -193,19 +193,10 @@ def forecast(layout: ParallelLayout, job: Job, gpu: Gpu, node_size: int) -> Fore
     )
     peak = gpu.tflops * 1e12 * _BF16_BYTES / job.compute_bytes
     pass_s = flops / (peak * _REACHED * tp * layout.pp)
-    stream_bytes = tokens * shape.dim * job.compute_bytes
     within_s, across_s = gpu.node_gb_s * 1e9, gpu.network_gbit_s / 8 * 1e9
-    # Two sums forward and two backward in each layer, as rings.
-    pass_s += 4 * job.num_layers(layout) * 2 * (tp - 1) / tp * stream_bytes / within_s
-    if layout.pp > 1:
-        pass_s += 2 * stream_bytes / across_s
+    pass_s += (sent["tp"] / within_s + sent["pp"] / across_s) / num_passes
     rate = within_s if tp * layout.dp_shard <= node_size else across_s
-    part_bytes = job.stage(layout) / tp
-    num_gathers = 2 * num_passes if job.reshards else 1
-    apart = (layout.dp_shard - 1) / layout.dp_shard
-    data_s = apart * part_bytes * (num_gathers * job.compute_bytes + 4) / rate
-    copies = layout.dp_replicate
-    data_s += 2 * (copies - 1) / copies * 4 * part_bytes / layout.dp_shard / across_s
+    data_s = sent["dp_shard"] / rate + sent["dp_replicate"] / across_s
     return Forecast(
         layout=layout,
         memory_bytes=memory_bytes(layout, job),
@@ -215,6 +206,26 @@ def forecast(layout: ParallelLayout, job: Job, gpu: Gpu, node_size: int) -> Fore
         idle=1 - job.num_micro_batches / (num_passes * layout.dp),
         state_bytes=num_parameters(shape) * SAVED_BYTES // (layout.dp_shard * tp * layout.pp),
     )
+
+
+def sent_bytes(layout: ParallelLayout, job: Job) -> dict[str, float]:
+    """Return how much each worker sends to others on each axis in a step; sums go as rings.
+
+    With ``pp`` it is what a stage in the middle sends, half of it each way.
+    """
+    num_passes, tp = job.num_passes(layout), layout.tp
+    stream_bytes = job.num_tokens * job.shape.dim * job.compute_bytes
+    part_bytes = job.stage(layout) / tp
+    num_gathers = 2 * num_passes if job.reshards else 1
+    shards, copies = layout.dp_shard, layout.dp_replicate
+    # Two sums forward and two backward in each layer.
+    num_sums = 4 * job.num_layers(layout) * num_passes
+    return {
+        "tp": num_sums * 2 * (tp - 1) / tp * stream_bytes,
+        "pp": 2 * stream_bytes * num_passes if layout.pp > 1 else 0.0,
+        "dp_shard": (shards - 1) / shards * part_bytes * (num_gathers * job.compute_bytes + 4),
+        "dp_replicate": 2 * (copies - 1) / copies * 4 * part_bytes / shards,
+    }
 
 
 def forecasts(job: Job, gpu: Gpu, num_nodes: int, node_size: int) -> list[Forecast]:

@@ -120,6 +120,27 @@ def test_layouts_of_hardware_that_is_not_here_are_compared() -> None:
     assert f"without one node: {document['after_loss']['layout']}, " in shown.stdout
 
 
+def test_a_topology_shows_what_orders_and_paths_gain() -> None:
+    """Racks in turn cross the uplinks twice as often; one path of two takes twice as long."""
+    command = ["plan", "local/small", "--gpus", "4x8", "--model", "llama-8b"]
+    command += ["topology.racks={a: [n1, n3], b: [n2, n4]}", "topology.uplink_gbit_s=10"]
+    command += ["topology.spines=2", "snapshot.tolerance=1"]
+    shown = CliRunner().invoke(app, command, env={"COLUMNS": "160"})
+    traffic = json.loads(CliRunner().invoke(app, [*command, "--json"]).stdout)["traffic"]
+
+    assert shown.exit_code == 0, shown.output
+    turn, near = (row["took_s"] for row in traffic["rows"][:2])
+    assert traffic["gain"] == pytest.approx(turn / near)
+    assert traffic["gain"] >= 2.0
+    assert traffic["order"] == ["n1", "n3", "n2", "n4"]
+    assert "out of rack a, rail 0, spine 0" in shown.stdout
+    assert "times shorter with ranks on n1, n3, n2, n4" in shown.stdout
+
+    wrong = CliRunner().invoke(app, [*command[:2], "--gpus", "8x8", *command[4:]])
+    assert wrong.exit_code == 2
+    assert "topology.racks names 4 nodes, and --gpus 8: name as many" in wrong.stderr
+
+
 def test_a_campaign_of_no_histories_is_no_success() -> None:
     """A script that computes the number wrongly must not read that nothing was violated."""
     for number in ("0", "-5"):

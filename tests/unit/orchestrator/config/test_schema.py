@@ -475,6 +475,16 @@ def test_where_the_curve_goes_is_checked_by_name() -> None:
     ]
 
 
+def test_a_topology_that_contradicts_itself_is_refused() -> None:
+    """A node is in one rack, and zones have racks that there are."""
+    with pytest.raises(ConfigError) as refusal:
+        load("local/small", ["topology.racks={a: [n1], b: [n2, n1]}", "topology.zones={z: [c]}"])
+
+    told = str(refusal.value)
+    assert "topology.racks: node n1 is named twice: it is in one of them" in told
+    assert "topology.zones: c is no rack; topology.racks names a, b" in told
+
+
 def test_every_problem_of_a_list_is_told() -> None:
     """The first one drops the whole list; the second looked for it there."""
     found = _problems(CLUSTER + "capacity: [{usd_per_hour: -1}, {zones: a}]\n")

@@ -1,0 +1,79 @@
+"""What crosses the network: the sums and transfers of a step, and copies of snapshots. Pure."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from itertools import pairwise
+from typing import NamedTuple
+
+from ucp_core.layout import AXES, ParallelLayout
+
+
+class Flow(NamedTuple):
+    """Bytes from one node to another.
+
+    Attributes:
+        spine: None if it is spread over all of them evenly.
+    """
+
+    source: str
+    target: str
+    num_bytes: float
+    rail: int = 0
+    spine: int | None = None
+
+
+def step_flows(
+    layout: ParallelLayout, nodes: Sequence[str], sent: Mapping[str, float], rails: int = 1
+) -> dict[str, list[Flow]]:
+    """Return what each axis sends between nodes in a step.
+
+    Sums go round rings in the order of ranks, as gloo's and NCCL's do; stages send activations to
+    the next one and gradients back. A ring through several ranks of a node uses the rails of all.
+
+    Args:
+        nodes: Of each rank.
+        sent: How much each rank sends in a step, by axis of ``AXES``; for ``pp`` both ways
+            together.
+    """
+    local, seen = list[int](), Counter[str]()
+    for node in nodes:
+        local.append(seen[node] % rails)
+        seen[node] += 1
+    found: dict[str, list[Flow]] = {}
+    for axis in AXES:
+        if getattr(layout, axis) == 1 or not sent.get(axis):
+            continue
+        groups = {layout.ranks_along(rank, {axis}) for rank in range(layout.world_size)}
+        flows = found.setdefault(axis, [])
+        for group in sorted(groups):
+            if axis == "pp":
+                pairs = [*pairwise(group), *pairwise(reversed(group))]
+            else:
+                pairs = list(zip(group, (*group[1:], group[0]), strict=True))
+            each = sent[axis] / 2 if axis == "pp" else sent[axis]
+            for one, other in pairs:
+                if nodes[one] != nodes[other]:
+                    used = {local[rank] for rank in group if nodes[rank] == nodes[one]}
+                    flows += [
+                        Flow(nodes[one], nodes[other], each / len(used), rail)
+                        for rail in sorted(used)
+                    ]
+    return found
+
+
+def copy_flows(
+    keepers: Mapping[str, Sequence[str]], num_bytes: Mapping[str, float], spine: int | None = None
+) -> list[Flow]:
+    """Return the copies of a version: from each node to those that keep its snapshots.
+
+    Args:
+        keepers: By node.
+        num_bytes: Of the node's part of the version.
+    """
+    return [
+        Flow(node, keeper, num_bytes[node], spine=spine)
+        for node, names in keepers.items()
+        for keeper in names
+    ]

@@ -1,0 +1,135 @@
+"""Compares plans by the links that they fill: orders of nodes, keepers, equal-cost paths. Pure.
+
+The choice of paths is that of C4P (arXiv 2406.04594, 4.3): all uplinks of a rack loaded alike.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from itertools import zip_longest
+from math import inf
+
+from orchestrator.traffic.flows import Flow, step_flows
+from orchestrator.traffic.maxmin import fill
+from orchestrator.traffic.topology import Link, Topology, by_rack
+from ucp_core.layout import ParallelLayout
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Load:
+    """What flows do to the links.
+
+    Attributes:
+        took_s: Until all have arrived; infinity if some never do.
+        busy_s: How long each link is in use at its full speed.
+    """
+
+    took_s: float = 0.0
+    busy_s: Mapping[Link, float] = field(default_factory=dict)
+
+    @property
+    def busiest(self) -> Link | None:
+        """Return the link that is busy for longest."""
+        return max(self.busy_s, key=lambda link: self.busy_s[link], default=None)
+
+
+def load_of(topology: Topology, phases: Iterable[Sequence[Flow]]) -> Load:
+    """Return what flows do, each phase after the one before; the flows of a phase together.
+
+    A sum goes round its ring in lockstep, so a phase ends with its slowest flow. Overlap of phases
+    and computation is left out: this is the most that there is to hide.
+    """
+    took_s, busy_s = 0.0, defaultdict[Link, float](float)
+    for flows in phases:
+        parts = [part for flow in flows for part in _parts(topology, flow)]
+        paths = [
+            topology.path(each.source, each.target, each.rail, each.spine or 0) for each in parts
+        ]
+        capacities = {link: topology.capacity(link) for path in paths for link in path}
+        for flow, path in zip(parts, paths, strict=True):
+            for link in path:
+                speed = capacities[link]
+                busy_s[link] += flow.num_bytes / speed if speed else inf
+        rates = fill(paths, capacities)
+        times = (
+            flow.num_bytes / rate if rate else inf for flow, rate in zip(parts, rates, strict=True)
+        )
+        took_s += max(times, default=0.0)
+    return Load(took_s=took_s, busy_s=busy_s)
+
+
+def _parts(topology: Topology, flow: Flow) -> list[Flow]:
+    if flow.spine is not None or topology.rack(flow.source) == topology.rack(flow.target):
+        return [flow]
+    spines = topology.live_spines(flow.source, flow.target, flow.rail) or [0]
+    return [flow._replace(num_bytes=flow.num_bytes / len(spines), spine=each) for each in spines]
+
+
+def order_cost(
+    topology: Topology, layout: ParallelLayout, node_size: int, sent: Mapping[str, float]
+) -> Callable[[Sequence[str]], float]:
+    """Return a function that says how long a step communicates with nodes in some order.
+
+    Each node has ``node_size`` ranks in a row. ``sent`` as for ``step_flows``.
+    """
+
+    def cost(order: Sequence[str]) -> float:
+        nodes = [node for node in order for _ in range(node_size)]
+        return load_of(topology, step_flows(layout, nodes, sent, topology.rails).values()).took_s
+
+    return cost
+
+
+def near_order(topology: Topology, nodes: Sequence[str]) -> list[str]:
+    """Return the nodes rack by rack and zone by zone: a ring leaves each of them once."""
+    return [node for found in by_rack(topology, nodes).values() for node in found]
+
+
+def in_turn(topology: Topology, nodes: Sequence[str]) -> list[str]:
+    """Return the nodes with one of each rack in turn, as an order that knows no racks may be."""
+    turns = zip_longest(*by_rack(topology, nodes).values())
+    return [node for turn in turns for node in turn if node is not None]
+
+
+def choose_spines(topology: Topology, flows: Sequence[Flow]) -> list[Flow]:
+    """Return the flows, each by the spine whose links have least to carry so far.
+
+    A flow for which no spine is left keeps the one that it has.
+    """
+    busy_s = defaultdict[Link, float](float)
+    found: list[Flow] = []
+    for flow in flows:
+        ways = {
+            spine: topology.path(flow.source, flow.target, flow.rail, spine)
+            for spine in topology.live_spines(flow.source, flow.target, flow.rail)
+        }
+        if ways:
+            best = min(ways, key=lambda each: max((busy_s[link] for link in ways[each]), default=0))
+            flow = flow._replace(spine=best)  # noqa: PLW2901
+            for link in ways[best]:
+                if link.kind == "rack":
+                    busy_s[link] += flow.num_bytes / topology.capacity(link)
+        found.append(flow)
+    return found
+
+
+def way_costs(
+    topology: Topology, busy_s: Mapping[Link, float], nodes: Sequence[str]
+) -> dict[tuple[str, str], float]:
+    """Return how much a copy from one node to another would meet of what training sends.
+
+    The busiest link of the way counts, by its least busy spine; of equals the shorter way does.
+    """
+    found = {}
+    for source in nodes:
+        for target in nodes:
+            ways = [
+                topology.path(source, target, 0, spine)
+                for spine in topology.live_spines(source, target)
+            ]
+            met_s = (max((busy_s.get(link, 0.0) for link in way), default=0.0) for way in ways)
+            length = len(ways[0]) if ways else 0
+            found[source, target] = min(met_s, default=inf) + 1e-9 * length
+    return found

@@ -1,0 +1,132 @@
+"""Zones, racks, nodes and rails, and the links on the way from one node to another. Pure.
+
+A node has a network card for each rail. The switches of a rack have, for each rail, as many uplinks
+as there are spines; all of them lead to all other racks at equal cost. Zones are joined by one link
+each. A link has two directions, which do not share its capacity.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from math import inf
+from typing import NamedTuple
+
+#: Ray's label of a node's zone.
+ZONE_LABEL = "ray.io/availability-zone"
+
+
+class Link(NamedTuple):
+    """One direction of a link.
+
+    Attributes:
+        kind: ``node``, ``rack`` or ``zone``.
+        name: Of that node, rack or zone.
+        is_out: Whether it leads out of it.
+        rail: Of a node or rack.
+        spine: Of a rack.
+    """
+
+    kind: str
+    name: str
+    is_out: bool
+    rail: int = 0
+    spine: int = 0
+
+    def __str__(self) -> str:
+        """Return it for people."""
+        place = {"node": f", rail {self.rail}", "rack": f", rail {self.rail}, spine {self.spine}"}
+        way = "out of" if self.is_out else "into"
+        return f"{way} {self.kind} {self.name}{place.get(self.kind, '')}"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Topology:
+    """Where nodes are, and how much each link carries one way, in bytes a second.
+
+    Attributes:
+        racks: By node. One that is not named here is alone in a rack of its name.
+        zones: By rack. Racks that are not named here are in one zone.
+        node_bytes_s: Of a node's card on each rail.
+        rails: Cards of a node. Rank i of a node uses rail i.
+        uplink_bytes_s: From a rack to each spine, for each rail.
+        spines: Equal-cost paths between two racks.
+        zone_bytes_s: Between a zone and all others.
+        slow: Links that carry something else; 0 for one that is gone.
+    """
+
+    racks: Mapping[str, str]
+    node_bytes_s: float
+    zones: Mapping[str, str] = field(default_factory=dict)
+    rails: int = 1
+    uplink_bytes_s: float = inf
+    spines: int = 1
+    zone_bytes_s: float = inf
+    slow: Mapping[Link, float] = field(default_factory=dict)
+
+    def rack(self, node: str) -> str:
+        """Return the rack of a node."""
+        return self.racks.get(node, node)
+
+    def zone(self, node: str) -> str:
+        """Return the zone of a node; "" if none is known."""
+        return self.zones.get(self.rack(node), "")
+
+    def path(self, source: str, target: str, rail: int = 0, spine: int = 0) -> tuple[Link, ...]:
+        """Return the links from one node to another in order, on a rail and by a spine."""
+        if source == target:
+            return ()
+        ends = Link("node", source, True, rail), Link("node", target, False, rail)
+        racks = self.rack(source), self.rack(target)
+        if racks[0] == racks[1]:
+            return ends
+        way = [
+            Link("rack", racks[0], True, rail, spine),
+            Link("rack", racks[1], False, rail, spine),
+        ]
+        zones = self.zone(source), self.zone(target)
+        if zones[0] != zones[1]:
+            way[1:1] = [Link("zone", zones[0], True), Link("zone", zones[1], False)]
+        return (ends[0], *way, ends[1])
+
+    def capacity(self, link: Link) -> float:
+        """Return how many bytes a second a link carries."""
+        usual = {
+            "node": self.node_bytes_s,
+            "rack": self.uplink_bytes_s,
+            "zone": self.zone_bytes_s,
+        }
+        return self.slow.get(link, usual[link.kind])
+
+    def live_spines(self, source: str, target: str, rail: int = 0) -> list[int]:
+        """Return the spines by which something arrives."""
+        return [
+            spine
+            for spine in range(self.spines)
+            if all(self.capacity(link) > 0 for link in self.path(source, target, rail, spine))
+        ]
+
+
+def topology_of(
+    labels: Mapping[str, Mapping[str, str]], rack_label: str, node_bytes_s: float
+) -> Topology:
+    """Return the topology that labels of nodes show; only the speed of nodes is known then.
+
+    Args:
+        labels: Ray's labels, by node.
+        rack_label: The one that names the rack of a node.
+    """
+    racks = {node: found for node, its in labels.items() if (found := its.get(rack_label))}
+    zones = {
+        racks.get(node, node): zone for node, its in labels.items() if (zone := its.get(ZONE_LABEL))
+    }
+    return Topology(racks=racks, zones=zones, node_bytes_s=node_bytes_s)
+
+
+def by_rack(topology: Topology, nodes: Sequence[str]) -> dict[str, list[str]]:
+    """Return nodes by rack, racks of a zone together, else in the order they come in."""
+    zones = {zone: at for at, zone in enumerate(dict.fromkeys(map(topology.zone, nodes)))}
+    found: dict[str, list[str]] = {}
+    for node in sorted(nodes, key=lambda each: zones[topology.zone(each)]):
+        found.setdefault(topology.rack(node), []).append(node)
+    return found
