@@ -39,6 +39,9 @@ STOPPED: Final = "stopped.json"
 #: What scripts save for themselves by ``session.save``, a folder each.
 SAVED: Final = "saved"
 
+#: What an export to Hugging Face has beside the weights: configurations, a tokenizer. Written once.
+BESIDE: Final = "huggingface"
+
 #: A source of a state: ``(step, attempt, node, arena, buffer, sequence)`` of a buffer in the memory
 #: of a node; node and arena are "" for the version in storage.
 Source: TypeAlias = tuple[int, int, str, str, int, int]

@@ -3,37 +3,38 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import replace
-from typing import Any, Final
+from typing import Any, Final, NamedTuple
 
 from orchestrator.driver.run import Run
 from orchestrator.errors import RunNotFoundError
 from orchestrator.run_directory import CHECKPOINTS, CONFIG
 from ucp_core.errors import CheckpointNotFoundError, UcpError
-from ucp_core.formats import export, left_behind
+from ucp_core.formats import export, left_behind, lies_beside
 from ucp_core.lineage import Lineage
 from ucp_core.native import Checkpoint, checkpoint_name, find_committed, open_checkpoint
 from ucp_core.storage import Store, join, open_store
+from workers.protocol import BESIDE
 
 #: A run may commit a step and delete an older one while this looks; not so often in a row.
 _TRIES_MAX: Final = 10
 _CONFIGURATION: Final = "config.json"
 #: The configuration of ``peft``'s adapters; it says where the base model is.
 _ADAPTERS: Final = "adapter_config.json"
-#: Beginnings and ends of the files that Hugging Face keeps beside weights.
-_HUB_BEGINNINGS: Final = (
-    "added_tokens",
-    "chat_template",
-    "config.json",
-    "generation_config.json",
-    "merges.txt",
-    "preprocessor_config.json",
-    "processor_config.json",
-    "special_tokens_map",
-    "tokenizer",
-    "vocab",
-)
-_HUB_ENDS: Final = (".json", ".txt", ".model", ".jinja")
+
+
+class _Folder(NamedTuple):
+    """A folder with files of Hugging Face; its URL if it is not the run's own."""
+
+    store: Store
+    path: str
+    url: str = ""
+
+    def path_to(self, name: str) -> str:
+        """Return the path to a file there."""
+        return join(self.path, name)
 
 
 def export_run(
@@ -65,11 +66,13 @@ def export_run(
     store, checkpoints = run.store, join(run.path, CHECKPOINTS)
     is_of_command = store.exists(join(run.path, CONFIG))
     target_store, target = open_store(destination)
-    # The folder of Hugging Face that the run's model is from; "" for none.
-    beside = ""
+    # Where the run's workers and, before them, others have put what lies beside weights.
+    folders = [_Folder(store, join(run.path, BESIDE))]
     if is_of_command:
         config = run.settings()
         beside = ("" if config.run.script else config.model.folder) or config.run.init_from
+        with suppress(UcpError):
+            folders += [_Folder(*open_store(beside), beside)] if beside else []
     tries = 0
     while True:
         # The lineage grows with the attempts: what is newest may be of a later one by now.
@@ -78,7 +81,7 @@ def export_run(
         try:
             checkpoint = _open(store, checkpoints, lineage, step, run_url)
             if format == "huggingface":
-                checkpoint = _with_configuration(checkpoint, beside)
+                checkpoint = _with_configuration(checkpoint, folders)
             export(
                 checkpoint,
                 target_store,
@@ -92,12 +95,14 @@ def export_run(
             # It was deleted after it was found, or between a listing and a look at it.
             if tries == _TRIES_MAX:
                 raise
-    copied = _copy_beside(beside, target_store, target) if format == "huggingface" else []
+    copied: list[str] = []
+    for folder in folders if format == "huggingface" else ():
+        copied += _copy_beside(folder, target_store, target)
     return {
         "checkpoint": destination,
         "format": format,
         "step": checkpoint.step,
-        "copied": copied,
+        "copied": sorted(set(copied)),
         "left_behind": left_behind(checkpoint, format=format),
     }
 
@@ -124,45 +129,44 @@ def _open(
         ) from error
 
 
-def _with_configuration(checkpoint: Checkpoint, beside: str) -> Checkpoint:
-    """Return the checkpoint with the configuration of the model that the run started from.
+def _with_configuration(checkpoint: Checkpoint, folders: Sequence[_Folder]) -> Checkpoint:
+    """Return the checkpoint with the configuration of its model, from the first folder that has it.
 
     The writer sets the dtype of the weights in it, to which transformers casts on loading. Adapters
-    say that they are for that model.
+    say that they are for the model of the last folder, which the run started from.
     """
-    if not beside:
+    documents = dict(checkpoint.manifest.extra.get("huggingface", {}))
+    for folder in folders:
+        try:
+            documents[_CONFIGURATION] = json.loads(
+                folder.store.read(folder.path_to(_CONFIGURATION))
+            )
+        except (UcpError, ValueError):
+            continue
+        break
+    else:
         return checkpoint
-    try:
-        source, path = open_store(beside)
-        config = json.loads(source.read(join(path, _CONFIGURATION)))
-    except (UcpError, ValueError):
-        return checkpoint
-    documents = {**checkpoint.manifest.extra.get("huggingface", {}), _CONFIGURATION: config}
-    if _ADAPTERS in documents:
-        documents[_ADAPTERS] = {**documents[_ADAPTERS], "base_model_name_or_path": beside}
+    if _ADAPTERS in documents and folders[-1].url:
+        documents[_ADAPTERS] |= {"base_model_name_or_path": folders[-1].url}
     extra = {**checkpoint.manifest.extra, "huggingface": documents}
     return replace(checkpoint, manifest=replace(checkpoint.manifest, extra=extra))
 
 
-def _copy_beside(beside: str, store: Store, directory: str) -> list[str]:
-    """Copy what else lies beside the weights that the run started from, such as the tokenizer.
+def _copy_beside(folder: _Folder, store: Store, directory: str) -> list[str]:
+    """Copy what lies beside weights, such as the tokenizer, unless it is there already.
 
-    Return the names of all that comes from there.
+    Return the names of all that comes from ``folder``.
     """
-    if not beside:
-        return []
     copied: list[str] = []
     try:
-        source, path = open_store(beside)
-        for name in source.list(path):
-            if name == _CONFIGURATION and store.exists(join(directory, name)):
-                copied.append(name)
-            is_wanted = name.startswith(_HUB_BEGINNINGS) and name.endswith(_HUB_ENDS)
-            if is_wanted and not store.exists(join(directory, name)):
-                data = source.read(join(path, name))
+        for name in filter(lies_beside, folder.store.list(folder.path)):
+            if not store.exists(join(directory, name)):
+                data = folder.store.read(folder.path_to(name))
                 store.write_atomic(join(directory, name), data, fsync=False)
+                copied.append(name)
+            elif name == _CONFIGURATION:
                 copied.append(name)
     except UcpError:
         # The weights are there. Where the run came from may be gone, or is one file.
-        return copied
+        pass
     return copied

@@ -64,10 +64,29 @@ _WRITERS = {
 _WEIGHTS_ONLY = frozenset({"huggingface"})
 #: Formats that hold only tensors of the model and its optimizer.
 _MODEL_ONLY = frozenset({"deepspeed", "deepspeed-universal", "huggingface", "megatron-core"})
+#: Beginnings and ends of the files that Hugging Face keeps beside weights, and that no code is in.
+_BESIDE_BEGINNINGS = (
+    "added_tokens",
+    "chat_template",
+    "config.json",
+    "generation_config.json",
+    "merges.txt",
+    "preprocessor_config.json",
+    "processor_config.json",
+    "special_tokens_map",
+    "tokenizer",
+    "vocab",
+)
+_BESIDE_ENDS = (".json", ".txt", ".model", ".jinja")
 #: Whether every file must survive a loss of power before the commit.
 _COMMON = frozenset({"fsync"})
 #: Names of the formats.
 FORMATS = tuple(_WRITERS)
+
+
+def lies_beside(name: str) -> bool:
+    """Return whether it is the name of a configuration or a tokenizer's file, without code."""
+    return name.startswith(_BESIDE_BEGINNINGS) and name.endswith(_BESIDE_ENDS)
 
 
 def export(

@@ -19,7 +19,9 @@ if TYPE_CHECKING:
         adapter_documents,
         causal_lm,
         causal_lm_loss,
+        documents,
         initial_parameter,
+        saved_by,
     )
     from workers.models.shape import (
         BYTE_VOCAB_SIZE,
@@ -45,6 +47,7 @@ __all__ = [
     "causal_attention",
     "causal_lm",
     "causal_lm_loss",
+    "documents",
     "first_position",
     "hub_attention",
     "initial_parameter",
@@ -53,6 +56,7 @@ __all__ = [
     "num_parameters",
     "pretrained",
     "resolve",
+    "saved_by",
     "shape_problems",
     "stage_layers",
     "tensor_plan",

@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import hashlib
 import json
+import sys
 import tempfile
 from pathlib import Path
 from typing import Any, Final
@@ -12,6 +13,7 @@ from typing import Any, Final
 import torch
 from torch import Tensor, nn
 
+from ucp_core.formats import lies_beside
 from workers.errors import TaskError
 
 #: How ``peft`` calls the configuration of adapters in a folder.
@@ -54,6 +56,36 @@ def causal_lm_loss(
     if aux_loss is not None and model.training:
         loss = loss + model.config.router_aux_loss_coef * aux_loss
     return loss
+
+
+def documents(model: nn.Module) -> dict[str, bytes]:
+    """Return what ``save_pretrained`` writes beside the weights of ``model``, by name.
+
+    Its configuration, how it generates, and the tokenizer of the folder that it is from, if that is
+    here. {} for what is no model of ``transformers``. Code is left out.
+    """
+    transformers = sys.modules.get("transformers")
+    if transformers is None or not isinstance(model, transformers.PreTrainedModel):
+        return {}
+    config = copy.deepcopy(model.config)
+    config.architectures = [type(model).__name__]
+    config.dtype = model.dtype
+    found = {"config.json": config.to_json_string().encode()}
+    if model.can_generate():
+        # Saving would refuse what it can generate with.
+        found["generation_config.json"] = model.generation_config.to_json_string().encode()
+    folder = Path(model.name_or_path or "-")
+    there = sorted(folder.iterdir()) if folder.is_dir() else []
+    read = {one.name: one.read_bytes() for one in there if lies_beside(one.name)}
+    return read | found
+
+
+def saved_by(one: Any) -> dict[str, bytes]:
+    """Return the files that ``save_pretrained`` of a tokenizer writes, by name."""
+    with tempfile.TemporaryDirectory(prefix="everstep-") as folder:
+        one.save_pretrained(folder)
+        files = [file for file in sorted(Path(folder).iterdir()) if lies_beside(file.name)]
+        return {file.name: file.read_bytes() for file in files}
 
 
 def adapter_documents(model: nn.Module) -> dict[str, Any]:

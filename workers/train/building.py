@@ -12,6 +12,7 @@ import torch.distributed as dist
 from torch import nn
 
 from workers.errors import LayoutRefusedError, TaskError
+from workers.models import documents
 from workers.parallel import (
     Mesh,
     ModelPlan,
@@ -60,6 +61,7 @@ def build_model(
     with torch.device("meta"):
         model = build()
     _check(model, averaged)
+    described = documents(model) if mesh.rank == 0 else {}
     parameters = own_names(model.named_parameters())
     refuse_hooks(parameters)
     names = [name for name, _ in model.named_modules()]
@@ -106,6 +108,7 @@ def build_model(
         reduction=reduction,
         mesh=mesh,
         device=device,
+        documents=described,
     )
 
 

@@ -22,7 +22,7 @@ from workers import collectives
 from workers.data import DataLoader, Dataset
 from workers.errors import TaskError
 from workers.parallel import Mesh, ModelPlan, drop_gathered
-from workers.protocol import VALIDATION, VALUES, Assignment, Formed, WorkerPhase
+from workers.protocol import BESIDE, VALIDATION, VALUES, Assignment, Formed, WorkerPhase
 from workers.settings import Settings
 from workers.snapshot import SnapshotMemory
 from workers.state import (
@@ -143,10 +143,23 @@ class Session:
             device=self.device,
             averaged=average_buffers,
         )
+        self.export_with(self._built.documents)
         self._state.prepare(build, initialise)
         self._unfilled = Marks(self._built.shards)
         guard_state_dicts(self._built.model)
         return self._built.called
+
+    def export_with(self, files: Mapping[str, bytes]) -> None:
+        """Have files lie beside the weights in every export of the run to Hugging Face.
+
+        A model of ``transformers`` brings its configurations; this is for a tokenizer's files, say.
+        They are written once: a file of the run directory that is there stays.
+
+        Args:
+            files: Contents by plain names.
+        """
+        if self.rank == 0 and files:
+            self._storage.write_once(BESIDE, files)
 
     def optimizer(
         self,

@@ -161,6 +161,24 @@ class StorageWriter:
                 attempt=self._assignment.attempt,
             ) from refused
 
+    def write_once(self, folder: str, files: Mapping[str, bytes]) -> None:
+        """Write the files that a folder of the run directory lacks, in the background.
+
+        What storage refuses is left to the next attempt.
+        """
+
+        def write() -> None:
+            path = join(self._directory, folder)
+            try:
+                there = self._store.list(path)
+                self._owner.require(within_s=RECENT_S)
+                for name in sorted(files.keys() - set(there)):
+                    self._store.write_atomic(join(path, name), files[name], fsync=False)
+            except StorageError as error:
+                log.warning("not_written", extra={"folder": folder, "error": str(error)})
+
+        self._tasks.put(write)
+
     def unwritten(self) -> list[tuple[str, str]]:
         """Return the path and the text of the newest lines that may not be written yet."""
         lines = list(self._lines)[-_UNWRITTEN_LINES_MAX:]

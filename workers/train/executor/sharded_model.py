@@ -37,6 +37,7 @@ class BuiltModel:
         pipeline: Runs micro-batches through the stages; None if the model is whole.
         reduction: State of the deterministic reduction.
         mesh: The ranks that the model is sharded over.
+        documents: Files that Hugging Face keeps beside the weights of such a model.
     """
 
     model: nn.Module
@@ -50,6 +51,7 @@ class BuiltModel:
     reduction: Reduction
     mesh: Mesh
     device: torch.device
+    documents: Mapping[str, bytes]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)

@@ -46,6 +46,7 @@ from everstep import (
 from everstep.integrations.epochs import Epoch, Samples
 from everstep.integrations.refusals import refusals
 from workers.errors import LayoutRefusedError
+from workers.models import saved_by
 from workers.parallel import drop_gathered, own_names
 from workers.train import all_agree
 
@@ -245,6 +246,8 @@ class ElasticTrainer(Trainer):
 
     def _begin_state(self, session: Session) -> None:
         """Begin, or go on with, the trainer's own state."""
+        if session.rank == 0 and hasattr(self.processing_class, "save_pretrained"):
+            session.export_with(saved_by(self.processing_class))
         args, steps = self.args, session.settings.train.steps
         self.state = TrainerState()
         self.state.compute_steps(args, steps)
