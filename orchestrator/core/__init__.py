@@ -4,6 +4,7 @@ from orchestrator import core
 from orchestrator.core import actions, events, machine
 from orchestrator.core.actions import (
     Action,
+    CollectEvidence,
     FenceAttempt,
     FinishRun,
     KillWorker,
@@ -67,6 +68,7 @@ from orchestrator.core.log import (
     Place,
     RunStats,
     fold_on,
+    incident_folder,
     is_event,
     layout_text,
     starts,
@@ -97,6 +99,7 @@ __all__ = [
     "Basis",
     "Bounds",
     "CapacityRefused",
+    "CollectEvidence",
     "CommittedRead",
     "Compaction",
     "ControllerDraining",
@@ -154,6 +157,7 @@ __all__ = [
     "events",
     "fold_on",
     "go_back",
+    "incident_folder",
     "is_event",
     "layout_text",
     "machine",

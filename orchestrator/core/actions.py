@@ -104,6 +104,20 @@ class FenceAttempt:
 
 
 @value
+class CollectEvidence:
+    """Take stacks and records of the workers of ``attempt`` on ``nodes``, dead ones too.
+
+    They are stored with the incident that is reported of the attempt. The fence and the kills that
+    were ordered together with it wait for them, for a bounded time, if ``is_awaited``: afterwards
+    nothing shows why the attempt hung.
+    """
+
+    attempt: int
+    nodes: tuple[str, ...]
+    is_awaited: bool
+
+
+@value
 class YieldAttempt:
     """Ask ``workers`` to leave ``attempt`` at the next step boundary, with that step committed.
 
@@ -208,6 +222,8 @@ class ReportIncident:
         evidence: One line for people.
         found_s: When it was found, or when the members were asked to leave.
         fenced_s: When the last member was out.
+        rule: The rule of detection that found it; "" if none did.
+        verdict: Its kind as ``orchestrator.diagnosis`` names it; "" if none did.
     """
 
     attempt: int
@@ -216,6 +232,8 @@ class ReportIncident:
     evidence: str
     found_s: float
     fenced_s: float
+    rule: str = ""
+    verdict: str = ""
 
 
 @value
@@ -248,6 +266,7 @@ Action: TypeAlias = (
     | RestartKeeper
     | GiveUpNode
     | FenceAttempt
+    | CollectEvidence
     | YieldAttempt
     | ReadCommitted
     | ProbeLinks

@@ -17,12 +17,15 @@ class AttemptFailed(NamedTuple):
         guilty: Workers proven to have caused it.
         evidence: One line for people.
         says_why: Whether the evidence may replace that of the same fault.
+        rule: The rule of detection that found it, and the kind of its verdict; "" if none did.
     """
 
     kind: FaultKind
     guilty: tuple[str, ...]
     evidence: str
     says_why: bool = False
+    rule: str = ""
+    verdict: str = ""
 
 
 class IdleLoss(NamedTuple):

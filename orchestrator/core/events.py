@@ -323,6 +323,8 @@ class HangFound:
         evidence: One line for people: the rule that fired and the numbers.
         is_program: Whether ranks are proven to have called different collectives: no machine does
             that, and they will do it again.
+        rule: Name of the rule that fired.
+        verdict: Kind of the verdict, as ``orchestrator.diagnosis`` names it.
     """
 
     at_s: float
@@ -330,6 +332,8 @@ class HangFound:
     guilty: tuple[str, ...]
     evidence: str
     is_program: bool = False
+    rule: str = ""
+    verdict: str = ""
 
 
 @value

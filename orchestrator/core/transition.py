@@ -85,6 +85,8 @@ class Transition:
                 evidence=fault.evidence,
                 found_s=fault.at_s,
                 fenced_s=fenced_s,
+                rule=fault.rule,
+                verdict=fault.verdict,
             )
         )
 

@@ -31,7 +31,7 @@ from orchestrator.detection.detector import WATCH_GAP_S, Detector, Watched
 from orchestrator.detection.limits import Limits
 from orchestrator.detection.signs import Sign, describe, sign_of
 from orchestrator.detection.waits import graph_of, mismatch, waits
-from orchestrator.diagnosis import WaitGraph
+from orchestrator.diagnosis import Kind, WaitGraph
 from workers.protocol import WorkerPhase, WorkerReport
 
 _IN_STEP = frozenset(
@@ -39,6 +39,13 @@ _IN_STEP = frozenset(
 )
 _SLOW_TO_FORM = frozenset({WorkerPhase.IDLE, WorkerPhase.FORMING, WorkerPhase.LOADING})
 _SLOW_TO_SAVE = frozenset({WorkerPhase.SAVING, WorkerPhase.LEAVING})
+_KINDS = {
+    "gone": Kind.DEAD,
+    "stopped": Kind.FROZEN,
+    "silent": Kind.FROZEN,
+    "missing": Kind.ABSENT,
+    "stuck": Kind.ABSENT,
+}
 _RAISE_TIMEOUT = " (if it works for so long, raise parallel.collective_timeout_s)"
 _RAISE_PATIENCE = " (if it may pause for so long, raise recovery.patience)"
 #: Share of the time after which collectives fail: the culprit is named before.
@@ -53,6 +60,7 @@ class Verdict:
         guilty: Workers proven to hold the others up, sorted; empty if ``undecided``.
         undecided: Whether nobody could be named.
         rule: The rule that fired, by its name above.
+        kind: What it is.
         evidence: One line for people.
         waited_s: For how long no member was seen to progress.
         is_program: Whether ranks are proven to have called different collectives.
@@ -64,6 +72,7 @@ class Verdict:
     rule: str
     evidence: str
     waited_s: float
+    kind: Kind = Kind.UNDECIDED
     is_program: bool = False
 
 
@@ -129,6 +138,7 @@ class _Case:
             rule=rule,
             evidence=f"{rule}: {evidence}; no progress for {self.still_s:.2f} s",
             waited_s=self.still_s,
+            kind=_KINDS.get(rule, Kind.UNDECIDED),
         )
 
 
@@ -287,7 +297,8 @@ def _undecided(case: _Case) -> Verdict | None:
         return None
     wrong = mismatch(case.rows)
     if wrong is not None:
-        return replace(case.verdict("undecided", [], wrong), is_program=True)
+        told = case.verdict("undecided", [], wrong)
+        return replace(told, kind=Kind.MISMATCH, is_program=True)
     waiting = case.graph.waits_for
     if not waiting and case.still_s < case.limits.forming_s:
         # All may do the same for long, as to read data; nobody is held up by another.

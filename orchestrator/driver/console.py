@@ -369,6 +369,8 @@ def _details(status: Mapping[str, Any]) -> Iterator[str]:
     yield from map("problem: {}".format, (*redundancy["problems"], *cadence["problems"]))
     if cause is not None:
         yield f"last change: {_cause_line(cause)}"
+    if status["evidence"]:
+        yield f"evidence: {status['directory']}/{status['evidence']} (everstep diagnose reads it)"
     if status["shared"]:
         runs = ", ".join(status["shared"]["runs"])
         yield f"at most {status['shared']['limit']} workers: other runs need the rest ({runs})"

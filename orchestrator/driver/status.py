@@ -50,6 +50,7 @@ def read_status(url: str) -> dict[str, Any]:
         "bounds_s": {},
         "loaded": {},
         "passed_over": [],
+        "evidence": folded.stats.evidence,
         "logging": {},
         "controller": "over" if over else "down",
     }

@@ -14,6 +14,7 @@ import math
 import os
 from collections.abc import Callable, Coroutine
 from dataclasses import asdict
+from functools import partial
 from typing import Any
 
 import ray
@@ -26,6 +27,7 @@ from orchestrator.errors import TokenError
 from orchestrator.shell.capacity import AutoscalerWatch, probe_links
 from orchestrator.shell.clock import wall_time
 from orchestrator.shell.connect import head_returns
+from orchestrator.shell.evidence import FENCE_S, KILL_S
 from orchestrator.shell.guard import begin_guard
 from orchestrator.shell.memory import loss_document
 from orchestrator.shell.parts import Parts
@@ -248,6 +250,7 @@ class Run:
         for action in actions:
             self._performers[type(action)](action)
         parts.outputs.add(records)
+        parts.evidence.follow(parts.outputs.stats)
         is_settled = after.phase is core.Phase.RUNNING and after.surveying_until_s == math.inf
         is_quiet = is_settled and self._events.empty()
         if parts.compaction.is_due(parts.journal.journal_bytes, is_quiet=is_quiet):
@@ -267,12 +270,13 @@ class Run:
             ),
             act.ReleaseReservation: lambda a: spawn(capacity.release(a.reservation)),
             act.StartWorker: lambda a: workers.start(a.worker, a.node),
-            act.KillWorker: lambda a: workers.kill(a.worker),
+            act.KillWorker: lambda a: parts.evidence.then(KILL_S, partial(workers.kill, a.worker)),
             act.StartKeeper: lambda a: keepers.start(a.node),
             act.EndKeeper: lambda a: keepers.end(a.node),
             act.RestartKeeper: lambda a: keepers.restart(a.node),
             act.GiveUpNode: lambda a: parts.nodes.give_up(a.node),
             act.FenceAttempt: self._fence,
+            act.CollectEvidence: parts.evidence.collect,
             act.YieldAttempt: lambda a: workers.yield_at_boundary(
                 a.attempt, a.workers, durable=a.durable
             ),
@@ -293,7 +297,8 @@ class Run:
 
     def _fence(self, action: act.FenceAttempt) -> None:
         self._parts.observer.end(action.workers, self._parts.rules.bounds.fence_s / 2)
-        self._parts.workers.fence(action.attempt, action.workers)
+        fence = partial(self._parts.workers.fence, action.attempt, action.workers)
+        self._parts.evidence.then(FENCE_S, fence)
 
     def _start_attempt(self, action: act.StartAttempt) -> None:
         members = tuple(worker for worker, _, _ in action.members)
@@ -324,6 +329,7 @@ class Run:
             cadence=parts.cadence.document(parts.state),
             loaded=stats.loaded,
             passed_over=list(stats.passed_over),
+            evidence=stats.evidence,
             bounds_s=bounds_document(
                 self._config, parts.observer.limits, lease_s=parts.nodes.longest_lease_s()
             ),
@@ -345,6 +351,7 @@ class Run:
         for task in list(self._background):
             task.remove_done_callback(_finished)
             task.cancel()
+        await parts.evidence.close()
         await parts.workers.close()
         if self._is_restart:
             await parts.worker_pool.kill_strays()

@@ -145,6 +145,8 @@ class Observer:
                     guilty=verdict.guilty,
                     evidence=verdict.evidence,
                     is_program=verdict.is_program,
+                    rule=verdict.rule,
+                    verdict=str(verdict.kind),
                 )
             )
         waited_s = verdict.waited_s if isinstance(verdict, detection.Stalled) else 0.0

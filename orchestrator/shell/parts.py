@@ -12,6 +12,7 @@ from orchestrator.core import Event
 from orchestrator.run_directory import CHECKPOINTS
 from orchestrator.shell import storage
 from orchestrator.shell.capacity import ActorPool, Capacity, Keepers, Nodes, Rendezvous, Workers
+from orchestrator.shell.evidence import Evidence
 from orchestrator.shell.inbox import Inbox
 from orchestrator.shell.loggers import Loggers
 from orchestrator.shell.memory import CadenceWatch, Orders, ProtectionWatch, Snapshots
@@ -141,6 +142,13 @@ class Parts:
             node_silent=self.nodes.silent,
             patience=config.patience,
             parallel=config.parallel,
+        )
+        self.evidence = Evidence(
+            keepers=self.keepers,
+            reports=self.observer.reports,
+            store=self.store,
+            path=self.path,
+            num_incidents=len(self.begun.stats.incidents),
         )
         self.others = Others(self.inbox, names=self.names)
         self.cadence = CadenceWatch(

@@ -24,14 +24,16 @@ from typing import Any, TypeVar
 
 import ray
 
-from ucp_core.errors import UcpError
+from ucp_core.errors import StorageError, UcpError
+from ucp_core.storage import join, open_store
 from workers.errors import WorkerError
+from workers.evidence import Evidence, take
 from workers.keeper.node_memory import NodeMemory
 from workers.keeper.notices import NoticeWatch, sources_of
 from workers.keeper.peers import unreached
 from workers.keeper.reach import Reach
 from workers.keeper.sockets import Sockets
-from workers.keeper.trainer_watch import STILL_S, NodeWatch, clear
+from workers.keeper.trainer_watch import STILL_S, NodeWatch, clear, ring_path
 from workers.parent_death import end_with_parent
 from workers.protocol import GONE, Ending, Flow, Inventory, KeeperOrder, NodeReport, Notice
 from workers.records import Lease, lease_s
@@ -59,6 +61,8 @@ FLOWS_PERIOD_S = 0.5
 KILLED_S = 0.3
 #: How a process ended is known about when the end of its connection is: recovery waits for it.
 ENDED_S = 0.02
+#: A process writes its stacks in 5 ms; one that has not after this is stopped or frozen.
+EVIDENCE_S = 0.3
 
 OPTIONS = {
     "num_cpus": 0,
@@ -115,6 +119,9 @@ class Keeper:
         self._orders, self._flushes = ThreadPoolExecutor(1), ThreadPoolExecutor(1)
         # A search need not wait for the probe of a link that was lost before.
         self._probes = ThreadPoolExecutor(4)
+        self._run_url = run_url
+        self._evidence: tuple[int, Evidence | None] = (0, None)
+        self._taking, self._storing = ThreadPoolExecutor(1), ThreadPoolExecutor(1)
         if run_url and settings is not None:
             self._open_memory(run_url, settings, claim)
 
@@ -157,6 +164,37 @@ class Keeper:
                 while self._watch.lives(worker):  # noqa: ASYNC110  the kernel tells its parent only
                     await asyncio.sleep(KILLED_S / 30)
         return not self._watch.lives(worker)
+
+    async def take_evidence(self, attempt: int) -> None:
+        """Take stacks and rings of the node's workers in ``attempt``; those taken before are lost.
+
+        Returns once all have written their stacks, at most after ``EVIDENCE_S`` and a little.
+        """
+        subjects = self._watch.subjects(attempt)
+        rings = {each.worker: ring_path(self._directory, each.worker) for each in subjects}
+        taken = await self._call(self._taking, take, subjects, rings, EVIDENCE_S)
+        self._evidence = (attempt, taken)
+
+    async def store_evidence(self, attempt: int, folder: str) -> bool:
+        """Store what was taken of ``attempt`` below ``folder`` of the run directory.
+
+        Returns:
+            Whether it is there; it is not if nothing was taken, or storage refuses.
+        """
+        of_attempt, taken = self._evidence
+        if taken is None or of_attempt != attempt or not self._run_url:
+            return False
+        self._evidence = (0, None)
+        return await self._call(self._storing, self._store_evidence, taken, folder)
+
+    def _store_evidence(self, taken: Evidence, folder: str) -> bool:
+        try:
+            store, path = open_store(self._run_url)
+            taken.store(store, join(path, folder))
+        except StorageError as error:
+            log.warning("evidence_not_stored", extra={"folder": folder, "error": str(error)})
+            return False
+        return True
 
     async def ending(self, pid: int) -> Ending:
         """Return how a process of this node ended, as far as that is known at once."""

@@ -10,6 +10,7 @@ import socket
 import time
 from pathlib import Path
 
+from workers.evidence import Subject, stacks_path
 from workers.keeper.children import ChildrenTime
 from workers.keeper.endings import Endings
 from workers.protocol import GONE, NOT_FORMED, NodeReport, WorkerPhase, WorkerReport
@@ -205,6 +206,18 @@ class NodeWatch:
             with contextlib.suppress(ProcessLookupError):
                 os.kill(view.pid, signal.SIGKILL)
 
+    def subjects(self, attempt: int) -> tuple[Subject, ...]:
+        """Return the workers that are, or were last, in ``attempt``, dead ones too."""
+        self._list_records()
+        found: list[Subject] = []
+        for worker in self._readers:
+            view = self._view(worker)
+            last = self._rings[worker].look(now_ns=time.monotonic_ns()).attempt
+            if view is not None and attempt in (view.attempt, last):
+                pid = view.pid if _runs(view.pid, view.started_ticks) else 0
+                found.append(Subject(worker, pid, stacks_path(self._directory, worker)))
+        return tuple(found)
+
     def lives(self, worker: str) -> bool:
         """Return whether the process of ``worker`` is there, as far as is known."""
         view = self._view(worker)
@@ -232,6 +245,7 @@ class NodeWatch:
                 ring = ring_path(self._directory, worker)
                 ring.unlink(missing_ok=True)
                 last_ring_path(ring).unlink(missing_ok=True)
+                stacks_path(self._directory, worker).unlink(missing_ok=True)
                 with contextlib.suppress(FileNotFoundError):
                     path = progress_path(self._directory, worker)
                     os.truncate(path.rename(path.with_suffix(GONE_SUFFIX)), 0)

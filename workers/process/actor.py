@@ -23,6 +23,7 @@ from typing import Any
 
 import ray
 
+from workers.evidence import offer_stacks, stacks_path
 from workers.parent_death import end_with_parent
 from workers.process import termination
 from workers.protocol import (
@@ -71,6 +72,7 @@ class Worker:
 
         self._node: str = ray.get_runtime_context().get_node_id()
         Path(directory).mkdir(parents=True, exist_ok=True)
+        offer_stacks(stacks_path(Path(directory), worker))
         self._runner = AttemptRunner(
             worker=worker,
             directory=Path(directory),

@@ -284,7 +284,8 @@ def _kill_guilty(transition: Transition, event: HangFound) -> tuple[str, ...]:
 def _end_hang(transition: Transition, event: HangFound, guilty: tuple[str, ...]) -> None:
     transition.run.attempt.is_program |= event.is_program
     kind = FaultKind.HANG if guilty else FaultKind.UNDECIDED
-    transition.follow(AttemptFailed(kind, guilty, event.evidence))
+    failed = AttemptFailed(kind, guilty, event.evidence, rule=event.rule, verdict=event.verdict)
+    transition.follow(failed)
 
 
 def attempt_stalled(transition: Transition, event: AttemptStalled) -> None:

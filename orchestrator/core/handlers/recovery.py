@@ -9,7 +9,7 @@ from __future__ import annotations
 from dataclasses import replace
 from math import inf
 
-from orchestrator.core.actions import FenceAttempt, ReadCommitted
+from orchestrator.core.actions import CollectEvidence, FenceAttempt, ReadCommitted
 from orchestrator.core.consequences import (
     AttemptFailed,
     BoundReached,
@@ -38,13 +38,17 @@ from workers.protocol import Source
 _TWICE = "; seen twice, so it is taken for a bug"
 #: Share of ``read_s`` after which keepers are asked again while one of them restarts, at first.
 _READ_AGAIN = 0.1
+#: Only the processes themselves can say why.
+_UNEXPLAINED = frozenset({FaultKind.HANG, FaultKind.UNDECIDED})
 
 
 def begin_fence(transition: Transition, failed: AttemptFailed) -> None:
     """Make the fault the cause of the attempt's end, and fence the members."""
     run = transition.run
-    run.cause, run.also = Cause(failed.kind, failed.guilty, failed.evidence, transition.now_s), ()
+    run.cause, run.also = _cause(failed, transition.now_s), ()
     _fence(transition)
+    if not failed.kind.is_planned:
+        _collect_evidence(transition, is_awaited=failed.kind in _UNEXPLAINED)
     if failed.kind is FaultKind.UNDECIDED or run.network.suspects:
         search.begin_if_nameless(transition)
     advance(transition)
@@ -53,22 +57,42 @@ def begin_fence(transition: Transition, failed: AttemptFailed) -> None:
 def add_to_cause(transition: Transition, failed: AttemptFailed) -> None:
     """Let the fault explain the attempt's end, if it does so better than what was found before."""
     run = transition.run
-    kind, guilty, evidence, says_why = failed
+    kind, guilty, evidence = failed.kind, failed.guilty, failed.evidence
     cause = run.cause
     if cause is None or kind.weight > cause.kind.weight:
         # The fault was found when the first hint of it came.
         at_s = cause.at_s if cause else transition.now_s
-        run.cause = Cause(kind, guilty, evidence, at_s)
+        run.cause = _cause(failed, at_s)
     elif kind is cause.kind:
         new = tuple(name for name in guilty if name not in cause.guilty)
         if new:
             run.cause = replace(cause, guilty=(*cause.guilty, *new))
-        elif says_why:
+        elif failed.says_why:
             run.cause = replace(cause, evidence=evidence)
     elif guilty and kind.weight == cause.kind.weight:
         new = tuple(name for name in guilty if name not in cause.guilty)
-        run.also += (Cause(kind, new, evidence, transition.now_s),)
+        run.also += (replace(_cause(failed, transition.now_s), guilty=new),)
     advance(transition)
+
+
+def _cause(failed: AttemptFailed, at_s: float) -> Cause:
+    kind, guilty, evidence, _, rule, verdict = failed
+    return Cause(kind, guilty, evidence, at_s, rule, verdict)
+
+
+def _collect_evidence(transition: Transition, *, is_awaited: bool) -> None:
+    """Take evidence of the attempt: before anything dies, if nothing says yet why it ends."""
+    run = transition.run
+    nodes = (run.fleet.nodes[number] for number in dict.fromkeys(run.attempt.nodes))
+    order = CollectEvidence(
+        attempt=run.attempt.number,
+        nodes=tuple(node.name for node in nodes if node.alive),
+        is_awaited=is_awaited,
+    )
+    if is_awaited:
+        transition.actions.insert(0, order)
+    else:
+        transition.actions.append(order)
 
 
 def add_loss(transition: Transition, loss: IdleLoss) -> None:

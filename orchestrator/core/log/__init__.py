@@ -1,7 +1,7 @@
 """The journal's records: print, parse, compact, count. Pure."""
 
 from orchestrator.core.log.compaction import Basis, Compaction, Place
-from orchestrator.core.log.incident import PHASES, Incident, layout_text
+from orchestrator.core.log.incident import PHASES, Incident, incident_folder, layout_text
 from orchestrator.core.log.journal_lines import (
     Folded,
     fold_on,
@@ -22,6 +22,7 @@ __all__ = [
     "Place",
     "RunStats",
     "fold_on",
+    "incident_folder",
     "is_event",
     "layout_text",
     "starts",

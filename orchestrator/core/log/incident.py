@@ -47,6 +47,9 @@ class Incident:
             0.0 if no price is known.
         sources: Bytes loaded, by kind of source.
         skipped: A line for each source that could not be loaded from.
+        rule: The rule of detection that found it; "" if none did.
+        verdict: Its kind as ``orchestrator.diagnosis`` names it; "" if none did.
+        folder: Where its evidence is, below the run directory; "" if none was taken.
     """
 
     number: int = 0
@@ -68,6 +71,9 @@ class Incident:
     t_first_step_s: float | None = None
     sources: dict[str, int] = field(default_factory=dict)
     skipped: tuple[str, ...] = ()
+    rule: str = ""
+    verdict: str = ""
+    folder: str = ""
 
     @property
     def is_planned(self) -> bool:
@@ -157,8 +163,16 @@ class Incident:
             ),
             sources={str(k): int(v) for k, v in (document.get("sources") or {}).items()},
             skipped=tuple(str(line) for line in document.get("skipped") or ()),
+            rule=str(document.get("rule") or ""),
+            verdict=str(document.get("verdict") or ""),
+            folder=str(document.get("folder") or ""),
             **instants,
         )
+
+
+def incident_folder(number: int) -> str:
+    """Return where an incident's document and evidence are, below the run directory."""
+    return f"incidents/{number:04d}"
 
 
 def layout_text(layout: Any) -> str:

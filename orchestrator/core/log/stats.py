@@ -14,7 +14,7 @@ from collections.abc import Callable, Collection, Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any, ClassVar
 
-from orchestrator.core.log.incident import Incident
+from orchestrator.core.log.incident import Incident, incident_folder
 from ucp_core.layout import ParallelLayout
 
 #: Durations of steps that are kept in case the steps are redone: three hours or more, and no
@@ -79,6 +79,8 @@ class RunStats:
     _said_step: int = 0
     _skipped: list[str] = field(default_factory=list)
     _unusable: tuple[str, ...] = ()
+    #: The attempt that evidence was taken of, until its incident is reported.
+    _evidence_of: int = 0
 
     def add(self, record: Mapping[str, Any]) -> None:
         """Take in the next record of the journal."""
@@ -137,6 +139,11 @@ class RunStats:
             "cost_usd": self.cost_usd,
             "incidents": [incident.to_json() for incident in self.incidents],
         }
+
+    @property
+    def evidence(self) -> str:
+        """Return the folder of the last evidence, below the run directory; "" if there is none."""
+        return next((each.folder for each in reversed(self.incidents) if each.folder), "")
 
     def is_open(self, incident: Incident) -> bool:
         """Return whether ``incident`` may still change."""
@@ -220,12 +227,19 @@ class RunStats:
         last.attempt = record["attempt"]
         last.layout_after = ""
         last.t_fence_s = record["fenced_s"]
+        last.rule, last.verdict = record.get("rule", ""), record.get("verdict", "")
+        if self._evidence_of == last.attempt:
+            # The first of several is why the attempt ended.
+            last.folder, self._evidence_of = incident_folder(last.number), 0
         if kind == "unloadable":
             last.skipped = tuple(self._skipped)
         # A stop is asked for, and training goes on behind a skipped update: no loss of service
         # that ends with a step.
         if kind in ("stop", "not_finite"):
             self._open.pop()
+
+    def _evidence_collected(self, record: Mapping[str, Any], _at_s: float) -> None:
+        self._evidence_of = record["attempt"]
 
     def _recovering(self, _record: Mapping[str, Any], at_s: float) -> None:
         self._enter("recovering", at_s)
@@ -403,6 +417,7 @@ class RunStats:
         "ControllerStarted": _controller_started,
         "RunResumed": _resumed,
         "ReportIncident": _incident_reported,
+        "CollectEvidence": _evidence_collected,
         "RequestReservation": _reservation_requested,
         "ReleaseReservation": _reservation_released,
         "ReservationGranted": _reservation_granted,

@@ -100,12 +100,15 @@ class Cause:
         guilty: Workers proven to have caused it.
         evidence: One line for people.
         at_s: When it was found.
+        rule: The rule of detection that found it, and the kind of its verdict; "" if none did.
     """
 
     kind: FaultKind
     guilty: tuple[str, ...] = ()
     evidence: str = ""
     at_s: float = 0.0
+    rule: str = ""
+    verdict: str = ""
 
 
 @dataclass(eq=False)
@@ -252,7 +255,7 @@ def describe(state: RunState) -> dict[str, Any]:
     members[{rank, worker, node, pid, state}], standbys[{worker, node, pid, state}],
     nodes[{node, state, reservations}], pending_reservations, capacity[{alternative, asked, granted,
     refused, since_s, refused_s, grant_s, why}], shared{limit, runs} | null, cause{kind, guilty,
-    evidence, at_s} | null, waits_for, reason``.
+    evidence, at_s, rule, verdict} | null, waits_for, reason``.
     A ``pid`` is null before it is known, and a time (``at_s``) before there is one.
     """
     ranks = {number: rank for rank, number in enumerate(state.attempt.members)}
@@ -294,6 +297,8 @@ def describe(state: RunState) -> dict[str, Any]:
             "guilty": list(cause.guilty),
             "evidence": cause.evidence,
             "at_s": cause.at_s,
+            "rule": cause.rule,
+            "verdict": cause.verdict,
         },
         "waits_for": _waits_for(state),
         "reason": state.reason,

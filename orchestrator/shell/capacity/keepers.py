@@ -28,6 +28,9 @@ ASK_S = 5.0
 CLEAR_S = 5.0
 #: A keeper has so long to say how a process ended: the recovery waits for it.
 ENDING_S = 0.1
+#: Evidence is taken for so long, and what is taken then may take so long to be stored.
+EVIDENCE_S = 0.5
+STORE_S = 60.0
 
 
 class Keepers:
@@ -103,6 +106,18 @@ class Keepers:
         if view is None or view.keeper is None or view.is_dead:
             return view is not None and view.is_dead
         return bool(await answer(view.keeper.kill.remote(worker), PROBE_S))
+
+    async def take_evidence(self, node: str, attempt: int) -> None:
+        """Have the keeper of ``node`` take evidence of ``attempt``; return once it has."""
+        view = self._nodes.views.get(node)
+        if view is not None and view.keeper is not None and not view.is_dead:
+            await answer(view.keeper.take_evidence.remote(attempt), EVIDENCE_S)
+
+    async def store_evidence(self, node: str, attempt: int, folder: str) -> None:
+        """Have it store what it took below ``folder`` of the run directory."""
+        view = self._nodes.views.get(node)
+        if view is not None and view.keeper is not None and not view.is_dead:
+            await answer(view.keeper.store_evidence.remote(attempt, folder), STORE_S)
 
     async def ending(self, node: str, pid: int) -> Ending:
         """Return how a process on ``node`` ended, if its keeper says so at once."""

@@ -115,6 +115,14 @@ class RunCollector(Collector):
             _by_key(Counter(incident.kind for incident in incidents)),
             "kind",
         )
+        found = Counter((each.rule, each.verdict) for each in incidents if each.rule)
+        yield self._counter(
+            "incidents_by_rule",
+            "Incidents that detection found.",
+            found.items(),
+            "rule",
+            "verdict",
+        )
         seconds: Counter[tuple[str, str]] = Counter()
         loaded: Counter[str] = Counter()
         verdicts: Counter[str] = Counter()

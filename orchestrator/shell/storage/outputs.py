@@ -9,7 +9,7 @@ from typing import Any
 
 import ray
 
-from orchestrator.core import RunStats
+from orchestrator.core import RunStats, incident_folder
 from orchestrator.run_directory import CONTACT, RESULT, SUMMARY
 from orchestrator.shell.storage.sender import Sender
 from ucp_core.storage import Store, join
@@ -86,7 +86,8 @@ class RunOutputs:
             if self.stats.is_open(incident) and not final:
                 return
             self._num_written += 1
-            self._write(f"incidents/{self._num_written:04d}/incident.json", incident.to_json())
+            folder = incident_folder(self._num_written)
+            self._write(join(folder, "incident.json"), incident.to_json())
 
     def _write(self, name: str, document: dict[str, Any]) -> None:
         self._sender.put(join(self._path, name), _printed(document))

@@ -68,6 +68,8 @@ def _look(cluster: SimCluster, watching: Watching) -> None:
                 attempt=newest.number,
                 guilty=verdict.guilty,
                 evidence=verdict.evidence,
+                rule=verdict.rule,
+                verdict=str(verdict.kind),
             )
         _look_who_leaves(cluster, watching, newest)
     cluster.at(_LOOK_S, _look, cluster, watching)

@@ -53,6 +53,7 @@ class SimCluster(World):
             act.RestartKeeper: self._restart_keeper,
             act.GiveUpNode: self._give_up_node,
             act.FenceAttempt: self._fence_attempt,
+            act.CollectEvidence: lambda _: None,
             act.YieldAttempt: self._yield_attempt,
             act.ReadCommitted: lambda a: self.at(self.wire_s(), self._read, a, self.incarnation),
             act.ProbeLinks: self._probe_links,

@@ -18,7 +18,13 @@ from orchestrator.core import (
     step,
 )
 from orchestrator.core import events as ev
-from orchestrator.core.actions import FinishRun, KillWorker, StartWorker, YieldAttempt
+from orchestrator.core.actions import (
+    CollectEvidence,
+    FinishRun,
+    KillWorker,
+    StartWorker,
+    YieldAttempt,
+)
 from orchestrator.core.handlers.survey import Adopted
 from orchestrator.core.state import freeze, thaw
 from workers.protocol import Source
@@ -131,6 +137,25 @@ def test_a_dead_worker_fences_the_others_at_once() -> None:
 
     assert state.phase is Phase.FENCING
     assert actions[0] == FenceAttempt(attempt=1, workers=("w0002",), reason="SIGKILL")
+
+
+def test_evidence_of_a_hang_is_taken_before_anything_dies() -> None:
+    """The fence ends every wait, and the kill the process that shows why: both come after it."""
+    hang = ev.HangFound(at_s=3.0, attempt=1, guilty=("w0001",), evidence="it sleeps")
+    _, actions = step(_running(), hang, rules=RULES)
+
+    assert _kinds(actions)[:3] == [CollectEvidence, KillWorker, FenceAttempt]
+    assert actions[0] == CollectEvidence(attempt=1, nodes=("a", "b"), is_awaited=True)
+
+
+def test_a_crash_does_not_wait_for_evidence() -> None:
+    """It explains itself; what its peers did is taken beside the recovery."""
+    crashed = ev.WorkerExited(at_s=3.0, worker="w0001", cause="crash", detail="SIGKILL")
+    _, actions = step(_running(), crashed, rules=RULES)
+
+    kinds = _kinds(actions)
+    assert kinds.index(FenceAttempt) < kinds.index(CollectEvidence)
+    assert CollectEvidence(attempt=1, nodes=("a", "b"), is_awaited=False) in actions
 
 
 def test_replacements_start_only_after_the_first_new_step() -> None:

@@ -77,6 +77,8 @@ def _status(**changes: Any) -> dict[str, Any]:
         },
         "loaded": {"local memory": 5_000_000},
         "passed_over": ["step-00000004: manifest.json is cut short"],
+        "directory": "runs/a",
+        "evidence": "incidents/0003",
         "cause": {"kind": "crash", "guilty": ["w0001"], "evidence": "its process died"},
         "shared": None,
         "waits_for": "",
@@ -121,6 +123,7 @@ def test_what_is_safe_and_what_is_wrong_has_a_line_each() -> None:
         "passed over: step-00000004: manifest.json is cut short",
         "problem: storage has been silent for 12 s",
         "last change: crash (w0001): its process died",
+        "evidence: runs/a/incidents/0003 (everstep diagnose reads it)",
     ]
 
 
@@ -191,6 +194,7 @@ def test_a_run_without_controller_says_so_and_what_is_not_there_has_no_line() ->
             redundancy=nothing,
             loaded={},
             passed_over=[],
+            evidence="",
             cause=None,
             bounds_s={},
         )

@@ -73,7 +73,21 @@ def test_an_incident_has_every_phase_on_the_clock() -> None:
         "t_first_step_s": 10.0,
         "sources": {"storage": 1000},
         "skipped": [],
+        "rule": "",
+        "verdict": "",
+        "folder": "incidents/0001",
     }
+
+
+def test_a_hang_is_put_on_record_with_its_rule() -> None:
+    """Without it nobody can count what finds hangs, nor what finds too many."""
+    hang = ev.HangFound(
+        at_s=8.4, attempt=1, guilty=("w0002",), evidence="it is", rule="missing", verdict="absent"
+    )
+    (incident,) = _stats((*START, hang, *CRASH[1:])).incidents
+
+    assert (incident.kind, incident.rule, incident.verdict) == ("hang", "missing", "absent")
+    assert incident.folder == "incidents/0001"
     assert incident.recovery_s == pytest.approx(1.6)
 
 

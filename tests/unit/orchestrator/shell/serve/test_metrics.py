@@ -92,7 +92,9 @@ def _registry() -> CollectorRegistry:
         t_decide_s=1.75,
         sources={"local memory": 100, "parity": 10},
     )
-    hang = Incident(kind="hang", cost_usd=0.25, t_detect_s=5.0, t_fence_s=5.25)
+    hang = Incident(
+        kind="hang", rule="missing", verdict="absent", cost_usd=0.25, t_detect_s=5.0, t_fence_s=5.25
+    )
     growth = Incident(kind="growth", t_detect_s=9.0)
     stats = RunStats(attempt=2, step=17, num_workers=2, phase="training", lost_steps=1)
     stats.incidents += [crash, hang, growth]
@@ -119,6 +121,7 @@ def _registry() -> CollectorRegistry:
         ("phase", {"phase": "training"}, 1),
         ("phase", {"phase": "waiting"}, 0),
         ("incidents_total", {"kind": "crash"}, 1),
+        ("incidents_by_rule_total", {"rule": "missing", "verdict": "absent"}, 1),
         ("incident_seconds_total", {"kind": "crash", "phase": "fence"}, 0.5),
         ("loaded_bytes_total", {"source": "parity"}, 10),
         ("verdicts_total", {"who": "named"}, 1),

@@ -1,0 +1,122 @@
+"""Evidence of attempts that end: taken before anything dies, stored off the way of the recovery."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import logging
+from collections.abc import Callable, Mapping
+from dataclasses import asdict
+from typing import Any, Final
+
+from orchestrator.core import CollectEvidence, RunStats, incident_folder
+from orchestrator.shell.capacity import Keepers
+from orchestrator.shell.threads import STORAGE, Tasks, in_thread
+from ucp_core.errors import StorageError
+from ucp_core.storage import Store, join
+from workers.evidence import RINGS, STACKS
+from workers.protocol import WorkerReport
+
+log = logging.getLogger(__name__)
+
+#: The last reports of the members, in the folder of the incident.
+REPORTS: Final = "reports.json"
+#: Survivors of a hang are not kept waiting for longer than this.
+FENCE_S: Final = 0.04
+#: And the worker to blame is not left alive for longer.
+KILL_S: Final = 0.5
+#: So many incidents keep their evidence.
+NUM_KEPT: Final = 20
+#: The end of a run waits so long for what is being stored.
+CLOSE_S: Final = 10.0
+
+
+class Evidence:
+    """Has keepers take evidence, and store it once the incident has its number.
+
+    ``reports`` are the last ones on workers, by worker.
+    """
+
+    def __init__(
+        self,
+        *,
+        keepers: Keepers,
+        reports: Mapping[str, WorkerReport],
+        store: Store,
+        path: str,
+        num_incidents: int,
+    ) -> None:
+        self._keepers = keepers
+        self._reports = reports
+        self._store = store
+        self._path = path
+        self._num_seen = num_incidents
+        self._tasks = Tasks()
+        self._taking: asyncio.Task[None] | None = None
+        self._awaited: asyncio.Task[None] | None = None
+        self._rows: dict[int, dict[str, Any]] = {}
+        self._nodes: dict[int, tuple[str, ...]] = {}
+
+    def collect(self, action: CollectEvidence) -> None:
+        """Begin to take evidence; what is ordered next waits for it if that is wanted."""
+        attempt = action.attempt
+        rows = [row for row in self._reports.values() if row.attempt == attempt]
+        self._rows, self._nodes = {attempt: _document(rows)}, {attempt: action.nodes}
+        self._taking = self._tasks.spawn(self._take(attempt, action.nodes))
+        self._awaited = self._taking if action.is_awaited else None
+
+    def then(self, within_s: float, act: Callable[[], None]) -> None:
+        """Call ``act`` once evidence that is awaited was taken, at most ``within_s`` from now."""
+        if self._awaited is None or self._awaited.done():
+            act()
+        else:
+            self._tasks.spawn(self._then(self._awaited, within_s, act))
+
+    def follow(self, stats: RunStats) -> None:
+        """Store the evidence of incidents that are new in ``stats``."""
+        for incident in stats.incidents[self._num_seen :]:
+            if incident.folder and incident.attempt in self._rows and self._taking is not None:
+                self._tasks.spawn(self._keep(incident.number, incident.attempt, self._taking))
+        self._num_seen = len(stats.incidents)
+
+    async def close(self) -> None:
+        """Wait for what is being stored, for a while."""
+        if self._tasks:
+            await asyncio.wait(self._tasks, timeout=CLOSE_S)
+
+    async def _take(self, attempt: int, nodes: tuple[str, ...]) -> None:
+        await asyncio.gather(*(self._keepers.take_evidence(node, attempt) for node in nodes))
+
+    @staticmethod
+    async def _then(taking: asyncio.Task[None], within_s: float, act: Callable[[], None]) -> None:
+        await asyncio.wait([taking], timeout=within_s)
+        act()
+
+    async def _keep(self, number: int, attempt: int, taking: asyncio.Task[None]) -> None:
+        folder, nodes = incident_folder(number), self._nodes[attempt]
+        reports = json.dumps(self._rows.pop(attempt), indent=1).encode()
+        await asyncio.wait([taking])
+        stored = (self._keepers.store_evidence(node, attempt, folder) for node in nodes)
+        await asyncio.gather(*stored, in_thread(STORAGE, self._store_reports, number, reports))
+
+    def _store_reports(self, number: int, reports: bytes) -> None:
+        """Store the reports, and drop the evidence of an incident that is old."""
+        try:
+            path = join(self._path, incident_folder(number), REPORTS)
+            self._store.write_atomic(path, reports, fsync=False)
+            old = join(self._path, incident_folder(number - NUM_KEPT))
+            if number > NUM_KEPT:
+                for name in (STACKS, RINGS, REPORTS):
+                    self._store.delete(join(old, name))
+        except StorageError as error:
+            log.warning("evidence_not_stored", extra={"incident": number, "error": str(error)})
+
+
+def _document(rows: list[WorkerReport]) -> dict[str, Any]:
+    """Return the reports as JSON values; the members of a group are told once, not by each."""
+    members = {group.group: list(group.ranks) for row in rows for group in row.groups}
+    workers = [asdict(row) for row in sorted(rows, key=lambda row: row.rank)]
+    for row in workers:
+        for group in row["groups"]:
+            del group["ranks"]
+    return {"groups": members, "workers": workers}

@@ -1,0 +1,24 @@
+"""What a worker was doing, taken from outside: its stacks, however stuck it is, and its ring."""
+
+from workers.evidence.evidence import RINGS, STACKS, Evidence, take
+from workers.evidence.kernel import kernel_facts
+from workers.evidence.stacks import (
+    STACKS_SIGNAL,
+    Subject,
+    offer_stacks,
+    stacks_path,
+    take_stacks,
+)
+
+__all__ = [
+    "RINGS",
+    "STACKS",
+    "STACKS_SIGNAL",
+    "Evidence",
+    "Subject",
+    "kernel_facts",
+    "offer_stacks",
+    "stacks_path",
+    "take",
+    "take_stacks",
+]

@@ -1,0 +1,46 @@
+"""The evidence of a node: what is taken when an attempt ends, and where it is stored."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Final
+
+from ucp_core.storage import Store, join
+from workers.evidence.stacks import Subject, take_stacks
+
+#: Folders of an incident.
+STACKS: Final = "stacks"
+RINGS: Final = "rings"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Evidence:
+    """Stacks and rings of the workers of one node, by worker."""
+
+    stacks: Mapping[str, str]
+    rings: Mapping[str, bytes]
+
+    def store(self, store: Store, folder: str) -> None:
+        """Write a file each below ``folder``.
+
+        Raises:
+            StorageError: One could not be written.
+        """
+        for worker, text in self.stacks.items():
+            path = join(folder, STACKS, f"{worker}.txt")
+            store.write_atomic(path, text.encode(), fsync=False)
+        for worker, ring in self.rings.items():
+            store.write_atomic(join(folder, RINGS, f"{worker}.ring"), ring, fsync=False)
+
+
+def take(subjects: Iterable[Subject], rings: Mapping[str, Path], within_s: float) -> Evidence:
+    """Return the evidence of workers, the dead included; blocks for at most about ``within_s``."""
+    stacks = take_stacks(subjects, within_s)
+    copies: dict[str, bytes] = {}
+    for worker, path in rings.items():
+        with contextlib.suppress(OSError):
+            copies[worker] = path.read_bytes()
+    return Evidence(stacks=stacks, rings=copies)

@@ -1,0 +1,121 @@
+"""The stacks of a process, written by itself on a signal; no debugger looks into it.
+
+``faulthandler`` writes within the signal handler, so it needs neither the interpreter lock nor the
+thread that is stuck. A process that is stopped or frozen writes nothing: of it the kernel tells.
+
+Counterparts: ``workers.process`` offers stacks, ``workers.keeper`` takes them.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import faulthandler
+import os
+import signal
+import time
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Final, NamedTuple
+
+from workers.evidence.kernel import kernel_facts
+from workers.protocol import GONE
+from workers.records import process_state
+
+#: A real-time signal: frameworks and schedulers use SIGUSR1 and SIGUSR2, and glibc the first ones.
+STACKS_SIGNAL: Final = signal.SIGRTMIN + 7
+
+_SUFFIX: Final = ".stacks"
+#: A dump takes milliseconds. It is whole if it did not grow for two looks.
+_LOOK_S: Final = 0.004
+_SETTLED_LOOKS: Final = 2
+#: The kernel holds these: they write nothing.
+_HELD: Final = frozenset("Tt")
+
+
+class Subject(NamedTuple):
+    """A worker whose stacks are asked for.
+
+    Attributes:
+        pid: Its process; 0 if none is known.
+        path: The file of ``offer_stacks``.
+    """
+
+    worker: str
+    pid: int
+    path: Path
+
+
+def stacks_path(directory: Path, worker: str) -> Path:
+    """Return the file that ``worker`` writes its stacks to."""
+    return directory / (worker + _SUFFIX)
+
+
+def offer_stacks(path: Path) -> None:
+    """Have this process append the stacks of all threads to ``path`` on ``STACKS_SIGNAL``.
+
+    And on a fault that ends it, such as a segmentation fault.
+    """
+    # It stays open for as long as the process lives. Readers cut it, so it has to be appended to.
+    file = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_APPEND | os.O_CLOEXEC, 0o600)
+    faulthandler.register(STACKS_SIGNAL, file=file, all_threads=True)
+    faulthandler.enable(file=file, all_threads=True)
+
+
+def take_stacks(subjects: Iterable[Subject], within_s: float) -> dict[str, str]:
+    """Return the stacks of workers by name, and what the kernel says of those that write none.
+
+    Blocks until all have written, at most for ``within_s``.
+    """
+    subjects = tuple(subjects)
+    waited = {each.worker: each.path for each in subjects if _ask(each)}
+    end_s = time.monotonic() + within_s
+    seen: dict[str, tuple[int, int]] = {}
+    while waited and time.monotonic() < end_s:
+        time.sleep(_LOOK_S)
+        for worker, path in list(waited.items()):
+            num_bytes, num_looks = _size(path), 0
+            if num_bytes and seen.get(worker, (0, 0))[0] == num_bytes:
+                num_looks = seen[worker][1] + 1
+            seen[worker] = (num_bytes, num_looks)
+            if num_looks == _SETTLED_LOOKS:
+                del waited[worker]
+    return {each.worker: _told(each) for each in subjects}
+
+
+def _ask(subject: Subject) -> bool:
+    """Send the signal, if the process will write; an older dump is dropped."""
+    if not subject.pid or process_state(subject.pid).letter in GONE:
+        return False
+    if process_state(subject.pid).letter in _HELD or not _handles_signal(subject.pid):
+        return False
+    with contextlib.suppress(OSError):
+        os.truncate(subject.path, 0)
+        os.kill(subject.pid, STACKS_SIGNAL)
+        return True
+    return False
+
+
+def _handles_signal(pid: int) -> bool:
+    """Return whether the process has a handler: without one the signal would end it."""
+    with contextlib.suppress(OSError):
+        for line in Path(f"/proc/{pid}/status").read_text(errors="replace").splitlines():
+            if line.startswith("SigCgt:"):
+                return bool(int(line.split()[1], 16) >> (STACKS_SIGNAL - 1) & 1)
+    return False
+
+
+def _told(subject: Subject) -> str:
+    head = f"{subject.worker}, process {subject.pid}\n\n"
+    with contextlib.suppress(OSError):
+        if written := subject.path.read_text(errors="replace"):
+            return head + written
+    if not subject.pid:
+        return head + "Nothing is known of its process.\n"
+    return head + "It wrote no stacks. The kernel says:\n\n" + kernel_facts(subject.pid)
+
+
+def _size(path: Path) -> int:
+    try:
+        return path.stat().st_size
+    except OSError:
+        return 0
