@@ -3,7 +3,8 @@
 ``diagnose`` looks at hangs (``hang``), calls that differ (``programs``), ranks that compute or load
 data slowly (``slow``) and slow transfers (``transfers``). A call without a record is
 unknown, and no sign that a rank does not wait: such a verdict is ``undecided``, and says what is
-missing. ``trace`` draws the records, and ``flight_recorder_dumps`` gives them to torch's tools.
+missing. ``Live`` says of a run that trains whom it suspects. ``trace`` draws the records, and
+``flight_recorder_dumps`` gives them to torch's tools.
 """
 
 from orchestrator.diagnosis.analyzer import diagnose
@@ -11,6 +12,7 @@ from orchestrator.diagnosis.flight_recorder import flight_recorder_dumps
 from orchestrator.diagnosis.flows import Flows, Transfer
 from orchestrator.diagnosis.graph import WaitGraph, wait_graph
 from orchestrator.diagnosis.links import Dead, dead
+from orchestrator.diagnosis.live import Live, Suspicion
 from orchestrator.diagnosis.programs import difference
 from orchestrator.diagnosis.records import SPANS, Operation, Records, matched
 from orchestrator.diagnosis.trace import trace
@@ -22,9 +24,11 @@ __all__ = [
     "Flows",
     "Guilty",
     "Kind",
+    "Live",
     "Operation",
     "Records",
     "Transfer",
+    "Suspicion",
     "Verdict",
     "WaitGraph",
     "dead",

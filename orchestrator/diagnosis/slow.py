@@ -14,8 +14,9 @@ of slow links (seen in the trace AR of ByteDance-Seed/StragglerAnalysis).
 from __future__ import annotations
 
 import math
+from bisect import bisect_left
 from collections import Counter, defaultdict
-from collections.abc import Hashable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Hashable, Iterable, Iterator, Mapping, Sequence
 from statistics import fmean, median, median_low
 from typing import Final, NamedTuple, TypeVar
 
@@ -25,15 +26,21 @@ from orchestrator.diagnosis.verdicts import Guilty, Kind, Verdict, listed
 #: Windows in steps, and the logarithm of the ratio from which its median counts: one for what
 #: slows much, one for what slows little or comes and goes.
 _LANES: Final = ((5, math.log(1.25)), (15, math.log(1.12)))
+#: A key of which none of so many last steps has so large a logarithm does not stand out.
+NUM_RECENT: Final = 8
+LEAST_LOG: Final = math.log(1.12)
 _WINDOW_MIN: Final = 3
 #: The first steps of a rank are its past.
-_PAST: Final = 5
-_PEERS: Final = 2
+NUM_PAST: Final = 5
+#: So many peers of a role cannot say which of them is slow.
+NUM_PEERS_FEW: Final = 2
 #: The threshold is as many times the upper quartile of the others' windows, and the deviation of
 #: their steps by the root of the window's width: 5 standard deviations of either, or more.
 _NOISE_QUANTILE: Final = 0.75
 _APART_TIMES: Final = 7.5
 _NOISE_TIMES: Final = 7.0
+#: Noise is told from so many others.
+_OTHERS_MAX: Final = 500
 #: Attention grows with the square.
 _POWER_MAX: Final = 2.0
 _COMPUTE: Final = ("forward", "backward")
@@ -64,29 +71,126 @@ def growth(sizes_costs: Iterable[tuple[float, float]], most: float) -> float:
 
 def lags(series: Series[K], roles: Mapping[K, Hashable], least_times: float = 1.0) -> dict[K, Lag]:
     """Return which keys cost more, ``least_times``, than those of their role, or than they did."""
-    slower = _slower(series, roles)
     num_peers = Counter(roles[key] for key in series)
-    spreads = {key: _spread(list(by_step.values())) for key, by_step in slower.items() if by_step}
+    past = {
+        key: (steps[NUM_PAST - 1], median(costs[step] for step in steps[:NUM_PAST]))
+        for key, costs in series.items()
+        if len(steps := sorted(costs)) >= NUM_PAST + _WINDOW_MIN
+    }
+    by_step: dict[int, dict[K, float]] = defaultdict(dict)
+    for key, costs in series.items():
+        for step, cost in costs.items():
+            by_step[step][key] = cost
+    slower: dict[K, dict[int, float]] = {key: {} for key in series}
+    for step, of_step in by_step.items():
+        known = {key: usual for key, (last, usual) in past.items() if step > last}
+        for key, log in logs(of_step, roles, num_peers, known).items():
+            slower[key][step] = log
+    by_past = {key for key in series if num_peers[roles[key]] <= NUM_PEERS_FEW}
+    return lagging(slower, by_past, least_times)
+
+
+def logs(
+    costs: Mapping[K, float],
+    roles: Mapping[K, Hashable],
+    num_peers: Mapping[Hashable, int],
+    past: Mapping[K, float],
+) -> dict[K, float]:
+    """Return the logarithm of each cost of a step by what it should be.
+
+    Args:
+        costs: Of each key.
+        num_peers: Keys of each role, whether or not they are in ``costs``.
+        past: The usual cost of a key before; without one, those with few peers are not judged.
+    """
+    same: dict[Hashable, list[float]] = defaultdict(list)
+    for key, cost in costs.items():
+        same[roles[key]].append(cost)
+    for each in same.values():
+        each.sort()
+    # A step that is slow for everybody is no fault of one.
+    is_few = any(num_peers[role] <= NUM_PEERS_FEW for role in same)
+    grown = sorted(cost / past[key] for key, cost in costs.items() if key in past) if is_few else []
+    found: dict[K, float] = {}
+    for key, cost in costs.items():
+        ordered = same[roles[key]]
+        if num_peers[roles[key]] > NUM_PEERS_FEW:
+            if len(ordered) > NUM_PEERS_FEW:
+                usual = _without(ordered, (cost,), (len(ordered) - 2) // 2)
+                found[key] = math.log(cost / usual)
+        elif key in past:
+            mine = cost / past[key]
+            all_s = _median_without(grown, (mine,)) if len(grown) > 1 else 1.0
+            found[key] = math.log(mine / max(1.0, all_s))
+    return found
+
+
+def lagging(
+    slower: Mapping[K, Mapping[int, float]],
+    by_past: Collection[K],
+    least_times: float = 1.0,
+    *,
+    now: Collection[K] | None = None,
+) -> dict[K, Lag]:
+    """Return whose logarithms stand out from the noise of the others.
+
+    Args:
+        slower: What ``logs`` returned of each key, by step.
+        by_past: Keys that are compared with their own past: that of few steps has noise of its own.
+        now: Name only those of them whose newest window, a whole one, stands out. None: any whose
+            window did.
+    """
     found: dict[K, Lag] = {}
+    is_live = now is not None
     for width, floor in _LANES:
-        windows = {key: list(_windows(by_step, width)) for key, by_step in slower.items()}
-        for key, mine in windows.items():
-            others = sorted(
-                max(value, 0.0) for other in windows if other != key for _, value in windows[other]
-            )
-            apart = others[int(_NOISE_QUANTILE * (len(others) - 1))] if others else 0.0
-            spread = [value for other, value in spreads.items() if other != key]
-            # A past of few steps has noise of its own.
-            is_by_past = num_peers[roles[key]] <= _PEERS
-            shares = 1.0 / width + (1.0 / _PAST if is_by_past else 0.0)
-            noise = median(spread or spreads.values()) * math.sqrt(shares)
-            bound = max(floor, math.log(least_times), _APART_TIMES * apart, _NOISE_TIMES * noise)
-            first = next((steps for steps, value in mine if value > bound), None)
+        looked = {
+            key: list(_windows(slower[key], width, is_live=is_live))
+            for key in (slower if now is None else now)
+        }
+        apart = [key for key, each in looked.items() if any(value > floor for _, value in each)]
+        if not apart:
+            continue
+        others = list(slower)[:: max(1, len(slower) // _OTHERS_MAX)]
+        compared = {key: slower[key] for key in dict.fromkeys((*apart, *others)) if slower[key]}
+        levels = {
+            key: [max(value, 0.0) for _, value in _windows(by, width)]
+            for key, by in compared.items()
+        }
+        ordered = sorted(value for each in levels.values() for value in each)
+        spreads = {key: _spread(list(by.values())) for key, by in compared.items()}
+        ordered_spreads = sorted(spreads.values())
+        for key in apart:
+            num_others = len(ordered) - len(levels[key])
+            place = int(_NOISE_QUANTILE * (num_others - 1))
+            level = _without(ordered, levels[key], place) if num_others else 0.0
+            own = [spreads[key]] if len(spreads) > 1 else []
+            shares = 1.0 / width + (1.0 / NUM_PAST if key in by_past else 0.0)
+            noise = _median_without(ordered_spreads, own) * math.sqrt(shares)
+            bound = max(floor, math.log(least_times), _APART_TIMES * level, _NOISE_TIMES * noise)
+            first = next((steps for steps, value in looked[key] if value > bound), None)
             if first is not None and key not in found:
                 since = next(step for step in first if slower[key][step] > floor)
                 after = [value for step, value in slower[key].items() if step >= since]
                 found[key] = Lag(math.exp(median(after)), since)
     return found
+
+
+def _without(ordered: Sequence[float], own: Sequence[float], place: int) -> float:
+    """Return what is at ``place`` of ``ordered`` once ``own``, which are in it, are out."""
+    if len(own) == 1:
+        return ordered[place + (bisect_left(ordered, own[0]) <= place)]
+    last = -1
+    for value in sorted(own):
+        last = max(bisect_left(ordered, value), last + 1)
+        if last > place:
+            break
+        place += 1
+    return ordered[place]
+
+
+def _median_without(ordered: Sequence[float], own: Sequence[float]) -> float:
+    num = len(ordered) - len(own)
+    return fmean(_without(ordered, own, place) for place in ((num - 1) // 2, num // 2))
 
 
 def _spread(values: list[float]) -> float:
@@ -95,53 +199,16 @@ def _spread(values: list[float]) -> float:
     return 1.4826 * median(abs(value - middle) for value in values)
 
 
-def _windows(by_step: Mapping[int, float], width: int) -> Iterator[tuple[list[int], float]]:
+def _windows(
+    by_step: Mapping[int, float], width: int, *, is_live: bool = False
+) -> Iterator[tuple[list[int], float]]:
     steps = sorted(by_step)
-    if len(steps) < width and width == _LANES[0][0] and len(steps) >= _WINDOW_MIN:
+    is_short = len(steps) < width == _LANES[0][0] and len(steps) >= _WINDOW_MIN
+    if is_short and not is_live:
         width = len(steps)
-    for end in range(width, len(steps) + 1):
+    for end in range(max(width, len(steps)) if is_live else width, len(steps) + 1):
         window = steps[end - width : end]
         yield window, median_low([by_step[step] for step in window])
-
-
-def _slower(series: Series[K], roles: Mapping[K, Hashable]) -> dict[K, dict[int, float]]:
-    """Return the logarithm of the cost by what it should be."""
-    peers: dict[Hashable, list[K]] = defaultdict(list)
-    for key in series:
-        peers[roles[key]].append(key)
-    past = _by_past(series)
-    found: dict[K, dict[int, float]] = {}
-    for role in peers.values():
-        for key in role:
-            if len(role) > _PEERS:
-                found[key] = {
-                    step: math.log(cost / median_low(same))
-                    for step, cost in series[key].items()
-                    if len(same := _at(series, role, key, step)) >= _PEERS
-                }
-            elif key in past:
-                # A step that is slow for everybody is no fault of one.
-                found[key] = {
-                    step: math.log(grown / max(1.0, median(_at(past, past, key, step) or [1.0])))
-                    for step, grown in past[key].items()
-                }
-    return found
-
-
-def _at(
-    series: Series[K], keys: Sequence[K] | Mapping[K, object], key: K, step: int
-) -> list[float]:
-    return [series[one][step] for one in keys if one != key and step in series[one]]
-
-
-def _by_past(series: Series[K]) -> dict[K, dict[int, float]]:
-    grown: dict[K, dict[int, float]] = {}
-    for key, costs in series.items():
-        steps = sorted(costs)
-        if len(steps) >= _PAST + _WINDOW_MIN:
-            before = median(costs[step] for step in steps[:_PAST])
-            grown[key] = {step: costs[step] / before for step in steps[_PAST:]}
-    return grown
 
 
 def slow_ranks(rows: Mapping[int, list[Operation]]) -> list[Verdict]:
@@ -184,7 +251,7 @@ def _verdicts(
 ) -> Iterator[Verdict]:
     for rank, lag in sorted(found.items()):
         same = [other for other in roles if other != rank and roles[other] == roles[rank]]
-        beside = listed(same) if len(same) >= _PEERS else "it did before"
+        beside = listed(same) if len(same) >= NUM_PEERS_FEW else "it did before"
         began = [one.enter_s for one in rows[rank] if one.step == lag.since_step]
         yield Verdict(
             kind=kind,

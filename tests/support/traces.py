@@ -19,6 +19,7 @@ from typing import Any, Final
 
 from orchestrator.diagnosis import Operation
 from orchestrator.driver import diagnose_paths
+from workers.protocol import StepCost
 
 #: (dp, pp, tp).
 LAYOUTS: Final = ((4, 1, 1), (8, 1, 1), (3, 1, 2), (4, 2, 1), (3, 3, 1), (3, 1, 3), (4, 2, 2))
@@ -460,3 +461,33 @@ def straggler_operations(path: Path) -> tuple[Operation, ...]:
         for row in pq.read_table(path).to_pylist()
         if row["optype"] in {"forward-compute", "backward-compute"}
     )
+
+
+def step_costs(trace: Trace) -> dict[int, dict[int, StepCost]]:
+    """Return what each step took each rank, as digests tell of it: by step and rank."""
+    own: dict[tuple[int, int, str], list[float]] = defaultdict(list)
+    calls: dict[tuple[int, int], list[dict[str, Any]]] = defaultdict(list)
+    for row in trace.rows:
+        if row["comm"]:
+            calls[row["step"], row["rank"]].append(row)
+    for row in trace.rows:
+        if not row["comm"]:
+            begin, end, until = row["t_enter"], row["t_exit"], row["t_enter"]
+            work = end - begin
+            for call in calls[row["step"], row["rank"]]:
+                if begin <= call["t_enter"] < end:
+                    work -= max(0.0, call["t_exit"] - max(until, call["t_enter"]))
+                    until = max(until, call["t_exit"])
+            own[row["step"], row["rank"], row["op"]].append(work)
+    costs: dict[int, dict[int, StepCost]] = defaultdict(dict)
+    for step, rank in {(step, rank) for step, rank, _ in own}:
+        compute = (min(own.get((step, rank, op), [0.0])) for op in ("forward", "backward"))
+        data = own.get((step, rank, "data"), [0.0])
+        costs[step][rank] = StepCost(step, sum(compute), sum(data) / len(data))
+    return costs
+
+
+def place_of(trace: Trace) -> list[tuple[int, int]]:
+    """Return (stage, tp place) of each rank."""
+    places = {row["rank"]: (row["pp"], row["tp"]) for row in trace.rows}
+    return [places[rank] for rank in sorted(places)]

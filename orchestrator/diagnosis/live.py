@@ -1,0 +1,375 @@
+"""Who is suspected while a run trains: ranks that work slowly, and ranks that others wait for now.
+
+Slow work is judged by the rules of ``slow``, from the digests that reports carry, over a window of
+the last steps. A rank that waits longer than is usual for that operation waits for somebody: the
+sinks of the wait graph. What is usual follows from the waits of the steps before, not from how long
+a step takes; so a rank that is absent is suspected as soon in steps of a minute.
+
+A suspicion is no proof and harms nobody. While one is open the past that costs are compared with
+stays as it was: what is slow now would be usual soon.
+
+``Live`` is no value: it takes in 10,000 reports a second. It reads no clock.
+"""
+
+from __future__ import annotations
+
+from collections import Counter, defaultdict, deque
+from collections.abc import Callable, Hashable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from statistics import median, median_low
+from typing import Final
+
+from orchestrator.diagnosis.graph import WaitGraph
+from orchestrator.diagnosis.slow import (
+    LEAST_LOG,
+    NUM_PAST,
+    NUM_PEERS_FEW,
+    NUM_RECENT,
+    Lag,
+    lagging,
+    logs,
+)
+from orchestrator.diagnosis.verdicts import Kind, listed
+from workers.protocol import GONE, NOT_FORMED, GroupState, StepCost, WorkerReport
+
+#: Costs are judged this often at most, and with many ranks less often.
+_JUDGE_S: Final = 1.0
+_JUDGE_S_EACH: Final = 1e-4
+#: Steps that are remembered of each rank: the longest window, and the past before it.
+_NUM_STEPS: Final = 24
+#: The first steps of an attempt warm up.
+_NUM_WARM: Final = 2
+#: A step is judged without the ranks whose digests are two reports late.
+_LATE_S: Final = 2.5
+#: A slow rank that looks well so often is taken for well.
+_NUM_WELL: Final = 3
+#: A factor that changed by less is no news.
+_TIMES_NEWS: Final = 0.25
+#: Nobody is held up who waits no longer than this, or than so many times the usual wait.
+_HELD_S: Final = 3.0
+_HELD_TIMES: Final = 3.0
+#: The usual wait is the third longest of so many steps, their p99: one pause does not lengthen it.
+_NUM_WAITS: Final = 256
+_USUAL_PLACE: Final = -3
+#: A process beats ten times a second.
+_SILENT_S: Final = 1.0
+_STOPPED: Final = frozenset("Tt")
+_RUNS: Final = frozenset("RD")
+
+SLOW: Final = frozenset({Kind.SLOW_COMPUTE, Kind.SLOW_DATA})
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Suspicion:
+    """A rank that seems to hold the others up.
+
+    Attributes:
+        since_s: Since when, on the clock of the reports' receiver.
+        times: How many times as long as it should it takes for a micro-batch; 0.0 if it was not
+            seen to end one.
+        evidence: A sentence for people.
+    """
+
+    kind: Kind
+    rank: int
+    worker: str
+    node: str
+    since_s: float
+    times: float
+    evidence: str
+
+    @property
+    def key(self) -> tuple[str, str]:
+        """Return what it is about: the worker, and what it does slowly; "" if it is away."""
+        return (self.worker, self.kind if self.times else "")
+
+
+@dataclass(slots=True)
+class _Step:
+    """Costs of a step that not all ranks have told of."""
+
+    first_s: float
+    costs: dict[int, StepCost]
+
+
+class _Costs:
+    """One kind of cost of every rank in the last steps: as it was, and against what it should be.
+
+    Args:
+        roles: Of each rank: ranks of one role do equal work.
+    """
+
+    def __init__(self, roles: Sequence[Hashable]) -> None:
+        self._roles = dict(enumerate(roles))
+        self._num_peers = Counter(roles)
+        self._by_past = frozenset(
+            rank for rank, role in enumerate(roles) if self._num_peers[role] <= NUM_PEERS_FEW
+        )
+        self._kept: dict[int, dict[int, float]] = {}
+        self._past: dict[int, float] = {}
+        self._logs: dict[int, dict[int, float]] = {}
+        self.lags: dict[int, Lag] = {}
+        self._step = 0
+        # Those that cost more in one of the last steps, and in which.
+        self._raised: dict[int, int] = {}
+        self._num_well: Counter[int] = Counter()
+
+    def take(self, step: int, costs: Mapping[int, float]) -> None:
+        """Take in a step; ``costs`` are above zero."""
+        for rank, kept in self._kept.items() if not self.lags else ():
+            if len(kept) >= NUM_PAST:
+                self._past[rank] = median(list(kept.values())[:NUM_PAST])
+        for rank, log in logs(costs, self._roles, self._num_peers, self._past).items():
+            _keep(self._logs.setdefault(rank, {}), step, log)
+            if log > LEAST_LOG:
+                self._raised[rank] = step
+        self._step = max(self._step, step)
+        if self._by_past and not self.lags:
+            for rank, cost in costs.items():
+                _keep(self._kept.setdefault(rank, {}), step, cost)
+
+    def judge(self) -> None:
+        """Find who is slow now."""
+        oldest = self._step - NUM_RECENT
+        self._raised = {rank: step for rank, step in self._raised.items() if step > oldest}
+        found = lagging(self._logs, self._by_past, now=self._raised)
+        for rank, lag in self.lags.items():
+            self._num_well[rank] = 0 if rank in found else self._num_well[rank] + 1
+            if rank in found:
+                found[rank] = Lag(found[rank].times, min(lag.since_step, found[rank].since_step))
+            elif self._num_well[rank] < _NUM_WELL:
+                found[rank] = lag
+        self.lags = found
+
+    def peers(self, rank: int) -> list[int]:
+        """Return those whom the rank was compared with; none if that was its own past."""
+        if rank in self._by_past:
+            return []
+        role = self._roles[rank]
+        return [other for other, one in self._roles.items() if one == role and other != rank]
+
+
+def _keep(by_step: dict[int, float], step: int, value: float) -> None:
+    by_step[step] = value
+    if len(by_step) > _NUM_STEPS:
+        del by_step[next(iter(by_step))]
+
+
+class _Waits:
+    """How long ranks usually wait for each operation, from reports: the longest of each step."""
+
+    def __init__(self) -> None:
+        self._step = 0
+        self._longest: dict[tuple[str, str], float] = {}
+        self._known: dict[tuple[str, str], deque[float]] = {}
+        self._usual_s: dict[tuple[str, str], float] = {}
+
+    def take(self, row: WorkerReport) -> None:
+        """Take in what a rank waits in."""
+        if row.step > self._step:
+            self._step = row.step
+            for key, longest_s in self._longest.items():
+                known = self._known.setdefault(key, deque(maxlen=_NUM_WAITS))
+                known.append(longest_s)
+                if len(known) >= -_USUAL_PLACE:
+                    self._usual_s[key] = sorted(known)[_USUAL_PLACE]
+                self._longest[key] = 0.0
+        for group in row.groups:
+            if group.waiting_s > 0.0:
+                key = _operation(group)
+                self._longest[key] = max(self._longest.get(key, 0.0), group.waiting_s)
+
+    def is_overdue(self, group: GroupState) -> bool:
+        """Return whether a wait is longer than usual."""
+        if group.waiting_s < _HELD_S:
+            return False
+        return group.waiting_s >= _HELD_TIMES * self._usual_s.get(_operation(group), 0.0)
+
+
+def _operation(group: GroupState) -> tuple[str, str]:
+    # Groups of one axis wait for the same things.
+    return (group.op, group.group.partition("[")[0])
+
+
+class Live:
+    """The suspicions of one attempt.
+
+    Args:
+        roles: Of each rank: those of one role do equal work.
+        first_step: The step that the attempt begins with.
+    """
+
+    def __init__(self, roles: Sequence[Hashable], first_step: int) -> None:
+        self._num_ranks = len(roles)
+        self._compute = _Costs(roles)
+        self._data = _Costs(roles)
+        self._roles = roles
+        self._usual: dict[Hashable, deque[float]] = defaultdict(lambda: deque(maxlen=_NUM_STEPS))
+        self._waits = _Waits()
+        self._pending: dict[int, _Step] = {}
+        self._ended_s: dict[int, float] = {}
+        self._closed = first_step + _NUM_WARM - 1
+        self._rows: dict[int, tuple[WorkerReport, str]] = {}
+        self._judged_at_s = float("-inf")
+        self._since_s: dict[tuple[str, str], float] = {}
+        self.suspicions: tuple[Suspicion, ...] = ()
+
+    @property
+    def is_slow(self) -> bool:
+        """Return whether a rank is suspected to work slowly."""
+        return bool(self._compute.lags or self._data.lags)
+
+    def take(self, rank: int, row: WorkerReport, node: str, at_s: float) -> None:
+        """Take in a member's report, received at ``at_s``."""
+        self._rows[rank] = (row, node)
+        if row.step_s:
+            self._waits.take(row)
+        for cost in row.digest.costs if row.digest is not None else ():
+            if cost.step > self._closed or cost.step in self._pending:
+                pending = self._pending.get(cost.step)
+                if pending is None:
+                    pending = self._pending[cost.step] = _Step(at_s, {})
+                pending.costs[rank] = cost
+
+    def look(self, at_s: float, graph: Callable[[], WaitGraph]) -> bool:
+        """Judge at ``at_s``; return whether ``suspicions`` have changed.
+
+        Args:
+            graph: Returns the wait graph of the members; asked for if a wait is too long.
+        """
+        self._close(at_s)
+        if at_s - self._judged_at_s >= _JUDGE_S + _JUDGE_S_EACH * self._num_ranks:
+            self._judged_at_s = at_s
+            self._compute.judge()
+            self._data.judge()
+        found = [*self._slow(at_s), *self._held_up(at_s, graph)]
+        keys = [one.key for one in found]
+        self._since_s = {
+            key: min(one.since_s, self._since_s.get(key, one.since_s))
+            for key, one in zip(keys, found, strict=True)
+        }
+        before = {one.key: one for one in self.suspicions}
+        is_new = [(one.key, one.kind) for one in found] != [
+            (key, one.kind) for key, one in before.items()
+        ]
+        # The others are told of a factor that has changed as well: it decides what waiting costs.
+        is_news = is_new or any(
+            abs(one.times - before[one.key].times) > _TIMES_NEWS * one.times for one in found
+        )
+        if is_news:
+            self.suspicions = tuple(replace(one, since_s=self._since_s[one.key]) for one in found)
+        return is_news
+
+    def _close(self, at_s: float) -> None:
+        """Take in the steps that all ranks have told of, or that are late."""
+        ready = [
+            step
+            for step, pending in self._pending.items()
+            if len(pending.costs) == self._num_ranks or at_s - pending.first_s >= _LATE_S
+        ]
+        for step in sorted(ready):
+            pending = self._pending.pop(step)
+            self._closed = max(self._closed, step)
+            self._ended_s[step] = pending.first_s
+            compute = {r: one.compute_s for r, one in pending.costs.items() if one.compute_s > 0.0}
+            usual_s = self._usual_compute_s(compute)
+            self._compute.take(step, compute)
+            self._data.take(
+                step,
+                {
+                    # A wait that is short beside its computing disturbs nobody.
+                    rank: 1.0 + one.data_s / usual_s[self._roles[rank]]
+                    for rank, one in pending.costs.items()
+                    if one.data_s > 0.0 and self._roles[rank] in usual_s
+                },
+            )
+        while len(self._ended_s) > 2 * _NUM_STEPS:
+            del self._ended_s[next(iter(self._ended_s))]
+
+    def _usual_compute_s(self, compute: Mapping[int, float]) -> dict[Hashable, float]:
+        """Return what a micro-batch of each role usually takes, with those of this step."""
+        by_role: dict[Hashable, list[float]] = defaultdict(list)
+        for rank, cost in compute.items():
+            by_role[self._roles[rank]].append(cost)
+        for role, costs in by_role.items():
+            self._usual[role].append(median_low(costs))
+        return {role: median_low(usual) for role, usual in self._usual.items()}
+
+    def _slow(self, at_s: float) -> list[Suspicion]:
+        found: list[Suspicion] = []
+        for kind, costs, does in (
+            (Kind.SLOW_COMPUTE, self._compute, "computes"),
+            (Kind.SLOW_DATA, self._data, "waits for data, beside its computing,"),
+        ):
+            for rank, lag in sorted(costs.lags.items()):
+                row, node = self._rows[rank]
+                peers = costs.peers(rank)
+                beside = listed(peers) if peers else "it did before"
+                since_s = self._ended_s.get(lag.since_step, at_s)
+                found.append(
+                    Suspicion(
+                        kind=kind,
+                        rank=rank,
+                        worker=row.worker,
+                        node=node,
+                        since_s=since_s,
+                        times=lag.times,
+                        evidence=f"{_who(rank, row, node)} {does} {lag.times:.2f} times as long as "
+                        f"{beside}, from step {lag.since_step} on.",
+                    )
+                )
+        return found
+
+    def _held_up(self, at_s: float, graph: Callable[[], WaitGraph]) -> list[Suspicion]:
+        overdue = [
+            (group.waiting_s, rank, group)
+            for rank, (row, _) in self._rows.items()
+            if row.step_s
+            for group in row.groups
+            if self._waits.is_overdue(group)
+        ]
+        if not overdue:
+            return []
+        waits_for = graph()
+        found: list[Suspicion] = []
+        for rank in sorted(waits_for.sinks & self._rows.keys()):
+            row, node = self._rows[rank]
+            held = [each for each in overdue if rank in each[2].ranks]
+            waited_s, who, group = max(held or overdue, key=lambda each: each[0])
+            if row.phase in NOT_FORMED:
+                continue
+            kind, does = _doing(row)
+            found.append(
+                Suspicion(
+                    kind=kind,
+                    rank=rank,
+                    worker=row.worker,
+                    node=node,
+                    since_s=at_s - waited_s,
+                    times=0.0,
+                    evidence=f"{_who(rank, row, node)} holds up rank {who}, which waits in "
+                    f"{group.op} of {group.group}: {does}.",
+                )
+            )
+        return found
+
+
+def _who(rank: int, row: WorkerReport, node: str) -> str:
+    return f"Rank {rank} ({row.worker} on node {node[:8]})"
+
+
+def _doing(row: WorkerReport) -> tuple[Kind, str]:
+    """Return what a rank does that has not come, as a kind and for people."""
+    if row.os_state in GONE:
+        return Kind.DEAD, "its process is gone"
+    if row.os_state in _STOPPED:
+        by = "a signal" if row.os_state == "T" else "a debugger"
+        return Kind.FROZEN, f"{by} has stopped it"
+    if row.beat_age_s >= _SILENT_S and row.os_state not in _RUNS:
+        return Kind.INTERPRETER_HELD, f"its interpreter is held since {row.beat_age_s:.1f} s"
+    span, span_s = (row.digest.span, row.digest.span_s) if row.digest else ("", 0.0)
+    if span == "data":
+        return Kind.SLOW_DATA, f"it waits for data since {span_s:.1f} s"
+    if span:
+        return Kind.ABSENT, f"it is in {span} since {span_s:.1f} s"
+    return Kind.ABSENT, f"it is in phase {row.phase} since {row.phase_s:.1f} s"

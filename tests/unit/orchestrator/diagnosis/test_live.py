@@ -1,0 +1,214 @@
+"""Whom a run suspects while it trains, from reports as keepers send them."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from dataclasses import replace
+
+import pytest
+
+from orchestrator.diagnosis import Kind, Live, Suspicion, WaitGraph, wait_graph
+from tests.support.histories import calm, group
+from tests.support.traces import Trace, clean, place_of, planted, step_costs
+from workers.protocol import Digest, StepCost, WorkerReport
+
+NOBODY = WaitGraph.of({})
+
+
+def reported(rank: int, cost: StepCost) -> WorkerReport:
+    return replace(calm(f"w{rank}", rank), step=cost.step, digest=Digest(costs=(cost,)))
+
+
+class Watched:
+    """An attempt whose ranks report once a step, and the suspicions that came of it."""
+
+    def __init__(self, roles: list[tuple[int, int]], step_s: float = 2.0) -> None:
+        self.live = Live(roles, 0)
+        self.step_s = step_s
+        self.told: list[tuple[int, tuple[Suspicion, ...]]] = []
+
+    def step(self, costs: Mapping[int, StepCost]) -> None:
+        for rank, cost in costs.items():
+            at_s = self.step_s * cost.step
+            self.live.take(rank, reported(rank, cost), f"node{rank}", at_s)
+        if self.live.look(at_s, lambda: NOBODY):
+            self.told.append((cost.step, self.live.suspicions))
+
+    def watch(self, trace: Trace) -> set[tuple[Kind, int]]:
+        for _, costs in sorted(step_costs(trace).items()):
+            self.step(costs)
+        return {(one.kind, one.rank) for _, told in self.told for one in told}
+
+
+def even(
+    step: int, num: int = 4, slow: Iterable[int] = (), times: float = 3.0
+) -> dict[int, StepCost]:
+    return {
+        rank: StepCost(step, 0.1 * (times if rank in slow else 1.0) + 0.001 * rank, 0.001)
+        for rank in range(num)
+    }
+
+
+@pytest.mark.parametrize("kind", ["slow_compute", "slow_data"])
+def test_a_slow_rank_is_suspected_in_time_and_nobody_else(kind: str) -> None:
+    """In 4 steps where it takes 3 times as long, in 10 where 1.5 times.
+
+    Where sizes differ from one micro-batch to the next, digests do not tell what is owed to them.
+    """
+    num = 0
+    for seed in range(16):
+        trace = planted(kind, seed)
+        if "uneven='tokens'" in trace.what or "onset=0" in trace.what:
+            continue
+        num += 1
+        onset = int(trace.what.partition("onset=")[2].partition(",")[0])
+        is_much = "factor=3.0" in trace.what
+        watched = Watched(place_of(trace))
+        assert watched.watch(trace) == {(Kind(kind), trace.ranks[0])}, trace.what
+        assert watched.told[0][0] <= onset + (4 if is_much else 10) - 1, trace.what
+    assert num >= 5
+
+
+@pytest.mark.parametrize("kind", ["jitter", "stages", "recompiles", "pauses", "tokens"])
+def test_uneven_work_and_pauses_are_no_slow_ranks(kind: str) -> None:
+    for seed in range(1000, 1004):
+        trace = clean(kind, seed)
+        assert Watched(place_of(trace)).watch(trace) == set(), trace.what
+
+
+@pytest.mark.parametrize("num", [4, 2])
+def test_a_suspicion_tells_since_when_and_lasts_until_the_rank_is_well(num: int) -> None:
+    """Two ranks cannot tell which is slow: their past does, and it stays as it was meanwhile."""
+    watched = Watched([(0, 0)] * num)
+    for step in range(1, 90):
+        watched.step(even(step, num, slow=[1] if 20 <= step < 60 else []))
+    (first, opened), (last, closed) = watched.told[0], watched.told[-1]
+    (one,) = opened
+    assert (one.kind, one.worker, one.node) == (Kind.SLOW_COMPUTE, "w1", "node1")
+    assert 20 <= first <= 23
+    assert one.since_s == 20 * watched.step_s
+    assert one.times == pytest.approx(3.0, rel=0.05)
+    beside = "ranks 0, 2, 3" if num > 2 else "it did before"
+    assert one.evidence == (
+        f"Rank 1 (w1 on node node1) computes {one.times:.2f} times as long as {beside}, "
+        "from step 20 on."
+    )
+    assert not closed
+    assert 60 <= last <= 75, "it was well again"
+
+
+def test_a_rank_whose_reports_are_missing_does_not_keep_others_from_being_judged() -> None:
+    watched = Watched([(0, 0)] * 5)
+    for step in range(1, 40):
+        costs = even(step, 5, slow=[1] if step >= 20 else [])
+        watched.step({rank: cost for rank, cost in costs.items() if rank != 4 or step < 15})
+    assert {one.rank for _, told in watched.told for one in told} == {1}
+
+
+def test_what_is_remembered_does_not_grow() -> None:
+    watched = Watched([(0, 0)] * 4)
+    sizes = []
+    for step in range(1, 400):
+        watched.step(even(step))
+        sizes.append(_size(vars(watched.live)))
+    assert sizes[-1] == sizes[100]
+
+
+def _size(thing: object) -> int:
+    if isinstance(thing, dict):
+        return sum(map(_size, thing.values())) + len(thing)
+    if isinstance(thing, (list, tuple)) or hasattr(thing, "maxlen"):
+        return sum(map(_size, thing)) + len(thing)  # type: ignore[arg-type, call-overload]
+    return _size(vars(thing)) if hasattr(thing, "__dict__") else 1
+
+
+class Held:
+    """Two ranks that wait in each step for a while, and the third for which they wait."""
+
+    def __init__(self) -> None:
+        self.live = Live([(0, 0)] * 3, 0)
+        self.at_s = 0.0
+        self.rows: list[WorkerReport] = []
+
+    def wait(self, step: int, for_s: float, **known: object) -> list[Suspicion]:
+        """Let rank 2 come after ``for_s``; return whom the run suspected meanwhile."""
+        found: list[Suspicion] = []
+        waited_s = 0.0
+        while waited_s < for_s:
+            waited_s = min(waited_s + 1.0, for_s)
+            self.at_s += 1.0
+            waits = group("world", range(3), step, waiting_s=waited_s)
+            away = replace(calm("w2", 2), step=step, groups=(group("world", range(3), step - 1),))
+            self.rows = [replace(calm(f"w{r}", r), step=step, groups=(waits,)) for r in (0, 1)]
+            self.rows.append(replace(away, **known))  # type: ignore[arg-type]
+            for rank, row in enumerate(self.rows):
+                self.live.take(rank, row, f"node{rank}", self.at_s)
+            self.live.look(self.at_s, self._graph)
+            found += self.live.suspicions
+        return found
+
+    def _graph(self) -> WaitGraph:
+        return wait_graph(
+            {rank: row.groups for rank, row in enumerate(self.rows)}, range(len(self.rows))
+        )
+
+
+@pytest.mark.parametrize(
+    ("known", "kind", "says"),
+    [
+        ({}, Kind.ABSENT, "phase forward"),
+        ({"digest": Digest(span="data", span_s=3.0)}, Kind.SLOW_DATA, "waits for data since 3.0 s"),
+        ({"digest": Digest(span="backward", span_s=3.0)}, Kind.ABSENT, "in backward since 3.0 s"),
+        ({"beat_age_s": 2.5}, Kind.INTERPRETER_HELD, "interpreter is held since 2.5 s"),
+        ({"os_state": "T"}, Kind.FROZEN, "a signal has stopped it"),
+        ({"os_state": "t"}, Kind.FROZEN, "a debugger has stopped it"),
+        ({"os_state": "Z"}, Kind.DEAD, "gone"),
+    ],
+)
+def test_who_holds_the_others_up_is_suspected_after_three_seconds(
+    known: dict[str, object], kind: Kind, says: str
+) -> None:
+    held = Held()
+    for step in range(1, 6):
+        assert held.wait(step, 0.5) == []
+    assert held.wait(6, 2.9, **known) == []
+    one = held.wait(7, 3.0, **known)[0]
+    assert (one.kind, one.rank, one.worker, one.node) == (kind, 2, "w2", "node2")
+    assert one.since_s == held.at_s - 3.0
+    assert "which waits in all_reduce of world" in one.evidence
+    assert says in one.evidence
+
+
+def test_the_usual_wait_counts_and_not_the_length_of_a_step() -> None:
+    """In steps of a minute an absent rank is suspected after 3 s; after usual waits of 20 s not."""
+    held = Held()
+    for step in range(1, 10):
+        held.wait(step, 1.0)
+        held.at_s += 60.0
+    assert held.wait(10, 4.0)
+
+    held = Held()
+    for step in range(1, 5):
+        held.wait(step, 20.0)
+    assert held.wait(5, 40.0) == [], "it has always come so late"
+    assert held.wait(6, 61.0)
+
+
+def test_one_pause_does_not_make_pauses_usual() -> None:
+    held = Held()
+    for step in range(1, 10):
+        assert held.wait(step, 20.0 if step == 5 else 0.2) == [] or step == 5
+    assert held.wait(10, 4.0)
+
+
+def test_nobody_is_suspected_in_the_first_step_which_compiles() -> None:
+    held = Held()
+    assert held.live.suspicions == ()
+    rows = [
+        replace(calm(f"w{r}", r), step_s=0.0, groups=(group("world", range(3), 1, waiting_s=50.0),))
+        for r in range(2)
+    ]
+    for rank, row in enumerate(rows):
+        held.live.take(rank, row, "n", 1.0)
+    held.live.look(1.0, lambda: pytest.fail("nobody waits for long"))
+    assert held.live.suspicions == ()
