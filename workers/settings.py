@@ -205,6 +205,28 @@ class TrainSettings:
         return self.global_batch // self.micro_batch
 
 
+#: The value of the last evaluation, as ``BestSettings`` and results name it.
+VALIDATION_LOSS: Final = "validation_loss"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class BestSettings:
+    """Which checkpoints are kept beside the newest ones.
+
+    Training waits until such a checkpoint is committed.
+
+    Attributes:
+        value: "validation_loss", which ``session.evaluate`` returns, or a name of the script's
+            ``session.log``, in the body of a step. "" keeps none.
+        mode: Whether the lowest value is best, "min", or the highest, "max".
+        keep: How many of the best to keep.
+    """
+
+    value: str = ""
+    mode: Literal["min", "max"] = "min"
+    keep: _AtLeastOne = 1
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CheckpointSettings:
     """How often state goes to storage.
@@ -215,6 +237,7 @@ class CheckpointSettings:
             work. The last step is always saved, and the newest one if a run ends early. Recovery
             uses newer snapshots in memory.
         keep: Number of committed checkpoints to keep; 0 keeps all.
+        best: Which ones to keep beside these.
         fsync: Whether to force files to disk before the commit. Without it a checkpoint survives
             its process, but perhaps not its machine.
         threads: Threads per worker that read while loading.
@@ -222,6 +245,7 @@ class CheckpointSettings:
 
     every_steps: _AtLeastOne | Literal["auto"] = _CHECKPOINT_STEPS
     keep: _Count = 3
+    best: BestSettings = field(default_factory=BestSettings)
     fsync: bool = False
     threads: _AtLeastOne = 2
 

@@ -460,13 +460,14 @@ def export(
         str, typer.Option(help="huggingface, dcp, megatron-core, deepspeed, universal, ...")
     ] = "huggingface",
     step: Annotated[int | None, typer.Option(min=1, help="Default: the newest in storage.")] = None,
+    best: Annotated[bool, typer.Option("--best", help="The best step (checkpoint.best).")] = False,
     dtype: Annotated[str | None, typer.Option(help="Floats become fp32, fp16 or bf16.")] = None,
     memory: Annotated[str, typer.Option(help="Bound of the buffers.")] = "512MiB",
     as_json: Json = False,
 ) -> None:
     """Write the newest committed step in another format, also while the run trains.
 
-    Hugging Face's configuration and tokenizer are copied from run.init_from. `ucp export
+    Hugging Face gets configuration and tokenizer, where the run knows them. `ucp export
     RUN_DIR/checkpoints/step-...` has more options.
     """
     from orchestrator.driver import export_run
@@ -475,7 +476,7 @@ def export(
     options = {} if dtype is None else {"dtype": dtype}
     memory_bytes = memory_size(memory)
     document = export_run(
-        run_dir, to, format=format, memory_bytes=memory_bytes, step=step, **options
+        run_dir, to, format=format, memory_bytes=memory_bytes, step=step, best=best, **options
     )
     _print(document, as_json=as_json)
 

@@ -14,7 +14,13 @@ from orchestrator.run_directory import CHECKPOINTS, CONFIG
 from ucp_core.errors import CheckpointNotFoundError, UcpError
 from ucp_core.formats import export, left_behind, lies_beside
 from ucp_core.lineage import Lineage
-from ucp_core.native import Checkpoint, checkpoint_name, find_committed, open_checkpoint
+from ucp_core.native import (
+    Checkpoint,
+    best_steps,
+    checkpoint_name,
+    find_committed,
+    open_checkpoint,
+)
 from ucp_core.storage import Store, join, open_store
 from workers.protocol import BESIDE
 
@@ -44,6 +50,7 @@ def export_run(
     format: str,  # noqa: A002 - the word of the command line
     memory_bytes: int,
     step: int | None = None,
+    best: bool = False,
     **options: Any,
 ) -> dict[str, Any]:
     """Write a committed step of the run in ``run_url`` as ``format``; return what was written.
@@ -57,6 +64,7 @@ def export_run(
         format: One of ``ucp_core.formats.FORMATS``.
         memory_bytes: Limit for the buffers.
         step: Which step; None for the newest.
+        best: Take the best step that the run keeps (``checkpoint.best``).
 
     Raises:
         RunNotFoundError: No step is committed to storage there, or not that one.
@@ -79,6 +87,8 @@ def export_run(
         lineage = run.state().lineage if is_of_command else ()
         tries += 1
         try:
+            if best:
+                step = _best_step(store, checkpoints, lineage, run_url)
             checkpoint = _open(store, checkpoints, lineage, step, run_url)
             if format == "huggingface":
                 checkpoint = _with_configuration(checkpoint, folders)
@@ -105,6 +115,18 @@ def export_run(
         "copied": sorted(set(copied)),
         "left_behind": left_behind(checkpoint, format=format),
     }
+
+
+def _best_step(store: Store, checkpoints: str, lineage: Lineage, run_url: str) -> int:
+    found = find_committed(store, checkpoints, lineage=lineage)
+    steps = best_steps(found.checkpoint) if found is not None else []
+    if not steps:
+        raise RunNotFoundError(
+            f"{run_url} keeps no best step yet: set checkpoint.best (value: validation_loss), and "
+            "evaluate in the body of a step",
+            url=run_url,
+        )
+    return steps[0]
 
 
 def _open(

@@ -24,7 +24,7 @@ from orchestrator.run_directory import (
 from orchestrator.shell import read_segments, wall_time
 from ucp_core.errors import StorageError, UcpError
 from ucp_core.lineage import Lineage
-from ucp_core.native import checkpoint_name, find_committed
+from ucp_core.native import BEST, checkpoint_name, find_committed
 from ucp_core.storage import join, open_store
 from workers.protocol import Source
 
@@ -146,6 +146,20 @@ class Run:
         files = found.checkpoint.manifest.files
         sizes = tuple(files[name].num_bytes for name in sorted(files))
         return StoredVersion(step=found.step, attempt=found.attempt, part_bytes=sizes)
+
+    def best(self, lineage: Lineage | None = None) -> dict[str, Any] | None:
+        """Return the best step that the newest checkpoint names, and its value; None without one.
+
+        Args:
+            lineage: The history of the run; read from the journal if not given.
+        """
+        lineage = self.state().lineage if lineage is None else lineage
+        found = find_committed(self.store, join(self.path, CHECKPOINTS), lineage=lineage)
+        best = found.checkpoint.manifest.extra.get(BEST) if found is not None else None
+        if not best or not best["kept"]:
+            return None
+        step, value = best["kept"][0]
+        return {"step": step, best["value"]: value}
 
     def safe_text(self) -> str:
         """Return what is left of the run without its cluster, and how it resumes."""

@@ -15,6 +15,8 @@ from orchestrator.shell import capacity_rows, config_of, cost_document, read_seg
 def read_status(url: str) -> dict[str, Any]:
     """Return the status of the run in ``url``, with ``controller`` "alive", "down" or "over".
 
+    ``best`` has the best step in storage by ``checkpoint.best``, and its value; null without one.
+
     While the controller is down, the journal says what was true last. A run that is over has no
     workers, nodes or pending capacity. Process ids that are not known are null.
     """
@@ -22,9 +24,10 @@ def read_status(url: str) -> dict[str, Any]:
     run.contact()
     over = run.is_over()
     answer = None if over else run.ask("status")
-    if answer is not None:
-        return {**answer, "controller": "alive"}
     config = run.settings()
+    if answer is not None:
+        best = run.best() if config.checkpoint.best.value else None
+        return {**answer, "best": best, "controller": "alive"}
     folded = run.folded()
     state = folded.state
     described = describe(state)
@@ -39,6 +42,7 @@ def read_status(url: str) -> dict[str, Any]:
         "directory": config.run.directory,
         "step": step or described["step"],
         "loss": loss,
+        "best": run.best(state.lineage),
         "workers": known("members", phase=None, step=None, last_heartbeat_s=None),
         "standbys": known("standbys", phase=None, step=None, last_heartbeat_s=None),
         "nodes": known("nodes", raylet_pid=None, keeper_pid=None),

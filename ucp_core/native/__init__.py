@@ -4,9 +4,11 @@ from typing import TYPE_CHECKING
 
 from ucp_core.lazy import lazy_door
 from ucp_core.native.catalogue import (
+    BEST,
     NOT_FINITE,
     Collector,
     Found,
+    best_steps,
     checkpoint_name,
     collect_garbage,
     find_committed,
@@ -42,6 +44,7 @@ if TYPE_CHECKING:
     )
 
 __all__ = [
+    "BEST",
     "CLAIM_NAME",
     "MANIFEST_NAME",
     "MEMORY_BYTES_MIN",
@@ -59,6 +62,7 @@ __all__ = [
     "SlabReader",
     "TensorBox",
     "aligned",
+    "best_steps",
     "check_memory",
     "checkpoint_name",
     "claimed",

@@ -11,7 +11,7 @@ from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass, field
 from errno import EIO
 from itertools import islice
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 from ucp_core.errors import (
     CheckpointCorruptError,
@@ -34,6 +34,9 @@ if TYPE_CHECKING:
 GRACE_S = 3600.0
 #: Where ``extra`` says that weights are not finite: ``sound_step`` is the newest step whose are.
 NOT_FINITE = "not_finite"
+
+#: Where ``extra`` names the best steps so far by a value: ``kept``, rows of step and value.
+BEST = "best"
 
 _STEP_NAME = re.compile(r"step-(\d{8,})")
 #: The data of a rank, which is whole, or its record.
@@ -200,6 +203,13 @@ def _sound_step(checkpoint: Checkpoint) -> int:
     return found if isinstance(found, int) else checkpoint.step
 
 
+def best_steps(checkpoint: Checkpoint) -> list[int]:
+    """Return the steps up to this one that a run keeps because a value was best, best first."""
+    told = checkpoint.manifest.extra.get(BEST)
+    rows = told.get("kept", ()) if isinstance(told, dict) else ()
+    return [row[0] for row in rows if isinstance(row, list) and row and isinstance(row[0], int)]
+
+
 def last_attempt(store: Store, checkpoints_directory: str, names: Iterable[str]) -> int:
     """Return the highest attempt that has a file in the directories ``names``; 0 without any.
 
@@ -289,11 +299,26 @@ def collect_garbage(
     return collector.collect(lineage, require_owner=require_owner)
 
 
+class _Seen(NamedTuple):
+    """What retention needs to know of a complete checkpoint.
+
+    Attributes:
+        sound_step: The newest step whose weights are finite, as it knows.
+        best: The best steps up to it.
+    """
+
+    attempt: int
+    step: int
+    sound_step: int
+    best: tuple[int, ...]
+
+
 class Collector:
     """Deletes the directories that are older than the ``keep`` newest valid checkpoints.
 
     Newer directories may be unfinished and are left. With fewer than ``keep`` valid checkpoints
-    nothing is deleted. The newest one with finite weights never is. A checkpoint that a reader
+    nothing is deleted. The newest one with finite weights never is, nor are the best ones that the
+    newest names (``best_steps``). A checkpoint that a reader
     holds (``reading``) is left for the next call. On storages without locks a checkpoint is first
     withdrawn, so that nobody opens it any more; a call at least ``grace_s`` later deletes it.
 
@@ -321,8 +346,8 @@ class Collector:
         assert keep >= 1, f"keep={keep} would delete the last committed checkpoint"
         self._store, self._directory = store, checkpoints_directory
         self._keep, self._grace_s, self._now_s = keep, grace_s, now_s
-        #: Step, attempt and newest finite step of those that were seen to be complete.
-        self._complete: dict[str, tuple[int, int, int]] = {}
+        #: Those that were seen to be complete.
+        self._complete: dict[str, _Seen] = {}
         #: When those were withdrawn that are not deleted yet.
         self._withdrawn_s: dict[str, float] = {}
         self._collected_s = -math.inf
@@ -345,8 +370,10 @@ class Collector:
         kept = list(islice(valid, self._keep))
         if len(kept) < self._keep:
             return []
-        finite = _newest_finite(itertools.chain(kept, valid))
-        doomed = [name for name in names[names.index(kept[-1][0]) + 1 :] if name != finite]
+        spared = {checkpoint_name(step) for step in kept[0][1].best}
+        finite = ((name, one[1:3]) for name, one in itertools.chain(kept, valid))
+        spared.add(_newest_finite(finite))
+        doomed = [name for name in names[names.index(kept[-1][0]) + 1 :] if name not in spared]
         if doomed:
             require_owner()
         return [name for name in doomed if self._delete(name)]
@@ -360,21 +387,26 @@ class Collector:
         if self._store.appends or not is_recent:
             self.collect(lineage, require_owner=require_owner)
 
-    def _look(self, name: str, lineage: Lineage) -> tuple[int, int] | None:
-        """Return step and newest finite step of a checkpoint; None if it does not count."""
+    def _look(self, name: str, lineage: Lineage) -> _Seen | None:
+        """Return what a checkpoint says; None if it does not count."""
         found = self._complete.get(name)
-        if found is None or not counts(step=found[0], attempt=found[1], lineage=lineage):
+        if found is None or not counts(step=found.step, attempt=found.attempt, lineage=lineage):
             try:
                 checkpoint = _open_valid(self._store, join(self._directory, name), lineage)
                 _check_files(checkpoint)
             except UcpError:
                 self._complete.pop(name, None)
                 return None
-            found = checkpoint.step, checkpoint.attempt, _sound_step(checkpoint)
+            found = _Seen(
+                checkpoint.attempt,
+                checkpoint.step,
+                _sound_step(checkpoint),
+                tuple(best_steps(checkpoint)),
+            )
             if not self._store.appends:
                 self._complete[name] = found
             self._withdrawn_s.pop(name, None)
-        return found[0], found[2]
+        return found
 
     def _delete(self, name: str) -> bool:
         """Delete one checkpoint if nobody can be reading it; return whether it is gone.

@@ -59,13 +59,16 @@ def train_language_model(session: Session) -> None:
         num_held_out = min(settings.data.validation_samples, texts.held_out.num_samples)
         session.evaluate(lambda samples: loss_on(texts.held_out, samples), num_held_out)
 
-    train = settings.train
+    train, measured = settings.train, -1
     for step in session.steps(texts.train.num_samples, data_digest=texts.digest):
         session.train_step(lambda samples: loss_on(texts.train, samples))
         due = train.validation_every and step.number % train.validation_every == 0
-        if due and step.number < train.steps:
+        if due or step.number == train.steps:
+            # In the body, so that the value belongs to the step's version.
             validate()
-    validate()
+            measured = step.number
+    if measured != session.step:
+        validate()
 
 
 def _decoder(session: Session) -> tuple[Any, int, _Loss]:

@@ -11,7 +11,7 @@ import math
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from functools import partial
-from typing import Any, TypeVar
+from typing import Any, Literal, TypeVar
 
 import torch
 from numpy.typing import NDArray
@@ -23,7 +23,7 @@ from workers.data import DataLoader, Dataset
 from workers.errors import TaskError
 from workers.parallel import Mesh, ModelPlan, drop_gathered
 from workers.protocol import BESIDE, VALIDATION, VALUES, Assignment, Formed, WorkerPhase
-from workers.settings import Settings
+from workers.settings import VALIDATION_LOSS, Settings
 from workers.snapshot import SnapshotMemory
 from workers.state import (
     HostBuffer,
@@ -248,6 +248,16 @@ class Session:
         self._steps.register(name, stateful)
         return stateful
 
+    def keep_best(self, value: str, *, mode: Literal["min", "max"] = "min", keep: int = 1) -> None:
+        """Keep checkpoints of the steps after which a value was best; see ``checkpoint.best``.
+
+        Every worker calls it, before ``session.steps``. The configuration overrides it.
+
+        Raises:
+            TaskError: The configuration says another value or mode.
+        """
+        self._boundary.best.choose(value, mode, keep)
+
     def steps(
         self, data: int | DataLoader | Dataset | Iterable[Any], *, data_digest: str = ""
     ) -> Iterator[Step]:
@@ -348,6 +358,7 @@ class Session:
             self._boundary.tell(self.step, what)
         self._evaluates_badly = bool(bad)
         self._validation_loss = loss
+        self._boundary.best.note(VALIDATION_LOSS, loss)
         if self.rank == 0:
             self._storage.append(VALIDATION, self._boundary.line(self.step, loss=loss))
         return loss
@@ -414,6 +425,7 @@ class Session:
                     f"session.log: {name} is {type(value).__name__}, which is not a single number"
                 ) from error
             numbers[name] = number if math.isfinite(number) else None
+            self._boundary.best.note(name, number)
         if self.rank == 0:
             current = self._steps.current if self._steps is not None else None
             step = current.number if current is not None else self.step

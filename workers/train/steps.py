@@ -98,6 +98,7 @@ class Steps:
         if self.step >= train.steps:
             log.warning("resumed at step %s of %s: no step is left", self.step, train.steps)
             return
+        self._boundary.commit_loaded(self.step, self.sharded, self._restored)
         self._begun_s = time.perf_counter()
         self._is_left = True
         while self.step < train.steps:
@@ -183,7 +184,7 @@ class Steps:
         if step.number > self._first_step:
             self._extend_timeout()
         self._open = step
-        if not self.sharded.registered:
+        if not self.sharded.registered and not self._boundary.best.settings.value:
             self._complete_open()
         self._progress.enter(WorkerPhase.SCRIPT)
 
@@ -199,6 +200,7 @@ class Steps:
             "order_position": step.order_range[1],
             "loss": loss,
             **self._boundary.finiteness.values(),
+            **self._boundary.best.take(step.number),
         }
         if self._stream is not None:
             extra[_STREAM] = self._stream.state()
@@ -207,6 +209,10 @@ class Steps:
             extra[_REGISTERED] = registered
         # The wait for protection happens once, so it does not count as time of the next step.
         self._begun_s += self._boundary.completed(step, self._step_s, self.sharded, extra)
+        if self._boundary.best.is_new:
+            waits_s = time.perf_counter()
+            self._boundary.commit(step.number)
+            self._begun_s += time.perf_counter() - waits_s
 
     def _ends(self, step: Step) -> bool:
         """Do what is due once the body of the loop has ended; return whether the run ends here."""

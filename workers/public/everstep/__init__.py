@@ -108,6 +108,7 @@ if TYPE_CHECKING:
     from workers.models import causal_attention
     from workers.parallel import ModelPlan
     from workers.settings import (
+        BestSettings,
         CheckpointSettings,
         DataSettings,
         ModelSettings,
@@ -122,6 +123,7 @@ if TYPE_CHECKING:
 
 __all__ = [
     "ApartError",
+    "BestSettings",
     "CheckpointSettings",
     "DataError",
     "DataLoader",

@@ -30,6 +30,7 @@ from workers.snapshot import (
     on_passes,
 )
 from workers.state import HostBuffer
+from workers.train.boundary.best import Best
 from workers.train.boundary.cadence import Cadence, Due
 from workers.train.boundary.costs import SaveMeter
 from workers.train.boundary.ending import Ending
@@ -70,6 +71,7 @@ class Boundary:
     Attributes:
         finiteness: Decides about updates that are not finite.
         ending: Ends the run before its last step, if the script asks for it.
+        best: Decides which versions are kept because a value was best.
     """
 
     def __init__(
@@ -105,6 +107,7 @@ class Boundary:
         train = settings.train
         self.finiteness = Finiteness(train.not_finite, train.num_micro_batches, tell=self.tell)
         self.ending = Ending(assignment, context, storage.write)
+        self.best = Best(settings.checkpoint.best, assignment.rank, device)
         self._unfollow: Callable[[], None] | None = None
         self._due = Due()
         self._state: Captured | None = None
@@ -133,6 +136,7 @@ class Boundary:
         """Note the weights that the attempt begins with, and what their version says of them."""
         self._loaded = Marks(sharded.shards)
         self.finiteness.load(extra)
+        self.best.load(extra)
 
     def tell(self, step: int, text: str) -> None:
         """Say in the terminal, and have put on record, what the attempt survives."""
@@ -245,7 +249,7 @@ class Boundary:
             is_ready = wait.get_ready(self._state)
             # A rank that is ready has completed its last snapshot.
             agreed = replace(agreed, no_memory=not is_ready, behind=False)
-        due = self._due = self._cadence.due(step.number, agreed)
+        due = self._due = self._cadence.due(step.number, agreed, is_best=self.best.is_new)
         taking_s = time.monotonic()
         if due.snapshot or due.storage:
             self._context.progress.enter(WorkerPhase.SAVING)
@@ -284,6 +288,22 @@ class Boundary:
         timeout_s = self._context.settings.parallel.patient_timeout_s
         self._storage.wait_committed(step, timeout_s=timeout_s)
 
+    def commit_loaded(self, step: int, sharded: ShardedModel, extra: Mapping[str, Any]) -> None:
+        """Return when a best state that was loaded from memory is committed, as its step waited.
+
+        Args:
+            step: The step that the attempt resumed from.
+            extra: The small named values of its version.
+
+        Raises:
+            AbortedError: The attempt was fenced.
+            CollectiveError: A peer did not write its part.
+        """
+        if self._assignment.memory and step in dict(self.best.kept):
+            self._store_again(step, sharded, extra)
+            self.commit(step)
+            self._state = None
+
     def end(self, step: int, sharded: ShardedModel, extra: Mapping[str, Any]) -> None:
         """Return when the state after ``step`` is committed, and noted as the end of the run.
 
@@ -304,10 +324,7 @@ class Boundary:
         self.ending.end(step)
         is_mine = due.storage or (self._is_taken and due.pin)
         if not all_agree(is_mine, self._device):
-            held = live.extra if live is not None else extra
-            kept = {name: value for name, value in held.items() if name != LIVE_STATE}
-            self._state, self._due = capture(step, sharded, kept), Due(storage=True)
-            self._store()
+            self._store_again(step, sharded, live.extra if live is not None else extra)
         self.commit(step)
 
     def leave(self, step: int) -> NoReturn:
@@ -390,6 +407,7 @@ class Boundary:
             result = self.line(
                 step, weights_digest=digest, final_loss=loss, validation_loss=validation_loss
             )
+            result |= self.best.described()
             if self.ending.reason:
                 result["ended"] = self.ending.reason
             self._storage.write_result(json.dumps(result, indent=1).encode())
@@ -475,6 +493,12 @@ class Boundary:
             )
         )
         self._meter.checkpoint(begun_s, time.monotonic() - begun_s)
+
+    def _store_again(self, step: int, sharded: ShardedModel, extra: Mapping[str, Any]) -> None:
+        """Write to storage a state whose step is over."""
+        kept = {name: value for name, value in extra.items() if name != LIVE_STATE}
+        self._state, self._due = capture(step, sharded, kept), Due(storage=True)
+        self._store()
 
     def _measure_storage(self) -> None:
         """Measure how long this rank writes a checkpoint itself."""

@@ -73,15 +73,17 @@ class Cadence:
         """Return the steps between two snapshots, and between two versions in storage."""
         return self._snapshot_every, self._storage_every
 
-    def due(self, step: int, agreed: Signals) -> Due:
+    def due(self, step: int, agreed: Signals, *, is_best: bool = False) -> Due:
         """Return what to do after ``step``. Call it once for every step, in order.
 
         New intervals apply from this step on. A state that is due for storage stays due until it
         can be stored. A snapshot is taken although a rank is behind if the state must not be lost,
         or if too many were skipped; the newest snapshot that all peers have is then kept. The
-        ranks write the state to storage themselves if their memory may be lost with them.
+        ranks write the state to storage themselves if their memory may be lost with them, or if
+        they wait for it because it is among the best.
         """
         is_durable = step == self._last_step or (agreed.leaves and agreed.leaves_durably)
+        is_durable |= is_best
         is_forced = is_durable or agreed.leaves
         self._snapshot_every = agreed.snapshot_steps or self._snapshot_every
         self._storage_every = agreed.storage_steps or self._storage_every

@@ -77,6 +77,15 @@ def test_the_last_step_is_written_by_the_ranks_themselves() -> None:
     assert cadence(last_step=3).due(3, Signals()) == Due(snapshot=True, storage=True)
 
 
+def test_a_best_step_is_written_by_the_ranks_themselves() -> None:
+    """They wait for it. That it was due for the keeper's storage, too, is done with that."""
+    states = cadence()
+    busy = Signals(storage_busy=True)
+    assert states.due(3, busy) == Due(snapshot=True)
+    assert states.due(4, busy, is_best=True) == Due(snapshot=True, storage=True, kept_step=3)
+    assert states.due(5, Signals()) == Due(snapshot=True, kept_step=4)
+
+
 def test_without_memory_the_ranks_store_as_often_as_they_are_told() -> None:
     """A version is worth nothing unless every rank's part is in memory."""
     plan = cadence()
