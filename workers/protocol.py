@@ -589,6 +589,8 @@ class WorkerReport:
             measured: while the node's workers stand still.
         digest: What it says of its own work; None if it keeps no record of it.
         num_dropped: Groups that did not fit its ring: it may wait in one of them, and nobody knows.
+        beater_runs: How often its beating thread got a processor; 0 if that is not known. Of a
+            process that waits for its interpreter lock it grows, of a frozen one it does not.
     """
 
     worker: str
@@ -611,6 +613,7 @@ class WorkerReport:
     children_s: float = 0.0
     digest: Digest | None = None
     num_dropped: int = 0
+    beater_runs: int = 0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

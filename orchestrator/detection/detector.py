@@ -12,9 +12,10 @@ from dataclasses import dataclass, field, replace
 from functools import cached_property
 from math import ceil
 from types import MappingProxyType
-from typing import Final
+from typing import Final, NamedTuple
 
-from orchestrator.detection.signs import has_computed
+from orchestrator.detection.node_map import NodeMap
+from orchestrator.detection.signs import Quiet, has_computed, work_s
 from workers.protocol import NodeReport, WorkerPhase, WorkerReport
 
 #: Reports further apart than this leave a gap in which nobody watched: two periods of a keeper.
@@ -29,21 +30,38 @@ _USUAL: Final = 10.0
 _MOVES: Final = frozenset({WorkerPhase.LOADING, WorkerPhase.SAVING, WorkerPhase.LEAVING})
 
 
+class Mark(NamedTuple):
+    """Watched time at which more was last seen, and the processor time used until then."""
+
+    since_s: float
+    used_s: float
+
+    def after(self, used_s: float, now_s: float) -> Mark:
+        """Return the mark once ``used_s`` were used until ``now_s``."""
+        if used_s < self.used_s:
+            # Another thread or child is counted than before.
+            return Mark(self.since_s, used_s)
+        is_more = has_computed(used_s - self.used_s, now_s - self.since_s)
+        return Mark(now_s, used_s) if is_more else self
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Watched:
     """One worker as last reported.
 
     Attributes:
         still_since_s: Watched time at which it was last seen to progress.
-        idle_since_s: Watched time at which it was last seen to progress or to compute.
-        idle_from_s: Its processor time then.
+        idle: When it was last seen to progress or to compute.
+        asleep: When its process was last seen to compute, in any thread.
+        frozen_since_s: Watched time at which its beating thread was last seen to run.
     """
 
     node: str
     report: WorkerReport
     still_since_s: float
-    idle_since_s: float
-    idle_from_s: float
+    idle: Mark
+    asleep: Mark
+    frozen_since_s: float
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -69,7 +87,7 @@ class Detector:
 
     watched_s: float = 0.0
     heard_at_s: float = float("-inf")
-    nodes: Mapping[str, WatchedNode] = field(default_factory=lambda: MappingProxyType({}))
+    nodes: NodeMap[WatchedNode] = field(default_factory=NodeMap)
     steps_s: tuple[float, ...] = ()
     counted: tuple[int, int] = (0, 0)
 
@@ -109,9 +127,14 @@ class Detector:
         """Return for how long the worker has been watched without progress."""
         return self.nodes[watched.node].heard_s - watched.still_since_s
 
-    def idle_s(self, watched: Watched) -> float:
-        """Return for how long the worker has used no processor time either."""
-        return self.nodes[watched.node].heard_s - watched.idle_since_s
+    def quiet(self, watched: Watched) -> Quiet:
+        """Return for how long the worker has shown nothing of what it may show."""
+        heard_s = self.nodes[watched.node].heard_s
+        return Quiet(
+            idle_s=heard_s - watched.idle.since_s,
+            asleep_s=heard_s - watched.asleep.since_s,
+            frozen_s=heard_s - watched.frozen_since_s,
+        )
 
     def silent_s(self, node: str) -> float:
         """Return how long ``node`` has not reported while others did."""
@@ -134,29 +157,18 @@ def observe(state: Detector, report: NodeReport, at_s: float) -> Detector:
         known = before.workers.get(row.worker) if before is not None else None
         if known is not None and _finished_step(known.report, row):
             counted = _count(steps_s, counted, row)
-        since_s = idle_since_s = watched_s
-        idle_from_s = row.processor_s
-        if before is not None and known is not None and not gap:
-            if _progress(known.report) != _progress(row):
-                since_s = max(before.heard_s, watched_s - _last_sign_age_s(row))
-                idle_since_s = since_s
-            else:
-                since_s = known.still_since_s
-                used_s = row.processor_s - known.idle_from_s
-                if not has_computed(used_s, watched_s - known.idle_since_s):
-                    idle_since_s, idle_from_s = known.idle_since_s, known.idle_from_s
-        workers[row.worker] = Watched(
-            node=report.node,
-            report=row,
-            still_since_s=since_s,
-            idle_since_s=idle_since_s,
-            idle_from_s=idle_from_s,
-        )
+        if before is None or known is None or gap:
+            workers[row.worker] = _anew(report.node, row, watched_s)
+        elif _progress(known.report) != _progress(row):
+            since_s = max(before.heard_s, watched_s - _last_sign_age_s(row))
+            workers[row.worker] = _anew(report.node, row, since_s)
+        else:
+            workers[row.worker] = _still(known, row, watched_s)
     node = WatchedNode(heard_s=watched_s, workers=MappingProxyType(workers))
     return Detector(
         watched_s=watched_s,
         heard_at_s=at_s,
-        nodes=MappingProxyType({**state.nodes, report.node: node}),
+        nodes=state.nodes.set(report.node, node),
         steps_s=tuple(steps_s[-NUM_STEPS_KEPT:]),
         counted=counted,
     )
@@ -167,34 +179,54 @@ def without_silent(state: Detector, members: Collection[str], silent_s: float) -
 
     Nodes that are gone would otherwise be kept, and looked through, for as long as the run lasts.
     """
-    kept = {
-        name: node
+    kept = (
+        (name, node)
         for name, node in state.nodes.items()
         if state.silent_s(name) < silent_s or not node.workers.keys().isdisjoint(members)
-    }
-    return replace(state, nodes=MappingProxyType(kept))
+    )
+    return replace(state, nodes=NodeMap.of(kept))
+
+
+def _anew(node: str, row: WorkerReport, since_s: float) -> Watched:
+    """Return a worker that was seen to progress at ``since_s``."""
+    return Watched(
+        node=node,
+        report=row,
+        still_since_s=since_s,
+        idle=Mark(since_s, work_s(row)),
+        asleep=Mark(since_s, row.processor_s),
+        frozen_since_s=since_s,
+    )
+
+
+def _still(known: Watched, row: WorkerReport, now_s: float) -> Watched:
+    """Return a worker that has not progressed since the report before."""
+    # What is not known of the beating thread does not show that it is frozen.
+    has_run = not row.beater_runs or row.beater_runs != known.report.beater_runs
+    return replace(
+        known,
+        report=row,
+        idle=known.idle.after(work_s(row), now_s),
+        asleep=known.asleep.after(row.processor_s, now_s),
+        frozen_since_s=now_s if has_run else known.frozen_since_s,
+    )
 
 
 def _forget_stillness(state: Detector) -> Detector:
     now_s = state.watched_s
-    nodes = {
-        name: WatchedNode(
-            heard_s=now_s,
-            workers=MappingProxyType(
-                {
-                    key: replace(
-                        old,
-                        still_since_s=now_s,
-                        idle_since_s=now_s,
-                        idle_from_s=old.report.processor_s,
-                    )
-                    for key, old in node.workers.items()
-                }
+    nodes = (
+        (
+            name,
+            WatchedNode(
+                heard_s=now_s,
+                workers=MappingProxyType(
+                    {key: _anew(name, old.report, now_s) for key, old in node.workers.items()}
+                ),
             ),
         )
         for name, node in state.nodes.items()
-    }
-    return replace(state, nodes=MappingProxyType(nodes))
+    )
+    return replace(state, nodes=NodeMap.of(nodes))
 
 
 def _progress(row: WorkerReport) -> tuple[object, ...]:

@@ -19,6 +19,7 @@ from workers.protocol import WorkerPhase
 
 #: Bounds for what a process shows of itself: those of the shortest steps.
 _LIMITS: Final = limits_from(1.0 / PATIENCE)
+_LIVING: Final = frozenset({Sign.COMPUTING, Sign.IDLE, Sign.HELD, Sign.TRACED})
 
 
 def at_work(state: Detector, *, attempt: int, members: Collection[str]) -> tuple[str, ...]:
@@ -31,5 +32,5 @@ def _works(state: Detector, one: Watched, attempt: int) -> bool:
     row = one.report
     is_inside = row.attempt == attempt and row.phase is not WorkerPhase.FORMING
     is_seen = state.silent_s(one.node) <= WATCH_GAP_S
-    lives = sign_of(row, state.idle_s(one), _LIMITS) in {Sign.COMPUTING, Sign.IDLE}
+    lives = sign_of(row, state.quiet(one), _LIMITS) in _LIVING
     return is_inside and is_seen and lives and not any(waits(row))

@@ -31,6 +31,10 @@ _STOPPED_S: Final = 0.55
 #: A step is taken to last so long before any was observed.
 _UNKNOWN_STEP_S: Final = 1.0
 
+# What holds the interpreter in C may be well, and nothing tells how long it takes. Another process
+# takes its place in about so many seconds, with its imports.
+_HELD_S: Final = 10.0
+
 # Multiples of the hang bound. What has no observed duration of its own (saving, forming) gets
 # room; a bound that ends a wait without naming anybody comes after those that name somebody.
 _SUSPECT: Final = 0.6
@@ -71,6 +75,8 @@ class Limits:
         pause_s: As ``saving_s``, for one that is in its own code and does not compute: the longest
             pause that a script takes; but no longer than the others' collectives wait for it.
         forming_s: As ``saving_s``, for a worker that is forming, loading, or did not come.
+        held_s: A process whose interpreter is held, and that does not compute, is named after this;
+            it may be among the others at any place.
     """
 
     beat_s: float
@@ -83,9 +89,11 @@ class Limits:
     saving_s: float
     pause_s: float
     forming_s: float
+    held_s: float
 
     def __post_init__(self) -> None:
-        bounds = [(field.name, getattr(self, field.name)) for field in fields(self)]
+        ordered = (field.name for field in fields(self) if field.name != "held_s")
+        bounds = [(name, getattr(self, name)) for name in ordered]
         for (shorter, a_s), (longer, b_s) in pairwise(bounds):
             assert a_s < b_s, f"{shorter}={a_s} must be shorter than {longer}={b_s}"
 
@@ -117,9 +125,10 @@ def limits_from(
         saving_s=max(_SAVING * hang_s, _SAVING_S * scale),
         pause_s=max(_PAUSE * hang_s, _PAUSE_S * scale),
         forming_s=max(_FORMING * hang_s, _FORMING_S * scale),
+        held_s=max(hang_s, _HELD_S * scale),
     )
 
 
 def as_seconds(limits: Limits) -> dict[str, float]:
-    """Return the bounds by name, in their order."""
+    """Return the bounds by name."""
     return {field.name.removesuffix("_s"): getattr(limits, field.name) for field in fields(limits)}

@@ -9,22 +9,28 @@ sign       what is seen                                                 named af
 =========  ===========================================================  ========================
 gone       the kernel knows no such process, or only a zombie           ``suspect_s``
 stopped    the kernel holds it (state T), and it has not beaten         ``stopped_s``
-silent     no beat, asleep (not R, not D), and no processor time used:  ``hang_s``
-           a frozen container, or a thread that keeps the interpreter
-computing  it runs (state R), or uses processor time                    just before the others'
-                                                                        collectives fail
-idle       it beats, or waits for a disk or a page (state D), and uses  ``pause_s``, without
-           no processor time: a sleep, a child that works, a lock       processor time as well
+frozen     no beat, asleep (not R, not D), no processor time used, and  ``hang_s``
+           its beating thread does not run: a frozen container
+held       as frozen, but its beating thread runs and gets no further:  ``held_s``
+           a call in C that sleeps with the interpreter's lock
+traced     a debugger holds it (state t)                                never
+computing  it runs (state R), or the thread that trains or a child      just before the others'
+           process uses processor time                                  collectives fail
+idle       it beats, or waits for a disk or a page (state D), and       ``pause_s``, without
+           neither trains nor has a child that works: a sleep, a lock,  processor time as well
+           also while a helper thread spins
 =========  ===========================================================  ========================
 
-The first three are proof. The last two are asked only about a rank that others wait for and that
-waits for none (``waits``). What runs when the machine has no processor to spare is in state R.
+The first three are proof. A held process may be well, as one that reads a slow disk in C, so it is
+named only once going on without it has cost less than the wait. The last two are asked only about a
+rank that others wait for and that waits for none (``waits``). What runs when the machine has no
+processor to spare is in state R.
 """
 
 from __future__ import annotations
 
 from enum import StrEnum
-from typing import Final
+from typing import Final, NamedTuple
 
 from orchestrator.detection.limits import Limits
 from workers.protocol import GONE, WorkerReport
@@ -35,6 +41,7 @@ _WAITING_SHARE: Final = 0.05
 _WAITING_BURST_S: Final = 0.05
 
 _STOPPED: Final = "T"
+_TRACED: Final = "t"
 _RUNNING: Final = "R"
 _PAGING: Final = "D"
 
@@ -44,7 +51,9 @@ class Sign(StrEnum):
 
     GONE = "gone"
     STOPPED = "stopped"
-    SILENT = "silent"
+    FROZEN = "frozen"
+    HELD = "held"
+    TRACED = "traced"
     COMPUTING = "computing"
     IDLE = "idle"
 
@@ -54,24 +63,52 @@ def has_computed(processor_s: float, over_s: float) -> bool:
     return processor_s > _WAITING_BURST_S + _WAITING_SHARE * over_s
 
 
-def sign_of(row: WorkerReport, idle_s: float, limits: Limits) -> Sign:
-    """Return what a process shows that has used no processor time for ``idle_s``."""
+_HOLDS: Final = {_STOPPED: Sign.STOPPED, _TRACED: Sign.TRACED}
+
+
+class Quiet(NamedTuple):
+    """For how long a process has shown nothing.
+
+    Attributes:
+        idle_s: It neither progressed nor computed (``work_s``).
+        asleep_s: None of its threads used processor time.
+        frozen_s: Its beating thread did not run. 0.0 if that is not known.
+    """
+
+    idle_s: float
+    asleep_s: float
+    frozen_s: float
+
+
+def work_s(row: WorkerReport) -> float:
+    """Return the processor time of the thread that trains and of its children.
+
+    That of the process if that thread is not known: other threads of it, such as those that fetch
+    data or talk to a logger, compute also while training stands still.
+    """
+    return row.trainer_s + row.children_s if row.trainer_s else row.processor_s
+
+
+def sign_of(row: WorkerReport, quiet: Quiet, limits: Limits) -> Sign:
+    """Return what a process shows that has been quiet for so long."""
     if row.os_state in GONE:
         return Sign.GONE
-    if row.os_state == _STOPPED:
-        return Sign.STOPPED
-    if row.os_state == _RUNNING or idle_s < limits.hang_s:
+    if row.os_state in _HOLDS:
+        return _HOLDS[row.os_state]
+    if row.os_state == _RUNNING or quiet.idle_s < limits.hang_s:
         return Sign.COMPUTING
-    if row.os_state == _PAGING or row.beat_age_s < limits.hang_s:
+    is_alive = row.beat_age_s < limits.hang_s or quiet.asleep_s < limits.hang_s
+    if row.os_state == _PAGING or is_alive:
         return Sign.IDLE
-    return Sign.SILENT
+    return Sign.FROZEN if quiet.frozen_s >= limits.hang_s else Sign.HELD
 
 
 def describe(sign: Sign, row: WorkerReport, idle_s: float) -> str:
     """Return the evidence of ``sign`` for people."""
     if sign is Sign.COMPUTING:
         return f"it computes (state {row.os_state}, processor time until {idle_s:.1f} s ago)"
+    who = "its training thread has" if row.trainer_s else "has"
     return (
-        f"it beat {row.beat_age_s:.1f} s ago, is in state {row.os_state}, and has used no "
+        f"it beat {row.beat_age_s:.1f} s ago, is in state {row.os_state}, and {who} used no "
         f"processor time for {idle_s:.1f} s"
     )

@@ -7,6 +7,7 @@ process needs no step to be overdue: shorter bounds are enough.
 1. *gone*, *stopped*, *silent*: what the process shows (``signs``) is proof, while another member
    runs or beats. A thread that only sleeps and stores needs nothing but the process to be
    scheduled and the interpreter lock to be free; a rank that waits in a collective leaves it free.
+   *held*: that lock is not free. It proves nothing, but to wait costs more than another process.
 2. *missing*: others wait, directly or along a chain over groups, for a collective that this
    rank has not called, and it waits nowhere itself (``waits``). C4's non-communication hang.
    Whether it hangs or works nobody sees from outside, so it gets the longest pause that a script
@@ -16,12 +17,14 @@ process needs no step to be overdue: shorter bounds are enough.
    call), or they wait in a circle, or all compute alike. No rank is named: with a stopped one,
    a rule "who is behind" names a rank that waits (seen on 4 ranks: the one next to it).
 
-When all members are stopped, nobody holds anybody up and there is no verdict.
+When all members are stopped, nobody holds anybody up and there is no verdict. A process under a
+debugger is never named. A rank with groups that did not fit its ring may wait in one of them, so it
+is not named for being waited for.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 from functools import cached_property
 from math import inf
@@ -43,11 +46,13 @@ _KINDS = {
     "gone": Kind.DEAD,
     "stopped": Kind.FROZEN,
     "silent": Kind.FROZEN,
+    "held": Kind.INTERPRETER_HELD,
     "missing": Kind.ABSENT,
     "stuck": Kind.ABSENT,
 }
 _RAISE_TIMEOUT = " (if it works for so long, raise parallel.collective_timeout_s)"
 _RAISE_PATIENCE = " (if it may pause for so long, raise recovery.patience)"
+_STOPPED = frozenset({None, Sign.STOPPED, Sign.TRACED})
 #: Share of the time after which collectives fail: the culprit is named before.
 _BEFORE_FAILING = 0.9
 
@@ -112,7 +117,7 @@ class _Case:
     """An attempt as it is judged. Ranks are places in ``members``.
 
     ``unseen_s`` is the age of the oldest report on a member, its node's last; ``idle_s`` and
-    ``signs`` are for how long a known member has used no processor time, and what it shows.
+    ``signs`` are for how long a known member has not computed, and what it shows.
     """
 
     attempt: int
@@ -129,6 +134,15 @@ class _Case:
     def graph(self) -> WaitGraph:
         """Return which rank waits for which: expensive; the kernel's facts do not need it."""
         return graph_of(self.rows, attempt=self.attempt)
+
+    @cached_property
+    def unrecorded(self) -> frozenset[int]:
+        """Return the ranks that may wait in a group of which nothing is recorded."""
+        return frozenset(
+            rank
+            for rank, row in self.rows.items()
+            if row is not None and row.num_dropped and not any(waits(row))
+        )
 
     def verdict(self, rule: str, guilty: list[int], evidence: str) -> Verdict:
         return Verdict(
@@ -176,9 +190,10 @@ def judge(
     if still_s < limits.stopped_s:
         return None
     rows = {rank: None if one is None else one.report for rank, one in known.items()}
-    idle_s = {rank: state.idle_s(one) for rank, one in known.items() if one is not None}
+    quiet = {rank: state.quiet(one) for rank, one in known.items() if one is not None}
+    idle_s = {rank: each.idle_s for rank, each in quiet.items()}
     signs = {
-        rank: sign_of(one.report, idle_s[rank], limits)
+        rank: sign_of(one.report, quiet[rank], limits)
         for rank, one in known.items()
         if one is not None
     }
@@ -197,7 +212,7 @@ def judge(
     if verdict is None and still_s >= limits.hang_s:
         verdict = _by_beat(case) or _by_waits(case) or _undecided(case)
     if verdict is None and still_s >= limits.suspect_s:
-        all_wait = len(case.graph.waits_for) == len(members)
+        all_wait = len(case.graph.waits_for) == len(members) and not case.unrecorded
         return Stalled(attempt=attempt, waited_s=still_s) if all_wait else None
     return verdict
 
@@ -252,22 +267,32 @@ def _by_kernel(case: _Case) -> Verdict | None:
 
 def _by_beat(case: _Case) -> Verdict | None:
     """Rule 1, from a heartbeat that is silent while others are not."""
-    silent = [rank for rank, sign in case.signs.items() if sign is Sign.SILENT]
+    silent = [rank for rank, sign in case.signs.items() if sign is Sign.FROZEN]
+    rule = "silent"
+    if not silent and case.still_s >= case.limits.held_s:
+        rule, silent = "held", list(_held(case))
     beats = any(row and row.beat_age_s < case.limits.suspect_s for row in case.rows.values())
     # One that is alone has only its keeper to be compared with, which reports.
     is_alone = len(case.members) == 1 and case.still_s >= case.limits.undecided_s
     if silent and (beats or is_alone) and not _all_stopped(case):
-        return case.verdict(
-            "silent", silent, f"{_names(case, silent)}: {_shown(case, silent)}, and does not beat"
-        )
+        why = f"{_shown(case, silent)}, and does not beat"
+        return case.verdict(rule, silent, f"{_names(case, silent)}: {why}")
     return None
+
+
+def _held(case: _Case) -> Iterator[int]:
+    for rank, sign in case.signs.items():
+        row = case.rows[rank]
+        if sign is Sign.HELD and row is not None and row.beat_age_s >= case.limits.held_s:
+            yield rank
 
 
 def _by_waits(case: _Case) -> Verdict | None:
     """Rules 2 and 3: the wait graph of the record rings."""
     if _all_stopped(case):
         return None
-    missing = sorted(rank for rank in case.graph.sinks if case.still_s >= _bound_s(case, rank))
+    sinks = case.graph.sinks - case.unrecorded
+    missing = sorted(rank for rank in sinks if case.still_s >= _bound_s(case, rank))
     if missing:
         return case.verdict("missing", missing, _who_waits_for(case, missing))
     waiting = len(case.graph.waits_for)
@@ -278,6 +303,7 @@ def _by_waits(case: _Case) -> Verdict | None:
         and row.attempt == case.attempt
         and row.phase in _IN_STEP
         and rank not in case.graph.waits_for
+        and rank not in case.unrecorded
         and case.still_s >= _bound_s(case, rank)
     ]
     if stuck and (waiting or len(case.members) == 1):
@@ -297,13 +323,16 @@ def _undecided(case: _Case) -> Verdict | None:
         return None
     wrong = mismatch(case.rows)
     if wrong is not None:
-        told = case.verdict("undecided", [], wrong)
-        return replace(told, kind=Kind.MISMATCH, is_program=True)
+        kind, evidence = wrong
+        return replace(case.verdict("undecided", [], evidence), kind=kind, is_program=True)
     waiting = case.graph.waits_for
     if not waiting and case.still_s < case.limits.forming_s:
         # All may do the same for long, as to read data; nobody is held up by another.
         return None
     where = _where(case)
+    if case.unrecorded:
+        which = _names(case, sorted(case.unrecorded))
+        return case.verdict("undecided", [], f"{which} may wait in a group without a record{where}")
     if len(waiting) < len(case.members):
         return case.verdict("undecided", [], f"no member waits for another{where}")
     if any(waiting.values()):
@@ -329,6 +358,8 @@ def _bound_s(case: _Case, rank: int) -> float:
     row, limits = case.rows[rank], case.limits
     if row is None or row.attempt != case.attempt:
         return limits.forming_s
+    if case.signs[rank] is Sign.TRACED:
+        return inf
     is_computing = case.signs[rank] is Sign.COMPUTING
     if row.phase in _SLOW_TO_FORM | _SLOW_TO_SAVE:
         bound_s = limits.forming_s if row.phase in _SLOW_TO_FORM else limits.saving_s
@@ -361,7 +392,7 @@ def _is_in_own_code(case: _Case, rank: int) -> bool:
 
 def _all_stopped(case: _Case) -> bool:
     # A single worker is stopped by somebody who did not stop its keeper: it is named.
-    stopped = all(case.signs.get(rank) in {None, Sign.STOPPED} for rank in case.rows)
+    stopped = all(case.signs.get(rank) in _STOPPED for rank in case.rows)
     return stopped and len(case.members) > 1
 
 

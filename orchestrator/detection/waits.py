@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
+from typing import Final
 
-from orchestrator.diagnosis import WaitGraph, difference, wait_graph
+from orchestrator.diagnosis import Kind, WaitGraph, difference, wait_graph
 from workers.protocol import GroupState, WorkerPhase, WorkerReport
+
+_TYPE: Final = " of another type"
 
 
 def graph_of(reports: Mapping[int, WorkerReport | None], *, attempt: int) -> WaitGraph:
@@ -32,12 +35,14 @@ def waits(row: WorkerReport) -> Iterator[GroupState]:
     return (group for group in row.groups if group.waiting_s > 0.0)
 
 
-def mismatch(reports: Mapping[int, WorkerReport | None]) -> str | None:
+def mismatch(reports: Mapping[int, WorkerReport | None]) -> tuple[Kind, str] | None:
     """Return how members of one group wait in different calls of the same number, if so.
 
-    That is a mistake in the program, or ranks that disagree about data; nobody is to blame for
-    it as a machine. Each rank's line of the script is named, if it is known.
+    Or that their calls before it differed, where those of that number do not. That is a mistake in
+    the program, or ranks that disagree about data; nobody is to blame for it as a machine. Each
+    rank's line of the script is named, if it is known.
     """
+    shifted: tuple[Kind, str] | None = None
     seen: dict[tuple[str, int], tuple[int, GroupState, str]] = {}
     for rank, row in sorted(reports.items()):
         for group in waits(row) if row is not None else ():
@@ -46,12 +51,24 @@ def mismatch(reports: Mapping[int, WorkerReport | None]) -> str | None:
             at = f" at {row.place}" if row is not None and row.place else ""
             key = (group.group, group.entered_seq)
             first, usual, first_at = seen.setdefault(key, (rank, group, at))
-            what = difference((usual.op, usual.size_bytes, ""), (group.op, group.size_bytes, ""))
+            what = difference(_call(usual, group), _call(group, usual))
             if what:
-                sizes = (usual.size_bytes, group.size_bytes) if what == "size" else ()
-                mine, its = (f" of {each} bytes" for each in sizes) if sizes else ("", "")
-                return (
+                sizes = (f" of {one.size_bytes} bytes" for one in (usual, group))
+                mine, its = sizes if what == "size" else ("", _TYPE if what == "type" else "")
+                return Kind.MISMATCH, (
                     f"rank {first} called {usual.op}{mine}{first_at} and rank {rank} called "
                     f"{group.op}{its}{at} as number {group.entered_seq} of group {group.group}"
                 )
-    return None
+            if usual.history and group.history and usual.history != group.history:
+                told = (
+                    f"rank {first}{first_at} and rank {rank}{at} wait in number "
+                    f"{group.entered_seq} of group {group.group}, and differ in a call before it"
+                )
+                shifted = shifted or (Kind.DESYNC, told)
+    return shifted
+
+
+def _call(one: GroupState, other: GroupState) -> tuple[str, int, str]:
+    """Return a call as it is compared with another; a type counts if both are known."""
+    is_known = one.dtype and other.dtype
+    return one.op, one.size_bytes, str(one.dtype) if is_known else ""

@@ -30,6 +30,7 @@ def calm(worker: str, rank: int) -> WorkerReport:
         step_s=0.2,
         loss=2.0,
         groups=(),
+        beater_runs=100,
     )
 
 

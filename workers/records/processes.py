@@ -42,6 +42,14 @@ def process_state(pid: int, *, thread: int = 0) -> ProcessState:
     return ProcessState(letter, int(fields[19]), processor_s, status)
 
 
+def num_runs(pid: int, thread: int) -> int:
+    """Return how often a thread of a process got a processor; 0 if the kernel does not tell."""
+    try:
+        return int(_read_at_once(f"/proc/{pid}/task/{thread}/schedstat").split()[2])
+    except (FileNotFoundError, ProcessLookupError):
+        return 0
+
+
 def descendants(pid: int) -> Iterator[int]:
     """Yield the living children of a process, theirs, and so on; takes 10 us for each thread."""
     try:

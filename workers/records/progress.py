@@ -24,7 +24,7 @@ from pathlib import Path
 from typing import Final
 
 from workers.protocol import BEAT_S, Digest, WorkerPhase, WorkerReport
-from workers.records.processes import process_state
+from workers.records.processes import num_runs, process_state
 from workers.records.ring import map_draft
 from workers.records.ring_reader import RingView
 
@@ -317,6 +317,7 @@ def report_on(
         children_s=children_s,
         digest=digest if is_current else None,
         num_dropped=ring.num_dropped if is_current else 0,
+        beater_runs=num_runs(view.pid, view.beater) if view.beater else 0,
     )
 
 

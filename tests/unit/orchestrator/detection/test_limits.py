@@ -17,9 +17,11 @@ def test_bounds_are_ordered_for_every_step_time(
     step_s_p99: float, patience: float, usual: float
 ) -> None:
     """A bound that passes another would fire first and say the wrong thing."""
-    bounds = astuple(limits_from(step_s_p99, step_s_p50=usual * step_s_p99, patience=patience))
+    limits = limits_from(step_s_p99, step_s_p50=usual * step_s_p99, patience=patience)
+    *bounds, held_s = astuple(limits)
 
     assert list(bounds) == sorted(set(bounds))
+    assert held_s >= limits.hang_s
 
 
 def test_bounds_out_of_order_are_refused() -> None:

@@ -18,6 +18,7 @@ from orchestrator.detection import (
     limits_from,
 )
 from orchestrator.detection.waits import graph_of
+from orchestrator.diagnosis import Kind
 from tests.support.histories import ATTEMPT, WORKERS, calm, group, stop, watch
 from workers.protocol import WorkerPhase, WorkerReport
 
@@ -248,6 +249,26 @@ def test_different_sizes_of_one_call_are_told_too() -> None:
     assert "all_reduce of 64 bytes and rank 2 called all_reduce of 128 bytes" in verdict.evidence
 
 
+def test_another_type_is_told_and_so_are_calls_that_differed_before() -> None:
+    """The user is told of the program, not to look for a broken network."""
+    at = replace(group("world", WORLD, 9, waiting_s=2.0), dtype=1, history=77)
+    rows = [replace(row, groups=(at,)) for row in rows_with()]
+    typed = replace(rows[2], groups=(replace(at, dtype=3),))
+    shifted = replace(rows[2], groups=(replace(at, history=78),))
+
+    other_type, other_past = (
+        verdict_on([*rows[:2], one, rows[3]], for_s=4.0) for one in (typed, shifted)
+    )
+
+    assert (other_type.kind, other_type.is_program) == (Kind.MISMATCH, True)
+    assert "rank 2 called all_reduce of another type as number 9" in other_type.evidence
+    assert (other_past.kind, other_past.is_program) == (Kind.DESYNC, True)
+    assert "rank 0 and rank 2 wait in number 9 of group world, and differ in a call before it" in (
+        other_past.evidence
+    )
+    assert other_past.guilty == ()
+
+
 def test_the_two_ends_of_a_transfer_that_stands_still_are_no_mistake_of_the_program() -> None:
     """They record send and recv as the same number of the pair."""
     ends = [
@@ -276,6 +297,76 @@ def test_a_silent_beat_is_named_while_another_beats() -> None:
     verdict = verdict_on(rows_with(w2=frozen), for_s=1.25)
 
     assert (verdict.guilty, verdict.rule) == (("w2",), "silent")
+
+
+def test_a_rank_that_sleeps_in_c_is_given_the_time_that_another_process_takes() -> None:
+    """A read by h5py or from FUSE keeps the interpreter's lock, and it is as well as any."""
+    state, at_s = Detector(), 100.0
+    for tick in range(45):
+        seconds = tick * 0.25
+        held = replace(absent("w2", 2), beat_age_s=seconds, beater_runs=100 + tick)
+        state, at_s = watch(rows_with(w2=held), for_s=0.0, state=state, from_s=at_s + 0.25)
+        if seconds < LIMITS.held_s:
+            assert judged(state, at_s) is None, seconds
+
+    verdict = judged(state, at_s)
+    assert isinstance(verdict, Verdict)
+    assert (verdict.guilty, verdict.rule, verdict.kind) == (
+        ("w2",),
+        "held",
+        Kind.INTERPRETER_HELD,
+    )
+
+
+def test_a_beat_of_which_nothing_more_is_known_is_not_taken_for_frozen() -> None:
+    """Some kernels do not tell how often a thread ran."""
+    unknown = replace(absent("w2", 2), beat_age_s=2.0, beater_runs=0)
+
+    assert judged(*watch(rows_with(w2=unknown), for_s=LIMITS.held_s - 0.5)) is None
+
+
+def test_a_process_under_a_debugger_is_never_named() -> None:
+    """py-spy, gdb and cuda-gdb hold it: somebody looks, and it goes on afterwards."""
+    traced = replace(absent("w2", 2), os_state="t", beat_age_s=400.0)
+
+    found = judged(*watch(rows_with(w2=traced), for_s=400.0, period_s=1.0), collectives_fail_s=300)
+    assert found is None
+
+
+def test_a_rank_whose_groups_did_not_fit_its_ring_is_not_named() -> None:
+    """It may wait in one of them, as the others do: what is not recorded is not known."""
+    unknown = replace(absent("w1", 1), num_dropped=72)
+    sleeping = absent("w2", 2)
+
+    verdict = verdict_on(rows_with(w1=unknown, w2=sleeping), for_s=PAUSED_S)
+    assert verdict.guilty == ("w2",)
+
+    alone = verdict_on(rows_with(w1=unknown), for_s=PAUSED_S)
+    assert alone.undecided
+    assert "w1 (rank 1) may wait in a group without a record" in alone.evidence
+    assert judged(*watch(rows_with(w1=unknown), for_s=PAUSED_S - 2.0)) is None
+
+
+def test_a_rank_whose_thread_idles_is_not_said_to_compute_for_a_thread_beside_it() -> None:
+    """A prefetcher or a logger's thread spins, and the process has used a whole processor."""
+    state, at_s = Detector(), 100.0
+    for second in range(123):
+        dead = replace(absent("w2", 2), processor_s=50.0 + second, trainer_s=7.0)
+        state, at_s = watch(rows_with(w2=dead), for_s=0.0, state=state, from_s=at_s + 1.0)
+
+    found = judged(state, at_s, collectives_fail_s=300.0)
+    assert isinstance(found, Verdict)
+    assert found.guilty == ("w2",)
+    assert "its training thread has used no processor time for" in found.evidence
+
+
+def test_a_rank_whose_children_compute_computes() -> None:
+    """Inductor compiles in processes of its own, and the thread that trains waits for them."""
+    state, at_s = Detector(), 100.0
+    for second in range(200):
+        compiles = replace(absent("w2", 2), trainer_s=7.0, children_s=float(second))
+        state, at_s = watch(rows_with(w2=compiles), for_s=0.0, state=state, from_s=at_s + 1.0)
+        assert judged(state, at_s, collectives_fail_s=300.0) is None
 
 
 def test_a_frozen_rank_that_is_alone_is_named_a_little_later() -> None:
