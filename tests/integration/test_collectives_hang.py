@@ -36,7 +36,7 @@ def test_the_stopped_rank_is_named_each_time_and_training_goes_on(
     assert len(set(finish(ranks, tmp_path))) == 1
 
 
-@pytest.mark.parametrize("work", ["", "computes"], ids=["sleeps", "computes"])
+@pytest.mark.parametrize("work", ["", "computes"], ids=["sleeps in C", "computes"])
 def test_a_rank_that_works_for_long_is_not_named_and_one_that_stops_then_is(
     ranks: Ranks, tmp_path: Path, work: str
 ) -> None:

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
-from orchestrator.detection import without_silent
+from time import process_time
+
+from orchestrator.detection import Detector, observe, without_silent
 from tests.support.histories import WORKERS, calm, watch
+from workers.protocol import NodeReport
 
 ON_TWO_NODES = dict(zip(WORKERS, ("n0", "n0", "n1", "n1"), strict=True))
 
@@ -17,3 +20,23 @@ def test_a_silent_node_without_a_member_is_forgotten() -> None:
     assert set(without_silent(state, WORKERS[:2], 5.0).nodes) == {"n0"}
     assert set(without_silent(state, WORKERS[:2], 6.0).nodes) == {"n0", "n1"}
     assert set(without_silent(state, WORKERS[:3], 5.0).nodes) == {"n0", "n1"}
+
+
+def test_a_report_costs_no_more_with_many_nodes() -> None:
+    """10,000 nodes report 10,000 times a second: each must not copy what is known of all."""
+
+    def took_s(num_nodes: int) -> float:
+        state = Detector()
+        for number in range(num_nodes):
+            report = NodeReport(node=f"n{number}", seq=0, workers=(calm(f"w{number}", number),))
+            state = observe(state, report, 100.0)
+        times: list[float] = []
+        for _ in range(10):
+            begin_s = process_time()
+            for again in range(50):
+                observe(state, NodeReport(node=f"n{again % 8}", seq=1, workers=()), 100.5)
+            times.append(process_time() - begin_s)
+        return min(times)
+
+    few_s, many_s = took_s(8), took_s(20_000)
+    assert many_s < 4 * few_s, (few_s, many_s)

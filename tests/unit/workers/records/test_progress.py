@@ -286,3 +286,39 @@ def test_the_processor_time_of_a_worker_is_read_from_outside(path: Path) -> None
             until(lambda: used_s()[1] > before_trainer_s + 0.2, "processor time of the trainer")
         finally:
             child.kill()
+
+
+HELD = """
+import ctypes, sys
+from workers.parent_death import end_with_parent
+from workers.records import ProgressRecord
+
+end_with_parent()
+record = ProgressRecord.create(sys.argv[1], worker="w0")
+print("ready", flush=True)
+ctypes.PyDLL(None).usleep(900_000_000)
+"""
+
+
+def test_a_held_interpreter_is_told_from_a_process_in_which_nothing_runs(path: Path) -> None:
+    """Neither beats nor uses processor time; the one may be well, the other stands still."""
+    pipe = subprocess.PIPE
+    with subprocess.Popen([sys.executable, "-c", HELD, str(path)], stdout=pipe) as child:
+        try:
+            assert child.stdout is not None
+            child.stdout.readline()
+
+            def seen() -> WorkerReport:
+                return _observe("w0", path, path, now_ns=time.monotonic_ns())
+
+            until(lambda: seen().beat_age_s > 0.5, "a beat that is late")
+            runs = seen().beater_runs
+            assert runs > 0
+            until(lambda: seen().beater_runs > runs + 10, "a thread that waits for the lock")
+            os.kill(child.pid, signal.SIGSTOP)
+            until(lambda: seen().os_state == "T", "a stopped process")
+            runs, since_s = seen().beater_runs, seen().beat_age_s
+            until(lambda: seen().beat_age_s > since_s + 0.2, "time")
+            assert seen().beater_runs == runs
+        finally:
+            child.kill()
