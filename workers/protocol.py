@@ -362,6 +362,7 @@ class Raised:
         traceback: The traceback to print, from the user's first frame on.
         refuses: The axis whose degree the script or the model cannot have, ``DEVICE_MEMORY`` if the
             device has too little of it, else "".
+        ranks: The ranks that numbers come from which are not finite; empty if that is not known.
     """
 
     attempt: int
@@ -369,6 +370,7 @@ class Raised:
     error: str
     traceback: str
     refuses: str = ""
+    ranks: tuple[int, ...] = ()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -435,11 +437,13 @@ class Noted:
 
     Attributes:
         text: One line for people.
+        ranks: The ranks that it comes from; empty if that is not known.
     """
 
     attempt: int
     step: int
     text: str
+    ranks: tuple[int, ...] = ()
 
 
 #: Kinds of source beside storage, as ``Formed`` names them.

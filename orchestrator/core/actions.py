@@ -224,6 +224,7 @@ class ReportIncident:
         fenced_s: When the last member was out.
         rule: The rule of detection that found it; "" if none did.
         verdict: Its kind as ``orchestrator.diagnosis`` names it; "" if none did.
+        places: (rank, worker, node) of each rank that it comes from; empty if that is not known.
     """
 
     attempt: int
@@ -234,6 +235,7 @@ class ReportIncident:
     fenced_s: float
     rule: str = ""
     verdict: str = ""
+    places: tuple[tuple[int, str, str], ...] = ()
 
 
 @value

@@ -18,6 +18,7 @@ class AttemptFailed(NamedTuple):
         evidence: One line for people.
         says_why: Whether the evidence may replace that of the same fault.
         rule: The rule of detection that found it, and the kind of its verdict; "" if none did.
+        places: (rank, worker, node) of each rank that it comes from; empty if that is not known.
     """
 
     kind: FaultKind
@@ -26,6 +27,7 @@ class AttemptFailed(NamedTuple):
     says_why: bool = False
     rule: str = ""
     verdict: str = ""
+    places: tuple[tuple[int, str, str], ...] = ()
 
 
 class IdleLoss(NamedTuple):

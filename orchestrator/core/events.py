@@ -286,7 +286,8 @@ class WorkerLeft:
 class WorkerRaised:
     """The training code of ``worker`` raised; the process lives and has left the attempt.
 
-    ``refuses`` is why the attempt's layout cannot train, if that is so: ``protocol.Raised`` says.
+    ``refuses`` is why the attempt's layout cannot train, if that is so, and ``ranks`` where numbers
+    come from that are not finite: ``protocol.Raised`` says.
     """
 
     at_s: float
@@ -296,6 +297,7 @@ class WorkerRaised:
     error: str
     traceback: str
     refuses: str = ""
+    ranks: tuple[int, ...] = ()
 
 
 @value
@@ -305,6 +307,7 @@ class NotFiniteFound:
     Attributes:
         number: Counts these in the attempt, from 1.
         evidence: One line for people.
+        ranks: The ranks that it comes from; empty if that is not known.
     """
 
     at_s: float
@@ -312,6 +315,7 @@ class NotFiniteFound:
     step: int
     number: int
     evidence: str
+    ranks: tuple[int, ...] = ()
 
 
 @value

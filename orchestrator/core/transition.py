@@ -87,6 +87,7 @@ class Transition:
                 fenced_s=fenced_s,
                 rule=fault.rule,
                 verdict=fault.verdict,
+                places=fault.places,
             )
         )
 

@@ -1,7 +1,8 @@
 """Reads records of a run from files, and says what is wrong with it (``everstep diagnose``).
 
-Three kinds of files are told by their content: our record rings, the dumps of torch's flight
-recorder, and JSON lines with an operation each. Nothing in a dump is executed, no class is built.
+Beside the documents of a run's incidents, three kinds of files are told by their content: our
+record rings, the dumps of torch's flight recorder, and JSON lines with an operation each. Nothing
+in a dump is executed, no class is built.
 """
 
 from __future__ import annotations
@@ -13,7 +14,10 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Final
 
+from orchestrator.core import Incident
 from orchestrator.diagnosis import (
+    Guilty,
+    Kind,
     Operation,
     Records,
     Verdict,
@@ -27,6 +31,7 @@ from ucp_core.errors import ForeignClassError
 from ucp_core.torch_files import pickle_tree, read_pickle
 from workers.records import FINISHED, is_ring, read_ring
 
+_INCIDENT: Final = "incident.json"
 _PICKLE: Final = b"\x80"
 _RANK: Final = re.compile(r"(\d+)(?:\.\w+)?$")
 _TRANSFER: Final = re.compile(r"(?:\w+:)?(send|recv) (\d+)(->|<-)(\d+)$")
@@ -41,6 +46,8 @@ _NAMES: Final = {
 _WIDTHS: Final = {
     "Double": 8, "Long": 8, "Float": 4, "Int": 4, "BFloat16": 2, "Half": 2, "Short": 2,
 }  # fmt: skip
+#: Kinds of verdicts that only the ranks can find.
+_TOLD: Final = frozenset({Kind.NOT_FINITE, Kind.DIVERGED})
 _LONG_AGO: Final = -math.inf
 
 
@@ -78,14 +85,33 @@ def diagnose_paths(
     Raises:
         ConfigError: A path holds no records, or a file cannot be read or written.
     """
+    told = tuple(_told(paths))
     records = _read(paths, now_s)
-    verdicts = diagnose(records)
+    verdicts = told + (diagnose(records) if records.operations or not told else ())
     if trace_file is not None:
         _write(Path(trace_file), json.dumps(trace(records, verdicts)).encode())
     if dumps_folder is not None:
         for rank, dump in flight_recorder_dumps(records).items():
             _write(Path(dumps_folder) / f"rank_{rank}", pickle_tree(dump, allow=frozenset())[0])
     return verdicts
+
+
+def _told(paths: Iterable[str]) -> Iterator[Verdict]:
+    """Yield what the run itself found out and no record shows, from documents of its incidents."""
+    for path, _ in _files(paths):
+        if path.name != _INCIDENT:
+            continue
+        incident = Incident.from_json(json.loads(path.read_bytes()), number=0)
+        if incident.verdict in _TOLD:
+            ranks = [rank for rank, _, _ in incident.places]
+            nodes = {node for _, _, node in incident.places}
+            yield Verdict(
+                kind=Kind(incident.verdict),
+                guilty=Guilty.of(ranks, (), nodes),
+                confidence=1.0 if ranks else 0.5,
+                since_s=None,
+                evidence=incident.evidence,
+            )
 
 
 def _write(path: Path, data: bytes) -> None:
@@ -122,7 +148,7 @@ def _read(paths: Sequence[str], now_s: float | None) -> Records:
     operations: list[Operation] = []
     unknown: dict[int, str] = {}
     for path, is_named in _files(paths):
-        found = _read_file(path, unknown)
+        found = () if path.name == _INCIDENT else _read_file(path, unknown)
         if found is None and is_named:
             raise ConfigError(
                 f"{path} is no record of a run: neither a record ring, nor a dump of torch's "

@@ -64,6 +64,54 @@ def test_so_do_the_stages_of_a_pipeline(run: Run) -> None:
     assert all(line["loss"] for line in lines(run)[3:])
 
 
+SHARDED = ParallelLayout(dp_shard=3)
+CUT = ParallelLayout(dp_shard=2, tp=2)
+STAGES = ParallelLayout(dp_shard=2, pp=2)
+COPIES = ParallelLayout(dp_replicate=2, dp_shard=2)
+
+
+def test_micro_batch_and_ranks_are_named_that_had_it_first(run: Run) -> None:
+    """Sums spread it to all ranks, a pipeline to its other stages, within the same step.
+
+    Micro-batch 2 of 4 has it. Data that is not finite shows in what the first stage makes of it, a
+    loss and its gradient on the last one.
+    """
+    loss, gradient = "the loss of micro-batch 2 of 4", "with a finite loss, of micro-batch 2 of 4"
+    among = "with a finite loss, among micro-batches 1, 2 of 4"
+    cases = (
+        (SHARDED, "nan", (1,), loss),
+        (SHARDED, "gradient", (1,), gradient),
+        (CUT, "data", (0, 1), loss),
+        (CUT, "gradient", (0, 1), among),
+        (STAGES, "data", (0,), loss),
+        (STAGES, "nan", (2,), loss),
+        (STAGES, "gradient", (2,), among),
+        (COPIES, "nan", (1,), loss),
+        (COPIES, "gradient", (1,), gradient),
+    )
+    for layout, how, ranks, named in cases:
+        one_order = layout in (SHARDED, CUT)
+        chosen = spoiled(f"2:{how}", deterministic=one_order, action="stop")
+        for left in run.train(chosen, num_workers=layout.world_size, layout=layout):
+            assert isinstance(left.outcome, Raised)
+            assert (left.outcome.step, left.outcome.ranks) == (2, ranks), left.outcome.error
+            assert named in left.outcome.error
+            place = " (positions 10 to 11 of the data order)"
+            assert (place in left.outcome.error) == (named != among)
+        reset(run)
+
+
+def test_an_update_that_a_scaler_leaves_out_is_no_fault(run: Run) -> None:
+    """It tries a smaller scale; a loss that is not finite is named all the same."""
+    finish(run, spoiled("scaler", "2-3:gradient", action="stop"), num_workers=2)
+    reset(run)
+
+    (left, _) = run.train(spoiled("scaler", "2:nan", action="stop"), num_workers=2)
+
+    assert isinstance(left.outcome, Raised)
+    assert left.outcome.ranks == (0,)
+
+
 def test_a_row_of_them_goes_on_in_the_attempt_after_a_death(run: Run) -> None:
     """Else a run whose workers die in it would begin to count anew, and never end."""
     chosen = spoiled("4-8:nan")
@@ -76,7 +124,7 @@ def test_a_row_of_them_goes_on_in_the_attempt_after_a_death(run: Run) -> None:
         assert (
             "NotFiniteError: step 6 is not finite: the loss of micro-batch 2 of 4" in outcome.error
         )
-        assert "the last finite step is 3 " in outcome.error
+        assert "The last finite step is 3 " in outcome.error
     assert newest(run) == (5, 2)
 
 

@@ -79,7 +79,7 @@ def reset(run: Run) -> None:
     """Begin a new run in the same directory with the same processes; attempts go on counting."""
     for name in ("metrics", "checkpoints", "result.json"):
         path = run.directory / name
-        path.unlink() if path.is_file() else shutil.rmtree(path)
+        shutil.rmtree(path) if path.is_dir() else path.unlink(missing_ok=True)
 
 
 def newest(run: Run) -> tuple[int, int]:

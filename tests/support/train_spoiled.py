@@ -1,7 +1,9 @@
 """A script whose numbers are not finite where it is told so: ``STEP:HOW`` or ``FIRST-LAST:HOW``.
 
-``nan`` and ``inf`` spoil the loss of one micro-batch of the step, ``gradient`` its gradient.
+``nan`` and ``inf`` spoil the loss of one micro-batch of the step, ``data`` what the model gets, and
+``gradient`` the gradient of its loss.
 ``weights`` makes weights NaN in an update of finite numbers, as one that overflows does.
+``scaler`` among the arguments has a ``GradScaler`` scale the loss.
 ``save`` spoils nothing: whole weights are saved behind the step.
 """
 
@@ -13,6 +15,8 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.amp import GradScaler
+from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel
 
 from everstep import ModelPlan, Session, run
 from workers.data import DataOrder
@@ -37,8 +41,9 @@ class Layers(nn.Module):
 
     def __init__(self) -> None:
         super().__init__()
-        self.layers = nn.ModuleDict({"0": nn.Linear(2, 5), "1": nn.Linear(5, 2)})
-        self.layers["1"].register_buffer("scale", torch.tensor([2.0, 3.0]))
+        last = nn.Sequential(nn.Linear(6, 2))
+        last.register_buffer("scale", torch.tensor([2.0, 3.0]))
+        self.layers = nn.ModuleDict({"0": nn.Linear(2, 6), "1": last})
 
     def forward(self, x: Tensor) -> Tensor:
         for layer in self.layers.values():
@@ -53,20 +58,35 @@ def keep_stage(model: Any, number: int, num_stages: int) -> None:
             del model.layers[layer]
 
 
+PLAN = ModelPlan(
+    tensor={"layers.0": ColwiseParallel(), "layers.1.0": RowwiseParallel()}, keep_stage=keep_stage
+)
+
+
 def spoiled() -> dict[int, str]:
     """Return by step what is spoiled."""
     found: dict[int, str] = {}
-    for steps, how in (argument.split(":") for argument in sys.argv[1:]):
+    for steps, how in (each.split(":") for each in sys.argv[1:] if ":" in each):
         first, _, last = steps.partition("-")
         found |= dict.fromkeys(range(int(first), int(last or first) + 1), how)
     return found
 
 
+def spoil(loss: Tensor, how: str) -> Tensor:
+    """Return a loss as it is told."""
+    if how == "gradient":
+        spoiled: Tensor = BadGradient.apply(loss)
+        return spoiled
+    return loss * float(how) if how in ("nan", "inf") else loss
+
+
 def train(session: Session) -> None:
     """Train; the third sample of a step is in the micro-batch that is spoiled."""
     settings, bad = session.settings, spoiled()
-    model = session.model(Layers, plan=ModelPlan(keep_stage=keep_stage))
+    model = session.model(Layers, plan=PLAN)
     optimizer = session.optimizer(lambda named: torch.optim.AdamW(named.values()))
+    if "scaler" in sys.argv:
+        session.register("scaler", GradScaler("cpu", init_scale=4.0))
     batch = settings.train.global_batch
     order = DataOrder(seed=settings.data.seed, num_samples=len(INPUTS), global_batch=batch)
 
@@ -77,11 +97,12 @@ def train(session: Session) -> None:
                 one.data.fill_(math.nan)
 
     def loss_of(samples: Any) -> Tensor:
-        loss: Tensor = (model(INPUTS[samples]) - 0.5).square().mean()
         how = bad.get(session.step + 1, "")
-        if order.step(session.step + 1)[2] not in samples or how in ("", "weights", "save"):
-            return loss
-        return BadGradient.apply(loss) if how == "gradient" else loss * float(how)
+        if order.step(session.step + 1)[2] not in samples:
+            how = ""
+        inputs = INPUTS[samples] * (math.nan if how == "data" else 1.0)
+        loss: Tensor = (model(inputs) - 0.5).square().mean()
+        return spoil(loss, how)
 
     for step in session.steps(len(INPUTS)):
         session.train_step(loss_of)

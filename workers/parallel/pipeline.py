@@ -239,6 +239,8 @@ class PassHooks:
 
     Attributes:
         begin: Called before a forward pass.
+        computed: Called with the number of the micro-batch and the outputs of a stage but the
+            last, after its forward pass.
         weigh: Called on the last stage with the number of the micro-batch and what the script's
             function returned; returns the loss to differentiate.
         end_forward: Called after a forward pass.
@@ -249,6 +251,7 @@ class PassHooks:
     begin: Callable[[int, int], None]
     weigh: Callable[[int, Any], Tensor]
     end_forward: Callable[[], None] = lambda: None
+    computed: Callable[[int, tuple[Tensor, ...]], None] = lambda _number, _outputs: None
     begin_backward: Callable[[int, int], None] = lambda _stage, _number: None
     end: Callable[[int, int], None] = lambda _stage, _number: None
 
@@ -432,6 +435,7 @@ class _Passes(nn.Module):
                 f"{shapes}, and {self._shapes} for the first; pad them to one length",
                 axis="pp",
             )
+        self.hooks.computed(number, outputs)
         return returned
 
 

@@ -38,6 +38,7 @@ from workers.train.executor import (
     on_host,
     refuse_hooks,
     use_all_to_all,
+    use_own,
     use_tree,
 )
 
@@ -89,7 +90,9 @@ def build_model(
     if settings.train.deterministic:
         use_tree(model, reduction)
     elif device.type == "cpu":
-        use_all_to_all(model)
+        use_all_to_all(model, reduction)
+    else:
+        use_own(model, reduction)
     shards = local_shards(model, mesh)
     if settings.train.deterministic:
         reserve(shards)

@@ -20,7 +20,7 @@ import torch.distributed as dist
 
 from ucp_core.errors import SupersededError, UcpError
 from workers import collectives
-from workers.errors import LayoutRefusedError, WorkerError
+from workers.errors import LayoutRefusedError, NotFiniteError, WorkerError
 from workers.memory import HandOver, SnapshotMemory
 from workers.parallel import build_mesh
 from workers.protocol import (
@@ -166,6 +166,7 @@ class _Attempt:
             error=described,
             traceback=_user_traceback(error),
             refuses=_refuses(error),
+            ranks=tuple(error.facts["ranks"]) if isinstance(error, NotFiniteError) else (),
         )
 
     def _take_final(self) -> None:

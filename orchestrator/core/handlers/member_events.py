@@ -19,7 +19,7 @@ from orchestrator.core.events import (
 )
 from orchestrator.core.handlers import fleet, planned, recovery
 from orchestrator.core.network import search
-from orchestrator.core.state import Cause, MutableRunState, Phase, Worker
+from orchestrator.core.state import MutableRunState, Phase, Worker
 from orchestrator.core.transition import Transition
 from orchestrator.policies import STORAGE, FaultKind, Refused, UserError
 from workers.protocol import DEVICE_MEMORY
@@ -215,7 +215,7 @@ def worker_raised(transition: Transition, event: WorkerRaised) -> None:
     error = UserError(rank, event.step, event.error, event.traceback)
     recovery.note_raised(transition, error)
     if error.is_of_all:
-        transition.follow(AttemptFailed(FaultKind.NOT_FINITE, (), error.message))
+        transition.follow(_not_finite(transition, error.message, event.ranks))
     else:
         kind = FaultKind.DEVICE_MEMORY if event.refuses == DEVICE_MEMORY else FaultKind.EXCEPTION
         transition.follow(AttemptFailed(kind, (worker.name,), event.error))
@@ -251,8 +251,20 @@ def not_finite_found(transition: Transition, event: NotFiniteFound) -> None:
     attempt = transition.run.attempt
     if event.attempt == attempt.number and event.number > attempt.num_noted:
         attempt.num_noted = event.number
-        found = Cause(FaultKind.NOT_FINITE, (), event.evidence, transition.now_s)
-        transition.report(found, fenced_s=transition.now_s)
+        failed = _not_finite(transition, event.evidence, event.ranks)
+        transition.report(recovery.cause_of(failed, transition.now_s), fenced_s=transition.now_s)
+
+
+def _not_finite(transition: Transition, text: str, ranks: tuple[int, ...]) -> AttemptFailed:
+    """Return the fault, with the workers and nodes behind ranks; it may come from their data."""
+    run = transition.run
+    members = run.attempt.members
+    workers = [(rank, run.fleet.workers[members[rank]]) for rank in ranks if rank < len(members)]
+    places = tuple((rank, one.name, run.fleet.nodes[one.node].name) for rank, one in workers)
+    named = ", ".join(f"rank {rank} is {worker} on {node}" for rank, worker, node in places[:8])
+    evidence = f"{text} ({named})" if named else text
+    kind = FaultKind.NOT_FINITE
+    return AttemptFailed(kind, (), evidence, verdict=str(kind), places=places)
 
 
 def hang_found(transition: Transition, event: HangFound) -> None:

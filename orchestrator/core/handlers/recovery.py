@@ -45,7 +45,7 @@ _UNEXPLAINED = frozenset({FaultKind.HANG, FaultKind.UNDECIDED})
 def begin_fence(transition: Transition, failed: AttemptFailed) -> None:
     """Make the fault the cause of the attempt's end, and fence the members."""
     run = transition.run
-    run.cause, run.also = _cause(failed, transition.now_s), ()
+    run.cause, run.also = cause_of(failed, transition.now_s), ()
     _fence(transition)
     if not failed.kind.is_planned:
         _collect_evidence(transition, is_awaited=failed.kind in _UNEXPLAINED)
@@ -62,7 +62,7 @@ def add_to_cause(transition: Transition, failed: AttemptFailed) -> None:
     if cause is None or kind.weight > cause.kind.weight:
         # The fault was found when the first hint of it came.
         at_s = cause.at_s if cause else transition.now_s
-        run.cause = _cause(failed, at_s)
+        run.cause = cause_of(failed, at_s)
     elif kind is cause.kind:
         new = tuple(name for name in guilty if name not in cause.guilty)
         if new:
@@ -71,13 +71,14 @@ def add_to_cause(transition: Transition, failed: AttemptFailed) -> None:
             run.cause = replace(cause, evidence=evidence)
     elif guilty and kind.weight == cause.kind.weight:
         new = tuple(name for name in guilty if name not in cause.guilty)
-        run.also += (replace(_cause(failed, transition.now_s), guilty=new),)
+        run.also += (replace(cause_of(failed, transition.now_s), guilty=new),)
     advance(transition)
 
 
-def _cause(failed: AttemptFailed, at_s: float) -> Cause:
-    kind, guilty, evidence, _, rule, verdict = failed
-    return Cause(kind, guilty, evidence, at_s, rule, verdict)
+def cause_of(failed: AttemptFailed, at_s: float) -> Cause:
+    """Return a fault as the cause that was found then."""
+    kind, guilty, evidence, _, rule, verdict, places = failed
+    return Cause(kind, guilty, evidence, at_s, rule, verdict, places)
 
 
 def _collect_evidence(transition: Transition, *, is_awaited: bool) -> None:

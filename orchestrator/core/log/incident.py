@@ -49,6 +49,7 @@ class Incident:
         skipped: A line for each source that could not be loaded from.
         rule: The rule of detection that found it; "" if none did.
         verdict: Its kind as ``orchestrator.diagnosis`` names it; "" if none did.
+        places: (rank, worker, node) of each rank that it comes from; empty if that is not known.
         folder: Where its evidence is, below the run directory; "" if none was taken.
     """
 
@@ -73,6 +74,7 @@ class Incident:
     skipped: tuple[str, ...] = ()
     rule: str = ""
     verdict: str = ""
+    places: tuple[tuple[int, str, str], ...] = ()
     folder: str = ""
 
     @property
@@ -133,7 +135,12 @@ class Incident:
     def to_json(self) -> dict[str, Any]:
         """Return what ``incident.json`` holds."""
         document = {name: getattr(self, name) for name in self.__slots__}
-        return {**document, "guilty": list(self.guilty), "skipped": list(self.skipped)}
+        return {
+            **document,
+            "guilty": list(self.guilty),
+            "skipped": list(self.skipped),
+            "places": [list(place) for place in self.places],
+        }
 
     @classmethod
     def from_json(cls, document: Mapping[str, Any], *, number: int) -> Incident:
@@ -165,6 +172,10 @@ class Incident:
             skipped=tuple(str(line) for line in document.get("skipped") or ()),
             rule=str(document.get("rule") or ""),
             verdict=str(document.get("verdict") or ""),
+            places=tuple(
+                (int(rank), str(worker), str(node))
+                for rank, worker, node in document.get("places") or ()
+            ),
             folder=str(document.get("folder") or ""),
             **instants,
         )

@@ -228,6 +228,7 @@ class RunStats:
         last.layout_after = ""
         last.t_fence_s = record["fenced_s"]
         last.rule, last.verdict = record.get("rule", ""), record.get("verdict", "")
+        last.places = tuple(record.get("places", ()))
         if self._evidence_of == last.attempt:
             # The first of several is why the attempt ended.
             last.folder, self._evidence_of = incident_folder(last.number), 0

@@ -101,6 +101,7 @@ class Cause:
         evidence: One line for people.
         at_s: When it was found.
         rule: The rule of detection that found it, and the kind of its verdict; "" if none did.
+        places: (rank, worker, node) of each rank that it comes from; empty if that is not known.
     """
 
     kind: FaultKind
@@ -109,6 +110,7 @@ class Cause:
     at_s: float = 0.0
     rule: str = ""
     verdict: str = ""
+    places: tuple[tuple[int, str, str], ...] = ()
 
 
 @dataclass(eq=False)
@@ -255,7 +257,7 @@ def describe(state: RunState) -> dict[str, Any]:
     members[{rank, worker, node, pid, state}], standbys[{worker, node, pid, state}],
     nodes[{node, state, reservations}], pending_reservations, capacity[{alternative, asked, granted,
     refused, since_s, refused_s, grant_s, why}], shared{limit, runs} | null, cause{kind, guilty,
-    evidence, at_s, rule, verdict} | null, waits_for, reason``.
+    evidence, at_s, rule, verdict, places} | null, waits_for, reason``.
     A ``pid`` is null before it is known, and a time (``at_s``) before there is one.
     """
     ranks = {number: rank for rank, number in enumerate(state.attempt.members)}
@@ -299,6 +301,7 @@ def describe(state: RunState) -> dict[str, Any]:
             "at_s": cause.at_s,
             "rule": cause.rule,
             "verdict": cause.verdict,
+            "places": [list(place) for place in cause.places],
         },
         "waits_for": _waits_for(state),
         "reason": state.reason,

@@ -196,6 +196,7 @@ class Workers:
                             step=note.step,
                             number=number,
                             evidence=note.text,
+                            ranks=note.ranks,
                         )
                     )
                 num_heard += len(notes)
@@ -354,6 +355,7 @@ def _left(at_s: float, worker: str, outcome: protocol.Outcome, unreached: str) -
             error=outcome.error,
             traceback=outcome.traceback,
             refuses=outcome.refuses,
+            ranks=outcome.ranks,
         )
     left = core.WorkerLeft(
         at_s=at_s,

@@ -138,11 +138,12 @@ class Boundary:
         self.finiteness.load(extra)
         self.best.load(extra)
 
-    def tell(self, step: int, text: str) -> None:
+    def tell(self, step: int, text: str, ranks: tuple[int, ...] = ()) -> None:
         """Say in the terminal, and have put on record, what the attempt survives."""
         if self._assignment.rank == 0:
             log.warning(text)
-            self._context.on_note(Noted(attempt=self._assignment.attempt, step=step, text=text))
+            attempt = self._assignment.attempt
+            self._context.on_note(Noted(attempt=attempt, step=step, text=text, ranks=ranks))
 
     def reads(self, stream: DataLoader | None) -> None:
         """Have ``signals`` say what a stream gave from now on."""

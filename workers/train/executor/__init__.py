@@ -5,7 +5,8 @@ from typing import TYPE_CHECKING
 from ucp_core.lazy import lazy_door
 
 if TYPE_CHECKING:
-    from workers.train.executor.not_finite import Finiteness, described_numbers
+    from workers.train.executor.not_finite import Finiteness
+    from workers.train.executor.origin import described_numbers
     from workers.train.executor.own_changes import refuse_hooks
     from workers.train.executor.quotas import Quota, quota
     from workers.train.executor.rank_calls import RankCalls
@@ -13,6 +14,7 @@ if TYPE_CHECKING:
         Reduction,
         use_all_to_all,
         use_deterministic_kernels,
+        use_own,
         use_tree,
     )
     from workers.train.executor.sharded_model import BuiltModel, ShardedModel
@@ -39,6 +41,7 @@ __all__ = [
     "refuse_hooks",
     "use_all_to_all",
     "use_deterministic_kernels",
+    "use_own",
     "use_tree",
 ]
 

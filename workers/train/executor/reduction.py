@@ -23,7 +23,8 @@ from torch import Tensor, nn
 from torch.utils import deterministic
 
 from workers.parallel import fsdp_modules
-from workers.train.executor.torch_names import ReduceScatter
+from workers.train.executor.probe import Probe
+from workers.train.executor.torch_names import DefaultReduceScatter, ReduceScatter
 
 Node = tuple[int, int]
 
@@ -71,9 +72,14 @@ class SumTree:
 
 
 class Reduction:
-    """The current reduction of a step; one object for all FSDP groups of a model."""
+    """The current reduction of a step; one object for all FSDP groups of a model.
+
+    Attributes:
+        probe: Looks at what this rank gives to it.
+    """
 
     def __init__(self) -> None:
+        self.probe = Probe()
         self.nodes: Sequence[Node | None] = ()
         self.is_last = False
 
@@ -91,18 +97,36 @@ def use_tree(model: nn.Module, reduction: Reduction) -> None:
         module.set_all_reduce_hook(reducer.reduce_alone)
 
 
-def use_all_to_all(model: nn.Module) -> None:
+def use_all_to_all(model: nn.Module, reduction: Reduction) -> None:
     """Make each FSDP group of a sharded ``model`` reduce by an all-to-all and a local sum.
 
     gloo's reduce-scatter is an all-reduce of a copy: 0.6 to 0.8 GB/s with 2 to 4 ranks, against
     2.6 GB/s for the all-to-all and the sum (torch 2.13, loopback).
     """
     for module in fsdp_modules(model):
-        module.set_custom_reduce_scatter(_SumReduceScatter())
+        module.set_custom_reduce_scatter(_SumReduceScatter(reduction))
+
+
+def use_own(model: nn.Module, reduction: Reduction) -> None:
+    """Make each FSDP group of a sharded ``model`` reduce as it does by itself, under the probe."""
+    for module in fsdp_modules(model):
+        module.set_custom_reduce_scatter(_ProbedReduceScatter(reduction))
+
+
+class _ProbedReduceScatter(DefaultReduceScatter):
+    def __init__(self, reduction: Reduction) -> None:
+        self._reduction = reduction
+
+    def __call__(self, output_tensor: Tensor, input_tensor: Tensor, *args: Any, **how: Any) -> Any:
+        self._reduction.probe.see_gradient(input_tensor)
+        return super().__call__(output_tensor, input_tensor, *args, **how)
 
 
 class _OwnReduceScatter(ReduceScatter):
     """A reduce-scatter for FSDP2: an all-to-all, then ``_sum``."""
+
+    def __init__(self, reduction: Reduction) -> None:
+        self._reduction = reduction
 
     def allocate(
         self, size: Sequence[int | torch.SymInt], *, dtype: torch.dtype, device: torch.device
@@ -117,6 +141,7 @@ class _OwnReduceScatter(ReduceScatter):
         op: Any,  # noqa: ARG002  always a sum, see ``workers.parallel.fsdp``
         async_op: bool = False,  # noqa: ARG002, FBT001, FBT002
     ) -> None:
+        self._reduction.probe.see_gradient(input_tensor)
         received = torch.empty_like(input_tensor)
         dist.all_to_all_single(received, input_tensor, group=group)
         self._sum(received.view(group.size(), -1), output_tensor)
@@ -133,7 +158,7 @@ class _SumReduceScatter(_OwnReduceScatter):
 
 class _TreeReduceScatter(_OwnReduceScatter):
     def __init__(self, reduction: Reduction) -> None:
-        self._reduction = reduction
+        super().__init__(reduction)
         self._tree = SumTree()
 
     def _sum(self, shards: Tensor, output: Tensor) -> None:

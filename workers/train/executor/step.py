@@ -33,6 +33,7 @@ from workers.train.executor.norm import (
     sum_of_squares,
 )
 from workers.train.executor.not_finite import Finiteness
+from workers.train.executor.origin import Parts
 from workers.train.executor.own_changes import Changes, refuse_clipped, refuse_unfrozen
 from workers.train.executor.quotas import Pass, Quota
 from workers.train.executor.sharded_model import ShardedModel
@@ -191,6 +192,8 @@ class Step:
             is_last = number == len(passes) - 1
             for module in modules:
                 module.set_reshard_after_backward(is_last, recurse=False)
+        if syncs:
+            sharded.reduction.probe.begin(number)
         if syncs and self._quota.nodes:
             place = sum(one.syncs for one in passes[:number])
             nodes = self._quota.nodes
@@ -247,6 +250,7 @@ class Step:
             begin=self._begin_forward,
             weigh=weigh,
             end_forward=lambda: self._span(""),
+            computed=self._sharded.reduction.probe.see_output,
             begin_backward=begin_backward,
             end=end,
         )
@@ -344,7 +348,10 @@ class Step:
         )
         self._choose(optimizers)
         self._reduce()
-        self.is_skipped = self._finiteness.leaves_out(self, self._sums, self._sharded)
+        self.is_skipped = self._finiteness.leaves_out(
+            self, Parts(self._quota.passes, self._sums), self._sharded
+        )
+        self._sharded.reduction.probe.clear()
         self._progress.enter(WorkerPhase.UPDATING)
         self._boundary.before_update()
         if self.agreed.buffers and self._finiteness.in_a_row and self.is_skipped:

@@ -11,7 +11,8 @@ import pytest
 from typer.testing import CliRunner
 
 from orchestrator.cli.main import app
-from orchestrator.diagnosis import Kind
+from orchestrator.core import Incident
+from orchestrator.diagnosis import Guilty, Kind
 from orchestrator.driver import diagnose_paths
 from orchestrator.errors import ConfigError
 from tests.arch.tree import ROOT
@@ -171,6 +172,21 @@ def test_the_command_tells_machines_and_people_the_same(tmp_path: Path) -> None:
         "kind", "guilty", "confidence", "since_s", "evidence", "alternatives",
     }  # fmt: skip
     assert "link_dead: the link from rank 1 to rank 0." in shown
+
+
+@pytest.mark.parametrize("kind", [Kind.NOT_FINITE, Kind.DIVERGED])
+def test_what_the_run_found_out_is_told_from_its_incident(tmp_path: Path, kind: Kind) -> None:
+    """No record of operations shows numbers."""
+    found = Incident(
+        number=1, kind=kind, verdict=kind, evidence="step 2: rank 1", places=((1, "w0001", "a"),)
+    )
+    (tmp_path / "0001").mkdir()
+    (tmp_path / "0001" / "incident.json").write_text(json.dumps(found.to_json()))
+
+    (verdict,) = diagnose_paths([str(tmp_path)])
+
+    assert (verdict.kind, verdict.guilty) == (kind, Guilty.of([1], (), ["a"]))
+    assert "step 2: rank 1" in verdict.evidence
 
 
 def test_nothing_to_blame_is_said(tmp_path: Path) -> None:

@@ -206,7 +206,7 @@ def test_too_many_in_a_row_end_the_run_and_name_the_last_finite_step(tmp_path: P
         train(tmp_path, always)
 
     assert "3 updates in a row" in str(raised.value)
-    assert "the last finite step is 3 " in str(raised.value)
+    assert "The last finite step is 3 " in str(raised.value)
     assert [row["step"] for row in lines(tmp_path)] == [1, 2, 3, 4, 5]
     # The rows of an older attempt count: a run that is killed in between ends alike.
     with pytest.raises(TaskError, match="step 6 is not finite: "):

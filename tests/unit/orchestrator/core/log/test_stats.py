@@ -75,6 +75,7 @@ def test_an_incident_has_every_phase_on_the_clock() -> None:
         "skipped": [],
         "rule": "",
         "verdict": "",
+        "places": [],
         "folder": "incidents/0001",
     }
 

@@ -1,0 +1,169 @@
+"""Where a number that is not finite comes from: micro-batch, ranks, and positions of the data.
+
+Ranks find it together, and only in a step whose sums are not finite.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Final, NamedTuple, Protocol
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from ucp_core.layout import ParallelLayout
+from workers.train.executor.quotas import Pass
+from workers.train.executor.sharded_model import ShardedModel
+from workers.train.executor.signals import on_host
+
+#: So many micro-batches, or ranks, are named.
+_TOLD: Final = 8
+
+
+class Parts(NamedTuple):
+    """This rank's part of a step: its passes, and by micro-batch the sum of losses, and tokens."""
+
+    passes: Sequence[Pass]
+    sums: Mapping[int, tuple[Tensor, int]]
+
+
+class Ordered(Protocol):
+    """The part of the data order that a step takes, half-open."""
+
+    order_range: tuple[int, int]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Origin:
+    """Where it comes from.
+
+    Attributes:
+        text: For people.
+        ranks: The ranks that computed it first, in order; empty if that is not known, or if it is
+            no part of the ranks but all of them.
+    """
+
+    text: str
+    ranks: tuple[int, ...]
+
+
+def find_origin(
+    step: Ordered, parts: Parts, sharded: ShardedModel, num_micro_batches: int
+) -> Origin:
+    """Return where it comes from. Every rank calls it and gets the same."""
+    names = sorted(sharded.shapes)
+    sizes = (
+        num_micro_batches,
+        num_micro_batches,
+        len(names),
+        *[sharded.mesh.layout.world_size] * 3,
+    )
+    flags = torch.zeros(sum(sizes), device=sharded.device)
+    # A view of each part.
+    losses, passed, parameters, *by_rank = flags.split(sizes)
+    rank, probe = sharded.mesh.rank, sharded.reduction.probe
+    for micro_batch, (loss, _) in parts.sums.items():
+        if not math.isfinite(float(loss)):
+            losses[micro_batch] = by_rank[0][rank] = 1.0
+    by_rank[1][rank] = float(bool(probe.outputs()))
+    places = {name: at for at, name in enumerate(names)}
+    for shard in sharded.shards:
+        gradient = shard.gradient
+        if gradient is not None and not gradient.isfinite().all():
+            parameters[places[shard.fqn]] = 1.0
+    is_alone = sharded.mesh.sharding.size() == 1
+    found = probe.gradients()
+    if found or (is_alone and parameters.any()):
+        by_rank[2][rank] = 1.0
+    for micro_batch in _since_reductions(parts.passes, found):
+        passed[micro_batch] = 1.0
+    dist.all_reduce(flags)
+    held = iter(on_host(flags))
+    told = [[at for at in range(size) if next(held)] for size in sizes]
+    return _described(step, sharded.mesh.layout, names, told, num_micro_batches)
+
+
+def _since_reductions(passes: Sequence[Pass], numbers: Iterable[int]) -> set[int]:
+    """Return the micro-batches whose gradients were given to the reductions after these passes."""
+    found: set[int] = set()
+    open_ones: set[int] = set()
+    for number, one in enumerate(passes):
+        open_ones |= {one.micro_batch} if one.counts else set()
+        if one.syncs:
+            found |= open_ones if number in numbers else set()
+            open_ones = set()
+    return found
+
+
+def _described(
+    step: Ordered,
+    layout: ParallelLayout,
+    names: Sequence[str],
+    told: Sequence[list[int]],
+    num: int,
+) -> Origin:
+    losses, passed, parameters, with_loss, with_outputs, with_gradient = told
+    if losses:
+        what = f"the loss of {described_numbers(losses, num)}"
+        ranks = _ranks(layout, with_loss, with_outputs, first_stage=True)
+    elif not parameters:
+        return Origin(text="the gradient norm overflows", ranks=())
+    else:
+        more = f" and of {len(parameters) - 1} more" if parameters[1:] else ""
+        of = "among" if passed[1:] else "of"
+        part = f", {of} {described_numbers(passed, num)}" if passed else ""
+        what = f"the gradient of {names[parameters[0]]}{more}, with a finite loss{part}"
+        ranks = _ranks(layout, with_gradient, (), first_stage=False)
+    if layout.dp > 1 and {layout.data_rank(rank) for rank in ranks} == set(range(layout.dp)):
+        return Origin(text=f"{what} on all workers", ranks=())
+    where = f" on {_listed(ranks)}" if ranks else ""
+    return Origin(text=f"{what}{where}{_positions(step, losses or passed, num)}", ranks=ranks)
+
+
+def _ranks(
+    layout: ParallelLayout, found: Iterable[int], sent: Iterable[int], *, first_stage: bool
+) -> tuple[int, ...]:
+    """Return the ranks that had it first: the others of a pipeline got it from another stage.
+
+    Args:
+        found: Those with losses, or gradients, that are not finite.
+        sent: Those with such outputs.
+        first_stage: Whether it goes on to later stages, as in a forward pass, or to earlier ones.
+    """
+    data_ranks = {layout.data_rank(rank) for rank in found}
+    by_data: dict[int, list[int]] = {}
+    for rank in {*found, *sent}:
+        if layout.data_rank(rank) in data_ranks:
+            by_data.setdefault(layout.data_rank(rank), []).append(rank)
+    choose = min if first_stage else max
+    kept: list[int] = []
+    for ranks in by_data.values():
+        stage = choose(layout.coordinates(rank)["pp"] for rank in ranks)
+        kept += (rank for rank in ranks if layout.coordinates(rank)["pp"] == stage)
+    return tuple(sorted(kept))
+
+
+def _positions(step: Ordered, found: Sequence[int], num: int) -> str:
+    if len(found) != 1:
+        return ""
+    start, stop = step.order_range
+    size = (stop - start) // num
+    first = start + found[0] * size
+    what = f"position {first}" if size == 1 else f"positions {first} to {first + size - 1}"
+    return f" ({what} of the data order)"
+
+
+def _listed(ranks: Sequence[int]) -> str:
+    more = f" and {len(ranks) - _TOLD} more" if len(ranks) > _TOLD else ""
+    word = "ranks" if ranks[1:] else "rank"
+    return f"{word} {', '.join(map(str, ranks[:_TOLD]))}{more}"
+
+
+def described_numbers(found: Sequence[int], num: int) -> str:
+    """Return micro-batches for people, counted from 1."""
+    named = ", ".join(str(at + 1) for at in found[:_TOLD])
+    more = f" and {len(found) - _TOLD} more" if len(found) > _TOLD else ""
+    return f"micro-batch{'es' if found[1:] else ''} {named}{more} of {num}"

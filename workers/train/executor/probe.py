@@ -1,0 +1,62 @@
+"""Whether what a rank computes by itself is finite, before it is summed with what others compute.
+
+A sum over ranks does not say whose part was not finite. So each rank looks at its own: at the
+gradients that it gives to a reduction, and at the outputs that it sends to the next stage. Nothing
+is read back from a device before a step turns out not to be finite.
+"""
+
+from __future__ import annotations
+
+from typing import Final
+
+import torch
+from torch import Tensor
+
+#: Elements of a tensor that are looked at, evenly spread. A number that is not finite spreads over
+#: whole rows and columns in the next matrix product.
+_LOOKED_AT: Final = 1 << 16
+
+
+class Probe:
+    """Looks at the passes of one step after the other."""
+
+    def __init__(self) -> None:
+        self._number = 0
+        self._gradients: dict[int, Tensor] = {}
+        self._outputs: dict[int, Tensor] = {}
+
+    def begin(self, number: int) -> None:
+        """Note which pass ends with a reduction of gradients now."""
+        self._number = number
+
+    def see_gradient(self, gradient: Tensor) -> None:
+        """Look at what this rank gives to a reduction."""
+        _note(self._gradients, self._number, gradient)
+
+    def see_output(self, number: int, outputs: Tensor | tuple[Tensor, ...]) -> None:
+        """Look at what a stage sends on in pass ``number``."""
+        for output in outputs if isinstance(outputs, tuple) else (outputs,):
+            if output.is_floating_point():
+                _note(self._outputs, number, output.detach())
+
+    def gradients(self) -> list[int]:
+        """Return the passes whose reductions got a number that is not finite; waits for a device.
+
+        A reduction has the gradients of all passes since the one before.
+        """
+        return [number for number, flag in self._gradients.items() if not flag.isfinite()]
+
+    def outputs(self) -> list[int]:
+        """Return the passes with outputs that are not finite; waits for a device."""
+        return [number for number, flag in self._outputs.items() if not flag.isfinite()]
+
+    def clear(self) -> None:
+        """Forget the step."""
+        self._gradients, self._outputs = {}, {}
+
+
+def _note(flags: dict[int, Tensor], number: int, values: Tensor) -> None:
+    """Add 0 to a flag if ``values`` are finite, and what is no number otherwise."""
+    flat = values.reshape(-1)
+    flag = torch.mul(flat[:: max(1, flat.numel() // _LOOKED_AT)], 0.0).sum()
+    flags[number] = flags[number] + flag if number in flags else flag
