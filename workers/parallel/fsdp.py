@@ -12,6 +12,7 @@ import re
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, Final, TypeVar
 
 import torch
@@ -168,14 +169,28 @@ def materialize(model: nn.Module, device: torch.device) -> None:
     Parameters and buffers are uninitialised; ``workers.train.session`` fills both.
     """
     with keeping_shared(model):
-        model.to_empty(device=device)
+        # ``to_empty``, but for DTensors that would plan a sharding for each of their shapes.
+        model._apply(partial(_empty_like, device=device))  # noqa: SLF001
+
+
+def _empty_like(tensor: Tensor, *, device: torch.device) -> Tensor:
+    if not isinstance(tensor, DTensor):
+        return torch.empty_like(tensor, device=device)
+    return DTensor.from_local(
+        torch.empty_like(tensor.to_local(), device=device),
+        tensor.device_mesh,
+        tensor.placements,
+        run_check=False,
+        shape=tensor.shape,
+        stride=tensor.stride(),
+    )
 
 
 @contextmanager
 def keeping_shared(model: nn.Module) -> Iterator[None]:
     """Have modules that share a parameter share the new one, too.
 
-    ``to_empty`` and ``parallelize_module`` make one for every place (torch 2.13).
+    ``_apply`` and ``parallelize_module`` make one for every place (torch 2.13).
     """
     shared = _shared(model)
     yield

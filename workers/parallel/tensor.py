@@ -16,6 +16,7 @@ from workers.errors import LayoutRefusedError, TaskError
 from workers.parallel.fsdp import keeping_shared, own_names
 from workers.parallel.hub import cut_experts, cut_tensors
 from workers.parallel.mesh import Mesh
+from workers.parallel.plain_styles import are_plain, cut_plainly
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -103,13 +104,19 @@ def _cut_by_styles(
         raise TaskError(
             f"plan: model {type(model).__name__} has no module named {', '.join(unused)}"
         )
-    here = [name for name, _ in model.named_modules()]
-    used = {
-        pattern: style
+    styled = [
+        (module, style)
+        for name, module in model.named_modules()
         for pattern, style in styles.items()
-        if any(_is_named(name, pattern) for name in here)
-    }
-    parallelize_module(model, mesh, used)
+        if _is_named(name, pattern)
+    ]
+    cut = cut_plainly if are_plain(styled) else _cut_by_torch
+    for module, style in styled:
+        cut(module, style, mesh)
+
+
+def _cut_by_torch(module: nn.Module, style: ParallelStyle, mesh: DeviceMesh) -> None:
+    parallelize_module(module, mesh, style)
 
 
 def _refuse_uneven(model: nn.Module, mesh: Mesh) -> None:

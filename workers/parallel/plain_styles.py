@@ -1,0 +1,170 @@
+"""Matrices that tensor parallelism cuts, computed on plain tensors.
+
+The column- and row-wise styles of torch give the same weights and values (Megatron-LM, arXiv
+1909.08053, section 3). But torch then plans the shardings of each operation anew for every mesh,
+which is 0.1 s of a processor per rank in the first step of an attempt, one pipeline stage after the
+other; and each operation costs more.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from functools import partial
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed import ProcessGroup
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor, Replicate, Shard
+from torch.distributed.tensor.parallel import ColwiseParallel, ParallelStyle, RowwiseParallel
+from torch.nn import functional
+
+_Forward = Callable[[Any, ProcessGroup, Tensor], Tensor]
+
+
+def are_plain(styled: Iterable[tuple[nn.Module, ParallelStyle]]) -> bool:
+    """Return whether all these modules can be computed on plain tensors.
+
+    With a style that hands DTensors from module to module none can.
+    """
+    return all(_forward_of(module, style) is not None for module, style in styled)
+
+
+def cut_plainly(module: nn.Module, style: ParallelStyle, mesh: DeviceMesh) -> None:
+    """Cut the weights of a module as ``style`` does, and have it compute on its part of them."""
+    forward = _forward_of(module, style)
+    assert forward is not None, f"{style} is not computed on plain tensors"
+    dims = _dims_of(module, style)
+    part, num_parts = mesh.get_local_rank(), mesh.size()
+    for name, parameter in list(module.named_parameters(recurse=False)):
+        dim = dims[name]
+        whole = parameter.detach()
+        # The last parts are shorter, or empty; the plan is refused then.
+        parts = list(whole.chunk(num_parts, dim)) if dim is not None else [whole] * num_parts
+        empty = parts[0].narrow(dim or 0, 0, 0)
+        local = [*parts, *[empty] * num_parts][part].clone()
+        cut: Any = DTensor.from_local(
+            local,
+            mesh,
+            [Shard(dim) if dim is not None else Replicate()],
+            run_check=False,
+            shape=parameter.shape,
+            stride=parameter.stride(),
+        )
+        # What nn.Parameter does, but that detaches it, for which torch plans a sharding, too.
+        cut._is_param = True  # noqa: SLF001
+        module.register_parameter(name, cut.requires_grad_(parameter.requires_grad))
+    module.forward = partial(forward, module, mesh.get_group())
+
+
+def _forward_of(module: nn.Module, style: ParallelStyle) -> _Forward | None:
+    """Return how a module with ``style`` computes on plain tensors; None if it does not."""
+    is_column = type(style) is ColwiseParallel
+    if not isinstance(style, ColwiseParallel | RowwiseParallel) or not style.use_local_output:
+        return None
+    if type(style) not in (ColwiseParallel, RowwiseParallel):
+        return None
+    (given,), (returned,) = style.input_layouts, style.output_layouts
+    if type(module) is nn.Linear:
+        if is_column and given == Replicate():
+            return {Shard(-1): _column, Replicate(): _whole_column}.get(returned)
+        if not is_column and (given, returned) == (Shard(-1), Replicate()):
+            return _row
+    is_whole = (given, returned) == (Replicate(), Replicate())
+    if type(module) is nn.Embedding and not is_column and is_whole and _is_usual(module):
+        return _embedding_row
+    return None
+
+
+def _is_usual(module: nn.Embedding) -> bool:
+    return module.padding_idx is None and not module.sparse and not module.scale_grad_by_freq
+
+
+def _dims_of(module: nn.Module, style: ParallelStyle) -> dict[str, int | None]:
+    """Return the dim along which each parameter is cut; None if every rank has all of it."""
+    if type(module) is nn.Embedding or type(style) is ColwiseParallel:
+        return {"weight": 0, "bias": 0}
+    return {"weight": 1, "bias": None}
+
+
+def _column(module: Any, group: ProcessGroup, given: Tensor) -> Tensor:
+    return functional.linear(_shared(given, group), _local(module.weight), _local(module.bias))
+
+
+def _whole_column(module: Any, group: ProcessGroup, given: Tensor) -> Tensor:
+    whole: Tensor = _Gather.apply(_column(module, group, given), group)
+    return whole
+
+
+def _row(module: Any, group: ProcessGroup, given: Tensor) -> Tensor:
+    bias: Tensor | None = module.bias
+    summed = _summed(functional.linear(given, _local(module.weight)), group)
+    return summed if bias is None else summed + _local(bias)
+
+
+def _embedding_row(module: Any, group: ProcessGroup, given: Tensor) -> Tensor:
+    weight = _local(module.weight)
+    places = given - group.rank() * len(weight)
+    is_elsewhere = (places < 0) | (places >= len(weight))
+    found = functional.embedding(places.masked_fill(is_elsewhere, 0), weight)
+    return _summed(found.masked_fill(is_elsewhere.unsqueeze(-1), 0.0), group)
+
+
+def _local(parameter: Any) -> Any:
+    return None if parameter is None else parameter.to_local()
+
+
+def _shared(whole: Tensor, group: ProcessGroup) -> Tensor:
+    """Return what every rank has, whose gradient is the sum over the ranks."""
+    shared: Tensor = _Share.apply(whole, group)
+    return shared
+
+
+def _summed(part: Tensor, group: ProcessGroup) -> Tensor:
+    """Return the sum over the ranks, whose gradient every rank has."""
+    summed: Tensor = _Sum.apply(part, group)
+    return summed
+
+
+def _sum_of(part: Tensor, group: ProcessGroup) -> Tensor:
+    total = part.clone(memory_format=torch.contiguous_format)
+    dist.all_reduce(total, group=group)
+    return total
+
+
+class _Share(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, whole: Tensor, group: ProcessGroup) -> Tensor:
+        ctx.group = group
+        return whole.view_as(whole)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:
+        return _sum_of(gradient, ctx.group), None
+
+
+class _Sum(torch.autograd.Function):
+    @staticmethod
+    def forward(_ctx: Any, part: Tensor, group: ProcessGroup) -> Tensor:
+        return _sum_of(part, group)
+
+    @staticmethod
+    def backward(_ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:
+        return gradient, None
+
+
+class _Gather(torch.autograd.Function):
+    """Joins the last dims of all ranks, each of which has the gradient of the whole."""
+
+    @staticmethod
+    def forward(ctx: Any, part: Tensor, group: ProcessGroup) -> Tensor:
+        ctx.group = group
+        parts = [torch.empty_like(part) for _ in range(group.size())]
+        dist.all_gather(parts, part.contiguous(), group=group)
+        return torch.cat(parts, dim=-1)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:
+        return gradient.chunk(ctx.group.size(), dim=-1)[ctx.group.rank()], None
