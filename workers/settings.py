@@ -305,8 +305,8 @@ class ParallelSettings:
         stages_per_worker: Pipeline stages that each of these workers has; more than 1 for
             interleaved 1F1B, whose bubble is so many times smaller, and which sends as many times
             more (Megatron-LM: ``num_virtual_stages_per_pipeline_rank``).
-        fixed: Those of ``dp_replicate``, ``cp``, ``tp`` and ``pp`` that keep their degree at every
-            size.
+        fixed: Those of ``dp_replicate``, ``cp``, ``tp``, ``pp`` and ``ep`` that keep their degree
+            at every size.
         reshard_after_forward: Whether a block's gathered parameters are dropped after its
             forward and backward pass: less memory, more gathers. Models of up to 64 MiB stay
             gathered.
@@ -321,7 +321,7 @@ class ParallelSettings:
     pp: _AtLeastOne = 1
     ep: _AtLeastOne = 1
     stages_per_worker: _AtLeastOne = 1
-    fixed: tuple[Literal["dp_replicate", "cp", "tp", "pp"], ...] = ()
+    fixed: tuple[Literal["dp_replicate", "cp", "tp", "pp", "ep"], ...] = ()
     reshard_after_forward: bool = True
     collective_timeout_s: _Positive = 300.0
 

@@ -84,7 +84,12 @@ class LayoutRules:
     @property
     def multiple_min(self) -> int:
         """Return the fewest workers that make a layout."""
-        return min(each.world_size for each in candidates(self))
+        ways = self.ep if "ep" in self.fixed else 1
+        return ways * min(each.world_size for each in candidates(self))
+
+    def may(self, axis: str, degree: int) -> bool:
+        """Return whether an axis may have this degree at a smaller size."""
+        return axis not in self.fixed or degree == getattr(self, axis)
 
     def refusal(self, layout: ParallelLayout) -> Refused | None:
         """Return why ``layout`` cannot train, if that is known."""
@@ -106,11 +111,7 @@ def candidates(rules: LayoutRules) -> tuple[ParallelLayout, ...]:
     parallelism is first, then the one with longer parts of sequences, then with more copies.
     """
     degrees = [
-        [
-            degree
-            for degree in range(1, wish + 1)
-            if wish % degree == 0 and _may(rules, axis, degree)
-        ]
+        [degree for degree in range(1, wish + 1) if wish % degree == 0 and rules.may(axis, degree)]
         for axis, wish in ((axis, getattr(rules, axis)) for axis in NAMED)
     ]
     found = [
@@ -123,7 +124,3 @@ def candidates(rules: LayoutRules) -> tuple[ParallelLayout, ...]:
 def _rank(degrees: ParallelLayout) -> tuple[int, ...]:
     shared = degrees.tp * degrees.pp * degrees.cp
     return -shared, -degrees.tp, degrees.cp, -degrees.dp_replicate
-
-
-def _may(rules: LayoutRules, axis: str, degree: int) -> bool:
-    return axis not in rules.fixed or degree == getattr(rules, axis)

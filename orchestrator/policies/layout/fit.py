@@ -37,8 +37,8 @@ def fit(
 
     Each tensor-parallel group is inside a node. Every degree of sharding is legal, since quotas of
     micro-batches may be uneven, but a pipeline has to be filled. Experts are cut in as many ways as
-    were asked for, or in the most that divide both these and the shards; a group is inside a node
-    where its workers are a multiple. None if the layout was refused.
+    were asked for, or in the most that divide both these and the shards, unless that is fixed; a
+    group is inside a node where its workers are a multiple. None if the layout was refused.
     """
     num_groups = sum(room // degrees.tp * num for room, num in rooms)
     dp_shard = min(num_groups, num_max // degrees.tp) // (degrees.world_size // degrees.tp)
@@ -46,9 +46,11 @@ def fit(
         # The most data-parallel ranks of which one has ``pp`` micro-batches.
         most = (rules.num_micro_batches - 1) // (degrees.pp - 1)
         dp_shard = min(dp_shard, most // degrees.dp_replicate)
+    if "ep" in rules.fixed:
+        dp_shard -= dp_shard % rules.ep
     common = gcd(rules.ep, dp_shard) if dp_shard else 0
     for ep in range(common, 0, -1):
-        if common % ep == 0:
+        if common % ep == 0 and rules.may("ep", ep):
             layout = replace(degrees, dp_shard=dp_shard, ep=ep)
             if not rules.refusal(layout):
                 return layout

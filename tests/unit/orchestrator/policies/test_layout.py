@@ -84,6 +84,17 @@ def test_a_fixed_axis_keeps_its_degree() -> None:
     assert pinned.multiple_min == 2
 
 
+def test_fixed_expert_parallelism_takes_shards_in_multiples_of_it() -> None:
+    pinned = LayoutRules(ep=4, tp=2, fixed=("ep",))
+    assert chosen([8, 2], pinned) == "dp_shard=4 x tp=2 x ep=4"
+    assert chosen([8, 4], pinned) == "dp_shard=12 x ep=4"
+    assert chosen([3, 2], pinned) == "dp_shard=4 x ep=4"
+    assert choose(rooms_of([3]), 3, pinned) is None
+    assert pinned.multiple_min == 4
+    refused = Refused(ParallelLayout(dp_shard=4, ep=4), "ep", "does not divide 6 experts")
+    assert choose(one_node(8), 8, replace(pinned, refused=(refused,))) is None
+
+
 def test_a_wish_that_is_below_the_least_number_gives_way() -> None:
     assert chosen([5], LayoutRules(tp=4), num_min=5) == "dp_shard=5"
     assert choose(one_node(5), 4, LayoutRules(tp=4), 5) is None
@@ -131,7 +142,7 @@ def test_people_read_why_no_other_layout_was_taken() -> None:
 
 
 degrees = st.sampled_from([1, 2, 3, 4, 6, 8])
-axes = st.sets(st.sampled_from(["dp_replicate", "cp", "tp", "pp"])).map(tuple)
+axes = st.sets(st.sampled_from(["dp_replicate", "cp", "tp", "pp", "ep"])).map(tuple)
 rules_of = st.builds(
     LayoutRules,
     dp_replicate=degrees,
@@ -161,6 +172,7 @@ def test_a_layout_fits_its_nodes_and_what_was_asked_for(
         assert wish % degree == 0
         assert degree == wish or axis not in rules.fixed
     assert layout.ep == gcd(rules.ep, layout.dp_shard)
+    assert layout.ep == rules.ep or "ep" not in rules.fixed
     if layout.pp > 1 and rules.num_micro_batches:
         assert -(-rules.num_micro_batches // layout.dp) >= layout.pp
     used = spread(workers, layout)
