@@ -42,6 +42,9 @@ SAVED: Final = "saved"
 #: What an export to Hugging Face has beside the weights: configurations, a tokenizer. Written once.
 BESIDE: Final = "huggingface"
 
+#: Written by rank 0 when the script's code behind ``everstep.run`` has ended.
+BEHIND: Final = "behind.json"
+
 #: A source of a state: ``(step, attempt, node, arena, buffer, sequence)`` of a buffer in the memory
 #: of a node; node and arena are "" for the version in storage.
 Source: TypeAlias = tuple[int, int, str, str, int, int]

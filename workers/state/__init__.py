@@ -22,7 +22,7 @@ if TYPE_CHECKING:
         refuse_unfit,
         take_whole_vectors,
     )
-    from workers.state.registered import Registered, Stateful
+    from workers.state.registered import Registered, Stateful, decode
     from workers.state.replica_shares import ReplicaShare, replicas_of
     from workers.state.twins import refuse_unsavable
     from workers.state.whole_vectors import fitted, in_whole_vectors, reserve
@@ -40,6 +40,7 @@ __all__ = [
     "Stateful",
     "TrainingState",
     "adopt",
+    "decode",
     "fitted",
     "in_whole_vectors",
     "local_parameters",

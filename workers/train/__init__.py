@@ -7,19 +7,24 @@ from ucp_core.lazy import lazy_door
 if TYPE_CHECKING:
     from workers.train.context import WorkerContext
     from workers.train.executor import Step, all_agree
+    from workers.train.finished import FinishedRun, fill, registered_state
     from workers.train.loop import run_attempt, task_of
-    from workers.train.script import Task, hand_over
+    from workers.train.script import Task, finished_run, hand_over
     from workers.train.session import Session
     from workers.train.standalone import attempt_alone, run
 
 __all__ = [
+    "FinishedRun",
     "Session",
     "Step",
     "Task",
     "WorkerContext",
     "all_agree",
     "attempt_alone",
+    "fill",
+    "finished_run",
     "hand_over",
+    "registered_state",
     "run",
     "run_attempt",
     "task_of",

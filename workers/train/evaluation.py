@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -14,7 +14,9 @@ from torch import Tensor
 
 from workers.data import random_seed, seed_all, seeded
 from workers.parallel import PassHooks
+from workers.state import DTYPES
 from workers.train.executor import ShardedModel, on_host, quota
+from workers.train.whole_weights import exchanged, summed
 
 
 def mean_over_samples(
@@ -24,6 +26,7 @@ def mean_over_samples(
     micro_batch: int,
     sharded: ShardedModel,
     done: Callable[[int], None],
+    outputs: dict[int, list[Tensor]] | None = None,
 ) -> tuple[float, str]:
     """Return the mean loss per token over samples ``0 .. num_samples - 1``, on every worker.
 
@@ -39,6 +42,7 @@ def mean_over_samples(
         micro_batch: Samples of a micro-batch; the last one has what is left.
         sharded: The model; it is in evaluation mode meanwhile.
         done: Called before each pass with the number of passes that this rank has begun.
+        outputs: Gets by micro-batch, in their order, what ``loss_of`` returned behind the tokens.
     """
     starts = range(0, num_samples, micro_batch)
     batches = [np.arange(start, min(start + micro_batch, num_samples)) for start in starts]
@@ -53,6 +57,8 @@ def mean_over_samples(
     for module in trained:
         module.training = True
     dist.all_reduce(passes.sums)
+    if outputs is not None:
+        outputs |= _gathered(passes.outputs, sharded)
     found = on_host(passes.sums.reshape(-1))
     losses, tokens = found[: len(starts)], math.fsum(found[len(starts) :])
     for batch, loss in zip(batches, losses, strict=True):
@@ -61,11 +67,35 @@ def mean_over_samples(
     return (math.fsum(losses) / tokens if tokens else math.nan), ""
 
 
+def _gathered(
+    held: Mapping[int, Sequence[Tensor]], sharded: ShardedModel
+) -> dict[int, list[Tensor]]:
+    """Return the tensors of all ranks' micro-batches, on every rank and on the host."""
+    mine = {
+        number: [[DTYPES[one.dtype], list(one.shape)] for one in tensors]
+        for number, tensors in held.items()
+    }
+    there = {
+        int(number): rows for each in exchanged(mine, sharded) for number, rows in each.items()
+    }
+    dtypes = {name: dtype for dtype, name in DTYPES.items()}
+    found: dict[int, list[Tensor]] = {}
+    for number in sorted(there):
+        found[number] = []
+        for place, (dtype, shape) in enumerate(there[number]):
+            whole = torch.zeros(shape, dtype=dtypes[dtype], device=sharded.device)
+            if number in held:
+                whole.copy_(held[number][place])
+            found[number].append(summed(whole).cpu())
+    return found
+
+
 class _Passes:
     """Forward passes over micro-batches, shared by all workers.
 
     Attributes:
         sums: Summed losses, and tokens, of this rank's micro-batches, by number.
+        outputs: What it returned behind them, likewise.
     """
 
     def __init__(
@@ -79,6 +109,7 @@ class _Passes:
         self._sharded, self._done = sharded, done
         self._num_begun = 0
         device = sharded.mesh.sharding.device_type
+        self.outputs: dict[int, list[Tensor]] = {}
         self.sums = torch.zeros(2, len(batches), dtype=torch.float64, device=device)
 
     def run(self, numbers: range) -> None:
@@ -87,8 +118,10 @@ class _Passes:
         shares = quota(len(numbers), mesh.layout.dp, mesh.data_rank, fixed_tree=False)
         passes = [(numbers[one.micro_batch], one.counts) for one in shares.passes]
 
-        def take(number: int, returned: tuple[Tensor, int]) -> Tensor:
-            (micro_batch, counts), (loss, tokens) = passes[number], returned
+        def take(number: int, returned: Any) -> Tensor:
+            (micro_batch, counts), (loss, tokens, *others) = passes[number], returned
+            if counts and mesh.counts and others:
+                self.outputs[micro_batch] = others[0]
             if counts and mesh.counts and tokens:
                 self.sums[0, micro_batch] = loss.double() * tokens
                 self.sums[1, micro_batch] = tokens

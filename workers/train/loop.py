@@ -38,6 +38,7 @@ from workers.protocol import (
 )
 from workers.settings import Settings
 from workers.state import HostBuffer
+from workers.train.behind import run_behind
 from workers.train.boundary import YieldSignal
 from workers.train.context import WorkerContext
 from workers.train.executor import use_deterministic_kernels
@@ -77,15 +78,38 @@ def run_attempt(
         task: What to train; None for the settings' script, or the built-in training.
     """
     context.progress.enter(WorkerPhase.FORMING)
+    is_of_script = task is None and bool(context.settings.run.script)
     if _Process.hand_over is not None:
         _Process.hand_over.end()
         _Process.hand_over = None
     try:
-        return _Attempt(assignment, context).run(task)
+        outcome = _Attempt(assignment, context).run(task)
     finally:
         context.progress.enter(WorkerPhase.LEAVING)
         collectives.leave()
         _free_device_memory()
+    if is_of_script and isinstance(outcome, Completed):
+        return _run_behind(outcome, assignment, context)
+    return outcome
+
+
+def _run_behind(completed: Completed, assignment: Assignment, context: WorkerContext) -> Outcome:
+    """Run what the script has behind its call of ``run``, if anything."""
+    run = context.settings.run
+    if not _load_once(run.script, run.arguments)[1]:
+        return completed
+    if assignment.rank == 0:
+        # What the script made before goes: it makes it again.
+        _load_once.cache_clear()
+    try:
+        return run_behind(completed, assignment, context)
+    except Exception as error:  # noqa: BLE001  the user's code: an outcome, as in a step
+        return Raised(
+            attempt=assignment.attempt,
+            step=completed.step + 1,
+            error=f"{type(error).__name__}: {error}",
+            traceback=_user_traceback(error),
+        )
 
 
 class _Attempt:
@@ -240,7 +264,7 @@ def task_of(settings: Settings) -> Task:
         TaskError: The script cannot be read, exits, or ends before that.
     """
     if settings.run.script:
-        return _load_once(settings.run.script, settings.run.arguments)
+        return _load_once(settings.run.script, settings.run.arguments)[0]
     return train_language_model
 
 

@@ -1,39 +1,115 @@
-"""Find the training function of a script: run the script until it calls ``everstep.run``."""
+"""Find the training function of a script, and run what the script has behind it.
+
+The script runs until it calls ``everstep.run``, on every worker. When the run is complete, and if
+code follows that call, rank 0 runs the script once more, and ``run`` returns at once.
+"""
 
 from __future__ import annotations
 
+import dis
+import inspect
 import sys
 import threading
 import types
 from collections.abc import Callable, Sequence
 from pathlib import Path
+from typing import Final
 
 from workers.errors import TaskError
+from workers.train.finished import FinishedRun
 from workers.train.session import Session
 
 Task = Callable[[Session], None]
 
 _reading = threading.local()
+#: Instructions that a function ends with when nothing follows a call.
+_ENDING: Final = frozenset(
+    {"POP_TOP", "LOAD_CONST", "NOP", "STORE_FAST", "STORE_NAME", "JUMP_FORWARD", "CACHE"}
+)
+_RETURNS: Final = frozenset({"RETURN_VALUE", "RETURN_CONST"})
+_OURS: Final = ("workers", "everstep", "orchestrator")
 
 
 class _Handed(BaseException):
-    """Ends the script at its call of ``run``."""
+    """Ends the script at its call of ``run``; ``goes_on`` says whether code follows it."""
 
-    def __init__(self, task: Task) -> None:
+    def __init__(self, task: Task, *, goes_on: bool) -> None:
         super().__init__()
-        self.task = task
+        self.task, self.goes_on = task, goes_on
 
 
-def load_task(path: str, arguments: Sequence[str] = ()) -> Task:
+def load_task(path: str, arguments: Sequence[str] = ()) -> tuple[Task, bool]:
     """Return the function that the script at ``path`` passes to ``everstep.run``.
 
-    The script runs as ``__main__`` up to that call, once per process, as ``python path arguments``
-    would run it: its directory is importable, ``sys.argv`` is its path and ``arguments``. It stays
-    the process's ``__main__``, where pickle looks for its classes.
+    Beside it whether the script has code behind that call. The script runs as ``__main__`` up to
+    there, once per process, as ``python path arguments`` would run it: its directory is importable,
+    ``sys.argv`` is its path and ``arguments``. It stays the process's ``__main__``, where pickle
+    looks for its classes.
 
     Raises:
         TaskError: There is no such file, or it exits or ends before it calls ``run``.
     """
+    before = sys.modules["__main__"]
+    handed: _Handed | None = None
+    _reading.active = True
+    try:
+        _execute(path, arguments)
+    except _Handed as found:
+        handed = found
+    except SystemExit as left:
+        given = " ".join(arguments) or "none"
+        raise TaskError(
+            f"script: {path} exited with {left.code!r} before it called everstep.run(train); "
+            f"its output is in logs/ of the run directory; its arguments (run.arguments): {given}",
+            path=path,
+        ) from left
+    finally:
+        _reading.active = False
+        if handed is None:
+            sys.modules["__main__"] = before
+    if handed is None:
+        raise TaskError(
+            f"script: {path} ended without calling everstep.run(train); see `pydoc everstep`",
+            path=path,
+        )
+    return handed.task, handed.goes_on
+
+
+def finish_script(path: str, arguments: Sequence[str], run: FinishedRun) -> None:
+    """Run the script of a complete run from its top, with ``everstep.run`` returning at once.
+
+    Raises:
+        TaskError: It exits with a code that is not 0.
+    """
+    _reading.finished = run
+    try:
+        _execute(path, arguments)
+    except SystemExit as left:
+        if left.code:
+            raise TaskError(
+                f"script: {path} exited with {left.code!r} behind everstep.run", path=path
+            ) from left
+    finally:
+        _reading.finished = None
+
+
+def finished_run() -> FinishedRun | None:
+    """Return the run whose script is run behind ``everstep.run``; None if it is not."""
+    found: FinishedRun | None = getattr(_reading, "finished", None)
+    return found
+
+
+def hand_over(task: Task) -> bool:
+    """Pass ``task`` to ``load_task`` if that runs the script; else return whether the run is over.
+
+    In a script that runs alone that is False.
+    """
+    if getattr(_reading, "active", False):
+        raise _Handed(task, goes_on=_goes_on(inspect.currentframe()))
+    return finished_run() is not None
+
+
+def _execute(path: str, arguments: Sequence[str]) -> None:
     file = Path(path)
     try:
         source = file.read_bytes()
@@ -46,36 +122,27 @@ def load_task(path: str, arguments: Sequence[str] = ()) -> Task:
         sys.path.insert(0, directory)
     # These were the arguments of the worker process.
     sys.argv[:] = [str(file), *arguments]
-    _reading.active = True
-    before = sys.modules["__main__"]
     sys.modules["__main__"] = module
-    task: Task | None = None
-    try:
-        # The script does not inherit this module's ``from __future__`` imports.
-        code = compile(source, str(file), "exec", dont_inherit=True)
-        exec(code, module.__dict__)  # noqa: S102  the user's script
-    except _Handed as handed:
-        task = handed.task
-    except SystemExit as left:
-        given = " ".join(arguments) or "none"
-        raise TaskError(
-            f"script: {path} exited with {left.code!r} before it called everstep.run(train); "
-            f"its output is in logs/ of the run directory; its arguments (run.arguments): {given}",
-            path=path,
-        ) from left
-    finally:
-        _reading.active = False
-        if task is None:
-            sys.modules["__main__"] = before
-    if task is None:
-        raise TaskError(
-            f"script: {path} ended without calling everstep.run(train); see `pydoc everstep`",
-            path=path,
-        )
-    return task
+    # The script does not inherit this module's ``from __future__`` imports.
+    code = compile(source, str(file), "exec", dont_inherit=True)
+    exec(code, module.__dict__)  # noqa: S102  the user's script
 
 
-def hand_over(task: Task) -> None:
-    """Pass ``task`` to ``load_task`` if that runs the script; else do nothing."""
-    if getattr(_reading, "active", False):
-        raise _Handed(task)
+def _goes_on(frame: types.FrameType | None) -> bool:
+    """Return whether a function of the script has code behind the call that it is in."""
+    while frame is not None and frame.f_code is not _execute.__code__:
+        is_ours = frame.f_globals.get("__name__", "").partition(".")[0] in _OURS
+        if not is_ours and _has_more(frame):
+            return True
+        frame = frame.f_back
+    return False
+
+
+def _has_more(frame: types.FrameType) -> bool:
+    for one in dis.get_instructions(frame.f_code):
+        if one.offset > frame.f_lasti:
+            if one.opname in _RETURNS:
+                return False
+            if one.opname not in _ENDING:
+                return True
+    return False

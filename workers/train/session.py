@@ -329,7 +329,11 @@ class Session:
         return self._built.sequence.of(batch)
 
     def evaluate(
-        self, loss_of: Callable[[NDArray[Any]], tuple[Tensor, int]], num_samples: int
+        self,
+        loss_of: Callable[[NDArray[Any]], tuple[Any, ...]],
+        num_samples: int,
+        *,
+        outputs: dict[int, list[Tensor]] | None = None,
     ) -> float:
         """Return the mean loss per token over samples ``0 .. num_samples - 1``, on every worker.
 
@@ -338,6 +342,9 @@ class Session:
         Args:
             loss_of: Returns the mean loss over a micro-batch, and its number of tokens.
             num_samples: Held-out samples, at least 1. The last micro-batch may be smaller.
+            outputs: Filled on every worker, by micro-batch in the order of the samples, with the
+                tensors of a list that ``loss_of`` then returns behind the tokens, on the host. Not
+                with ``parallel.pp`` above 1.
 
         Raises:
             TaskError: ``num_samples`` is less than 1.
@@ -352,6 +359,7 @@ class Session:
             micro_batch=min(self.settings.train.micro_batch, num_samples),
             sharded=sharded,
             done=progress.micro_batch,
+            outputs=outputs,
         )
         if bad and not self._evaluates_badly:
             what = f"the loss of an evaluation after step {self.step} is not finite: {bad}"

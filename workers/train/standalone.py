@@ -55,6 +55,9 @@ def run(
 ) -> None:
     """Train alone in this process; under everstep, hand ``train`` over to the worker.
 
+    Code behind the call runs once, when the run is complete. Under everstep rank 0 runs the script
+    for that from its top again, and this returns at once.
+
     Alone, training resumes from the newest checkpoint in ``directory``; delete that to restart. A
     damaged checkpoint is skipped with a warning, and ``train`` is called again with an older one.
 
@@ -71,7 +74,8 @@ def run(
         StorageError: The storage refused to list the checkpoints.
         TaskError: ``train`` raised; the message ends with its traceback.
     """
-    hand_over(train)
+    if hand_over(train):
+        return
     settings = settings or Settings()
     try:
         settings = replace(settings, train=replace(settings.train, **train_settings))

@@ -127,13 +127,13 @@ def _described(sharded: ShardedModel) -> list[_Tensor]:
         return mine
     found: dict[str, _Tensor] = {}
     dtypes = {name: dtype for dtype, name in DTYPES.items()}
-    for rows in _exchanged([[*one[:1], DTYPES[one.dtype], *one[2:]] for one in mine], sharded):
+    for rows in exchanged([[*one[:1], DTYPES[one.dtype], *one[2:]] for one in mine], sharded):
         for name, dtype, shape, source, holder in rows:
             found.setdefault(name, _Tensor(name, dtypes[dtype], tuple(shape), source, holder))
     return list(found.values())
 
 
-def _exchanged(value: Any, sharded: ShardedModel) -> list[Any]:
+def exchanged(value: Any, sharded: ShardedModel) -> list[Any]:
     """Return the JSON values of all ranks, by rank."""
     text = json.dumps(value).encode()
     size, rank, device = sharded.mesh.layout.world_size, sharded.mesh.rank, sharded.device
@@ -154,7 +154,7 @@ def _whole(sharded: ShardedModel, one: _Tensor) -> Tensor:
     whole = torch.zeros(one.shape, dtype=one.dtype, device=sharded.device)
     if one.holder == sharded.mesh.rank:
         whole.copy_(sharded.buffers.named()[one.name])
-    return _summed(whole)
+    return summed(whole)
 
 
 def _whole_parameter(
@@ -166,10 +166,10 @@ def _whole_parameter(
     if shard is not None and shard.replicas[0] == sharded.mesh.rank:
         for box, local in shard.pieces(shard.local):
             whole[tuple(map(slice, box.start, box.stop))] = local
-    return _summed(whole)
+    return summed(whole)
 
 
-def _summed(whole: Tensor) -> Tensor:
+def summed(whole: Tensor) -> Tensor:
     """Return what one rank has of each element; the others have zeros."""
     # As bytes: a sum of one rank's bits and zeros changes none, whatever they stand for.
     dist.all_reduce(whole.reshape(-1).view(torch.uint8))

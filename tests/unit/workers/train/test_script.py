@@ -45,7 +45,7 @@ def test_a_script_gets_its_own_arguments_and_none_of_its_process(
     script: str, arguments: tuple[str, ...], width: int
 ) -> None:
     """A worker's own command line is Ray's; argparse refuses it with exit code 2."""
-    task = load_task(script, arguments)
+    task, _ = load_task(script, arguments)
 
     called: list[tuple[int, int]] = []
     task(cast("Session", called))
@@ -58,7 +58,7 @@ def test_annotations_of_a_script_are_what_they_are_alone(script: str) -> None:
     """Parsers of arguments, and dataclasses, read types from them; here they would be text."""
     Path(script).write_text("from everstep import run\ndef train(session: int): pass\nrun(train)\n")
 
-    assert load_task(script).__annotations__ == {"session": int}
+    assert load_task(script)[0].__annotations__ == {"session": int}
 
 
 def test_a_script_that_refuses_its_arguments_fails_by_name(script: str) -> None:
@@ -78,7 +78,7 @@ def test_classes_of_a_script_pickle(script: str) -> None:
     )
     called: list[int] = []
 
-    load_task(script)(cast("Session", called))
+    load_task(script)[0](cast("Session", called))
 
     assert called == [7]
 

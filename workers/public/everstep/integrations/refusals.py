@@ -9,8 +9,9 @@ from transformers import Trainer
 #: Arguments that are refused if they are set, and what to do instead.
 _ARGUMENTS: Final = {
     "fp16": "use bf16",
-    "load_best_model_at_end": "",
-    "push_to_hub": "",
+    "push_to_hub": "call trainer.push_to_hub() behind train()",
+    "batch_eval_metrics": "compute_metrics gets all batches at once",
+    "include_for_metrics": "compute_metrics gets predictions and labels",
     "deepspeed": "everstep shards",
     "fsdp": "everstep shards",
     "parallelism_config": "everstep shards",
@@ -50,11 +51,12 @@ def refusals(
         "train(resume_from_checkpoint=False) (for a new run, delete args.output_dir)": resume
         is False,
         "train(trial=...)": trial is not None,
-        "train(ignore_keys_for_eval=...)": ignored is not None,
+        "train(ignore_keys_for_eval=...) (name them in model.config.keys_to_ignore_at_inference)": (
+            ignored is not None
+        ),
         "an optimizer (use args.optim)": trainer.optimizer is not None,
         "optimizers=(..., scheduler) (use args.lr_scheduler_type)": trainer.lr_scheduler
         is not None,
-        "compute_metrics": trainer.compute_metrics is not None,
         "a train_dataset without a length": not hasattr(trainer.train_dataset, "__len__"),
         **{
             f"args.{name} ({advice})" if advice else f"args.{name}": bool(getattr(args, name, None))
@@ -63,7 +65,6 @@ def refusals(
         f"args.train_sampling_strategy={args.train_sampling_strategy} (the order is random)": (
             args.train_sampling_strategy != "random"
         ),
-        "args.save_strategy=best": args.save_strategy == "best",
         "args.include_num_input_tokens_seen": args.include_num_input_tokens_seen != "no",
     }
     overridden = [name for name in vars(Trainer) if _is_overridden(trainer, base, name)]

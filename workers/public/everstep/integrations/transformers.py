@@ -6,21 +6,26 @@ The script runs alone as before. Under everstep the configuration decides on ste
 the script is run up to ``trainer.train()``.
 
 Kept: the data collator, ``compute_loss`` and ``compute_loss_func``, the optimizer and scheduler of
-the arguments, callbacks, logging, evaluation of the loss, ``state``. An epoch takes each sample
-once, in an order of everstep's, and its last step takes what is left. A callback may end the
-training. Checkpoints are everstep's. The rest is refused by name when ``train`` is called (see
-``refusals``). Weights are sharded in float32; ``bf16=True`` computes in bfloat16.
+the arguments, callbacks, logging, evaluation with ``compute_metrics``, the best model, ``state``.
+An epoch takes each sample once, in an order of everstep's, and its last step takes what is left. A
+callback may end the training. Checkpoints are everstep's. The rest is refused by name when
+``train`` is called (see ``refusals``). Weights are sharded in float32; ``bf16=True`` computes in
+bfloat16.
+
+Code behind ``train`` runs once, when the run is complete, with the trained weights in ``model``.
+Under everstep rank 0 runs the script again for that, from its top.
 """
 
 from __future__ import annotations
 
 import copy
 import json
+import logging
 import math
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass
-from typing import Any, Final
+from typing import Any, Final, Literal
 
 import torch
 from numpy.typing import NDArray
@@ -30,7 +35,7 @@ from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
 from transformers import Trainer, TrainerState
 from transformers.integrations.neftune import activate_neftune, deactivate_neftune
 from transformers.trainer_callback import ExportableState
-from transformers.trainer_utils import TrainOutput, align_special_tokens
+from transformers.trainer_utils import TrainOutput, align_special_tokens, denumpify_detensorize
 
 from everstep import (
     CheckpointSettings,
@@ -44,11 +49,13 @@ from everstep import (
     run,
 )
 from everstep.integrations.epochs import Epoch, Samples
+from everstep.integrations.predictions import Predictions
 from everstep.integrations.refusals import refusals
+from ucp_core.storage import open_store
 from workers.errors import LayoutRefusedError
 from workers.models import saved_by
 from workers.parallel import drop_gathered, own_names
-from workers.train import all_agree
+from workers.train import FinishedRun, all_agree, fill, finished_run, registered_state
 
 #: Lines of ``state.log_history`` that are saved; older ones are in the logs of the callbacks.
 _HISTORY: Final = 500
@@ -59,6 +66,13 @@ _OWN: Final = (
 )  # fmt: skip
 #: Labels that count for no loss.
 _IGNORED: Final = -100
+#: Settings that follow from the arguments when the script runs alone.
+_OVERRIDDEN: Final = {
+    "train": ("steps", "global_batch", "micro_batch", "clip_norm", "precision", "seed"),
+    "checkpoint": ("every_steps", "keep"),
+}
+
+log = logging.getLogger(__name__)
 
 
 class ElasticTrainer(Trainer):
@@ -74,8 +88,8 @@ class ElasticTrainer(Trainer):
     ) -> TrainOutput:
         """Train to the last step, from the newest step of ``args.output_dir`` on.
 
-        Alone it returns as ``Trainer.train`` does, with the trained weights in ``model``. Under
-        everstep nothing after the call is run.
+        Returns as ``Trainer.train`` does, with the trained weights in ``model``, those of the best
+        step if ``args.load_best_model_at_end``. Under everstep on rank 0 of the complete run.
 
         Raises:
             TaskError: Something is asked for that cannot be kept; names everything.
@@ -92,6 +106,7 @@ class ElasticTrainer(Trainer):
         self._prepare_source()
         self._source = self.model
         run(self._train_elastically, directory=self.args.output_dir, settings=self._settings())
+        self._take_results()
         loss = self._sums.total / max(1, self.state.global_step)
         return TrainOutput(self.state.global_step, loss, {"train_loss": loss})
 
@@ -101,7 +116,7 @@ class ElasticTrainer(Trainer):
         ignore_keys: list[str] | None = None,
         metric_key_prefix: str = "eval",
     ) -> dict[str, float]:
-        """Return the loss over the evaluation data; while it trains all workers share the work."""
+        """Return loss and metrics of the evaluation data; all workers share it in training."""
         session = self._session
         if session is None:
             found: dict[str, float] = super().evaluate(eval_dataset, ignore_keys, metric_key_prefix)
@@ -114,33 +129,95 @@ class ElasticTrainer(Trainer):
             return metrics
         collate, read = self._reader(dataset, "evaluation")
 
-        number = len(dataset)
+        number, predictions = len(dataset), self._predictions()
 
-        def loss_of(indices: NDArray[Any]) -> tuple[Tensor, int]:
+        def loss_of(indices: NDArray[Any]) -> tuple[Any, ...]:
             inputs = collate(read(indices.tolist()))
-            found = self._loss(self.model, inputs, len(indices))
+            outputs = predictions.add if predictions is not None else None
+            found = self._loss(self.model, inputs, len(indices), outputs)
             self._tell("on_prediction_step")
-            return found
+            return found if predictions is None else (*found, predictions.last)
 
         begun_s = time.monotonic()
-        loss = session.evaluate(loss_of, number)
+        loss = session.evaluate(
+            loss_of, number, outputs=predictions.gathered if predictions is not None else None
+        )
         taken_s = time.monotonic() - begun_s
         metrics = {
             f"{metric_key_prefix}_loss": loss,
             f"{metric_key_prefix}_runtime": taken_s,
             f"{metric_key_prefix}_samples_per_second": number / taken_s,
         }
+        if predictions is not None:
+            told = denumpify_detensorize(self.compute_metrics(predictions.whole()))
+            prefix = f"{metric_key_prefix}_"
+            metrics |= {prefix + name.removeprefix(prefix): one for name, one in told.items()}
         self.log(metrics)
         self.control = self.callback_handler.on_evaluate(
             self.args, self.state, self.control, metrics
         )
         return metrics
 
+    def predict(self, *args: Any, **given: Any) -> Any:
+        """Do as ``Trainer.predict``, before or behind the training."""
+        self._refuse_in_training("predict")
+        return super().predict(*args, **given)
+
+    def save_model(self, output_dir: str | None = None, _internal_call: bool = False) -> None:  # noqa: FBT001, FBT002  as in Trainer
+        """Do as ``Trainer.save_model``, before or behind the training."""
+        self._refuse_in_training("save_model")
+        super().save_model(output_dir, _internal_call)
+
     def is_world_process_zero(self) -> bool:
         """Return whether this is the worker that speaks for all."""
         return self._session.rank == 0 if self._session is not None else True
 
     is_local_process_zero = is_world_process_zero
+
+    def _refuse_in_training(self, what: str) -> None:
+        if self._session is not None:
+            raise TaskError(
+                f"ElasticTrainer: {what} while it trains: each worker has a part of the model; "
+                "call it behind trainer.train(); `everstep export RUN --to FOLDER` writes a step "
+                "that is committed, also during the training"
+            )
+
+    def _predictions(self) -> Predictions | None:
+        """Return what collects outputs for ``compute_metrics``; None if they are not needed."""
+        if self.compute_metrics is None or self.args.prediction_loss_only:
+            return None
+        assert self._session is not None
+        parallel = self._session.settings.parallel
+        for axis in ("pp", "cp"):
+            if getattr(parallel, axis) > 1:
+                raise LayoutRefusedError(
+                    f"parallel.{axis}={getattr(parallel, axis)}: compute_metrics needs the outputs "
+                    f"of the whole model; write parallel.{axis}: 1",
+                    axis=axis,
+                )
+        return Predictions(self)
+
+    def _best_name(self) -> str:
+        """Return the metric that decides which step is best; "" for none."""
+        name: str = self.args.metric_for_best_model or ""
+        return name if not name or name.startswith("eval_") else f"eval_{name}"
+
+    def _take_results(self) -> None:
+        """Put into the trainer what the complete run has in storage."""
+        args, done = self.args, finished_run()
+        here = done or FinishedRun(*open_store(args.output_dir))
+        best = args.load_best_model_at_end
+        if done is not None:
+            newest = done.checkpoint()
+            self.state, self._sums = TrainerState(), _Sums()
+            self.state.compute_steps(args, newest.step)
+            self.state.max_steps = newest.step
+            saved = _Saved(self.state, self._sums, self.callback_handler.callbacks)
+            saved.load_state_dict(registered_state(newest, "trainer"))
+            self.state.global_step = newest.step
+        if done is not None or (best and self.state.best_global_step):
+            step = self.state.best_global_step if best else None
+            fill(_values(self.model), here.checkpoint(step))
 
     def _settings(self) -> Settings:
         """Return the settings of a script that runs alone, from its arguments."""
@@ -261,11 +338,28 @@ class ElasticTrainer(Trainer):
             self.state.num_train_epochs = math.ceil(args.num_train_epochs)
         self.state.is_world_process_zero = self.state.is_local_process_zero = session.rank == 0
         self.state.global_step = session.step
+        if self._best_name():
+            mode: Literal["min", "max"] = "max" if args.greater_is_better else "min"
+            session.keep_best(self._best_name(), mode=mode)
+        self._tell_ignored(session)
         self._sums = _Sums()
         callbacks = self.callback_handler.callbacks
         session.register("trainer", _Saved(self.state, self._sums, callbacks))
         # What transformers' own callbacks ask for follows from the state, which is the same on all.
         self._votes = any(not type(one).__module__.startswith("transformers.") for one in callbacks)
+
+    def _tell_ignored(self, session: Session) -> None:
+        """Say which arguments the configuration overrides."""
+        asked, found = self._settings(), session.settings
+        told = [
+            f"{part}.{name}={theirs!r} (the arguments: {ours!r})"
+            for part, names in _OVERRIDDEN.items()
+            for name in names
+            if (ours := getattr(getattr(asked, part), name))
+            != (theirs := getattr(getattr(found, part), name))
+        ]
+        if told and session.rank == 0:
+            log.warning("ElasticTrainer: the configuration decides: %s", ", ".join(told))
 
     def _step(self, step: Step, model: nn.Module, scheduler: Any) -> bool:
         """Train a step; return whether an epoch ended with it."""
@@ -325,14 +419,28 @@ class ElasticTrainer(Trainer):
             self.log({"loss": loss, "grad_norm": step.grad_norm, "learning_rate": step.lr})
         if self.control.should_evaluate:
             metrics = self.evaluate()
-            self._determine_best_metric(metrics, None)
+            is_best = self._determine_best_metric(metrics, None)
+            if self._best_name():
+                assert self._session is not None
+                self._session.log({self._best_name(): metrics[self._best_name()]})
+            if self.args.save_strategy == "best":
+                self.control.should_save = is_best
             if isinstance(scheduler, ReduceLROnPlateau):
                 scheduler.step(metrics["eval_loss"])
         if self.control.should_save:
             self._tell("on_save")
 
-    def _loss(self, model: nn.Module, inputs: Any, num_samples: int) -> tuple[Tensor, int]:
-        """Return the mean loss of a batch, and its weight: labels, or else batches count alike."""
+    def _loss(
+        self,
+        model: nn.Module,
+        inputs: Any,
+        num_samples: int,
+        outputs: Callable[[Any, Any], None] | None = None,
+    ) -> tuple[Tensor, int]:
+        """Return the mean loss of a batch, and its weight: labels, or else batches count alike.
+
+        ``outputs`` is called with the batch and with what the model returned for it.
+        """
         inputs = self._prepare_inputs(inputs)
         assert self._session is not None, "it trains"
         degree = self._session.settings.parallel.cp
@@ -353,7 +461,13 @@ class ElasticTrainer(Trainer):
             shifts = self._loss_shifts_labels and "shift_labels" not in inputs
             tokens = int((labels[..., 1:] if shifts else labels).ne(_IGNORED).sum())
         tokens = tokens if num_samples else 0
-        loss = self.compute_loss(model, inputs)
+        if outputs is None:
+            loss = self.compute_loss(model, inputs)
+        else:
+            # The loss may take the labels out.
+            batch = dict(inputs)
+            loss, returned = self.compute_loss(model, inputs, return_outputs=True)
+            outputs(batch, returned)
         # The mean over no labels is no number, and counts for nothing.
         return loss if tokens else loss.nan_to_num(nan=0.0), tokens
 

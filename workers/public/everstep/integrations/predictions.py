@@ -1,0 +1,59 @@
+"""What a model returns in an evaluation, gathered for ``compute_metrics`` as Trainer does it."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from torch import Tensor
+from torch.distributed.tensor import DTensor
+from torch.utils._pytree import TreeSpec, tree_flatten, tree_unflatten
+from transformers import EvalPrediction
+from transformers.trainer_pt_utils import EvalLoopContainer, nested_detach
+
+#: Takes the place of values in shorter rows.
+_PADDING = -100
+
+
+class Predictions:
+    """Outputs and labels of one evaluation.
+
+    Attributes:
+        last: Those of the batch that was added last, flat.
+        gathered: Those of all batches of all workers, by number.
+    """
+
+    def __init__(self, trainer: Any) -> None:
+        self._trainer = trainer
+        config = getattr(trainer.model, "config", None)
+        self._ignored = {"loss", *getattr(config, "keys_to_ignore_at_inference", ["cache"])}
+        self._spec: TreeSpec | None = None
+        self.last: list[Tensor] = []
+        self.gathered: dict[int, list[Tensor]] = {}
+
+    def add(self, batch: dict[str, Any], returned: Any) -> None:
+        """Take what the model returned for a batch."""
+        is_named = isinstance(returned, dict)
+        logits = nested_detach(
+            tuple(value for name, value in returned.items() if name not in self._ignored)
+            if is_named
+            else returned[1:]
+        )
+        labels = nested_detach(tuple(batch.get(name) for name in self._trainer.label_names))
+        logits, labels = (one[0] if len(one) == 1 else one for one in (logits, labels))
+        preprocess = self._trainer.preprocess_logits_for_metrics
+        if preprocess is not None:
+            logits = preprocess(logits, labels)
+        leaves, self._spec = tree_flatten((logits, labels))
+        self.last = [one.full_tensor() if isinstance(one, DTensor) else one for one in leaves]
+
+    def whole(self) -> EvalPrediction:
+        """Return those of all samples, in their order."""
+        assert self._spec is not None, "every worker has added a batch"
+        every = [EvalLoopContainer(do_nested_concat=True, padding_index=_PADDING) for _ in range(2)]
+        for number in sorted(self.gathered):
+            for one, part in zip(
+                every, tree_unflatten(self.gathered[number], self._spec), strict=True
+            ):
+                one.add(part)
+        predictions, labels = (one.get_arrays() for one in every)
+        return EvalPrediction(predictions=predictions, label_ids=labels)

@@ -1,0 +1,75 @@
+"""Run what a script has behind ``everstep.run``, on rank 0, when all ranks have left the attempt.
+
+The others wait, so that the attempt lasts as long as that code. ``BEHIND`` in the run directory
+says that it has ended.
+"""
+
+from __future__ import annotations
+
+import json
+import threading
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Final
+
+from ucp_core.errors import StorageError
+from ucp_core.storage import join
+from workers.protocol import BEHIND, Assignment, Completed, Fenced
+from workers.records import ProgressRecord
+from workers.train.context import WorkerContext
+from workers.train.finished import FinishedRun
+from workers.train.script import finish_script
+
+#: Between two looks for the end of rank 0: at first, and at most.
+_LOOK_S: Final = 0.1
+_LOOK_S_MAX: Final = 2.0
+
+
+def run_behind(
+    completed: Completed, assignment: Assignment, context: WorkerContext
+) -> Completed | Fenced:
+    """Return when rank 0 has run the code; raises there what the code raises."""
+    run = context.settings.run
+    path = join(context.directory, BEHIND)
+    mark = json.dumps({"attempt": assignment.attempt, "step": completed.step}).encode()
+    if assignment.rank == 0:
+        there = FinishedRun(context.store, context.directory, assignment.lineage)
+        with _progressing(context.progress):
+            finish_script(run.script, run.arguments, there)
+        context.store.write_atomic(path, mark, fsync=False)
+        return completed
+    pause_s = _LOOK_S
+    while _read(context, path) != mark:
+        if context.fenced(assignment.attempt):
+            return Fenced(attempt=assignment.attempt, step=completed.step)
+        context.progress.moved(1)
+        time.sleep(pause_s)
+        pause_s = min(2 * pause_s, _LOOK_S_MAX)
+    return completed
+
+
+def _read(context: WorkerContext, path: str) -> bytes:
+    try:
+        return context.store.read(path)
+    except StorageError:
+        # Not there yet, or storage is away: then rank 0 waits for it, too.
+        return b""
+
+
+@contextmanager
+def _progressing(progress: ProgressRecord) -> Iterator[None]:
+    """Show that the worker is at work: nobody sees from outside how long such code takes."""
+    ends = threading.Event()
+
+    def show() -> None:
+        while not ends.wait(_LOOK_S):
+            progress.moved(1)
+
+    thread = threading.Thread(target=show, name="behind", daemon=True)
+    thread.start()
+    try:
+        yield
+    finally:
+        ends.set()
+        thread.join()

@@ -1,0 +1,88 @@
+"""What a complete run has in storage, for code behind ``everstep.run``."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any, Final
+
+import torch
+from torch import Tensor
+
+from ucp_core.geometry import Box, TensorKey
+from ucp_core.native import (
+    Checkpoint,
+    LocalTensor,
+    checkpoint_name,
+    find_committed,
+    load,
+    open_checkpoint,
+)
+from ucp_core.storage import Store, join
+from workers.errors import StateError
+from workers.protocol import CHECKPOINTS
+from workers.state import DTYPES, decode
+
+_TORCH: Final = {name: dtype for dtype, name in DTYPES.items()}
+
+
+@dataclass(frozen=True, slots=True)
+class FinishedRun:
+    """A run that is complete.
+
+    Attributes:
+        directory: Path of the run directory in the store.
+        lineage: ``(attempt, resume_step)`` of all its attempts.
+    """
+
+    store: Store
+    directory: str
+    lineage: tuple[tuple[int, int], ...] = ()
+
+    def checkpoint(self, step: int | None = None) -> Checkpoint:
+        """Return the checkpoint of a step, the newest one by default.
+
+        Raises:
+            StateError: There is none.
+            UcpError: It cannot be opened.
+        """
+        checkpoints = join(self.directory, CHECKPOINTS)
+        if step is not None:
+            return open_checkpoint(self.store, join(checkpoints, checkpoint_name(step)))
+        found = find_committed(self.store, checkpoints, lineage=self.lineage)
+        if found is None:
+            raise StateError(f"{checkpoints} has no checkpoint", path=checkpoints)
+        return found.checkpoint
+
+
+def registered_state(checkpoint: Checkpoint, name: str) -> Any:
+    """Return the state of what a script registered under ``name``."""
+    return decode(checkpoint.manifest.extra["registered"][name]["state"])
+
+
+def fill(tensors: Mapping[str, Tensor], checkpoint: Checkpoint) -> None:
+    """Give parameters and buffers the values that a checkpoint has for their names.
+
+    One tensor at a time is in memory beside them. Buffers that no checkpoint keeps stay.
+
+    Raises:
+        UcpError: The checkpoint is damaged, or gone.
+    """
+    entries, ties = checkpoint.state_map.entries, checkpoint.manifest.ties
+    with torch.no_grad():
+        for name, tensor in tensors.items():
+            entry = entries.get(TensorKey(ties.get(name, name), "weight"))
+            if entry is None:
+                continue
+            held = torch.empty(entry.shape, dtype=_TORCH[entry.dtype])
+            data: Any = held.reshape(-1).view(torch.uint8).numpy()
+            need = LocalTensor(
+                fqn=entry.key.fqn,
+                slot=entry.key.slot,
+                dtype=entry.dtype,
+                shape=entry.shape,
+                box=Box.full(entry.shape),
+                data=memoryview(data),
+            )
+            load(checkpoint, [need])
+            tensor.copy_(held)
