@@ -22,6 +22,8 @@ class Operation:
         members: Ranks of the communicator; of a transfer (sender, receiver).
         enter_s: When it was called, on ``clock``.
         exit_s: When it was over; None while it is in flight.
+        own_s: Of a span that is over, its time without the rank's waits for others; None if
+            only the calls in it say that.
         is_ahead: Whether it is in flight and the rank is known not to wait for it.
         size_bytes: Payload of this rank; of a span the size of its input, 0 if unknown.
         history: Hash of all calls of the rank in the communicator up to this one, "" if unknown.
@@ -37,6 +39,7 @@ class Operation:
     members: Sequence[int] = ()
     enter_s: float
     exit_s: float | None
+    own_s: float | None = None
     is_ahead: bool = False
     size_bytes: int = 0
     dtype: str = ""

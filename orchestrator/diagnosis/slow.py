@@ -1,6 +1,7 @@
 """Ranks that are slower than others with the same work.
 
-Compute is what a span of a rank takes, without the calls in it: those wait for others. Compared are
+Compute is what a span of a rank takes, without its waits for others: the calls in it, if the
+record says no better. Compared are
 ranks of one stage and tensor-parallel place, in the same step, by their fastest micro-batch: broken
 hardware slows all of them, uneven work only some. Where sizes are known, times are divided by the
 power of the size, up to the square, by which they grow with it. Two peers are too few: then a
@@ -271,9 +272,10 @@ def _spans(
     for place, span in enumerate(operations):
         if not span.is_span or span.exit_s is None:
             continue
-        own_s, until_s = span.exit_s - span.enter_s, span.enter_s
+        known, until_s = span.own_s is not None, span.enter_s
+        own_s = span.exit_s - span.enter_s if span.own_s is None else span.own_s
         for one in operations[place + 1 :]:
-            if one.enter_s >= span.exit_s:
+            if known or one.enter_s >= span.exit_s:
                 break
             if not one.is_span:
                 end_s = min(span.exit_s, span.exit_s if one.exit_s is None else one.exit_s)

@@ -73,6 +73,9 @@ def _step_s(rows: Mapping[int, list[Operation]]) -> float:
     begun: dict[int, list[float]] = defaultdict(list)
     for operations in rows.values():
         for one in operations:
+            if not one.op:
+                # Only its number is known.
+                continue
             begun[one.step] += (one.enter_s, one.exit_s or one.enter_s)
     return median(max(times) - min(times) for times in begun.values())
 

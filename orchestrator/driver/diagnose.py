@@ -29,7 +29,7 @@ from orchestrator.diagnosis import (
 from orchestrator.errors import ConfigError
 from ucp_core.errors import ForeignClassError
 from ucp_core.torch_files import pickle_tree, read_pickle
-from workers.records import FINISHED, is_ring, read_ring
+from workers.records import DTYPES, FINISHED, Ring, is_ring, read_ring
 
 _INCIDENT: Final = "incident.json"
 _PICKLE: Final = b"\x80"
@@ -146,15 +146,23 @@ def _who(guilty: Any) -> str:
 
 def _read(paths: Sequence[str], now_s: float | None) -> Records:
     operations: list[Operation] = []
+    rings: list[tuple[Path, Ring]] = []
     unknown: dict[int, str] = {}
     for path, is_named in _files(paths):
-        found = () if path.name == _INCIDENT else _read_file(path, unknown)
+        if is_ring(path):
+            rings.append((path, read_ring(path)))
+            continue
+        found = () if path.name == _INCIDENT else _read_file(path, unknown, is_named=is_named)
         if found is None and is_named:
             raise ConfigError(
                 f"{path} is no record of a run: neither a record ring, nor a dump of torch's "
                 "flight recorder, nor JSON lines with an operation each"
             )
         operations += found or ()
+    # A rank keeps the ring of the attempt before, too, whose calls have the same numbers.
+    newest = max((ring.attempt for _, ring in rings), default=0)
+    for path, ring in rings:
+        operations += _of_ring(path, ring, unknown) if ring.attempt == newest else ()
     return Records(operations=matched(operations), unknown=unknown, now_s=now_s)
 
 
@@ -169,13 +177,13 @@ def _files(paths: Iterable[str]) -> Iterator[tuple[Path, bool]]:
             raise ConfigError(f"{name} does not exist")
 
 
-def _read_file(path: Path, unknown: dict[int, str]) -> list[Operation] | None:
-    if is_ring(path):
-        return list(_of_ring(path, unknown))
+def _read_file(path: Path, unknown: dict[int, str], *, is_named: bool) -> list[Operation] | None:
     data = path.read_bytes()
     if data[:1] == _PICKLE:
         return list(_of_dump(path, data))
-    if path.suffix == ".jsonl" or (data[:1] == b"{" and b'"t_enter"' in data.partition(b"\n")[0]):
+    # A run directory has other lines of JSON, such as its metrics.
+    is_row = data[:1] == b"{" and b'"t_enter"' in data.partition(b"\n")[0]
+    if is_row or (is_named and path.suffix == ".jsonl"):
         return list(_of_lines(path, data, unknown))
     return None
 
@@ -234,35 +242,47 @@ def _channel(comm: str, op: str, rank: int, peer: int) -> tuple[str, tuple[int, 
     return f"{comm} {ends[0]}>{ends[1]}", ends
 
 
-def _of_ring(path: Path, unknown: dict[int, str]) -> Iterator[Operation]:
-    ring = read_ring(path)
+def _of_ring(path: Path, ring: Ring, unknown: dict[int, str]) -> Iterator[Operation]:
     if ring.rank < 0:
         raise ConfigError(f"{path} does not say whose it is: its rank had not joined an attempt")
     if ring.num_dropped:
         unknown[ring.rank] = f"{ring.num_dropped} groups did not fit its ring"
+    known: dict[str, Any] = {
+        "rank": ring.rank, "clock": str(path), "place": ring.place, "node": ring.node,
+    }  # fmt: skip
     for state in ring.groups.values():
         if state.waiting_s and len(state.ranks) == 1:
             unknown[ring.rank] = f"it receives from any rank of {state.group}"
         yield Operation(
-            rank=ring.rank, op="", comm=state.group, seq=state.entered_seq,
-            members=state.ranks, enter_s=_LONG_AGO, exit_s=_LONG_AGO, clock=str(path),
+            op="", comm=state.group, seq=state.entered_seq, members=state.ranks,
+            enter_s=_LONG_AGO, exit_s=_LONG_AGO, **known,
         )  # fmt: skip
+    waits = any(state.waiting_s for state in ring.groups.values())
     for one in ring.records:
-        state = ring.groups[one.group]
-        is_waited = state.waiting_s > 0.0 and one.seq == state.finished_seq + 1
-        yield Operation(
-            rank=ring.rank,
-            op=one.op,
-            comm=state.group,
-            seq=one.seq,
-            members=state.ranks,
-            enter_s=one.enter_ns / 1e9,
-            exit_s=one.exit_ns / 1e9 if one.flags & FINISHED else None,
-            is_ahead=not is_waited,
-            size_bytes=one.size_bytes,
-            dtype=str(one.dtype),
-            clock=str(path),
-        )
+        times: dict[str, Any] = {
+            "op": one.op, "step": one.step, "enter_s": one.enter_ns / 1e9,
+            "exit_s": one.exit_ns / 1e9 if one.flags & FINISHED else None,
+        }  # fmt: skip
+        if one.group >= 0:
+            state = ring.groups[one.group]
+            yield Operation(
+                comm=state.group,
+                seq=one.seq,
+                members=state.ranks,
+                is_ahead=not (state.waiting_s and one.seq == state.finished_seq + 1),
+                size_bytes=one.size_bytes,
+                dtype=DTYPES[one.dtype],
+                history=f"{one.history:08x}" if one.history else "",
+                **times,
+                **known,
+            )
+        elif times["exit_s"] is None:
+            # It may wait, within its own work, for what it called before that.
+            if not waits:
+                yield Operation(**times, **known)
+        elif one.op == "data" or not ring.on_device:
+            own_s = times["exit_s"] - times["enter_s"] - one.blocked_s
+            yield Operation(own_s=own_s, **times, **known)
 
 
 def _of_dump(path: Path, data: bytes) -> Iterator[Operation]:

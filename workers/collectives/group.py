@@ -26,6 +26,7 @@ from workers.collectives.torch_names import (
     new_gloo,
 )
 from workers.collectives.work import Call, RecordedWork, StreamWork
+from workers.records import DTYPES
 
 #: torch knows the recorded groups by these names.
 BACKENDS: Final = {"gloo": "everstep_gloo", "nccl": "everstep_nccl"}
@@ -58,23 +59,7 @@ _SPLIT: Final = frozenset({"alltoall_base", "all_to_all_single"})
 _ANY: Final = -1
 #: Collectives that name their outputs first; their payload is the second argument.
 _OUTPUT_FIRST: Final = frozenset({"all_gather", "all_to_all", "gather", "reduce_scatter"})
-_DTYPES: Final = {
-    dtype: code
-    for code, dtype in enumerate(
-        (
-            torch.float32,
-            torch.bfloat16,
-            torch.float16,
-            torch.float64,
-            torch.int64,
-            torch.int32,
-            torch.uint8,
-            torch.int8,
-            torch.bool,
-        ),
-        start=1,
-    )
-}
+_DTYPES: Final = {getattr(torch, name): code for code, name in enumerate(DTYPES) if name}
 
 
 class RecordedGroup(dist.ProcessGroup):

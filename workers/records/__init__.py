@@ -11,11 +11,19 @@ from workers.records.progress import (
     report_on,
 )
 from workers.records.ring import RecordRing, Waited
-from workers.records.ring_format import ABORTED, FAILED, FINISHED, SPANS, last_ring_path
-from workers.records.ring_reader import RingReader, RingView, is_ring, read_ring
+from workers.records.ring_format import (
+    ABORTED,
+    DTYPES,
+    FAILED,
+    FINISHED,
+    SPANS,
+    last_ring_path,
+)
+from workers.records.ring_reader import Record, Ring, RingReader, RingView, is_ring, read_ring
 
 __all__ = [
     "ABORTED",
+    "DTYPES",
     "FAILED",
     "FINISHED",
     "SPANS",
@@ -23,7 +31,9 @@ __all__ = [
     "ProgressReader",
     "ProgressRecord",
     "ProgressView",
+    "Record",
     "RecordRing",
+    "Ring",
     "RingReader",
     "RingView",
     "Waited",

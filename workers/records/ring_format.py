@@ -48,6 +48,19 @@ OPS: Final = (
     "recv",
     *SPANS,
 )
+#: The type of a tensor; a record holds the index. Others than these are "".
+DTYPES: Final = (
+    "",
+    "float32",
+    "bfloat16",
+    "float16",
+    "float64",
+    "int64",
+    "int32",
+    "uint8",
+    "int8",
+    "bool",
+)
 OP_CODES: Final = {op: code for code, op in enumerate(OPS)}
 #: The group of a span.
 NO_GROUP: Final = 0xFFFF

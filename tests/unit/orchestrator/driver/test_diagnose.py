@@ -12,11 +12,12 @@ from typer.testing import CliRunner
 
 from orchestrator.cli.main import app
 from orchestrator.core import Incident
-from orchestrator.diagnosis import Guilty, Kind
+from orchestrator.diagnosis import Guilty, Kind, Verdict
 from orchestrator.driver import diagnose_paths
 from orchestrator.errors import ConfigError
 from tests.arch.tree import ROOT
 from workers.records import FINISHED, RecordRing
+from workers.records import ring as ring_module
 
 DUMPS = ROOT / "tests" / "fixtures" / "fr_dumps"
 
@@ -112,6 +113,127 @@ def test_a_ring_whose_groups_did_not_fit_does_not_make_its_rank_guilty(tmp_path:
 
     assert verdict.kind is Kind.UNDECIDED
     assert "did not fit its ring" in verdict.evidence
+
+
+class Clock:
+    """The monotonic clock of a rank, in seconds."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.now_s = 0.0
+        monkeypatch.setattr(ring_module, "time", self)
+
+    def monotonic_ns(self) -> int:
+        return round(self.now_s * 1e9)
+
+
+def work(
+    folder: Path,
+    clock: Clock,
+    rank: int,
+    *,
+    slow: float = 1.0,
+    waits_s: float = 0.0,
+    data_s: float = 0.001,
+    steps: int = 8,
+    attempt: int = 3,
+) -> tuple[RecordRing, int]:
+    """Write the ring of one of four ranks that has done some steps of two micro-batches."""
+    writer = RecordRing(folder / f"{rank}.ring", attempt=attempt, num_ranks=4)
+    writer.assign(rank)
+    writer.locate((rank, 0, 0), f"n{rank}")
+    group = writer.group("world", (0, 1, 2, 3))
+    clock.now_s = 100.0
+    for step in range(1, steps + 1):
+        for micro_batch in (0, 1):
+            writer.span("data", step=step, micro_batch=micro_batch)
+            clock.now_s += data_s
+            # Called ahead, so that its times overlap with computing.
+            seq, number = writer.enter(group, "all_gather", 64, 1)
+            clock.now_s += 1e-5
+            writer.span("forward", step=step, micro_batch=micro_batch)
+            clock.now_s += 0.01 * slow + waits_s + 1e-5 * (step * rank % 3)
+            writer.leave(group, seq, number, FINISHED, round(waits_s * 1e9))
+            writer.span("backward", step=step, micro_batch=micro_batch)
+            clock.now_s += 0.02 * slow
+        writer.span("optimizer", step=step)
+        writer.span("")
+    return writer, group
+
+
+@pytest.mark.parametrize(
+    ("how", "kind"),
+    [({"slow": 1.5}, Kind.SLOW_COMPUTE), ({"data_s": 0.05}, Kind.SLOW_DATA), ({}, None)],
+)
+def test_rings_name_who_is_slow_by_itself(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, how: dict[str, float], kind: Kind | None
+) -> None:
+    """Rank 1 takes as long, because it waits for others."""
+    clock = Clock(monkeypatch)
+    for rank in range(4):
+        given = how if rank == 2 else {"waits_s": 0.05} if rank == 1 else {}
+        work(tmp_path, clock, rank, **given)  # type: ignore[arg-type]
+
+    found = [(one.kind, one.guilty.ranks, one.guilty.nodes) for one in _of(tmp_path)]
+
+    assert found == ([(kind, (2,), ("n2",))] if kind is not None else [])
+
+
+def test_a_rank_that_waits_within_its_own_work_is_not_absent(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It waits in backward for what it called before; rank 3 reads data since, and comes late."""
+    clock = Clock(monkeypatch)
+    for rank in range(4):
+        writer, group = work(tmp_path, clock, rank)
+        if rank == 3:
+            writer.span("data", step=9)
+            continue
+        seq, _ = writer.enter(group, "all_reduce", 64, 1)
+        clock.now_s += 1e-5
+        writer.span("backward", step=9)
+        writer.wait(group, seq)
+
+    (verdict,) = _of(tmp_path)
+
+    assert (verdict.kind, verdict.guilty.ranks) == (Kind.SLOW_DATA, (3,))
+    assert "rank 3 is in data" in verdict.evidence.lower()
+
+
+def test_a_call_that_was_left_out_long_ago_is_seen_by_the_hash(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its record is overwritten, and the calls since are equal, so nothing hangs."""
+    clock = Clock(monkeypatch)
+    for rank in range(4):
+        writer, group = work(tmp_path, clock, rank, steps=1)
+        # Rank 1 leaves a reduce_scatter out, and makes up for it by another call in the end.
+        writer.enter(group, "reduce_scatter" if rank != 1 else "all_gather", 64, 1)
+        for _ in range(5000):
+            seq, number = writer.enter(group, "all_gather", 64, 1)
+            writer.leave(group, seq, number, FINISHED)
+
+    (verdict,) = _of(tmp_path)
+
+    assert (verdict.kind, verdict.guilty.ranks) == (Kind.DESYNC, (1,))
+
+
+def test_the_ring_of_an_older_attempt_says_nothing_of_this_one(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its calls have the same numbers; the worker of rank 1 is another one by now."""
+    clock = Clock(monkeypatch)
+    writer, group = work(tmp_path, clock, 1, attempt=2)
+    writer.enter(group, "broadcast", 999, 1)
+    (tmp_path / "1.ring").rename(tmp_path / "dead.ring")
+    for rank in range(4):
+        work(tmp_path, clock, rank)
+
+    assert _of(tmp_path) == ()
+    assert len(list(tmp_path.iterdir())) == 5
+
+
+def _of(folder: Path) -> tuple[Verdict, ...]:
+    return diagnose_paths([str(folder)])
 
 
 @pytest.mark.parametrize(
