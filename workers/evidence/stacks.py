@@ -83,7 +83,7 @@ def take_stacks(subjects: Iterable[Subject], within_s: float) -> dict[str, str]:
 
 
 def _ask(subject: Subject) -> bool:
-    """Send the signal, if the process will write; an older dump is dropped."""
+    """Send the signal, if the process will write; what came late of an older one is dropped."""
     if not subject.pid or process_state(subject.pid).letter in GONE:
         return False
     if process_state(subject.pid).letter in _HELD or not _handles_signal(subject.pid):
@@ -108,6 +108,8 @@ def _told(subject: Subject) -> str:
     head = f"{subject.worker}, process {subject.pid}\n\n"
     with contextlib.suppress(OSError):
         if written := subject.path.read_text(errors="replace"):
+            # What is there next time was written since then.
+            os.truncate(subject.path, 0)
             return head + written
     if not subject.pid:
         return head + "Nothing is known of its process.\n"

@@ -111,6 +111,8 @@ def test_of_a_process_that_cannot_write_the_kernel_tells(
 ) -> None:
     """A stopped process runs no handler, and a dead one has left what it wrote when it died."""
     stopped, died, gone = stuck["sleep"], stuck["queue"], stuck["lock"]
+    # What they did at an earlier incident says nothing of this one.
+    assert " in train" in take_stacks(stuck.values(), WAIT_S_MAX)["lock"]
     os.kill(stopped.pid, signal.SIGSTOP)
     os.kill(died.pid, signal.SIGSEGV)
     os.kill(gone.pid, signal.SIGKILL)
@@ -127,6 +129,7 @@ def test_of_a_process_that_cannot_write_the_kernel_tells(
     assert told.stacks["sleep"].count("\nthread ") >= 2
     assert "Fatal Python error: Segmentation fault" in told.stacks["queue"]
     assert "state Z (zombie)" in told.stacks["lock"]
+    assert " in train" not in told.stacks["lock"] + told.stacks["sleep"]
 
     store, path = open_store(str(tmp_path / "run"))
     told.store(store, f"{path}/incidents/0003")
