@@ -11,6 +11,7 @@ from typing import TypeAlias
 
 from orchestrator.core.state import Pair
 from orchestrator.core.values import value
+from orchestrator.diagnosis import Suspicion
 from orchestrator.policies import FaultsSeen, Share
 from workers.protocol import SaveCosts, Source
 
@@ -341,6 +342,21 @@ class HangFound:
 
 
 @value
+class Suspected:
+    """Whom the run suspects has changed. Nothing is proven, and the attempt goes on.
+
+    Attributes:
+        suspects: All that are suspected at present; empty once nobody is.
+        usual_step_s: Median duration of a step before; 0.0 if none was seen.
+    """
+
+    at_s: float
+    attempt: int
+    suspects: tuple[Suspicion, ...]
+    usual_step_s: float = 0.0
+
+
+@value
 class AttemptStalled:
     """Every member waits for others for longer than usual, or a link looks dead; no proof."""
 
@@ -487,6 +503,7 @@ Event: TypeAlias = (
     | WorkerRaised
     | NotFiniteFound
     | HangFound
+    | Suspected
     | AttemptStalled
     | MembersAtWork
     | LinksProbed

@@ -107,6 +107,7 @@ TABLE: dict[type, Row] = {
     ev.WorkerRaised: row(active=on_members.worker_raised, fencing=on_members.worker_raised),
     ev.NotFiniteFound: row(on_members.not_finite_found),
     ev.HangFound: row(active=on_members.hang_found, fencing=on_members.hang_found_fencing),
+    ev.Suspected: row(active=on_members.suspected, fencing=on_members.suspected),
     ev.AttemptStalled: row(running=on_members.attempt_stalled, yielding=on_members.attempt_stalled),
     ev.MembersAtWork: row(fencing=on_members.members_at_work),
     ev.SavesMeasured: row(active=pace.saves_measured),

@@ -77,18 +77,32 @@ class Transition:
     def report(self, fault: Cause, *, fenced_s: float) -> None:
         """Put one fault, or planned change, on record."""
         self.run.faults_seen = self.run.faults_seen.and_incident(fault.kind)
+        evidence = " ".join((*self._suspected(fault), fault.evidence))
         self.actions.append(
             ReportIncident(
                 attempt=self.run.attempt.number,
                 incident=fault.kind.value,
                 guilty=fault.guilty,
-                evidence=fault.evidence,
+                evidence=evidence,
                 found_s=fault.at_s,
                 fenced_s=fenced_s,
                 rule=fault.rule,
                 verdict=fault.verdict,
                 places=fault.places,
             )
+        )
+
+    def _suspected(self, fault: Cause) -> tuple[str, ...]:
+        """Return what was suspected before of those that turned out to be faulty, for people.
+
+        Also where nobody could be named.
+        """
+        if fault.kind.is_planned or not fault.kind.names:
+            return ()
+        return tuple(
+            one.evidence
+            for one in self.run.attempt.suspects
+            if one.worker in fault.guilty or not fault.guilty
         )
 
     def finish(self, outcome: RunOutcome, reason: str) -> None:

@@ -8,6 +8,7 @@ from orchestrator.detection.detector import Detector, observe, without_silent
 from orchestrator.detection.leaving import at_work
 from orchestrator.detection.limits import PATIENCE, Limits, as_seconds, limits_from
 from orchestrator.detection.verdict import Judgement, NodeSilent, Stalled, Verdict, judge
+from orchestrator.detection.waits import graph_of
 
 __all__ = [
     "PATIENCE",
@@ -19,6 +20,7 @@ __all__ = [
     "Verdict",
     "as_seconds",
     "at_work",
+    "graph_of",
     "judge",
     "limits_from",
     "observe",

@@ -141,8 +141,13 @@ class Detector:
         return self.watched_s - self.nodes[node].heard_s
 
 
-def observe(state: Detector, report: NodeReport, at_s: float) -> Detector:
-    """Return ``state`` with one keeper's report taken in, received at ``at_s``."""
+def observe(state: Detector, report: NodeReport, at_s: float, *, learns: bool = True) -> Detector:
+    """Return ``state`` with one keeper's report taken in, received at ``at_s``.
+
+    Args:
+        learns: Whether durations of steps count. While a slow rank is suspected they do not: every
+            bound would become as much longer as its steps are.
+    """
     passed_s = at_s - state.heard_at_s
     watched_s = state.watched_s + (passed_s if passed_s <= WATCH_GAP_S else 0.0)
     before = state.nodes.get(report.node)
@@ -155,7 +160,7 @@ def observe(state: Detector, report: NodeReport, at_s: float) -> Detector:
     workers: dict[str, Watched] = {}
     for row in report.workers:
         known = before.workers.get(row.worker) if before is not None else None
-        if known is not None and _finished_step(known.report, row):
+        if learns and known is not None and _finished_step(known.report, row):
             counted = _count(steps_s, counted, row)
         if before is None or known is None or gap:
             workers[row.worker] = _anew(report.node, row, watched_s)

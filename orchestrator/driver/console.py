@@ -104,6 +104,8 @@ class RunView:
 
     def _say_problems(self, status: Mapping[str, Any]) -> None:
         """Print what is wrong when that changes; the numbers in it change all the time."""
+        for one in status.get("suspects", ()):
+            self._say(f"suspects {one['worker']}", f"suspected: {one['evidence']}", key=one["kind"])
         for topic in ("redundancy", "cadence"):
             found = status.get(topic, {}).get("problems", ())
             kinds = {re.sub(r"[0-9a-f]*\d[0-9a-f]*", "", problem): problem for problem in found}
@@ -374,6 +376,7 @@ def _details(status: Mapping[str, Any]) -> Iterator[str]:
     if status["shared"]:
         runs = ", ".join(status["shared"]["runs"])
         yield f"at most {status['shared']['limit']} workers: other runs need the rest ({runs})"
+    yield from (f"suspected: {one['evidence']}" for one in status.get("suspects", ()))
     if status["waits_for"]:
         yield f"waits for: {status['waits_for']}"
     if status["reason"]:

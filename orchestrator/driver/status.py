@@ -36,7 +36,7 @@ def read_status(url: str) -> dict[str, Any]:
         return [] if over else [{**unknown, **row} for row in described[what]]
 
     step, loss = run.last_step()
-    copied = ("layout", "other_layouts", "shared", "cause", "waits_for", "reason")
+    copied = ("layout", "other_layouts", "shared", "cause", "suspects", "waits_for", "reason")
     return {
         **{name: described[name] for name in ("phase", "attempt", *copied)},
         "directory": config.run.directory,

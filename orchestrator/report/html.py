@@ -100,6 +100,7 @@ def render(run: RunRecord, other: RunRecord | None = None) -> str:
         progress_chart=_progress_chart(run, other),
         incidents=run.incidents,
         kinds=_kinds(run.incidents),
+        suspected=run.summary.get("suspected") or (),
         start_s=_start_s(run),
         knows_prices=bool(run.summary.get("cost_usd")),
         knows_faults=any(i.detect_s is not None for i in run.incidents),

@@ -302,7 +302,7 @@ class Run:
 
     def _start_attempt(self, action: act.StartAttempt) -> None:
         members = tuple(worker for worker, _, _ in action.members)
-        self._parts.observer.begin(action.attempt, members, action.resume_step)
+        self._parts.observer.begin(action.attempt, members, action.resume_step, action.layout)
         self._parts.orders.give(
             act.OrderKeepers(
                 attempt=action.attempt,

@@ -5,8 +5,15 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable
 
 from orchestrator import detection, diagnosis
-from orchestrator.core import AttemptStalled, HangFound, MembersAtWork, StepCompleted
+from orchestrator.core import (
+    AttemptStalled,
+    HangFound,
+    MembersAtWork,
+    StepCompleted,
+    Suspected,
+)
 from orchestrator.shell.inbox import Inbox
+from ucp_core.layout import ParallelLayout
 from workers.protocol import NOT_FORMED, NodeReport, WorkerReport
 from workers.settings import ParallelSettings
 
@@ -49,6 +56,8 @@ class Observer:
         self._attempt = 0
         self._members: tuple[str, ...] = ()
         self._is_member: frozenset[str] = frozenset()
+        self._ranks: dict[str, int] = {}
+        self._live = diagnosis.Live((), 0)
         self._formed: set[str] = set()
         self._step = 0
         #: The newest that keepers saw committed by the attempt.
@@ -65,10 +74,21 @@ class Observer:
         self.seen_at_s: dict[str, float] = {}
         self._listed: dict[str, frozenset[str]] = {}
 
-    def begin(self, attempt: int, members: tuple[str, ...], resume_step: int) -> None:
-        """Watch ``attempt`` from now on; reports on older ones are only shown."""
+    def begin(
+        self,
+        attempt: int,
+        members: tuple[str, ...],
+        resume_step: int,
+        layout: ParallelLayout | None = None,
+    ) -> None:
+        """Watch ``attempt`` from now on; reports on older ones are only shown.
+
+        Without a ``layout`` all members do equal work.
+        """
         self._attempt = attempt
         self._members, self._is_member = members, frozenset(members)
+        self._ranks = {worker: rank for rank, worker in enumerate(members)}
+        self._live = diagnosis.Live(_roles(len(members), layout), resume_step + 1)
         self._formed = set()
         self._step, self._ahead = resume_step, {}
         self._stored_step = 0
@@ -92,7 +112,9 @@ class Observer:
     def on_report(self, report: NodeReport) -> None:
         """Take in one keeper's report."""
         at_s = self._inbox.at_s()
-        self._detector = detection.observe(self._detector, report, at_s)
+        self._detector = detection.observe(
+            self._detector, report, at_s, learns=not self._live.is_slow
+        )
         self.flows.observe(report, at_s)
         listed = frozenset(row.worker for row in report.workers)
         self._forget(self._listed.get(report.node, frozenset()) - listed)
@@ -105,6 +127,7 @@ class Observer:
             if row.attempt == self._attempt and row.worker in self._is_member:
                 self._note_formed(row, at_s)
                 self._note_step(row, at_s)
+                self._live.take(self._ranks[row.worker], row, report.node, at_s)
 
     @property
     def limits(self) -> detection.Limits:
@@ -126,6 +149,7 @@ class Observer:
         if not self._members or self._judged or at_s - self._judged_at_s < period_s:
             return
         self._judged_at_s = at_s
+        self._look_whom_to_suspect(at_s)
         verdict = detection.judge(
             self._detector,
             at_s,
@@ -158,6 +182,22 @@ class Observer:
             self._stalled_s = waited_s
         elif waited_s < self._stalled_s:
             self._stalled_s = 0.0
+
+    def _look_whom_to_suspect(self, at_s: float) -> None:
+        if self._live.look(at_s, self._graph):
+            self._inbox.post(
+                Suspected(
+                    at_s=at_s,
+                    attempt=self._attempt,
+                    suspects=self._live.suspicions,
+                    usual_step_s=self._detector.step_s_p50,
+                )
+            )
+
+    def _graph(self) -> diagnosis.WaitGraph:
+        known = {rank: self._detector.worker(worker) for worker, rank in self._ranks.items()}
+        rows = {rank: None if one is None else one.report for rank, one in known.items()}
+        return detection.graph_of(rows, attempt=self._attempt)
 
     def _look_who_leaves(self, at_s: float) -> None:
         """Post which members of a fenced attempt are at work, when that changes."""
@@ -195,3 +235,11 @@ class Observer:
                     stored=self._stored_step,
                 )
             )
+
+
+def _roles(num: int, layout: ParallelLayout | None) -> list[tuple[int, ...]]:
+    """Return what the work of each rank depends on."""
+    if layout is None:
+        return [()] * num
+    places = (layout.coordinates(rank) for rank in range(num))
+    return [(place["pp"], place["cp"], place["tp"]) for place in places]

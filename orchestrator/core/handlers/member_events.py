@@ -13,6 +13,7 @@ from orchestrator.core.events import (
     MembersAtWork,
     NotFiniteFound,
     StepCompleted,
+    Suspected,
     WorkerFormed,
     WorkerLeft,
     WorkerRaised,
@@ -103,7 +104,8 @@ def _learn(run: MutableRunState, step_s: float) -> None:
     steps = dict(run.steps)
     known_s = steps.get(layout, 0.0)
     run.step_s = run.step_s + _STEP_WEIGHT * (step_s - run.step_s) if known_s else step_s
-    if abs(run.step_s - known_s) > _STEP_NEWS * known_s:
+    is_slowed = any(one.times for one in run.attempt.suspects)
+    if not is_slowed and abs(run.step_s - known_s) > _STEP_NEWS * known_s:
         steps[layout] = run.step_s
         run.steps = tuple(steps.items())
 
@@ -298,6 +300,13 @@ def _end_hang(transition: Transition, event: HangFound, guilty: tuple[str, ...])
     kind = FaultKind.HANG if guilty else FaultKind.UNDECIDED
     failed = AttemptFailed(kind, guilty, event.evidence, rule=event.rule, verdict=event.verdict)
     transition.follow(failed)
+
+
+def suspected(transition: Transition, event: Suspected) -> None:
+    """Note whom the run suspects. ``planned`` decides whether to do without a slow worker."""
+    attempt = transition.run.attempt
+    if event.attempt == attempt.number:
+        attempt.suspects, attempt.usual_step_s = event.suspects, event.usual_step_s
 
 
 def attempt_stalled(transition: Transition, event: AttemptStalled) -> None:

@@ -21,6 +21,7 @@ from ucp_core.layout import ParallelLayout
 #: resume reaches further back.
 _DURATIONS_KEPT = 10_000
 _HOUR_S = 3600.0
+_SUSPICIONS_KEPT = 100
 
 
 @dataclass(slots=True, kw_only=True)
@@ -39,6 +40,8 @@ class RunStats:
         spans: ``(phase, from_s, to_s)`` of every phase that has ended.
         asked: Requests for reservations so far, by alternative of capacity.
         refused: Those that were taken for refused; they stay asked for.
+        suspicions: How many there were, by kind.
+        suspected: ``(since_s, sentence)`` of the last of them.
         cost_usd: What the reservations of the run have cost so far, 0.0 if no price is known.
         outcome: Outcome of ``FinishRun``, "" before.
         reason: Likewise.
@@ -57,12 +60,16 @@ class RunStats:
     asked: dict[str, int] = field(default_factory=dict)
     granted: dict[str, int] = field(default_factory=dict)
     refused: dict[str, int] = field(default_factory=dict)
+    suspicions: dict[str, int] = field(default_factory=dict)
+    suspected: list[tuple[float, str]] = field(default_factory=list)
     cost_usd: float = 0.0
     outcome: str = ""
     reason: str = ""
     #: ``(reservation, alternative, dollars an hour)``: requested ones, and those that it has.
     _pending: list[tuple[int, str, float]] = field(default_factory=list)
     _held: list[tuple[int, str, float]] = field(default_factory=list)
+    #: ``(worker, kind)`` of those that are open.
+    _suspects: list[tuple[str, str]] = field(default_factory=list)
     _began_s: float | None = None
     _now_s: float = 0.0
     _phase_since_s: float = 0.0
@@ -137,6 +144,8 @@ class RunStats:
             "wall_s": self.wall_s,
             "phases_s": self.phases_s,
             "cost_usd": self.cost_usd,
+            "suspicions": self.suspicions,
+            "suspected": [{"since_s": at, "evidence": text} for at, text in self.suspected],
             "incidents": [incident.to_json() for incident in self.incidents],
         }
 
@@ -251,6 +260,7 @@ class RunStats:
     def _attempt_started(self, record: Mapping[str, Any], at_s: float) -> None:
         self._enter("forming", at_s)
         self.loaded = {}
+        self._suspects.clear()
         self.passed_over, self._unusable = self._unusable, ()
         self._skipped = []
         self.attempt = record["attempt"]
@@ -344,6 +354,15 @@ class RunStats:
     def _last_duration_s(self) -> float:
         return self._durations[-1][2] if self._durations else 0.0
 
+    def _suspected(self, record: Mapping[str, Any], _at_s: float) -> None:
+        before = set(self._suspects)
+        self._suspects = [(one["worker"], one["kind"]) for one in record["suspects"]]
+        for one in record["suspects"]:
+            if (one["worker"], one["kind"]) not in before:
+                self.suspicions[one["kind"]] = self.suspicions.get(one["kind"], 0) + 1
+                self.suspected.append((one["since_s"], one["evidence"]))
+        del self.suspected[:-_SUSPICIONS_KEPT]
+
     def _worker_left(self, record: Mapping[str, Any], at_s: float) -> None:
         if record["attempt"] == self.attempt:
             self._note_skipped(record)
@@ -428,6 +447,7 @@ class RunStats:
         "ReadCommitted": _recovering,
         "YieldAttempt": _yielding,
         "StartAttempt": _attempt_started,
+        "Suspected": _suspected,
         "WorkerFormed": _worker_formed,
         "StepCompleted": _step_completed,
         "WorkerLeft": _worker_left,

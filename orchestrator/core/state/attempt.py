@@ -6,6 +6,7 @@ from dataclasses import dataclass, field
 from math import inf
 
 from orchestrator.core.state.frozen import Frozen, Part
+from orchestrator.diagnosis import Suspicion
 from orchestrator.policies import RedundancyPlan, Refused, UserError
 from ucp_core.layout import ParallelLayout
 from workers.protocol import Source
@@ -39,6 +40,9 @@ class Attempt(Part):
         raised: Errors of its training code.
         refused: Why its layout cannot train; None unless it was refused.
         is_program: Whether its ranks are proven to have called different collectives.
+        suspects: Ranks that are suspected to hold the others up; nothing is proven.
+        usual_step_s: Median duration of a step before they were; 0.0 if none was seen.
+        slow_since_s: When it was last decided to leave a node for a slow worker.
         num_noted: Numbers that were not finite and are on record.
         unread: Sources that members could not read, and did not prove bad.
         from_storage: Whether a member loaded from storage.
@@ -72,6 +76,9 @@ class Attempt(Part):
     raised: tuple[UserError, ...] = ()
     refused: Refused | None = None
     is_program: bool = False
+    suspects: tuple[Suspicion, ...] = ()
+    usual_step_s: float = 0.0
+    slow_since_s: float = 0.0
     num_noted: int = 0
     unread: tuple[Source, ...] = ()
     from_storage: bool = False

@@ -97,6 +97,9 @@ class Node(NamedTuple):
         budget_bytes: What snapshots may take of its memory; 0 if its keeper has not said it.
         is_kept: Whether there is a keeper, or one was started, that was not ended.
         joined_s: When it was first, or again, in the cluster.
+        slow: The worker that was convicted of being slow here, and what was seen of it, for people:
+            the run leaves the node as if the provider took it, and uses it again after
+            ``leave_by_s``. "" if there is none.
     """
 
     name: str
@@ -115,18 +118,29 @@ class Node(NamedTuple):
     budget_bytes: int = 0
     is_kept: bool = False
     joined_s: float = 0.0
+    slow: tuple[str, str] = ("", "")
+
+    @property
+    def is_slow(self) -> bool:
+        """Return whether the run leaves the node for a slow worker."""
+        return self.slow[0] != ""
 
     @property
     def draining(self) -> bool:
-        """Return whether the provider takes the node back."""
+        """Return whether the run is to leave the node, mostly as the provider takes it back."""
         return self.leave_by_s != inf
+
+    @property
+    def is_taken(self) -> bool:
+        """Return whether the provider takes the node back."""
+        return self.draining and not self.is_slow
 
     def is_due(self, now_s: float, lead_s: float) -> bool:
         """Return whether the provider takes the node about now, ``lead_s`` more or less.
 
         One that has not come by then may never come.
         """
-        return self.leave_by_s - lead_s <= now_s < self.leave_by_s + lead_s
+        return self.is_taken and self.leave_by_s - lead_s <= now_s < self.leave_by_s + lead_s
 
 
 @dataclass(eq=False)

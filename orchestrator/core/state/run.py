@@ -9,7 +9,7 @@ it again.
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from enum import StrEnum
 from math import inf
 from typing import Any
@@ -138,6 +138,7 @@ class MutableRunState(Part):
         fits: Layouts that have trained.
         refused: Layouts that could not.
         steps: Layouts that trained, each with the seconds of a step, to a few percent.
+        convicted: ``(when, node)`` of each node that was to be left for a slow worker.
         faults: Charged to the budgets, within the window.
         num_stuck: Failed attempts in a row without a new committed step.
         num_unexplained: Those of them that lost a peer, and nobody knows why.
@@ -183,6 +184,7 @@ class MutableRunState(Part):
     fits: tuple[ParallelLayout, ...] = ()
     refused: tuple[Refused, ...] = ()
     steps: tuple[tuple[ParallelLayout, float], ...] = ()
+    convicted: tuple[tuple[float, str], ...] = ()
     faults: tuple[Fault, ...] = ()
     num_stuck: int = 0
     num_unexplained: int = 0
@@ -257,7 +259,8 @@ def describe(state: RunState) -> dict[str, Any]:
     members[{rank, worker, node, pid, state}], standbys[{worker, node, pid, state}],
     nodes[{node, state, reservations}], pending_reservations, capacity[{alternative, asked, granted,
     refused, since_s, refused_s, grant_s, why}], shared{limit, runs} | null, cause{kind, guilty,
-    evidence, at_s, rule, verdict, places} | null, waits_for, reason``.
+    evidence, at_s, rule, verdict, places} | null, suspects[{kind, rank, worker, node, since_s,
+    times, evidence}], waits_for, reason``.
     A ``pid`` is null before it is known, and a time (``at_s``) before there is one.
     """
     ranks = {number: rank for rank, number in enumerate(state.attempt.members)}
@@ -303,6 +306,7 @@ def describe(state: RunState) -> dict[str, Any]:
             "verdict": cause.verdict,
             "places": [list(place) for place in cause.places],
         },
+        "suspects": [{**asdict(one), "kind": str(one.kind)} for one in state.attempt.suspects],
         "waits_for": _waits_for(state),
         "reason": state.reason,
     }
@@ -362,7 +366,7 @@ def _worker_state(worker: Worker) -> str:
 
 
 def _describe_node(node: Node) -> dict[str, Any]:
-    status = "draining" if node.draining else "alive"
+    status = "slow" if node.is_slow else "draining" if node.draining else "alive"
     return {
         "node": node.name,
         "state": status if node.alive else "lost",

@@ -53,6 +53,7 @@ class RunCollector(Collector):
         status = self._status()
         yield from self._progress(status)
         yield from self._incidents()
+        yield from self._suspicions(status)
         yield from self._fleet(status)
         yield from self._capacity(status)
         yield from self._saves(status)
@@ -144,6 +145,20 @@ class RunCollector(Collector):
         )
         yield self._counter(
             "verdicts", "Failures in which somebody was named, or nobody.", _by_key(verdicts), "who"
+        )
+
+    def _suspicions(self, status: Mapping[str, Any]) -> Iterator[Metric]:
+        rows = status["suspects"]
+        keys = [(row["kind"], str(row["rank"]), row["worker"], row["node"][:12]) for row in rows]
+        of_rank = "kind", "rank", "worker", "node"
+        for name, text, key in (
+            ("suspected_seconds", "How long a rank has been suspected.", "for_s"),
+            ("suspected_times", "How many times as long as it should it takes.", "times"),
+        ):
+            samples = zip(keys, (row[key] for row in rows), strict=True)
+            yield self._gauge(name, text, samples, *of_rank)
+        yield self._counter(
+            "suspicions", "Suspicions so far.", _by_key(self._stats.suspicions), "kind"
         )
 
     def _fleet(self, status: Mapping[str, Any]) -> Iterator[Metric]:

@@ -68,6 +68,9 @@ def status_document(
         "capacity": capacity_rows(described, alternatives, at_s),
         "shared": described["shared"],
         "cause": described["cause"],
+        "suspects": [
+            {**one, "for_s": round(at_s - one["since_s"], 1)} for one in described["suspects"]
+        ],
         "waits_for": described["waits_for"],
         "reason": described["reason"],
         "at_s": round(at_s, 3),

@@ -71,6 +71,16 @@ STATUS: dict[str, Any] = {
         "keepers": [{"node": "f" * 56, "held_bytes": 22, "budget_bytes": 40}],
         "problems": ["one"],
     },
+    "suspects": [
+        {
+            "kind": "slow_compute",
+            "rank": 1,
+            "worker": "w0002",
+            "node": "e" * 56,
+            "for_s": 12.5,
+            "times": 3.0,
+        }
+    ],
     "cadence": {
         "step_s": None,
         "snapshot_stall_s": None,
@@ -98,6 +108,7 @@ def _registry() -> CollectorRegistry:
     growth = Incident(kind="growth", t_detect_s=9.0)
     stats = RunStats(attempt=2, step=17, num_workers=2, phase="training", lost_steps=1)
     stats.incidents += [crash, hang, growth]
+    stats.suspicions = {"absent": 4}
     stats.asked, stats.refused = {"0": 9}, {"0": 3}
     registry = CollectorRegistry()
     registry.register(
@@ -110,6 +121,9 @@ def _registry() -> CollectorRegistry:
         )
     )
     return registry
+
+
+_SUSPECT = {"kind": "slow_compute", "rank": "1", "worker": "w0002", "node": "e" * 12}
 
 
 @pytest.mark.parametrize(
@@ -127,6 +141,9 @@ def _registry() -> CollectorRegistry:
         ("verdicts_total", {"who": "named"}, 1),
         ("verdicts_total", {"who": "undecided"}, 1),
         ("nodes", {"state": "alive"}, 2),
+        ("suspected_seconds", _SUSPECT, 12.5),
+        ("suspected_times", _SUSPECT, 3),
+        ("suspicions_total", {"kind": "absent"}, 4),
         ("node_noticed", {"node": "c" * 12}, 1),
         ("node_noticed", {"node": "f" * 12}, 0),
         ("node_noticed", {"node": "d" * 12}, None),
