@@ -14,6 +14,7 @@ from orchestrator.policies import (
     RedundancyRules,
     Refused,
     SharingRules,
+    SlowRules,
     choose,
     one_node,
 )
@@ -129,6 +130,7 @@ class RunRules:
     starts_failed_max: int = 20
     layout: LayoutRules = field(default_factory=LayoutRules)
     growth: GrowthRules = field(default_factory=GrowthRules)
+    slow: SlowRules = field(default_factory=SlowRules)
     budgets: BudgetRules = field(default_factory=BudgetRules)
     redundancy: RedundancyRules = field(default_factory=RedundancyRules)
     avoid: AvoidRules = field(default_factory=AvoidRules)

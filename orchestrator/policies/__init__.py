@@ -8,6 +8,7 @@ from orchestrator.policies import (
     growth,
     layout,
     sharing,
+    slow,
     versions,
 )
 from orchestrator.policies.budgets import BudgetRules, Fault, FaultClass, UserError
@@ -59,6 +60,7 @@ from orchestrator.policies.saving import (
     taken_steps,
 )
 from orchestrator.policies.sharing import Share, Sharing, SharingRules
+from orchestrator.policies.slow import SlowRules
 from orchestrator.policies.versions import (
     MEMORY,
     STORAGE,
@@ -110,6 +112,7 @@ __all__ = [
     "Share",
     "Sharing",
     "SharingRules",
+    "SlowRules",
     "StoredVersion",
     "Tier",
     "UserError",
@@ -141,6 +144,7 @@ __all__ = [
     "rooms_of",
     "sent_bytes",
     "sharing",
+    "slow",
     "spread",
     "state_bytes",
     "step_ratio",

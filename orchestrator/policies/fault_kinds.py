@@ -69,6 +69,7 @@ class FaultKind(StrEnum):
     # Somebody wanted it.
     GROWTH = "growth", 0, None, Loss.NOTHING, False, True
     MOVE = "move", 0, None, Loss.NOTHING, False, True
+    SLOW = "slow", 0, None, Loss.NOTHING, True, True
     SHARE = "share", 0, None, Loss.NOTHING, False, True
     DRAIN = "drain", 0, None, Loss.NOTHING, False, True
     STOP = "stop", 0, None, Loss.NOTHING, False, True

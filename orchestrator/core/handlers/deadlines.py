@@ -11,6 +11,7 @@ from orchestrator.core.handlers import (
     fleet,
     fleet_events,
     recovery,
+    slow,
     survey,
 )
 from orchestrator.core.network import search
@@ -75,6 +76,7 @@ def _look_at_nodes(transition: Transition) -> None:
         if now_s < node.avoid_until_s:
             transition.wake_by(node.avoid_until_s)
         forgiven |= 0.0 < node.avoid_until_s <= now_s
+        forgiven |= slow.look(transition, number)
     if forgiven:
         demand.renew_pending(transition)
 

@@ -313,8 +313,11 @@ def strike(transition: Transition, number: int) -> None:
 def revive_node(transition: Transition, number: int) -> None:
     """Note that a node is in the cluster and not draining."""
     node = transition.run.fleet.nodes[number]
+    if node.alive and node.is_slow:
+        return  # a restarted controller hears of it again
     joined_s = node.joined_s if node.alive else transition.now_s
-    put_node(transition, number, node._replace(alive=True, leave_by_s=inf, joined_s=joined_s))
+    revived = node._replace(alive=True, leave_by_s=inf, joined_s=joined_s, slow=("", ""))
+    put_node(transition, number, revived)
     # One that is lost and comes back again and again is used the later each time.
     ends = (CONTROLLER, node.name)
     search.note(transition, (), heard=ends, asked=(ends,))

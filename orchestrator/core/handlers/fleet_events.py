@@ -124,7 +124,7 @@ def lose_node(transition: Transition, number: int, cause: str) -> None:
         transition.actions.append(KillWorker(worker=worker.name, reason=f"node lost: {cause}"))
     for reservation in node.reservations:
         demand.release_reservation(transition, reservation)
-    preempted = run.fleet.nodes[number].draining
+    preempted = run.fleet.nodes[number].is_taken
     run.network = run.network._replace(links=links.without(run.network.links, node.name))
     if not preempted:
         search.note(transition, [(CONTROLLER, node.name)])
@@ -149,7 +149,8 @@ def node_draining(transition: Transition, event: NodeDraining) -> None:
     number = fleet.find_node(transition, event.node)
     node = transition.run.fleet.nodes[number]
     if node.leave_by_s != event.deadline_s:
-        fleet.put_node(transition, number, node._replace(leave_by_s=event.deadline_s))
+        drained = node._replace(leave_by_s=event.deadline_s, slow=("", ""))
+        fleet.put_node(transition, number, drained)
         demand.renew_pending(transition)
         transition.follow(CapacityChanged())
 
@@ -215,7 +216,7 @@ def worker_exited(transition: Transition, event: WorkerExited) -> None:
     if not worker.inside:
         return
     if worker.status is not WorkerStatus.DYING:
-        preempted = event.cause == "preempted" or node.draining
+        preempted = event.cause == "preempted" or node.is_taken
         is_short = event.cause == FaultKind.OUT_OF_MEMORY
         kind = FaultKind.OUT_OF_MEMORY if is_short else FaultKind.CRASH
         kind = FaultKind.PREEMPTION if preempted else kind

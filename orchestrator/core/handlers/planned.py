@@ -11,7 +11,7 @@ from math import inf
 
 from orchestrator.core.actions import YieldAttempt
 from orchestrator.core.consequences import AttemptFailed, EventFolded
-from orchestrator.core.handlers import demand, fleet, formation, recovery
+from orchestrator.core.handlers import demand, fleet, formation, recovery, slow
 from orchestrator.core.network import reach
 from orchestrator.core.state import Cause, Phase, RunOutcome
 from orchestrator.core.transition import Transition
@@ -43,9 +43,13 @@ def _consider(transition: Transition) -> None:
         runs = ", ".join(run.sharing.given or run.sharing.runs)
         yield_attempt(transition, FaultKind.SHARE, f"giving {num} of its workers to {runs}")
         return
+    if _leaves_slow_node(transition):
+        return
     layout = reach.layout(transition)
     num_after = 0 if layout is None else layout.world_size
-    if run.fleet.leaving and _leaves_draining_nodes(transition, num_after):
+    if run.fleet.leaving and (
+        _leaves_draining_nodes(transition, num_after) or slow.is_awaited(transition)
+    ):
         return
     if layout is not None and num_after > len(run.attempt.members):
         _consider_layout(transition, layout)
@@ -53,6 +57,14 @@ def _consider(transition: Transition) -> None:
         _consider_move(transition)
     elif layout is not None and run.steps and layout != run.attempt.layout:
         _consider_layout(transition, layout)
+
+
+def _leaves_slow_node(transition: Transition) -> bool:
+    """Leave the node of a slow worker once that pays; return whether members were asked to."""
+    found = slow.consider(transition)
+    if found is not None:
+        yield_attempt(transition, FaultKind.SLOW, found.evidence, found.guilty)
+    return found is not None
 
 
 def _stores_for_controller(transition: Transition) -> bool:
@@ -80,7 +92,7 @@ def _leaves_draining_nodes(transition: Transition, num_after: int) -> bool:
     """
     run, lead_s = transition.run, transition.rules.bounds.drain_lead_s
     used = dict.fromkeys(run.fleet.workers[member].node for member in run.attempt.members)
-    draining = [node for node in (run.fleet.nodes[number] for number in used) if node.draining]
+    draining = [node for node in (run.fleet.nodes[number] for number in used) if node.is_taken]
     is_enough = bool(num_after)
     if not is_enough:
         draining = [node for node in draining if transition.now_s < node.leave_by_s + lead_s]
@@ -176,10 +188,12 @@ def _consider_move(transition: Transition) -> None:
         _change_if_it_pays(transition, FaultKind.MOVE, num_staying, len(members), ratio, reason)
 
 
-def yield_attempt(transition: Transition, kind: FaultKind, reason: str) -> None:
+def yield_attempt(
+    transition: Transition, kind: FaultKind, reason: str, guilty: tuple[str, ...] = ()
+) -> None:
     """Ask the members to leave at the next step boundary."""
     run = transition.run
-    run.cause = Cause(kind, (), reason, transition.now_s)
+    run.cause = Cause(kind, guilty, reason, transition.now_s)
     transition.enter(Phase.YIELDING, yield_deadline_s(transition))
     run.attempt.yield_asked = True
     transition.actions.append(yield_order(transition))

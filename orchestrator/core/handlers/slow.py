@@ -1,0 +1,142 @@
+"""Slow workers: the run leaves a node on which one was convicted, as if the provider took it.
+
+So a replacement is asked for elsewhere while it trains. The members leave once that is ready, or
+without it if fewer workers are faster. Nothing is lost, and the node is used again later.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from math import inf
+
+from orchestrator.core.consequences import CapacityChanged
+from orchestrator.core.handlers import demand, fleet
+from orchestrator.core.network import reach
+from orchestrator.core.state import Node
+from orchestrator.core.transition import Transition
+from orchestrator.diagnosis import Suspicion
+from orchestrator.policies import growth, slow, step_ratio
+
+#: Steps before a worker was slow from which it is known how long one usually takes.
+_NUM_STEPS_KNOWN = 10
+
+
+@dataclass(frozen=True, slots=True)
+class Found:
+    """Members are to leave for a slow worker."""
+
+    guilty: tuple[str, ...]
+    evidence: str
+
+
+def consider(transition: Transition) -> Found | None:
+    """Convict who is slow for long enough; return why the members are to leave, if they are."""
+    run = transition.run
+    for one in run.attempt.suspects:
+        if one.times:
+            _judge(transition, one)
+    left = _nodes(transition)
+    return _leave(transition, left) if left else None
+
+
+def is_awaited(transition: Transition) -> bool:
+    """Return whether the run is about to leave a slow node."""
+    return bool(_nodes(transition))
+
+
+def look(transition: Transition, number: int) -> bool:
+    """Use a node again whose time is over; return whether it was one."""
+    node = transition.run.fleet.nodes[number]
+    if not node.is_slow:
+        return False
+    if transition.now_s < node.leave_by_s:
+        transition.wake_by(node.leave_by_s)
+        return False
+    fleet.put_node(transition, number, node._replace(leave_by_s=inf, slow=("", "")))
+    transition.follow(CapacityChanged())
+    return True
+
+
+def _nodes(transition: Transition) -> list[Node]:
+    """Return the slow nodes that have members."""
+    run = transition.run
+    if not run.fleet.leaving:
+        return []
+    nodes = (run.fleet.nodes[number] for number in dict.fromkeys(run.attempt.nodes))
+    return [node for node in nodes if node.is_slow and node.alive]
+
+
+def _judge(transition: Transition, one: Suspicion) -> None:
+    run, rules = transition.run, transition.rules
+    found = fleet.find_worker(transition, one.worker)
+    if found is None or not found[1].inside:
+        return
+    number = found[1].node
+    node = run.fleet.nodes[number]
+    if node.draining:
+        return
+    facts = _facts(transition, one, node)
+    decision = slow.decide(facts, rules.slow, rules.growth)
+    if not decision.convict:
+        run.deadline_s = min(run.deadline_s, decision.retry_at_s)
+        return
+    avoid_s = min(2 * node.avoided_s or rules.avoid.avoid_s, rules.avoid.avoid_s_max)
+    until_s = transition.now_s + avoid_s
+    run.convicted = (*run.convicted[-rules.slow.convictions_max :], (transition.now_s, node.name))
+    evidence = f"{one.evidence} To do without it {decision.reason}."
+    fleet.strike(transition, number)
+    fleet.put_node(
+        transition,
+        number,
+        run.fleet.nodes[number]._replace(
+            leave_by_s=until_s, avoided_s=avoid_s, slow=(one.worker, evidence)
+        ),
+    )
+    transition.wake_by(until_s)
+    layout = run.attempt.layout
+    assert layout is not None
+    # What was learned while it got slow is not how long a step takes.
+    run.steps = tuple({**dict(run.steps), layout: facts.healthy_step_s}.items())
+    run.attempt.slow_since_s = transition.now_s
+    demand.renew_pending(transition)
+
+
+def _facts(transition: Transition, one: Suspicion, node: Node) -> slow.SlowFacts:
+    run, rules = transition.run, transition.rules
+    num_before = (one.since_s - run.attempt.trained_since_s) / (run.attempt.usual_step_s or inf)
+    return slow.SlowFacts(
+        now_s=transition.now_s,
+        node=node.name,
+        since_s=max(one.since_s, run.attempt.trained_since_s),
+        times=one.times,
+        step_s=run.step_s,
+        usual_step_s=run.attempt.usual_step_s if num_before >= _NUM_STEPS_KNOWN else 0.0,
+        num_steps_left=rules.total_steps - run.attempt.step,
+        pause_s=run.pause_s,
+        next_fault_s=growth.next_fault_s(
+            run.faults_seen, transition.now_s, len(set(run.attempt.nodes)), rules.growth
+        ),
+        convicted=run.convicted,
+    )
+
+
+def _leave(transition: Transition, left: list[Node]) -> Found | None:
+    """Return why to leave now; None while a replacement is awaited."""
+    run, rules = transition.run, transition.rules
+    now, then = run.attempt.layout, reach.layout(transition)
+    assert now is not None
+    guilty = tuple(node.slow[0] for node in left)
+    evidence = " ".join(node.slow[1] for node in left)
+    if then is not None and then.world_size >= now.world_size:
+        return Found(guilty, evidence)
+    replace_by_s = run.attempt.slow_since_s + rules.slow.replace_s
+    if transition.now_s < replace_by_s:
+        run.deadline_s = min(run.deadline_s, replace_by_s)
+        return None
+    if then is None:
+        return None
+    healthy_s = dict(run.steps).get(now, 0.0)
+    then_s = healthy_s * step_ratio(then, now, transition.layout_rules)
+    if then_s * rules.growth.gain_min >= run.step_s:
+        return None
+    return Found(guilty, f"{evidence} Nothing replaces it, and {then} is faster without it.")

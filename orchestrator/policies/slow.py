@@ -1,0 +1,105 @@
+"""Whether to do without a slow worker: waiting for it costs, and so does going on without it.
+
+Pure. What waiting has cost is known, and for how long the worker will stay slow is not. So it is
+waited for until that has cost as much as the change would: at most twice what knowing would
+(ski rental, Karlin et al., "Competitive snoopy caching", Algorithmica 3, 1988). And the change
+must pay over the time that is left.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from math import inf
+
+from orchestrator.policies.growth import GrowthRules
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SlowRules:
+    """Limits of what is done about slow workers.
+
+    Attributes:
+        lasts_s: A worker must have been slow for so long: what else runs on a machine comes and
+            goes within seconds.
+        replace_s: A replacement is waited for so long before the run goes on with fewer workers.
+        convictions_max: Most convictions within the window.
+        window_s: Its length.
+    """
+
+    lasts_s: float = 10.0
+    replace_s: float = 10.0
+    convictions_max: int = 3
+    window_s: float = 3600.0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SlowFacts:
+    """What the decision is made from.
+
+    Attributes:
+        node: Where the worker is.
+        since_s: Since when it has been slow.
+        times: How many times as long as it should its micro-batches take.
+        step_s: Duration of a step now.
+        usual_step_s: That before it was slow; 0.0 if it is not known.
+        num_steps_left: Steps until the end of the run.
+        pause_s: Measured duration of the last re-formation; 0.0 if there was none.
+        next_fault_s: For how long the layout is expected to stay.
+        convicted: ``(when, node)`` of each conviction so far.
+    """
+
+    now_s: float
+    node: str
+    since_s: float
+    times: float
+    step_s: float
+    usual_step_s: float
+    num_steps_left: int
+    pause_s: float
+    next_fault_s: float
+    convicted: tuple[tuple[float, str], ...] = ()
+
+    @property
+    def healthy_step_s(self) -> float:
+        """Return how long a step would take without the slow worker, with a healthy one instead.
+
+        A step has more in it than the work of this rank, so it is not ``times`` as long.
+        """
+        return min(max(self.step_s / self.times, self.usual_step_s), self.step_s)
+
+    @property
+    def lost_share(self) -> float:
+        """Return the share of a step that is lost by waiting for it."""
+        return 1.0 - self.healthy_step_s / self.step_s if self.step_s else 0.0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SlowDecision:
+    """Do without the worker's node, or look again at ``retry_at_s``; infinity: when asked."""
+
+    convict: bool
+    retry_at_s: float
+    reason: str
+
+
+def decide(facts: SlowFacts, rules: SlowRules, growth: GrowthRules) -> SlowDecision:
+    """Return whether waiting for the worker has cost, and will cost, more than a change."""
+    pause_s = (facts.pause_s or growth.pause_guess_s) * growth.gain_min
+    recent = [each for each in facts.convicted if each[0] > facts.now_s - rules.window_s]
+    left_s = min(facts.num_steps_left * facts.step_s, facts.next_fault_s)
+    won_s = left_s * facts.lost_share
+    if won_s < pause_s:
+        return _wait(inf, f"would win {won_s:.1f} s and cost {pause_s:.1f} s")
+    if len(recent) >= rules.convictions_max:
+        return _wait(inf, f"{len(recent)} nodes were left for slow workers of late")
+    if recent and recent[-1][1] == facts.node and recent[-1][0] > facts.since_s:
+        return _wait(inf, f"node {facts.node[:8]} was left for it, and nothing new is known")
+    ripe_s = facts.since_s + max(rules.lasts_s, pause_s / facts.lost_share)
+    if facts.now_s < ripe_s:
+        return _wait(ripe_s, "it may be well again soon")
+    reason = f"wins {won_s:.1f} s for a pause of {pause_s:.1f} s"
+    return SlowDecision(convict=True, retry_at_s=inf, reason=reason)
+
+
+def _wait(until_s: float, why: str) -> SlowDecision:
+    return SlowDecision(convict=False, retry_at_s=until_s, reason=why)

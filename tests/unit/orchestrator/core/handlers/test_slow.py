@@ -1,0 +1,173 @@
+"""The run leaves the node of a slow worker at a step boundary, if that pays."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+
+from orchestrator.core import Bounds, RunRules, Suspected
+from orchestrator.core import events as ev
+from orchestrator.core.log.journal_lines import parse, transition_records
+from orchestrator.diagnosis import Kind, Suspicion
+from orchestrator.policies import LayoutRules
+from tests.support.obedient_cluster import Cluster
+from ucp_core.layout import ParallelLayout
+
+RULES = RunRules(
+    run="r",
+    min_workers=1,
+    max_workers=4,
+    total_steps=10_000,
+    layout=LayoutRules(),
+    bounds=Bounds(grace_s=5.0),
+)
+STEP_S = 0.5
+SAID = "Rank 3 (w0004 on node n1) computes 3.00 times as long as ranks 0, 1, 2, from step 41 on."
+
+
+class SlowCluster(Cluster):
+    """Four workers on two nodes, of which the last gets slow."""
+
+    def begin(self, times: float = 3.0) -> None:
+        """Train, then let ``w0004`` take ``times`` as long and be suspected."""
+        self.start(4)
+        self.train(40)
+        self.slow_times = times
+        self.step_s = self.slowed
+        self.train(3)
+        self.suspect(times)
+
+    def slowed(self, layout: ParallelLayout) -> float:
+        """Work is shared; with w0004 all wait for it."""
+        members = {name for name, _, _ in self.started[-1].members}
+        return STEP_S * 4 / layout.world_size * (self.slow_times if "w0004" in members else 1.0)
+
+    def suspect(self, times: float) -> None:
+        one = Suspicion(
+            kind=Kind.SLOW_COMPUTE, rank=3, worker="w0004", node="n1",
+            since_s=self.at_s, times=times, evidence=SAID,
+        )  # fmt: skip
+        self.send(
+            Suspected(
+                at_s=self.at_s,
+                attempt=self.state.attempt.number,
+                suspects=(one,) if times else (),
+                usual_step_s=STEP_S,
+            )
+        )
+
+    @property
+    def members(self) -> list[str]:
+        return [name for name, _, _ in self.started[-1].members]
+
+
+def cluster(rules: RunRules = RULES) -> SlowCluster:
+    return SlowCluster(rules, step_s=lambda layout: STEP_S * 4 / layout.world_size)
+
+
+def test_a_slow_worker_is_left_out_if_nothing_replaces_it() -> None:
+    """Two workers of four are faster than four that wait for one."""
+    run = cluster()
+    run.begin()
+    run.train(4)
+    assert len(run.started) == 1, "it may be well again soon"
+    run.train(20)
+    assert run.layouts == ["dp_shard=4", "dp_shard=2"]
+    (incident,) = run.incidents
+    assert (incident.incident, incident.guilty) == ("slow", ("w0004",))
+    assert incident.evidence.startswith(SAID)
+    assert "wins" in incident.evidence
+    assert incident.evidence.endswith("Nothing replaces it, and dp_shard=2 is faster without it.")
+    assert run.started[1].resume_step == run.started[1].lineage[1][1] > 43, "nothing is lost"
+    run.train(50)
+    assert len(run.started) == 2
+
+
+def test_a_replacement_takes_its_place() -> None:
+    """It is asked for elsewhere while the run trains, as if the node were taken."""
+    run = cluster()
+    run.begin()
+    run.train(8)
+    assert run.state.fleet.nodes[1].is_slow
+    asked = [n for n, one in run.state.fleet.reservations.items() if one.node < 0]
+    assert [run.state.fleet.reservations[n].avoid for n in asked] == [("n1",)] * 2
+    for number in asked:
+        run.send(ev.ReservationGranted(at_s=run.at_s, reservation=number, node="n9"))
+    for name in sorted(
+        worker.name for worker in run.state.fleet.workers.values() if not worker.pid
+    ):
+        run.send(ev.WorkerReady(at_s=run.at_s, worker=name, node="n9", pid=7))
+    assert run.layouts == ["dp_shard=4", "dp_shard=4"]
+    assert run.members[:2] == ["w0001", "w0002"]
+    assert not {"w0003", "w0004"} & set(run.members)
+    assert run.incidents[-1].guilty == ("w0004",)
+    run.train(3)
+    assert run.state.step_s == pytest.approx(STEP_S), "what was learned meanwhile is forgotten"
+
+
+@pytest.mark.parametrize(
+    ("times", "rules"),
+    [
+        (1.3, RULES),
+        (3.0, replace(RULES, min_workers=4)),
+        (3.0, replace(RULES, total_steps=44)),
+    ],
+)
+def test_one_is_waited_for_where_no_other_layout_is_faster(times: float, rules: RunRules) -> None:
+    """Half of the workers take twice as long."""
+    run = cluster(rules)
+    run.begin(times)
+    run.train(min(100, run.rules.total_steps - run.state.attempt.step))
+    assert len(run.started) == 1
+    assert all(one.incident != "slow" for one in run.incidents)
+
+
+def test_a_suspicion_that_ends_in_time_convicts_nobody() -> None:
+    run = cluster()
+    run.begin()
+    run.train(4)
+    run.suspect(0.0)
+    run.train(50)
+    assert len(run.started) == 1
+
+
+def test_what_a_slow_worker_takes_is_not_learned_of_the_layout() -> None:
+    run = cluster(replace(RULES, min_workers=4))
+    run.start(4)
+    run.train(20)
+    run.suspect(3.0)
+    known = run.state.steps
+    run.step_s = lambda _: 1.5
+    run.train(10)
+    assert run.state.steps == known
+
+
+def test_the_node_is_used_again_after_a_while() -> None:
+    run = cluster()
+    run.begin()
+    run.train(30)
+    assert run.state.fleet.nodes[1].is_slow
+    run.tick(RULES.avoid.avoid_s)
+    assert not run.state.fleet.nodes[1].draining
+
+
+def test_a_hang_of_one_that_was_suspected_is_told_with_the_suspicion_first() -> None:
+    run = cluster()
+    run.begin()
+    run.send(
+        ev.HangFound(
+            at_s=run.at_s, attempt=1, guilty=("w0004",), evidence="stopped: w0004 (rank 3)"
+        )
+    )
+    run.send(ev.WorkerExited(at_s=run.at_s, worker="w0004", cause="killed", detail=""))
+    assert [one.evidence for one in run.incidents] == [f"{SAID} stopped: w0004 (rank 3)"]
+
+
+def test_a_suspicion_is_kept_in_the_journal() -> None:
+    run = cluster()
+    run.begin()
+    (one,) = run.state.attempt.suspects
+    event = Suspected(at_s=1.0, attempt=1, suspects=(one,), usual_step_s=0.5)
+    (record,) = transition_records(event, (), attempt=1)
+    assert parse(record) == event
