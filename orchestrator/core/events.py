@@ -396,6 +396,25 @@ class LinksProbed:
 
 
 @value
+class LinksTimed:
+    """Keepers timed transfers between some nodes of an attempt, of which links seemed slow.
+
+    Attributes:
+        nodes: Between which they did.
+        slow: (sender, receiver) of each link that is slow, both ends of which are sound.
+        told: A line for people on each link, sender and receiver that is slow.
+        step_ratio: What a step would take if none were slow over what it takes, by what was seen.
+    """
+
+    at_s: float
+    attempt: int
+    nodes: tuple[str, ...]
+    slow: tuple[Pair, ...] = ()
+    told: tuple[str, ...] = ()
+    step_ratio: float = 1.0
+
+
+@value
 class CommittedRead:
     """Keepers and storage were asked after ``attempt`` was fenced: the version to resume from.
 
@@ -507,6 +526,7 @@ Event: TypeAlias = (
     | AttemptStalled
     | MembersAtWork
     | LinksProbed
+    | LinksTimed
     | CommittedRead
     | MemoryMeasured
     | MemoryProtected

@@ -22,7 +22,7 @@ from orchestrator.core.handlers import (
 )
 from orchestrator.core.handlers import fleet_events as on_fleet
 from orchestrator.core.handlers import member_events as on_members
-from orchestrator.core.network import search
+from orchestrator.core.network import search, timing
 from orchestrator.core.state import ACTIVE, TERMINAL, Phase
 from orchestrator.core.transition import Handler
 
@@ -75,6 +75,7 @@ TABLE: dict[type, Row] = {
     ev.KeeperSilent: row(on_fleet.keeper_silent),
     ev.OthersSeen: row(sharing.others_seen),
     ev.LinksProbed: row(search.links_probed),
+    ev.LinksTimed: row(timing.links_timed),
     ev.MemoryMeasured: row(protection.memory_measured, active=protection.memory_measured_training),
     ev.MemoryProtected: row(active=protection.memory_protected),
     # Capacity and processes

@@ -7,6 +7,7 @@ missing. ``Live`` says of a run that trains whom it suspects. ``trace`` draws th
 ``flight_recorder_dumps`` gives them to torch's tools.
 """
 
+from orchestrator.diagnosis import links
 from orchestrator.diagnosis.analyzer import diagnose
 from orchestrator.diagnosis.flight_recorder import flight_recorder_dumps
 from orchestrator.diagnosis.flows import Flows, Transfer
@@ -35,6 +36,7 @@ __all__ = [
     "diagnose",
     "difference",
     "flight_recorder_dumps",
+    "links",
     "matched",
     "trace",
     "wait_graph",

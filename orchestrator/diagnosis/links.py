@@ -24,10 +24,12 @@ _UNHEARD_S: Final = 1.0
 SLOWER: Final = 2.0
 #: And a transfer that keepers time this many times: it is short.
 _TIMED_SLOWER: Final = 2.5
+#: Transfers over the same slow part differ by less than this: some share it with training.
+_ALIKE: Final = 3.0
 #: Links that carry less, or are busy for less of the time, slow nobody down.
 _BYTES_MIN: Final = 256 << 10
 _BUSY_SHARE: Final = 0.1
-#: So many nodes time transfers among each other: all pairs in three rounds.
+#: So many nodes time transfers among each other: all pairs in six rounds.
 NUM_TIMED: Final = 4
 
 #: (sender, receiver): nodes, by name.
@@ -63,15 +65,10 @@ def suspects(transfers: Mapping[Pair, Transfer], for_s: float) -> list[Pair]:
     Args:
         transfers: What was sent in ``for_s``.
     """
-    costs = {
-        pair: (one.busy_s - one.waited_s) / one.num_bytes
-        for pair, one in transfers.items()
-        if one.num_bytes >= _BYTES_MIN
-    }
+    costs = _costs(transfers)
     if len(costs) < 2:  # noqa: PLR2004
         return []
-    # The lower one of two: else one slow link of two would be as slow as the usual one.
-    usual = sorted(costs.values())[(len(costs) - 1) // 2]
+    usual = _usual(costs)
     found = [
         pair
         for pair, cost in costs.items()
@@ -81,6 +78,34 @@ def suspects(transfers: Mapping[Pair, Transfer], for_s: float) -> list[Pair]:
     return sorted(found, key=lambda pair: (-costs[pair], pair))
 
 
+def step_ratio(transfers: Mapping[Pair, Transfer], for_s: float) -> float:
+    """Return what steps would take if the slowest link were as fast as others, over what they take.
+
+    While it is busy, the others wait for it.
+    """
+    costs = _costs(transfers)
+    if len(costs) < 2:  # noqa: PLR2004
+        return 1.0
+    slowest = max(costs, key=lambda pair: costs[pair])
+    one = transfers[slowest]
+    share = min(1.0, max(0.0, one.busy_s - one.waited_s) / for_s)
+    return 1.0 - share * (1.0 - _usual(costs) / costs[slowest])
+
+
+def _costs(transfers: Mapping[Pair, Transfer]) -> dict[Pair, float]:
+    """Return seconds on the way for each byte, of the links that carry enough."""
+    return {
+        pair: (one.busy_s - one.waited_s) / one.num_bytes
+        for pair, one in transfers.items()
+        if one.num_bytes >= _BYTES_MIN
+    }
+
+
+def _usual(costs: Mapping[Pair, float]) -> float:
+    # The lower one of two: else one slow link of two would be as slow as the usual one.
+    return sorted(costs.values())[(len(costs) - 1) // 2]
+
+
 def to_time(found: Sequence[Pair], nodes: Collection[str]) -> list[str]:
     """Return the nodes that are to time transfers among each other: suspected ones and others."""
     ends = dict.fromkeys(end for pair in found for end in pair)
@@ -88,53 +113,69 @@ def to_time(found: Sequence[Pair], nodes: Collection[str]) -> list[str]:
 
 
 def rounds(nodes: Sequence[str]) -> list[list[Pair]]:
-    """Return all pairs of ``nodes``, in rounds in which each sends to one and hears one."""
-    num = len(nodes)
-    return [
-        [(node, nodes[(at + ahead) % num]) for at, node in enumerate(nodes)]
-        for ahead in range(1, num)
-    ]
+    """Return all pairs of ``nodes``, in rounds in which each node sends, or hears, at most once.
+
+    One that did both would delay the answers to what it hears by what it sends.
+    """
+    ring: list[str] = [*nodes, *([""] if len(nodes) % 2 else [])]
+    planned: list[list[Pair]] = []
+    for _ in range(len(ring) - 1):
+        pairs = [(a, b) for a, b in zip(ring, reversed(ring), strict=True) if a and b]
+        pairs = [pair for pair in pairs if ring.index(pair[0]) < len(ring) // 2]
+        planned += [pairs, [(b, a) for a, b in pairs]]
+        ring = [ring[0], ring[-1], *ring[1:-1]]
+    return planned
 
 
-def slow(rates: Mapping[Pair, float], ranks: Mapping[str, Sequence[int]]) -> list[Verdict]:
-    """Return what timed transfers say; [] if none is much slower than the others.
+def slow(
+    rates: Mapping[Pair, float], found: Collection[Pair], ranks: Mapping[str, Sequence[int]]
+) -> list[Verdict]:
+    """Return what timed transfers say of suspected links; [] if they are as fast as others.
+
+    A row of the matrix of which most are slow is a sender, a column a receiver; what they do not
+    explain is a link. A slow link delays the answers of the other direction, and a slow sender
+    those to what it hears: such pairs are slower than usual, and faster than the suspected ones.
 
     Args:
         rates: Bytes a second, of all pairs of some nodes.
+        found: The links that are suspected.
         ranks: The ranks of each node.
     """
-    if len(rates) < 2:  # noqa: PLR2004
+    timed = set(found) & rates.keys()
+    if len(rates) < 2 or not timed:  # noqa: PLR2004
         return []
     usual = median(sorted(rates.values())[len(rates) // 2 :])
-    left = {pair for pair, rate in rates.items() if rate * _TIMED_SLOWER < usual}
-    found: list[Verdict] = []
+    bound = min(usual / _TIMED_SLOWER, _ALIKE * min(rates[pair] for pair in timed))
+    left = {pair for pair, rate in rates.items() if rate <= bound}
+    verdicts: list[Verdict] = []
     for kind, node, line in _lines(rates, left):
         # A crossing of a slow row and a healthy column is explained by the row.
-        if len(line & left) > 1:
+        if len(line & left) > 1 and line & timed:
             left -= line
             guilty = Guilty.of(ranks.get(node, ()), (), (node,))
-            found.append(_verdict(kind, guilty, line, rates, usual))
-    for pair in sorted(left):
+            verdicts.append(_verdict(kind, guilty, line, rates, usual))
+    ends = {node for one in verdicts for node in one.guilty.nodes}
+    # Answers come late from an end that is slow.
+    for pair in sorted(pair for pair in left & timed if ends.isdisjoint(pair)):
         joined = [(a, b) for a in ranks.get(pair[0], ()) for b in ranks.get(pair[1], ())]
         guilty = Guilty.of((), joined, ())
         is_open = len(rates) == 2  # noqa: PLR2004  two nodes: nothing else to compare with
-        ends = ((Kind.SLOW_SENDER, pair[0]), (Kind.SLOW_RECEIVER, pair[1])) if is_open else ()
-        others = tuple((kind, Guilty.of(ranks.get(node, ()), (), (node,))) for kind, node in ends)
-        found.append(_verdict(Kind.SLOW_LINK, guilty, {pair}, rates, usual, others))
-    return found
+        kinds = ((Kind.SLOW_SENDER, pair[0]), (Kind.SLOW_RECEIVER, pair[1])) if is_open else ()
+        others = tuple((kind, Guilty.of(ranks.get(node, ()), (), (node,))) for kind, node in kinds)
+        verdicts.append(_verdict(Kind.SLOW_LINK, guilty, {pair}, rates, usual, others))
+    return verdicts
 
 
 def _lines(rates: Mapping[Pair, float], left: set[Pair]) -> Iterator[tuple[Kind, str, set[Pair]]]:
-    """Yield the rows and columns of which all are slow, the longest ones first."""
-    lines = [
-        (kind, node, {pair for pair in rates if pair[end] == node})
-        for kind, end in ((Kind.SLOW_SENDER, 0), (Kind.SLOW_RECEIVER, 1))
-        for node in sorted({pair[end] for pair in left})
-    ]
-    yield from sorted(
-        (one for one in lines if one[2] <= left and len(one[2]) > 1),
-        key=lambda one: -len(one[2]),
-    )
+    """Yield the rows and columns of which at least two thirds are slow, the slowest ones first."""
+    lines: list[tuple[float, Kind, str, set[Pair]]] = []
+    for kind, end in ((Kind.SLOW_SENDER, 0), (Kind.SLOW_RECEIVER, 1)):
+        for node in sorted({pair[end] for pair in left}):
+            line = {pair for pair in rates if pair[end] == node}
+            if len(line & left) >= max(2, 2 * len(line) / 3):
+                lines.append((median(rates[pair] for pair in line), kind, node, line))
+    for _, kind, node, line in sorted(lines, key=lambda one: one[0]):
+        yield kind, node, line
 
 
 def _verdict(

@@ -114,6 +114,7 @@ class Run:
             parts.nodes.watch_forever(),
             parts.keepers.meet(),
             parts.capacity.poll_forever(),
+            parts.links.watch_forever(),
             self._hear_refusals(),
             parts.others.poll_forever(),
             parts.cadence.ask_forever(lambda: parts.state),

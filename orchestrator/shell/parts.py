@@ -8,10 +8,18 @@ from typing import Any
 import ray
 
 from orchestrator.config import RunConfig
-from orchestrator.core import Event
+from orchestrator.core import Event, Phase
 from orchestrator.run_directory import CHECKPOINTS
 from orchestrator.shell import storage
-from orchestrator.shell.capacity import ActorPool, Capacity, Keepers, Nodes, Rendezvous, Workers
+from orchestrator.shell.capacity import (
+    ActorPool,
+    Capacity,
+    Keepers,
+    LinkWatch,
+    Nodes,
+    Rendezvous,
+    Workers,
+)
 from orchestrator.shell.evidence import Evidence
 from orchestrator.shell.inbox import Inbox
 from orchestrator.shell.loggers import Loggers
@@ -150,6 +158,9 @@ class Parts:
             path=self.path,
             num_incidents=len(self.begun.stats.incidents),
         )
+        self.links = LinkWatch(
+            self.observer.flows, self.inbox, views=self.nodes.views, attempt=self._training
+        )
         self.others = Others(self.inbox, names=self.names)
         self.cadence = CadenceWatch(
             self.inbox,
@@ -158,3 +169,9 @@ class Parts:
             snapshot=snapshot,
             checkpoint=config.checkpoint,
         )
+
+    def _training(self) -> tuple[int, tuple[str, ...]]:
+        """Return the attempt that trains and the node of each rank; none while none does."""
+        attempt, nodes = self.state.attempt, self.state.fleet.nodes
+        is_training = self.state.phase is Phase.RUNNING
+        return attempt.number, tuple(nodes[n].name for n in attempt.nodes if is_training)

@@ -26,7 +26,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import Self
 
-__all__ = ["HEAD", "REDIS", "NetworkCluster", "host_of", "why_no_redis", "why_not"]
+__all__ = ["HEAD", "REDIS", "NetworkCluster", "Switch", "host_of", "why_no_redis", "why_not"]
 
 #: The machine with the controller and without workers; nodes count from 1.
 HEAD = 0
@@ -73,7 +73,7 @@ def why_not() -> str:
     if missing:
         return f"needs {', '.join(missing)}"
     try:
-        with contextlib.closing(_Switch()) as switch:
+        with contextlib.closing(Switch()) as switch:
             switch.add("probe")
             switch.lose("probe", _ALL, "ingress")
     except (subprocess.SubprocessError, OSError, EOFError) as error:
@@ -108,7 +108,7 @@ def _spawn(namespaces: Sequence[str], words: Sequence[str], **options: object) -
     )
 
 
-class _Switch:
+class Switch:
     """A network namespace with a bridge; each cable to it has its filters here."""
 
     def __init__(self) -> None:
@@ -140,11 +140,27 @@ class _Switch:
     def _inside(self, *words: str) -> str:
         return _call("nsenter", "-t", str(self._process.pid), "-n", *words)
 
-    def add(self, port: str, process: int | None = None, *, device: str = "eth0") -> None:
+    def join(self, bridge: str, rate: str) -> None:
+        """Add a second switch, joined to the first by a cable of this rate each way."""
+        self._ip("link", "add", bridge, "type", "bridge")
+        self._ip("link", "set", bridge, "up")
+        self._ip("link", "add", "up", "type", "veth", "peer", "name", "down")
+        for port, other in (("up", "bridge"), ("down", bridge)):
+            self._ip("link", "set", port, "master", other, "up")
+            self.limit(port, rate)
+
+    def add(
+        self,
+        port: str,
+        process: int | None = None,
+        *,
+        device: str = "eth0",
+        bridge: str = "bridge",
+    ) -> None:
         """Plug in a cable; its other end becomes ``device`` of a process, in its network."""
         there = ["name", device, "netns", str(process)] if process else ["name", f"{port}-end"]
         self._ip("link", "add", port, "type", "veth", "peer", *there)
-        self._ip("link", "set", port, "master", "bridge", "up")
+        self._ip("link", "set", port, "master", bridge, "up")
         self._inside("tc", "qdisc", "add", "dev", port, "clsact")
 
     def remove(self, port: str) -> None:
@@ -175,8 +191,27 @@ class _Switch:
         if rate:
             self._inside("tc", "qdisc", "replace", "dev", port, "root", *how)
         else:
-            with contextlib.suppress(subprocess.CalledProcessError):
-                self._inside("tc", "qdisc", "del", "dev", port, "root")
+            self._unlimit(port)
+
+    def limit_from(self, port: str, source: str, rate: str, others: str) -> None:
+        """Let ``rate`` through to a machine of what ``source`` sends, ``others`` of the rest."""
+        self._unlimit(port)
+        self._inside(
+            "tc", "qdisc", "add", "dev", port, "root", "handle", "1:", "htb", "default", "1"
+        )
+        for number, each in (("1:1", others), ("1:2", rate)):
+            self._inside(
+                "tc", "class", "add", "dev", port, "parent", "1:", "classid", number, "htb",
+                "rate", each,
+            )  # fmt: skip
+        self._inside(
+            "tc", "filter", "add", "dev", port, "parent", "1:", "protocol", "ip", "u32",
+            "match", "ip", "src", source, "flowid", "1:2",
+        )  # fmt: skip
+
+    def _unlimit(self, port: str) -> None:
+        with contextlib.suppress(subprocess.CalledProcessError):
+            self._inside("tc", "qdisc", "del", "dev", port, "root")
 
 
 @dataclass
@@ -226,7 +261,7 @@ class NetworkCluster:
         self._boots = itertools.count()
         self._nodes: dict[str, int] = {}
         self._commands: list[subprocess.Popen[bytes]] = []
-        self._switch = _Switch()
+        self._switch = Switch()
         try:
             (self._folder / "nsswitch.conf").write_text("hosts: files\n")
             if has_redis:

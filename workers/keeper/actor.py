@@ -30,12 +30,12 @@ from workers.errors import WorkerError
 from workers.evidence import Evidence, take
 from workers.keeper.node_memory import NodeMemory
 from workers.keeper.notices import NoticeWatch, sources_of
-from workers.keeper.peers import unreached
+from workers.keeper.peers import rate_to, unreached
 from workers.keeper.reach import Reach
 from workers.keeper.sockets import Sockets
 from workers.keeper.trainer_watch import STILL_S, NodeWatch, clear, ring_path
 from workers.parent_death import end_with_parent
-from workers.protocol import GONE, Ending, Flow, Inventory, KeeperOrder, NodeReport, Notice
+from workers.protocol import GONE, Ending, Flow, Inventory, KeeperOrder, NodeReport, Notice, Peer
 from workers.records import Lease, lease_s
 from workers.settings import Settings
 
@@ -223,6 +223,12 @@ class Keeper:
     async def probe(self, peers: dict[str, tuple[str, int]]) -> list[str]:
         """Return the nodes in ``peers`` that this one does not reach; address by node."""
         return await self._call(self._probes, unreached, peers)
+
+    async def rate_to(self, peer: Peer) -> float | None:
+        """Return how many bytes a second arrive at a peer's node; None if it is not reached."""
+        with contextlib.suppress(OSError):
+            return await self._call(self._probes, rate_to, peer)
+        return None
 
     async def flush(self, attempt: int, step: int) -> bool:
         """Store a version now; return whether it is committed."""

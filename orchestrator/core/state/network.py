@@ -61,6 +61,8 @@ class Network(NamedTuple):
         unread: Nodes that the newest read left out, as they could not be reached.
         suspects: Ways that the transport of a member called unreachable in this attempt.
         suspects_before: The same, in the attempt before.
+        slow: (sender, receiver) of each link that keepers found slow the last time.
+        without_slow: What a step would take without them over what it took then.
     """
 
     links: tuple[Link, ...] = ()
@@ -74,6 +76,8 @@ class Network(NamedTuple):
     unread: tuple[str, ...] = ()
     suspects: tuple[Pair, ...] = ()
     suspects_before: tuple[Pair, ...] = ()
+    slow: tuple[Pair, ...] = ()
+    without_slow: float = 1.0
 
     @property
     def is_searching(self) -> bool:

@@ -8,6 +8,7 @@ if TYPE_CHECKING:
     from orchestrator.shell.capacity.actors import ActorPool, answer
     from orchestrator.shell.capacity.autoscaler import AutoscalerWatch
     from orchestrator.shell.capacity.keepers import Keepers
+    from orchestrator.shell.capacity.link_watch import LinkWatch
     from orchestrator.shell.capacity.node_view import NodeView
     from orchestrator.shell.capacity.nodes import Nodes
     from orchestrator.shell.capacity.probes import probe_links
@@ -20,6 +21,7 @@ __all__ = [
     "AutoscalerWatch",
     "Capacity",
     "Keepers",
+    "LinkWatch",
     "NodeView",
     "Nodes",
     "Rendezvous",

@@ -10,6 +10,7 @@ if TYPE_CHECKING:
     from workers.keeper.peers.parity_mirror import ParityMirror
     from workers.keeper.peers.probe import unreached
     from workers.keeper.peers.server import WireServer
+    from workers.keeper.peers.timed import rate_to
 
 __all__ = [
     "Mirrors",
@@ -17,6 +18,7 @@ __all__ = [
     "RemotePart",
     "WireClient",
     "WireServer",
+    "rate_to",
     "unreached",
 ]
 

@@ -5,12 +5,15 @@ Nothing is unpickled, and every received length is bounded.
 
 from __future__ import annotations
 
+import fcntl
 import hmac
 import json
 import operator
 import select
 import socket
 import struct
+import sys
+import termios
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -173,6 +176,12 @@ def has_hung_up(connection: socket.socket) -> bool:
     # Complete hang-ups and errors are always reported.
     poll.register(connection, select.POLLRDHUP)
     return bool(poll.poll(0))
+
+
+def num_queued(connection: socket.socket) -> int:
+    """Return how many bytes were sent that the peer's kernel has not acknowledged."""
+    answer = fcntl.ioctl(connection, termios.TIOCOUTQ, bytes(4))
+    return int.from_bytes(answer, sys.byteorder)
 
 
 def fields_of(held: Held) -> Sequence[int]:

@@ -10,16 +10,13 @@ from __future__ import annotations
 
 import contextlib
 import errno
-import fcntl
 import select
 import socket
-import sys
-import termios
 import time
 from collections.abc import Mapping, Sequence
 from typing import Final
 
-from workers.keeper.peers.frames import family_of
+from workers.keeper.peers.frames import family_of, num_queued
 
 #: The kernel repeats a packet that was lost after a second.
 PROBE_S: Final = 1.2
@@ -76,7 +73,7 @@ def _unreached(
                 sent.add(number)
                 # From now on only the end of the connection is reported.
                 poll.modify(number, 0)
-            elif number in ready or not _num_under_way(connection):
+            elif number in ready or not num_queued(connection):
                 if code not in _ANSWERS:
                     lost.append(name)
                 del pending[number]
@@ -108,9 +105,3 @@ def _connecting(
         if code not in _ANSWERS:
             lost.append(name)
     return pending, lost
-
-
-def _num_under_way(connection: socket.socket) -> int:
-    """Return how many bytes the peer's kernel has not acknowledged."""
-    answer = fcntl.ioctl(connection, termios.TIOCOUTQ, bytes(4))
-    return int.from_bytes(answer, sys.byteorder)

@@ -15,6 +15,9 @@ version's own record may ask for unchecked chunks, which carry no crc32.
       {"copied": {arena: held}}
     server  nothing
 
+      {"take": n}
+    client  n bytes, which the server drops: the client times how they arrive
+
       {"list": true, "after": n, "timeout_s": t, "without": [arena, ...], "copied": {arena: held}}
     server  once what it lists has changed since news n, or after t: length (u32) and JSON
             {"news": n, "arenas": {name: {"body_bytes": ..., "parts": [held, ...],
@@ -71,6 +74,7 @@ _CHUNK_BYTES_MIN: Final = 4 << 10
 _REQUEST_BYTES_MAX: Final = 64 << 10
 #: Three versions of some thousands of arenas.
 LISTING_BYTES_MAX: Final = 1 << 20
+_DROP_BYTES: Final = 256 << 10
 #: A peer that neither sends nor takes for this long is given up.
 STALL_S: Final = 5.0
 #: While a peer takes some bytes in this time, the ranks know that it is there.
@@ -191,6 +195,8 @@ class WireServer:
             self._liveness.note_got(connection, str(name), held_of(held))
         if "list" in request:
             self._list(connection, request)
+        elif "take" in request:
+            _drop(connection, min(int(request["take"]), CHUNK_BYTES))
         elif "arena" in request:
             self._send_range(connection, request)
 
@@ -336,6 +342,15 @@ class PeerLiveness:
             newest = arena.newest()
             if newest is not None and got and all(each == newest for each in got):
                 arena.note_copied(newest)
+
+
+def _drop(connection: socket.socket, size_bytes: int) -> None:
+    target = memoryview(bytearray(min(size_bytes, _DROP_BYTES)))
+    while size_bytes:
+        num = connection.recv_into(target[: min(size_bytes, _DROP_BYTES)])
+        if not num:
+            raise ConnectionError("the peer hung up")
+        size_bytes -= num
 
 
 def _agree(versions: Mapping[str, Sequence[Held]]) -> bool:

@@ -1,0 +1,16 @@
+"""Slow links, as keepers timed them: the next order of nodes leaves them out of its ring."""
+
+from __future__ import annotations
+
+from orchestrator.core.events import LinksTimed
+from orchestrator.core.transition import Transition
+
+
+def links_timed(transition: Transition, event: LinksTimed) -> None:
+    """Note which links are slow. What was not timed is as it was."""
+    network = transition.run.network
+    timed = set(event.nodes)
+    kept = (pair for pair in network.slow if not timed >= set(pair))
+    transition.run.network = network._replace(
+        slow=tuple(sorted({*kept, *event.slow})), without_slow=event.step_ratio
+    )

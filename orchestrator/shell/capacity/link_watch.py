@@ -1,0 +1,118 @@
+"""Slow links of the attempt: suspected from its own traffic, then timed by keepers.
+
+Training goes on meanwhile. A look at what reports say costs nothing; keepers send each other 4 MB
+at most, all pairs of four nodes in six rounds of 0.2 s at most.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import math
+from collections.abc import Callable, Mapping, Sequence
+from typing import Final
+
+from orchestrator.core import LinksTimed
+from orchestrator.diagnosis import Flows, links
+from orchestrator.shell.capacity.actors import answer
+from orchestrator.shell.capacity.node_view import NodeView
+from orchestrator.shell.inbox import Inbox
+from workers.protocol import Peer
+
+#: The traffic of so long is compared: some seconds, so that a step that is like no other counts
+#: for little, and below the ten in which a slow link is to be named.
+WINDOW_S: Final = 4.0
+LOOK_S: Final = 1.0
+#: It is timed after so many looks in a row that found it slow.
+_NUM_LOOKS: Final = 2
+#: A keeper has so long for one transfer.
+_TIMED_S: Final = 1.0
+#: Links that were timed are timed again after this, and each time after twice as long.
+_AGAIN_S: Final = 10.0
+_AGAIN_S_MAX: Final = 600.0
+
+
+class LinkWatch:
+    """Compares what nodes send each other.
+
+    Args:
+        inbox: Takes what keepers found.
+        views: The nodes by name.
+        attempt: Returns the attempt that trains and the node of each rank; () while none does.
+    """
+
+    def __init__(
+        self,
+        flows: Flows,
+        inbox: Inbox,
+        *,
+        views: Mapping[str, NodeView],
+        attempt: Callable[[], tuple[int, Sequence[str]]],
+    ) -> None:
+        self._flows = flows
+        self._inbox = inbox
+        self._views = views
+        self._attempt = attempt
+        self._num_looks = 0
+        self._suspects: list[links.Pair] = []
+        self._again_s, self._pause_s = -math.inf, _AGAIN_S
+
+    async def watch_forever(self) -> None:
+        """Look again and again until cancelled."""
+        while True:
+            await asyncio.sleep(LOOK_S)
+            await self.look()
+
+    async def look(self) -> None:
+        """Compare what was sent of late; have it timed if something was slow for long enough."""
+        at_s, (number, nodes) = self._inbox.at_s(), self._attempt()
+        transfers = {
+            pair: one
+            for pair, one in self._flows.transfers(at_s - WINDOW_S).items()
+            if set(pair) <= set(nodes)
+        }
+        found = links.suspects(transfers, WINDOW_S)
+        self._num_looks = self._num_looks + 1 if found else 0
+        if found and found[0] not in self._suspects:
+            self._again_s, self._pause_s = -math.inf, _AGAIN_S
+        if self._num_looks < _NUM_LOOKS or at_s < self._again_s:
+            return
+        self._suspects = found
+        self._again_s, self._pause_s = at_s + self._pause_s, min(2 * self._pause_s, _AGAIN_S_MAX)
+        rates = await self._time(links.to_time(found, nodes))
+        ranks = {node: [r for r, other in enumerate(nodes) if other == node] for node in nodes}
+        told = links.slow(rates, found, ranks)
+        slow = {(nodes[a], nodes[b]) for one in told for a, b in one.guilty.links}
+        self._inbox.post(
+            LinksTimed(
+                at_s=self._inbox.at_s(),
+                attempt=number,
+                nodes=tuple(sorted({node for pair in rates for node in pair})),
+                slow=tuple(sorted(slow)),
+                step_ratio=round(links.step_ratio(transfers, WINDOW_S), 3),
+                told=tuple(f"{one.kind}: {one.evidence}" for one in told),
+            )
+        )
+
+    async def _time(self, nodes: Sequence[str]) -> dict[links.Pair, float]:
+        """Return the bytes a second between all pairs of nodes that could be timed."""
+        rates: dict[links.Pair, float] = {}
+        for pairs in links.rounds(nodes):
+            asked = [pair for pair in pairs if self._can_time(*pair)]
+            calls = (
+                self._views[source].keeper.rate_to.remote(_peer(self._views[target]))
+                for source, target in asked
+            )
+            said = await asyncio.gather(*(answer(call, _TIMED_S) for call in calls))
+            rates |= {pair: rate for pair, rate in zip(asked, said, strict=True) if rate}
+        return rates
+
+    def _can_time(self, source: str, target: str) -> bool:
+        views = self._views.get(source), self._views.get(target)
+        return all(
+            view is not None and view.keeper is not None and view.secret and not view.lost.is_set()
+            for view in views
+        )
+
+
+def _peer(view: NodeView) -> Peer:
+    return Peer(node=view.node, host=view.host, port=view.port, secret=view.secret)

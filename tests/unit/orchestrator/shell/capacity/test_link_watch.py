@@ -1,0 +1,107 @@
+"""When keepers time transfers, and what is posted of that."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Mapping
+from types import SimpleNamespace
+from typing import Any
+
+from orchestrator.core import Event, LinksTimed
+from orchestrator.diagnosis import Flows
+from orchestrator.shell.capacity.link_watch import LinkWatch
+from orchestrator.shell.inbox import Inbox
+from workers.protocol import Flow, NodeReport, Peer
+
+NODES = ("a", "b", "c")
+ATTEMPT = 7
+
+
+class _Lab:
+    """Three nodes in a ring; what a sends to b takes ten times as long, from some time on."""
+
+    def __init__(self) -> None:
+        self.at_s = 100.0
+        self.posted: list[Event] = []
+        self.timed: list[tuple[str, str]] = []
+        self.slow: set[tuple[str, str]] = set()
+        self.training: tuple[str, ...] = NODES
+        self._sent = dict.fromkeys(NODES, (0, 0))
+        self._flows = Flows()
+        views: Mapping[str, Any] = {
+            node: SimpleNamespace(
+                node=node, host="", port=1, secret=b"s", lost=asyncio.Event(), keeper=self._as(node)
+            )
+            for node in NODES
+        }
+        self.watch = LinkWatch(
+            self._flows,
+            Inbox(at_s=lambda: self.at_s, post=self.posted.append),
+            views=views,
+            attempt=lambda: (ATTEMPT, self.training),
+        )
+
+    def _as(self, source: str) -> Any:
+        async def rate_to(peer: Peer) -> float:
+            self.timed.append((source, peer.node))
+            return 1e6 if (source, peer.node) in self.slow else 1e8
+
+        return SimpleNamespace(rate_to=SimpleNamespace(remote=rate_to))
+
+    def pass_s(self, seconds: int) -> None:
+        for _ in range(seconds):
+            self.at_s += 1.0
+            for at, node in enumerate(NODES):
+                target = NODES[(at + 1) % 3]
+                sent, busy_us = self._sent[node]
+                busy_us += 800_000 if (node, target) in self.slow else 80_000
+                self._sent[node] = (sent + (10 << 20), busy_us)
+                ends = ((node, 1), (target, 2))
+                mine = Flow(f"w{node}", *ends, sent, 0, 0, busy_us=busy_us)
+                its = Flow(f"w{target}", *ends[::-1], 0, sent, 0)
+                for where, flow in ((node, mine), (target, its)):
+                    report = NodeReport(node=where, seq=1, workers=(), flows=(flow,))
+                    self._flows.observe(report, self.at_s)
+            asyncio.run(self.watch.look())
+
+    @property
+    def told(self) -> list[LinksTimed]:
+        return [event for event in self.posted if isinstance(event, LinksTimed)]
+
+
+def test_an_even_network_is_not_timed() -> None:
+    lab = _Lab()
+    lab.pass_s(30)
+
+    assert not lab.timed
+    assert not lab.posted
+
+
+def test_a_slow_link_is_timed_and_told_within_ten_seconds() -> None:
+    lab = _Lab()
+    lab.pass_s(10)
+    lab.slow = {("a", "b")}
+    lab.pass_s(6)
+
+    (told,) = lab.told
+    assert len(lab.timed) == len(set(lab.timed)) == 6
+    assert (told.attempt, told.nodes, told.slow) == (ATTEMPT, NODES, (("a", "b"),))
+    assert told.told[0].startswith("slow_link: ")
+
+
+def test_it_is_timed_the_less_often_the_longer_it_lasts() -> None:
+    lab = _Lab()
+    lab.slow = {("a", "b")}
+    lab.pass_s(100)
+
+    gaps = [later.at_s - sooner.at_s for sooner, later in zip(lab.told, lab.told[1:], strict=False)]
+    assert gaps == [10.0, 20.0, 40.0]
+
+
+def test_nobody_is_timed_while_nobody_trains() -> None:
+    lab = _Lab()
+    lab.training = ()
+    lab.slow = {("a", "b")}
+    lab.pass_s(10)
+
+    assert not lab.timed
