@@ -1,4 +1,4 @@
-"""Decisions as pure functions: layout, versions, saving, growth, links, sharing, budgets."""
+"""Decisions as pure functions: layout, order, versions, saving, growth, sharing, budgets."""
 
 from orchestrator import policies
 from orchestrator.policies import (
@@ -7,6 +7,7 @@ from orchestrator.policies import (
     capacity,
     growth,
     layout,
+    order,
     sharing,
     slow,
     versions,
@@ -135,6 +136,7 @@ __all__ = [
     "noted",
     "num_workers",
     "one_node",
+    "order",
     "other_layouts",
     "over_budget",
     "plan_recovery",

@@ -1,0 +1,153 @@
+"""The order of an attempt's nodes, in which their ranks are numbered. Pure.
+
+Collectives send around the ring of ranks: gloo's from each rank to the one before it, NCCL's from
+node to node in the order of their first ranks. A ring that enters each rack once crosses between
+racks as seldom as can be, and each crossing shares the racks' uplink (C4, arXiv 2406.04594,
+section 4, plans paths; the order is what can be chosen above a transport).
+
+Least first: slow links that the ring uses, crossings, slow links used against the ring's direction
+(some collectives go that way, too), and what ranks would have to load from other nodes.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Hashable, Mapping, Sequence
+from dataclasses import dataclass
+from itertools import combinations
+from math import inf
+from types import MappingProxyType
+from typing import Final, Generic, TypeAlias, TypeVar
+
+Node = TypeVar("Node", bound=Hashable)
+
+#: Up to so many nodes all orders are compared; beyond, nodes change places while that helps.
+EXACT_MAX: Final = 8
+#: Parts of the state are compared this exactly.
+_PARTS: Final = 1000
+
+#: (slow links, crossings, slow links against the ring, parts of the state to move).
+Cost: TypeAlias = tuple[int, int, int, int]
+
+
+@dataclass(frozen=True)
+class _Case(Generic[Node]):
+    counts: Mapping[Node, int]
+    racks: Mapping[Node, str]
+    slow: Collection[tuple[Node, Node]]
+    held: Mapping[Node, tuple[float, float]]
+    total: int
+
+    def step(self, before: Node, node: Node) -> Cost:
+        """Return what two neighbours cost: the second sends to the first."""
+        rack, other = self.racks.get(before, ""), self.racks.get(node, "")
+        is_crossing = bool(rack and other and rack != other)
+        return ((node, before) in self.slow, is_crossing, (before, node) in self.slow, 0)
+
+    def moved(self, node: Node, first: int) -> int:
+        """Return how much a node would load from others with this first rank."""
+        low, high = first / self.total, (first + self.counts[node]) / self.total
+        had = self.held.get(node, (0.0, 0.0))
+        kept = max(0.0, min(high, had[1]) - max(low, had[0]))
+        return round(_PARTS * (high - low - kept))
+
+
+def chosen(
+    nodes: Sequence[tuple[Node, int]],
+    *,
+    racks: Mapping[Node, str] = MappingProxyType({}),
+    slow: Collection[tuple[Node, Node]] = frozenset(),
+    held: Mapping[Node, tuple[float, float]] = MappingProxyType({}),
+) -> list[Node]:
+    """Return the best order of ``nodes``; the given one if none is better.
+
+    Args:
+        nodes: Each with its number of ranks, in the order that they have now.
+        racks: What lies behind one uplink: the rack, or zone, of each node, where it is known.
+        slow: (sender, receiver) of each slow link.
+        held: The part of the ranks' state that each node has, as (from, to) within (0, 1); as if
+            ranks were numbered in the given order if nothing is held.
+    """
+    names = [node for node, _ in nodes]
+    total = sum(num for _, num in nodes)
+    case = _Case(dict(nodes), racks, slow, held or _as_they_are(nodes), total)
+    is_even = len({racks.get(node, "") for node in names} - {""}) < 2  # noqa: PLR2004
+    is_fast = not any(a in case.counts and b in case.counts for a, b in slow)
+    if (is_even and is_fast) or len(names) < 3:  # noqa: PLR2004
+        return names
+    found = _exact(names, case) if len(names) <= EXACT_MAX else _greedy(names, case)
+    return found if _cost(found, case)[:3] < _cost(names, case)[:3] else names
+
+
+def _as_they_are(nodes: Sequence[tuple[Node, int]]) -> dict[Node, tuple[float, float]]:
+    total, first = sum(num for _, num in nodes), 0
+    held: dict[Node, tuple[float, float]] = {}
+    for node, num in nodes:
+        held[node] = (first / total, (first + num) / total)
+        first += num
+    return held
+
+
+def cost(
+    nodes: Sequence[tuple[Node, int]],
+    *,
+    racks: Mapping[Node, str] = MappingProxyType({}),
+    slow: Collection[tuple[Node, Node]] = frozenset(),
+) -> tuple[int, int]:
+    """Return how many slow links an order uses, and how often it crosses between racks."""
+    names = [node for node, _ in nodes]
+    case = _Case(dict(nodes), racks, slow, {}, sum(num for _, num in nodes))
+    return _cost(names, case)[:2]
+
+
+def _cost(names: Sequence[Node], case: _Case[Node]) -> Cost:
+    total: Cost = (0, 0, 0, 0)
+    first = 0
+    for at, node in enumerate(names):
+        total = _sum(total, case.step(names[at - 1], node))
+        total = _sum(total, (0, 0, 0, case.moved(node, first)))
+        first += case.counts[node]
+    return total
+
+
+def _sum(one: Cost, other: Cost) -> Cost:
+    return (one[0] + other[0], one[1] + other[1], one[2] + other[2], one[3] + other[3])
+
+
+def _exact(names: Sequence[Node], case: _Case[Node]) -> list[Node]:
+    """Return the best of all orders (Held and Karp, 1962): by the set of the first ones."""
+    best: tuple[tuple[float, ...], list[Node]] = ((inf,), list(names))
+    for start in names:
+        others = [node for node in names if node != start]
+        reached: dict[tuple[frozenset[Node], Node], tuple[Cost, list[Node]]] = {
+            (frozenset([start]), start): ((0, 0, 0, case.moved(start, 0)), [start])
+        }
+        for size in range(1, len(names)):
+            for some in combinations(others, size):
+                used = frozenset([start, *some])
+                for last in some:
+                    rest = used - {last}
+                    first = sum(case.counts[node] for node in rest)
+                    moved = (0, 0, 0, case.moved(last, first))
+                    reached[used, last] = min(
+                        (_sum(_sum(before, case.step(node, last)), moved), [*way, last])
+                        for node in (some if size > 1 else (start,))
+                        if (found := reached.get((rest, node))) is not None
+                        for before, way in (found,)
+                    )
+        for last in others:
+            price, way = reached[frozenset(names), last]
+            price = _sum(price, case.step(last, start))
+            best = min(best, (price, way), key=lambda each: each[0])
+    return best[1]
+
+
+def _greedy(names: Sequence[Node], case: _Case[Node]) -> list[Node]:
+    """Return a good order: racks together as they come, then single nodes elsewhere."""
+    racks = dict.fromkeys(case.racks.get(node, "") for node in names)
+    order = [node for rack in racks for node in names if case.racks.get(node, "") == rack]
+    for node in names:
+        if any(node in pair for pair in case.slow):
+            rest = [other for other in order if other != node]
+            tried = [[*rest[:at], node, *rest[at:]] for at in range(len(names))]
+            order = min(tried, key=lambda each: _cost(each, case))
+    return order

@@ -1,0 +1,90 @@
+"""The order of nodes: around slow links, rack by rack, and no farther than need be."""
+
+from __future__ import annotations
+
+import time
+from itertools import pairwise, permutations
+from random import Random
+
+import pytest
+
+from orchestrator.policies import order
+
+
+def _ring(names: list[str], racks: str, **more: object) -> str:
+    nodes = [(name, 1) for name in names]
+    found = order.chosen(nodes, racks=dict(zip(names, racks, strict=True)), **more)  # type: ignore[arg-type]
+    return "".join(found)
+
+
+@pytest.mark.parametrize(
+    ("racks", "crossings"), [("ABAB", 2), ("ABABAB", 2), ("ABCABC", 3), ("AABB", 2), ("ABBA", 2)]
+)
+def test_a_rack_is_entered_once(racks: str, crossings: int) -> None:
+    names = list("abcdef"[: len(racks)])
+    rack_of = dict(zip(names, racks, strict=True))
+    found = order.chosen([(name, 1) for name in names], racks=rack_of)
+
+    assert sorted(found) == names
+    assert order.cost([(name, 1) for name in found], racks=rack_of) == (0, crossings)
+
+
+def test_an_order_that_is_good_stays() -> None:
+    """Another one would move the state for nothing."""
+    assert _ring(["a", "b", "c", "d"], "ABBA") == "abcd"
+    assert _ring(["d", "a", "c", "b"], "AAAA") == "dacb"
+    assert _ring(["b", "a"], "AB") == "ba"
+    assert _ring(["a", "b", "c"], "AB ".replace(" ", "C")) == "abc"
+
+
+def test_nodes_whose_rack_is_not_known_cross_nothing() -> None:
+    nodes = [(name, 1) for name in "abcd"]
+    assert order.chosen(nodes, racks={"a": "A", "c": "A"}) == ["a", "b", "c", "d"]
+
+
+def test_a_slow_link_is_left_out_of_the_ring() -> None:
+    """In gloo's ring each sends to the one before it."""
+    for slow in (("b", "a"), ("a", "d")):
+        found = _ring(["a", "b", "c", "d"], "AAAA", slow={slow})
+        ring = [*pairwise([*found, found[0]])]
+        assert (slow[1], slow[0]) not in ring
+        assert slow not in ring, "not used the other way either, where that can be had"
+    (one,) = {_ring(["a", "b", "c"], "AAA", slow={("b", "a")})}
+    assert (("a", "b")) not in [*pairwise([*one, one[0]])], "three are all neighbours: turned round"
+
+
+def test_as_much_as_possible_stays_where_it_is() -> None:
+    names = list("abcdef")
+    held = {name: (at / 6, (at + 1) / 6) for at, name in enumerate(names)}
+    found = _ring(names, "AAABAB", held=held)
+
+    assert sum(one == other for one, other in zip(found, names, strict=True)) == 4, found
+
+
+def test_ranks_of_a_node_stay_together_and_count() -> None:
+    nodes = [("a", 2), ("b", 1), ("c", 2), ("d", 1)]
+    racks = {"a": "A", "b": "B", "c": "A", "d": "B"}
+    held = {"a": (0.0, 2 / 6), "b": (2 / 6, 3 / 6), "c": (3 / 6, 5 / 6), "d": (5 / 6, 1.0)}
+
+    assert order.chosen(nodes, racks=racks, held=held) == ["a", "b", "d", "c"]
+
+
+def test_exact_is_the_best_of_all_and_greedy_is_near() -> None:
+    random = Random(3)
+    for _ in range(30):
+        names = list("abcde")
+        racks = {name: random.choice("ABC") for name in names}
+        slow = {tuple(random.sample(names, 2)) for _ in range(2)}
+        nodes = [(name, 1) for name in names]
+        best = min(
+            order.cost([(n, 1) for n in way], racks=racks, slow=slow)  # type: ignore[arg-type]
+            for way in permutations(names)
+        )
+        found = order.chosen(nodes, racks=racks, slow=slow)  # type: ignore[arg-type]
+        assert order.cost([(n, 1) for n in found], racks=racks, slow=slow) == best  # type: ignore[arg-type]
+    many = [(f"n{number}", 1) for number in range(300)]
+    racks = {name: str(at % 7) for at, (name, _) in enumerate(many)}
+    begun_s = time.monotonic()
+    found = order.chosen(many, racks=racks, slow={("n14", "n7")})
+    assert order.cost([(n, 1) for n in found], racks=racks, slow={("n14", "n7")}) == (0, 7)
+    assert time.monotonic() - begun_s < 5.0
