@@ -15,7 +15,14 @@ from orchestrator.core.handlers import demand, fleet, protection
 from orchestrator.core.network import reach, search
 from orchestrator.core.state import Attempt, Node, Phase, Reads, RunOutcome, WorkerStatus
 from orchestrator.core.transition import Transition
-from orchestrator.policies import bad_sources, choose, num_workers, other_layouts, spread
+from orchestrator.policies import (
+    bad_sources,
+    choose,
+    num_workers,
+    order,
+    other_layouts,
+    spread,
+)
 from ucp_core.layout import ParallelLayout
 
 
@@ -182,7 +189,8 @@ def best_workers(transition: Transition, layout: ParallelLayout, *, leaving: boo
     """Return the workers that would train in ``layout``, in rank order.
 
     Survivors keep their order, so that their state stays near. Workers of a node are neighbours;
-    new workers follow the survivors of their node, and new nodes come last.
+    new workers follow the survivors of their node, and new nodes come last. Racks that are known,
+    and slow links, may put nodes in another order (``policies.order``).
 
     Args:
         leaving: Whether nodes that are about to leave are used, as the last ones.
@@ -190,13 +198,13 @@ def best_workers(transition: Transition, layout: ParallelLayout, *, leaving: boo
     run = transition.run
     ranks = {number: rank for rank, number in enumerate(run.attempt.members)}
     survivors = (run.fleet.workers.get(member) for member in run.attempt.members)
-    order = dict.fromkeys(worker.node for worker in survivors if worker is not None)
-    order |= dict.fromkeys(number for number, node in run.fleet.nodes.items() if node.usable)
+    known = dict.fromkeys(worker.node for worker in survivors if worker is not None)
+    known |= dict.fromkeys(number for number, node in run.fleet.nodes.items() if node.usable)
     out = reach.left_out(transition, leaving=leaving)
     too_late = reach.due(transition) if run.fleet.leaving else []
     ready: dict[int, list[int]] = {}
     for draining in (False, True)[: 1 + leaving]:
-        for number in order:
+        for number in known:
             node = run.fleet.nodes[number]
             is_in = node.usable and number not in out and node not in too_late
             if is_in and node.draining == draining:
@@ -211,7 +219,25 @@ def best_workers(transition: Transition, layout: ParallelLayout, *, leaving: boo
     )
     num_used = spread([len(ready[number]) for number in preferred], layout)
     used = dict(zip(preferred, num_used, strict=True))
-    return [worker for number in ready for worker in ready[number][: used[number]]]
+    numbers = [number for number in ready if used[number]]
+    if not leaving:
+        numbers = _in_order(transition, [(number, used[number]) for number in numbers])
+    return [worker for number in numbers for worker in ready[number][: used[number]]]
+
+
+def _in_order(transition: Transition, used: list[tuple[int, int]]) -> list[int]:
+    """Return the nodes, each with its number of workers, in the order that suits the network."""
+    run = transition.run
+    nodes, ids, size = run.fleet.nodes, run.fleet.node_ids, len(run.attempt.nodes)
+    held: dict[int, tuple[float, float]] = {}
+    for rank, number in enumerate(run.attempt.nodes):
+        held[number] = (held.get(number, (rank / size,))[0], (rank + 1) / size)
+    return order.chosen(
+        used,
+        racks={number: nodes[number].rack for number, _ in used},
+        slow={(ids[a], ids[b]) for a, b in run.network.slow if a in ids and b in ids},
+        held=held,
+    )
 
 
 def _ready_on(transition: Transition, node: Node, ranks: dict[int, int]) -> list[int]:

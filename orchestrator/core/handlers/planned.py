@@ -15,7 +15,7 @@ from orchestrator.core.handlers import demand, fleet, formation, recovery, slow
 from orchestrator.core.network import reach
 from orchestrator.core.state import Cause, Phase, RunOutcome
 from orchestrator.core.transition import Transition
-from orchestrator.policies import FaultKind, expected_step_s, growth, step_ratio
+from orchestrator.policies import FaultKind, expected_step_s, growth, order, step_ratio
 from ucp_core.layout import ParallelLayout
 
 #: ``yielded_step`` when members left at different steps; no step is negative.
@@ -57,6 +57,8 @@ def _consider(transition: Transition) -> None:
         _consider_move(transition)
     elif layout is not None and run.steps and layout != run.attempt.layout:
         _consider_layout(transition, layout)
+    elif layout is not None and run.network.slow and layout == run.attempt.layout:
+        _consider_order(transition, layout)
 
 
 def _leaves_slow_node(transition: Transition) -> bool:
@@ -186,6 +188,25 @@ def _consider_move(transition: Transition) -> None:
         reason = f"what is preferred to the capacity of {names} is back"
         ratio = num_staying / len(members)
         _change_if_it_pays(transition, FaultKind.MOVE, num_staying, len(members), ratio, reason)
+
+
+def _consider_order(transition: Transition, layout: ParallelLayout) -> None:
+    """Have members change places so that none sends over a slow link, once it pays."""
+    run = transition.run
+    best = formation.best_workers(transition, layout, leaving=False)
+    nodes = [run.fleet.nodes[run.fleet.workers[worker].node].name for worker in best]
+    names = [run.fleet.nodes[number].name for number in run.attempt.nodes]
+    if sorted(best) != sorted(run.attempt.members):
+        return
+    now, then = (
+        order.cost([(name, 1) for name in dict.fromkeys(each)], slow=run.network.slow)[0]
+        for each in (names, nodes)
+    )
+    if then < now:
+        num, ratio = len(best), run.network.without_slow
+        links = ", ".join(f"{a[:8]} to {b[:8]}" for a, b in run.network.slow)
+        reason = f"in another order no rank sends over a slow link ({links})"
+        _change_if_it_pays(transition, FaultKind.MOVE, num, num, ratio, reason)
 
 
 def yield_attempt(

@@ -1,3 +1,4 @@
+from dataclasses import replace
 from itertools import combinations
 from math import inf
 
@@ -26,7 +27,7 @@ RULES = RunRules(run="test", min_workers=2, max_workers=4, total_steps=100_000)
 class _Run:
     """A run of four nodes with one worker each, in a world where some pairs are cut."""
 
-    def __init__(self, rules: RunRules = RULES, *, trains: bool = True) -> None:
+    def __init__(self, rules: RunRules = RULES, *, trains: bool = True, racks: str = "") -> None:
         self.state, self.rules, self.at_s = RunState(), rules, 0.0
         self.cut: set[tuple[str, str]] = set()
         self.silent: set[str] = set()
@@ -34,6 +35,8 @@ class _Run:
         self.names = {node: f"w{number:04d}" for number, node in enumerate(NODES, start=1)}
         self.actions: list[Action] = []
         self.fold(ev.ControllerStarted(at_s=0.0, incarnation=1))
+        for node, rack in zip(NODES, racks, strict=False):
+            self.fold(ev.NodeJoined(at_s=0.0, node=node, rack=rack))
         for number, node in enumerate(NODES, start=1):
             self.fold(ev.ReservationGranted(at_s=0.0, reservation=number, node=node))
         for number, (node, worker) in enumerate(self.names.items(), start=1):
@@ -411,3 +414,61 @@ def test_a_state_that_cannot_be_read_for_a_lost_link_is_no_fault_of_its_holder()
 
     assert run.incidents()[-1].incident == "link"
     assert (run.where(), run.members()) == ((Phase.FORMING, 3), ["a", "b", "c"])
+
+
+def test_an_attempt_numbers_its_nodes_rack_by_rack() -> None:
+    assert _Run().members() == ["a", "b", "c", "d"]
+    run = _Run(racks="ABAB")
+    assert run.members() == ["a", "b", "d", "c"], "a ring that crosses twice, and two that stay"
+
+    run.fold(ev.NodeLost(at_s=run.at_s, node="c", cause="silent"))
+    run.leave()
+    assert run.members() == ["a", "b", "d"], "survivors keep a good order"
+
+
+def _timed(run: _Run, *slow: tuple[str, str], ratio: float = 0.3) -> None:
+    number = run.state.attempt.number
+    run.fold(
+        ev.LinksTimed(
+            at_s=run.at_s, attempt=number, nodes=NODES, slow=slow, step_ratio=ratio, told=("slow",)
+        )
+    )
+    run.wait(run.at_s + 30.0)
+
+
+def test_members_change_places_once_when_no_rank_need_send_over_a_slow_link() -> None:
+    """In the ring a rank sends to the one before it."""
+    run = _Run()
+    run.at_s += 60.0
+    _timed(run, ("b", "a"))
+
+    assert run.state.attempt.number == 2
+    ring = run.members()
+    assert ring[ring.index("b") - 1] != "a", ring
+    assert [incident.incident for incident in run.incidents()] == ["move"]
+    assert "slow link (b to a)" in run.incidents()[0].evidence
+    run.train()
+    _timed(run, ("b", "a"))
+    assert run.state.attempt.number == 2, "it is not in the ring any more"
+
+    _timed(run)
+    assert not run.state.network.slow
+
+
+@pytest.mark.parametrize(
+    ("slow", "ratio", "total_steps", "why"),
+    [
+        (("d", "b"), 0.3, 100_000, "nobody sends over it"),
+        (("b", "a"), 0.3, 4, "the run is nearly over"),
+        (("b", "a"), 1.0, 100_000, "a step would take as long"),
+        (("b", "x"), 0.3, 100_000, "that node is not here"),
+    ],
+)
+def test_members_stay_where_another_order_would_win_nothing(
+    slow: tuple[str, str], ratio: float, total_steps: int, why: str
+) -> None:
+    run = _Run(replace(RULES, total_steps=total_steps))
+    run.at_s += 60.0
+    _timed(run, slow, ratio=ratio)
+
+    assert run.where() == (Phase.RUNNING, 1), why
