@@ -33,6 +33,7 @@ QUICK: Final = {
     "bench_deterministic": "--workers 2 --rounds 1 --steps 4",
     "bench_growth": "--recoveries 5",
     "bench_init_from": "--megabytes 600 --rounds 1",
+    "bench_links": "--only faults --trials 1",
     "bench_load": "--megabytes 64 --rounds 1",
     "bench_loader": "--rounds 1 --batches 20",
     "bench_network": "--only join",
