@@ -53,6 +53,7 @@ QUICK: Final = {
     "bench_snapshot_load": "--megabytes 3 --rounds 1",
     "bench_snapshot_steps": "--states 3 --workers 2 --rounds 1",
     "bench_spot_traces": "--trace p3 --hours 3 3.5",
+    "bench_traffic": "--mib 24 --rounds 3 --steps 4",
     "bench_wire": "--mib 1 --repeat 1 --snapshots 2",
     "peer_ray_train": "--workers 2 --fault worker",
 }

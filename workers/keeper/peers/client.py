@@ -63,8 +63,9 @@ class WireClient:
             one what it was told over it.
     """
 
-    def __init__(self, address: tuple[str, int], *, secret: bytes) -> None:
+    def __init__(self, address: tuple[str, int], *, secret: bytes, tries: int = _TRIES) -> None:
         self.num_connections = 0
+        self._tries = tries
         self._address = address
         self._secret = secret
         self._local = threading.local()
@@ -92,7 +93,7 @@ class WireClient:
                 damaged bytes.
         """
         left = [memoryview(target).cast("B") for target in targets if len(target)]
-        for number in range(_TRIES):
+        for number in range(self._tries):
             try:
                 for taken in self._stream(
                     arena, held, offset_bytes, left, is_unchecked=is_unchecked
@@ -105,7 +106,7 @@ class WireClient:
                 raise self._error(held, str(refusal), refused=True) from None
             except OSError as error:
                 self._hang_up()
-                if number == _TRIES - 1 or self._is_aborted:
+                if number == self._tries - 1 or self._is_aborted:
                     why = f"{type(error).__name__}: {error}"
                     raise self._error(held, why, refused=False) from error
             else:
@@ -179,6 +180,30 @@ class WireClient:
         """
         try:
             send_json(self._rested(), {"copied": {arena: fields_of(held)}})
+        except OSError as error:
+            self._hang_up()
+            raise self._unreachable(error) from error
+
+    def keep(self) -> None:
+        """Show the peer that this thread still follows it, while others read.
+
+        Raises:
+            StorageError: The peer cannot be reached.
+        """
+        try:
+            send_json(self._rested(), {"copied": {}})
+        except OSError as error:
+            self._hang_up()
+            raise self._unreachable(error) from error
+
+    def use(self, connection: socket.socket) -> None:
+        """Read over a connection to the peer that was just made, in this thread.
+
+        Raises:
+            StorageError: The peer cannot be reached.
+        """
+        try:
+            self._introduce(connection)
         except OSError as error:
             self._hang_up()
             raise self._unreachable(error) from error
@@ -261,20 +286,25 @@ class WireClient:
         held: socket.socket | None = getattr(self._local, "connection", None)
         if held is None:
             held = socket.socket(family_of(self._address[0]), socket.SOCK_STREAM)
-            # Registered before it connects: ``abort`` must find it.
-            self._local.connection = held
-            with self._lock:
-                if self._is_aborted:
-                    raise ConnectionAbortedError("nothing is asked for any more")
-                self._open.add(held)
-                self.num_connections += 1
-            limit_waits(held, sending_s=wire.STALL_S, receiving_s=wire.STALL_S)
-            keep_alive(held)
-            held.connect(self._address)
-            fit_buffers(held)
-            challenge = receive(held, CHALLENGE_BYTES)
-            send(held, proof(self._secret, challenge))
+            self._introduce(held, self._address)
         return held
+
+    def _introduce(self, held: socket.socket, address: tuple[str, int] | None = None) -> None:
+        """Connect, unless that is done, and show that the secret is known."""
+        # Registered before it connects: ``abort`` must find it.
+        self._local.connection = held
+        with self._lock:
+            if self._is_aborted:
+                raise ConnectionAbortedError("nothing is asked for any more")
+            self._open.add(held)
+            self.num_connections += 1
+        limit_waits(held, sending_s=wire.STALL_S, receiving_s=wire.STALL_S)
+        keep_alive(held)
+        if address is not None:
+            held.connect(address)
+        fit_buffers(held)
+        challenge = receive(held, CHALLENGE_BYTES)
+        send(held, proof(self._secret, challenge))
 
     def _hang_up(self) -> None:
         held: socket.socket | None = getattr(self._local, "connection", None)

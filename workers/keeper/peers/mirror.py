@@ -22,6 +22,7 @@ from workers.keeper.peers.client import WireClient
 from workers.keeper.peers.frames import Listed
 from workers.keeper.peers.parity_mirror import ParityMirror
 from workers.keeper.peers.replication import POLL_S, Replication
+from workers.keeper.peers.streams import Streams
 from workers.memory import Arena, copy_name, counts
 from workers.protocol import Held, ParityGroup, Peer
 
@@ -50,7 +51,9 @@ class Mirror(Replication):
         on_problem: Callable[[str], object],
         niceness: int = 0,
     ) -> None:
-        self._client = WireClient((peer.host, peer.port), secret=secret)
+        address = (peer.host, peer.port)
+        self._client = WireClient(address, secret=secret)
+        self._streams = Streams(self._client, address, secret=secret, niceness=niceness)
         what = f"copying what the ranks of node {peer.node} write"
         super().__init__(what, [self._client], on_problem, niceness)
         self._table = table
@@ -66,8 +69,13 @@ class Mirror(Replication):
 
     def stop(self) -> None:
         """Copy nothing any more, at once; what was copied stays."""
+        self._streams.abort()
         super().stop()
         self._table.note_listed(self._peer.node, ())
+
+    def _hang_up(self) -> None:
+        self._streams.close()
+        super()._hang_up()
 
     def _replicate(self) -> None:
         news, copied = -1, dict[str, Held]()
@@ -135,7 +143,7 @@ class Mirror(Replication):
         )
         size_bytes = source.data_bytes + source.record_bytes
         try:
-            self._client.read(name, source, 0, [target.body(buffer)[:size_bytes]])
+            self._streams.read(name, source, target.body(buffer)[:size_bytes])
         except StorageError as error:
             if error.facts["refused"]:
                 # Overwritten or freed: the next listing has what is there now.

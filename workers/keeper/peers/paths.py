@@ -1,0 +1,189 @@
+"""When a copy takes another path through the network, leaves one, or looks for one. Pure.
+
+Switches hash addresses and ports of a connection to one of several equal-cost paths, and nobody
+outside knows how. So paths are measured. A path that is idle answers a handshake at once; one that
+training or another copy of ours fills makes it wait in a queue. From that follow three rules:
+
+- A stream is added only over a path that was idle for a second while the others sent, and stays
+  only if all of them together became faster. Two streams are then on two paths, and where there is
+  one path there is one stream.
+- A stream that loses a third of its speed, or never had its share, is left: someone else came, or
+  the path became slow. Its path is looked at without it: if it is idle, it is only slow, and is
+  used as it is. If not, others fill it, and it is theirs.
+- Each time a path was left, the next look waits longer, so bursts of training are disturbed seldom.
+
+Switches of C4P allocate paths (arXiv 2406.04594); measuring round trips for them is that of Clove
+(CoNEXT 2017).
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from enum import Enum
+from math import inf
+from typing import Final
+
+#: Period of ``Paths.observe``, and the number of periods that a rate is measured over.
+LOOK_S: Final = 0.1
+_WINDOW: Final = 4
+#: A rate below this share of what it was, or of the fastest, is that of a path with others.
+_SHARE: Final = 0.65
+#: A stream that was added stays if all together gain so much.
+_GAIN: Final = 1.04
+#: Until TCP has found the speed of a path that is new, or that fewer streams share.
+_SETTLE_S: Final = 0.6
+#: Pauses before the next look: after a path was left, each time so much longer than the last time
+#: unless that is long ago, and after none was idle.
+_LEFT_S, _LEFT_S_MAX, _LONGER = 0.4, 120.0, 3.0
+_NONE_S, _NONE_S_MAX = 0.4, 5.0
+_FORGET_S: Final = 10.0
+#: A handshake meets no queue if it takes at most twice the least one that was seen, and this; or no
+#: more beyond the least than this share of the longest of those that were begun with it.
+_IDLE_S: Final = 250e-6
+_IDLE_SHARE: Final = 0.2
+#: A stream is added once a path was idle for so long, at every look: training sends in bursts.
+_LONG_S: Final = 1.0
+_AGAIN_S: Final = 0.2
+
+
+class Action(Enum):
+    """What to do about the streams."""
+
+    NOTHING = "nothing"
+    LOOK = "look for an idle path, and add a stream over it"
+    MOVE = "look for an idle path, and replace the stream by one over it"
+    LEAVE = "end the stream"
+
+
+@dataclass(slots=True)
+class _Stream:
+    """What is known of a stream.
+
+    Attributes:
+        seen: Times, and bytes received until then.
+        usual: The best rate since the streams changed, in bytes a second.
+        is_slow: Whether its path is slow by itself.
+    """
+
+    seen: deque[tuple[float, int]] = field(default_factory=lambda: deque(maxlen=_WINDOW + 1))
+    usual: float = 0.0
+    is_slow: bool = False
+
+    @property
+    def rate(self) -> float:
+        """Return the bytes a second over the window."""
+        (first_s, first), (last_s, last) = self.seen[0], self.seen[-1]
+        return (last - first) / (last_s - first_s) if last_s > first_s else 0.0
+
+
+class Paths:
+    """The streams of a peer, and what was learned of the paths to it.
+
+    Args:
+        num_max: Streams at once.
+    """
+
+    def __init__(self, num_max: int) -> None:
+        self._num_max = num_max
+        self._streams: dict[int, _Stream] = {}
+        self._least_s = inf
+        #: Not judged before: the streams changed.
+        self._settled_s = 0.0
+        #: The stream that is on trial, and the rate of all before it.
+        self._trial: tuple[int, float] | None = None
+        self._left = False
+        self._look_s = 0.0
+        self._left_s, self._left_at_s = _LEFT_S, -inf
+        self._none_s = _NONE_S
+        #: Since when every look found an idle path.
+        self._idle_s = inf
+
+    def observe(self, now_s: float, received: Mapping[int, int]) -> tuple[Action, int]:
+        """Return what to do, and with which stream.
+
+        Args:
+            received: Bytes that each stream that reads has received so far.
+        """
+        self._streams = {key: x for key, x in self._streams.items() if key in received}
+        for key, number in received.items():
+            self._streams.setdefault(key, _Stream()).seen.append((now_s, number))
+        if now_s < self._settled_s or not received:
+            return Action.NOTHING, 0
+        rates = {key: each.rate for key, each in self._streams.items()}
+        if self._trial is not None:
+            (key, before), self._trial = self._trial, None
+            if key in rates and sum(rates.values()) < _GAIN * before:
+                found = self._leave(now_s, key)
+                self._left = False
+                return found
+        fastest = max(rates.values())
+        for key, each in self._streams.items():
+            has_lost = rates[key] < _SHARE * each.usual
+            if has_lost or (rates[key] < _SHARE * fastest and not each.is_slow):
+                if len(rates) > 1:
+                    return self._leave(now_s, key)
+                each.usual = rates[key]
+                self._idle_s = now_s - _LONG_S
+                return Action.MOVE, key
+            each.usual = max(each.usual, rates[key])
+        if now_s >= self._look_s and len(rates) < self._num_max:
+            return Action.LOOK, 0
+        return Action.NOTHING, 0
+
+    def begin(self, now_s: float) -> None:
+        """Note that a copy begins: nothing was sent since the last one."""
+        self._settled_s = now_s + _SETTLE_S
+        for each in self._streams.values():
+            each.seen.clear()
+
+    def is_idle(self, now_s: float, round_trips_s: Sequence[float]) -> bool:
+        """Return whether there is a path to add a stream over, and note when to look again if not.
+
+        An idle path shows beside a filled one, such as that of a stream: if no handshake meets a
+        queue, the network limits nothing; if all do, all paths may be filled.
+
+        Args:
+            round_trips_s: Of handshakes from several ports at the same time, sorted; infinity for
+                those that did not end.
+        """
+        best_s, worst_s = round_trips_s[0], round_trips_s[-1]
+        least_s = self._least_s = min(self._least_s, best_s)
+        longest_s = max((each for each in round_trips_s if each < inf), default=inf)
+        idle_s = least_s + max(least_s + _IDLE_S, _IDLE_SHARE * (longest_s - least_s))
+        if best_s > idle_s or worst_s < 2 * best_s + _IDLE_S:
+            self._left, self._idle_s = False, inf
+            self._look_s = now_s + self._none_s
+            self._none_s = min(2 * self._none_s, _NONE_S_MAX)
+            return False
+        self._idle_s = min(self._idle_s, now_s)
+        self._look_s, self._none_s = now_s + _AGAIN_S, _NONE_S
+        return now_s - self._idle_s >= _LONG_S
+
+    def note_added(self, now_s: float, key: int) -> None:
+        """Note a new stream over an idle path."""
+        rates = [each.rate for each in self._streams.values()]
+        if rates:
+            self._trial = key, sum(rates)
+        self._streams[key] = _Stream(is_slow=self._left)
+        self._left, self._idle_s = False, inf
+        self._change(now_s)
+        self._look_s = now_s + _SETTLE_S
+
+    def _leave(self, now_s: float, key: int) -> tuple[Action, int]:
+        del self._streams[key]
+        if now_s - self._left_at_s > _FORGET_S + 2 * self._left_s:
+            self._left_s = _LEFT_S
+        self._left, self._idle_s, self._left_at_s = True, inf, now_s
+        self._look_s = now_s + self._left_s
+        self._left_s = min(_LONGER * self._left_s, _LEFT_S_MAX)
+        self._change(now_s)
+        return Action.LEAVE, key
+
+    def _change(self, now_s: float) -> None:
+        """Judge no stream by what it had beside others than now."""
+        self._settled_s = now_s + _SETTLE_S
+        for each in self._streams.values():
+            each.usual = 0.0
+            each.seen.clear()
