@@ -40,6 +40,13 @@ class NotFiniteError(TaskError):
     """The run ends because updates were NaN or infinite; every rank raises it at the same step."""
 
 
+class DivergedError(TaskError):
+    """Copies of the weights differ; every rank raises it, and ``facts["ranks"]`` has the odd ones.
+
+    Of two copies it has both.
+    """
+
+
 class ArenaError(WorkerError):
     """Snapshot memory cannot be allocated, or is invalid."""
 

@@ -365,7 +365,8 @@ class Raised:
         traceback: The traceback to print, from the user's first frame on.
         refuses: The axis whose degree the script or the model cannot have, ``DEVICE_MEMORY`` if the
             device has too little of it, else "".
-        ranks: The ranks that numbers come from which are not finite; empty if that is not known.
+        ranks: The ranks that numbers come from which are not finite, or whose copies of the weights
+            differ from the others'; empty if that is not known.
     """
 
     attempt: int

@@ -27,6 +27,8 @@ DATA_ERRORS = frozenset(
 #: What all ranks raise or none (``workers.errors``), and what a rank knows of all others: one that
 #: was heard is proof.
 OF_ALL = frozenset({"NotFiniteError"})
+#: What all ranks raise when a machine is at fault.
+DIVERGED = "DivergedError"
 PROVEN = frozenset({"ApartError", *OF_ALL})
 
 
@@ -106,6 +108,11 @@ class UserError:
     def is_proven(self) -> bool:
         """Return whether no machine can be at fault."""
         return self.error_type in PROVEN
+
+    @property
+    def is_of_copies(self) -> bool:
+        """Return whether copies of one state were found to differ."""
+        return self.error_type == DIVERGED
 
     @property
     def is_of_data(self) -> bool:

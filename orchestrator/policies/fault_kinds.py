@@ -61,6 +61,8 @@ class FaultKind(StrEnum):
     DEVICE_MEMORY = "device_memory", 2, FaultClass.USER, Loss.PROCESS, True
     LAYOUT = "layout_refused", 2
     NOT_FINITE = "not_finite", 2, FaultClass.USER
+    # Copies of one state differ: a machine computed or kept something wrong.
+    DIVERGED = "diverged", 3, FaultClass.INFRASTRUCTURE, Loss.PROCESS, True
     # It is not known which worker did, or none did.
     UNDECIDED = "undecided", 1, FaultClass.UNDECIDED, Loss.NOTHING, True
     UNLOADABLE = "unloadable", 1, FaultClass.INFRASTRUCTURE

@@ -112,6 +112,22 @@ def test_an_update_that_a_scaler_leaves_out_is_no_fault(run: Run) -> None:
     assert left.outcome.ranks == (0,)
 
 
+def test_a_flipped_bit_of_a_copy_is_named_before_it_is_saved(run: Run) -> None:
+    """With three copies the odd one is known; of two, one is wrong. Step 2 is the last version."""
+    for layout, ranks, told in (
+        (ParallelLayout(dp_replicate=3), (1,), "those of rank 1"),
+        (COPIES, (1, 3), "rank 1, 3, of which one is wrong"),
+    ):
+        chosen = spoiled("3:flip", deterministic=False)
+
+        for left in run.train(chosen, num_workers=layout.world_size, layout=layout):
+            assert isinstance(left.outcome, Raised)
+            assert (left.outcome.step, left.outcome.ranks) == (3, ranks), left.outcome.error
+            assert f"copies of the weights differ, {told}: layers.0.weight. " in left.outcome.error
+        assert newest(run)[0] == 2
+        reset(run)
+
+
 def test_a_row_of_them_goes_on_in_the_attempt_after_a_death(run: Run) -> None:
     """Else a run whose workers die in it would begin to count anew, and never end."""
     chosen = spoiled("4-8:nan")

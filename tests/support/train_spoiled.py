@@ -3,6 +3,7 @@
 ``nan`` and ``inf`` spoil the loss of one micro-batch of the step, ``data`` what the model gets, and
 ``gradient`` the gradient of its loss.
 ``weights`` makes weights NaN in an update of finite numbers, as one that overflows does.
+``flip`` flips a bit of a weight of rank 1 behind the update.
 ``scaler`` among the arguments has a ``GradScaler`` scale the loss.
 ``save`` spoils nothing: whole weights are saved behind the step.
 """
@@ -72,6 +73,16 @@ def spoiled() -> dict[int, str]:
     return found
 
 
+def spoil_weights(optimizer: torch.optim.Optimizer, how: str, rank: int) -> None:
+    """Change weights as it is told."""
+    weights = [one.data for one in optimizer.param_groups[0]["params"]]
+    if how == "weights":
+        for one in weights:
+            one.fill_(math.nan)
+    elif how == "flip" and rank == 1:
+        weights[1].view(torch.int32).view(-1)[0] ^= 1 << 12
+
+
 def spoil(loss: Tensor, how: str) -> Tensor:
     """Return a loss as it is told."""
     if how == "gradient":
@@ -92,9 +103,7 @@ def train(session: Session) -> None:
 
     @optimizer.register_step_post_hook
     def break_weights(*_: object) -> None:
-        if bad.get(session.step + 1) == "weights":
-            for one in optimizer.param_groups[0]["params"]:
-                one.data.fill_(math.nan)
+        spoil_weights(optimizer, bad.get(session.step + 1, ""), session.rank)
 
     def loss_of(samples: Any) -> Tensor:
         how = bad.get(session.step + 1, "")

@@ -20,7 +20,7 @@ import torch.distributed as dist
 
 from ucp_core.errors import SupersededError, UcpError
 from workers import collectives
-from workers.errors import LayoutRefusedError, NotFiniteError, WorkerError
+from workers.errors import DivergedError, LayoutRefusedError, NotFiniteError, WorkerError
 from workers.memory import HandOver, SnapshotMemory
 from workers.parallel import build_mesh
 from workers.protocol import (
@@ -190,7 +190,9 @@ class _Attempt:
             error=described,
             traceback=_user_traceback(error),
             refuses=_refuses(error),
-            ranks=tuple(error.facts["ranks"]) if isinstance(error, NotFiniteError) else (),
+            ranks=tuple(error.facts["ranks"])
+            if isinstance(error, NotFiniteError | DivergedError)
+            else (),
         )
 
     def _take_final(self) -> None:

@@ -215,9 +215,12 @@ def worker_raised(transition: Transition, event: WorkerRaised) -> None:
     if event.refuses and _refuse(transition, event):
         return
     error = UserError(rank, event.step, event.error, event.traceback)
+    if error.is_of_copies:
+        _end_diverged(transition, error, event.ranks)
+        return
     recovery.note_raised(transition, error)
     if error.is_of_all:
-        transition.follow(_not_finite(transition, error.message, event.ranks))
+        transition.follow(_of_ranks(transition, FaultKind.NOT_FINITE, error.message, event.ranks))
     else:
         kind = FaultKind.DEVICE_MEMORY if event.refuses == DEVICE_MEMORY else FaultKind.EXCEPTION
         transition.follow(AttemptFailed(kind, (worker.name,), event.error))
@@ -253,20 +256,34 @@ def not_finite_found(transition: Transition, event: NotFiniteFound) -> None:
     attempt = transition.run.attempt
     if event.attempt == attempt.number and event.number > attempt.num_noted:
         attempt.num_noted = event.number
-        failed = _not_finite(transition, event.evidence, event.ranks)
+        failed = _of_ranks(transition, FaultKind.NOT_FINITE, event.evidence, event.ranks)
         transition.report(recovery.cause_of(failed, transition.now_s), fenced_s=transition.now_s)
 
 
-def _not_finite(transition: Transition, text: str, ranks: tuple[int, ...]) -> AttemptFailed:
-    """Return the fault, with the workers and nodes behind ranks; it may come from their data."""
+def _end_diverged(transition: Transition, error: UserError, ranks: tuple[int, ...]) -> None:
+    """Go back to the last version, whose copies were equal; of two copies nobody is blamed."""
+    run = transition.run
+    failed = _of_ranks(transition, FaultKind.DIVERGED, error.message, ranks)
+    layout = run.attempt.layout
+    if layout is not None and layout.dp_replicate > 2:  # noqa: PLR2004  most of them agree
+        failed = failed._replace(guilty=tuple(worker for _, worker, _ in failed.places))
+        if run.cause is None or run.cause.kind is not FaultKind.DIVERGED:
+            for rank in ranks:
+                fleet.strike(transition, run.attempt.nodes[rank])
+    transition.follow(failed)
+
+
+def _of_ranks(
+    transition: Transition, kind: FaultKind, text: str, ranks: tuple[int, ...]
+) -> AttemptFailed:
+    """Return a fault with the workers and nodes of the ranks that it comes from."""
     run = transition.run
     members = run.attempt.members
     workers = [(rank, run.fleet.workers[members[rank]]) for rank in ranks if rank < len(members)]
     places = tuple((rank, one.name, run.fleet.nodes[one.node].name) for rank, one in workers)
     named = ", ".join(f"rank {rank} is {worker} on {node}" for rank, worker, node in places[:8])
     evidence = f"{text} ({named})" if named else text
-    kind = FaultKind.NOT_FINITE
-    return AttemptFailed(kind, (), evidence, verdict=str(kind), places=places)
+    return AttemptFailed(kind, (), evidence, verdict=kind.value, places=places)
 
 
 def hang_found(transition: Transition, event: HangFound) -> None:

@@ -36,6 +36,7 @@ from workers.train.boundary.costs import SaveMeter
 from workers.train.boundary.ending import Ending
 from workers.train.boundary.live_state import LiveState, Marks, capture
 from workers.train.boundary.protection_wait import ProtectionWait
+from workers.train.boundary.replicas import refuse_diverged
 from workers.train.boundary.store import SavedState, StorageWriter
 from workers.train.context import WorkerContext
 from workers.train.executor import Finiteness, ShardedModel, Signals, Step, all_agree
@@ -234,6 +235,7 @@ class Boundary:
 
         Raises:
             AbortedError: The attempt was fenced.
+            DivergedError: Copies of the state differ.
             UcpError: The checkpoint before this one could not be written.
         """
         begun_s = time.monotonic()
@@ -246,7 +248,7 @@ class Boundary:
         self._fallback.agree(is_behind=agreed.behind, is_without_memory=agreed.no_memory)
         wait = self._wait_of(step, step_s)
         if wait is not None:
-            self._state = capture(step.number, sharded, extra)
+            self._state = self._compared(step.number, sharded, extra)
             is_ready = wait.get_ready(self._state)
             # A rank that is ready has completed its last snapshot.
             agreed = replace(agreed, no_memory=not is_ready, behind=False)
@@ -254,7 +256,7 @@ class Boundary:
         taking_s = time.monotonic()
         if due.snapshot or due.storage:
             self._context.progress.enter(WorkerPhase.SAVING)
-            self._state = self._state or capture(step.number, sharded, extra)
+            self._state = self._state or self._compared(step.number, sharded, extra)
         is_taken = self._is_taken = due.snapshot and self._take(self._state)
         snapshot_s = time.monotonic() - taking_s if due.snapshot else 0.0
         if self._reports():
@@ -277,6 +279,14 @@ class Boundary:
         self._waited_s = wait.waited_s if wait is not None else 0.0
         self._meter.step(step_s, time.monotonic() - begun_s - self._waited_s)
         return self._waited_s
+
+    def _compared(self, step: int, sharded: ShardedModel, extra: Mapping[str, Any]) -> Captured:
+        """Return the state of a step, of which all copies are equal."""
+        # Else it is the state of no step, and no final snapshot is taken of it.
+        live, self._live = self._live, None
+        refuse_diverged(step, sharded)
+        self._live = live
+        return capture(step, sharded, extra)
 
     def commit(self, step: int) -> None:
         """Return when the state after ``step``, which all ranks write to storage, is committed.

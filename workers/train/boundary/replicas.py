@@ -1,0 +1,91 @@
+"""Compares the weights of ranks that hold copies of one state, before they are saved.
+
+A flipped bit of a copy stays with it, and each copy saves a share of the state: the next version
+would be made of two models. The sum of all words as integers differs by any flipped bit. Optimizer
+state is not compared: its difference shows in the weights of the next step.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Sequence
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from ucp_core.layout import ParallelLayout
+from workers.errors import DivergedError
+from workers.train.executor import ShardedModel
+
+#: Integers of the size of an element.
+_WORDS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+_NUM_NAMED = 3
+
+
+def refuse_diverged(step: int, sharded: ShardedModel) -> None:
+    """Return if all copies of the weights behind ``step`` are equal; every rank calls it.
+
+    Without copies (``dp_replicate`` of 1) there is nothing to compare.
+
+    Raises:
+        DivergedError: Some differ. All ranks raise it.
+    """
+    layout, device = sharded.mesh.layout, sharded.device
+    if layout.dp_replicate == 1:
+        return
+    zero = torch.zeros((), dtype=torch.int64, device=device)
+    sums = torch.stack([zero, *(_sum_of_words(one.local) for one in sharded.shards)])
+    every = torch.zeros(layout.world_size, dtype=torch.int64, device=device)
+    every[sharded.mesh.rank] = sums.sum()
+    dist.all_reduce(every)
+    ranks = odd_ones(layout, every.tolist())
+    if not ranks:
+        return
+    names = _differing(sharded, sums[1:])
+    more = f" and {len(names) - _NUM_NAMED} more" if len(names) > _NUM_NAMED else ""
+    which = ", ".join(map(str, ranks))
+    is_known = layout.dp_replicate > 2  # noqa: PLR2004  of two nobody knows which is right
+    told = f"those of rank {which}" if is_known else f"rank {which}, of which one is wrong"
+    raise DivergedError(
+        f"step {step}: copies of the weights differ, {told}: {', '.join(names[:_NUM_NAMED])}{more}"
+        ". Its state was not saved: the last version that was is the last one with equal copies",
+        step=step,
+        ranks=ranks,
+        tensors=names,
+    )
+
+
+def odd_ones(layout: ParallelLayout, sums: Sequence[int]) -> tuple[int, ...]:
+    """Return the ranks whose sums differ from those of most of their copies. Pure.
+
+    Where no sum has a majority, all ranks with copies of that state are returned.
+    """
+    found: list[int] = []
+    for first in range(layout.world_size):
+        copies = layout.ranks_along(first, ["dp_replicate"])
+        if copies[0] != first:
+            continue
+        ((usual, count), *others) = Counter(sums[rank] for rank in copies).most_common()
+        if others:
+            is_clear = 2 * count > len(copies)
+            found += (rank for rank in copies if not is_clear or sums[rank] != usual)
+    return tuple(sorted(found))
+
+
+def _sum_of_words(values: Tensor) -> Tensor:
+    words = values.contiguous().reshape(-1).view(_WORDS[values.element_size()])
+    return words.sum(dtype=torch.int64)
+
+
+def _differing(sharded: ShardedModel, sums: Tensor) -> list[str]:
+    """Return the parameters whose copies differ, on every rank the same."""
+    least, most = sums.clone(), sums.clone()
+    dist.all_reduce(least, op=dist.ReduceOp.MIN, group=sharded.mesh.replicas)
+    dist.all_reduce(most, op=dist.ReduceOp.MAX, group=sharded.mesh.replicas)
+    places = {name: at for at, name in enumerate(sorted(sharded.shapes))}
+    flags = torch.zeros(len(places), device=sharded.device)
+    for shard, differs in zip(sharded.shards, (least != most).tolist(), strict=True):
+        flags[places[shard.fqn]] += float(differs)
+    dist.all_reduce(flags)
+    return [name for name, at in places.items() if flags[at]]
