@@ -51,6 +51,13 @@ def _consider(transition: Transition) -> None:
         _leaves_draining_nodes(transition, num_after) or slow.is_awaited(transition)
     ):
         return
+    _consider_change(transition, layout)
+
+
+def _consider_change(transition: Transition, layout: ParallelLayout | None) -> None:
+    """Grow, move to better capacity or a faster layout, or change places, if it pays."""
+    run = transition.run
+    num_after = 0 if layout is None else layout.world_size
     if layout is not None and num_after > len(run.attempt.members):
         _consider_layout(transition, layout)
     elif len(run.fleet.offers) > 1 and run.fleet.num_usable > len(run.attempt.members):
