@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import socket
 import threading
 import weakref
@@ -26,6 +27,8 @@ _T = TypeVar("_T")
 
 class _Group(Protocol):
     """The calls of an attempt to its groups; see ``workers.collectives.group``."""
+
+    def described(self) -> str: ...
 
     def on_device(self) -> Any: ...
 
@@ -166,6 +169,11 @@ class Attempt:
             is_late = self.aborted.is_set()
         if is_late and (backend := group.on_device()) is not None:
             nccl.abort_together([backend])
+
+    def made_before(self, group: _Group) -> list[_Group]:
+        """Return the groups of this attempt that were made before ``group``."""
+        with self._lock:
+            return list(itertools.takewhile(lambda one: one is not group, self._groups))
 
     def interruptible(self, doing: str, build: Callable[[], _T]) -> _T:
         """Return ``build()``, run where an abort need not wait for it.

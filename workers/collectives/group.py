@@ -9,6 +9,7 @@ would go unrecorded.
 from __future__ import annotations
 
 import functools
+import zlib
 from collections.abc import Callable
 from datetime import timedelta
 from typing import Any, Final, cast
@@ -288,10 +289,18 @@ class RecordedGroup(dist.ProcessGroup):
             # gloo refuses at once when the peer's connection is closed.
             raise call.failed(error) from error
 
+    def described(self) -> str:
+        """Return the group's name, which others of the same members may have, too."""
+        return group_name(self.group_desc, self._ranks, self._attempt.world_size)
+
     def _named(self) -> str:
         # At the first call: torch describes a group after making it.
         if not self._label:
-            self._label = group_name(self.group_desc, self._ranks, self._attempt.world_size)
+            name = self.described()
+            # By the order in which they were made, which torch requires to be the same on all
+            # members. That of first calls may differ.
+            count = 1 + sum(one.described() == name for one in self._attempt.made_before(self))
+            self._label = name if count == 1 else f"{name}#{count}"
         return self._label
 
     def _begun(
@@ -353,7 +362,10 @@ def group_name(description: str, ranks: tuple[int, ...], world_size: int) -> str
     if axis in {"default_pg", "default"} and len(ranks) == world_size:
         return "world"
     if len(ranks) > _NUM_RANKS_NAMED:
-        return f"{axis}[{ranks[0]}..{ranks[-1]} of {len(ranks)}]"
+        step = ranks[1] - ranks[0]
+        is_range = ranks == tuple(range(ranks[0], ranks[0] + step * len(ranks), step or 1))
+        which = "" if is_range else f", {zlib.crc32(repr(ranks).encode()):08x}"
+        return f"{axis}[{ranks[0]}..{ranks[-1]} of {len(ranks)}{which}]"
     return f"{axis}[{','.join(map(str, ranks))}]"
 
 

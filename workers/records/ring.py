@@ -150,7 +150,6 @@ class RecordRing:
         self._words, self._halves = self._view.cast("Q"), self._view.cast("I")
         self._lock = threading.Lock()
         self._groups: list[_GroupWriter] = []
-        self._names: dict[str, int] = {}
         self._num_stored = 0
         self._trainer, self._blocked_ns = threading.get_ident(), 0
         self._step = self._micro_batch = 0
@@ -178,25 +177,20 @@ class RecordRing:
         PLACE.pack_into(self._memory, PLACE_AT, 1, *place, node.encode()[:NODE_BYTES_MAX])
 
     def group(self, name: str, ranks: tuple[int, ...]) -> int:
-        """Add the group ``name`` and return its index; -1 (not recorded) if the table is full.
-
-        A second group of the same name, as from making the same mesh twice, is called ``name#2``.
-        """
+        """Add the group ``name`` and return its index; -1 (not recorded) if the table is full."""
         with self._lock:
-            count = self._names[name] = self._names.get(name, 0) + 1
-            unique = name if count == 1 else f"{name}#{count}"
             first = self._num_ints_used
             if len(self._groups) == NUM_GROUPS_MAX or first + len(ranks) > self._num_ints:
                 self._words[NUM_DROPPED_WORD] += 1
                 return -1
             index = len(self._groups)
             offset = HEADER_BYTES + index * GROUP_BYTES
-            encoded = unique.encode()[:NAME_BYTES_MAX]
+            encoded = name.encode()[:NAME_BYTES_MAX]
             struct.pack_into(f"<{len(ranks)}I", self._memory, ints_offset(first), *ranks)
             at = offset + 2 * STATE.size
             NAME.pack_into(self._memory, at, len(encoded), encoded, first, len(ranks))
             self._num_ints_used += len(ranks)
-            self._groups.append(_GroupWriter(offset, unique, ranks))
+            self._groups.append(_GroupWriter(offset, name, ranks))
             # Last: a reader reads no more groups than this.
             self._words[NUM_GROUPS_WORD] = index + 1
             return index

@@ -19,7 +19,7 @@ from tests.support.device_work import DeviceWork
 from tests.support.ranks import until
 from workers.collectives import AbortedError, CollectiveError, nccl
 from workers.collectives.attempt import Attempt
-from workers.collectives.group import RecordedGroup
+from workers.collectives.group import RecordedGroup, group_name
 from workers.records import RingReader
 
 WAIT_S_MAX = 60.0
@@ -235,6 +235,29 @@ def exchange() -> list[dist.Work]:
         there, back = torch.empty(3, device="cuda"), torch.empty(3, device="cuda")
         sends = dist.P2POp(dist.isend, there, 1)
         return dist.batch_isend_irecv([sends, dist.P2POp(dist.irecv, back, 1)])
+
+
+def test_groups_of_one_name_are_numbered_as_they_were_made(
+    attempt: Attempt, tmp_path: Path
+) -> None:
+    """Ranks may call them in another order; then each would take one group for the other."""
+    made = []
+    fake: Any = FakeProcessGroup
+    inner: Any = NcclHabits()
+    for _ in range(2):
+        backend = fake._create_internal(0, 2, fake.Options())
+        backends = {"cpu": (dist.ProcessGroup.BackendType.CUSTOM, backend)}
+        made.append(RecordedGroup(attempt, inner, backends, ranks=(0, 1), rank=0))
+        attempt.add(made[-1])
+    for group in reversed(made):
+        group.allreduce([torch.zeros(1)])
+
+    names = [state.group for state in RingReader(tmp_path / "w0.ring").look().groups]
+
+    assert names == ["[0,1]#2", "[0,1]"]
+    many = tuple(range(10)), (*range(8), 9, 8), (*range(7), 8, 7, 9)
+    assert len({group_name("x", ranks, 16) for ranks in many}) == 3
+    assert group_name("x", many[0], 16) == "x[0..9 of 10]"
 
 
 def test_an_exchange_on_a_device_is_one_call(attempt: Attempt) -> None:

@@ -382,15 +382,6 @@ def test_a_ring_is_as_large_as_60_s_need_and_the_one_before_is_kept(path: Path) 
     assert sorted(each.name for each in path.parent.iterdir()) == ["w0.ring", "w0.ring.last"]
 
 
-def test_a_second_group_of_the_same_name_is_told_apart(path: Path) -> None:
-    """The same mesh made twice; joined counts would never match the other ranks'."""
-    ring = RecordRing(path, attempt=3, num_ranks=4)
-    for _ in range(2):
-        ring.enter(ring.group("tp[0,1]", (0, 1)), "all_reduce", 8)
-
-    assert [state.group for state in RingReader(path).look().groups] == ["tp[0,1]", "tp[0,1]#2"]
-
-
 def test_more_groups_than_fit_are_not_recorded_but_work(path: Path) -> None:
     """A record is no reason to stop training."""
     ring = RecordRing(path, attempt=3, num_ranks=4)
