@@ -99,3 +99,30 @@ def test_where_shared_memory_is_full_a_worker_says_so() -> None:
     assert ring.endswith(": '/dev/shm/ring'")
     assert page == "[Errno 28] No space left on device for 4096 bytes: '/dev/shm/page'"
     assert left == "['other']"
+
+
+#: In one in which 1 MiB is left after the first attempt.
+IN_NARROW = """
+import os
+from workers.records.ring import RecordRing
+
+ring = RecordRing("/dev/shm/ring", attempt=1, num_ranks=2)
+group = ring.group("g", (0, 1))
+for _ in range(5000):
+    ring.enter(group, "all_reduce", 8)
+found = os.statvfs("/dev/shm")
+with open("/dev/shm/other", "wb") as file:
+    os.posix_fallocate(file.fileno(), 0, found.f_bavail * found.f_frsize - (1 << 20))
+RecordRing("/dev/shm/ring", attempt=2, num_ranks=2)
+print(os.path.getsize("/dev/shm/ring"), sorted(os.listdir("/dev/shm")))
+"""
+
+
+def test_records_take_what_shared_memory_has_left() -> None:
+    """60 s of a fast run are 8 MiB: a worker must not fail for the past it would like to keep."""
+    done = _in_small_shm([sys.executable, "-c", IN_NARROW])
+
+    assert done.returncode == 0, done.stderr
+    size_bytes, names = done.stdout.split(maxsplit=1)
+    assert int(size_bytes) < 1 << 20
+    assert names.strip() == "['other', 'ring', 'ring.last']"

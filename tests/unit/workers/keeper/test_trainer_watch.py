@@ -15,7 +15,7 @@ import pytest
 from workers.keeper import progress_path, ring_path
 from workers.keeper.trainer_watch import SETTLED_S, NodeWatch, clear, dead_workers
 from workers.protocol import WorkerPhase
-from workers.records import ProgressRecord, last_ring_path, process_state
+from workers.records import ProgressRecord, RecordRing, last_ring_path, process_state
 
 WORKER = """
 import signal, sys, os
@@ -213,6 +213,32 @@ def test_what_children_of_children_compute_counts_while_a_worker_stands_still(
         finally:
             os.killpg(child, signal.SIGKILL)
             worker.kill()
+
+
+def test_each_report_tells_the_steps_since_the_one_before(tmp_path: Path) -> None:
+    """Twice told they would count twice; those of the attempt before are no steps of this one."""
+    page = ProgressRecord.create(progress_path(tmp_path, "w0001"), worker="w0001")
+    page.assign(1, 0)
+    watch = NodeWatch(node="a", directory=tmp_path)
+    ring = RecordRing(ring_path(tmp_path, "w0001"), attempt=1, num_ranks=2)
+    steps: list[list[int] | None] = []
+    for step in (1, 2, 3):
+        for op in ("data", "forward", "backward", "optimizer"):
+            ring.span(op, step=step)
+        ring.span("")
+        if step > 1:
+            steps.append(_told_steps(watch))
+    steps.append(_told_steps(watch))
+    page.assign(2, 0)
+    steps.append(_told_steps(watch))
+    page.close()
+
+    assert steps == [[1, 2], [3], [], None]
+
+
+def _told_steps(watch: NodeWatch) -> list[int] | None:
+    (row,) = watch.report().workers
+    return None if row.digest is None else [cost.step for cost in row.digest.costs]
 
 
 def _reported(watch: NodeWatch) -> list[str]:
