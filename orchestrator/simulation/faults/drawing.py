@@ -54,11 +54,12 @@ def hang(cluster: SimCluster) -> None:
 
 
 def pause(cluster: SimCluster) -> None:
-    """A worker compiles, evaluates or sleeps for many steps: nobody may be blamed for it."""
+    """A worker works or sleeps for many steps, in Python or in C: nobody may be blamed for it."""
     worker = _pick_worker(cluster)
     if worker is not None:
+        worker.busy_at_s = cluster.now_s
         worker.busy_until_s = cluster.now_s + 8 * cluster.rng.random()
-        worker.computes = cluster.chance(0.5)
+        worker.busy_as = cluster.rng.choice(watching.PAUSES)
         watching.watch(cluster)
 
 

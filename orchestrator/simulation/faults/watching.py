@@ -11,6 +11,8 @@ from workers.protocol import GroupState, NodeReport, WorkerPhase, WorkerReport
 
 #: How a worker hangs whose process shows it.
 SHOWN = ("stopped", "frozen")
+#: How a worker pauses that is well: with the interpreter's lock, or a debugger's hold on it, too.
+PAUSES = ("computes", "computes", "sleeps", "holds", "traced")
 #: Period of the reports.
 _LOOK_S = 0.2
 #: After this the collectives of those that wait fail, which is not simulated.
@@ -102,7 +104,10 @@ def _reports(cluster: SimCluster, newest: SimAttempt) -> list[NodeReport]:
 
 def _row(worker: SimWorker, rank: int, newest: SimAttempt, now_s: float) -> WorkerReport:
     silent_s = now_s - worker.hung_at_s if worker.hung and worker.hung_as in SHOWN else 0.0
-    is_away = silent_s > 0.0 or worker.busy_until_s > now_s
+    is_busy = worker.busy_until_s > now_s
+    is_away = silent_s > 0.0 or is_busy
+    does_not_beat = is_busy and worker.busy_as in {"holds", "traced"}
+    letter = "T" if silent_s and worker.hung_as == "stopped" else "S"
     is_inside = worker.attempt == newest.number
     world = GroupState(
         group="world",
@@ -116,7 +121,7 @@ def _row(worker: SimWorker, rank: int, newest: SimAttempt, now_s: float) -> Work
     return WorkerReport(
         worker=worker.name,
         pid=1,
-        os_state="T" if silent_s and worker.hung_as == "stopped" else "S",
+        os_state="t" if is_busy and not silent_s and worker.busy_as == "traced" else letter,
         attempt=worker.attempt,
         rank=rank if is_inside else -1,
         phase=WorkerPhase.FORWARD if worker.formed else WorkerPhase.FORMING,
@@ -124,8 +129,8 @@ def _row(worker: SimWorker, rank: int, newest: SimAttempt, now_s: float) -> Work
         micro_batch=0,
         moved_bytes=0,
         phase_s=silent_s,
-        beat_age_s=silent_s,
-        processor_s=now_s if worker.computes and not silent_s else 0.0,
+        beat_age_s=silent_s or (now_s - worker.busy_at_s if does_not_beat else 0.0),
+        processor_s=now_s if worker.busy_as == "computes" and not silent_s else 0.0,
         step_s=STEP_S if is_inside and newest.step > newest.begun_step else 0.0,
         loss=1.0,
         # Of a frozen process the beating thread does not run.

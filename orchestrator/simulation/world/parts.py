@@ -67,9 +67,10 @@ class SimWorker:
     __slots__ = (
         "alive",
         "attempt",
+        "busy_as",
+        "busy_at_s",
         "busy_until_s",
         "completed",
-        "computes",
         "formed",
         "hung",
         "hung_as",
@@ -89,7 +90,8 @@ class SimWorker:
         # As "stopped" by a signal, "frozen" with its container, or "waits" like all others.
         self.hung_as, self.hung_at_s = "", 0.0
         # It works for itself until then, and uses a processor for that or not.
-        self.busy_until_s, self.computes = 0.0, False
+        self.busy_at_s = self.busy_until_s = 0.0
+        self.busy_as = ""
         self.attempt = 0
         self.refuses = 0
         self.completed = 0
