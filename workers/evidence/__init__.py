@@ -1,6 +1,6 @@
 """What a worker was doing, taken from outside: its stacks, however stuck it is, and its ring."""
 
-from workers.evidence.evidence import RINGS, STACKS, Evidence, take
+from workers.evidence.evidence import RINGS, STACKS, Evidence, copies
 from workers.evidence.kernel import kernel_facts
 from workers.evidence.stacks import (
     STACKS_SIGNAL,
@@ -16,9 +16,9 @@ __all__ = [
     "STACKS_SIGNAL",
     "Evidence",
     "Subject",
+    "copies",
     "kernel_facts",
     "offer_stacks",
     "stacks_path",
-    "take",
     "take_stacks",
 ]

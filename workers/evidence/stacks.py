@@ -26,7 +26,7 @@ STACKS_SIGNAL: Final = signal.SIGRTMIN + 7
 
 _SUFFIX: Final = ".stacks"
 #: A dump takes milliseconds. It is whole if it did not grow for two looks.
-_LOOK_S: Final = 0.004
+_LOOK_S: Final = 0.002
 _SETTLED_LOOKS: Final = 2
 #: The kernel holds these: they write nothing.
 _HELD: Final = frozenset("Tt")

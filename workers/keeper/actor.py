@@ -17,7 +17,7 @@ import logging
 import os
 import time
 from collections.abc import Callable, Mapping
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, TypeVar
@@ -27,7 +27,7 @@ import ray
 from ucp_core.errors import StorageError, UcpError
 from ucp_core.storage import join, open_store
 from workers.errors import WorkerError
-from workers.evidence import Evidence, take
+from workers.evidence import Evidence, copies, take_stacks
 from workers.keeper.node_memory import NodeMemory
 from workers.keeper.notices import NoticeWatch, sources_of
 from workers.keeper.peers import rate_to, unreached
@@ -120,7 +120,8 @@ class Keeper:
         # A search need not wait for the probe of a link that was lost before.
         self._probes = ThreadPoolExecutor(4)
         self._run_url = run_url
-        self._evidence: tuple[int, Evidence | None] = (0, None)
+        #: Of the last attempt that ended: stacks, and rings once they are copied.
+        self._evidence: tuple[int, dict[str, str], Future[dict[str, bytes]]] | None = None
         self._taking, self._storing = ThreadPoolExecutor(1), ThreadPoolExecutor(1)
         if run_url and settings is not None:
             self._open_memory(run_url, settings, claim)
@@ -168,12 +169,13 @@ class Keeper:
     async def take_evidence(self, attempt: int) -> None:
         """Take stacks and rings of the node's workers in ``attempt``; those taken before are lost.
 
-        Returns once all have written their stacks, at most after ``EVIDENCE_S`` and a little.
+        Returns once all have written their stacks, at most after ``EVIDENCE_S`` and a little. Rings
+        are copied after that: what is in them stays.
         """
         subjects = self._watch.subjects(attempt)
+        stacks = await self._call(self._taking, take_stacks, subjects, EVIDENCE_S)
         rings = {each.worker: ring_path(self._directory, each.worker) for each in subjects}
-        taken = await self._call(self._taking, take, subjects, rings, EVIDENCE_S)
-        self._evidence = (attempt, taken)
+        self._evidence = (attempt, stacks, self._taking.submit(copies, rings))
 
     async def store_evidence(self, attempt: int, folder: str) -> bool:
         """Store what was taken of ``attempt`` below ``folder`` of the run directory.
@@ -181,13 +183,15 @@ class Keeper:
         Returns:
             Whether it is there; it is not if nothing was taken, or storage refuses.
         """
-        of_attempt, taken = self._evidence
-        if taken is None or of_attempt != attempt or not self._run_url:
+        if self._evidence is None or self._evidence[0] != attempt or not self._run_url:
             return False
-        self._evidence = (0, None)
-        return await self._call(self._storing, self._store_evidence, taken, folder)
+        (_, stacks, rings), self._evidence = self._evidence, None
+        return await self._call(self._storing, self._store_evidence, stacks, rings, folder)
 
-    def _store_evidence(self, taken: Evidence, folder: str) -> bool:
+    def _store_evidence(
+        self, stacks: dict[str, str], rings: Future[dict[str, bytes]], folder: str
+    ) -> bool:
+        taken = Evidence(stacks=stacks, rings=rings.result())
         try:
             store, path = open_store(self._run_url)
             taken.store(store, join(path, folder))

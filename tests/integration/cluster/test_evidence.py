@@ -74,10 +74,6 @@ def test_a_hang_keeps_stacks_rings_and_reports(
     assert len(stacks) == 2
     line = next(n for n, x in enumerate(script.read_text().splitlines(), 1) if "time.sleep" in x)
     assert f'{script}", line {line} in stuck' in stacks[guilty]
-    # Taken before the fence: the other one still waited for it.
-    (other,) = stacks.keys() - {guilty}
-    assert 'train.py"' in stacks[other]
-    assert "collectives/" in stacks[other]
 
     reports = json.loads((folder / "reports.json").read_text())
     assert {row["worker"] for row in reports["workers"]} == stacks.keys()

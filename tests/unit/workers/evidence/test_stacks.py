@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 
 from ucp_core.storage import open_store
-from workers.evidence import Subject, kernel_facts, stacks_path, take, take_stacks
+from workers.evidence import Evidence, Subject, copies, kernel_facts, stacks_path, take_stacks
 
 #: What a process hangs in, by name; `busy` and `regex` compute, `held` keeps the interpreter.
 HANGS = {
@@ -122,18 +122,20 @@ def test_of_a_process_that_cannot_write_the_kernel_tells(
         time.sleep(0.01)
 
     begin_s = time.monotonic()
-    told = take([stopped, died, gone], {"sleep": tmp_path / "hangs_in_sleep.py"}, WAIT_S_MAX)
+    stacks = take_stacks([stopped, died, gone], WAIT_S_MAX)
 
     assert time.monotonic() - begin_s < WAIT_S_MAX / 2, "it waited for who writes nothing"
-    assert "state T (stopped)" in told.stacks["sleep"]
-    assert told.stacks["sleep"].count("\nthread ") >= 2
-    assert "Fatal Python error: Segmentation fault" in told.stacks["queue"]
-    assert "state Z (zombie)" in told.stacks["lock"]
-    assert " in train" not in told.stacks["lock"] + told.stacks["sleep"]
+    assert "state T (stopped)" in stacks["sleep"]
+    assert stacks["sleep"].count("\nthread ") >= 2
+    assert "Fatal Python error: Segmentation fault" in stacks["queue"]
+    assert "state Z (zombie)" in stacks["lock"]
+    assert " in train" not in stacks["lock"] + stacks["sleep"]
 
+    paths = {"sleep": tmp_path / "hangs_in_sleep.py", "lock": tmp_path / "none"}
+    told = Evidence(stacks=stacks, rings=copies(paths))
     store, path = open_store(str(tmp_path / "run"))
     told.store(store, f"{path}/incidents/0003")
-    assert (tmp_path / "run/incidents/0003/stacks/sleep.txt").read_text() == told.stacks["sleep"]
+    assert (tmp_path / "run/incidents/0003/stacks/sleep.txt").read_text() == stacks["sleep"]
     copy = tmp_path / "run/incidents/0003/rings/sleep.ring"
     assert copy.read_bytes() == (tmp_path / "hangs_in_sleep.py").read_bytes()
 
