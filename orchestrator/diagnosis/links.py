@@ -24,8 +24,6 @@ _UNHEARD_S: Final = 1.0
 SLOWER: Final = 2.0
 #: And a transfer that keepers time this many times: it is short.
 _TIMED_SLOWER: Final = 2.5
-#: Transfers over the same slow part differ by less than this: some share it with training.
-_ALIKE: Final = 3.0
 #: Links that carry less, or are busy for less of the time, slow nobody down.
 _BYTES_MIN: Final = 256 << 10
 _BUSY_SHARE: Final = 0.1
@@ -133,8 +131,8 @@ def slow(
     """Return what timed transfers say of suspected links; [] if they are as fast as others.
 
     A row of the matrix of which most are slow is a sender, a column a receiver; what they do not
-    explain is a link. A slow link delays the answers of the other direction, and a slow sender
-    those to what it hears: such pairs are slower than usual, and faster than the suspected ones.
+    explain is a link. Answers go through a slow end, too: of a row and a column of one node the
+    slower one counts, and the other is an alternative.
 
     Args:
         rates: Bytes a second, of all pairs of some nodes.
@@ -145,17 +143,18 @@ def slow(
     if len(rates) < 2 or not timed:  # noqa: PLR2004
         return []
     usual = median(sorted(rates.values())[len(rates) // 2 :])
-    bound = min(usual / _TIMED_SLOWER, _ALIKE * min(rates[pair] for pair in timed))
-    left = {pair for pair, rate in rates.items() if rate <= bound}
+    left = {pair for pair, rate in rates.items() if rate * _TIMED_SLOWER < usual}
     verdicts: list[Verdict] = []
-    for kind, node, line in _lines(rates, left):
+    ends: set[str] = set()
+    lines = list(_lines(rates, left))
+    for kind, node, line in lines:
         # A crossing of a slow row and a healthy column is explained by the row.
-        if len(line & left) > 1 and line & timed:
+        if node not in ends and len(line & left) > 1 and line & timed:
             left -= line
+            ends.add(node)
             guilty = Guilty.of(ranks.get(node, ()), (), (node,))
-            verdicts.append(_verdict(kind, guilty, line, rates, usual))
-    ends = {node for one in verdicts for node in one.guilty.nodes}
-    # Answers come late from an end that is slow.
+            others = tuple((each, guilty) for each, end, _ in lines if end == node and each != kind)
+            verdicts.append(_verdict(kind, guilty, line, rates, usual, others))
     for pair in sorted(pair for pair in left & timed if ends.isdisjoint(pair)):
         joined = [(a, b) for a in ranks.get(pair[0], ()) for b in ranks.get(pair[1], ())]
         guilty = Guilty.of((), joined, ())
@@ -191,7 +190,7 @@ def _verdict(
     return Verdict(
         kind=kind,
         guilty=guilty,
-        confidence=0.5 if alternatives else 0.9,
+        confidence=0.6 if alternatives else 0.9,
         since_s=None,
         evidence=f"Keepers sent {1e-6 * rates[worst]:.3g} MB/s from node {told}, and "
         f"{1e-6 * usual:.3g} MB/s between others.",
