@@ -78,9 +78,14 @@ class LinkWatch:
             return
         self._suspects = found
         self._again_s, self._pause_s = at_s + self._pause_s, min(2 * self._pause_s, _AGAIN_S_MAX)
-        rates = await self._time(links.to_time(found, nodes))
+        timed = links.to_time(found, nodes)
+        rates = await self._time(timed)
         ranks = {node: [r for r, other in enumerate(nodes) if other == node] for node in nodes}
-        told = links.slow(rates, found, ranks)
+        if told := links.slow(rates, found, ranks):
+            # A keeper that had to wait for a processor was slow once.
+            again = await self._time(timed)
+            rates = {pair: max(rate, again.get(pair, 0.0)) for pair, rate in rates.items()}
+            told = links.slow(rates, found, ranks)
         slow = {(nodes[a], nodes[b]) for one in told for a, b in one.guilty.links}
         self._inbox.post(
             LinksTimed(
