@@ -62,7 +62,7 @@ class FaultKind(StrEnum):
     LAYOUT = "layout_refused", 2
     NOT_FINITE = "not_finite", 2, FaultClass.USER
     # Copies of one state differ: a machine computed or kept something wrong.
-    DIVERGED = "diverged", 3, FaultClass.INFRASTRUCTURE, Loss.PROCESS, True
+    DIVERGED = "diverged", 3, FaultClass.INFRASTRUCTURE, Loss.NOTHING, True
     # It is not known which worker did, or none did.
     UNDECIDED = "undecided", 1, FaultClass.UNDECIDED, Loss.NOTHING, True
     UNLOADABLE = "unloadable", 1, FaultClass.INFRASTRUCTURE
