@@ -29,7 +29,7 @@ QUICK: Final = {
     "bench_convert": "--gibibytes 0.1 --rounds 1",
     "bench_core": "--histories 20 --workers 16",
     "bench_detection": "--nodes 4 --seconds 1",
-    "bench_diagnosis": "--planted 12 --clean 7",
+    "bench_diagnosis": "--planted 12 --clean 7 --repeats 0",
     "bench_deterministic": "--workers 2 --rounds 1 --steps 4",
     "bench_growth": "--recoveries 5",
     "bench_init_from": "--megabytes 600 --rounds 1",

@@ -1,11 +1,16 @@
 """Whether ``everstep diagnose`` names the guilty and nobody else.
 
     python -m tests.benchmarks diagnosis [--planted 200] [--clean 100] [--seed 1000]
+        [--repeats 2] [--kinds kill stop ...] [--layouts dp tp pp copies]
 
 Generated traces (``tests/support/traces.py``) with one fault each, or with none but jitter, uneven
 work, recompiles, pauses or a cut in the middle of a step: right is the planted kind with the
 planted ranks or links alone, and nothing for a clean one. The seeds are not those of the unit
 tests. Then the real hangs and stragglers of ``tests/fixtures``, or of ``--data``.
+Then real faults in real runs (``injections``), by kind and layout: how often each was injected, the
+longest time to a suspicion and to a verdict, how often the right worker was named for the right
+reason, and how often a healthy one. A fault that nobody names within 20 s is neither. What the
+recorder costs is in ``bench_recorder``.
 ``seconds`` is processor time of a trace, reading included.
 """
 
@@ -21,6 +26,7 @@ from time import process_time
 from orchestrator.diagnosis import Records, diagnose
 from orchestrator.driver import diagnose_paths
 from tests.benchmarks.common import spread
+from tests.benchmarks.injections import KINDS, LAYOUTS, injections, table
 from tests.support.traces import CLEAN, PLANTED, answer, clean, planted, straggler_operations
 
 FIXTURES = Path(__file__).parents[1] / "fixtures"
@@ -75,8 +81,18 @@ def main() -> None:
     parser.add_argument("--clean", type=int, default=100)
     parser.add_argument("--seed", type=int, default=1000)
     parser.add_argument("--data", type=Path, default=FIXTURES, help="folder of real records")
+    parser.add_argument("--repeats", type=int, default=2, help="of each kind, phase and layout")
+    parser.add_argument("--kinds", nargs="+", choices=KINDS, default=list(KINDS))
+    parser.add_argument("--layouts", nargs="+", choices=LAYOUTS, default=list(LAYOUTS))
     options = parser.parse_args()
+    injected = injections(options.kinds, options.layouts, options.repeats)
     report = {
+        "injected": table(injected),
+        "injections": {
+            "all": len(injected),
+            "right": sum(one.is_right for one in injected),
+            "healthy_named": sum(one.is_wrong for one in injected),
+        },
         "generated": generated(options.planted, options.clean, options.seed),
         "real": real(options.data),
     }
