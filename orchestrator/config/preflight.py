@@ -87,6 +87,7 @@ def job_of(config: RunConfig, shape: ModelShape) -> Job:
         num_micro_batches=config.train.num_micro_batches,
         compute_bytes=2 if config.train.precision == "bf16" else 4,
         reshards=config.parallel.reshard_after_forward,
+        stages_per_worker=config.parallel.stages_per_worker,
     )
 
 

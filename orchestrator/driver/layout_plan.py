@@ -11,6 +11,7 @@ from orchestrator.driver.traffic_plan import TrafficPlan, plan_traffic
 from orchestrator.errors import ConfigError
 from orchestrator.policies import (
     GPUS,
+    MIXTURES,
     Forecast,
     Gpu,
     Job,
@@ -21,7 +22,7 @@ from orchestrator.policies import (
     rooms_of,
 )
 from ucp_core.numerics import format_bytes
-from workers.models import PRESETS, num_parameters
+from workers.models import PRESETS
 from workers.settings import model_shape
 
 #: Below this share two layouts are as fast, as far as data sheets can tell.
@@ -75,7 +76,7 @@ def plan_layouts(
         config: Batch, sequence length, precision and, without ``model``, the model.
         gpus: Nodes and GPUs of each, as ``8x8``.
         gpu: A key of ``GPUS``.
-        model: A preset, with or without "llama-" before it.
+        model: A preset, with or without "llama-" before it, or a key of ``MIXTURES``.
         recomputes: Whether layers are computed again in the backward pass.
 
     Raises:
@@ -94,7 +95,7 @@ def plan_layouts(
     rate = GPUS[gpu].network_gbit_s / 8 * 1e9
     return LayoutPlan(
         job=job,
-        num_parameters=num_parameters(job.shape),
+        num_parameters=job.num_parameters,
         gpu=gpu,
         num_nodes=num_nodes,
         node_size=node_size,
@@ -110,9 +111,12 @@ def _job(config: RunConfig, model: str | None) -> Job:
         if config.run.script or config.model.folder:
             raise ConfigError("the model is the script's own: name its sizes by --model llama-8b")
         return job_of(config, model_shape(config.model))
+    if model in MIXTURES:
+        shape, experts = MIXTURES[model]
+        return replace(job_of(config, shape), experts=experts)
     preset = model.removeprefix("llama-")
     if preset not in PRESETS:
-        raise ConfigError(f"--model {model}: known are {', '.join(PRESETS)}")
+        raise ConfigError(f"--model {model}: known are {', '.join((*PRESETS, *MIXTURES))}")
     return job_of(config, PRESETS[preset])
 
 
@@ -120,7 +124,13 @@ def _after_loss(
     job: Job, best: Forecast, gpu: Gpu, num_nodes: int, node_size: int
 ) -> Forecast | None:
     layout, num_left = best.layout, (num_nodes - 1) * node_size
-    rules = LayoutRules(tp=layout.tp, pp=layout.pp, num_micro_batches=job.num_micro_batches)
+    rules = LayoutRules(
+        cp=layout.cp,
+        tp=layout.tp,
+        pp=layout.pp,
+        ep=layout.ep,
+        num_micro_batches=job.num_micro_batches,
+    )
     chosen = choose(rooms_of([node_size] * (num_nodes - 1)), num_left, rules)
     found = None if chosen is None else forecast(chosen, job, gpu, node_size)
     return found if found is not None and found.fits else None

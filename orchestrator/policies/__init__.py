@@ -18,6 +18,7 @@ from orchestrator.policies.fault_kinds import FaultKind
 from orchestrator.policies.growth import GrowthRules
 from orchestrator.policies.layout import (
     GPUS,
+    MIXTURES,
     Forecast,
     Gpu,
     Job,
@@ -82,6 +83,7 @@ from orchestrator.policies.whatif import (
 __all__ = [
     "GPUS",
     "MEMORY",
+    "MIXTURES",
     "STORAGE",
     "BudgetRules",
     "CadenceFacts",

@@ -11,6 +11,7 @@ from orchestrator.policies.layout.choose import choose, other_layouts
 from orchestrator.policies.layout.fit import Rooms, num_workers, one_node, rooms_of, spread
 from orchestrator.policies.layout.hardware import (
     GPUS,
+    MIXTURES,
     Forecast,
     Gpu,
     Job,
@@ -28,6 +29,7 @@ from orchestrator.policies.layout.speed import (
 
 __all__ = [
     "GPUS",
+    "MIXTURES",
     "Forecast",
     "Gpu",
     "Job",

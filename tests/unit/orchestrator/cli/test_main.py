@@ -119,6 +119,11 @@ def test_layouts_of_hardware_that_is_not_here_are_compared() -> None:
     assert first["why"] == "the fastest that fits"
     assert f"without one node: {document['after_loss']['layout']}, " in shown.stdout
 
+    command[command.index("llama-70b")] = "mixtral-8x7b"
+    shown = CliRunner().invoke(app, command, env={"COLUMNS": "160"})
+    assert "46.7 B parameters" in shown.stdout
+    assert "x ep=8 " in shown.stdout
+
 
 def test_a_topology_shows_what_orders_and_paths_gain() -> None:
     """Racks in turn cross the uplinks twice as often; one path of two takes twice as long."""

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from typing import Any
 
 import pytest
 
-from orchestrator.policies.layout import GPUS, Job, forecast, forecasts, memory_bytes
+from orchestrator.policies.layout import GPUS, MIXTURES, Job, forecast, forecasts, memory_bytes
 from ucp_core.layout import ParallelLayout
 from workers.models import PRESETS, num_parameters
 
@@ -95,3 +96,59 @@ def test_what_fits_comes_first_and_then_what_is_fast() -> None:
     assert {one.layout.tp for one in found} == {1, 2, 4}
     assert all(80 % one.layout.pp == 0 for one in found)
     assert any(one.layout.pp > 1 for one in found)
+
+
+def mixture(name: str, **more: Any) -> Job:
+    shape, experts = MIXTURES[name]
+    return replace(LLAMA, shape=shape, experts=experts, **more)
+
+
+def test_experts_are_those_that_are_published() -> None:
+    """Mixtral 8x7B and 8x22B: 46.7 and 141 billion parameters, 12.9 and 39 of them for a token."""
+    jobs = [mixture("mixtral-8x7b"), mixture("mixtral-8x22b")]
+    assert [round(job.num_parameters / 1e9, 1) for job in jobs] == [46.7, 140.6]
+    assert [round((job.num_used + job.embedding) / 1e9, 1) for job in jobs] == [12.9, 39.2]
+
+
+def test_ranks_with_some_of_the_experts_gather_less_and_send_tokens() -> None:
+    job = mixture("mixtral-8x7b", num_micro_batches=32)
+    apart, together = ParallelLayout(dp_shard=32, ep=8), ParallelLayout(dp_shard=32)
+    gathered = 2 * job.expert_block * job.compute_bytes
+    saved = memory_bytes(together, job) - memory_bytes(apart, job)
+    assert saved == pytest.approx(gathered * 7 / 8)
+    quick = replace(job, sequence_length=64)
+    steps = [forecast(one, quick, GPUS["h100"], 8).step_s for one in (apart, together)]
+    assert steps[0] < steps[1] / 3, "weights take longer than tokens"
+    # There and back, forward and backward: seven of eight tokens, each to two experts.
+    sent_bytes = 4 * 32 * 2 * 7 / 8 * 8192 * 4096 * 2
+    within, across = (forecast(apart, job, GPUS["h100"], size).step_s for size in (8, 1))
+    assert across - within == pytest.approx(sent_bytes * (1 / 50e9 - 1 / 450e9))
+
+
+def test_interleaved_stages_wait_less_and_keep_more() -> None:
+    """Two stages a worker: half the bubble, and 11.5 micro-batches open instead of 8."""
+    job, pairs = (
+        replace(SMALL, recomputes=True),
+        replace(SMALL, recomputes=True, stages_per_worker=2),
+    )
+    layout = ParallelLayout(pp=8)
+    one, two = (forecast(layout, each, GPUS["h100"], 8) for each in (job, pairs))
+    assert two.bubble == pytest.approx(3.5 / 67.5)
+    assert two.step_s < one.step_s
+    kept = job.num_layers(layout) * SMALL.shape.dim * 1024 * SMALL.compute_bytes
+    assert two.memory_bytes - one.memory_bytes == pytest.approx(3.5 * kept)
+    assert forecast(ParallelLayout(tp=8), pairs, GPUS["h100"], 8).bubble == 0
+
+
+def test_long_sequences_are_cut_and_short_ones_are_not() -> None:
+    """131,072 tokens of an 8 B model fit on no GPU of 80 GB; sixteen sequences keep all busy."""
+    long = replace(LLAMA, shape=PRESETS["8b"], sequence_length=131_072, num_micro_batches=16)
+    found = forecasts(long, GPUS["h100"], 2, 8)
+    assert found[0].fits
+    assert found[0].layout.cp > 1
+    assert not any(one.fits for one in found if one.layout.cp == 1)
+    many = replace(long, sequence_length=2048, num_micro_batches=1024)
+    assert forecasts(many, GPUS["h100"], 2, 8)[0].layout.cp == 1
+    # Eight key heads are shared out; sixteen parts gather keys, and the last one looks at all.
+    eight, sixteen = (forecast(ParallelLayout(cp=n), long, GPUS["h100"], n) for n in (8, 16))
+    assert sixteen.step_s > 0.7 * eight.step_s
