@@ -193,7 +193,8 @@ def _common_multiple(checkpoint: CheckpointSettings, snapshot: SnapshotSettings)
     """Return a divisor of every step that is committed, in memory or in storage."""
     # An interval that the run chooses may be any number, and with snapshots an attempt that ends
     # early leaves its last step in memory, whichever that is.
-    is_any = bool(snapshot.every_steps) or not isinstance(checkpoint.every_steps, int)
+    is_any = bool(snapshot.every_steps or checkpoint.best.value)
+    is_any |= not isinstance(checkpoint.every_steps, int)
     return 1 if is_any else int(checkpoint.every_steps)
 
 

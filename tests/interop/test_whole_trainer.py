@@ -12,6 +12,11 @@ from typing import Any
 import pytest
 from safetensors.torch import load_file
 
+from tests.support.attempts import finish, newest, wait_for_steps
+from tests.support.trainers import Run
+from workers.protocol import Yielded
+from workers.settings import CheckpointSettings, RunSettings, Settings, TrainSettings
+
 transformers = pytest.importorskip("transformers", reason="the extra hf is not installed")
 pytest.importorskip("accelerate", reason="the extra hf is not installed")
 
@@ -40,16 +45,50 @@ def check_alike(folder: Path, expected: Path, *, rel: float) -> None:
     assert (folder / "times.txt").read_text() == "once\n"
 
 
-def test_alone_it_ends_as_with_trainer(tmp_path: Path) -> None:
+@pytest.fixture(scope="module")
+def plain(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Return the folder that Trainer exports."""
+    from tests.support.ports import trainer_whole
+
+    folder = tmp_path_factory.mktemp("plain")
+    (folder / "out").mkdir()
+    trainer_whole.main(transformers.Trainer, str(folder / "trainer"), str(folder / "out"))
+    found = results(folder / "out")
+    assert found["best"][0] < found["last"] < trainer_whole.STEPS, "it shows nothing"
+    return folder / "out"
+
+
+def test_alone_it_ends_as_with_trainer(tmp_path: Path, plain: Path) -> None:
     from everstep.integrations.transformers import ElasticTrainer
     from tests.support.ports import trainer_whole
 
-    for kind in (transformers.Trainer, ElasticTrainer):
-        out = tmp_path / f"out-{kind.__name__}"
-        out.mkdir()
-        trainer_whole.main(kind, str(tmp_path / kind.__name__), str(out))
+    (tmp_path / "out").mkdir()
+    trainer_whole.main(ElasticTrainer, str(tmp_path / "run"), str(tmp_path / "out"))
 
-    expected = results(tmp_path / "out-Trainer")
-    # It stops early, and the best step is not the last.
-    assert expected["best"][0] < expected["last"] < trainer_whole.STEPS
-    check_alike(tmp_path / "out-ElasticTrainer", tmp_path / "out-Trainer", rel=1e-3)
+    check_alike(tmp_path / "out", plain, rel=1e-3)
+
+
+def test_on_two_workers_it_ends_as_with_trainer(tmp_path: Path, plain: Path) -> None:
+    """One leaves in the middle; what is behind ``train`` runs once, on rank 0."""
+    from tests.support.ports import trainer_whole
+
+    (tmp_path / "ours").mkdir()
+    settings = Settings(
+        run=RunSettings(
+            directory="run",
+            script=str(Path(trainer_whole.__file__)),
+            arguments=(str(tmp_path / "unused"), str(tmp_path / "ours")),
+        ),
+        train=TrainSettings(steps=trainer_whole.STEPS, global_batch=8, micro_batch=2),
+        checkpoint=CheckpointSettings(every_steps=100, keep=2),
+    )
+
+    with Run(tmp_path) as run:
+        members = run.begin(settings, num_workers=2)
+        wait_for_steps(run, 5)
+        members[1].yield_at_boundary(1)
+        for trainer in members:
+            assert isinstance(trainer.left().outcome, Yielded)
+        finish(run, settings, num_workers=2, resume=newest(run))
+
+    check_alike(tmp_path / "ours", plain, rel=1e-3)

@@ -119,7 +119,9 @@ class _Passes:
         passes = [(numbers[one.micro_batch], one.counts) for one in shares.passes]
 
         def take(number: int, returned: Any) -> Tensor:
-            (micro_batch, counts), (loss, tokens, *others) = passes[number], returned
+            micro_batch, counts = passes[number]
+            loss: Tensor
+            loss, tokens, *others = returned
             if counts and mesh.counts and others:
                 self.outputs[micro_batch] = others[0]
             if counts and mesh.counts and tokens:

@@ -1,18 +1,18 @@
 """A fine-tuning as people write it: metrics, the best model, early stopping, and what follows.
 
-With ``--plain`` it uses Trainer, else it has one import changed. Arguments: a directory for the
-trainer, and one for the model.
+Arguments: a directory for the trainer, one for the model, and seconds that a step takes at least.
 """
 
 from __future__ import annotations
 
 import json
 import sys
+import time
 from pathlib import Path
 from typing import Any
 
 import torch
-from transformers import EarlyStoppingCallback, Trainer, TrainingArguments
+from transformers import EarlyStoppingCallback, TrainerCallback, TrainingArguments
 
 from everstep.integrations.transformers import ElasticTrainer
 from tests.support.ports.trainer_elastic import make_model
@@ -21,6 +21,7 @@ STEPS = 16
 
 
 def samples(number: int, seed: int) -> list[dict[str, Any]]:
+    """Return sequences that are their own labels."""
     tokens = torch.randint(61, (number, 12), generator=torch.Generator().manual_seed(seed))
     # Half of each row is alike everywhere: that is learned first, then the rest by heart.
     tokens[:, ::2] = torch.arange(6)
@@ -28,11 +29,24 @@ def samples(number: int, seed: int) -> list[dict[str, Any]]:
 
 
 def accuracy(prediction: Any) -> dict[str, float]:
+    """Return the share of tokens that the one before predicts best."""
     logits, labels = prediction
     return {"accuracy": float((logits.argmax(-1)[:, :-1] == labels[:, 1:]).mean())}
 
 
-def main(kind: Any, directory: str, out: str, **given: Any) -> Any:
+class Paced(TrainerCallback):  # type: ignore[misc]
+    """Gives each step time in which a test can do something to it."""
+
+    def __init__(self, pause_s: float) -> None:
+        self._pause_s = pause_s
+
+    def on_step_begin(self, *_: Any, **__: Any) -> None:
+        """Wait."""
+        time.sleep(self._pause_s)
+
+
+def main(kind: Any, directory: str, out: str, pause_s: str = "0") -> Any:
+    """Do all of it."""
     model = make_model()
     trainer = kind(
         model=model,
@@ -41,12 +55,12 @@ def main(kind: Any, directory: str, out: str, **given: Any) -> Any:
             gradient_accumulation_steps=4, learning_rate=2e-2, logging_steps=1,
             eval_strategy="steps", eval_steps=2, save_strategy="steps", save_steps=2,
             save_total_limit=2, load_best_model_at_end=True, report_to="none", use_cpu=True,
-            disable_tqdm=True, **given,
+            disable_tqdm=True,
         ),
         train_dataset=samples(8, 1),
         eval_dataset=samples(9, 2),
         compute_metrics=accuracy,
-        callbacks=[EarlyStoppingCallback(2)],
+        callbacks=[EarlyStoppingCallback(2), Paced(float(pause_s))],
     )  # fmt: skip
     trainer.train()
     trainer.save_model(out)
@@ -72,5 +86,4 @@ def main(kind: Any, directory: str, out: str, **given: Any) -> Any:
 
 
 if __name__ == "__main__":
-    plain = "--plain" in sys.argv
-    main(Trainer if plain else ElasticTrainer, *sys.argv[1:3])
+    main(ElasticTrainer, *sys.argv[1:])

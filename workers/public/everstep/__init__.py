@@ -81,7 +81,9 @@ The contract:
   ``break`` on every worker.
 - An update that is not finite is left out on all workers (``not_finite``); the third in a row ends
   the run. ``step.is_skipped`` says so.
-- Code after the loop runs once, when the last step is committed.
+- Code after the loop runs once on each worker, when the last step is committed. Code behind ``run``
+  runs once, when the run is complete: on rank 0, which runs the script for that from its top again,
+  and ``run`` returns at once.
 - ``step.loss`` is the mean over the global batch; a loss that you compute is of one micro-batch.
   A worker may repeat a micro-batch to keep pace with the others; such a loss does not count.
 - ``print`` works as usual. Under everstep the output of every rank goes to

@@ -8,9 +8,11 @@ from typing import cast
 
 import pytest
 
+from ucp_core.storage import MemoryStore
 from workers.errors import TaskError
 from workers.train import Session
-from workers.train.script import load_task
+from workers.train.finished import FinishedRun
+from workers.train.script import finish_script, load_task
 
 SCRIPT = """
 import argparse
@@ -92,3 +94,40 @@ def test_a_script_that_fails_leaves_the_process_as_it_was(script: str) -> None:
         load_task(script)
 
     assert sys.modules["__main__"] is before
+
+
+CALL = "from everstep import run\ndef train(session): pass\n"
+
+
+@pytest.mark.parametrize(
+    ("code", "goes_on"),
+    [
+        ("run(train)", False),
+        ("if __name__ == '__main__':\n    run(train)", False),
+        ("def main():\n    return run(train)\nmain()", False),
+        ("def main():\n    run(train)\n    print('done')\nmain()", True),
+        ("def main():\n    run(train)\nmain()\nprint('done')", True),
+        ("for _ in range(1):\n    run(train)", True),
+    ],
+)
+def test_whether_code_follows_the_call_is_known(script: str, code: str, *, goes_on: bool) -> None:
+    """If none does, rank 0 need not run the script a second time."""
+    Path(script).write_text(CALL + code)
+
+    assert load_task(script)[1] == goes_on
+
+
+def test_what_is_behind_runs_when_the_run_is_complete(script: str, tmp_path: Path) -> None:
+    Path(script).write_text(
+        f"{CALL}from pathlib import Path\nrun(train)\n"
+        f"with Path({str(tmp_path / 'seen')!r}).open('a') as file: file.write('once')\n"
+    )
+    load_task(script)
+    assert not (tmp_path / "seen").exists()
+
+    finish_script(script, (), FinishedRun(MemoryStore(), "run"))
+
+    assert (tmp_path / "seen").read_text() == "once"
+    Path(script).write_text(f"{CALL}run(train)\nraise SystemExit(3)")
+    with pytest.raises(TaskError, match=r"exited with 3 behind everstep.run"):
+        finish_script(script, (), FinishedRun(MemoryStore(), "run"))
