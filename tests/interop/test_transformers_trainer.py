@@ -449,20 +449,17 @@ def test_what_cannot_be_kept_is_refused_by_name(tmp_path: Path) -> None:
             return self.optimizer
 
     trainer = _trainer(
-        Mine, tmp_path, load_best_model_at_end=True, save_strategy="steps",
-        eval_strategy="steps", save_steps=2, eval_steps=2, train_sampling_strategy="sequential",
-        auto_find_batch_size=True,
+        Mine, tmp_path, train_sampling_strategy="sequential", auto_find_batch_size=True,
+        batch_eval_metrics=True,
     )  # fmt: skip
-    trainer.compute_metrics = lambda _: {}
     trainer.get_train_dataloader = list
-    with pytest.raises(TaskError, match=r"compute_metrics; args\.load_best_model_at_end") as raised:
+    with pytest.raises(TaskError, match=r"not supported: train\(resume_from") as raised:
         trainer.train(resume_from_checkpoint=False)
 
     *refused, overridden = raised.value.facts["refused"]
     assert refused == [
         "train(resume_from_checkpoint=False) (for a new run, delete args.output_dir)",
-        "compute_metrics",
-        "args.load_best_model_at_end",
+        "args.batch_eval_metrics (compute_metrics gets all batches at once)",
         "args.auto_find_batch_size (set per_device_train_batch_size)",
         "args.train_sampling_strategy=sequential (the order is random)",
     ]

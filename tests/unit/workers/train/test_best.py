@@ -32,13 +32,19 @@ def _constant(value: torch.Tensor, _: Any) -> tuple[torch.Tensor, int]:
     return value, 1
 
 
-def _run(directory: Path, best: BestSettings, *, steps: int = len(LOSSES), **script: Any) -> None:
+def _run(
+    directory: Path, best: BestSettings, *, steps: int = len(LOSSES), **script: Any
+) -> list[list[int]]:
+    """Train; return which checkpoint was the newest one when each step began."""
+    seen: list[list[int]] = []
+
     def train(session: everstep.Session) -> None:
         model = session.model(lambda: torch.nn.Linear(2, 1))
         session.optimizer(lambda named: torch.optim.SGD(named.values(), lr=0.1))
         if script:
             session.keep_best(**script)
         for step in session.steps(4):
+            seen.append(_stored(directory)[-1:])
             session.train_step(lambda samples: model(torch.ones(len(samples), 2)).square().mean())
             value = torch.tensor(LOSSES[step.number - 1])
             session.log({"accuracy": -value})
@@ -52,12 +58,12 @@ def _run(directory: Path, best: BestSettings, *, steps: int = len(LOSSES), **scr
             checkpoint=CheckpointSettings(every_steps=100, keep=2, best=best),
         ),
     )
+    return seen
 
 
 def _stored(directory: Path) -> list[int]:
-    return sorted(
-        int(one.name.removeprefix("step-")) for one in (directory / "checkpoints").iterdir()
-    )
+    found = directory.glob("checkpoints/*/manifest.json")
+    return sorted(int(one.parent.name.removeprefix("step-")) for one in found)
 
 
 @pytest.mark.parametrize(
@@ -74,7 +80,8 @@ def test_the_best_is_kept_named_and_exported(
 ) -> None:
     """Every 100 steps are stored: only the last one, and those that were the best."""
     run = tmp_path / "run"
-    _run(run, best, steps=5, **script)
+    # Steps wait for those that are best.
+    assert _run(run, best, steps=5, **script) == [[], [1], [2], [3], [3]]
     # 1, 2 and 3 were best; of them and 5 the two newest are kept: all newer ones, too.
     assert _stored(run) == [3, 5]
     _run(run, best, **script)

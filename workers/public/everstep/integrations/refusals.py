@@ -19,8 +19,8 @@ _ARGUMENTS: Final = {
     "use_liger_kernel": "apply the kernels where the model is made",
     "auto_find_batch_size": "set per_device_train_batch_size",
     "enable_jit_checkpoint": "everstep saves when a worker is asked to leave",
-    "restore_callback_states_from_checkpoint": "",
-    "debug": "",
+    "restore_callback_states_from_checkpoint": "everstep restores them",
+    "debug": "everstep leaves out updates that are not finite, and says so: train.not_finite",
 }
 #: Methods that may be overridden because training calls them.
 _CALLED: Final = (
@@ -46,26 +46,29 @@ def refusals(
 ) -> list[str]:
     """Return what a script asks for and would not get; ``base`` is the class whose code runs."""
     args: Any = trainer.args
+    counted = args.include_num_input_tokens_seen
     given = {
         "train(resume_from_checkpoint=PATH) (set run.init_from)": isinstance(resume, str),
         "train(resume_from_checkpoint=False) (for a new run, delete args.output_dir)": resume
         is False,
-        "train(trial=...)": trial is not None,
+        "train(trial=...) (start a run for each trial)": trial is not None,
         "train(ignore_keys_for_eval=...) (name them in model.config.keys_to_ignore_at_inference)": (
             ignored is not None
         ),
         "an optimizer (use args.optim)": trainer.optimizer is not None,
         "optimizers=(..., scheduler) (use args.lr_scheduler_type)": trainer.lr_scheduler
         is not None,
-        "a train_dataset without a length": not hasattr(trainer.train_dataset, "__len__"),
+        "a train_dataset without a length (session.steps takes streams)": not hasattr(
+            trainer.train_dataset, "__len__"
+        ),
         **{
-            f"args.{name} ({advice})" if advice else f"args.{name}": bool(getattr(args, name, None))
+            f"args.{name} ({advice})": bool(getattr(args, name, None))
             for name, advice in _ARGUMENTS.items()
         },
         f"args.train_sampling_strategy={args.train_sampling_strategy} (the order is random)": (
             args.train_sampling_strategy != "random"
         ),
-        "args.include_num_input_tokens_seen": args.include_num_input_tokens_seen != "no",
+        "args.include_num_input_tokens_seen (metrics/rank0.jsonl has tokens)": counted != "no",
     }
     overridden = [name for name in vars(Trainer) if _is_overridden(trainer, base, name)]
     given[
