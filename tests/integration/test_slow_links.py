@@ -1,0 +1,58 @@
+"""Slow links between machines made of namespaces, as keepers' transfers show them."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Iterator
+
+import pytest
+
+from orchestrator.diagnosis import Kind, links
+from tests.support.link_lab import LinkLab
+from tests.support.network_cluster import why_not
+from workers.protocol import Peer
+
+pytestmark = pytest.mark.skipif(bool(why_not()), reason=why_not() or "it can be made")
+
+
+@pytest.fixture(scope="module")
+def lab() -> Iterator[LinkLab]:
+    """Four machines with keepers; none trains."""
+    with LinkLab(4) as made:
+        yield made
+
+
+async def _timed(lab: LinkLab) -> dict[links.Pair, float]:
+    views, rates = lab.views(), dict[links.Pair, float]()
+    for pairs in links.rounds(lab.nodes):
+        for source, target in pairs:
+            view = views[target]
+            peer = Peer(node=target, host=view.host, port=view.port, secret=view.secret)
+            rates[source, target] = await views[source].keeper.rate_to.remote(peer)
+    return rates
+
+
+@pytest.mark.parametrize("kind", [Kind.SLOW_LINK, Kind.SLOW_SENDER, Kind.SLOW_RECEIVER])
+def test_link_sender_and_receiver_are_told_apart(lab: LinkLab, kind: Kind) -> None:
+    """What training shows is that m2 sends slowly to m1."""
+    if kind is Kind.SLOW_LINK:
+        lab.slow_link("m2", "m1", "30mbit")
+    elif kind is Kind.SLOW_SENDER:
+        lab.slow_sender("m2", "30mbit")
+    else:
+        lab.slow_receiver("m1", "30mbit")
+    try:
+        # A busy machine makes the fast ones slow, too: the better of two counts, as in a run.
+        first, second = asyncio.run(_timed(lab)), asyncio.run(_timed(lab))
+    finally:
+        lab.heal()
+    rates = {pair: max(first[pair], second[pair]) for pair in first}
+
+    ranks = {node: (rank,) for rank, node in enumerate(lab.nodes)}
+    (found,) = links.slow(rates, [("m2", "m1")], ranks)
+
+    assert found.kind is kind, rates
+    if kind is Kind.SLOW_LINK:
+        assert found.guilty.links == ((2, 1),)
+    else:
+        assert found.guilty.nodes == ("m2" if kind is Kind.SLOW_SENDER else "m1",)
