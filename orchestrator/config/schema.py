@@ -182,6 +182,7 @@ class RunConfig(Section):
                 needs=tuple(sorted(self.alternatives()[0].resources.items())),
             ),
             bounds=_bounds(recovery),
+            topology=None if self.topology == TopologySection() else self.topology.topology(),
         )
 
     def to_yaml(self) -> str:

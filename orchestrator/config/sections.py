@@ -54,7 +54,9 @@ class ClusterSection(Section):
 
 
 class TopologySection(Section):
-    """The network between the nodes, for ``everstep plan`` and the keepers' copies.
+    """The network between the nodes, for ``everstep plan`` and the choice of keepers for copies.
+
+    While a run trains, its racks are those that ``cluster.rack_label`` names.
 
     Attributes:
         racks: The nodes of each rack, by address. Without it each node is a rack of its own.

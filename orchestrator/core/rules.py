@@ -18,6 +18,7 @@ from orchestrator.policies import (
     choose,
     one_node,
 )
+from orchestrator.traffic import Topology
 from ucp_core.layout import ParallelLayout
 
 #: A process that is not ready in ten minutes, or an attempt that has not formed in hours, hangs.
@@ -118,6 +119,7 @@ class RunRules:
         total_steps: The run is complete when this step is committed.
         checkpoint_every: Commits are at multiples of this, except for the last step and for a
             yield. A hint that saves a read.
+        topology: Speeds of links; its racks are those of the nodes. None if nobody knows.
         starts_failed_max: Worker processes that may die at start in a row before any got ready.
     """
 
@@ -138,6 +140,7 @@ class RunRules:
     capacity: CapacityRules = field(default_factory=CapacityRules)
     sharing: SharingRules = field(default_factory=SharingRules)
     bounds: Bounds = field(default_factory=Bounds)
+    topology: Topology | None = None
 
     def __post_init__(self) -> None:
         assert 1 <= self.min_workers <= self.max_workers, (

@@ -19,6 +19,7 @@ from orchestrator.traffic import (
     load_of,
     near_order,
     step_flows,
+    way_cost,
 )
 from ucp_core.layout import ParallelLayout
 
@@ -94,6 +95,7 @@ def plan_traffic(
         budgets_bytes={},
         rank_bytes=state_bytes,
         racks=topology.racks if config.cluster.rack_label else {},
+        met=way_cost(topology, loads["rack by rack"].busy_s),
     )
     keepers = plan_redundancy(facts, config.rules().redundancy).keepers
     flows = copy_flows(keepers, dict.fromkeys(names, node_size * state_bytes))

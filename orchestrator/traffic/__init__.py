@@ -15,7 +15,7 @@ from orchestrator.traffic.plans import (
     load_of,
     near_order,
     order_cost,
-    way_costs,
+    way_cost,
 )
 from orchestrator.traffic.topology import Link, Topology, topology_of
 
@@ -33,5 +33,5 @@ __all__ = [
     "order_cost",
     "step_flows",
     "topology_of",
-    "way_costs",
+    "way_cost",
 ]

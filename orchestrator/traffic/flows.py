@@ -45,9 +45,11 @@ def step_flows(
     for axis in AXES:
         if getattr(layout, axis) == 1 or not sent.get(axis):
             continue
-        groups = {layout.ranks_along(rank, {axis}) for rank in range(layout.world_size)}
         flows = found.setdefault(axis, [])
-        for group in sorted(groups):
+        for first in range(layout.world_size):
+            if layout.coordinates(first)[axis]:
+                continue
+            group = layout.ranks_along(first, {axis})
             if axis == "pp":
                 pairs = [*pairwise(group), *pairwise(reversed(group))]
             else:

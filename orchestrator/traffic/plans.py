@@ -115,21 +115,18 @@ def choose_spines(topology: Topology, flows: Sequence[Flow]) -> list[Flow]:
     return found
 
 
-def way_costs(
-    topology: Topology, busy_s: Mapping[Link, float], nodes: Sequence[str]
-) -> dict[tuple[str, str], float]:
-    """Return how much a copy from one node to another would meet of what training sends.
+def way_cost(topology: Topology, busy_s: Mapping[Link, float]) -> Callable[[str, str], float]:
+    """Return a function that says what a copy from one node to another meets of training.
 
     The busiest link of the way counts, by its least busy spine; of equals the shorter way does.
     """
-    found = {}
-    for source in nodes:
-        for target in nodes:
-            ways = [
-                topology.path(source, target, 0, spine)
-                for spine in topology.live_spines(source, target)
-            ]
-            met_s = (max((busy_s.get(link, 0.0) for link in way), default=0.0) for way in ways)
-            length = len(ways[0]) if ways else 0
-            found[source, target] = min(met_s, default=inf) + 1e-9 * length
-    return found
+
+    def cost(source: str, target: str) -> float:
+        ways = [
+            topology.path(source, target, 0, spine)
+            for spine in topology.live_spines(source, target)
+        ]
+        met_s = (max((busy_s.get(link, 0.0) for link in way), default=0.0) for way in ways)
+        return min(met_s, default=inf) + 1e-9 * (len(ways[0]) if ways else 0)
+
+    return cost

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import random
+from collections import Counter
 from collections.abc import Iterator
 from itertools import combinations
 
@@ -111,3 +113,25 @@ def test_every_claimed_tolerance_is_true_and_none_is_too_small(
         for lost in combinations(racks_named, plan.tolerance):
             gone = [name for name in names if domains[name] in lost]
             assert is_readable(plan, names, gone)
+
+
+@given(RACKS, st.integers(0, 3), st.randoms(use_true_random=False))
+def test_keepers_that_are_nearer_protect_as_well(
+    racks: list[int], copies: int, draw: random.Random
+) -> None:
+    """Each node keeps as much, its copies are in as many domains, and they meet no more."""
+    domains = _domains(racks)
+    groups = form_groups(domains, size_min=copies + 1, size_max=8)
+    ways = {(one, other): float(draw.randrange(9)) for one in domains for other in domains}
+    plain = partners(groups, domains, copies)
+    found = partners(groups, domains, copies, lambda one, other: ways[one, other])
+
+    def most_kept(keepers: dict[str, tuple[str, ...]]) -> int:
+        counts = Counter(each for names in keepers.values() for each in names)
+        return max(counts.values(), default=0)
+
+    assert most_kept(found) <= most_kept(plain)
+    for node, names in found.items():
+        assert len({node, *names}) == 1 + len(plain[node])
+        spread = {domains[each] for each in (node, *names)}
+        assert len(spread) >= len({domains[each] for each in (node, *plain[node])})

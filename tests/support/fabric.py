@@ -7,11 +7,14 @@ it ends with the process that made it. Needs root, and ``ip`` and ``tc`` of ipro
 
 from __future__ import annotations
 
+import functools
+import os
 import subprocess
 import sys
 import time
 from collections.abc import Sequence
 from pathlib import Path
+from shutil import which
 from types import TracebackType
 from typing import Self
 
@@ -26,6 +29,22 @@ _SETTINGS = (
 
 #: Ends a process with the one that started it, also if that one is killed.
 _TIED = ("setpriv", "--pdeathsig", "KILL")
+
+
+@functools.cache
+def why_not() -> str:
+    """Return why no fabric can be made here; "" if it can."""
+    if os.geteuid():
+        return "needs root for network namespaces"
+    missing = [tool for tool in ("ip", "tc", "unshare", "nsenter", "setpriv") if not which(tool)]
+    if missing:
+        return f"needs {', '.join(missing)}"
+    try:
+        with Fabric(num_nodes=2) as fabric:
+            fabric.spine_of(0, 1, 20_000, 4000)
+    except (subprocess.SubprocessError, OSError, StopIteration) as error:
+        return f"this kernel makes no fabric: {error}"
+    return ""
 
 
 class _Space:

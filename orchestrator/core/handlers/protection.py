@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from dataclasses import replace
 
 from orchestrator.core.actions import OrderKeepers
 from orchestrator.core.consequences import KeepersOutdated
@@ -10,7 +11,8 @@ from orchestrator.core.events import MemoryMeasured, MemoryProtected
 from orchestrator.core.handlers import fleet
 from orchestrator.core.transition import Transition
 from orchestrator.policies import RedundancyFacts, RedundancyPlan, plan_redundancy, revise
-from ucp_core.layout import ParallelLayout
+from orchestrator.traffic import load_of, step_flows, way_cost
+from ucp_core.layout import AXES, ParallelLayout
 
 
 def plan(
@@ -73,4 +75,19 @@ def _facts(
         rank_bytes=-(-transition.run.state_bytes // len(nodes)),
         layout=layout,
         racks={node.name: node.rack for node in used if node.rack},
+        met=_met(transition, nodes, layout),
     )
+
+
+def _met(
+    transition: Transition, nodes: Sequence[int], layout: ParallelLayout | None
+) -> Callable[[str, str], float] | None:
+    """Return what a copy would meet on its way if each axis sent alike; None if nobody knows."""
+    if transition.rules.topology is None or layout is None:
+        return None
+    used = [transition.run.fleet.nodes[number] for number in nodes]
+    racks = {node.name: node.rack for node in used if node.rack}
+    topology = replace(transition.rules.topology, racks=racks)
+    sent = dict.fromkeys(AXES, 1.0)
+    flows = step_flows(layout, [node.name for node in used], sent, topology.rails)
+    return way_cost(topology, load_of(topology, flows.values()).busy_s)

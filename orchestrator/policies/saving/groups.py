@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from typing import TypeAlias, TypeVar
 
 Groups: TypeAlias = tuple[tuple[str, ...], ...]
@@ -44,25 +45,52 @@ def shared_domains(groups: Groups, domains: Mapping[str, str]) -> tuple[str, ...
     return tuple(sorted(shared))
 
 
-def partners(groups: Groups, domains: Mapping[str, str], copies: int) -> dict[str, tuple[str, ...]]:
+def partners(
+    groups: Groups,
+    domains: Mapping[str, str],
+    copies: int,
+    met: Callable[[str, str], float] | None = None,
+) -> dict[str, tuple[str, ...]]:
     """Return, for each node, the others of its group that keep copies of its data.
 
     The next ones in the group come first, so that each node keeps as many copies as are kept of it.
     A small group has fewer copies than asked for.
+
+    Args:
+        met: Returns what a copy from one node to another meets. Of nodes that protect alike the
+            one with the least comes first, unless some node then had more to keep.
     """
+    found = _deal(groups, domains, copies, None)
+    near = found if met is None else _deal(groups, domains, copies, met)
+    return near if _most_kept(near) <= _most_kept(found) else found
+
+
+def _deal(
+    groups: Groups,
+    domains: Mapping[str, str],
+    copies: int,
+    met: Callable[[str, str], float] | None,
+) -> dict[str, tuple[str, ...]]:
     num_kept: Counter[str] = Counter()
-    return {
-        node: holders(
-            node,
-            [*group[at + 1 :], *group[:at]],
-            node_of=str,
-            domains=domains,
-            num_kept=num_kept,
-            copies=copies,
-        )
-        for group in groups
-        for at, node in enumerate(group)
-    }
+    found: dict[str, tuple[str, ...]] = {}
+    for group in groups:
+        for at, node in enumerate(group):
+            others = [*group[at + 1 :], *group[:at]]
+            if met is not None:
+                others.sort(key=partial(met, node))
+            found[node] = holders(
+                node,
+                others,
+                node_of=str,
+                domains=domains,
+                num_kept=num_kept,
+                copies=copies,
+            )
+    return found
+
+
+def _most_kept(keepers: Mapping[str, tuple[str, ...]]) -> int:
+    return max(Counter(each for names in keepers.values() for each in names).values(), default=0)
 
 
 def holders(

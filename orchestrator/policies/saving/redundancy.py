@@ -23,7 +23,7 @@ from __future__ import annotations
 
 import sys
 from collections import Counter
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from enum import StrEnum
 
@@ -77,6 +77,8 @@ class RedundancyFacts:
         rank_bytes: The largest rank's part of a version; 0 if there was none yet.
         layout: Says which ranks hold the same state; None if nobody knows.
         racks: What a node fails together with, by node, where that is known.
+        met: Returns what a copy from one node to another would meet of training's traffic: of
+            keepers that protect alike, the one with the least is taken. None if nobody knows.
         told: What the workers save for each other: a copy, a parity, or nothing (``NONE``); None
             if they are not told yet.
         is_open: Whether a copy that they were told to save may be given up, for keepers that
@@ -88,6 +90,7 @@ class RedundancyFacts:
     rank_bytes: int
     layout: ParallelLayout | None = None
     racks: Mapping[str, str] = field(default_factory=dict)
+    met: Callable[[str, str], float] | None = None
     told: Mechanism | None = None
     is_open: bool = False
 
@@ -199,7 +202,7 @@ def _over_network(facts: RedundancyFacts, rules: RedundancyRules) -> RedundancyP
     if smallest <= rules.tolerance:
         refused.append(f"tolerance {rules.tolerance} needs {rules.tolerance + 1} nodes")
     for tolerance in range(min(rules.tolerance, smallest - 1), -1, -1):
-        keepers = partners(groups, domains, tolerance)
+        keepers = partners(groups, domains, tolerance, facts.met)
         for mechanism in _candidates(groups, tolerance, rules.preference):
             need_bytes = version_bytes(facts, mechanism, tolerance, groups, keepers)
             if why := _refusal(facts, rules, need_bytes):

@@ -8,6 +8,7 @@ from orchestrator.core import Action, RunRules, RunState, step
 from orchestrator.core import actions as act
 from orchestrator.core import events as ev
 from orchestrator.policies import LayoutRules, Mechanism, Preference, RedundancyRules
+from orchestrator.traffic import Topology
 from tests.support.keeper_handles import held
 from workers.protocol import held_source
 
@@ -32,19 +33,24 @@ def _fold(
     return state, ordered
 
 
-def _started(rules: RunRules = RULES, *, racks: tuple[str, ...] = ("", "", "")) -> RunState:
-    """Return a run whose first attempt forms on three nodes."""
+def _started(
+    rules: RunRules = RULES,
+    *,
+    racks: tuple[str, ...] = ("", "", ""),
+    nodes: tuple[str, ...] = NODES,
+) -> RunState:
+    """Return a run whose first attempt forms on three nodes, or on ``nodes``."""
     state, _ = _fold(
         RunState(),
         ev.ControllerStarted(at_s=0.0, incarnation=1),
-        *(ev.NodeJoined(at_s=0.0, node=n, rack=r) for n, r in zip(NODES, racks, strict=True)),
+        *(ev.NodeJoined(at_s=0.0, node=n, rack=r) for n, r in zip(nodes, racks, strict=True)),
         *(
             ev.ReservationGranted(at_s=0.0, reservation=i, node=n)
-            for i, n in enumerate(NODES, start=1)
+            for i, n in enumerate(nodes, start=1)
         ),
         *(
             ev.WorkerReady(at_s=1.0, worker=f"w{i:04d}", node=n, pid=i)
-            for i, n in enumerate(NODES, start=1)
+            for i, n in enumerate(nodes, start=1)
         ),
         rules=rules,
     )
@@ -137,3 +143,22 @@ def test_a_restarted_controller_tells_keepers_again_what_its_journal_says() -> N
     (order,) = (action for action in actions if isinstance(action, act.OrderKeepers))
     assert order.plan == state.attempt.plan
     assert order.plan.is_final
+
+
+def test_keepers_are_where_copies_meet_least_of_what_training_sends() -> None:
+    """Each rack is in another zone than the next one, and the zones' link is thin."""
+    nodes = ("a", "b", "c", "d")
+    rules = replace(
+        RULES,
+        min_workers=4,
+        max_workers=4,
+        redundancy=RedundancyRules(tolerance=1, preference=Preference.COPY),
+    )
+    zones = {"r1": "east", "r2": "west", "r3": "east", "r4": "west"}
+    topology = Topology(racks={}, zones=zones, node_bytes_s=10.0, zone_bytes_s=1.0)
+    racks = tuple(zones)
+
+    plain = _started(rules, racks=racks, nodes=nodes).attempt.plan
+    near = _started(replace(rules, topology=topology), racks=racks, nodes=nodes).attempt.plan
+    assert plain.keepers == {"a": ("b",), "b": ("c",), "c": ("d",), "d": ("a",)}
+    assert near.keepers == {"a": ("c",), "b": ("d",), "c": ("a",), "d": ("b",)}

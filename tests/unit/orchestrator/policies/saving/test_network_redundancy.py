@@ -134,3 +134,21 @@ def test_random_losses_are_survived_as_often_as_combinatorics_say(
         is_readable(plan, facts.nodes, lost) for lost in combinations(facts.nodes, num_lost)
     ]
     assert sum(outcomes) / len(outcomes) == pytest.approx(share, abs=5e-4)
+
+
+def test_copies_stay_in_a_zone_whose_links_training_does_not_fill() -> None:
+    """Of keepers in other racks those near by are taken; without a topology the next ones are."""
+    nodes = ("a", "b", "c", "d")
+    zones = {"a": "east", "b": "west", "c": "east", "d": "west"}
+    facts = RedundancyFacts(
+        nodes=nodes, budgets_bytes=dict.fromkeys(nodes, 1 << 30), rank_bytes=100
+    )
+    rules = RedundancyRules(tolerance=1, preference=Preference.COPY)
+
+    assert plan_redundancy(facts, rules).keepers == {
+        "a": ("b",), "b": ("c",), "c": ("d",), "d": ("a",),
+    }  # fmt: skip
+    known = replace(facts, met=lambda x, y: float(zones[x] != zones[y]))
+    assert plan_redundancy(known, rules).keepers == {
+        "a": ("c",), "b": ("d",), "c": ("a",), "d": ("b",),
+    }  # fmt: skip
