@@ -43,13 +43,16 @@ def step_flows(
         seen[node] += 1
     found: dict[str, list[Flow]] = {}
     for axis in AXES:
-        if getattr(layout, axis) == 1 or not sent.get(axis):
+        if not sent.get(axis):
             continue
         flows = found.setdefault(axis, [])
+        # Parts of sequences share the shards of the weights.
+        axes = {axis, "cp"} if axis == "dp_shard" else {axis}
         for first in range(layout.world_size):
-            if layout.coordinates(first)[axis]:
+            place = layout.coordinates(first)
+            if any(place[each] for each in axes):
                 continue
-            group = layout.ranks_along(first, {axis})
+            group = layout.ranks_along(first, axes)
             if axis == "pp":
                 pairs = [*pairwise(group), *pairwise(reversed(group))]
             else:

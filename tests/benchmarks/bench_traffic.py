@@ -30,14 +30,14 @@ import time
 from pathlib import Path
 from typing import Any, Final
 
-from tests.support.fabric import Fabric, read_line
+from tests.support.fabric import Fabric, close, read_line
 from workers.keeper.arena_table import ArenaTable
 from workers.keeper.descriptor_server import DescriptorServer
 from workers.keeper.peers.client import WireClient
 from workers.keeper.peers.mirror import Mirrors
 from workers.keeper.peers.server import WireServer
 from workers.memory import descriptor_socket, notify
-from workers.protocol import Peer
+from workers.protocol import Held, Peer
 
 SECRET: Final = b"of this benchmark"
 ARENA: Final = "w0000.0"
@@ -49,15 +49,15 @@ STEP_S, STEP_SHARE = 0.8, 0.6
 
 
 def hold(host: str, size_bytes: int) -> None:
-    """Serve a rank's snapshots, a new one whenever the last is copied, until the input ends."""
+    """Serve a rank's snapshots, a new one whenever the last is copied, until it is killed."""
     table = ArenaTable(budget_bytes=1 << 40)
     arena = table.reserve(ARENA, body_bytes=size_bytes)
     server = WireServer(table, host=host, secret=SECRET)
     print(server.address[1], flush=True)
     with tempfile.TemporaryDirectory() as directory:
         path = descriptor_socket(Path(directory))
-        door = DescriptorServer(path, table)
-        threading.Thread(target=sys.stdin.read, daemon=True).start()
+        # It serves until the process is killed.
+        _door = DescriptorServer(path, table)
         step = 0
         while True:
             buffer = arena.choose(())
@@ -69,7 +69,6 @@ def hold(host: str, size_bytes: int) -> None:
             while not arena.is_followed() or arena.copy_behind():
                 time.sleep(1e-3)
             print(time.perf_counter() - begun_s, flush=True)
-        door.close()
 
 
 def copy(host: str, port: int, *, plain_from: int) -> None:
@@ -86,7 +85,7 @@ def copy(host: str, port: int, *, plain_from: int) -> None:
     connection.bind(("", plain_from))
     connection.connect((host, port))
     client.use(connection)
-    news, copied = -1, {}
+    news, copied = -1, dict[str, Held]()
     while True:
         listing = client.list_arenas(after=news, timeout_s=1.0, copied=copied)
         news, held = listing.news, listing.arenas[ARENA].parts[-1]
@@ -160,8 +159,7 @@ class Bench:
 def end(*processes: Any) -> None:
     """End processes."""
     for each in processes:
-        each.kill()
-        each.wait()
+        close(each)
 
 
 class Times:

@@ -121,8 +121,7 @@ class Fabric:
     ) -> None:
         """End all processes that were started here, and the namespaces."""
         for process in self._processes:
-            process.kill()
-            process.wait()
+            close(process)
         for space in (*self._nodes, *self._spines):
             space.close()
 
@@ -176,6 +175,15 @@ class Fabric:
         took_s = time.monotonic() - begun_s
         after = self.received_bytes(node)
         return [8e-6 * (new - old) / took_s for old, new in zip(before, after, strict=True)]
+
+
+def close(process: subprocess.Popen[str]) -> None:
+    """End a process that was started on a node."""
+    process.kill()
+    process.wait()
+    for pipe in (process.stdin, process.stdout):
+        if pipe is not None:
+            pipe.close()
 
 
 def read_line(process: subprocess.Popen[str]) -> Sequence[str]:

@@ -69,6 +69,9 @@ def test_a_ring_through_all_ranks_of_a_node_uses_all_its_rails() -> None:
     }
     thin = step_flows(ParallelLayout(dp_shard=2, tp=2), nodes, {"dp_shard": 8.0, "tp": 9.0}, 2)
     assert thin["tp"] == []
+    # Parts of sequences gather the weights together with the shards.
+    parts = step_flows(ParallelLayout(cp=2), ["a1", "b1"], {"dp_shard": 8.0})
+    assert [flow.num_bytes for flow in parts["dp_shard"]] == [8.0, 8.0]
     assert {(flow.num_bytes, flow.rail) for flow in thin["dp_shard"]} == {(8.0, 0), (8.0, 1)}
 
 
