@@ -184,6 +184,9 @@ class _Attempt:
             return PeerLost(attempt=attempt, step=step, detail=described, unreached=unreached)
         if isinstance(error, SupersededError):
             return Superseded(attempt=attempt, step=step, why=str(error))
+        if isinstance(error, DivergedError):
+            # A step whose copies differ does not count as completed.
+            step = error.facts["step"] - 1
         return Raised(
             attempt=attempt,
             step=step + 1,
