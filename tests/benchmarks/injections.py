@@ -26,8 +26,8 @@ from tests.support.train_injected import __file__ as script
 LAYOUTS: Final = {"dp": "", "tp": "parallel.tp=2", "pp": "parallel.pp=2", "copies": "copies"}
 #: By kind: phases in which it is tried, and the verdicts that are right. "" is any.
 KINDS: Final[dict[str, tuple[tuple[str, ...], frozenset[str]]]] = {
-    "kill": (("data", "forward", "backward", "update"), frozenset({"dead", ""})),
-    "stop": (("data", "forward", "backward", "update"), frozenset({"frozen", ""})),
+    "kill": (("data", "forward", "backward", "update"), frozenset({"dead"})),
+    "stop": (("data", "forward", "backward", "update"), frozenset({"frozen"})),
     "gil": (("forward", "update"), frozenset({"interpreter_held", "absent"})),
     "idle": (("data", "forward", "update"), frozenset({"absent", "slow_data"})),
     "slow3": (("forward",), frozenset({"slow_compute"})),
@@ -38,6 +38,12 @@ KINDS: Final[dict[str, tuple[tuple[str, ...], frozenset[str]]]] = {
     "flip": (("update",), frozenset({"diverged"})),
 }
 NAMED_S_MAX: Final = 20.0
+#: What ends in time by itself: a suspicion is all that is due.
+_SUSPENDS: Final = frozenset({"gil", "idle", "slow3", "slow1.5"})
+#: Records of the journal that name a fault, and its kind if they do not say one.
+_VERDICTS: Final = {
+    "HangFound": "", "WorkerExited": "dead", "NotFiniteFound": "not_finite", "WorkerRaised": "",
+}  # fmt: skip
 _NUM_WORKERS: Final = 4
 
 
@@ -115,24 +121,15 @@ def _inject(
     victim = next(w for w in before["workers"] if w["rank"] == rank)
     num_before = len(journaled(bench))
     (orders / f"{kind}-{phase}-{victim['rank']}").touch()
-    suspected_s: float | None = None
     deadline_s = time.monotonic() + NAMED_S_MAX
-    while time.monotonic() < deadline_s:
-        fault_s = _done_s(orders)
-        if fault_s is None:
-            time.sleep(0.02)
-            continue
-        if suspected_s is None and _is_suspected(bench.run.status(), victim["worker"]):
-            suspected_s = time.time() - fault_s
-        told = [line for line in journaled(bench)[num_before:] if _is_told(line)]
-        if told:
-            return _judged(kind, phase, layout, victim, told[0], fault_s, suspected_s)
+    lines: list[dict[str, Any]] = []
+    while time.monotonic() < deadline_s and not _is_over(lines, kind, victim["worker"]):
         time.sleep(0.05)
-    if _done_s(orders) is None:
+        lines = journaled(bench)[num_before:]
+    fault_s = _done_s(orders)
+    if fault_s is None:
         return _lost(kind, phase, layout, "")._replace(verdict="not injected")
-    return Injection(
-        kind, phase, layout, suspected_s, None, "", suspected_s is not None, False, ""
-    )  # fmt: skip
+    return _judged(kind, phase, layout, victim, lines, fault_s)
 
 
 def _done_s(orders: Path) -> float | None:
@@ -145,30 +142,45 @@ def _clear(orders: Path) -> None:
         path.unlink()
 
 
-def _is_told(line: dict[str, Any]) -> bool:
-    """Return whether a record of the journal names a fault."""
-    return line["kind"] in {"HangFound", "WorkerExited", "NotFiniteFound", "WorkerRaised"}
+def _is_over(lines: Sequence[dict[str, Any]], kind: str, worker: str) -> bool:
+    """Return whether the run has said what it can; nobody is convicted of what ends by itself."""
+    if any(line["kind"] in _VERDICTS for line in lines):
+        return True
+    return kind in _SUSPENDS and any(one["worker"] == worker for one in _suspects(lines))
 
 
-def _is_suspected(status: dict[str, Any] | None, worker: str) -> bool:
-    return worker in json.dumps((status or {}).get("suspicions") or [])
+def _suspects(lines: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
+    return [
+        {**one, "wall_time": line["wall_time"]}
+        for line in lines
+        if line["kind"] == "Suspected"
+        for one in line["suspects"]
+    ]
 
 
 def _judged(
-    kind: str, phase: str, layout: str, victim: dict[str, Any], line: dict[str, Any],
-    fault_s: float, suspected_s: float | None,
+    kind: str, phase: str, layout: str, victim: dict[str, Any], lines: Sequence[dict[str, Any]],
+    fault_s: float,
 ) -> Injection:  # fmt: skip
-    guilty = line.get("guilty") or ([line["worker"]] if line["kind"] == "WorkerExited" else [])
-    ranks = list(line.get("ranks") or ())
-    kinds = {"NotFiniteFound": "not_finite", "WorkerExited": "dead"}
-    verdict = str(line.get("verdict") or kinds.get(line["kind"], ""))
-    evidence = str(line.get("evidence") or line.get("error") or line.get("detail") or "")
+    told = next((line for line in lines if line["kind"] in _VERDICTS), None)
+    suspects, rights = _suspects(lines), KINDS[kind][1]
+    mine = [one for one in suspects if one["worker"] == victim["worker"] and one["kind"] in rights]
+    suspected_s = round(mine[0]["wall_time"] - fault_s, 3) if mine else None
+    others = sorted({one["worker"] for one in suspects} - {victim["worker"]})
+    if told is None:
+        return Injection(
+            kind, phase, layout, suspected_s, None, mine[0]["kind"] if mine else "",
+            bool(mine), False, f"also suspected: {others}" if others else "",
+        )  # fmt: skip
+    guilty = told.get("guilty") or ([told["worker"]] if told["kind"] == "WorkerExited" else [])
+    verdict = str(told.get("verdict") or _VERDICTS[told["kind"]])
+    evidence = str(told.get("evidence") or told.get("error") or told.get("detail") or "")
     if "DivergedError" in evidence:
         verdict = "diverged"
-    names_victim = victim["worker"] in guilty or victim["rank"] in ranks
+    names_victim = victim["worker"] in guilty or victim["rank"] in (told.get("ranks") or ())
     return Injection(
-        kind, phase, layout, suspected_s, round(line["wall_time"] - fault_s, 3), verdict,
-        is_right=names_victim and bool({verdict, ""} & KINDS[kind][1]),
+        kind, phase, layout, suspected_s, round(told["wall_time"] - fault_s, 3), verdict,
+        is_right=names_victim and verdict in rights,
         is_wrong=bool(guilty) and guilty != [victim["worker"]],
         evidence=evidence,
     )  # fmt: skip
