@@ -74,13 +74,7 @@ def export_run(
     store, checkpoints = run.store, join(run.path, CHECKPOINTS)
     is_of_command = store.exists(join(run.path, CONFIG))
     target_store, target = open_store(destination)
-    # Where the run's workers and, before them, others have put what lies beside weights.
-    folders = [_Folder(store, join(run.path, BESIDE))]
-    if is_of_command:
-        config = run.settings()
-        beside = ("" if config.run.script else config.model.folder) or config.run.init_from
-        with suppress(UcpError):
-            folders += [_Folder(*open_store(beside), beside)] if beside else []
+    folders = _folders(run, is_of_command=is_of_command)
     tries = 0
     while True:
         # The lineage grows with the attempts: what is newest may be of a later one by now.
@@ -115,6 +109,17 @@ def export_run(
         "copied": sorted(set(copied)),
         "left_behind": left_behind(checkpoint, format=format),
     }
+
+
+def _folders(run: Run, *, is_of_command: bool) -> list[_Folder]:
+    """Return where the run's workers, and before them others, put what lies beside weights."""
+    folders = [_Folder(run.store, join(run.path, BESIDE))]
+    if is_of_command:
+        config = run.settings()
+        beside = ("" if config.run.script else config.model.folder) or config.run.init_from
+        with suppress(UcpError):
+            folders += [_Folder(*open_store(beside), beside)] if beside else []
+    return folders
 
 
 def _best_step(store: Store, checkpoints: str, lineage: Lineage, run_url: str) -> int:

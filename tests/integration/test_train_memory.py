@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import random
+import shutil
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import replace
@@ -29,7 +30,7 @@ from tests.support.attempts import newest as newest_stored
 from tests.support.node_memory import NodeProcess, newest, read, whole_state
 from tests.support.snapshots import eventually
 from tests.support.trainers import Run
-from ucp_core.native import open_checkpoint
+from ucp_core.native import checkpoint_name, open_checkpoint
 from ucp_core.storage import LocalStore
 from workers.memory import descriptor_socket, open_arena
 from workers.protocol import (
@@ -42,6 +43,7 @@ from workers.protocol import (
     held_source,
 )
 from workers.settings import (
+    BestSettings,
     CheckpointSettings,
     DataSettings,
     ModelSettings,
@@ -125,6 +127,26 @@ def test_steps_go_to_memory_and_the_keeper_stores_those_that_are_due(
     assert set(told) <= {"none", "taken", "skipped"}
     stored = {int(path.name[5:]) for path in (run.directory / "checkpoints").iterdir()}
     assert len(stored - {40}) >= 1, "the keeper stored nothing"
+
+
+@pytest.mark.chaos
+def test_a_best_step_that_storage_lacks_is_stored_before_training_continues(
+    run: Run, text: DataSettings, make_nodes: MakeNodes
+) -> None:
+    """The attempt ended while it waited for storage, and the next one has it from memory."""
+    chosen = rarely_stored(text, steps=12, validation_every=1)
+    best = BestSettings(value="validation_loss")
+    chosen = replace(chosen, checkpoint=replace(chosen.checkpoint, best=best))
+    nodes = make_nodes(chosen)
+    left = leave(run, chosen, after=3, durable=False, num_workers=2)
+    (step, attempt), memory = newest(nodes)
+    assert step == left == stored_steps(run)[-1], "it was not best"
+    shutil.rmtree(run.directory / "checkpoints" / checkpoint_name(left))
+
+    finish(run, chosen, num_workers=2, resume=(step, attempt), memory=memory)
+
+    assert left in stored_steps(run)
+    assert result(run)["best"]["step"] in stored_steps(run)
 
 
 def test_all_ranks_keep_the_pace_that_the_first_is_told(

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from typing import Any
 
 from torch import Tensor
 from torch.distributed.tensor import DTensor
-from torch.utils._pytree import TreeSpec, tree_flatten, tree_unflatten
 from transformers import EvalPrediction
 from transformers.trainer_pt_utils import EvalLoopContainer, nested_detach
 
@@ -26,7 +26,7 @@ class Predictions:
         self._trainer = trainer
         config = getattr(trainer.model, "config", None)
         self._ignored = {"loss", *getattr(config, "keys_to_ignore_at_inference", ["cache"])}
-        self._spec: TreeSpec | None = None
+        self._like: Any = None
         self.last: list[Tensor] = []
         self.gathered: dict[int, list[Tensor]] = {}
 
@@ -43,17 +43,35 @@ class Predictions:
         preprocess = self._trainer.preprocess_logits_for_metrics
         if preprocess is not None:
             logits = preprocess(logits, labels)
-        leaves, self._spec = tree_flatten((logits, labels))
-        self.last = [one.full_tensor() if isinstance(one, DTensor) else one for one in leaves]
+        self._like = logits, labels
+        self.last = [
+            one.full_tensor() if isinstance(one, DTensor) else one for one in _leaves(self._like)
+        ]
 
     def whole(self) -> EvalPrediction:
         """Return those of all samples, in their order."""
-        assert self._spec is not None, "every worker has added a batch"
         every = [EvalLoopContainer(do_nested_concat=True, padding_index=_PADDING) for _ in range(2)]
         for number in sorted(self.gathered):
             for one, part in zip(
-                every, tree_unflatten(self.gathered[number], self._spec), strict=True
+                every, _rebuilt(self._like, iter(self.gathered[number])), strict=True
             ):
                 one.add(part)
         predictions, labels = (one.get_arrays() for one in every)
         return EvalPrediction(predictions=predictions, label_ids=labels)
+
+
+def _leaves(tree: Any) -> list[Tensor]:
+    """Return the tensors of nested tuples, lists and dicts."""
+    if isinstance(tree, Tensor):
+        return [tree]
+    parts = tree.values() if isinstance(tree, dict) else tree
+    return [leaf for part in parts for leaf in _leaves(part)]
+
+
+def _rebuilt(tree: Any, leaves: Iterator[Tensor]) -> Any:
+    """Return the same nest with other tensors."""
+    if isinstance(tree, Tensor):
+        return next(leaves)
+    if isinstance(tree, dict):
+        return {name: _rebuilt(part, leaves) for name, part in tree.items()}
+    return tuple(_rebuilt(part, leaves) for part in tree)
