@@ -34,7 +34,7 @@ def accuracy(prediction: Any) -> dict[str, float]:
     return {"accuracy": float((logits.argmax(-1)[:, :-1] == labels[:, 1:]).mean())}
 
 
-class Paced(TrainerCallback):  # type: ignore[misc]
+class Paced(TrainerCallback):
     """Gives each step time in which a test can do something to it."""
 
     def __init__(self, pause_s: float) -> None:
