@@ -138,7 +138,7 @@ def orders() -> dict[str, Any]:
     """Measure an all-reduce in the order of arrival, and in the one that is chosen."""
     found: dict[str, Any] = {}
     for racks in ("ABAB", "ABABAB"):
-        with LinkLab(len(racks), racks=racks, fast="10gbit", pause_s=0.02) as lab:
+        with LinkLab(len(racks), racks=racks, pause_s=0.02) as lab:
             rack_of = dict(zip(lab.nodes, racks, strict=True))
             chosen = order.chosen([(node, 1) for node in lab.nodes], racks=rack_of)
             found[racks] = _compared(lab, chosen)

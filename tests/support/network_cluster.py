@@ -144,8 +144,8 @@ class Switch:
         """Add a second switch, joined to the first by a cable of this rate each way."""
         self._ip("link", "add", bridge, "type", "bridge")
         self._ip("link", "set", bridge, "up")
-        self._ip("link", "add", "up", "type", "veth", "peer", "name", "down")
-        for port, other in (("up", "bridge"), ("down", bridge)):
+        self._ip("link", "add", "uplink", "type", "veth", "peer", "name", "downlink")
+        for port, other in (("uplink", "bridge"), ("downlink", bridge)):
             self._ip("link", "set", port, "master", other, "up")
             self.limit(port, rate)
 
