@@ -13,7 +13,7 @@ from orchestrator.diagnosis.flight_recorder import flight_recorder_dumps
 from orchestrator.diagnosis.flows import Flows, Transfer
 from orchestrator.diagnosis.graph import WaitGraph, wait_graph
 from orchestrator.diagnosis.links import Dead, dead
-from orchestrator.diagnosis.live import Live, Suspicion
+from orchestrator.diagnosis.live import Live, Suspicion, roles_of
 from orchestrator.diagnosis.programs import difference
 from orchestrator.diagnosis.records import SPANS, Operation, Records, matched
 from orchestrator.diagnosis.trace import trace
@@ -38,6 +38,7 @@ __all__ = [
     "flight_recorder_dumps",
     "links",
     "matched",
+    "roles_of",
     "trace",
     "wait_graph",
 ]

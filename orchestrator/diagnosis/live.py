@@ -30,6 +30,7 @@ from orchestrator.diagnosis.slow import (
     logs,
 )
 from orchestrator.diagnosis.verdicts import Kind, listed
+from ucp_core.layout import ParallelLayout
 from workers.protocol import GONE, NOT_FORMED, GroupState, StepCost, WorkerReport
 
 #: Costs are judged this often at most, and with many ranks less often.
@@ -41,8 +42,6 @@ _NUM_STEPS: Final = 24
 _NUM_WARM: Final = 2
 #: A step is judged without the ranks whose digests are two reports late.
 _LATE_S: Final = 2.5
-#: A slow rank that looks well so often is taken for well.
-_NUM_WELL: Final = 3
 #: A factor that changed by less is no news.
 _TIMES_NEWS: Final = 0.25
 #: Nobody is held up who waits no longer than this, or than so many times the usual wait.
@@ -112,7 +111,6 @@ class _Costs:
         self._step = 0
         # Those that cost more in one of the last steps, and in which.
         self._raised: dict[int, int] = {}
-        self._num_well: Counter[int] = Counter()
 
     def take(self, step: int, costs: Mapping[int, float]) -> None:
         """Take in a step; ``costs`` are above zero."""
@@ -133,12 +131,9 @@ class _Costs:
         oldest = self._step - NUM_RECENT
         self._raised = {rank: step for rank, step in self._raised.items() if step > oldest}
         found = lagging(self._logs, self._by_past, now=self._raised)
-        for rank, lag in self.lags.items():
-            self._num_well[rank] = 0 if rank in found else self._num_well[rank] + 1
-            if rank in found:
-                found[rank] = Lag(found[rank].times, min(lag.since_step, found[rank].since_step))
-            elif self._num_well[rank] < _NUM_WELL:
-                found[rank] = lag
+        for rank in found.keys() & self.lags.keys():
+            since_step = min(self.lags[rank].since_step, found[rank].since_step)
+            found[rank] = found[rank]._replace(since_step=since_step)
         self.lags = found
 
     def peers(self, rank: int) -> list[int]:
@@ -336,7 +331,8 @@ class Live:
             row, node = self._rows[rank]
             held = [each for each in overdue if rank in each[2].ranks]
             waited_s, who, group = max(held or overdue, key=lambda each: each[0])
-            if row.phase in NOT_FORMED:
+            if row.phase in NOT_FORMED or row.num_dropped:
+                # Still on its way; or it may wait in a group of which nothing is known.
                 continue
             kind, does = _doing(row)
             found.append(
@@ -352,6 +348,12 @@ class Live:
                 )
             )
         return found
+
+
+def roles_of(layout: ParallelLayout) -> list[tuple[int, ...]]:
+    """Return what the work of each rank depends on, beside its samples."""
+    places = map(layout.coordinates, range(layout.world_size))
+    return [(place["pp"], place["cp"], place["tp"]) for place in places]
 
 
 def _who(rank: int, row: WorkerReport, node: str) -> str:

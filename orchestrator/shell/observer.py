@@ -88,7 +88,9 @@ class Observer:
         self._attempt = attempt
         self._members, self._is_member = members, frozenset(members)
         self._ranks = {worker: rank for rank, worker in enumerate(members)}
-        self._live = diagnosis.Live(_roles(len(members), layout), resume_step + 1)
+        self._live = diagnosis.Live(
+            [()] * len(members) if layout is None else diagnosis.roles_of(layout), resume_step + 1
+        )
         self._formed = set()
         self._step, self._ahead = resume_step, {}
         self._stored_step = 0
@@ -235,11 +237,3 @@ class Observer:
                     stored=self._stored_step,
                 )
             )
-
-
-def _roles(num: int, layout: ParallelLayout | None) -> list[tuple[int, ...]]:
-    """Return what the work of each rank depends on."""
-    if layout is None:
-        return [()] * num
-    places = (layout.coordinates(rank) for rank in range(num))
-    return [(place["pp"], place["cp"], place["tp"]) for place in places]

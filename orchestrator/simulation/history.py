@@ -36,9 +36,10 @@ from orchestrator.policies import (
     Preference,
     RedundancyRules,
     SharingRules,
+    SlowRules,
 )
-from orchestrator.simulation.checkers import Monitor
-from orchestrator.simulation.faults import drawing
+from orchestrator.simulation.checkers import SLOW_LASTS_S, Monitor
+from orchestrator.simulation.faults import drawing, slowing
 from orchestrator.simulation.violation import Violation, require
 from orchestrator.simulation.world import (
     COPY_S,
@@ -79,6 +80,10 @@ _OUTAGE = 0.1
 _REFUSES = 0.3
 #: Share of those in which another run comes to the cluster, and goes again.
 _SHARED = 0.25
+#: Share of those in which workers get slow, compile, or share a machine with something.
+_SLOW = 0.15
+#: They are longer, as it takes steps to see that.
+_SLOW_STEPS = 4
 #: Share of those with snapshots whose interval of checkpoints is chosen.
 _CHOSEN = 0.25
 
@@ -99,6 +104,7 @@ _BOUNDS = Bounds(
     keeper_return_s=2.0,
 )
 _GROWTH = GrowthRules(interval_s_min=0.3, gather_s=0.15, pause_guess_s=0.1)
+_SLOW_RULES = SlowRules(lasts_s=SLOW_LASTS_S, replace_s=0.5)
 _CAPACITY = CapacityRules(guess_s=1.0, wait_s_min=0.3, seen_s=0.1)
 _SHARING = SharingRules(settle_s=0.5, deaf_s=2.0)
 #: In a quarter of the histories there are alternatives.
@@ -162,7 +168,7 @@ class History:
         tiers = tiers or drawn
         market = Random(f"market {seed}")  # noqa: S311  no secrets here
         axes = Random(f"axes {seed}")  # noqa: S311  no secrets here
-        self.rules, rooms = _draw_rules(rng, tiers, market, axes)
+        self.rules, rooms = _draw_rules(rng, tiers, market, axes, seed)
         self.cluster = SimCluster(rng, self.rules, tiers, self.monitor)
         self.state = RunState()
         # The state's deadline; the inbox comes first, so it need not be known before a fold.
@@ -219,6 +225,10 @@ class History:
         other = Random(f"neighbour {self.seed}")  # noqa: S311  no secrets here
         if is_swarm and other.random() < _SHARED:
             cluster.at(1.0 + safety_s * other.random(), self._share, other)
+        slow = Random(f"slow {self.seed}")  # noqa: S311  no secrets here
+        if slow.random() < _SLOW and is_swarm:
+            for _ in range(slow.choice((1, 1, 2, 4))):
+                cluster.at(1.0 + safety_s * slow.random() / 4, self._slow_down, slow)
         resets = Random(f"resets {self.seed}")  # noqa: S311  no secrets here
         if is_swarm and resets.random() < _RESETS:
             cluster.at(1.0 + safety_s * resets.random(), self._reset_connections, resets)
@@ -451,6 +461,11 @@ class History:
             self._count_fault()
             drawing.cut_off_storage(self.cluster)
 
+    def _slow_down(self, rng: Random) -> None:
+        if self._may_inject() and self.state.phase not in TERMINAL:
+            self._count_fault()
+            slowing.slow_down(self.cluster, rng)
+
     def _count_fault(self) -> None:
         self.num_faults += 1
         self.monitor.num_faults = self.num_faults
@@ -603,8 +618,9 @@ def _draw_tiers(rng: Random, apart: Random) -> Tiers:
 
 
 def _draw_rules(
-    rng: Random, tiers: Tiers, market: Random, axes: Random
+    rng: Random, tiers: Tiers, market: Random, axes: Random, seed: int
 ) -> tuple[RunRules, list[int]]:
+    slow = Random(f"slow {seed}")  # noqa: S311  no secrets here
     rooms = [rng.randint(1, 3) for _ in range(rng.randint(1, 5))]
     dp_replicate = rng.choice((1, 1, 1, 2))
     total_room = max(sum(rooms), dp_replicate)
@@ -628,11 +644,12 @@ def _draw_rules(
         min_workers=rng.randint(1, most),
         max_workers=max_workers,
         standby_per_node=rng.randint(0, 1),
-        total_steps=rng.randint(3, 12),
+        total_steps=rng.randint(3, 12) * (_SLOW_STEPS if slow.random() < _SLOW else 1),
         checkpoint_every=tiers.commit_every,
         starts_failed_max=1000,
         layout=layout,
         growth=_GROWTH,
+        slow=_SLOW_RULES,
         budgets=_BUDGETS,
         cadence=CadenceRules(chooses_checkpoints=tiers.costs is not None),
         redundancy=RedundancyRules(tolerance=tiers.tolerance, preference=tiers.preference),

@@ -33,6 +33,8 @@ from orchestrator.core.network import links, reach, search
 from orchestrator.core.phase_table import TABLE, row
 from orchestrator.core.state import MutableRunState, Node, Pair, Worker
 from orchestrator.core.transition import Transition
+from orchestrator.diagnosis import live
+from orchestrator.diagnosis.slow import Lag
 from orchestrator.policies import Preference, RedundancyPlan, Share, budgets, versions
 from orchestrator.simulation.faults import drawing
 from orchestrator.simulation.history import run_history
@@ -51,6 +53,10 @@ def _members_out(transition: Transition) -> None:
         worker = run.fleet.workers.get(number)
         if worker is not None and worker.inside:
             fleet.put_worker(transition, number, worker._replace(inside=False))
+
+
+def _first_lags(slower: Any, *_: Any, **__: Any) -> dict[int, Lag]:
+    return {0: Lag(3.0, max(slower[0]))} if slower.get(0) else {}
 
 
 def _start_before_the_fence_is_answered(transition: Transition, advanced: Any) -> None:
@@ -298,6 +304,7 @@ BUGS = {
     "gives workers that it needs to train": Bug(
         sharing, "own_share", _need_no_workers, ("L1", "invariant")
     ),
+    "blames a healthy rank for being slow": Bug(live, "lagging", _first_lags, ("S5",)),
     "starts no worker processes": Bug(demand, "_staff", _never_look, ("L1",)),
 }
 

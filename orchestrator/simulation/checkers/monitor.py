@@ -31,6 +31,10 @@ from workers.protocol import Source, stored_source
 
 #: What so many attempts could not read is not to be tried again.
 _UNREAD_MAX = 2
+#: A worker that is slow for less is waited for.
+SLOW_LASTS_S = 0.75
+#: A window of steps has passed by then in which a worker is well again, and a replacement came.
+SLOW_SEEN_S = 8.0
 
 
 class Monitor:
@@ -55,6 +59,8 @@ class Monitor:
         self.num_faults = 0
         self.troubled: set[str] = set()
         self.faulty: set[str] = set()
+        # Who is slow, in truth: since when, until when, and how many times as long it takes.
+        self.slowed: dict[str, tuple[float, float, float]] = {}
         self.unlinked: set[str] = set()
         self.lost_nodes: set[str] = set()
         # When providers take nodes, by what the machine was told.
@@ -444,14 +450,30 @@ class Monitor:
         is_rival = share.priority >= world.rules.sharing.priority
         self.is_shared |= bool(share.num_lacking) and is_rival
 
-    def incident(self, action: ReportIncident) -> None:
+    def incident(self, world: World, action: ReportIncident) -> None:
         """Check that only who did fail is called guilty."""
+        if action.incident == "slow":
+            self._check_slow(world, action)
+            return
         for name in action.guilty:
             require(name in self.faulty, "S5", f"{name} is blamed: {action.evidence}")
         if action.incident == "share":
             require(self.is_shared, "S5", f"nobody may have them: {action.evidence}")
         if action.incident == "link":
             require(bool(self.unlinked or self.lost_nodes), "S5", f"no link: {action.evidence}")
+
+    def _check_slow(self, world: World, action: ReportIncident) -> None:
+        """Check that who is left for being slow was so for long, and of late, and that it pays."""
+        num_left = world.rules.total_steps - world.attempts[action.attempt].step
+        require(bool(action.guilty), "S5", f"nobody is slow: {action.evidence}")
+        for name in action.guilty:
+            since_s, until_s, times = self.slowed.get(name, (inf, -inf, 1.0))
+            is_slow = since_s + SLOW_LASTS_S <= action.found_s <= until_s + SLOW_SEEN_S
+            require(is_slow, "S5", f"{name} is no slow worker: {action.evidence}")
+            # It was decided two steps ago or less.
+            won_s = (num_left + 2) * STEP_S * (times - 1.0)
+            pays = won_s >= world.rules.growth.pause_guess_s
+            require(pays, "S5", f"{name} is left for {won_s:.2f} s: {action.evidence}")
 
     def finished(self, action: FinishRun) -> None:
         """Note the end."""

@@ -97,12 +97,13 @@ def _reports(cluster: SimCluster, newest: SimAttempt) -> list[NodeReport]:
     for rank, name in enumerate(newest.members):
         worker = cluster.workers.get(name)
         if worker is not None and worker.alive and not worker.node.cut_off:
-            row = _row(worker, rank, newest, cluster.now_s)
+            row = report_of(worker, rank, newest, cluster.now_s)
             rows.setdefault(worker.node.name, []).append(row)
     return [NodeReport(node=node, seq=0, workers=tuple(each)) for node, each in rows.items()]
 
 
-def _row(worker: SimWorker, rank: int, newest: SimAttempt, now_s: float) -> WorkerReport:
+def report_of(worker: SimWorker, rank: int, newest: SimAttempt, now_s: float) -> WorkerReport:
+    """Return what a keeper sees of a member."""
     silent_s = now_s - worker.hung_at_s if worker.hung and worker.hung_as in SHOWN else 0.0
     is_busy = worker.busy_until_s > now_s
     is_away = silent_s > 0.0 or is_busy

@@ -60,7 +60,7 @@ class SimCluster(World):
             act.StartAttempt: self._start_attempt,
             act.OrderKeepers: self._order_keepers,
             act.SetCadence: self._set_cadence,
-            act.ReportIncident: monitor.incident,
+            act.ReportIncident: lambda a: monitor.incident(self, a),
             act.SurveyWorkers: lambda _: self.at(0.01, self._survey, self.incarnation),
             act.FinishRun: monitor.finished,
         }
@@ -457,7 +457,10 @@ class SimCluster(World):
         for worker in members:
             worker.completed = step
         self.monitor.stepped(attempt.number, step)
-        step_s = self.model.step_s(attempt.layout)
+        # All wait for the slowest.
+        step_s = self.model.step_s(attempt.layout) * max(
+            worker.slow[1] if self.now_s < worker.slow[2] else 1.0 for worker in members
+        )
         self.post_or_lose(ev.StepCompleted, attempt=attempt.number, step=step, step_s=step_s)
         if step in self.not_finite_at:
             number = sum(attempt.begun_step < bad <= step for bad in self.not_finite_at)

@@ -27,6 +27,7 @@ class Observer(Protocol):
         is_unkept: Whether nothing kept what was on a node.
         troubled: Nodes on which something failed.
         faulty: Workers that failed.
+        slowed: Workers that are slow: since when, until when, and how many times as long they take.
         unlinked: Nodes that lost a link.
         lost_nodes: Nodes that were lost, or cut off from all others.
         outcome: How the run ended; None while it goes on.
@@ -36,6 +37,7 @@ class Observer(Protocol):
     is_state_gone: bool
     is_unkept: bool
     troubled: set[str]
+    slowed: dict[str, tuple[float, float, float]]
     faulty: set[str]
     unlinked: set[str]
     lost_nodes: set[str]
@@ -85,7 +87,7 @@ class Observer(Protocol):
     def neighbour_says(self, world: World, share: Share) -> None:
         """Note what another run says of itself."""
 
-    def incident(self, action: act.ReportIncident) -> None:
+    def incident(self, world: World, action: act.ReportIncident) -> None:
         """Check an incident."""
 
     def finished(self, action: act.FinishRun) -> None:
@@ -110,6 +112,8 @@ class World:
         self.is_headless = False
         self.begin_claim: Callable[[], None] = lambda: None
         self.is_watched = False
+        # Whether digests are made up for those that are slow.
+        self.sees_costs = False
         self.inbox: list[ev.Event] = []
         self.nodes: dict[str, SimNode] = {}
         self.workers: dict[str, SimWorker] = {}

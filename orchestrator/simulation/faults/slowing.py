@@ -1,0 +1,92 @@
+"""Workers that compute or load data slowly, and what only looks so, judged by production code.
+
+Digests are made of what is true: stages differ, single micro-batches compile, and a machine may be
+loaded for a moment. Only who is slow for long may be convicted.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from random import Random
+
+from orchestrator.core import events as ev
+from orchestrator.diagnosis import Live, WaitGraph, roles_of
+from orchestrator.simulation.faults import watching
+from orchestrator.simulation.world import SimAttempt, SimCluster, SimWorker
+from workers.protocol import Digest, StepCost
+
+_LOOK_S = 0.25
+_FORWARD_S, _DATA_S = 0.1, 0.002
+#: A step in so many compiles.
+_COMPILES = 0.01
+
+
+@dataclass
+class _Watch:
+    """The suspicions of an incarnation of the controller, in one attempt."""
+
+    incarnation: int
+    attempt: int
+    live: Live
+    step: int
+
+
+def slow_down(cluster: SimCluster, rng: Random) -> None:
+    """Let a worker be slow for long or for a moment, or all those of a node for a moment."""
+    training = sorted((w for w in cluster.workers.values() if w.attempt), key=lambda w: w.name)
+    if not training:
+        return
+    worker = rng.choice(training)
+    what = rng.choice(("compute", "compute", "data", "load"))
+    times = rng.choice((1.3, 3.0, 4.0))
+    until_s = cluster.now_s + (rng.choice((1.0, 60.0, 60.0)) if what != "load" else 1.5)
+    for each in worker.node.workers.values() if what == "load" else (worker,):
+        each.slow = (what, times, until_s)
+        cluster.monitor.slowed[each.name] = (cluster.now_s, until_s, times)
+    if until_s - cluster.now_s > cluster.rules.slow.lasts_s:
+        cluster.monitor.troubled.add(worker.node.name)
+    if not cluster.sees_costs:
+        cluster.sees_costs = True
+        cluster.at(_LOOK_S, _look, cluster, rng, None)
+
+
+def _look(cluster: SimCluster, rng: Random, watch: _Watch | None) -> None:
+    newest = cluster.attempts.get(cluster.monitor.attempt)
+    if cluster.monitor.outcome is not None or newest is None:
+        cluster.sees_costs = False
+        return
+    if watch is None or (watch.incarnation, watch.attempt) != (cluster.incarnation, newest.number):
+        live = Live(roles_of(newest.layout), newest.begun_step + 1)
+        watch = _Watch(cluster.incarnation, newest.number, live, newest.step)
+    members = [cluster.workers.get(name) for name in newest.members]
+    for step in range(watch.step + 1, newest.step + 1):
+        for rank, worker in enumerate(members):
+            if worker is not None and worker.attempt == newest.number:
+                cost = _cost(cluster, newest, worker, rank, step, rng)
+                report = watching.report_of(worker, rank, newest, cluster.now_s)
+                report = replace(report, step=step, digest=Digest(costs=(cost,)))
+                watch.live.take(rank, report, worker.node.name, cluster.now_s)
+    watch.step = newest.step
+    if cluster.controller_up and watch.live.look(cluster.now_s, lambda: WaitGraph.of({})):
+        cluster.find(
+            ev.Suspected,
+            attempt=newest.number,
+            suspects=watch.live.suspicions,
+            usual_step_s=cluster.model.step_s(newest.layout),
+        )
+    cluster.at(_LOOK_S, _look, cluster, rng, watch)
+
+
+def _cost(
+    cluster: SimCluster, newest: SimAttempt, worker: SimWorker, rank: int, step: int, rng: Random
+) -> StepCost:
+    what, times, until_s = worker.slow
+    is_slow = cluster.now_s < until_s
+    stage = newest.layout.coordinates(rank)["pp"]
+    compute_s = _FORWARD_S * (1.0 + 0.3 * stage) * rng.lognormvariate(0.0, 0.02)
+    if is_slow and what in {"compute", "load"}:
+        compute_s *= times
+    if rng.random() < _COMPILES:
+        compute_s += 8.0 * rng.random()
+    data_s = _DATA_S + (_FORWARD_S * (times - 1.0) if is_slow and what == "data" else 0.0)
+    return StepCost(step, compute_s, data_s)
