@@ -43,7 +43,7 @@ class NotFiniteError(TaskError):
 class DivergedError(TaskError):
     """Copies of the weights differ; every rank raises it, and ``facts["ranks"]`` has the odd ones.
 
-    Of two copies it has both.
+    With two copies it has both.
     """
 
 

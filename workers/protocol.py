@@ -39,7 +39,7 @@ STOPPED: Final = "stopped.json"
 #: What scripts save for themselves by ``session.save``, a folder each.
 SAVED: Final = "saved"
 
-#: What an export to Hugging Face has beside the weights: configurations, a tokenizer. Written once.
+#: An export to Hugging Face has these beside the weights: configurations, tokenizer. Written once.
 BESIDE: Final = "huggingface"
 
 #: Written by rank 0 when the script's code behind ``everstep.run`` has ended.
@@ -526,7 +526,7 @@ class GroupState:
 
 
 class StepCost(NamedTuple):
-    """What a step took a rank, without what it waited for others.
+    """The cost of a step for a rank, without its waits for others.
 
     Attributes:
         compute_s: Forward and backward of its fastest micro-batch.
@@ -544,7 +544,7 @@ NUM_COSTS_MAX: Final = 8
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Digest:
-    """What a rank's ring says of its own work, since the digest before.
+    """A rank's own work by its ring, since the digest before.
 
     Attributes:
         costs: The steps that were completed since, oldest first; of more than ``NUM_COSTS_MAX`` the

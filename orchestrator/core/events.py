@@ -343,7 +343,7 @@ class HangFound:
 
 @value
 class Suspected:
-    """Whom the run suspects has changed. Nothing is proven, and the attempt goes on.
+    """The run suspects others than before. Nothing is proven, and the attempt goes on.
 
     Attributes:
         suspects: All that are suspected at present; empty once nobody is.

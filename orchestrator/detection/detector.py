@@ -206,7 +206,7 @@ def _anew(node: str, row: WorkerReport, since_s: float) -> Watched:
 
 def _still(known: Watched, row: WorkerReport, now_s: float) -> Watched:
     """Return a worker that has not progressed since the report before."""
-    # What is not known of the beating thread does not show that it is frozen.
+    # An unknown beating thread is no sign that the process is frozen.
     has_run = not row.beater_runs or row.beater_runs != known.report.beater_runs
     return replace(
         known,

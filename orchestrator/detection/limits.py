@@ -31,8 +31,8 @@ _STOPPED_S: Final = 0.55
 #: A step is taken to last so long before any was observed.
 _UNKNOWN_STEP_S: Final = 1.0
 
-# What holds the interpreter in C may be well, and nothing tells how long it takes. Another process
-# takes its place in about so many seconds, with its imports.
+# A call in C that holds the interpreter may be well, and nothing tells how long it takes. Another
+# process takes its place in about so many seconds, with its imports.
 _HELD_S: Final = 10.0
 
 # Multiples of the hang bound. What has no observed duration of its own (saving, forming) gets

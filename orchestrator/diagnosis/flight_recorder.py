@@ -17,7 +17,7 @@ from orchestrator.diagnosis.records import Operation, Records
 #: That of torch 2.13; entries have the same keys since torch 2.6.
 _VERSION: Final = "2.10"
 _TRANSFERS: Final = frozenset({"send", "recv"})
-#: What torch calls the operations that it can match.
+#: Torch's names of the operations that it can match.
 _NAMES: Final = {
     **{op: op for op in ("all_reduce", "all_to_all", "broadcast", "reduce", "gather", "scatter")},
     **{op: op for op in ("barrier", *_TRANSFERS)},

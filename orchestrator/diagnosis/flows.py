@@ -1,4 +1,4 @@
-"""What keepers say of connections, joined: which worker sends to which, over which, and how fast.
+"""Keepers' reports on connections, joined: which worker sends to which, over which, how fast.
 
 Both ends of a connection report the same addresses. No clock is read: times come in as ``at_s``.
 """
@@ -14,7 +14,7 @@ from workers.protocol import Flow, NodeReport
 
 #: All connections are told every few seconds; one that was not for so long is gone.
 FORGET_S: Final = 30.0
-#: What is told of a connection is kept for so long: enough to see what it does now.
+#: Reports on a connection are kept for so long: enough to see what it does now.
 KEPT_S: Final = 10.0
 
 #: Addresses of the two ends; those of one machine to itself, such as 127.0.0.1, belong to a node.
@@ -22,7 +22,7 @@ _Key: TypeAlias = tuple[str, tuple[str, int], tuple[str, int]]
 
 
 class Transfer(NamedTuple):
-    """What one node's workers sent to another's in a stretch of time.
+    """All that one node's workers sent to another's in a stretch of time.
 
     Attributes:
         num_bytes: That arrived.

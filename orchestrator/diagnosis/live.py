@@ -1,8 +1,8 @@
-"""Who is suspected while a run trains: ranks that work slowly, and ranks that others wait for now.
+"""Suspicions while a run trains: ranks that work slowly, and ranks that others wait for now.
 
 Slow work is judged by the rules of ``slow``, from the digests that reports carry, over a window of
 the last steps. A rank that waits longer than is usual for that operation waits for somebody: the
-sinks of the wait graph. What is usual follows from the waits of the steps before, not from how long
+sinks of the wait graph. The usual wait follows from those of the steps before, not from how long
 a step takes; so a rank that is absent is suspected as soon in steps of a minute.
 
 A suspicion is no proof and harms nobody. While one is open the past that costs are compared with
@@ -44,7 +44,7 @@ _NUM_WARM: Final = 2
 _LATE_S: Final = 2.5
 #: A factor that changed by less is no news.
 _TIMES_NEWS: Final = 0.25
-#: Nobody is held up who waits no longer than this, or than so many times the usual wait.
+#: A rank is held up if it waits longer than this, and than so many times the usual wait.
 _HELD_S: Final = 3.0
 _HELD_TIMES: Final = 3.0
 #: The usual wait is the third longest of so many steps, their p99: one pause does not lengthen it.

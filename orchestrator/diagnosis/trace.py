@@ -19,7 +19,7 @@ from typing import Any, Final
 from orchestrator.diagnosis.records import Operation, Records
 from orchestrator.diagnosis.verdicts import Verdict
 
-#: What is shown before the first verdict.
+#: Time that is shown before the first verdict.
 BEFORE_S: Final = 30.0
 #: Clocks that are no further apart are one clock, seen by processes that wake up late.
 _SAME_CLOCK_S: Final = 0.05

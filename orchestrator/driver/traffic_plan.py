@@ -43,7 +43,7 @@ class TrafficRow:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TrafficPlan:
-    """What a layout sends between nodes, by several plans.
+    """The traffic of a layout between nodes, by several plans.
 
     Attributes:
         order: Nodes in the order of ranks that is best.

@@ -27,7 +27,7 @@ DATA_ERRORS = frozenset(
 #: What all ranks raise or none (``workers.errors``), and what a rank knows of all others: one that
 #: was heard is proof.
 OF_ALL = frozenset({"NotFiniteError"})
-#: What all ranks raise when a machine is at fault.
+#: All ranks raise these when a machine is at fault.
 DIVERGED = "DivergedError"
 PROVEN = frozenset({"ApartError", *OF_ALL})
 

@@ -1,7 +1,7 @@
 """Whether to do without a slow worker: waiting for it costs, and so does going on without it.
 
-Pure. What waiting has cost is known, and for how long the worker will stay slow is not. So it is
-waited for until that has cost as much as the change would: at most twice what knowing would
+Pure. The cost of the wait so far is known, and for how long the worker will stay slow is not. So
+it is waited for until that has cost as much as the change would: at most twice what knowing would
 (ski rental, Karlin et al., "Competitive snoopy caching", Algorithmica 3, 1988). And the change
 must pay over the time that is left.
 """
@@ -34,7 +34,7 @@ class SlowRules:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SlowFacts:
-    """What the decision is made from.
+    """The facts of the decision.
 
     Attributes:
         node: Where the worker is.

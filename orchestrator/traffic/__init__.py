@@ -1,4 +1,4 @@
-"""What a run sends over which links, how long that takes, and what a better plan would gain. Pure.
+"""The traffic of a run: over which links, for how long, and what a better plan would gain. Pure.
 
 ``topology`` has the links, ``flows`` what a step and the copies of snapshots send, ``maxmin`` the
 rates that flows get, and ``plans`` compares orders of nodes, keepers of copies and equal-cost

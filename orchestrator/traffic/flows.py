@@ -1,4 +1,4 @@
-"""What crosses the network: the sums and transfers of a step, and copies of snapshots. Pure."""
+"""Flows over the network: the sums and transfers of a step, and copies of snapshots. Pure."""
 
 from __future__ import annotations
 

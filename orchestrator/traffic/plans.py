@@ -19,7 +19,7 @@ from ucp_core.layout import ParallelLayout
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Load:
-    """What flows do to the links.
+    """The load of flows on the links.
 
     Attributes:
         took_s: Until all have arrived; infinity if some never do.

@@ -36,7 +36,7 @@ from tests.support.network_cluster import why_not
 KINDS: Final = (Kind.SLOW_LINK, Kind.SLOW_SENDER, Kind.SLOW_RECEIVER)
 RATES: Final = ("50mbit", "100mbit", "200mbit")
 MACHINES: Final = 4
-#: What was not told by then is missed.
+#: A fault that was not told by then is missed.
 PATIENCE_S: Final = 20.0
 #: So long every link is whole between two trials.
 CALM_S: Final = 5.0

@@ -145,7 +145,7 @@ def pair(scene: Scene) -> dict[str, Any]:
         else:
             scene.close()  # with long steps it takes minutes to be whole
         if outcome["step_s"] is not None:
-            # What is cut is seen by what is sent: here, gradients at the end of a step.
+            # A cut shows when something is sent: here, gradients at the end of a step.
             sent_s = max(0.0, line["wall_time"] + line["step_s"] - fault_s)
             outcome["since_sent_s"] = round(outcome["detected_s"] - sent_s, 2)
         right = outcome["step_s"] is not None and set(outcome["named"]) <= {one, other}

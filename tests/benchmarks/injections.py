@@ -38,7 +38,7 @@ KINDS: Final[dict[str, tuple[tuple[str, ...], frozenset[str]]]] = {
     "flip": (("update",), frozenset({"diverged"})),
 }
 NAMED_S_MAX: Final = 20.0
-#: What ends in time by itself: a suspicion is all that is due.
+#: These end in time by themselves: a suspicion is all that is due.
 _SUSPENDS: Final = frozenset({"gil", "idle", "slow3", "slow1.5"})
 #: Records of the journal that name a fault, and its kind if they do not say one.
 _VERDICTS: Final = {

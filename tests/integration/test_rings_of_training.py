@@ -27,7 +27,7 @@ from workers.train import Session, WorkerContext, run_attempt
 NUM_RANKS = 4
 WIDTH = 32
 NUM_LAYERS = 4
-#: What a layer and a sample take, as sleeps: they take as long on a busy machine.
+#: Times of a layer and a sample, as sleeps: they take as long on a busy machine.
 LAYER_S = 0.005
 SLOW_FROM_STEP = 7
 
@@ -146,7 +146,7 @@ def test_rings_name_who_computes_slowly_and_who_gets_data_late(tmp_path: Path) -
 
 @pytest.mark.chaos
 def test_rings_name_who_skipped_a_call(tmp_path: Path) -> None:
-    """What the others see is a collective that fails, or ends at its timeout."""
+    """The others see a collective that fails, or ends at its timeout."""
     work = functools.partial(train, -1, -1, 3, _settings(steps=9))
     with running(work, NUM_RANKS, tmp_path) as ranks:
         ranks.results()

@@ -34,7 +34,7 @@ async def _timed(lab: LinkLab) -> dict[links.Pair, float]:
 
 @pytest.mark.parametrize("kind", [Kind.SLOW_LINK, Kind.SLOW_SENDER, Kind.SLOW_RECEIVER])
 def test_link_sender_and_receiver_are_told_apart(lab: LinkLab, kind: Kind) -> None:
-    """What training shows is that m2 sends slowly to m1."""
+    """Training shows that m2 sends slowly to m1."""
     if kind is Kind.SLOW_LINK:
         lab.slow_link("m2", "m1", "30mbit")
     elif kind is Kind.SLOW_SENDER:

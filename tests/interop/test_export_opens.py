@@ -44,7 +44,7 @@ def test_an_export_of_a_trainer_opens_with_its_tokenizer(tmp_path: Path) -> None
 
     trainer = make_trainer(ElasticTrainer, str(tmp_path / "run"), max_steps=3, eval_strategy="no")
     trainer.processing_class = _tokenizer()
-    # What the folder must say: with transformers' own value another token would follow.
+    # The folder must say so: with transformers' own value another token would follow.
     trainer.model.generation_config.repetition_penalty = 1.7
     # Valid to generate with, and refused by ``save_pretrained``.
     trainer.model.generation_config.temperature = 0.3

@@ -18,7 +18,7 @@ from shutil import which
 from types import TracebackType
 from typing import Self
 
-#: What a queue holds at the full rate: a shallow switch's buffer would be less.
+#: Time of a full queue at the full rate: a shallow switch's buffer would be less.
 _QUEUE = ("burst", "64kb", "limit", "600kb")
 _SETTINGS = (
     "net.ipv4.ip_forward=1", "net.ipv4.fib_multipath_hash_policy=1",

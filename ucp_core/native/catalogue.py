@@ -300,7 +300,7 @@ def collect_garbage(
 
 
 class _Seen(NamedTuple):
-    """What retention needs to know of a complete checkpoint.
+    """The facts of a complete checkpoint that retention needs.
 
     Attributes:
         sound_step: The newest step whose weights are finite, as it knows.

@@ -1,4 +1,4 @@
-"""What a worker was doing, taken from outside: its stacks, however stuck it is, and its ring."""
+"""Evidence of what a worker did, taken from outside: its stacks, however stuck it is, its ring."""
 
 from workers.evidence.evidence import RINGS, STACKS, Evidence, copies
 from workers.evidence.kernel import kernel_facts

@@ -1,4 +1,4 @@
-"""What the kernel says of a process that does not say anything itself."""
+"""The kernel's word on a process that says nothing itself."""
 
 from __future__ import annotations
 

@@ -108,7 +108,7 @@ def _told(subject: Subject) -> str:
     head = f"{subject.worker}, process {subject.pid}\n\n"
     with contextlib.suppress(OSError):
         if written := subject.path.read_text(errors="replace"):
-            # What is there next time was written since then.
+            # The next dump there was written since then.
             os.truncate(subject.path, 0)
             return head + written
     if not subject.pid:

@@ -120,7 +120,7 @@ class Keeper:
         # A search need not wait for the probe of a link that was lost before.
         self._probes = ThreadPoolExecutor(4)
         self._run_url = run_url
-        #: Of the last attempt that ended: stacks, and rings once they are copied.
+        #: Stacks of the last attempt that ended, and rings once they are copied.
         self._evidence: tuple[int, dict[str, str], Future[dict[str, bytes]]] | None = None
         self._taking, self._storing = ThreadPoolExecutor(1), ThreadPoolExecutor(1)
         if run_url and settings is not None:

@@ -12,7 +12,7 @@ _SEARCH_S: Final = 1.0
 
 
 class ChildrenTime:
-    """What the living children of a worker have used, and theirs.
+    """Processor time of the living children of a worker, and of theirs.
 
     Attributes:
         used_s: Their processor time at the last look.

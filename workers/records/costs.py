@@ -1,4 +1,4 @@
-"""What steps took a rank, from the spans of its own work."""
+"""The costs of steps for a rank, from the spans of its own work."""
 
 from __future__ import annotations
 

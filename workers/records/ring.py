@@ -153,7 +153,7 @@ class RecordRing:
         self._num_stored = 0
         self._trainer, self._blocked_ns = threading.get_ident(), 0
         self._step = self._micro_batch = 0
-        # Of the newest span: number of its record + 1, and what was blocked before it.
+        # The newest span: number of its record + 1, and what was blocked before it.
         self._span, self._is_open, self._blocked_before_ns = 0, False, 0
 
     def _allocated(self, path: Path) -> tuple[int, Path, mmap.mmap]:

@@ -32,7 +32,7 @@ FLAG_BITS: Final = 3
 
 #: A rank's own work; recorded as the collectives are, in no group.
 SPANS: Final = ("data", "forward", "backward", "optimizer")
-#: What is recorded; a record holds the index.
+#: The recorded operations; a record holds the index.
 OPS: Final = (
     "",
     "all_reduce",

@@ -102,7 +102,7 @@ class Ring:
 
 
 class RingView(NamedTuple):
-    """What a ring says at one moment.
+    """The content of a ring at one moment.
 
     Attributes:
         attempt: The attempt that it is of, 0 without a ring.

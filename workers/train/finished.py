@@ -1,4 +1,4 @@
-"""What a complete run has in storage, for code behind ``everstep.run``."""
+"""The versions that a complete run has in storage, for code behind ``everstep.run``."""
 
 from __future__ import annotations
 

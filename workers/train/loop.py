@@ -99,7 +99,7 @@ def _run_behind(completed: Completed, assignment: Assignment, context: WorkerCon
     if not _load_once(run.script, run.arguments)[1]:
         return completed
     if assignment.rank == 0:
-        # What the script made before goes: it makes it again.
+        # The script makes again what it made before.
         _load_once.cache_clear()
     try:
         return run_behind(completed, assignment, context)

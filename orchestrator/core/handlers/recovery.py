@@ -435,7 +435,7 @@ def decide(transition: Transition) -> None:
     if is_first_time:
         search.explain(transition)
         transition.report_incident()
-    # What raised then is the code behind the last step: a run that ends well has run that, too.
+    # The code behind the last step raised: a run that ends well has run that, too.
     if run.committed[0] >= transition.rules.total_steps and not run.attempt.raised:
         transition.finish(RunOutcome.COMPLETED, f"step {run.committed[0]} is committed")
         return

@@ -95,7 +95,7 @@ def _judge(transition: Transition, one: Suspicion) -> None:
     transition.wake_by(until_s)
     layout = run.attempt.layout
     assert layout is not None
-    # What was learned while it got slow is not how long a step takes.
+    # Steps that were slow already do not tell how long one takes.
     run.steps = tuple({**dict(run.steps), layout: facts.healthy_step_s}.items())
     run.attempt.slow_since_s = transition.now_s
     demand.renew_pending(transition)

@@ -7,7 +7,7 @@ from orchestrator.core.transition import Transition
 
 
 def links_timed(transition: Transition, event: LinksTimed) -> None:
-    """Note which links are slow. What was not timed is as it was."""
+    """Note which links are slow. Links that were not timed stay as they were."""
     network = transition.run.network
     timed = set(event.nodes)
     kept = (pair for pair in network.slow if not timed >= set(pair))

@@ -270,7 +270,7 @@ def _block_activations(job: Job, tp: int) -> int:
 def forecast(layout: ParallelLayout, job: Job, gpu: Gpu, node_size: int) -> Forecast:
     """Return what to expect of a layout on nodes of ``node_size`` such GPUs.
 
-    What activations wait for hides behind nothing, what weights do behind the passes.
+    Traffic of activations hides behind nothing, that of weights behind the passes.
     """
     num_passes, shards = job.num_passes(layout), layout.dp_shard * layout.cp
     sent = sent_bytes(layout, job)

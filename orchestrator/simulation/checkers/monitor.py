@@ -59,7 +59,7 @@ class Monitor:
         self.num_faults = 0
         self.troubled: set[str] = set()
         self.faulty: set[str] = set()
-        # Who is slow, in truth: since when, until when, and how many times as long it takes.
+        # The slow ones, in truth: since when, until when, and how many times as long it takes.
         self.slowed: dict[str, tuple[float, float, float]] = {}
         self.unlinked: set[str] = set()
         self.lost_nodes: set[str] = set()

@@ -134,7 +134,7 @@ def report_of(worker: SimWorker, rank: int, newest: SimAttempt, now_s: float) ->
         processor_s=now_s if worker.busy_as == "computes" and not silent_s else 0.0,
         step_s=STEP_S if is_inside and newest.step > newest.begun_step else 0.0,
         loss=1.0,
-        # Of a frozen process the beating thread does not run.
+        # The beating thread of a frozen process does not run.
         beater_runs=1 if silent_s else 1 + round(10 * now_s),
         groups=(world,) if is_inside and worker.formed else (),
     )

@@ -93,7 +93,7 @@ class SimWorker:
         # It works for itself until then, and uses a processor for that or not.
         self.busy_at_s = self.busy_until_s = 0.0
         self.busy_as = ""
-        # What it does slowly, how many times as long it takes, and until when.
+        # Its slow work, how many times as long that takes, and until when.
         self.slow: tuple[str, float, float] = ("", 1.0, 0.0)
         self.attempt = 0
         self.refuses = 0

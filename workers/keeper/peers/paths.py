@@ -49,7 +49,7 @@ _AGAIN_S: Final = 0.2
 
 
 class Action(Enum):
-    """What to do about the streams."""
+    """A decision about the streams."""
 
     NOTHING = "nothing"
     LOOK = "look for an idle path, and add a stream over it"
@@ -59,7 +59,7 @@ class Action(Enum):
 
 @dataclass(slots=True)
 class _Stream:
-    """What is known of a stream.
+    """The facts of a stream.
 
     Attributes:
         seen: Times, and bytes received until then.

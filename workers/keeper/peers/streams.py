@@ -1,7 +1,7 @@
 """Reads a large range from a peer over several connections, each on another path.
 
-What takes long is cut into pieces, which streams take in turn: each has as much to do as its path
-carries. ``workers.keeper.peers.paths`` decides how many there are. Their source ports are the
+A copy that takes long is cut into pieces, which streams take in turn: each has as much to do as its
+path carries. ``workers.keeper.peers.paths`` decides how many there are. Their source ports are the
 kernel's choice, and chosen from by how soon the peer answers.
 """
 
@@ -32,7 +32,7 @@ _PIECE_S: Final = 0.2
 _PIECE_BYTES_MIN: Final = 256 << 10
 _PIECE_BYTES_MAX: Final = 16 << 20
 _FIRST_BYTES: Final = 4 << 20
-#: Source ports that are tried at once. Of two paths each way, one in four is idle both ways.
+#: Source ports that are tried at once. With two paths each way, one in four is idle both ways.
 _NUM_PORTS: Final = 8
 _DIAL_S: Final = 0.5
 #: So many connections may break in a row.

@@ -26,7 +26,7 @@ from workers.protocol import Peer
 
 #: Enough that the start of a connection is a small part: 32 ms at 1 Gbit/s.
 SIZE_BYTES: Final = 4 << 20
-#: What has not arrived by then is not waited for.
+#: Bytes that have not arrived by then are not waited for.
 WITHIN_S: Final = 0.2
 #: Length of the stretch: longer than a process is kept from running on a busy machine.
 _STRETCH_S: Final = 0.05
@@ -69,7 +69,7 @@ def _timed(connection: socket.socket, left: memoryview, within_s: float) -> floa
         if passed_s - since_s >= _STRETCH_S or (is_over and not best):
             best = max(best, (num_arrived - before) / (passed_s - since_s))
         if is_over:
-            # What is queued is dropped with a connection that the peer ends.
+            # Bytes in the queue are dropped with a connection that the peer ends.
             if code := connection.getsockopt(socket.SOL_SOCKET, socket.SO_ERROR):
                 raise OSError(code, os.strerror(code))
             return best

@@ -164,7 +164,7 @@ class StorageWriter:
     def write_once(self, folder: str, files: Mapping[str, bytes]) -> None:
         """Write the files that a folder of the run directory lacks, in the background.
 
-        What storage refuses is left to the next attempt.
+        A version that storage refuses is left to the next attempt.
         """
 
         def write() -> None:

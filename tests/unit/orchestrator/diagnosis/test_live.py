@@ -1,4 +1,4 @@
-"""Whom a run suspects while it trains, from reports as keepers send them."""
+"""Suspicions of a run while it trains, from reports as keepers send them."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a trace draws, and what torch's own analyzer reads of records of ours."""
+"""A trace draws our records, and torch's own analyzer reads them."""
 
 from __future__ import annotations
 

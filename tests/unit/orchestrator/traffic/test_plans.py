@@ -135,7 +135,7 @@ TESTBED = Topology(
     uplink_bytes_s=200.0,
     spines=8,
 )
-#: What the cards of a node reach together, by NVLink.
+#: Speed of the cards of a node together, by NVLink.
 LIMIT = 362.0
 
 

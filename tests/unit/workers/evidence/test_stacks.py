@@ -15,7 +15,7 @@ import pytest
 from ucp_core.storage import open_store
 from workers.evidence import Evidence, Subject, copies, kernel_facts, stacks_path, take_stacks
 
-#: What a process hangs in, by name; `busy` and `regex` compute, `held` keeps the interpreter.
+#: Code that a process hangs in, by name; `busy` and `regex` compute, `held` keeps the interpreter.
 HANGS = {
     "sleep": "time.sleep(1000)",
     "lock": "taken.acquire()",
@@ -111,7 +111,7 @@ def test_of_a_process_that_cannot_write_the_kernel_tells(
 ) -> None:
     """A stopped process runs no handler, and a dead one has left what it wrote when it died."""
     stopped, died, gone = stuck["sleep"], stuck["queue"], stuck["lock"]
-    # What they did at an earlier incident says nothing of this one.
+    # Stacks of an earlier incident say nothing of this one.
     assert " in train" in take_stacks(stuck.values(), WAIT_S_MAX)["lock"]
     os.kill(stopped.pid, signal.SIGSTOP)
     os.kill(died.pid, signal.SIGSEGV)

@@ -1,4 +1,4 @@
-"""What a keeper sees of its trainers' connections, by real kernels."""
+"""A keeper's view of its trainers' connections, by real kernels."""
 
 from __future__ import annotations
 

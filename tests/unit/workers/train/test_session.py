@@ -171,7 +171,7 @@ def predict(_session: Session, model: nn.Module) -> None:
 def test_the_work_of_each_micro_batch_is_recorded(
     make_attempts: Callable[[str], Attempts], tmp_path: Path
 ) -> None:
-    """Who is slow in which of it is told from outside, or afterwards."""
+    """The slow part of it is told from outside, or afterwards."""
     attempts = make_attempts("a")
 
     outcome = attempts.train(fit, steps=2)

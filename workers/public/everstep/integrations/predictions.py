@@ -1,4 +1,4 @@
-"""What a model returns in an evaluation, gathered for ``compute_metrics`` as Trainer does it."""
+"""The outputs of a model in an evaluation, gathered for ``compute_metrics`` as Trainer does it."""
 
 from __future__ import annotations
 

@@ -137,7 +137,7 @@ def test_random_losses_are_survived_as_often_as_combinatorics_say(
 
 
 def test_copies_stay_in_a_zone_whose_links_training_does_not_fill() -> None:
-    """Of keepers in other racks those near by are taken; without a topology the next ones are."""
+    """Near keepers in other racks are taken; without a topology the next ones are."""
     nodes = ("a", "b", "c", "d")
     zones = {"a": "east", "b": "west", "c": "east", "d": "west"}
     facts = RedundancyFacts(

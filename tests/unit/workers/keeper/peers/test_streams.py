@@ -66,7 +66,7 @@ def test_a_large_range_arrives_whole_in_pieces(streams: Streams, arena: Arena) -
 
 
 def test_what_is_overwritten_meanwhile_is_refused(streams: Streams, arena: Arena) -> None:
-    """Nobody writes into the target afterwards."""
+    """No stream writes into the target afterwards."""
     (held,) = arena.versions()
     target = bytearray(SIZE)
 

@@ -18,7 +18,7 @@ from workers.protocol import Peer
 
 @pytest.fixture
 def size() -> int:
-    """Of the snapshot that the keeper has."""
+    """The rate is that of the snapshot that the keeper has."""
     return 1000
 
 
