@@ -57,7 +57,7 @@ def test_a_hang_keeps_stacks_rings_and_reports(
         train__warmup_steps=2,
         workers__max=2,
         workers__standby_per_node=0,
-        parallel__collective_timeout_s=5,
+        parallel__collective_timeout_s=12,
         run__script=str(script),
     )
 

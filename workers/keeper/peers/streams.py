@@ -108,6 +108,8 @@ class Streams:
             begun_s = time.monotonic()
             self._client.read(arena, held, 0, [target[:first]])
             self._rate = first / max(time.monotonic() - begun_s, 1e-9)
+            if first == len(target):
+                return
             if len(target) - first <= self._rate * _SHORT_S:
                 self._client.read(arena, held, first, [target[first:]])
                 self._rate = len(target) / max(time.monotonic() - begun_s, 1e-9)

@@ -23,7 +23,7 @@ HANGS = {
     "event": "threading.Event().wait()",
     "pipe": "os.read(os.pipe()[0], 1)",
     "socket": "pair = socket.socketpair(); pair[0].recv(1)",
-    "child": "subprocess.run(['sleep', '1000'])",
+    "child": "subprocess.run(['cat'])",
     "held": "ctypes.PyDLL(None).usleep(900_000_000)",
     "busy": "exec('while True: pass')",
     "regex": "re.match('(a+)+$', 'a' * 60 + 'b')",
@@ -78,6 +78,9 @@ def stuck(tmp_path: Path) -> Iterator[dict[str, Subject]]:
             name: Subject(name, pid, path)
             for name, pid, path in zip(HANGS, pids, paths, strict=True)
         }
+        # One by one: those that keep the interpreter do not see that their parent ends.
+        for pid in pids:
+            os.kill(pid, signal.SIGKILL)
         process.kill()
 
 

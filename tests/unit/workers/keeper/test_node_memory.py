@@ -97,7 +97,7 @@ def test_what_a_lost_node_held_is_loaded_from_the_copies(
     snapshot(theirs, 3, rank=1, world=2)
     assert theirs.copy_behind()
     notify(descriptor_socket(tmp_path / ("b" * 16)), "w0002.1")
-    assert eventually(lambda: not theirs.copy_behind())
+    assert eventually(theirs.is_copied)
     opened.remove(far)
     far.close()
 
