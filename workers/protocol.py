@@ -597,8 +597,8 @@ class WorkerReport:
             measured: while the node's workers stand still.
         digest: What it says of its own work; None if it keeps no record of it.
         num_dropped: Groups that did not fit its ring: it may wait in one of them, and nobody knows.
-        beater_runs: How often its beating thread got a processor; 0 if that is not known. Of a
-            process that waits for its interpreter lock it grows, of a frozen one it does not.
+        beater_runs: How often its beating thread got a processor; 0 if that is not known. It grows
+            while the process waits for its interpreter lock, and not while it is frozen.
     """
 
     worker: str

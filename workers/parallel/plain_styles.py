@@ -53,7 +53,7 @@ def cut_plainly(module: nn.Module, style: ParallelStyle, mesh: DeviceMesh) -> No
             shape=parameter.shape,
             stride=parameter.stride(),
         )
-        # As nn.Parameter does, but that detaches it, for which torch plans a sharding, too.
+        # As nn.Parameter does; but that detaches it, and torch plans a sharding for it.
         cut._is_param = True  # noqa: SLF001
         module.register_parameter(name, cut.requires_grad_(parameter.requires_grad))
     module.forward = partial(forward, module, mesh.get_group())

@@ -57,8 +57,8 @@ def partners(
     A small group has fewer copies than asked for.
 
     Args:
-        met: Returns what a copy from one node to another meets. Of nodes that protect alike the
-            one with the least comes first, unless some node then had more to keep.
+        met: Returns what a copy from one node to another meets. The node with the least comes
+            first among those that protect alike, unless some node then had more to keep.
     """
     found = _deal(groups, domains, copies, None)
     near = found if met is None else _deal(groups, domains, copies, met)
