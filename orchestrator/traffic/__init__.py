@@ -14,10 +14,9 @@ from orchestrator.traffic.plans import (
     in_turn,
     load_of,
     near_order,
-    order_cost,
     way_cost,
 )
-from orchestrator.traffic.topology import Link, Topology, topology_of
+from orchestrator.traffic.topology import Link, Topology
 
 __all__ = [
     "Flow",
@@ -30,8 +29,6 @@ __all__ = [
     "in_turn",
     "load_of",
     "near_order",
-    "order_cost",
     "step_flows",
-    "topology_of",
     "way_cost",
 ]

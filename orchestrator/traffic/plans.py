@@ -11,10 +11,9 @@ from dataclasses import dataclass, field
 from itertools import zip_longest
 from math import inf
 
-from orchestrator.traffic.flows import Flow, step_flows
+from orchestrator.traffic.flows import Flow
 from orchestrator.traffic.maxmin import fill
 from orchestrator.traffic.topology import Link, Topology, by_rack
-from ucp_core.layout import ParallelLayout
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -65,21 +64,6 @@ def _parts(topology: Topology, flow: Flow) -> list[Flow]:
         return [flow]
     spines = topology.live_spines(flow.source, flow.target, flow.rail) or [0]
     return [flow._replace(num_bytes=flow.num_bytes / len(spines), spine=each) for each in spines]
-
-
-def order_cost(
-    topology: Topology, layout: ParallelLayout, node_size: int, sent: Mapping[str, float]
-) -> Callable[[Sequence[str]], float]:
-    """Return a function that says how long a step communicates with nodes in some order.
-
-    Each node has ``node_size`` ranks in a row. ``sent`` as for ``step_flows``.
-    """
-
-    def cost(order: Sequence[str]) -> float:
-        nodes = [node for node in order for _ in range(node_size)]
-        return load_of(topology, step_flows(layout, nodes, sent, topology.rails).values()).took_s
-
-    return cost
 
 
 def near_order(topology: Topology, nodes: Sequence[str]) -> list[str]:

@@ -12,9 +12,6 @@ from dataclasses import dataclass, field
 from math import inf
 from typing import NamedTuple
 
-#: Ray's label of a node's zone.
-ZONE_LABEL = "ray.io/availability-zone"
-
 
 class Link(NamedTuple):
     """One direction of a link.
@@ -105,22 +102,6 @@ class Topology:
             for spine in range(self.spines)
             if all(self.capacity(link) > 0 for link in self.path(source, target, rail, spine))
         ]
-
-
-def topology_of(
-    labels: Mapping[str, Mapping[str, str]], rack_label: str, node_bytes_s: float
-) -> Topology:
-    """Return the topology that labels of nodes show; only the speed of nodes is known then.
-
-    Args:
-        labels: Ray's labels, by node.
-        rack_label: The one that names the rack of a node.
-    """
-    racks = {node: found for node, its in labels.items() if (found := its.get(rack_label))}
-    zones = {
-        racks.get(node, node): zone for node, its in labels.items() if (zone := its.get(ZONE_LABEL))
-    }
-    return Topology(racks=racks, zones=zones, node_bytes_s=node_bytes_s)
 
 
 def by_rack(topology: Topology, nodes: Sequence[str]) -> dict[str, list[str]]:
