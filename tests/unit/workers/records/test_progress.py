@@ -316,7 +316,8 @@ def test_a_held_interpreter_is_told_from_a_process_in_which_nothing_runs(path: P
             assert runs > 0
             until(lambda: seen().beater_runs > runs + 10, "a thread that waits for the lock")
             os.kill(child.pid, signal.SIGSTOP)
-            until(lambda: seen().os_state == "T", "a stopped process")
+            os.waitpid(child.pid, os.WUNTRACED)  # its last thread stands: the main one stops first
+            assert seen().os_state == "T"
             runs, since_s = seen().beater_runs, seen().beat_age_s
             until(lambda: seen().beat_age_s > since_s + 0.2, "time")
             assert seen().beater_runs == runs
