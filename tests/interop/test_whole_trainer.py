@@ -1,6 +1,6 @@
 """A fine-tuning as people write it, with Trainer and with ours: the same metrics, the same folder.
 
-``tests/chaos/test_whole_trainer.py`` runs it on workers that are killed.
+``tests/integration/cluster/test_whole_trainer.py`` runs it on workers that are killed.
 """
 
 from __future__ import annotations

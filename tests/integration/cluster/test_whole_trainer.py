@@ -19,10 +19,16 @@ from tests.support.reach import reach
 
 transformers = pytest.importorskip("transformers", reason="the extra hf is not installed")
 pytest.importorskip("accelerate", reason="the extra hf is not installed")
-pytestmark = [pytest.mark.chaos, pytest.mark.timeout(600)]
+pytestmark = pytest.mark.timeout(600)
 
 
-@pytest.mark.parametrize("killed", [False, True], ids=["undisturbed", "killed"])
+@pytest.mark.parametrize(
+    "killed",
+    [
+        pytest.param(False, id="undisturbed", marks=pytest.mark.chaos),
+        pytest.param(True, id="killed"),
+    ],
+)
 def test_it_comes_to_what_trainer_comes_to(
     nodes: Any, make_config: Callable[..., RunConfig], tmp_path: Path, *, killed: bool
 ) -> None:
