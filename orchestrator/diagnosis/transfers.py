@@ -36,9 +36,12 @@ def slow_transfers(rows: Mapping[int, list[Operation]]) -> list[Verdict]:
         return []
     floor_s = _SHARE * _step_s(rows)
     points = [(sizes[link][step], cost) for link in costs for step, cost in costs[link].items()]
-    power = growth(points, 1.0)
+    power, usual = growth(points, 1.0), median(size for size, _ in points)
     by_time = {
-        link: {step: (floor_s + cost) / sizes[link][step] ** power for step, cost in by.items()}
+        link: {
+            step: floor_s + cost * (usual / max(1, sizes[link][step])) ** power
+            for step, cost in by.items()
+        }
         for link, by in costs.items()
     }
     roles: dict[_Link, Hashable] = {(a, b): (rows[a][0].role, rows[b][0].role) for a, b in by_time}

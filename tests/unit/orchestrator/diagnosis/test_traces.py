@@ -19,3 +19,10 @@ def test_nobody_is_named_in_a_run_without_a_fault(kind: str) -> None:
     trace = clean(kind, seed=0)
 
     assert answer(trace) == [], trace.what
+
+
+def test_transfers_of_uneven_tokens_are_no_slow_links() -> None:
+    """They cost next to nothing of a step, so their sizes say nothing about it."""
+    trace = clean("tokens_unsaid", seed=77017)
+
+    assert answer(trace) == [], trace.what
