@@ -330,6 +330,7 @@ class HangFound:
             that, and they will do it again.
         rule: Name of the rule that fired.
         verdict: Kind of the verdict, as ``orchestrator.diagnosis`` names it.
+        at_odds: Ranks whose calls are not those of most: the program is to blame, not a machine.
     """
 
     at_s: float
@@ -339,6 +340,7 @@ class HangFound:
     is_program: bool = False
     rule: str = ""
     verdict: str = ""
+    at_odds: tuple[int, ...] = ()
 
 
 @value

@@ -33,7 +33,7 @@ from typing import TypeAlias
 from orchestrator.detection.detector import WATCH_GAP_S, Detector, Watched
 from orchestrator.detection.limits import Limits
 from orchestrator.detection.signs import Sign, describe, sign_of
-from orchestrator.detection.waits import graph_of, mismatch, waits
+from orchestrator.detection.waits import disagreement, graph_of, waits
 from orchestrator.diagnosis import Kind, WaitGraph
 from workers.protocol import WorkerPhase, WorkerReport
 
@@ -69,6 +69,7 @@ class Verdict:
         evidence: One line for people.
         waited_s: For how long no member was seen to progress.
         is_program: Whether ranks are proven to have called different collectives.
+        at_odds: The ranks whose calls are not those of most.
     """
 
     attempt: int
@@ -79,6 +80,7 @@ class Verdict:
     waited_s: float
     kind: Kind = Kind.UNDECIDED
     is_program: bool = False
+    at_odds: tuple[int, ...] = ()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -321,11 +323,11 @@ def _undecided(case: _Case) -> Verdict | None:
     bound_s = max(case.limits.undecided_s, *(_bound_s(case, rank) for rank in case.rows))
     if case.still_s < bound_s or _all_stopped(case):
         return None
-    wrong = mismatch(case.rows)
-    if wrong is not None:
-        kind, evidence = wrong
-        return replace(case.verdict("undecided", [], evidence), kind=kind, is_program=True)
     waiting = case.graph.waits_for
+    wrong = disagreement(case.rows, case.graph)
+    if wrong is not None:
+        verdict = case.verdict("undecided", [], wrong.evidence)
+        return replace(verdict, kind=wrong.kind, at_odds=wrong.ranks, is_program=True)
     if not waiting and case.still_s < case.limits.forming_s:
         # All may do the same for long, as to read data; nobody is held up by another.
         return None
@@ -336,7 +338,9 @@ def _undecided(case: _Case) -> Verdict | None:
     if len(waiting) < len(case.members):
         return case.verdict("undecided", [], f"no member waits for another{where}")
     if any(waiting.values()):
-        return case.verdict("undecided", [], f"the members wait for each other in a circle{where}")
+        held = _names(case, sorted(case.graph.ends))
+        why = f"others wait for {held}, and all have called what it waits in{where}"
+        return case.verdict("undecided", [], why)
     nobody = "every member waits and none is missing: the network"
     return case.verdict("undecided", [], nobody)
 

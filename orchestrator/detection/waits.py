@@ -2,13 +2,27 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
-from typing import Final
+from collections import defaultdict
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass
 
-from orchestrator.diagnosis import Kind, WaitGraph, difference, wait_graph
+from orchestrator.diagnosis import Call, Kind, WaitGraph, difference, listed, wait_graph
 from workers.protocol import GroupState, WorkerPhase, WorkerReport
+from workers.records import OP_CODES, history_after
 
-_TYPE: Final = " of another type"
+
+@dataclass(frozen=True, slots=True)
+class Disagreement:
+    """Members called different things; no machine is to blame for that.
+
+    Attributes:
+        ranks: Those that more than half of the members are at odds with.
+        evidence: One line for people.
+    """
+
+    kind: Kind
+    ranks: tuple[int, ...]
+    evidence: str
 
 
 def graph_of(reports: Mapping[int, WorkerReport | None], *, attempt: int) -> WaitGraph:
@@ -35,40 +49,125 @@ def waits(row: WorkerReport) -> Iterator[GroupState]:
     return (group for group in row.groups if group.waiting_s > 0.0)
 
 
-def mismatch(reports: Mapping[int, WorkerReport | None]) -> tuple[Kind, str] | None:
-    """Return how members of one group wait in different calls of the same number, if so.
+def disagreement(
+    reports: Mapping[int, WorkerReport | None], graph: WaitGraph
+) -> Disagreement | None:
+    """Return how the members called different things, if all of them wait and some did.
 
-    Or that their calls before it differed, where those of that number do not. That is a mistake in
-    the program, or ranks that disagree about data; nobody is to blame for it as a machine. Each
-    rank's line of the script is named, if it is known.
+    Calls of one number in one group differ, or those before them; or the members wait for each
+    other in a circle. That is a mistake in the program, or ranks that disagree about data.
     """
-    shifted: tuple[Kind, str] | None = None
-    seen: dict[tuple[str, int], tuple[int, GroupState, str]] = {}
+    waiting: dict[tuple[str, int], dict[int, GroupState]] = defaultdict(dict)
     for rank, row in sorted(reports.items()):
         for group in waits(row) if row is not None else ():
-            if group.entered_seq != group.finished_seq + 1:
-                continue
-            at = f" at {row.place}" if row is not None and row.place else ""
-            key = (group.group, group.entered_seq)
-            first, usual, first_at = seen.setdefault(key, (rank, group, at))
-            what = difference(_call(usual, group), _call(group, usual))
-            if what:
-                sizes = (f" of {one.size_bytes} bytes" for one in (usual, group))
-                mine, its = sizes if what == "size" else ("", _TYPE if what == "type" else "")
-                return Kind.MISMATCH, (
-                    f"rank {first} called {usual.op}{mine}{first_at} and rank {rank} called "
-                    f"{group.op}{its}{at} as number {group.entered_seq} of group {group.group}"
-                )
-            if usual.history and group.history and usual.history != group.history:
-                told = (
-                    f"rank {first}{first_at} and rank {rank}{at} wait in number "
-                    f"{group.entered_seq} of group {group.group}, and differ in a call before it"
-                )
-                shifted = shifted or (Kind.DESYNC, told)
-    return shifted
+            if group.entered_seq == group.finished_seq + 1:
+                waiting[group.group, group.entered_seq][rank] = group
+    for (_, number), calls in waiting.items():
+        if found := _other_call(reports, number, calls):
+            return found
+    for (name, number), calls in waiting.items():
+        if found := _other_past(reports, number, calls, waiting.get((name, number + 1), {})):
+            return found
+    return _circle(reports, graph, waiting)
 
 
-def _call(one: GroupState, other: GroupState) -> tuple[str, int, str]:
-    """Return a call as it is compared with another; a type counts if both are known."""
-    is_known = one.dtype and other.dtype
-    return one.op, one.size_bytes, str(one.dtype) if is_known else ""
+def _other_call(
+    reports: Mapping[int, WorkerReport | None], number: int, calls: Mapping[int, GroupState]
+) -> Disagreement | None:
+    """Return who waits in another call of the same number."""
+    # A type that one of them does not know is like any other.
+    typed = all(one.dtype for one in calls.values())
+    by_call: dict[Call, list[int]] = defaultdict(list)
+    for rank, one in calls.items():
+        call = one.op, one.size_bytes, str(one.dtype) if typed else ""
+        alike = (each for each in by_call if not difference(each, call))
+        by_call[next(alike, call)].append(rank)
+    if len(by_call) < 2:  # noqa: PLR2004  all of them made the same call
+        return None
+    usual, *others = by_call
+    what = difference(usual, others[0])
+    told = []
+    for (op, size_bytes, _), ranks in by_call.items():
+        size = f" of {size_bytes} bytes" if what == "size" else ""
+        kind = " of another type" if what == "type" and ranks[0] not in by_call[usual] else ""
+        told.append(_at(reports, ranks, f"called {op}{size}{kind}"))
+    group = next(iter(calls.values())).group
+    return Disagreement(
+        Kind.MISMATCH,
+        _outnumbered(by_call.values()),
+        f"{' and '.join(told)} as number {number} of group {group}",
+    )
+
+
+def _other_past(
+    reports: Mapping[int, WorkerReport | None],
+    number: int,
+    calls: Mapping[int, GroupState],
+    later: Mapping[int, GroupState],
+) -> Disagreement | None:
+    """Return whose calls up to this number are not those of the others, by their hashes.
+
+    Args:
+        later: Members that wait in the next number, so they are past this one.
+    """
+    by_past: dict[int, list[int]] = defaultdict(list)
+    for rank, one in calls.items():
+        by_past[one.history].append(rank)
+    group = next(iter(calls.values())).group
+    if 0 not in by_past and len(by_past) > 1:
+        told = " and ".join(_at(reports, ranks, "") for ranks in by_past.values())
+        return Disagreement(
+            Kind.DESYNC,
+            _outnumbered(by_past.values()),
+            f"{told} wait in number {number} of group {group}, and differ in a call before it",
+        )
+    next_ = next(iter(later.values()), None)
+    if next_ is None or not next_.history or 0 in by_past:
+        return None
+    (past,) = by_past
+    if history_after(past, OP_CODES[next_.op], next_.dtype, next_.size_bytes) == next_.history:
+        return None
+    here, there = _at(reports, calls, _waits_in(calls)), _at(reports, later, "went on")
+    return Disagreement(
+        Kind.MISMATCH,
+        _outnumbered((list(calls), list(later))),
+        f"{here} as number {number} of group {group}, {there}, and their calls up to it differ",
+    )
+
+
+def _circle(
+    reports: Mapping[int, WorkerReport | None],
+    graph: WaitGraph,
+    waiting: Mapping[tuple[str, int], Mapping[int, GroupState]],
+) -> Disagreement | None:
+    """Return who called groups in another order: each waits for a call that another has to make."""
+    if len(graph.waits_for) < len(reports) or graph.ends or not any(graph.waits_for.values()):
+        return None
+    told = [
+        f"{_at(reports, calls, _waits_in(calls))} as number {number} of group {name}"
+        for (name, number), calls in waiting.items()
+    ]
+    return Disagreement(
+        Kind.DESYNC,
+        _outnumbered([list(calls) for calls in waiting.values()]),
+        f"the members wait for each other in a circle: {'; '.join(told)}",
+    )
+
+
+def _outnumbered(camps: Iterable[list[int]]) -> tuple[int, ...]:
+    """Return the ranks that are not in the camp of more than half."""
+    camps = list(camps)
+    all_ranks = {rank for camp in camps for rank in camp}
+    most = max(camps, key=len)
+    return tuple(sorted(all_ranks - set(most))) if 2 * len(most) > len(all_ranks) else ()
+
+
+def _waits_in(calls: Mapping[int, GroupState]) -> str:
+    return f"wait{'s' if len(calls) == 1 else ''} in {next(iter(calls.values())).op}"
+
+
+def _at(reports: Mapping[int, WorkerReport | None], ranks: Iterable[int], does: str) -> str:
+    """Return what ranks do, and their line of the script if it is known and one."""
+    places = {row.place for rank in ranks if (row := reports[rank]) is not None}
+    (place,) = places if len(places) == 1 else ("",)
+    return " ".join(filter(None, (listed(ranks), does, place and f"at {place}")))

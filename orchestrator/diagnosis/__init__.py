@@ -14,13 +14,14 @@ from orchestrator.diagnosis.flows import Flows, Transfer
 from orchestrator.diagnosis.graph import WaitGraph, wait_graph
 from orchestrator.diagnosis.links import Dead, dead
 from orchestrator.diagnosis.live import Live, Suspicion, roles_of
-from orchestrator.diagnosis.programs import difference
+from orchestrator.diagnosis.programs import Call, difference
 from orchestrator.diagnosis.records import SPANS, Operation, Records, matched
 from orchestrator.diagnosis.trace import trace
-from orchestrator.diagnosis.verdicts import Guilty, Kind, Verdict
+from orchestrator.diagnosis.verdicts import Guilty, Kind, Verdict, listed
 
 __all__ = [
     "SPANS",
+    "Call",
     "Dead",
     "Flows",
     "Guilty",
@@ -37,6 +38,7 @@ __all__ = [
     "difference",
     "flight_recorder_dumps",
     "links",
+    "listed",
     "matched",
     "roles_of",
     "trace",

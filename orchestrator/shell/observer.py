@@ -173,6 +173,7 @@ class Observer:
                     is_program=verdict.is_program,
                     rule=verdict.rule,
                     verdict=str(verdict.kind),
+                    at_odds=verdict.at_odds,
                 )
             )
         waited_s = verdict.waited_s if isinstance(verdict, detection.Stalled) else 0.0

@@ -37,6 +37,7 @@ KINDS: Final[dict[str, tuple[tuple[str, ...], frozenset[str]]]] = {
     "nan": (("forward", "backward"), frozenset({"not_finite"})),
     "flip": (("update",), frozenset({"diverged"})),
 }
+PROGRAMS: Final = frozenset({"skip", "size"})
 NAMED_S_MAX: Final = 20.0
 #: These end in time by themselves: a suspicion is all that is due.
 _SUSPENDS: Final = frozenset({"gil", "idle", "slow3", "slow1.5"})
@@ -64,12 +65,19 @@ class Injection(NamedTuple):
 def injections(kinds: Sequence[str], layouts: Sequence[str], repeats: int) -> list[Injection]:
     """Return the outcome of each fault, ``repeats`` of each kind, phase and layout."""
     found: list[Injection] = []
-    for layout in layouts:
-        work = [(kind, phase) for kind in kinds for phase in KINDS[kind][0] if _can(kind, layout)]
-        if not work or not repeats:
+    for repeat, layout, programs in product(range(repeats), layouts, ({"skip"}, {"size"})):
+        # Two mistakes of the program would end the run.
+        work = [
+            (kind, phase)
+            for kind in kinds
+            for phase in KINDS[kind][0]
+            if _can(kind, layout)
+            and (kind in programs or (kind not in PROGRAMS and "skip" in programs))
+        ]
+        if not work:
             continue
         with _running(layout) as (bench, orders):
-            for number, (_, (kind, phase)) in enumerate(product(range(repeats), work)):
+            for number, (kind, phase) in enumerate(work, start=repeat):
                 try:
                     found.append(_inject(bench, orders, kind, phase, layout, number))
                 except (CapacityError, AssertionError) as error:
@@ -177,7 +185,10 @@ def _judged(
     evidence = str(told.get("evidence") or told.get("error") or told.get("detail") or "")
     if "DivergedError" in evidence:
         verdict = "diverged"
-    names_victim = victim["worker"] in guilty or victim["rank"] in (told.get("ranks") or ())
+    names_victim = victim["worker"] in guilty or victim["rank"] in (
+        *told.get("ranks", ()),
+        *told.get("at_odds", ()),
+    )
     return Injection(
         kind, phase, layout, suspected_s, round(told["wall_time"] - fault_s, 3), verdict,
         is_right=names_victim and verdict in rights,

@@ -45,7 +45,7 @@ class Injector:
         time.sleep(_PACE_S * (times if left else 1.0))
         if left:
             self._slow[phase] = times, left - 1
-        for path in self._folder.glob(f"*-{phase}-{self._rank}"):
+        for path in self._folder.glob(f"[!d]*-{phase}-{self._rank}"):
             kind = path.name.partition("-")[0]
             path.rename(path.with_name(f"done {time.time():.6f} {path.name}"))
             self._do(kind, phase)

@@ -16,7 +16,9 @@ from workers.records.ring_format import (
     DTYPES,
     FAILED,
     FINISHED,
+    OP_CODES,
     SPANS,
+    history_after,
     last_ring_path,
 )
 from workers.records.ring_reader import Record, Ring, RingReader, RingView, is_ring, read_ring
@@ -26,6 +28,7 @@ __all__ = [
     "DTYPES",
     "FAILED",
     "FINISHED",
+    "OP_CODES",
     "SPANS",
     "Lease",
     "ProgressReader",
@@ -39,6 +42,7 @@ __all__ = [
     "Waited",
     "descendants",
     "has_run_out",
+    "history_after",
     "is_ring",
     "last_ring_path",
     "lease_s",

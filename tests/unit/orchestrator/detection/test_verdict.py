@@ -21,6 +21,7 @@ from orchestrator.detection.waits import graph_of
 from orchestrator.diagnosis import Kind
 from tests.support.histories import ATTEMPT, WORKERS, calm, group, stop, watch
 from workers.protocol import WorkerPhase, WorkerReport
+from workers.records import OP_CODES, history_after
 
 LIMITS = limits_from(0.2)
 PAUSED_S = LIMITS.pause_s + 1.0
@@ -195,7 +196,36 @@ def test_a_circle_of_waiting_ranks_is_undecided() -> None:
     verdict = verdict_on(rows, for_s=4.0)
 
     assert verdict.undecided
-    assert "in a circle" in verdict.evidence
+    assert (verdict.kind, verdict.at_odds, verdict.is_program) == (Kind.DESYNC, (0,), True)
+    assert (
+        "in a circle: rank 0 waits in all_reduce as number 3 of group a; ranks 1, 2, 3 wait in "
+        "all_reduce as number 4 of group b"
+    ) in verdict.evidence
+
+
+def test_a_rank_that_waits_in_what_the_others_left_called_it_otherwise() -> None:
+    """Its size let the others go on. With the same hash it would be a device, or the network."""
+    past, op = 77, OP_CODES["all_reduce"]
+    later = [
+        replace(
+            group("world", WORLD, 9, waiting_s=2.0), dtype=1, history=history_after(past, op, 1, 64)
+        )
+        for _ in WORKERS
+    ]
+    rows = [replace(row, groups=(one,)) for row, one in zip(rows_with(), later, strict=True)]
+
+    def with_past(hash_: int) -> Verdict:
+        behind = replace(group("world", WORLD, 8, waiting_s=2.0), dtype=1, history=hash_)
+        return verdict_on([replace(rows[0], groups=(behind,)), *rows[1:]], for_s=4.0)
+
+    differs, stands = with_past(78), with_past(past)
+
+    assert (differs.kind, differs.at_odds, differs.is_program) == (Kind.MISMATCH, (0,), True)
+    assert "rank 0 waits in all_reduce as number 8 of group world, ranks 1, 2, 3 went on" in (
+        differs.evidence
+    )
+    assert (stands.kind, stands.is_program, stands.guilty) == (Kind.UNDECIDED, False, ())
+    assert "others wait for w0 (rank 0), and all have called what it waits in" in stands.evidence
 
 
 def test_all_inside_the_same_collective_is_undecided() -> None:
@@ -228,7 +258,11 @@ def test_different_operations_of_one_number_are_told_but_blame_nobody() -> None:
 
     assert verdict.undecided
     assert verdict.is_program
-    assert "rank 0 called all_reduce and rank 2 called broadcast as number 9" in verdict.evidence
+    assert verdict.at_odds == (2,)
+    assert (
+        "ranks 0, 1, 3 called all_reduce and rank 2 called broadcast as number 9"
+        in verdict.evidence
+    )
 
     places = {"w0": "train.py:55", "w1": "train.py:55", "w2": "train.py:57", "w3": "train.py:55"}
     rows = [replace(row, place=places[row.worker]) for row in rows_with(w2=other)]
@@ -263,8 +297,9 @@ def test_another_type_is_told_and_so_are_calls_that_differed_before() -> None:
     assert (other_type.kind, other_type.is_program) == (Kind.MISMATCH, True)
     assert "rank 2 called all_reduce of another type as number 9" in other_type.evidence
     assert (other_past.kind, other_past.is_program) == (Kind.DESYNC, True)
-    assert "rank 0 and rank 2 wait in number 9 of group world, and differ in a call before it" in (
-        other_past.evidence
+    assert (
+        "ranks 0, 1, 3 and rank 2 wait in number 9 of group world, and differ in a call before"
+        in (other_past.evidence)
     )
     assert other_past.guilty == ()
 
