@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib.metadata
+import inspect
 import json
 import sys
 import time
@@ -13,6 +14,7 @@ from typing import Annotated, Any, NoReturn, ParamSpec, TypeVar
 
 import typer
 from rich.console import Console
+from typer.core import TyperGroup
 
 from orchestrator.cli.exit_codes import (
     TABLE,
@@ -27,8 +29,33 @@ from orchestrator.errors import ConfigError, OrchestratorError
 from ucp_core.errors import UcpError
 from workers.errors import missing_extra
 
+#: What people type for a command of another name.
+_MEANT = {
+    "attach": "run",
+    "resume": "run",
+    "start": "run",
+    "submit": "run",
+    "train": "run",
+    "cancel": "stop",
+    "kill": "stop",
+    "ls": "list",
+    "ps": "list",
+}
+
+
+class _Commands(TyperGroup):
+    """Knows other words for its commands, beside those that are spelled alike."""
+
+    def get_command(self, ctx: Any, cmd_name: str) -> Any:
+        meant = _MEANT.get(cmd_name)
+        if meant and not ctx.resilient_parsing:
+            ctx.fail(f"No such command {cmd_name!r}. Did you mean {meant!r}?")
+        return super().get_command(ctx, cmd_name)
+
+
 app = typer.Typer(
     name="everstep",
+    cls=_Commands,
     help="Elastic training for torch on Ray: runs that heal themselves.",
     epilog=TABLE,
     no_args_is_help=True,
@@ -89,6 +116,9 @@ def _edge(command: Callable[P, R]) -> Callable[P, R]:
         except Interrupt as interrupt:
             raise typer.Exit(code_of_signal(interrupt.number)) from interrupt
 
+    # Typer keeps the line breaks of a docstring and breaks the lines of a terminal again.
+    paragraphs = inspect.cleandoc(command.__doc__ or "").split("\n\n")
+    wrapped.__doc__ = "\n\n".join(" ".join(paragraph.split()) for paragraph in paragraphs)
     return wrapped
 
 

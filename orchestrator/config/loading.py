@@ -9,6 +9,7 @@ from __future__ import annotations
 import os
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import fields, is_dataclass, replace
+from difflib import get_close_matches
 from importlib.resources import files
 from pathlib import Path
 from typing import Any, TypeAlias, get_args
@@ -85,9 +86,12 @@ def _read(path_or_text: str) -> Source:
             return Source(example.read_text(encoding="utf-8"), example.name)
         text = store.read(path).decode()
     except (UcpError, UnicodeDecodeError) as error:
+        beside = (path.as_posix() for path in Path(path_or_text).parent.glob("*.y*ml"))
+        near = get_close_matches(path_or_text, [*beside, *examples], n=1, cutoff=0.8)
+        meant = f"did you mean {near[0]}? " if near else ""
         raise ConfigError(
             f"{path_or_text} cannot be read as a configuration: {error}{why_absent(path_or_text)}; "
-            f"examples that come with everstep: {', '.join(examples)}",
+            f"{meant}Examples that come with everstep: {', '.join(examples)}",
             problems=[str(error)],
         ) from error
     return Source(text, Path(path_or_text).name)
@@ -155,9 +159,8 @@ def _field_problem(source: Source, detail: Any) -> Problem:
     path: KeyPath = tuple(detail["loc"])
     kind, value = detail["type"], detail["input"]
     if kind in {"extra_forbidden", "unexpected_keyword_argument"}:
-        known = _known_keys(path[:-1])
         what = "section" if len(path) == 1 else "key"
-        return source.problem(path, f"is no {what}; {did_you_mean(str(path[-1]), known)}")
+        return source.problem(path, f"is no {what}; {_meant(path)}")
     if kind == "missing":
         return source.problem(path, f"is missing; write for example {_EXAMPLES[dotted(path)]}")
     if kind == "tuple_type":
@@ -167,6 +170,20 @@ def _field_problem(source: Source, detail: Any) -> Problem:
     if path[:2] == ("logging", "tensorboard"):
         return source.problem(path[:2], f"must be true or a directory, not {value!r}")
     return source.problem(*value_problem(detail))
+
+
+def _meant(path: KeyPath) -> str:
+    """Return a hint for the unknown key at ``path``: one that is like it, here or elsewhere."""
+    word, known = str(path[-1]), _known_keys(path[:-1])
+    if get_close_matches(word, known, n=1, cutoff=0.8):
+        return did_you_mean(word, known)
+    everywhere = {f"{one}.{key}" for one in RunConfig.model_fields for key in _known_keys((one,))}
+    same = sorted(one for one in everywhere if one.endswith(f".{word}"))
+    if not same and not get_close_matches(word, known, n=1):
+        # ``checkpoint_every`` is nearly ``checkpoint.every_steps``.
+        joined = {one.replace(".", "_"): one for one in everywhere}
+        same = [joined[near] for near in get_close_matches(word, joined, n=1, cutoff=0.8)]
+    return f"did you mean {' or '.join(same)}?" if same else did_you_mean(word, known)
 
 
 def _known_keys(path: KeyPath) -> list[str]:

@@ -10,7 +10,7 @@ from typing import Any, Final, NamedTuple
 
 from orchestrator.driver.run import Run
 from orchestrator.errors import RunNotFoundError
-from orchestrator.run_directory import CHECKPOINTS, CONFIG
+from orchestrator.run_directory import CHECKPOINTS, CONFIG, METRICS
 from ucp_core.errors import CheckpointNotFoundError, UcpError
 from ucp_core.formats import export, left_behind, lies_beside
 from ucp_core.lineage import Lineage
@@ -67,12 +67,13 @@ def export_run(
         best: Take the best step that the run keeps (``checkpoint.best``).
 
     Raises:
-        RunNotFoundError: No step is committed to storage there, or not that one.
+        RunNotFoundError: No run is there, or no step of it is in storage, or not that one.
         UcpError: As ``ucp_core.formats.export`` does.
     """
     run = Run(run_url)
     store, checkpoints = run.store, join(run.path, CHECKPOINTS)
     is_of_command = store.exists(join(run.path, CONFIG))
+    _require_a_run(run, is_of_command=is_of_command)
     target_store, target = open_store(destination)
     folders = _folders(run, is_of_command=is_of_command)
     tries = 0
@@ -109,6 +110,17 @@ def export_run(
         "copied": sorted(set(copied)),
         "left_behind": left_behind(checkpoint, format=format),
     }
+
+
+def _require_a_run(run: Run, *, is_of_command: bool) -> None:
+    # A script that runs alone has no configuration there.
+    beside = {CHECKPOINTS, METRICS.partition("/")[0]}
+    if not is_of_command and beside.isdisjoint(run.store.list(run.path)):
+        raise RunNotFoundError(
+            f"{run.url} holds no run: neither {CONFIG} nor {' nor '.join(sorted(beside))} is "
+            "there; name the run directory of `everstep run`, or that of your script",
+            url=run.url,
+        )
 
 
 def _folders(run: Run, *, is_of_command: bool) -> list[_Folder]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import re
 from pathlib import Path
 
@@ -51,6 +52,25 @@ def test_help_has_an_example_that_names_the_command(
 
     assert result.exit_code == 0
     assert f"Example: {program} {name}" in re.sub(r"\s+", " ", result.stdout)
+
+
+@pytest.mark.parametrize(("program", "app", "name"), COMMANDS, ids=IDS)
+def test_help_fits_a_terminal_of_80_columns(program: str, app: typer.Typer, name: str) -> None:
+    """Lines that were broken for the source were broken again, so that words stood alone."""
+    narrow = {"COLUMNS": "80", "NO_COLOR": "1"}
+    shown = CliRunner().invoke(app, [name, "--help"], env=narrow).stdout.splitlines()
+    tables = ("╭", "Arguments:", "Options:")
+    prose = itertools.takewhile(lambda line: not line.startswith(tables), shown)
+    text = [line.strip() for line in prose]
+    short = [
+        line
+        for line, following in itertools.pairwise(text)
+        # Another word would have fitted. An indent takes up to two columns of each side.
+        if line and following and len(line) + 1 + len(following.split()[0]) <= 76
+    ]
+
+    assert max(map(len, shown)) <= 80, f"{program} {name}"
+    assert short == []
 
 
 @pytest.mark.parametrize(("program", "app", "name"), COMMANDS, ids=IDS)

@@ -78,10 +78,33 @@ def test_all_problems_of_a_configuration_reach_the_user(tmp_path: Path) -> None:
     assert "bad.yaml:3: trian: is no section; did you mean train?" in result.stderr
 
 
+@pytest.mark.parametrize("word", ["resume", "statsu"])
+def test_another_word_for_a_command_names_the_one_that_is_meant(word: str) -> None:
+    """A run is resumed by the command that started it, which nobody guesses."""
+    result = CliRunner().invoke(app, [word, "run.yaml"], env={"NO_COLOR": "1"})
+
+    assert result.exit_code == 2
+    assert f"Did you mean '{'run' if word == 'resume' else 'status'}'?" in result.output
+
+
+def test_a_name_that_is_nearly_that_of_a_configuration_is_told(tmp_path: Path) -> None:
+    """An example of ours, or a file beside the one that is missing."""
+    (tmp_path / "train.yaml").write_text("run: {directory: x}\n")
+
+    example = CliRunner().invoke(app, ["run", "local/smal"])
+    beside = CliRunner().invoke(app, ["run", str(tmp_path / "train.yml")])
+
+    assert (example.exit_code, beside.exit_code) == (2, 2)
+    assert "did you mean local/small?" in example.stderr
+    assert f"did you mean {tmp_path}/train.yaml?" in beside.stderr
+
+
 def test_a_folder_without_a_run_is_said_to_be_none(tmp_path: Path) -> None:
     """Every command that takes a run directory is given a wrong one some day."""
-    for command in ("status", "report", "replay", "stop", "logs", "plan"):
-        result = CliRunner().invoke(app, [command, str(tmp_path)])
+    to = ["--to", str(tmp_path / "out")]
+    for command in ("status", "report", "replay", "stop", "logs", "plan", "export"):
+        options = to if command == "export" else []
+        result = CliRunner().invoke(app, [command, str(tmp_path), *options])
 
         assert result.exit_code == 2, command
         assert "holds no run" in result.stderr, command

@@ -73,6 +73,22 @@ model: small
     assert len(found) == 10
 
 
+@pytest.mark.parametrize(
+    ("path", "meant"),
+    [
+        ("train.checkpoint_every", "checkpoint.every_steps"),
+        ("workers.steps", "train.steps"),
+        ("train.every_steps", "checkpoint.every_steps or snapshot.every_steps"),
+        ("workers.mx", "max"),
+    ],
+)
+def test_a_key_in_the_wrong_section_names_the_right_one(path: str, meant: str) -> None:
+    """The keys of one section are a list of what the user did not mean."""
+    found = _problems(LEAST, f"{path}=5")
+
+    assert found == [f"command line: {path}: is no key; did you mean {meant}?"]
+
+
 def test_a_broken_key_does_not_hide_problems_of_its_neighbours() -> None:
     """Checks between keys need a whole configuration, which a broken one is not."""
     found = _problems(LEAST + "train: {steps: x, lr: 0}\n")

@@ -111,6 +111,9 @@ def test_a_run_without_that_step_says_what_it_has(tmp_path: Path) -> None:
             **more,
         )
 
+    with pytest.raises(RunNotFoundError, match="holds no run"):
+        export()
+    (tmp_path / "run/metrics").mkdir(parents=True)
     with pytest.raises(RunNotFoundError, match="no step in storage yet: wait for the first"):
         export()
     save(tmp_path / "run", 3)
