@@ -55,7 +55,7 @@ def _check_attempt(state: RunState) -> None:
         f"num_inside={state.attempt.num_inside}, inside={inside}"
     )
     assert set(inside) <= set(state.attempt.members), f"{inside} are inside and no members"
-    if state.phase in (Phase.FORMING, Phase.RUNNING):
+    if state.phase in (Phase.FORMING, Phase.TRAINING):
         assert state.attempt.num_inside == len(state.attempt.members), (
             f"{state.phase} without all members"
         )

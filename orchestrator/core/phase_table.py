@@ -38,7 +38,7 @@ def row(every: Handler | None = None, **named: Handler) -> Row:
 
     Args:
         every: In all phases but FINISHED and FAILED.
-        **named: By phase; ``active`` in FORMING, RUNNING, YIELDING; ``over`` in the last two.
+        **named: By phase; ``active`` in FORMING, TRAINING, YIELDING; ``over`` in the last two.
     """
     found = {} if every is None else dict.fromkeys(set(Phase) - TERMINAL, every)
     for name in sorted(named, key=lambda name: name not in _GROUPS):
@@ -53,7 +53,7 @@ TABLE: dict[type, Row] = {
     ev.WorkersSurveyed: row(
         waiting=survey.surveyed_waiting,
         forming=survey.surveyed_forming,
-        running=survey.surveyed_running,
+        training=survey.surveyed_training,
         yielding=survey.surveyed_yielding,
         fencing=survey.surveyed_fencing,
         reading=survey.surveyed_reading,
@@ -109,7 +109,9 @@ TABLE: dict[type, Row] = {
     ev.NotFiniteFound: row(on_members.not_finite_found),
     ev.HangFound: row(active=on_members.hang_found, fencing=on_members.hang_found_fencing),
     ev.Suspected: row(active=on_members.suspected, fencing=on_members.suspected),
-    ev.AttemptStalled: row(running=on_members.attempt_stalled, yielding=on_members.attempt_stalled),
+    ev.AttemptStalled: row(
+        training=on_members.attempt_stalled, yielding=on_members.attempt_stalled
+    ),
     ev.MembersAtWork: row(fencing=on_members.members_at_work),
     ev.SavesMeasured: row(active=pace.saves_measured),
     ev.CommittedRead: row(
@@ -149,7 +151,7 @@ TABLE: dict[type, Row] = {
     co.EventFolded: row(
         demand.settle,
         waiting=demand.settle_waiting,
-        running=planned.settle_and_consider,
+        training=planned.settle_and_consider,
         yielding=demand.settle_training,
     ),
 }

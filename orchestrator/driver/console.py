@@ -93,7 +93,7 @@ class RunView:
         else:
             self._said.pop("waits", None)
         self._say_problems(status)
-        if status["phase"] == "running":
+        if status["phase"] == "training":
             for line in status["passed_over"]:
                 self._say(f"passed over {line}", f"passed over {line}", key=status["attempt"])
             self._say("attempt", _attempt_line(status), key=status["attempt"])

@@ -146,7 +146,7 @@ def _story(run: Launched, view: RunView) -> None:
         return wait_for(
             run,
             lambda status: (
-                status["phase"] == "running"
+                status["phase"] == "training"
                 and status["step"] >= share * total
                 and (workers is None or len(status["workers"]) == workers)
             ),

@@ -252,7 +252,7 @@ class Run:
             self._performers[type(action)](action)
         parts.outputs.add(records)
         parts.evidence.follow(parts.outputs.stats)
-        is_settled = after.phase is core.Phase.RUNNING and after.surveying_until_s == math.inf
+        is_settled = after.phase is core.Phase.TRAINING and after.surveying_until_s == math.inf
         is_quiet = is_settled and self._events.empty()
         if parts.compaction.is_due(parts.journal.journal_bytes, is_quiet=is_quiet):
             self._spawn(parts.compaction.write(self._compacted()))

@@ -173,5 +173,5 @@ class Parts:
     def _training(self) -> tuple[int, tuple[str, ...]]:
         """Return the attempt that trains and the node of each rank; none while none does."""
         attempt, nodes = self.state.attempt, self.state.fleet.nodes
-        is_training = self.state.phase is Phase.RUNNING
+        is_training = self.state.phase is Phase.TRAINING
         return attempt.number, tuple(nodes[n].name for n in attempt.nodes if is_training)

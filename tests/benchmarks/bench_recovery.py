@@ -73,13 +73,13 @@ class Bench:
         """Wait until ``workers`` train, ``standbys`` wait, and a few steps passed in between."""
         status = self._until(
             lambda s: (
-                s["phase"] == "running"
+                s["phase"] == "training"
                 and sum(w["rank"] >= 0 for w in s["workers"]) == workers
                 and sum(w["state"] == "ready" for w in s["standbys"]) >= standbys
             )
         )
         goal = status["step"] + 5
-        return self._until(lambda s: s["phase"] == "running" and s["step"] >= goal)
+        return self._until(lambda s: s["phase"] == "training" and s["step"] >= goal)
 
     def recovery(self, before: dict[str, Any], fault_s: float) -> dict[str, float]:
         """Return seconds from ``fault_s`` to the first step of a later attempt, and lost steps."""

@@ -35,7 +35,7 @@ def run(tmp_path: Path) -> Iterator[Launched]:
 def test_the_next_controller_is_in_charge_once_there_is_room(run: Launched) -> None:
     """One whose loop has ended would be taken for a controller for ever, and nothing mended."""
     before = wait_for(
-        run, lambda s: s["phase"] == "running" and s["step"] >= 3, timeout_s=ACT_S_MAX
+        run, lambda s: s["phase"] == "training" and s["step"] >= 3, timeout_s=ACT_S_MAX
     )
     assert before is not None
     full = run.controller_pid()
@@ -47,7 +47,7 @@ def test_the_next_controller_is_in_charge_once_there_is_room(run: Launched) -> N
             is_next = run.controller_pid() != full
         except RayError:
             return False
-        return is_next and status["phase"] == "running" and status["step"] > before["step"]
+        return is_next and status["phase"] == "training" and status["step"] > before["step"]
 
     after = wait_for(run, is_mended, timeout_s=ACT_S_MAX)
     assert after is not None

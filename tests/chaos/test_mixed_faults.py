@@ -86,7 +86,7 @@ class Operator:
 
     def training(self, workers: int = 3) -> dict[str, Any]:
         """Wait until so many workers have made a few steps from now on."""
-        enough = lambda s: s["phase"] == "running" and len(_ranks(s)) >= workers  # noqa: E731
+        enough = lambda s: s["phase"] == "training" and len(_ranks(s)) >= workers  # noqa: E731
         begun = self.until(f"{workers} workers", enough)
         goal = begun["step"] + 4
         return self.until("some steps", lambda s: enough(s) and s["step"] >= goal)
@@ -95,7 +95,7 @@ class Operator:
         """Wait for steps of an attempt after that of ``before``."""
         self.until(
             "a later attempt",
-            lambda s: s["attempt"] > before["attempt"] and s["phase"] == "running" and s["step"],
+            lambda s: s["attempt"] > before["attempt"] and s["phase"] == "training" and s["step"],
         )
 
     def ended(self, outcome: str) -> dict[str, Any]:

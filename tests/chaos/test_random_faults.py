@@ -48,12 +48,12 @@ def _hurt(run: Launched, cluster: HostedCluster, kind: str, rank: int) -> None:
 
 def _steps_later(run: Launched, num_steps: int) -> dict[str, Any] | None:
     """Return the status once the run has trained ``num_steps`` more than it has now."""
-    now = wait_for(run, lambda s: s["phase"] == "running", timeout_s=ACT_S_MAX)
+    now = wait_for(run, lambda s: s["phase"] == "training", timeout_s=ACT_S_MAX)
     if now is None:
         return None
     goal = now["step"] + num_steps
     return wait_for(
-        run, lambda s: s["phase"] == "running" and s["step"] >= goal, timeout_s=ACT_S_MAX
+        run, lambda s: s["phase"] == "training" and s["step"] >= goal, timeout_s=ACT_S_MAX
     )
 
 

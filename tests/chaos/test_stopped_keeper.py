@@ -33,7 +33,7 @@ def run(tmp_path: Path) -> Iterator[Launched]:
 
 def _protected(status: dict[str, Any]) -> bool:
     survived: int = status["redundancy"]["node_losses_survived"]
-    return status["phase"] == "running" and survived == 1
+    return status["phase"] == "training" and survived == 1
 
 
 def _keeper_pid(status: dict[str, Any], node: str) -> int:

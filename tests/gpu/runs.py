@@ -66,7 +66,7 @@ def reach(run: Launched, step: int, *, workers: int = NUM_WORKERS) -> dict[str, 
     status = wait_for(
         run,
         lambda s: (
-            s["phase"] == "running"
+            s["phase"] == "training"
             and s["step"] >= step
             and sum(worker["rank"] >= 0 for worker in s["workers"]) >= workers
         ),

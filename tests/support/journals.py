@@ -91,7 +91,7 @@ class Journaled:
 
     def _next(self, number: int) -> ev.Event:
         at_s, state = self.at_s, self.state
-        if state.phase is not Phase.RUNNING:
+        if state.phase is not Phase.TRAINING:
             return ev.Ticked(at_s=at_s)
         if number % self.fault_every == 0:
             worker = state.fleet.workers[state.attempt.members[-1]].name

@@ -38,7 +38,7 @@ def reach(
     status = wait_for(
         run,
         lambda s: (
-            s["phase"] == "running"
+            s["phase"] == "training"
             and s["step"] >= step
             and s["attempt"] >= attempt
             and (workers is None or num_training(s) == workers)

@@ -285,7 +285,7 @@ def _staff(transition: Transition, number: int, *, trains: bool) -> None:
         ]
         for worker in sorted(idle, reverse=True)[: len(live) - allowed]:
             fleet.kill_worker(transition, worker, "no reservation for it on its node")
-    if node.draining and run.phase is Phase.RUNNING:
+    if node.draining and run.phase is Phase.TRAINING:
         for reservation in fleet.free_reservations(transition, run.fleet.nodes[number]):
             release_reservation(transition, reservation)
 

@@ -117,7 +117,7 @@ def _is_new_step(transition: Transition, event: StepCompleted) -> bool:
 
 def _run(transition: Transition) -> None:
     run = transition.run
-    transition.enter(Phase.RUNNING, inf)
+    transition.enter(Phase.TRAINING, inf)
     # Half of what an unusual one took is forgotten each time.
     run.form_s = max(transition.now_s - run.attempt.started_s, run.form_s / 2)
     search.forget(transition)

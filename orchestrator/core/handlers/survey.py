@@ -112,7 +112,7 @@ def surveyed_forming(transition: Transition, event: WorkersSurveyed) -> None:
         transition.follow(AttemptFailed(FaultKind.CONTROLLER_RESTART, (), evidence))
 
 
-def surveyed_running(transition: Transition, event: WorkersSurveyed) -> None:
+def surveyed_training(transition: Transition, event: WorkersSurveyed) -> None:
     """Leave an attempt alone that trains with all its members."""
     unheard = _reconcile(transition, event)
     if unheard is not None and not _fences(transition, *unheard):

@@ -28,7 +28,7 @@ class Phase(StrEnum):
 
     WAITING = "waiting"
     FORMING = "forming"
-    RUNNING = "running"
+    TRAINING = "training"
     YIELDING = "yielding"
     FENCING = "fencing"
     READING = "reading"
@@ -41,8 +41,8 @@ EDGES: dict[Phase, frozenset[Phase]] = {
     Phase.WAITING: frozenset(
         {Phase.WAITING, Phase.FORMING, Phase.READING, Phase.FINISHED, Phase.FAILED}
     ),
-    Phase.FORMING: frozenset({Phase.RUNNING, Phase.YIELDING, Phase.FENCING}),
-    Phase.RUNNING: frozenset({Phase.YIELDING, Phase.FENCING}),
+    Phase.FORMING: frozenset({Phase.TRAINING, Phase.YIELDING, Phase.FENCING}),
+    Phase.TRAINING: frozenset({Phase.YIELDING, Phase.FENCING}),
     Phase.YIELDING: frozenset({Phase.WAITING, Phase.FENCING, Phase.FINISHED}),
     Phase.FENCING: frozenset({Phase.READING}),
     Phase.READING: frozenset({Phase.WAITING, Phase.FINISHED, Phase.FAILED}),
@@ -50,7 +50,7 @@ EDGES: dict[Phase, frozenset[Phase]] = {
     Phase.FAILED: frozenset(),
 }
 #: Phases in which an attempt trains or may train.
-ACTIVE = frozenset({Phase.FORMING, Phase.RUNNING, Phase.YIELDING})
+ACTIVE = frozenset({Phase.FORMING, Phase.TRAINING, Phase.YIELDING})
 #: Phases that are never left.
 TERMINAL = frozenset({Phase.FINISHED, Phase.FAILED})
 

@@ -90,7 +90,7 @@ def test_a_version_that_is_damaged_everywhere_gives_way_to_the_one_before(
         arena.close()
     assert wait_for(
         run,
-        lambda s: s["phase"] == "running" and s["attempt"] >= 3 and s["step"] > step,
+        lambda s: s["phase"] == "training" and s["attempt"] >= 3 and s["step"] > step,
         timeout_s=ACT_S_MAX,
     )
     run.stop("all is seen")

@@ -123,14 +123,14 @@ def test_every_panel_has_data(endless_run: Launched, prometheus: Prometheus) -> 
     name, begin_s = endless_run.config.run.name, time.time()
     reached = wait_for(
         endless_run,
-        lambda status: status["phase"] == "running" and status["step"] > 5,
+        lambda status: status["phase"] == "training" and status["step"] > 5,
         timeout_s=ACT_S_MAX,
     )
     assert reached is not None
     signal_rank(endless_run, 1, signal.SIGKILL)
     recovered = wait_for(
         endless_run,
-        lambda status: status["phase"] == "running" and status["attempt"] > reached["attempt"],
+        lambda status: status["phase"] == "training" and status["attempt"] > reached["attempt"],
         timeout_s=ACT_S_MAX,
     )
     assert recovered is not None

@@ -31,7 +31,7 @@ def test_node_lost_right_after_a_growth_costs_one_step(
     run = begin_endless(workers__standby_per_node=0, checkpoint__every_steps="auto")
     config = run.config
     started = wait_for(
-        run, lambda s: s["phase"] == "running" and s["step"] >= 5, timeout_s=ACT_S_MAX
+        run, lambda s: s["phase"] == "training" and s["step"] >= 5, timeout_s=ACT_S_MAX
     )
     assert started is not None
     kill_node_of(run, 3)
@@ -40,7 +40,7 @@ def test_node_lost_right_after_a_growth_costs_one_step(
         run,
         lambda s: (
             s["attempt"] > started["attempt"] + 1
-            and s["phase"] in {"forming", "running"}
+            and s["phase"] in {"forming", "training"}
             and sum(worker["rank"] >= 0 for worker in s["workers"]) == 4
         ),
         timeout_s=ACT_S_MAX,
@@ -54,7 +54,7 @@ def test_node_lost_right_after_a_growth_costs_one_step(
     kill_node_of(run, 3)
     assert wait_for(
         run,
-        lambda s: s["phase"] == "running" and s["attempt"] > attempt,
+        lambda s: s["phase"] == "training" and s["attempt"] > attempt,
         timeout_s=ACT_S_MAX,
     )
     run.stop("all is seen")
@@ -92,7 +92,7 @@ def test_on_a_slow_link_snapshots_are_fewer_and_outlive_a_node_still(
     kill_node_of(run, 3)
     assert wait_for(
         run,
-        lambda s: s["phase"] == "running" and s["attempt"] > seen["attempt"],
+        lambda s: s["phase"] == "training" and s["attempt"] > seen["attempt"],
         timeout_s=ACT_S_MAX,
     )
     run.stop("all is seen")

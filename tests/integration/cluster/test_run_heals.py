@@ -32,7 +32,7 @@ COMPARED_STEPS = 80
 
 def _has_standby(status: dict[str, Any], node: str) -> bool:
     waiting = [w for w in status["standbys"] if w["state"] == "ready"]
-    return status["phase"] == "running" and any(w["node"] == node for w in waiting)
+    return status["phase"] == "training" and any(w["node"] == node for w in waiting)
 
 
 def _protected(run: Launched, step: int = 0, *, workers: int | None = None) -> dict[str, Any]:
@@ -40,7 +40,7 @@ def _protected(run: Launched, step: int = 0, *, workers: int | None = None) -> d
     status = wait_for(
         run,
         lambda s: (
-            s["phase"] == "running"
+            s["phase"] == "training"
             and s["redundancy"]["node_losses_survived"] == 1
             and s["redundancy"]["step"] >= step
             and (workers is None or num_training(s) == workers)

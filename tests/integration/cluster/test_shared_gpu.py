@@ -52,7 +52,7 @@ def test_four_workers_share_a_gpu_and_one_is_replaced(
             lambda s: (
                 s["attempt"] >= attempt
                 and s["step"] > 0
-                and s["phase"] == "running"
+                and s["phase"] == "training"
                 and sum(worker["rank"] >= 0 for worker in s["workers"]) == 4
             ),
             timeout_s=RUN_S_MAX,

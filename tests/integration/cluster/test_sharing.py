@@ -29,7 +29,7 @@ SEEN_S_MAX = 240.0
 def _has(num_workers: int, above: int) -> Callable[[dict[str, Any]], bool]:
     """Return whether a run trains on so many, and has come further than a step."""
     return lambda status: (
-        status["phase"] == "running"
+        status["phase"] == "training"
         and len(status["workers"]) == num_workers
         and status["step"] > above
     )

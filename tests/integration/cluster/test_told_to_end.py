@@ -69,7 +69,7 @@ def test_a_worker_that_gets_sigterm_leaves_with_its_step_saved(
     run = begin()
     before = wait_for(
         run,
-        lambda s: s["phase"] == "running" and s["step"] > 3 and len(s["workers"]) == 2,
+        lambda s: s["phase"] == "training" and s["step"] > 3 and len(s["workers"]) == 2,
         timeout_s=RUN_S_MAX,
     )
     assert before is not None
@@ -77,7 +77,7 @@ def test_a_worker_that_gets_sigterm_leaves_with_its_step_saved(
     os.kill(victim["pid"], signal.SIGTERM)
     after = wait_for(
         run,
-        lambda s: s["phase"] == "running" and s["attempt"] > before["attempt"] and s["step"] > 9,
+        lambda s: s["phase"] == "training" and s["attempt"] > before["attempt"] and s["step"] > 9,
         timeout_s=RUN_S_MAX,
     )
 

@@ -143,7 +143,7 @@ def test_a_detached_run_is_listed_and_stopped(command: Command) -> None:
     assert process.returncode == 0
     assert f"everstep stop {command.directory}" in output
     (run,) = [run for run in listed if run["directory"] == command.directory]
-    assert run["phase"] == "running"
+    assert run["phase"] == "training"
     assert run["workers"] == 1
     assert "detached" in run["note"]
     assert [run["directory"] for run in there] == [command.directory]

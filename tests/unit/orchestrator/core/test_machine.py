@@ -332,7 +332,7 @@ def test_members_whose_lease_ran_out_are_taken_back_and_nobody_is_blamed() -> No
         ev.CommittedRead(at_s=60.1, attempt=1, step=7, committed_by=1, skipped=()),
         ev.StepCompleted(at_s=61.0, attempt=2, step=8, step_s=0.1),
     )
-    assert (state.phase, len(state.attempt.members), state.faults) == (Phase.RUNNING, 2, ())
+    assert (state.phase, len(state.attempt.members), state.faults) == (Phase.TRAINING, 2, ())
 
 
 def test_a_stop_while_waiting_ends_the_run_at_once() -> None:
@@ -357,7 +357,7 @@ def _taken_below_the_minimum() -> tuple[RunState, tuple[Action, ...]]:
     )
     drain = ev.NodeDraining(at_s=3.0, node="b", deadline_s=40.0)
     state, actions = step(state, drain, rules=BOTH)
-    assert state.phase is Phase.RUNNING, "there is nowhere to go, and time to train"
+    assert state.phase is Phase.TRAINING, "there is nowhere to go, and time to train"
     assert YieldAttempt not in _kinds(actions)
     assert RequestReservation(reservation=3, avoid=("b",)) in actions
     assert next_deadline_s(state) == 40.0 - BOTH.bounds.drain_lead_s
@@ -407,7 +407,7 @@ def test_who_was_not_taken_in_time_trains_on() -> None:
         ev.StepCompleted(at_s=500.0, attempt=2, step=999, step_s=0.1),
         rules=BOTH,
     )
-    assert state.phase is Phase.RUNNING
+    assert state.phase is Phase.TRAINING
 
 
 def test_a_notice_that_is_withdrawn_ends_the_wait() -> None:
@@ -421,7 +421,7 @@ def test_before_the_controllers_machine_goes_the_state_is_in_storage_once() -> N
     """The head may go with it, and the whole cluster with all its memory a minute later."""
     draining = ev.ControllerDraining(at_s=3.0, deadline_s=40.0)
     state = _fold(_running(), draining)
-    assert state.phase is Phase.RUNNING
+    assert state.phase is Phase.TRAINING
     state, (order,) = step(state, ev.Ticked(at_s=30.0), rules=RULES)
     assert isinstance(order, YieldAttempt)
     assert order.durable
@@ -437,7 +437,7 @@ def test_before_the_controllers_machine_goes_the_state_is_in_storage_once() -> N
         ev.WorkerFormed(at_s=31.5, attempt=2, worker="w0002"),
         ev.StepCompleted(at_s=32.0, attempt=2, step=10, step_s=0.1),
     )
-    assert state.phase is Phase.RUNNING
+    assert state.phase is Phase.TRAINING
 
 
 def test_nothing_is_stored_for_a_controller_that_stays() -> None:
@@ -448,7 +448,7 @@ def test_nothing_is_stored_for_a_controller_that_stays() -> None:
         ev.ControllerStarted(at_s=4.0, incarnation=2),
     ):
         state, actions = step(_fold(_running(), draining, stays), ev.Ticked(at_s=35.0), rules=RULES)
-        assert state.phase is Phase.RUNNING
+        assert state.phase is Phase.TRAINING
         assert YieldAttempt not in _kinds(actions)
 
 
@@ -591,7 +591,7 @@ def test_description_has_what_status_promises() -> None:
     """Other programs read these names; a rename must fail here first."""
     document = describe(_running())
 
-    assert document["phase"] == "running"
+    assert document["phase"] == "training"
     assert document["attempt"] == 1
     assert document["step"] == 1
     assert document["committed_step"] == 1

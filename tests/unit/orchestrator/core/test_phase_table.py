@@ -30,12 +30,12 @@ def test_the_more_special_word_counts() -> None:
         handle.__name__ = name
         return handle
 
-    found = row(handlers("every"), active=handlers("active"), running=handlers("running"))
+    found = row(handlers("every"), active=handlers("active"), training=handlers("training"))
 
     assert {phase.value: handler.__name__ for phase, handler in found.items()} == {
         "waiting": "every",
         "forming": "active",
-        "running": "running",
+        "training": "training",
         "yielding": "active",
         "fencing": "every",
         "reading": "every",

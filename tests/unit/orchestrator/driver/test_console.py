@@ -92,7 +92,7 @@ def test_a_version_that_was_passed_over_is_named_once() -> None:
         "step": 3,
         "loss": None,
         "workers": [worker],
-        "phase": "running",
+        "phase": "training",
         "cause": None,
         "attempt": 2,
         "layout": "1 worker",

@@ -17,7 +17,7 @@ def _status(**changes: Any) -> dict[str, Any]:
     worker = {"worker": "w0002", "node": NODE, "pid": 23457, "state": "training"}
     standby = {"worker": "w0005", "node": NODE, "pid": None, "state": "starting"}
     return {
-        "phase": "running",
+        "phase": "training",
         "attempt": 2,
         "step": 95,
         "loss": 2.26571,
@@ -99,7 +99,7 @@ def test_who_is_where_can_be_read_and_copied_in_a_narrow_terminal() -> None:
     """A process id that was cut off ends the wrong process."""
     lines = _lines(_status())
 
-    assert lines[0] == "running: attempt 2 on dp_shard=4, step 95, loss 2.2657"
+    assert lines[0] == "training: attempt 2 on dp_shard=4, step 95, loss 2.2657"
     assert "0 w0002 f6a90903 23457 training step 96, backward 0.9 s ago" in lines
     assert "standby w0005 f6a90903 - starting - -" in lines
     assert "f6a90903 alive 23231 - 2 3" in lines
@@ -201,7 +201,7 @@ def test_a_run_without_controller_says_so_and_what_is_not_there_has_no_line() ->
     )
 
     assert lines == [
-        "running: attempt 2 on dp_shard=4, step 95; the controller is down: last known",
+        "training: attempt 2 on dp_shard=4, step 95; the controller is down: last known",
         "",
         "in storage: nothing yet",
         "saves: a snapshot each step, a checkpoint every 10 steps; 0.71% of step time, at most 2%",

@@ -234,7 +234,7 @@ def test_without_a_loss_to_plan_each_node_is_planned_for(tmp_path: Path) -> None
 @pytest.mark.parametrize(
     "answer",
     [
-        b'{"directory": "/of/another/run", "phase": "running", "step": 4242}',
+        b'{"directory": "/of/another/run", "phase": "training", "step": 4242}',
         b"<html>login</html>",
         b"[1]",
         b"\xff",
@@ -329,7 +329,7 @@ def _find_damaged(run: Journaled, *sources: Source) -> None:
             damaged=sources,
         )
     )
-    assert run.state.phase is Phase.RUNNING
+    assert run.state.phase is Phase.TRAINING
     assert run.state.bad == sources
 
 

@@ -347,7 +347,7 @@ def test_a_stall_is_searched_before_anything_is_proven_and_ends_only_for_a_lost_
     """With steps of ten seconds nothing is proven for a minute and a half."""
     run = _Run()
     run.fold(ev.AttemptStalled(at_s=run.at_s, attempt=1, waited_s=0.6))
-    assert run.where() == (Phase.RUNNING, 1)
+    assert run.where() == (Phase.TRAINING, 1)
 
     run.cut_pair("b", "d")
     run.fold(ev.AttemptStalled(at_s=run.at_s, attempt=1, waited_s=1.2))
@@ -471,4 +471,4 @@ def test_members_stay_where_another_order_would_win_nothing(
     run.at_s += 60.0
     _timed(run, slow, ratio=ratio)
 
-    assert run.where() == (Phase.RUNNING, 1), why
+    assert run.where() == (Phase.TRAINING, 1), why

@@ -71,7 +71,7 @@ def test_a_stopped_run_goes_on_behind_its_last_committed_step() -> None:
     assert start.lineage == ((1, 0), (2, 2))
     assert start.members == (("w0002", "b", 2),)
     assert not any(isinstance(action, act.ReportIncident) for action in actions)
-    assert (state.phase, state.attempt.step, state.stop_reason) == (Phase.RUNNING, 3, "")
+    assert (state.phase, state.attempt.step, state.stop_reason) == (Phase.TRAINING, 3, "")
     assert "everstep stop" in event.why
 
 
@@ -95,7 +95,7 @@ def test_a_run_without_a_journal_goes_on_behind_what_storage_has() -> None:
     (start,) = (action for action in actions if isinstance(action, act.StartAttempt))
     assert (start.attempt, start.resume_step, start.resume_attempt) == (5, 2, 1)
     assert start.lineage == ((5, 2),)
-    assert (state.phase, state.attempt.step) == (Phase.RUNNING, 3)
+    assert (state.phase, state.attempt.step) == (Phase.TRAINING, 3)
 
 
 def test_a_run_without_a_journal_does_not_fall_behind_what_storage_had() -> None:

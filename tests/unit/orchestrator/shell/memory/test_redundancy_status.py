@@ -39,7 +39,7 @@ def _reduced_for_s(states: list[RunState]) -> float | None:
 def test_a_recovery_does_not_make_redundancy_whole(phase: Phase) -> None:
     """With a fault every 50 s nobody was ever told, nor while the run waited for a machine."""
     num_looks = round(ALERT_S / LOOK_S) + 1
-    states = [_at(Phase.RUNNING, 5)] * num_looks
+    states = [_at(Phase.TRAINING, 5)] * num_looks
     states[num_looks // 2] = _at(phase, 5)
 
     assert _reduced_for_s(states) == ALERT_S
@@ -48,7 +48,7 @@ def test_a_recovery_does_not_make_redundancy_whole(phase: Phase) -> None:
 
 def test_before_the_first_step_there_is_nothing_to_protect() -> None:
     """A cluster that comes up slowly would begin with an alert."""
-    states = [_at(Phase.WAITING, 0), _at(Phase.FORMING, 0), _at(Phase.RUNNING, 0)]
+    states = [_at(Phase.WAITING, 0), _at(Phase.FORMING, 0), _at(Phase.TRAINING, 0)]
 
     assert _reduced_for_s(states) == 0.0
 
@@ -56,7 +56,7 @@ def test_before_the_first_step_there_is_nothing_to_protect() -> None:
 def test_it_is_said_once_that_a_node_which_was_left_is_not_needed() -> None:
     """Each time that it is said is an entry of the journal."""
     run = thaw(RunState())
-    run.phase, run.attempt.number, run.attempt.step = Phase.RUNNING, 1, 7
+    run.phase, run.attempt.number, run.attempt.step = Phase.TRAINING, 1, 7
     for number, name in enumerate(("aa", "bb", "cc")):
         run.fleet.nodes = run.fleet.nodes.set(number, Node(name=name))
     run.attempt.nodes, run.lineage = (0, 1), ((1, 0),)
