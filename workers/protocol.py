@@ -538,6 +538,30 @@ class StepCost(NamedTuple):
     data_s: float
 
 
+class StepFacts(NamedTuple):
+    """A rank's last completed step, beside its loss. nan: not known, or there is none.
+
+    Attributes:
+        grad_norm: Of the mean gradient, before clipping.
+        lr: Learning rate.
+        tokens: Tokens of its micro-batches, padding included; 0.0 if another rank counts them.
+        data_s: Time for which it waited for data.
+        validation_loss: Mean loss of the last evaluation.
+        device_bytes: Memory in use on its device, by all processes.
+        device_bytes_max: Memory of the device.
+    """
+
+    grad_norm: float = math.nan
+    lr: float = math.nan
+    tokens: float = math.nan
+    data_s: float = math.nan
+    validation_loss: float = math.nan
+    device_bytes: float = math.nan
+    device_bytes_max: float = math.nan
+
+
+NO_FACTS: Final = StepFacts()
+
 #: A digest tells of so many steps at most: it is sent each second, by every rank.
 NUM_COSTS_MAX: Final = 8
 
@@ -599,6 +623,7 @@ class WorkerReport:
         num_dropped: Groups that did not fit its ring: it may wait in one of them, and nobody knows.
         beater_runs: How often its beating thread got a processor; 0 if that is not known. It grows
             while the process waits for its interpreter lock, and not while it is frozen.
+        facts: What it says of the last completed step, beside its loss.
     """
 
     worker: str
@@ -622,6 +647,7 @@ class WorkerReport:
     digest: Digest | None = None
     num_dropped: int = 0
     beater_runs: int = 0
+    facts: StepFacts = NO_FACTS
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -7,7 +7,7 @@ from ucp_core.lazy import lazy_door
 if TYPE_CHECKING:
     from workers.data.dataset import Split, open_texts
     from workers.data.lines import JsonLines
-    from workers.data.loader import DataLoader, Dataset, as_data, micro_batches_of
+    from workers.data.loader import DataLoader, Dataset, as_data, micro_batches_of, num_tokens
     from workers.data.order import DataOrder
     from workers.data.packing import pack
     from workers.data.parquet import ParquetRows
@@ -28,6 +28,7 @@ __all__ = [
     "find_source",
     "keeping_host_numbers",
     "micro_batches_of",
+    "num_tokens",
     "open_texts",
     "pack",
     "random_seed",

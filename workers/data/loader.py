@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import functools
 import itertools
+import math
 import weakref
 from collections import deque
 from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
@@ -47,6 +48,23 @@ def as_data(data: Any) -> int | DataLoader:
     if isinstance(data, DataLoader):
         return data
     return int(data) if isinstance(data, Integral) else DataLoader(data)
+
+
+def num_tokens(batch: Any) -> int:
+    """Return how many tokens a batch has, padding included; 0 if it does not show any.
+
+    It shows them as ``input_ids``, or as inputs and labels that are whole numbers of one shape
+    ``(samples, positions)``.
+    """
+    if isinstance(batch, Mapping):
+        return math.prod(getattr(batch.get("input_ids"), "shape", (0,)))
+    match batch:
+        case (torch.Tensor() as inputs, torch.Tensor() as labels):
+            are_ids = not (inputs.is_floating_point() or labels.is_floating_point())
+            is_of_tokens = are_ids and inputs.ndim > 1 and inputs.shape == labels.shape
+            return inputs.numel() if is_of_tokens else 0
+        case _:
+            return 0
 
 
 def _refuse_batches(data: Any) -> None:

@@ -21,15 +21,15 @@ import threading
 import time
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Final
+from typing import Any, Final
 
-from workers.protocol import BEAT_S, Digest, WorkerPhase, WorkerReport
+from workers.protocol import BEAT_S, NO_FACTS, Digest, StepFacts, WorkerPhase, WorkerReport
 from workers.records.processes import num_runs, process_state
 from workers.records.ring import map_draft
 from workers.records.ring_reader import RingView
 
 _MAGIC: Final = b"everpage"
-_VERSION: Final = 4
+_VERSION: Final = 5
 # magic, version, pid, start time of the process in clock ticks since boot, worker id
 _HEADER = struct.Struct("<8sQQQ32s")
 _BEAT_AT: Final = 64
@@ -37,8 +37,9 @@ _BEAT_AT: Final = 64
 _BEATER_AT: Final = 72
 # and of the thread that trains
 _TRAINER_AT: Final = 80
-# store, attempt, rank, phase, phase_since_ns, step, micro_batch, moved_bytes, step_s, loss, store
-_STATE = struct.Struct("<QQqQQQQQddQ")
+# store, attempt, rank, phase, phase_since_ns, step, micro_batch, moved_bytes, step_s, loss, facts,
+# store
+_STATE = struct.Struct(f"<QQqQQQQQdd{len(StepFacts._fields)}dQ")
 _STATE_AT: Final = 128
 #: Length of a text, and the text.
 _PLACE_AT: Final = 1024
@@ -71,6 +72,7 @@ class ProgressView:
         moved_bytes: Bytes read and written in this attempt, while it loads, saves or leaves.
         step_s: Duration of the last step completed in this attempt; 0.0 before the first.
         loss: Its loss; ``nan`` before the first.
+        facts: What else is told of it.
         beat_ns: Last beat of the process.
         beater: The kernel's id of the beating thread; 0 before its first beat.
         trainer: And of the thread that enters attempts and runs the script; 0 before its first.
@@ -89,6 +91,7 @@ class ProgressView:
     moved_bytes: int
     step_s: float
     loss: float
+    facts: StepFacts
     beat_ns: int
     beater: int
     trainer: int
@@ -108,7 +111,7 @@ class ProgressRecord:
         self._attempt, self._rank = 0, -1
         self._phase, self._since_ns = _PHASE_CODES[WorkerPhase.IDLE], time.monotonic_ns()
         self._step = self._micro_batch = self._moved_bytes = 0
-        self._step_s, self._loss = 0.0, math.nan
+        self._step_s, self._loss, self._facts = 0.0, math.nan, NO_FACTS
         self._closed = threading.Event()
         self._beat_word = memoryview(memory)[_BEAT_AT : _BEATER_AT + 8].cast("Q")
         self._beat_word[0] = self._since_ns
@@ -135,13 +138,15 @@ class ProgressRecord:
 
         For the thread that trains in it.
 
-        Step duration and loss are reset: the first step of an attempt is judged by its own bound.
+        Step duration, loss and facts are reset, but for the last evaluation's: the first step of an
+        attempt is judged by its own bound.
         The last completed step stays until ``resumed`` or ``completed``.
         """
         with self._lock:
             self._attempt, self._rank = attempt, rank
             self._micro_batch = self._moved_bytes = 0
             self._step_s, self._loss = 0.0, math.nan
+            self._facts = NO_FACTS._replace(validation_loss=self._facts.validation_loss)
             _WORD.pack_into(self._memory, _TRAINER_AT, threading.get_native_id())
             self._store()
         self.waits_at("")
@@ -170,10 +175,17 @@ class ProgressRecord:
             self._moved_bytes += num_bytes
             self._store()
 
-    def completed(self, step: int, step_s: float, loss: float) -> None:
+    def completed(self, step: int, step_s: float, loss: float, facts: StepFacts = NO_FACTS) -> None:
         """Store that ``step`` is completed; it took ``step_s``."""
         with self._lock:
             self._step, self._step_s, self._loss, self._micro_batch = step, step_s, loss, 0
+            self._facts = facts._replace(validation_loss=self._facts.validation_loss)
+            self._store()
+
+    def evaluated(self, loss: float) -> None:
+        """Store the mean loss of an evaluation."""
+        with self._lock:
+            self._facts = self._facts._replace(validation_loss=loss)
             self._store()
 
     def waits_at(self, place: str) -> None:
@@ -200,6 +212,7 @@ class ProgressRecord:
             self._moved_bytes,
             self._step_s,
             self._loss,
+            *self._facts,
             stores,
         )
 
@@ -224,7 +237,7 @@ class ProgressReader:
         state = _read_state(memory)
         if state is None:
             return None
-        _, attempt, rank, phase, since_ns, step, micro_batch, moved_bytes, step_s, loss, _ = state
+        _, attempt, rank, phase, since_ns, step, micro_batch, moved_bytes, step_s, loss = state[:10]
         return ProgressView(
             worker=worker.rstrip(b"\0").decode(),
             pid=pid,
@@ -238,6 +251,7 @@ class ProgressReader:
             moved_bytes=moved_bytes,
             step_s=step_s,
             loss=loss,
+            facts=StepFacts(*state[10:-1]),
             beat_ns=_WORD.unpack_from(memory, _BEAT_AT)[0],
             beater=_WORD.unpack_from(memory, _BEATER_AT)[0],
             trainer=_WORD.unpack_from(memory, _TRAINER_AT)[0],
@@ -311,6 +325,7 @@ def report_on(
         processor_s=processor_s,
         step_s=view.step_s,
         loss=view.loss,
+        facts=view.facts,
         groups=ring.groups if is_current else (),
         place=view.place,
         trainer_s=process_state(view.pid, thread=view.trainer).processor_s if view.trainer else 0.0,
@@ -321,9 +336,7 @@ def report_on(
     )
 
 
-def _read_state(
-    memory: mmap.mmap,
-) -> tuple[int, int, int, int, int, int, int, int, float, float, int] | None:
+def _read_state(memory: mmap.mmap) -> tuple[Any, ...] | None:
     for _ in range(_READ_TRIES_MAX):
         copies = [memory[at : at + _STATE.size] for at in _COPIES_AT]
         again = [memory[at : at + _STATE.size] for at in _COPIES_AT]

@@ -367,6 +367,7 @@ class Session:
         self._evaluates_badly = bool(bad)
         self._validation_loss = loss
         self._boundary.best.note(VALIDATION_LOSS, loss)
+        progress.evaluated(loss)
         if self.rank == 0:
             self._storage.append(VALIDATION, self._boundary.line(self.step, loss=loss))
         return loss

@@ -20,7 +20,7 @@ from torch import nn
 from workers.data import DataLoader
 from workers.errors import TaskError
 from workers.parallel import fsdp_modules
-from workers.protocol import METRICS, Assignment, Noted, SaveCosts, WorkerPhase
+from workers.protocol import METRICS, Assignment, Noted, SaveCosts, StepFacts, WorkerPhase
 from workers.snapshot import (
     FINAL_S_MAX,
     Captured,
@@ -33,6 +33,7 @@ from workers.state import HostBuffer
 from workers.train.boundary.best import Best
 from workers.train.boundary.cadence import Cadence, Due
 from workers.train.boundary.costs import SaveMeter
+from workers.train.boundary.device_memory import DeviceMemory
 from workers.train.boundary.ending import Ending
 from workers.train.boundary.live_state import LiveState, Marks, capture
 from workers.train.boundary.protection_wait import ProtectionWait
@@ -122,6 +123,7 @@ class Boundary:
         # Costs may be asked for after the attempt: the callback must not hold the state.
         meter, cadence = SaveMeter(), self._cadence
         self._meter = meter
+        self._device_memory = DeviceMemory(device)
 
         def costs() -> SaveCosts:
             return replace(meter.costs(cadence.intervals), trouble=storage.trouble)
@@ -243,7 +245,7 @@ class Boundary:
         if self._storage.holds_lines:
             extra = {**extra, UNWRITTEN: unwritten}
         self._live = LiveState.after(step, step_s, sharded, extra)
-        self._context.progress.completed(step.number, step_s, step.loss)
+        self._context.progress.completed(step.number, step_s, step.loss, self._facts(step))
         self._state, agreed = None, step.agreed
         self._fallback.agree(is_behind=agreed.behind, is_without_memory=agreed.no_memory)
         wait = self._wait_of(step, step_s)
@@ -279,6 +281,17 @@ class Boundary:
         self._waited_s = wait.waited_s if wait is not None else 0.0
         self._meter.step(step_s, time.monotonic() - begun_s - self._waited_s)
         return self._waited_s
+
+    def _facts(self, step: Step) -> StepFacts:
+        in_use, there_is = self._device_memory.bytes()
+        return StepFacts(
+            grad_norm=step.grad_norm,
+            lr=step.lr,
+            tokens=step.own_tokens,
+            data_s=step.data_s,
+            device_bytes=in_use,
+            device_bytes_max=there_is,
+        )
 
     def _compared(self, step: int, sharded: ShardedModel, extra: Mapping[str, Any]) -> Captured:
         """Return the state of a step, of which all copies are equal."""

@@ -9,6 +9,7 @@ count, the ranks' signals, and the squares for the gradient norm.
 from __future__ import annotations
 
 import math
+import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from typing import Any, Protocol
@@ -19,7 +20,7 @@ from torch import Tensor, nn
 from torch.amp import GradScaler
 
 from workers import collectives
-from workers.data import keeping_host_numbers, random_seed, seed_all
+from workers.data import keeping_host_numbers, num_tokens, random_seed, seed_all
 from workers.errors import LayoutRefusedError, TaskError
 from workers.parallel import PassHooks, Pipeline, drop_gathered, fsdp_modules
 from workers.protocol import WorkerPhase
@@ -68,7 +69,8 @@ class Step:
             nan without tokens.
         grad_norm: Norm of the mean gradient before clipping; set by ``apply``.
         lr: Learning rate of the step; of the first optimizer if they have their own.
-        tokens: Tokens in the global batch; set by ``apply``.
+        tokens: Tokens in the global batch; set by ``apply``. Without any the samples count.
+        data_s: Time for which this rank has waited for data.
         is_applied: Whether ``apply`` was called.
         is_skipped: Whether the update was left out because it was not finite, or overflowed under a
             ``GradScaler``; set by ``apply``.
@@ -95,6 +97,7 @@ class Step:
             self.lr = float(first.param_groups[0]["lr"])
         self.loss = self.grad_norm = math.nan
         self.tokens = 0
+        self.data_s = 0.0
         self.is_applied = self.is_skipped = False
         self.agreed = Signals()
         self._samples = samples
@@ -108,6 +111,7 @@ class Step:
         self._on_applied = on_applied
         self._pass: Pass | None = None
         self._number_of_pass = 0
+        self._tokens_read = 0
         self._sums: dict[int, tuple[Tensor, int]] = {}
         self._changes = Changes(())
 
@@ -115,6 +119,21 @@ class Step:
     def leaves(self) -> bool:
         """Return whether any worker was asked to leave; equal on all workers after ``apply``."""
         return self.agreed.leaves
+
+    @property
+    def own_tokens(self) -> float:
+        """Return this rank's part of the tokens of the step; nan if the script has none.
+
+        They are those of its batches. If these do not show any, they are those that the script
+        gave with its losses, unless it counts samples.
+        """
+        mesh, num_samples = self._sharded.mesh, len(self._sums) * self._train.micro_batch
+        if not (mesh.counts and num_samples):
+            return 0.0
+        if self._tokens_read:
+            return self._tokens_read / mesh.layout.cp
+        given = sum(count for _, count in self._sums.values())
+        return math.nan if given == num_samples else float(given)
 
     def micro_batches(self) -> Iterator[Any]:
         """Yield the samples of each micro-batch of this worker, ``(micro_batch,)`` each.
@@ -164,8 +183,12 @@ class Step:
     def _read(self, number: int) -> Any:
         """Return the samples of a pass. They may be read by now, by random numbers of their own."""
         self._span("data", number)
+        begun_s = time.perf_counter()
         samples = next(self._samples)
+        self.data_s += time.perf_counter() - begun_s
         self._span("")
+        if self._quota.passes[number].counts:
+            self._tokens_read += num_tokens(samples)
         return samples
 
     def _span(self, op: str, number: int = 0) -> None:

@@ -21,6 +21,7 @@ from workers.protocol import (
     GroupState,
     NodeReport,
     StepCost,
+    StepFacts,
     WorkerPhase,
     WorkerReport,
 )
@@ -50,7 +51,8 @@ def test_what_is_stored_is_read(path: Path) -> None:
     page = ProgressRecord.create(path, worker="w0007")
     page.assign(4, 2)
     page.enter(WorkerPhase.BACKWARD)
-    page.completed(12, 0.25, 3.5)
+    page.evaluated(2.5)
+    page.completed(12, 0.25, 3.5, StepFacts(grad_norm=0.5, tokens=64.0))
     page.micro_batch(3)
     page.moved(100)
     page.moved(28)
@@ -63,12 +65,15 @@ def test_what_is_stored_is_read(path: Path) -> None:
     assert (view.phase, view.step, view.micro_batch) == (WorkerPhase.BACKWARD, 12, 3)
     assert view.moved_bytes == 128
     assert (view.step_s, view.loss) == (0.25, 3.5)
+    told = {name: one for name, one in view.facts._asdict().items() if not math.isnan(one)}
+    assert told == {"grad_norm": 0.5, "tokens": 64.0, "validation_loss": 2.5}
 
 
 def test_a_new_attempt_starts_without_a_step_time(path: Path) -> None:
     """The first step of an attempt is slow; judged by the last attempt's it would look hung."""
     page = ProgressRecord.create(path, worker="w0")
-    page.completed(12, 0.25, 3.5)
+    page.completed(12, 0.25, 3.5, StepFacts(grad_norm=0.5))
+    page.evaluated(2.5)
     page.assign(5, 0)
     page.close()
 
@@ -76,6 +81,7 @@ def test_a_new_attempt_starts_without_a_step_time(path: Path) -> None:
 
     assert view is not None
     assert (view.step, view.step_s, math.isnan(view.loss)) == (12, 0.0, True)
+    assert (math.isnan(view.facts.grad_norm), view.facts.validation_loss) == (True, 2.5)
 
 
 def test_the_beat_goes_on_while_the_training_thread_does_nothing(path: Path) -> None:

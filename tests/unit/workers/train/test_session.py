@@ -19,9 +19,18 @@ from torch.nn import functional
 from ucp_core.layout import ParallelLayout
 from ucp_core.storage import open_store
 from workers import collectives
+from workers.data import DataLoader
 from workers.errors import TaskError
-from workers.protocol import Assignment, Completed, Outcome, PeerLost, Raised, SaveCosts
-from workers.records import ProgressRecord, read_ring
+from workers.protocol import (
+    Assignment,
+    Completed,
+    Outcome,
+    PeerLost,
+    Raised,
+    SaveCosts,
+    StepFacts,
+)
+from workers.records import ProgressRecord, read_progress, read_ring
 from workers.settings import CheckpointSettings, Settings, TrainSettings
 from workers.train import Session, run_attempt
 from workers.train.loop import WorkerContext
@@ -641,3 +650,59 @@ def test_state_beside_weights_and_buffers_is_refused_by_name(
 
     assert isinstance(outcome, Raised)
     assert told in outcome.error
+
+
+WORDS = torch.arange(96).reshape(16, 6) % 7
+
+
+class Sentences:
+    """Samples of six tokens, as a mapping, as inputs and labels, or in a form of their own."""
+
+    def __init__(self, form: str) -> None:
+        self._form = form
+
+    def __len__(self) -> int:
+        return len(WORDS)
+
+    def __getitem__(self, index: int) -> Any:
+        words = WORDS[index]
+        forms = {"mapping": {"input_ids": words}, "pair": (words, words), "own": [words.double()]}
+        return forms[self._form]
+
+
+@pytest.mark.parametrize(
+    ("form", "given", "expected"),
+    [
+        ("mapping", None, 24),
+        ("pair", None, 24),
+        ("own", None, None),
+        ("own", 2, None),  # the samples of a micro-batch
+        ("own", 5, 10),
+        ("mapping", 5, 24),
+    ],
+)
+def test_tokens_of_a_step_are_those_of_its_batches_and_no_count_of_samples(
+    form: str, given: int | None, expected: int | None, tmp_path: Path, make_attempts: Any
+) -> None:
+    """A script that returns a loss alone has tokens as well; boards showed none, or 16 a second."""
+    seen: list[StepFacts] = []
+
+    def task(session: Session) -> None:
+        model = session.model(Model)
+        session.optimizer(lambda parameters: torch.optim.SGD(parameters.values()))
+
+        def loss_of(_batch: Any) -> Any:
+            loss = model(INPUTS).square().mean()
+            return loss if given is None else (loss, given)
+
+        for step in session.steps(DataLoader(Sentences(form))):
+            session.train_step(loss_of)
+            view = read_progress(tmp_path / "a" / "page")
+            assert view is not None
+            assert (view.facts.grad_norm, view.facts.lr) == (step.grad_norm, 0.1)
+            assert view.facts.data_s > 0.0
+            seen.append(view.facts)
+
+    assert isinstance(make_attempts("a").train(task, steps=2), Completed)
+    told = [None if math.isnan(one.tokens) else one.tokens for one in seen]
+    assert told == [expected, expected]

@@ -1,0 +1,30 @@
+"""The memory in use on this rank's device."""
+
+from __future__ import annotations
+
+import math
+import time
+from typing import Final
+
+import torch
+
+#: The driver is asked this often at most.
+_LOOK_S: Final = 1.0
+
+
+class DeviceMemory:
+    """What the driver says of a device's memory, also of what other processes use there."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+        self._look_at_s = -math.inf
+        self._found = math.nan, math.nan
+
+    def bytes(self) -> tuple[float, float]:
+        """Return how much is in use and how much there is; nan without a device of its own."""
+        now_s = time.monotonic()
+        if self._device.type == "cuda" and now_s >= self._look_at_s:
+            self._look_at_s = now_s + _LOOK_S
+            free, there_is = torch.cuda.mem_get_info(self._device)
+            self._found = float(there_is - free), float(there_is)
+        return self._found
