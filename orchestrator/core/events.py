@@ -404,7 +404,6 @@ class LinksTimed:
     Attributes:
         nodes: Between which they did.
         slow: (sender, receiver) of each link that is slow, both ends of which are sound.
-        told: A line for people on each link, sender and receiver that is slow.
         step_ratio: What a step would take if none were slow over what it takes, by what was seen.
     """
 
@@ -412,7 +411,6 @@ class LinksTimed:
     attempt: int
     nodes: tuple[str, ...]
     slow: tuple[Pair, ...] = ()
-    told: tuple[str, ...] = ()
     step_ratio: float = 1.0
 
 

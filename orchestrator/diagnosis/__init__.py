@@ -12,17 +12,16 @@ from orchestrator.diagnosis.analyzer import diagnose
 from orchestrator.diagnosis.flight_recorder import flight_recorder_dumps
 from orchestrator.diagnosis.flows import Flows, Transfer
 from orchestrator.diagnosis.graph import WaitGraph, wait_graph
-from orchestrator.diagnosis.links import Dead, dead
-from orchestrator.diagnosis.live import Live, Suspicion, roles_of
+from orchestrator.diagnosis.links import dead
+from orchestrator.diagnosis.live import Live, roles_of
 from orchestrator.diagnosis.programs import Call, difference
 from orchestrator.diagnosis.records import SPANS, Operation, Records, matched
 from orchestrator.diagnosis.trace import trace
-from orchestrator.diagnosis.verdicts import Guilty, Kind, Verdict, listed
+from orchestrator.diagnosis.verdicts import Guilty, Kind, Suspicion, Verdict, listed
 
 __all__ = [
     "SPANS",
     "Call",
-    "Dead",
     "Flows",
     "Guilty",
     "Kind",

@@ -19,7 +19,7 @@ from collections.abc import Iterable, Iterator, Mapping
 
 from orchestrator.diagnosis.graph import WaitGraph, wait_graph
 from orchestrator.diagnosis.records import Operation, Records
-from orchestrator.diagnosis.verdicts import Guilty, Kind, Verdict, listed
+from orchestrator.diagnosis.verdicts import Alternative, Guilty, Kind, Verdict, listed
 from workers.protocol import GroupState
 
 _PAIR = 2
@@ -93,7 +93,7 @@ class _Case:
                 confidence=0.95,
                 since_s=self._since_s(ranks),
                 evidence=f"{self._not_called(ranks)} {now[0].upper()}{now[1:]}.",
-                alternatives=tuple((one, self._guilty(ranks)) for one in also),
+                alternatives=tuple(Alternative(one, self._guilty(ranks)) for one in also),
             )
 
     def unrecorded(self, ranks: frozenset[int]) -> Verdict:
@@ -105,7 +105,7 @@ class _Case:
             confidence=0.5,
             since_s=self._since_s(ranks),
             evidence=f"{self._not_called(ranks)} But records are missing ({why}).",
-            alternatives=((Kind.ABSENT, self._guilty(ranks)),),
+            alternatives=(Alternative(Kind.ABSENT, self._guilty(ranks)),),
         )
 
     def stuck(self, ends: frozenset[int]) -> Iterator[Verdict]:
@@ -136,7 +136,7 @@ class _Case:
                 evidence="Both ends of a transfer wait in it, and others wait for them: "
                 + ", ".join(f"rank {a} to rank {b}" for a, b in sorted(links))
                 + ".",
-                alternatives=((Kind.DEVICE_STUCK, self._guilty(at_links)),),
+                alternatives=(Alternative(Kind.DEVICE_STUCK, self._guilty(at_links)),),
             )
         whole = {
             one.rank
@@ -153,7 +153,7 @@ class _Case:
                 since_s=self._since_s(alone, own=True),
                 evidence=f"{_subject(alone)} in what all members have called, while others wait "
                 "for what comes after it: a device stands still, or a link to it.",
-                alternatives=((Kind.LINK_DEAD, Guilty()),),
+                alternatives=(Alternative(Kind.LINK_DEAD),),
             )
         elif not links:
             yield self._undecided(
@@ -168,7 +168,7 @@ class _Case:
             confidence=0.5,
             since_s=self._since_s(ranks, own=True),
             evidence=f"{_subject(ranks)}. {why}",
-            alternatives=((Kind.LINK_DEAD, Guilty()), (Kind.DEVICE_STUCK, Guilty())),
+            alternatives=(Alternative(Kind.LINK_DEAD), Alternative(Kind.DEVICE_STUCK)),
         )
 
     def _waiting_for(self, ranks: frozenset[int]) -> Iterator[Operation]:

@@ -12,10 +12,10 @@ from __future__ import annotations
 
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from statistics import median
-from typing import Final, NamedTuple, TypeAlias
+from typing import Final, TypeAlias
 
 from orchestrator.diagnosis.flows import Flows, Transfer
-from orchestrator.diagnosis.verdicts import Guilty, Kind, Verdict
+from orchestrator.diagnosis.verdicts import Alternative, Guilty, Kind, Suspicion, Verdict
 
 #: A packet was repeated twice, after 0.2 s and 0.4 s at least, and nothing came for so long.
 _BACKOFF: Final = 2
@@ -34,26 +34,30 @@ NUM_TIMED: Final = 4
 Pair: TypeAlias = tuple[str, str]
 
 
-class Dead(NamedTuple):
-    """A connection whose packets do not arrive.
+def dead(flows: Flows, ranks: Mapping[str, int], at_s: float) -> list[Suspicion]:
+    """Return the links between members whose packets do not arrive at ``at_s``.
 
-    Attributes:
-        ends: The workers, sender first.
-        unheard_s: Since the sender got an answer.
+    Args:
+        ranks: Of each member.
     """
-
-    ends: tuple[str, str]
-    unheard_s: float
-
-
-def dead(flows: Flows, members: Collection[str]) -> list[Dead]:
-    """Return the connections between ``members`` whose packets do not arrive."""
-    return [
-        Dead((sender, receiver), 1e-3 * flow.heard_ms)
-        for sender, receiver, flow in flows.waiting()
+    unheard_s: dict[tuple[str, str], float] = {}
+    for sender, receiver, flow in flows.waiting():
+        is_member = sender in ranks and receiver in ranks
         # A kernel that only asks whether there is room backs off as well, with nothing in flight.
-        if flow.in_flight and flow.backoff >= _BACKOFF and flow.heard_ms >= 1e3 * _UNHEARD_S
-        if sender in members and receiver in members
+        is_held = flow.in_flight and flow.backoff >= _BACKOFF and flow.heard_ms >= 1e3 * _UNHEARD_S
+        if is_member and is_held:
+            ends = (sender, receiver)
+            unheard_s[ends] = max(unheard_s.get(ends, 0.0), 1e-3 * flow.heard_ms)
+    return [
+        Suspicion(
+            kind=Kind.LINK_DEAD,
+            guilty=Guilty.of(links=[(ranks[sender], ranks[receiver])]),
+            confidence=0.9,
+            since_s=at_s - for_s,
+            evidence=f"What rank {ranks[sender]} ({sender}) sent to rank {ranks[receiver]} "
+            f"({receiver}) is repeated in vain.",
+        )
+        for (sender, receiver), for_s in unheard_s.items()
     ]
 
 
@@ -63,17 +67,17 @@ def suspects(transfers: Mapping[Pair, Transfer], for_s: float) -> list[Pair]:
     Args:
         transfers: What was sent in ``for_s``.
     """
-    costs = _costs(transfers)
-    if len(costs) < 2:  # noqa: PLR2004
+    known = costs(transfers)
+    if len(known) < 2:  # noqa: PLR2004
         return []
-    usual = _usual(costs)
+    usual = _usual(known)
     found = [
         pair
-        for pair, cost in costs.items()
+        for pair, cost in known.items()
         if cost > SLOWER * usual
         and transfers[pair].busy_s - transfers[pair].waited_s >= _BUSY_SHARE * for_s
     ]
-    return sorted(found, key=lambda pair: (-costs[pair], pair))
+    return sorted(found, key=lambda pair: (-known[pair], pair))
 
 
 def step_ratio(transfers: Mapping[Pair, Transfer], for_s: float) -> float:
@@ -81,16 +85,16 @@ def step_ratio(transfers: Mapping[Pair, Transfer], for_s: float) -> float:
 
     While it is busy, the others wait for it.
     """
-    costs = _costs(transfers)
-    if len(costs) < 2:  # noqa: PLR2004
+    known = costs(transfers)
+    if len(known) < 2:  # noqa: PLR2004
         return 1.0
-    slowest = max(costs, key=lambda pair: costs[pair])
+    slowest = max(known, key=lambda pair: known[pair])
     one = transfers[slowest]
     share = min(1.0, max(0.0, one.busy_s - one.waited_s) / for_s)
-    return 1.0 - share * (1.0 - _usual(costs) / costs[slowest])
+    return 1.0 - share * (1.0 - _usual(known) / known[slowest])
 
 
-def _costs(transfers: Mapping[Pair, Transfer]) -> dict[Pair, float]:
+def costs(transfers: Mapping[Pair, Transfer]) -> dict[Pair, float]:
     """Return seconds on the way for each byte, of the links that carry enough."""
     return {
         pair: (one.busy_s - one.waited_s) / one.num_bytes
@@ -99,9 +103,9 @@ def _costs(transfers: Mapping[Pair, Transfer]) -> dict[Pair, float]:
     }
 
 
-def _usual(costs: Mapping[Pair, float]) -> float:
+def _usual(known: Mapping[Pair, float]) -> float:
     # The lower one of two: else one slow link of two would be as slow as the usual one.
-    return sorted(costs.values())[(len(costs) - 1) // 2]
+    return sorted(known.values())[(len(known) - 1) // 2]
 
 
 def to_time(found: Sequence[Pair], nodes: Collection[str]) -> list[str]:
@@ -153,14 +157,18 @@ def slow(
             left -= line
             ends.add(node)
             guilty = Guilty.of(ranks.get(node, ()), (), (node,))
-            others = tuple((each, guilty) for each, end, _ in lines if end == node and each != kind)
+            others = tuple(
+                Alternative(each, guilty) for each, end, _ in lines if end == node and each != kind
+            )
             verdicts.append(_verdict(kind, guilty, line, rates, usual, others))
     for pair in sorted(pair for pair in left & timed if ends.isdisjoint(pair)):
         joined = [(a, b) for a in ranks.get(pair[0], ()) for b in ranks.get(pair[1], ())]
         guilty = Guilty.of((), joined, ())
         is_open = len(rates) == 2  # noqa: PLR2004  two nodes: nothing else to compare with
         kinds = ((Kind.SLOW_SENDER, pair[0]), (Kind.SLOW_RECEIVER, pair[1])) if is_open else ()
-        others = tuple((kind, Guilty.of(ranks.get(node, ()), (), (node,))) for kind, node in kinds)
+        others = tuple(
+            Alternative(kind, Guilty.of(ranks.get(node, ()), (), (node,))) for kind, node in kinds
+        )
         verdicts.append(_verdict(Kind.SLOW_LINK, guilty, {pair}, rates, usual, others))
     return verdicts
 
@@ -183,7 +191,7 @@ def _verdict(
     pairs: Collection[Pair],
     rates: Mapping[Pair, float],
     usual: float,
-    alternatives: tuple[tuple[Kind, Guilty], ...] = (),
+    alternatives: tuple[Alternative, ...] = (),
 ) -> Verdict:
     worst = min(pairs, key=lambda pair: (rates[pair], pair))
     told = ", ".join(f"{a[:8]} to {b[:8]}" for a, b in sorted(pairs))

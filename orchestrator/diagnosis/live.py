@@ -29,7 +29,7 @@ from orchestrator.diagnosis.slow import (
     lagging,
     logs,
 )
-from orchestrator.diagnosis.verdicts import Kind, listed
+from orchestrator.diagnosis.verdicts import Guilty, Kind, Suspicion, listed
 from ucp_core.layout import ParallelLayout
 from workers.protocol import GONE, NOT_FORMED, GroupState, StepCost, WorkerReport
 
@@ -56,31 +56,6 @@ _STOPPED: Final = frozenset("Tt")
 _RUNS: Final = frozenset("RD")
 
 SLOW: Final = frozenset({Kind.SLOW_COMPUTE, Kind.SLOW_DATA})
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Suspicion:
-    """A rank that seems to hold the others up.
-
-    Attributes:
-        since_s: Since when, on the clock of the reports' receiver.
-        times: How many times as long as it should it takes for a micro-batch; 0.0 if it was not
-            seen to end one.
-        evidence: A sentence for people.
-    """
-
-    kind: Kind
-    rank: int
-    worker: str
-    node: str
-    since_s: float
-    times: float
-    evidence: str
-
-    @property
-    def key(self) -> tuple[str, str]:
-        """Return what it is about: the worker, and what it does slowly; "" if it is away."""
-        return (self.worker, self.kind if self.times else "")
 
 
 @dataclass(slots=True)
@@ -238,21 +213,21 @@ class Live:
             self._compute.judge()
             self._data.judge()
         found = [*self._slow(at_s), *self._held_up(at_s, graph)]
-        keys = [one.key for one in found]
+        keys = [_key(one) for one in found]
         self._since_s = {
             key: min(one.since_s, self._since_s.get(key, one.since_s))
             for key, one in zip(keys, found, strict=True)
         }
-        before = {one.key: one for one in self.suspicions}
-        is_new = [(one.key, one.kind) for one in found] != [
+        before = {_key(one): one for one in self.suspicions}
+        is_new = [(_key(one), one.kind) for one in found] != [
             (key, one.kind) for key, one in before.items()
         ]
         # The others are told of a factor that has changed as well: it decides what waiting costs.
         is_news = is_new or any(
-            abs(one.times - before[one.key].times) > _TIMES_NEWS * one.times for one in found
+            abs(one.times - before[_key(one)].times) > _TIMES_NEWS * one.times for one in found
         )
         if is_news:
-            self.suspicions = tuple(replace(one, since_s=self._since_s[one.key]) for one in found)
+            self.suspicions = tuple(replace(one, since_s=self._since_s[_key(one)]) for one in found)
         return is_news
 
     def _close(self, at_s: float) -> None:
@@ -304,9 +279,9 @@ class Live:
                 found.append(
                     Suspicion(
                         kind=kind,
-                        rank=rank,
+                        guilty=Guilty.of([rank], (), [node]),
+                        confidence=0.9 if peers else 0.7,
                         worker=row.worker,
-                        node=node,
                         since_s=since_s,
                         times=lag.times,
                         evidence=f"{_who(rank, row, node)} {does} {lag.times:.2f} times as long as "
@@ -338,11 +313,10 @@ class Live:
             found.append(
                 Suspicion(
                     kind=kind,
-                    rank=rank,
+                    guilty=Guilty.of([rank], (), [node]),
+                    confidence=0.8,
                     worker=row.worker,
-                    node=node,
                     since_s=at_s - waited_s,
-                    times=0.0,
                     evidence=f"{_who(rank, row, node)} holds up rank {who}, which waits in "
                     f"{group.op} of {group.group}: {does}.",
                 )
@@ -354,6 +328,11 @@ def roles_of(layout: ParallelLayout) -> list[tuple[int, ...]]:
     """Return what the work of each rank depends on, beside its samples."""
     places = map(layout.coordinates, range(layout.world_size))
     return [(place["pp"], place["cp"], place["tp"]) for place in places]
+
+
+def _key(one: Suspicion) -> tuple[str, str]:
+    """Return what it is about: the worker, and what it does slowly; "" if it is away."""
+    return (one.worker, one.kind if one.times else "")
 
 
 def _who(rank: int, row: WorkerReport, node: str) -> str:

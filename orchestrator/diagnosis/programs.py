@@ -13,7 +13,7 @@ from collections.abc import Mapping, Sequence
 from typing import Final, TypeAlias
 
 from orchestrator.diagnosis.records import Operation
-from orchestrator.diagnosis.verdicts import Guilty, Kind, Verdict, listed
+from orchestrator.diagnosis.verdicts import Alternative, Guilty, Kind, Verdict, listed
 
 _TRANSFER: Final = frozenset({"send", "recv"})
 #: Members give equal payloads; what some libraries allow to differ, at least where it hangs.
@@ -79,7 +79,7 @@ def _of_comm(
         evidence=f"{said[0].upper()}{said[1:]}, as number {seq} of {comm}.{after}",
         alternatives=()
         if guilty
-        else tuple((Kind.MISMATCH, Guilty.of(who)) for who in told.values()),
+        else tuple(Alternative(Kind.MISMATCH, Guilty.of(who)) for who in told.values()),
     )
 
 

@@ -14,7 +14,7 @@ from typing import Final, TypeAlias
 
 from orchestrator.diagnosis.records import Operation
 from orchestrator.diagnosis.slow import Lag, growth, lags
-from orchestrator.diagnosis.verdicts import Guilty, Kind, Verdict
+from orchestrator.diagnosis.verdicts import Alternative, Guilty, Kind, Verdict
 
 _PAIR: Final = 2
 #: Share of a step below which transfers of a link disturb nobody.
@@ -100,7 +100,7 @@ def _verdicts(
             yield _verdict(kind, Guilty.of([rank], (), _nodes(rows, rank)), line, found, rows)
     for link in sorted(left):
         ends = tuple(
-            (kind, Guilty.of([link[end]]))
+            Alternative(kind, Guilty.of([link[end]]))
             for kind, end in ((Kind.SLOW_SENDER, 0), (Kind.SLOW_RECEIVER, 1))
             if sum(other[end] == link[end] for other in links) == 1
         )
@@ -117,7 +117,7 @@ def _verdict(
     line: set[_Link],
     found: Mapping[_Link, Lag],
     rows: Mapping[int, list[Operation]],
-    alternatives: tuple[tuple[Kind, Guilty], ...] = (),
+    alternatives: tuple[Alternative, ...] = (),
 ) -> Verdict:
     worst = max(line, key=lambda link: found[link].times)
     since = min(found[link].since_step for link in line)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 from dataclasses import asdict, dataclass
 from enum import StrEnum
-from typing import Any
+from typing import Any, NamedTuple
 
 
 class Kind(StrEnum):
@@ -54,6 +54,13 @@ class Guilty:
         )
 
 
+class Alternative(NamedTuple):
+    """What a verdict may be instead."""
+
+    kind: Kind
+    guilty: Guilty = Guilty()
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Verdict:
     """One thing that is wrong.
@@ -71,7 +78,7 @@ class Verdict:
     confidence: float
     since_s: float | None
     evidence: str
-    alternatives: tuple[tuple[Kind, Guilty], ...] = ()
+    alternatives: tuple[Alternative, ...] = ()
 
     def to_json(self) -> dict[str, Any]:
         """Return the document of ``everstep diagnose --json``."""
@@ -85,6 +92,26 @@ class Verdict:
                 {"kind": str(kind), "guilty": asdict(guilty)} for kind, guilty in self.alternatives
             ],
         }
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Suspicion(Verdict):
+    """What seems to hold the others up while a run trains. It is no proof and harms nobody.
+
+    Attributes:
+        since_s: Since when, on the clock of the reports' receiver.
+        worker: A worker that the run could do without; "" if a link is suspected.
+        times: How many times as long as it should a micro-batch takes, or with a slow link a step;
+            0.0 if that is not known.
+    """
+
+    since_s: float
+    worker: str = ""
+    times: float = 0.0
+
+    def to_json(self) -> dict[str, Any]:
+        """Return the entry of ``everstep status``."""
+        return {**Verdict.to_json(self), "worker": self.worker, "times": self.times}
 
 
 def listed(ranks: Iterable[int]) -> str:

@@ -105,7 +105,7 @@ class RunView:
     def _say_problems(self, status: Mapping[str, Any]) -> None:
         """Print what is wrong when that changes; the numbers in it change all the time."""
         for one in status.get("suspects", ()):
-            self._say(f"suspects {one['worker']}", f"suspected: {one['evidence']}", key=one["kind"])
+            self._say(f"suspects {one['guilty']}", f"suspected: {one['evidence']}", key=one["kind"])
         for topic in ("redundancy", "cadence"):
             found = status.get(topic, {}).get("problems", ())
             kinds = {re.sub(r"[0-9a-f]*\d[0-9a-f]*", "", problem): problem for problem in found}

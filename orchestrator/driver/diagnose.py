@@ -46,8 +46,9 @@ _NAMES: Final = {
 _WIDTHS: Final = {
     "Double": 8, "Long": 8, "Float": 4, "Int": 4, "BFloat16": 2, "Half": 2, "Short": 2,
 }  # fmt: skip
-#: Kinds of verdicts that only the ranks can find.
+#: Kinds of verdicts that only the ranks can find, and of suspicions that only keepers can.
 _TOLD: Final = frozenset({Kind.NOT_FINITE, Kind.DIVERGED})
+_OF_LINKS: Final = frozenset({Kind.LINK_DEAD, Kind.SLOW_LINK, Kind.SLOW_SENDER, Kind.SLOW_RECEIVER})
 _LONG_AGO: Final = -math.inf
 
 
@@ -102,6 +103,7 @@ def _told(paths: Iterable[str]) -> Iterator[Verdict]:
         if path.name != _INCIDENT:
             continue
         incident = Incident.from_json(json.loads(path.read_bytes()), number=0)
+        yield from (one for one in incident.suspects if one.kind in _OF_LINKS)
         if incident.verdict in _TOLD:
             ranks = [rank for rank, _, _ in incident.places]
             nodes = {node for _, _, node in incident.places}

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 
 from orchestrator import detection, diagnosis
 from orchestrator.core import (
@@ -58,6 +58,8 @@ class Observer:
         self._is_member: frozenset[str] = frozenset()
         self._ranks: dict[str, int] = {}
         self._live = diagnosis.Live((), 0)
+        self._slow_links: tuple[diagnosis.Suspicion, ...] = ()
+        self._dead_links: tuple[diagnosis.Suspicion, ...] = ()
         self._formed: set[str] = set()
         self._step = 0
         #: The newest that keepers saw committed by the attempt.
@@ -91,6 +93,7 @@ class Observer:
         self._live = diagnosis.Live(
             [()] * len(members) if layout is None else diagnosis.roles_of(layout), resume_step + 1
         )
+        self._slow_links = self._dead_links = ()
         self._formed = set()
         self._step, self._ahead = resume_step, {}
         self._stored_step = 0
@@ -114,9 +117,8 @@ class Observer:
     def on_report(self, report: NodeReport) -> None:
         """Take in one keeper's report."""
         at_s = self._inbox.at_s()
-        self._detector = detection.observe(
-            self._detector, report, at_s, learns=not self._live.is_slow
-        )
+        is_slowed = self._live.is_slow or bool(self._slow_links)
+        self._detector = detection.observe(self._detector, report, at_s, learns=not is_slowed)
         self.flows.observe(report, at_s)
         listed = frozenset(row.worker for row in report.workers)
         self._forget(self._listed.get(report.node, frozenset()) - listed)
@@ -177,8 +179,8 @@ class Observer:
                 )
             )
         waited_s = verdict.waited_s if isinstance(verdict, detection.Stalled) else 0.0
-        for link in diagnosis.dead(self.flows, self._is_member):
-            waited_s = max(waited_s, link.unheard_s)
+        for link in self._dead_links:
+            waited_s = max(waited_s, at_s - link.since_s)
         if waited_s >= 2.0 * self._stalled_s > 0.0 or waited_s > 0.0 == self._stalled_s:
             # Report the same stall again only after twice the time.
             self._inbox.post(AttemptStalled(at_s=at_s, attempt=self._attempt, waited_s=waited_s))
@@ -186,16 +188,53 @@ class Observer:
         elif waited_s < self._stalled_s:
             self._stalled_s = 0.0
 
-    def _look_whom_to_suspect(self, at_s: float) -> None:
-        if self._live.look(at_s, self._graph):
-            self._inbox.post(
-                Suspected(
-                    at_s=at_s,
-                    attempt=self._attempt,
-                    suspects=self._live.suspicions,
-                    usual_step_s=self._detector.step_s_p50,
+    def suspect_links(
+        self, attempt: int, found: Sequence[diagnosis.Verdict], *, since_s: float, times: float
+    ) -> None:
+        """Suspect the links and ends of links that keepers timed, and no others that are slow.
+
+        Args:
+            since_s: Since when they have been slow.
+            times: How many times as long as it should a step takes.
+        """
+        if attempt != self._attempt or not self._members:
+            return
+        before, self._slow_links = (
+            self._slow_links,
+            tuple(
+                diagnosis.Suspicion(
+                    kind=one.kind,
+                    guilty=one.guilty,
+                    confidence=one.confidence,
+                    since_s=since_s,
+                    evidence=one.evidence,
+                    alternatives=one.alternatives,
+                    # Without a worker there is nobody to do without: its link can be avoided.
+                    worker=self._members[one.guilty.ranks[0]] if one.guilty.ranks else "",
+                    times=times,
                 )
+                for one in found
+            ),
+        )
+        if _about(before) != _about(self._slow_links):
+            self._post_suspected(self._inbox.at_s())
+
+    def _look_whom_to_suspect(self, at_s: float) -> None:
+        before = self._dead_links
+        self._dead_links = tuple(diagnosis.dead(self.flows, self._ranks, at_s))
+        is_news = self._live.look(at_s, self._graph)
+        if is_news or _about(before) != _about(self._dead_links):
+            self._post_suspected(at_s)
+
+    def _post_suspected(self, at_s: float) -> None:
+        self._inbox.post(
+            Suspected(
+                at_s=at_s,
+                attempt=self._attempt,
+                suspects=(*self._live.suspicions, *self._slow_links, *self._dead_links),
+                usual_step_s=self._detector.step_s_p50,
             )
+        )
 
     def _graph(self) -> diagnosis.WaitGraph:
         known = {rank: self._detector.worker(worker) for worker, rank in self._ranks.items()}
@@ -238,3 +277,7 @@ class Observer:
                     stored=self._stored_step,
                 )
             )
+
+
+def _about(found: Sequence[diagnosis.Suspicion]) -> list[object]:
+    return [(one.kind, one.guilty) for one in found]

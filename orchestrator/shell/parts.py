@@ -159,7 +159,11 @@ class Parts:
             num_incidents=len(self.begun.stats.incidents),
         )
         self.links = LinkWatch(
-            self.observer.flows, self.inbox, views=self.nodes.views, attempt=self._training
+            self.observer.flows,
+            self.inbox,
+            suspect=self.observer.suspect_links,
+            views=self.nodes.views,
+            attempt=self._training,
         )
         self.others = Others(self.inbox, names=self.names)
         self.cadence = CadenceWatch(

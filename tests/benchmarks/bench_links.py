@@ -24,8 +24,7 @@ from collections import defaultdict
 from collections.abc import Sequence
 from typing import Any, Final
 
-from orchestrator.core import Event, LinksTimed
-from orchestrator.diagnosis import Flows, Kind
+from orchestrator.diagnosis import Flows, Guilty, Kind, Verdict
 from orchestrator.policies import order
 from orchestrator.shell.capacity import LinkWatch
 from orchestrator.shell.inbox import Inbox
@@ -47,17 +46,20 @@ class _Watch:
 
     def __init__(self, lab: LinkLab) -> None:
         self._lab, self._flows = lab, Flows()
-        self.told: list[LinksTimed] = []
+        self.told: list[Verdict] = []
         self.watch = LinkWatch(
             self._flows,
-            Inbox(at_s=time.monotonic, post=self._take),
+            Inbox(at_s=time.monotonic, post=lambda _: None),
+            suspect=self._suspect,
             views=lab.views(),
             attempt=lambda: (1, lab.nodes),
         )
 
-    def _take(self, event: Event) -> None:
-        if isinstance(event, LinksTimed):
-            self.told.append(event)
+    def _suspect(
+        self, attempt: int, found: Sequence[Verdict], *, since_s: float, times: float
+    ) -> None:
+        assert (attempt, since_s > 0.0, times >= 1.0) == (1, True, True)
+        self.told += found
 
     def look(self) -> None:
         """Let a second pass; take reports and look."""
@@ -76,7 +78,8 @@ def trial(lab: LinkLab, kind: Kind, victim: int, rate: str) -> dict[str, Any]:
     calm_until_s = time.monotonic() + CALM_S
     while time.monotonic() < calm_until_s:
         watch.look()
-    false = [line for event in watch.told for line in event.told]
+    false = [one.evidence for one in watch.told]
+    watch.told.clear()
     began_s = time.monotonic()
     if kind is Kind.SLOW_LINK:
         lab.slow_link(source, target, rate)
@@ -84,27 +87,22 @@ def trial(lab: LinkLab, kind: Kind, victim: int, rate: str) -> dict[str, Any]:
         lab.slow_sender(source, rate)
     else:
         lab.slow_receiver(target, rate)
-    lines: Sequence[str] = ()
-    while not lines and time.monotonic() < began_s + PATIENCE_S:
+    while not watch.told and time.monotonic() < began_s + PATIENCE_S:
         watch.look()
-        lines = watch.told[-1].told if watch.told else ()
     took_s = time.monotonic() - began_s
     lab.heal()
-    said = [line.partition(":")[0] for line in lines]
+    guilty = {
+        Kind.SLOW_LINK: Guilty(links=((victim, lab.nodes.index(target)),)),
+        Kind.SLOW_SENDER: Guilty(ranks=(victim,), nodes=(source,)),
+        Kind.SLOW_RECEIVER: Guilty(ranks=(lab.nodes.index(target),), nodes=(target,)),
+    }
     return {
-        "kind": str(kind), "rate": rate, "said": said, "false": false,
-        "right": said == [str(kind)] and _names(kind, lines[0], source, target),
-        "told_s": round(took_s, 1) if lines else None, "why": list(lines),
+        "kind": str(kind), "rate": rate, "said": [str(one.kind) for one in watch.told],
+        "false": false,
+        "right": [(one.kind, one.guilty) for one in watch.told] == [(kind, guilty[kind])],
+        "told_s": round(took_s, 1) if watch.told else None,
+        "why": [one.evidence for one in watch.told],
     }  # fmt: skip
-
-
-def _names(kind: Kind, line: str, source: str, target: str) -> bool:
-    pairs = line.partition("from node ")[2].partition(", and")[0]
-    if kind is Kind.SLOW_LINK:
-        return pairs.startswith(f"{source} to {target}")
-    place = (lambda a, _: a == source) if kind is Kind.SLOW_SENDER else (lambda _, b: b == target)
-    found = [part.split()[:3:2] for part in pairs.split(", ") if " to " in part]
-    return all(place(*each) for each in found)
 
 
 def faults(trials: int, seed: int) -> dict[str, Any]:

@@ -5,9 +5,14 @@ from __future__ import annotations
 import json
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Final
 
+from orchestrator.core.log.codec import decoder
+from orchestrator.diagnosis import Suspicion
 from orchestrator.policies import FaultKind
+
+#: Reads a suspicion as a record of the journal or an incident has it.
+suspicion: Final = decoder(Suspicion)
 
 #: Phases of a recovery in order: name, and the instant at which it ends.
 PHASES = (
@@ -50,6 +55,7 @@ class Incident:
         rule: The rule of detection that found it; "" if none did.
         verdict: Its kind as ``orchestrator.diagnosis`` names it; "" if none did.
         places: (rank, worker, node) of each rank that it comes from; empty if that is not known.
+        suspects: What was suspected when it was put on record.
         folder: Where its evidence is, below the run directory; "" if none was taken.
     """
 
@@ -75,6 +81,7 @@ class Incident:
     rule: str = ""
     verdict: str = ""
     places: tuple[tuple[int, str, str], ...] = ()
+    suspects: tuple[Suspicion, ...] = ()
     folder: str = ""
 
     @property
@@ -140,6 +147,7 @@ class Incident:
             "guilty": list(self.guilty),
             "skipped": list(self.skipped),
             "places": [list(place) for place in self.places],
+            "suspects": [one.to_json() for one in self.suspects],
         }
 
     @classmethod
@@ -176,6 +184,7 @@ class Incident:
                 (int(rank), str(worker), str(node))
                 for rank, worker, node in document.get("places") or ()
             ),
+            suspects=tuple(map(suspicion, document.get("suspects") or ())),
             folder=str(document.get("folder") or ""),
             **instants,
         )

@@ -14,7 +14,8 @@ from collections.abc import Callable, Collection, Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any, ClassVar
 
-from orchestrator.core.log.incident import Incident, incident_folder
+from orchestrator.core.log.incident import Incident, incident_folder, suspicion
+from orchestrator.diagnosis import Suspicion
 from ucp_core.layout import ParallelLayout
 
 #: Durations of steps that are kept in case the steps are redone: three hours or more, and no
@@ -68,8 +69,8 @@ class RunStats:
     #: ``(reservation, alternative, dollars an hour)``: requested ones, and those that it has.
     _pending: list[tuple[int, str, float]] = field(default_factory=list)
     _held: list[tuple[int, str, float]] = field(default_factory=list)
-    #: ``(worker, kind)`` of those that are open.
-    _suspects: list[tuple[str, str]] = field(default_factory=list)
+    #: Those that are open.
+    _suspects: list[Suspicion] = field(default_factory=list)
     _began_s: float | None = None
     _now_s: float = 0.0
     _phase_since_s: float = 0.0
@@ -238,6 +239,7 @@ class RunStats:
         last.t_fence_s = record["fenced_s"]
         last.rule, last.verdict = record.get("rule", ""), record.get("verdict", "")
         last.places = tuple(record.get("places", ()))
+        last.suspects = tuple(self._suspects)
         if self._evidence_of == last.attempt:
             # The first of several is why the attempt ended.
             last.folder, self._evidence_of = incident_folder(last.number), 0
@@ -355,12 +357,12 @@ class RunStats:
         return self._durations[-1][2] if self._durations else 0.0
 
     def _suspected(self, record: Mapping[str, Any], _at_s: float) -> None:
-        before = set(self._suspects)
-        self._suspects = [(one["worker"], one["kind"]) for one in record["suspects"]]
-        for one in record["suspects"]:
-            if (one["worker"], one["kind"]) not in before:
-                self.suspicions[one["kind"]] = self.suspicions.get(one["kind"], 0) + 1
-                self.suspected.append((one["since_s"], one["evidence"]))
+        before = {(one.kind, one.guilty) for one in self._suspects}
+        self._suspects = [*map(suspicion, record["suspects"])]
+        for one in self._suspects:
+            if (one.kind, one.guilty) not in before:
+                _add(self.suspicions, [(str(one.kind), 1)])
+                self.suspected.append((one.since_s, one.evidence))
         del self.suspected[:-_SUSPICIONS_KEPT]
 
     def _worker_left(self, record: Mapping[str, Any], at_s: float) -> None:

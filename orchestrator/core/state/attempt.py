@@ -40,7 +40,7 @@ class Attempt(Part):
         raised: Errors of its training code.
         refused: Why its layout cannot train; None unless it was refused.
         is_program: Whether its ranks are proven to have called different collectives.
-        suspects: Ranks that are suspected to hold the others up; nothing is proven.
+        suspects: Ranks and links that seem to hold the others up; nothing is proven.
         usual_step_s: Median duration of a step before they were; 0.0 if none was seen.
         slow_since_s: When it was last decided to leave a node for a slow worker.
         num_noted: Numbers that were not finite and are on record.

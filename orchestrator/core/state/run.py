@@ -9,7 +9,7 @@ it again.
 
 from __future__ import annotations
 
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field
 from enum import StrEnum
 from math import inf
 from typing import Any
@@ -259,8 +259,9 @@ def describe(state: RunState) -> dict[str, Any]:
     members[{rank, worker, node, pid, state}], standbys[{worker, node, pid, state}],
     nodes[{node, state, reservations}], pending_reservations, capacity[{alternative, asked, granted,
     refused, since_s, refused_s, grant_s, why}], shared{limit, runs} | null, cause{kind, guilty,
-    evidence, at_s, rule, verdict, places} | null, suspects[{kind, rank, worker, node, since_s,
-    times, evidence}], waits_for, reason``.
+    evidence, at_s, rule, verdict, places} | null, suspects[{kind, guilty{ranks, nodes, links},
+    confidence, since_s, evidence, alternatives[{kind, guilty}], worker, times}], waits_for,
+    reason``.
     A ``pid`` is null before it is known, and a time (``at_s``) before there is one.
     """
     ranks = {number: rank for rank, number in enumerate(state.attempt.members)}
@@ -306,7 +307,7 @@ def describe(state: RunState) -> dict[str, Any]:
             "verdict": cause.verdict,
             "places": [list(place) for place in cause.places],
         },
-        "suspects": [{**asdict(one), "kind": str(one.kind)} for one in state.attempt.suspects],
+        "suspects": [one.to_json() for one in state.attempt.suspects],
         "waits_for": _waits_for(state),
         "reason": state.reason,
     }

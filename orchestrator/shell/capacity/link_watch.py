@@ -1,4 +1,4 @@
-"""Slow links of the attempt: suspected from its own traffic, then timed by keepers.
+"""Slow links of the attempt: seen in its own traffic, then timed by keepers, then suspected.
 
 Training goes on meanwhile. A look at what reports say costs nothing; keepers send each other 4 MB
 at most, all pairs of four nodes in six rounds of 0.2 s at most.
@@ -9,10 +9,10 @@ from __future__ import annotations
 import asyncio
 import math
 from collections.abc import Callable, Mapping, Sequence
-from typing import Final
+from typing import Final, Protocol
 
 from orchestrator.core import LinksTimed
-from orchestrator.diagnosis import Flows, links
+from orchestrator.diagnosis import Flows, Verdict, links
 from orchestrator.shell.capacity.actors import answer
 from orchestrator.shell.capacity.node_view import NodeView
 from orchestrator.shell.inbox import Inbox
@@ -22,20 +22,32 @@ from workers.protocol import Peer
 #: for little, and below the ten in which a slow link is to be named.
 WINDOW_S: Final = 4.0
 LOOK_S: Final = 1.0
-#: It is timed after so many looks in a row that found it slow.
+#: It is timed after so many looks in a row that found it slow, and well after as many that did not.
 _NUM_LOOKS: Final = 2
 #: A keeper has so long for one transfer.
 _TIMED_S: Final = 1.0
+#: The kernel counts in milliseconds: a fast link may seem to take no time.
+_LEAST_RATIO: Final = 0.01
 #: Links that were timed are timed again after this, and each time after twice as long.
 _AGAIN_S: Final = 10.0
 _AGAIN_S_MAX: Final = 600.0
+
+
+class Suspect(Protocol):
+    """``Observer.suspect_links``."""
+
+    def __call__(
+        self, attempt: int, found: Sequence[Verdict], *, since_s: float, times: float
+    ) -> None:
+        """Take what is suspected of links now."""
 
 
 class LinkWatch:
     """Compares what nodes send each other.
 
     Args:
-        inbox: Takes what keepers found.
+        inbox: Takes which links the next order of nodes is to leave out.
+        suspect: Takes what keepers found.
         views: The nodes by name.
         attempt: Returns the attempt that trains and the node of each rank; () while none does.
     """
@@ -45,14 +57,17 @@ class LinkWatch:
         flows: Flows,
         inbox: Inbox,
         *,
+        suspect: Suspect,
         views: Mapping[str, NodeView],
         attempt: Callable[[], tuple[int, Sequence[str]]],
     ) -> None:
         self._flows = flows
         self._inbox = inbox
+        self._suspect = suspect
         self._views = views
         self._attempt = attempt
-        self._num_looks = 0
+        self._num_slow = self._num_well = 0
+        self._since_s = 0.0
         self._suspects: list[links.Pair] = []
         self._again_s, self._pause_s = -math.inf, _AGAIN_S
 
@@ -71,10 +86,21 @@ class LinkWatch:
             if set(pair) <= set(nodes)
         }
         found = links.suspects(transfers, WINDOW_S)
-        self._num_looks = self._num_looks + 1 if found else 0
-        if found and found[0] not in self._suspects:
+        if not found:
+            self._num_slow = 0
+            # While nothing is sent, as in an evaluation, nothing is known.
+            is_well = self._suspects and links.costs(transfers).keys() >= set(self._suspects)
+            self._num_well = self._num_well + 1 if is_well else 0
+            if self._num_well == _NUM_LOOKS:
+                self._suspects = []
+                self._suspect(number, (), since_s=at_s, times=1.0)
+            return
+        self._num_slow, self._num_well = self._num_slow + 1, 0
+        if self._num_slow == 1:
+            self._since_s = at_s
+        if found[0] not in self._suspects:
             self._again_s, self._pause_s = -math.inf, _AGAIN_S
-        if self._num_looks < _NUM_LOOKS or at_s < self._again_s:
+        if self._num_slow < _NUM_LOOKS or at_s < self._again_s:
             return
         self._suspects = found
         self._again_s, self._pause_s = at_s + self._pause_s, min(2 * self._pause_s, _AGAIN_S_MAX)
@@ -86,6 +112,8 @@ class LinkWatch:
             again = await self._time(timed)
             rates = {pair: max(rate, again.get(pair, 0.0)) for pair, rate in rates.items()}
             told = links.slow(rates, found, ranks)
+        ratio = max(_LEAST_RATIO, round(links.step_ratio(transfers, WINDOW_S), 3))
+        self._suspect(number, told, since_s=self._since_s, times=1.0 / ratio)
         slow = {(nodes[a], nodes[b]) for one in told for a, b in one.guilty.links}
         self._inbox.post(
             LinksTimed(
@@ -93,8 +121,7 @@ class LinkWatch:
                 attempt=number,
                 nodes=tuple(sorted({node for pair in rates for node in pair})),
                 slow=tuple(sorted(slow)),
-                step_ratio=round(links.step_ratio(transfers, WINDOW_S), 3),
-                told=tuple(f"{one.kind}: {one.evidence}" for one in told),
+                step_ratio=ratio,
             )
         )
 

@@ -149,10 +149,10 @@ class RunCollector(Collector):
 
     def _suspicions(self, status: Mapping[str, Any]) -> Iterator[Metric]:
         rows = status["suspects"]
-        keys = [(row["kind"], str(row["rank"]), row["worker"], row["node"][:12]) for row in rows]
-        of_rank = "kind", "rank", "worker", "node"
+        keys = [(row["kind"], *_suspected(row["guilty"]), row["worker"]) for row in rows]
+        of_rank = "kind", "rank", "node", "worker"
         for name, text, key in (
-            ("suspected_seconds", "How long a rank has been suspected.", "for_s"),
+            ("suspected_seconds", "How long a rank or link has been suspected.", "for_s"),
             ("suspected_times", "How many times as long as it should it takes.", "times"),
         ):
             samples = zip(keys, (row[key] for row in rows), strict=True)
@@ -299,3 +299,10 @@ def _one(value: float | None) -> _Samples:
 
 def _by_key(values: Mapping[str, float | None]) -> _Samples:
     return [((key,), value) for key, value in values.items()]
+
+
+def _suspected(guilty: Mapping[str, Any]) -> tuple[str, str]:
+    """Return the ranks, or links between ranks, and the nodes of a suspicion as labels."""
+    links = (f"{sender} to {receiver}" for sender, receiver in guilty["links"])
+    ranks = ",".join([*map(str, guilty["ranks"]), *links])
+    return ranks, ",".join(node[:12] for node in guilty["nodes"])

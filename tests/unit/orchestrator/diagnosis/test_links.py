@@ -7,13 +7,13 @@ from typing import Any
 
 import pytest
 
-from orchestrator.diagnosis import Flows, Kind, Transfer, dead
+from orchestrator.diagnosis import Flows, Guilty, Kind, Transfer, dead
 from orchestrator.diagnosis.links import rounds, slow, suspects, to_time
 from workers.protocol import Flow, NodeReport
 
 NODES = ("a", "b", "c", "d")
 RANKS = {node: (rank,) for rank, node in enumerate(NODES)}
-WORKERS = ("w0", "w1")
+WORKERS = {"w0": 0, "w1": 1}
 
 
 def _flow(worker: str, here: str, there: str, *, acked_bytes: int = 0, **more: int) -> Flow:
@@ -33,9 +33,11 @@ HELD = _flow("w0", "10.0.0.1", "10.0.0.2", in_flight=3, backoff=2, heard_ms=1200
 
 
 def test_a_connection_whose_packets_are_repeated_in_vain_is_dead() -> None:
-    (found,) = dead(_joined(HELD), WORKERS)
+    (found,) = dead(_joined(HELD), WORKERS, 5.0)
 
-    assert (found.ends, found.unheard_s) == (("w0", "w1"), 1.2)
+    assert (found.kind, found.guilty) == (Kind.LINK_DEAD, Guilty(links=((0, 1),)))
+    assert found.since_s == 3.8
+    assert "rank 0 (w0) sent to rank 1 (w1)" in found.evidence
 
 
 @pytest.mark.parametrize(
@@ -51,16 +53,16 @@ def test_a_connection_whose_packets_are_repeated_in_vain_is_dead() -> None:
 def test_what_is_no_dead_link(change: dict[str, Any], why: str) -> None:
     flows = _joined(HELD._replace(**change), _flow("w1", "10.0.0.2", "10.0.0.1"))
 
-    assert not dead(flows, WORKERS), why
+    assert not dead(flows, WORKERS, 5.0), why
 
 
 def test_a_connection_that_was_closed_or_answers_again_is_dead_no_longer() -> None:
     for later in ((), (HELD._replace(backoff=0, acked_bytes=9),)):
         flows = _joined(HELD)
         flows.observe(NodeReport(node="a", seq=2, workers=()), 1.5)
-        assert dead(flows, WORKERS), "a report without a look says nothing"
+        assert dead(flows, WORKERS, 5.0), "a report without a look says nothing"
         flows.observe(NodeReport(node="a", seq=3, workers=(), flows=later), 2.0)
-        assert not dead(flows, WORKERS)
+        assert not dead(flows, WORKERS, 5.0)
 
 
 def test_a_machine_that_talks_to_itself_is_taken_for_no_other() -> None:
@@ -70,7 +72,7 @@ def test_a_machine_that_talks_to_itself_is_taken_for_no_other() -> None:
         _flow("w1", "127.0.0.1", "127.0.0.1")._replace(here=("127.0.0.1", 2)),
     )
 
-    assert not dead(flows, WORKERS)
+    assert not dead(flows, WORKERS, 5.0)
 
 
 def test_transfers_are_told_by_node_and_only_of_late() -> None:

@@ -7,7 +7,7 @@ from dataclasses import replace
 
 import pytest
 
-from orchestrator.diagnosis import Kind, Live, Suspicion, WaitGraph, wait_graph
+from orchestrator.diagnosis import Guilty, Kind, Live, Suspicion, WaitGraph, wait_graph
 from tests.support.histories import calm, group
 from tests.support.traces import Trace, clean, place_of, planted, step_costs
 from workers.protocol import Digest, StepCost, WorkerReport
@@ -37,7 +37,7 @@ class Watched:
     def watch(self, trace: Trace) -> set[tuple[Kind, int]]:
         for _, costs in sorted(step_costs(trace).items()):
             self.step(costs)
-        return {(one.kind, one.rank) for _, told in self.told for one in told}
+        return {(one.kind, one.guilty.ranks[0]) for _, told in self.told for one in told}
 
 
 def even(
@@ -84,7 +84,7 @@ def test_a_suspicion_tells_since_when_and_lasts_until_the_rank_is_well(num: int)
         watched.step(even(step, num, slow=[1] if 20 <= step < 60 else []))
     (first, opened), (last, closed) = watched.told[0], watched.told[-1]
     (one,) = opened
-    assert (one.kind, one.worker, one.node) == (Kind.SLOW_COMPUTE, "w1", "node1")
+    assert (one.kind, one.worker, one.guilty.nodes) == (Kind.SLOW_COMPUTE, "w1", ("node1",))
     assert 20 <= first <= 23
     assert one.since_s == 20 * watched.step_s
     assert one.times == pytest.approx(3.0, rel=0.05)
@@ -102,7 +102,7 @@ def test_a_rank_whose_reports_are_missing_does_not_keep_others_from_being_judged
     for step in range(1, 40):
         costs = even(step, 5, slow=[1] if step >= 20 else [])
         watched.step({rank: cost for rank, cost in costs.items() if rank != 4 or step < 15})
-    assert {one.rank for _, told in watched.told for one in told} == {1}
+    assert {one.guilty.ranks for _, told in watched.told for one in told} == {(1,)}
 
 
 def test_what_is_remembered_does_not_grow() -> None:
@@ -173,7 +173,7 @@ def test_who_holds_the_others_up_is_suspected_after_three_seconds(
         assert held.wait(step, 0.5) == []
     assert held.wait(6, 2.9, **known) == []
     one = held.wait(7, 3.0, **known)[0]
-    assert (one.kind, one.rank, one.worker, one.node) == (kind, 2, "w2", "node2")
+    assert (one.kind, one.guilty, one.worker) == (kind, Guilty.of([2], (), ["node2"]), "w2")
     assert one.since_s == held.at_s - 3.0
     assert "which waits in all_reduce of world" in one.evidence
     assert says in one.evidence

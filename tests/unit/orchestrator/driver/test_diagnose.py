@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import pickle
 from collections import OrderedDict
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -12,7 +13,8 @@ from typer.testing import CliRunner
 
 from orchestrator.cli.main import app
 from orchestrator.core import Incident
-from orchestrator.diagnosis import Guilty, Kind, Verdict
+from orchestrator.diagnosis import Guilty, Kind, Suspicion, Verdict
+from orchestrator.diagnosis.verdicts import Alternative
 from orchestrator.driver import diagnose_paths
 from orchestrator.errors import ConfigError
 from tests.arch.tree import ROOT
@@ -294,6 +296,20 @@ def test_the_command_tells_machines_and_people_the_same(tmp_path: Path) -> None:
         "kind", "guilty", "confidence", "since_s", "evidence", "alternatives",
     }  # fmt: skip
     assert "link_dead: the link from rank 1 to rank 0." in shown
+
+
+def test_links_that_were_suspected_are_told_from_the_incident(tmp_path: Path) -> None:
+    """Keepers timed them, so no record of the ranks shows it."""
+    one = Suspicion(
+        kind=Kind.SLOW_LINK, guilty=Guilty(links=((2, 1),)), confidence=0.6, since_s=9.5,
+        evidence="Keepers sent slowly.", times=2.0,
+        alternatives=(Alternative(Kind.SLOW_SENDER, Guilty.of([2], (), ["n2"])),),
+    )  # fmt: skip
+    slow = replace(one, kind=Kind.SLOW_COMPUTE)
+    found = Incident(number=1, kind="move", suspects=(one, slow))
+    (tmp_path / "incident.json").write_text(json.dumps(found.to_json()))
+
+    assert diagnose_paths([str(tmp_path)]) == (one,)
 
 
 @pytest.mark.parametrize("kind", [Kind.NOT_FINITE, Kind.DIVERGED])

@@ -7,8 +7,9 @@ from itertools import pairwise
 
 import pytest
 
-from orchestrator.core import AttemptStalled, Event, HangFound, MembersAtWork
+from orchestrator.core import AttemptStalled, Event, HangFound, MembersAtWork, Suspected
 from orchestrator.detection import PATIENCE
+from orchestrator.diagnosis import Guilty, Kind, Verdict
 from orchestrator.shell import observer as observer_module
 from orchestrator.shell.inbox import Inbox
 from orchestrator.shell.observer import Observer
@@ -107,6 +108,41 @@ def test_a_dead_link_is_told_however_long_steps_take() -> None:
     assert told[0] == (101.0, 1.5), "as soon as both ends are known"
     assert [waited_s for _, waited_s in told] == [1.5, 3.0, 6.0, 12.0]
     assert not any(isinstance(event, HangFound) for event in posted), "nothing is proven"
+    (said,) = (event for event in posted if isinstance(event, Suspected))
+    (one,) = said.suspects
+    assert (one.kind, one.guilty) == (Kind.LINK_DEAD, Guilty(links=((0, 1),)))
+    assert (said.at_s, one.since_s) == (101.0, 99.5)
+
+
+def test_what_keepers_timed_is_suspected_beside_what_reports_tell() -> None:
+    """A node whose card is slow can be left like one whose worker is; a link has no worker."""
+    posted: list[Event] = []
+    observer = Observer(
+        Inbox(at_s=lambda: 100.0, post=posted.append),
+        on_formed=lambda *_: None,
+        node_silent=lambda *_: None,
+        patience=PATIENCE,
+        parallel=ParallelSettings(),
+    )
+    observer.begin(ATTEMPT, ("w0", "w1", "w2"), 0)
+    link = Verdict(
+        kind=Kind.SLOW_LINK, guilty=Guilty(links=((2, 1),)), confidence=0.9, since_s=None,
+        evidence="slow",
+    )  # fmt: skip
+    sender = replace(link, kind=Kind.SLOW_SENDER, guilty=Guilty.of([1], (), ["n1"]))
+
+    observer.suspect_links(ATTEMPT, [link, sender], since_s=90.0, times=2.5)
+    observer.suspect_links(ATTEMPT, [link, sender], since_s=90.0, times=2.4)
+    observer.suspect_links(ATTEMPT - 1, [], since_s=90.0, times=1.0)
+    observer.suspect_links(ATTEMPT, [], since_s=100.0, times=1.0)
+    observer.end((), 0.0)
+    observer.suspect_links(ATTEMPT, [link], since_s=90.0, times=2.5)
+
+    said = [event.suspects for event in posted if isinstance(event, Suspected)]
+    assert [[(one.kind, one.worker, one.times) for one in each] for each in said] == [
+        [(Kind.SLOW_LINK, "", 2.5), (Kind.SLOW_SENDER, "w1", 2.5)],
+        [],
+    ]
 
 
 def test_who_computes_in_a_fenced_attempt_is_told_when_it_changes() -> None:

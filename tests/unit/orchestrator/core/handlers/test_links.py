@@ -428,11 +428,7 @@ def test_an_attempt_numbers_its_nodes_rack_by_rack() -> None:
 
 def _timed(run: _Run, *slow: tuple[str, str], ratio: float = 0.3) -> None:
     number = run.state.attempt.number
-    run.fold(
-        ev.LinksTimed(
-            at_s=run.at_s, attempt=number, nodes=NODES, slow=slow, step_ratio=ratio, told=("slow",)
-        )
-    )
+    run.fold(ev.LinksTimed(at_s=run.at_s, attempt=number, nodes=NODES, slow=slow, step_ratio=ratio))
     run.wait(run.at_s + 30.0)
 
 

@@ -9,7 +9,7 @@ import pytest
 from orchestrator.core import Bounds, RunRules, Suspected
 from orchestrator.core import events as ev
 from orchestrator.core.log.journal_lines import parse, transition_records
-from orchestrator.diagnosis import Kind, Suspicion
+from orchestrator.diagnosis import Guilty, Kind, Suspicion
 from orchestrator.policies import LayoutRules
 from tests.support.obedient_cluster import Cluster
 from ucp_core.layout import ParallelLayout
@@ -43,10 +43,10 @@ class SlowCluster(Cluster):
         members = {name for name, _, _ in self.started[-1].members}
         return STEP_S * 4 / layout.world_size * (self.slow_times if "w0004" in members else 1.0)
 
-    def suspect(self, times: float) -> None:
+    def suspect(self, times: float, kind: Kind = Kind.SLOW_COMPUTE) -> None:
         one = Suspicion(
-            kind=Kind.SLOW_COMPUTE, rank=3, worker="w0004", node="n1",
-            since_s=self.at_s, times=times, evidence=SAID,
+            kind=kind, guilty=Guilty.of([3], (), ["n1"]), worker="w0004",
+            confidence=0.9, since_s=self.at_s, times=times, evidence=SAID,
         )  # fmt: skip
         self.send(
             Suspected(
@@ -82,6 +82,16 @@ def test_a_slow_worker_is_left_out_if_nothing_replaces_it() -> None:
     assert run.started[1].resume_step == run.started[1].lineage[1][1] > 43, "nothing is lost"
     run.train(50)
     assert len(run.started) == 2
+
+
+def test_a_node_whose_card_is_slow_is_left_like_one_whose_worker_is() -> None:
+    run = cluster()
+    run.begin()
+    run.suspect(3.0, Kind.SLOW_SENDER)
+    run.train(24)
+
+    assert run.layouts == ["dp_shard=4", "dp_shard=2"]
+    assert [one.incident for one in run.incidents] == ["slow"]
 
 
 def test_a_replacement_takes_its_place() -> None:

@@ -4,8 +4,17 @@ from dataclasses import replace
 
 import pytest
 
-from orchestrator.core import Leaving, RunRules, RunState, RunStats, step, transition_records
+from orchestrator.core import (
+    Incident,
+    Leaving,
+    RunRules,
+    RunState,
+    RunStats,
+    step,
+    transition_records,
+)
 from orchestrator.core import events as ev
+from orchestrator.diagnosis import Guilty, Kind, Suspicion
 from orchestrator.policies import CapacityRules
 
 RULES = RunRules(run="test", min_workers=1, max_workers=2, total_steps=12)
@@ -76,6 +85,7 @@ def test_an_incident_has_every_phase_on_the_clock() -> None:
         "rule": "",
         "verdict": "",
         "places": [],
+        "suspects": [],
         "folder": "incidents/0001",
     }
 
@@ -90,6 +100,26 @@ def test_a_hang_is_put_on_record_with_its_rule() -> None:
     assert (incident.kind, incident.rule, incident.verdict) == ("hang", "missing", "absent")
     assert incident.folder == "incidents/0001"
     assert incident.recovery_s == pytest.approx(1.6)
+
+
+def test_what_was_suspected_is_counted_once_and_kept_with_the_incident() -> None:
+    """A link has no worker: two of them are told from each other by their ranks."""
+    links = [
+        Suspicion(
+            kind=Kind.SLOW_LINK, guilty=Guilty(links=(pair,)), confidence=0.9, since_s=at_s,
+            evidence="slow", times=2.0,
+        )
+        for pair, at_s in (((1, 0), 6.0), ((0, 1), 7.0))
+    ]  # fmt: skip
+    told = (ev.Suspected(at_s=8.0, attempt=1, suspects=(*links[:num],)) for num in (1, 2))
+    stats = _stats((*START, *told, *CRASH))
+
+    assert stats.suspicions == {"slow_link": 2}
+    assert stats.suspected == [(6.0, "slow"), (7.0, "slow")]
+    (incident,) = stats.incidents
+    assert incident.suspects == tuple(links)
+    document = json.loads(json.dumps(incident.to_json()))
+    assert Incident.from_json(document, number=1).suspects == tuple(links)
 
 
 def test_members_that_say_late_that_they_have_formed_are_counted_all_the_same() -> None:

@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from itertools import permutations
 from types import SimpleNamespace
 from typing import Any
 
+import pytest
+
 from orchestrator.core import Event, LinksTimed
-from orchestrator.diagnosis import Flows
+from orchestrator.diagnosis import Flows, Guilty, Kind, Verdict
 from orchestrator.shell.capacity.link_watch import LinkWatch
 from orchestrator.shell.inbox import Inbox
 from workers.protocol import Flow, NodeReport, Peer
@@ -36,12 +38,21 @@ class _Lab:
             )
             for node in NODES
         }
+        self.suspected: list[tuple[float, tuple[Verdict, ...], float, float]] = []
+        self.is_sending = True
         self.watch = LinkWatch(
             self._flows,
             Inbox(at_s=lambda: self.at_s, post=self.posted.append),
+            suspect=self._suspect,
             views=views,
             attempt=lambda: (ATTEMPT, self.training),
         )
+
+    def _suspect(
+        self, attempt: int, found: Sequence[Verdict], *, since_s: float, times: float
+    ) -> None:
+        assert attempt == ATTEMPT
+        self.suspected.append((self.at_s, tuple(found), since_s, times))
 
     def _as(self, source: str) -> Any:
         async def rate_to(peer: Peer) -> float:
@@ -58,8 +69,10 @@ class _Lab:
             for at, node in enumerate(NODES):
                 target = NODES[(at + 1) % 3]
                 sent, busy_us = self._sent[node]
-                busy_us += 800_000 if (node, target) in self.slow else 80_000
-                self._sent[node] = (sent + (10 << 20), busy_us)
+                if self.is_sending:
+                    busy_us += 800_000 if (node, target) in self.slow else 80_000
+                    sent += 10 << 20
+                self._sent[node] = (sent, busy_us)
                 ends = ((node, 1), (target, 2))
                 mine = Flow(f"w{node}", *ends, sent, 0, 0, busy_us=busy_us)
                 its = Flow(f"w{target}", *ends[::-1], 0, sent, 0)
@@ -90,7 +103,10 @@ def test_a_slow_link_is_timed_and_told_within_ten_seconds() -> None:
     (told,) = lab.told
     assert sorted(lab.timed) == sorted(2 * [*permutations(NODES, 2)]), "what is slow is timed twice"
     assert (told.attempt, told.nodes, told.slow) == (ATTEMPT, NODES, (("a", "b"),))
-    assert told.told[0].startswith("slow_link: ")
+    ((_, (one,), since_s, times),) = lab.suspected
+    assert (one.kind, one.guilty) == (Kind.SLOW_LINK, Guilty(links=((0, 1),)))
+    assert since_s == 111.0
+    assert 1.5 < times == pytest.approx(1.0 / told.step_ratio)
 
 
 def test_a_transfer_that_was_slow_once_is_not_told() -> None:
@@ -101,7 +117,8 @@ def test_a_transfer_that_was_slow_once_is_not_told() -> None:
     lab.pass_s(6)
 
     (told,) = lab.told
-    assert (told.slow, told.told) == ((), ())
+    assert not told.slow
+    assert [found for _, found, _, _ in lab.suspected] == [()]
 
 
 def test_it_is_timed_the_less_often_the_longer_it_lasts() -> None:
@@ -111,6 +128,20 @@ def test_it_is_timed_the_less_often_the_longer_it_lasts() -> None:
 
     gaps = [later.at_s - sooner.at_s for sooner, later in zip(lab.told, lab.told[1:], strict=False)]
     assert gaps == [10.0, 20.0, 40.0]
+
+
+def test_a_link_is_suspected_no_longer_once_it_was_seen_to_be_fast_again() -> None:
+    """While nothing is sent nothing is seen: an evaluation heals no link."""
+    lab = _Lab()
+    lab.slow = {("a", "b")}
+    lab.pass_s(8)
+    lab.is_sending = False
+    lab.pass_s(20)
+    assert [len(found) for _, found, _, _ in lab.suspected] == [1]
+
+    lab.is_sending, lab.slow = True, set()
+    lab.pass_s(20)
+    assert [len(found) for _, found, _, _ in lab.suspected] == [1, 0]
 
 
 def test_nobody_is_timed_while_nobody_trains() -> None:

@@ -74,12 +74,18 @@ STATUS: dict[str, Any] = {
     "suspects": [
         {
             "kind": "slow_compute",
-            "rank": 1,
+            "guilty": {"ranks": [1], "nodes": ["e" * 56], "links": []},
             "worker": "w0002",
-            "node": "e" * 56,
             "for_s": 12.5,
             "times": 3.0,
-        }
+        },
+        {
+            "kind": "slow_link",
+            "guilty": {"ranks": [], "nodes": [], "links": [[1, 2]]},
+            "worker": "",
+            "for_s": 2.5,
+            "times": 2.0,
+        },
     ],
     "cadence": {
         "step_s": None,
@@ -124,6 +130,7 @@ def _registry() -> CollectorRegistry:
 
 
 _SUSPECT = {"kind": "slow_compute", "rank": "1", "worker": "w0002", "node": "e" * 12}
+_SUSPECTED_LINK = {"kind": "slow_link", "rank": "1 to 2", "worker": "", "node": ""}
 
 
 @pytest.mark.parametrize(
@@ -143,6 +150,7 @@ _SUSPECT = {"kind": "slow_compute", "rank": "1", "worker": "w0002", "node": "e" 
         ("nodes", {"state": "alive"}, 2),
         ("suspected_seconds", _SUSPECT, 12.5),
         ("suspected_times", _SUSPECT, 3),
+        ("suspected_times", _SUSPECTED_LINK, 2),
         ("suspicions_total", {"kind": "absent"}, 4),
         ("node_noticed", {"node": "c" * 12}, 1),
         ("node_noticed", {"node": "f" * 12}, 0),
