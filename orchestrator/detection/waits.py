@@ -66,7 +66,7 @@ def disagreement(
         if found := _other_call(reports, number, calls):
             return found
     for (name, number), calls in waiting.items():
-        if found := _other_past(reports, number, calls, waiting.get((name, number + 1), {})):
+        if found := _other_past(reports, name, number, calls):
             return found
     return _circle(reports, graph, waiting)
 
@@ -101,37 +101,38 @@ def _other_call(
 
 def _other_past(
     reports: Mapping[int, WorkerReport | None],
+    name: str,
     number: int,
     calls: Mapping[int, GroupState],
-    later: Mapping[int, GroupState],
 ) -> Disagreement | None:
-    """Return whose calls up to this number are not those of the others, by their hashes.
+    """Return whose calls up to the one that ``calls`` wait in are not those of the others.
 
-    Args:
-        later: Members that wait in the next number, so they are past this one.
+    Hashes of all calls tell, also of members that have left it for another group or for the next
+    call of this one.
     """
-    by_past: dict[int, list[int]] = defaultdict(list)
-    for rank, one in calls.items():
-        by_past[one.history].append(rank)
-    group = next(iter(calls.values())).group
-    if 0 not in by_past and len(by_past) > 1:
-        told = " and ".join(_at(reports, ranks, "") for ranks in by_past.values())
-        return Disagreement(
-            Kind.DESYNC,
-            _outnumbered(by_past.values()),
-            f"{told} wait in number {number} of group {group}, and differ in a call before it",
-        )
-    next_ = next(iter(later.values()), None)
-    if next_ is None or not next_.history or 0 in by_past:
+    first = next(iter(calls.values()))
+    past = first.history
+    by_past: dict[bool, list[int]] = {True: [], False: []}
+    for rank in first.ranks:
+        row = reports.get(rank)
+        group = next((one for one in row.groups if one.group == name), None) if row else None
+        if group is None or not past or not group.history:
+            continue
+        if group.entered_seq == number:
+            by_past[group.history == past].append(rank)
+        elif group.entered_seq == number + 1:
+            after = history_after(past, OP_CODES[group.op], group.dtype, group.size_bytes)
+            by_past[group.history == after].append(rank)
+    if not by_past[False]:
         return None
-    (past,) = by_past
-    if history_after(past, OP_CODES[next_.op], next_.dtype, next_.size_bytes) == next_.history:
-        return None
-    here, there = _at(reports, calls, _waits_in(calls)), _at(reports, later, "went on")
+    # They are alike in the one that they wait in.
+    kind = Kind.DESYNC if {*by_past[True], *by_past[False]} <= calls.keys() else Kind.MISMATCH
+    told = " and ".join(map(listed, by_past.values()))
     return Disagreement(
-        Kind.MISMATCH,
-        _outnumbered((list(calls), list(later))),
-        f"{here} as number {number} of group {group}, {there}, and their calls up to it differ",
+        kind,
+        _outnumbered(by_past.values()),
+        f"{_at(reports, calls, _waits_in(calls))} as number {number} of group {name}; up to it "
+        f"{told} made different calls",
     )
 
 
