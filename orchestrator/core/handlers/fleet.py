@@ -16,6 +16,7 @@ from orchestrator.core.state import (
     Node,
     Offer,
     Reservation,
+    Slow,
     Worker,
     WorkerStatus,
     worker_name,
@@ -316,7 +317,7 @@ def revive_node(transition: Transition, number: int) -> None:
     if node.alive and node.is_slow:
         return  # a restarted controller hears of it again
     joined_s = node.joined_s if node.alive else transition.now_s
-    revived = node._replace(alive=True, leave_by_s=inf, joined_s=joined_s, slow=("", ""))
+    revived = node._replace(alive=True, leave_by_s=inf, joined_s=joined_s, slow=Slow())
     put_node(transition, number, revived)
     # One that is lost and comes back again and again is used the later each time.
     ends = (CONTROLLER, node.name)

@@ -31,7 +31,7 @@ from orchestrator.core.events import (
 )
 from orchestrator.core.handlers import demand, fleet, recovery
 from orchestrator.core.network import links, search
-from orchestrator.core.state import CONTROLLER, WorkerStatus
+from orchestrator.core.state import CONTROLLER, Slow, WorkerStatus
 from orchestrator.core.transition import Transition
 from orchestrator.policies import FaultKind
 
@@ -149,7 +149,7 @@ def node_draining(transition: Transition, event: NodeDraining) -> None:
     number = fleet.find_node(transition, event.node)
     node = transition.run.fleet.nodes[number]
     if node.leave_by_s != event.deadline_s:
-        drained = node._replace(leave_by_s=event.deadline_s, slow=("", ""))
+        drained = node._replace(leave_by_s=event.deadline_s, slow=Slow())
         fleet.put_node(transition, number, drained)
         demand.renew_pending(transition)
         transition.follow(CapacityChanged())

@@ -283,7 +283,7 @@ def _of_ranks(
     places = tuple((rank, one.name, run.fleet.nodes[one.node].name) for rank, one in workers)
     named = ", ".join(f"rank {rank} is {worker} on {node}" for rank, worker, node in places[:8])
     evidence = f"{text} ({named})" if named else text
-    return AttemptFailed(kind, (), evidence, verdict=kind.value, places=places)
+    return AttemptFailed(kind, (), evidence, places=places)
 
 
 def hang_found(transition: Transition, event: HangFound) -> None:

@@ -15,6 +15,7 @@ from orchestrator.core.handlers import demand, fleet, formation, recovery, slow
 from orchestrator.core.network import reach
 from orchestrator.core.state import Cause, Phase, RunOutcome
 from orchestrator.core.transition import Transition
+from orchestrator.diagnosis import Kind
 from orchestrator.policies import FaultKind, expected_step_s, growth, order, step_ratio
 from ucp_core.layout import ParallelLayout
 
@@ -72,7 +73,7 @@ def _leaves_slow_node(transition: Transition) -> bool:
     """Leave the node of a slow worker once that pays; return whether members were asked to."""
     found = slow.consider(transition)
     if found is not None:
-        yield_attempt(transition, FaultKind.SLOW, found.evidence, found.guilty)
+        yield_attempt(transition, FaultKind.SLOW, found.evidence, found.guilty, found.verdict)
     return found is not None
 
 
@@ -140,6 +141,7 @@ def _change_if_it_pays(
     num_after: int,
     step_ratio: float,
     reason: str = "",
+    verdict: str = "",
 ) -> None:
     run = transition.run
     num_alike = num_after if kind is FaultKind.GROWTH else num_before
@@ -166,7 +168,7 @@ def _change_if_it_pays(
         transition.rules.growth,
     )
     if decision.grow:
-        yield_attempt(transition, kind, reason or decision.reason)
+        yield_attempt(transition, kind, reason or decision.reason, verdict=verdict)
     else:
         run.deadline_s = min(run.deadline_s, decision.retry_at_s)
 
@@ -213,15 +215,19 @@ def _consider_order(transition: Transition, layout: ParallelLayout) -> None:
         num, ratio = len(best), run.network.without_slow
         links = ", ".join(f"{a[:8]} to {b[:8]}" for a, b in run.network.slow)
         reason = f"in another order no rank sends over a slow link ({links})"
-        _change_if_it_pays(transition, FaultKind.MOVE, num, num, ratio, reason)
+        _change_if_it_pays(transition, FaultKind.MOVE, num, num, ratio, reason, Kind.SLOW_LINK)
 
 
 def yield_attempt(
-    transition: Transition, kind: FaultKind, reason: str, guilty: tuple[str, ...] = ()
+    transition: Transition,
+    kind: FaultKind,
+    reason: str,
+    guilty: tuple[str, ...] = (),
+    verdict: str = "",
 ) -> None:
     """Ask the members to leave at the next step boundary."""
     run = transition.run
-    run.cause = Cause(kind, guilty, reason, transition.now_s)
+    run.cause = Cause(kind, guilty, reason, transition.now_s, verdict=verdict)
     transition.enter(Phase.YIELDING, yield_deadline_s(transition))
     run.attempt.yield_asked = True
     transition.actions.append(yield_order(transition))

@@ -6,8 +6,10 @@ to resume from is read from keepers and storage, not from reports. Only proven g
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import replace
 from math import inf
+from typing import Final
 
 from orchestrator.core.actions import CollectEvidence, FenceAttempt, ReadCommitted
 from orchestrator.core.consequences import (
@@ -23,6 +25,7 @@ from orchestrator.core.handlers.formation import wait
 from orchestrator.core.network import reach, search
 from orchestrator.core.state import Cause, MutableRunState, Phase, RunOutcome, Worker, WorkerStatus
 from orchestrator.core.transition import Transition
+from orchestrator.diagnosis import Kind
 from orchestrator.policies import (
     MEMORY,
     Fault,
@@ -40,6 +43,15 @@ _TWICE = "; seen twice, so it is taken for a bug"
 _READ_AGAIN = 0.1
 #: Only the processes themselves can say why.
 _UNEXPLAINED = frozenset({FaultKind.HANG, FaultKind.UNDECIDED})
+#: Rule and verdict that follow from the kind of a fault. A lost node may only be cut off.
+_FOUND: Final[Mapping[FaultKind, tuple[str, str]]] = {
+    FaultKind.CRASH: ("exited", Kind.DEAD),
+    FaultKind.OUT_OF_MEMORY: ("exited", Kind.DEAD),
+    FaultKind.NOT_FINITE: ("checked", Kind.NOT_FINITE),
+    FaultKind.DIVERGED: ("compared", Kind.DIVERGED),
+    FaultKind.UNDECIDED: ("", Kind.UNDECIDED),
+    FaultKind.PEER_LOST: ("", Kind.UNDECIDED),
+}
 
 
 def begin_fence(transition: Transition, failed: AttemptFailed) -> None:
@@ -78,6 +90,8 @@ def add_to_cause(transition: Transition, failed: AttemptFailed) -> None:
 def cause_of(failed: AttemptFailed, at_s: float) -> Cause:
     """Return a fault as the cause that was found then."""
     kind, guilty, evidence, _, rule, verdict, places = failed
+    if not verdict:
+        rule, verdict = _FOUND.get(kind, ("", ""))
     return Cause(kind, guilty, evidence, at_s, rule, verdict, places)
 
 

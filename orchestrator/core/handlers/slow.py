@@ -12,7 +12,7 @@ from math import inf
 from orchestrator.core.consequences import CapacityChanged
 from orchestrator.core.handlers import demand, fleet
 from orchestrator.core.network import reach
-from orchestrator.core.state import Node
+from orchestrator.core.state import Node, Slow
 from orchestrator.core.transition import Transition
 from orchestrator.diagnosis import Suspicion
 from orchestrator.policies import growth, slow, step_ratio
@@ -26,6 +26,7 @@ class Found:
     """Members are to leave for a slow worker."""
 
     guilty: tuple[str, ...]
+    verdict: str
     evidence: str
 
 
@@ -52,7 +53,7 @@ def look(transition: Transition, number: int) -> bool:
     if transition.now_s < node.leave_by_s:
         transition.wake_by(node.leave_by_s)
         return False
-    fleet.put_node(transition, number, node._replace(leave_by_s=inf, slow=("", "")))
+    fleet.put_node(transition, number, node._replace(leave_by_s=inf, slow=Slow()))
     transition.follow(CapacityChanged())
     return True
 
@@ -89,7 +90,7 @@ def _judge(transition: Transition, one: Suspicion) -> None:
         transition,
         number,
         run.fleet.nodes[number]._replace(
-            leave_by_s=until_s, avoided_s=avoid_s, slow=(one.worker, evidence)
+            leave_by_s=until_s, avoided_s=avoid_s, slow=Slow(one.worker, one.kind, evidence)
         ),
     )
     transition.wake_by(until_s)
@@ -125,10 +126,11 @@ def _leave(transition: Transition, left: list[Node]) -> Found | None:
     run, rules = transition.run, transition.rules
     now, then = run.attempt.layout, reach.layout(transition)
     assert now is not None
-    guilty = tuple(node.slow[0] for node in left)
-    evidence = " ".join(node.slow[1] for node in left)
+    guilty = tuple(node.slow.worker for node in left)
+    verdict = left[0].slow.verdict
+    evidence = " ".join(node.slow.evidence for node in left)
     if then is not None and then.world_size >= now.world_size:
-        return Found(guilty, evidence)
+        return Found(guilty, verdict, evidence)
     replace_by_s = run.attempt.slow_since_s + rules.slow.replace_s
     if transition.now_s < replace_by_s:
         run.deadline_s = min(run.deadline_s, replace_by_s)
@@ -139,4 +141,6 @@ def _leave(transition: Transition, left: list[Node]) -> Found | None:
     then_s = healthy_s * step_ratio(then, now, transition.layout_rules)
     if then_s * rules.growth.gain_min >= run.step_s:
         return None
-    return Found(guilty, f"{evidence} Nothing replaces it, and {then} is faster without it.")
+    return Found(
+        guilty, verdict, f"{evidence} Nothing replaces it, and {then} is faster without it."
+    )

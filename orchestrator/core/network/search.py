@@ -22,6 +22,7 @@ from orchestrator.core.events import LinksProbed
 from orchestrator.core.network import links
 from orchestrator.core.state import CONTROLLER, Pair
 from orchestrator.core.transition import Transition
+from orchestrator.diagnosis import Kind
 from orchestrator.policies import FaultKind
 
 #: What a lost link may be behind; also what could not be read, if that is why an attempt ended.
@@ -151,15 +152,17 @@ def explain(transition: Transition) -> None:
     cause, network = run.cause, run.network
     if cause is None or not _is_nameless(transition):
         return
-    found, seen = network.found, "none that carries data"
+    found, seen, rule = network.found, "none that carries data", "probed"
     if not found:
         # The transport says it a second time: what it meets, a probe does not.
         found = tuple(way for way in network.suspects if way in network.suspects_before)
-        seen = "the transport says so again, and a probe found nothing"
+        seen, rule = "the transport says so again, and a probe found nothing", "transport"
         note(transition, found)
     if found:
         evidence = f"{links.described(found)} ({seen}); before: {cause.evidence}"
-        run.cause = replace(cause, kind=FaultKind.LINK, evidence=evidence)
+        run.cause = replace(
+            cause, kind=FaultKind.LINK, evidence=evidence, rule=rule, verdict=Kind.LINK_DEAD
+        )
     elif network.is_sound:
         evidence = f"{cause.evidence}; the {len(network.asked)} nodes reach each other"
         run.cause = replace(cause, evidence=evidence)

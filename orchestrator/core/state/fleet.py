@@ -77,6 +77,19 @@ class Offer(NamedTuple):
     why: str = ""
 
 
+class Slow(NamedTuple):
+    """The worker that was convicted of being slow on a node; "" if none was.
+
+    Attributes:
+        verdict: Kind of the suspicion.
+        evidence: What was seen of it, for people.
+    """
+
+    worker: str = ""
+    verdict: str = ""
+    evidence: str = ""
+
+
 class Node(NamedTuple):
     """One node.
 
@@ -97,9 +110,8 @@ class Node(NamedTuple):
         budget_bytes: What snapshots may take of its memory; 0 if its keeper has not said it.
         is_kept: Whether there is a keeper, or one was started, that was not ended.
         joined_s: When it was first, or again, in the cluster.
-        slow: The worker that was convicted of being slow here, and what was seen of it, for people:
-            the run leaves the node as if the provider took it, and uses it again after
-            ``leave_by_s``. "" if there is none.
+        slow: Who was convicted of being slow here: the run leaves the node as if the provider took
+            it, and uses it again after ``leave_by_s``.
     """
 
     name: str
@@ -118,12 +130,12 @@ class Node(NamedTuple):
     budget_bytes: int = 0
     is_kept: bool = False
     joined_s: float = 0.0
-    slow: tuple[str, str] = ("", "")
+    slow: Slow = Slow()
 
     @property
     def is_slow(self) -> bool:
         """Return whether the run leaves the node for a slow worker."""
-        return self.slow[0] != ""
+        return self.slow.worker != ""
 
     @property
     def draining(self) -> bool:

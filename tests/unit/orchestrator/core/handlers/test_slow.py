@@ -91,7 +91,7 @@ def test_a_node_whose_card_is_slow_is_left_like_one_whose_worker_is() -> None:
     run.train(24)
 
     assert run.layouts == ["dp_shard=4", "dp_shard=2"]
-    assert [one.incident for one in run.incidents] == ["slow"]
+    assert [(one.incident, one.verdict) for one in run.incidents] == [("slow", "slow_sender")]
 
 
 def test_a_replacement_takes_its_place() -> None:
