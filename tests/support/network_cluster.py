@@ -436,6 +436,10 @@ class NetworkCluster:
         """Let no more than ``rate``, such as "50mbit", through to a machine; "" for no limit."""
         self._switch.limit(_port(machine), rate)
 
+    def slow_link(self, source: int, target: int, rate: str) -> None:
+        """Let no more than ``rate`` through from one machine to another."""
+        self._switch.limit_from(_port(target), self.host(source), rate, "1gbit")
+
     def pids(self, machine: int) -> list[int]:
         """Return the processes of a machine, as this process numbers them."""
         space = _space(self._machines[machine].init_pid)
