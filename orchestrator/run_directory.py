@@ -7,6 +7,7 @@ half written is skipped. ``orchestrator.shell`` writes these files.
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from math import nan
@@ -16,7 +17,7 @@ from orchestrator.core import Incident, layout_text, without_late_lines
 from orchestrator.errors import JournalCorruptError, RunNotFoundError
 from ucp_core.errors import StorageError
 from ucp_core.storage import Store, join, open_store, read_all_appended, read_appended
-from workers.protocol import CHECKPOINTS, METRICS, RESULT, VALIDATION, VALUES
+from workers.protocol import CHECKPOINTS, LOGS, METRICS, RESULT, VALIDATION, VALUES
 
 __all__ = [
     "CHECKPOINTS",
@@ -35,6 +36,8 @@ __all__ = [
     "RunRecord",
     "StepRecord",
     "appended_text",
+    "log_tail",
+    "losses",
     "read_run",
 ]
 
@@ -54,6 +57,8 @@ JOURNAL = "journal"
 LOGGERS = "loggers.json"
 #: Written last: once it is there the run is over.
 SUMMARY = "summary.json"
+#: A log of rank 1, or the third piece of it where storage cannot append.
+_LOG = "rank{rank}(?:-(\\d+))?\\.log"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -91,6 +96,7 @@ class RunRecord:
         config_text: The resolved configuration as YAML.
         journal: One mapping per record, oldest first.
         steps: In order; a step that was redone is there once, as it was taken last.
+        validation: ``(step, loss)`` of each evaluation, likewise.
         incidents: By number.
         summary: ``summary.json``; empty before the run is over.
     """
@@ -99,6 +105,7 @@ class RunRecord:
     config_text: str = ""
     journal: tuple[Mapping[str, Any], ...] = ()
     steps: tuple[StepRecord, ...] = ()
+    validation: tuple[tuple[float, float], ...] = ()
     incidents: tuple[Incident, ...] = ()
     summary: Mapping[str, Any] = field(default_factory=dict)
 
@@ -121,6 +128,7 @@ def read_run(url: str) -> RunRecord:
         config_text=_text(store, join(path, CONFIG)),
         journal=tuple(_journal(store, join(path, JOURNAL))),
         steps=_steps(appended_text(store, join(path, METRICS))),
+        validation=losses(appended_text(store, join(path, VALIDATION))),
         incidents=tuple(_incidents(store, join(path, "incidents"))),
         summary=_object(_text(store, join(path, SUMMARY))),
     )
@@ -177,6 +185,49 @@ def _journal(store: Store, directory: str) -> list[dict[str, Any]]:
                     line=number,
                 )
     return records
+
+
+def log_tail(store: Store, path: str, *, attempt: int, rank: int, size_bytes: int = 16384) -> str:
+    """Return the end of what a rank printed in an attempt; "" if it printed nothing.
+
+    Args:
+        path: The run directory.
+        attempt: 0 is the newest one in which it printed something.
+        size_bytes: Of the end; its first line may be cut.
+    """
+    root = join(path, LOGS)
+    names = [f"attempt-{attempt:04d}"] if attempt else sorted(store.list(root), reverse=True)
+    pattern = re.compile(_LOG.format(rank=rank))
+    for name in names:
+        sizes = store.sizes(join(root, name))
+        found = [(int(match[1] or 0), file) for file in sizes if (match := pattern.fullmatch(file))]
+        tail = b""
+        for _, file in sorted(found, reverse=True):
+            missing_bytes = size_bytes - len(tail)
+            begin = max(0, sizes[file] - missing_bytes)
+            whole = join(root, name, file)
+            tail = store.read_range(whole, begin, sizes[file] - begin) + tail
+            if begin or len(tail) >= size_bytes:
+                break
+        if tail:
+            return tail.decode(errors="replace")
+    return ""
+
+
+def losses(text: str) -> tuple[tuple[float, float], ...]:
+    """Return ``(step, loss)`` of lines of metrics; a step that was redone counts as taken last."""
+    by_step: dict[int, float] = {}
+    attempt = 0
+    for line in text.splitlines():
+        document = _document(line)
+        if document is None or "step" not in document or document.get("attempt", 0) < attempt:
+            continue
+        step = int(document["step"])
+        if document.get("attempt", 0) > attempt:
+            attempt = document["attempt"]
+            by_step = {before: loss for before, loss in by_step.items() if before < step}
+        by_step[step] = _number(document, "loss")
+    return tuple((float(step), by_step[step]) for step in sorted(by_step))
 
 
 def _steps(text: str) -> tuple[StepRecord, ...]:

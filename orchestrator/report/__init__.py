@@ -1,13 +1,20 @@
-"""A finished or running run as one HTML page."""
+"""A run as one HTML page: live while it trains, the report when it is over."""
 
 from typing import TYPE_CHECKING
 
 from ucp_core.lazy import lazy_door
 
 if TYPE_CHECKING:
-    from orchestrator.report.html import write_report
+    from orchestrator.report.document import Point, Scale, run_document
+    from orchestrator.report.html import live_page, write_report
+    from orchestrator.report.situation import what_it_does
 
 __all__ = [
+    "Point",
+    "Scale",
+    "live_page",
+    "run_document",
+    "what_it_does",
     "write_report",
 ]
 

@@ -365,7 +365,7 @@ class Run:
         await parts.capacity.release_all()
         if owns:
             await parts.compaction.write(self._compacted())
-            await in_thread(STORAGE, parts.outputs.close)
+            await in_thread(STORAGE, parts.outputs.close, self._config.run.directory)
         await asyncio.to_thread(withdraw, parts.names.run_id)
         await page.stop()
 

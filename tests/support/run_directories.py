@@ -32,23 +32,39 @@ def write_run(
     digest: str = "5f" * 32,
     validation_loss: float = 1.875,
     finished: bool = True,
+    price: float = 0.0,
 ) -> Path:
-    """Write a run of ``steps`` steps that went through ``faults`` into ``directory``."""
-    at_s, attempt, workers, step = 100.0, 1, 4, 0
-    journal: list[dict[str, Any]] = [{"at_s": at_s, "attempt": 0, "kind": "ControllerStarted"}]
+    """Write a run of ``steps`` steps that went through ``faults`` into ``directory``.
+
+    It starts up for 5.5 s, and ``price`` is in dollars an hour.
+    """
+    at_s, attempt, workers, step = 105.5, 1, 4, 0
+    journal: list[dict[str, Any]] = [
+        {"at_s": 100.0, "wall_time": 1.7e9, "kind": "ControllerStarted", "incarnation": 1},
+        {"at_s": 100.0, "kind": "RequestReservation", "reservation": 1, "usd_per_hour": price},
+        {"at_s": 104.0, "kind": "ReservationGranted", "reservation": 1},
+        *_attempt(104.0, at_s, attempt, workers, step),
+    ]
     metrics: list[dict[str, Any]] = []
     incidents: list[dict[str, Any]] = []
     pending = list(faults)
     while step < steps:
         step += 1
         at_s += STEP_S * 4 / workers
-        journal.append({"at_s": at_s, "attempt": attempt, "kind": "StepCompleted", "step": step})
+        kind = {"at_s": at_s, "attempt": attempt, "kind": "StepCompleted"}
+        journal.append({**kind, "step": step, "step_s": STEP_S})
         metrics.append(_metrics_line(step, attempt, workers))
         if pending and pending[0].step == step:
             fault = pending.pop(0)
             incidents.append(_incident(fault, at_s, workers))
-            at_s += fault.pause_s - STEP_S * 4 / fault.workers_after
+            journal.append({"at_s": at_s, "kind": "FenceAttempt"})
             attempt, workers, step = attempt + 1, fault.workers_after, step - fault.lost_steps
+            begun_s = at_s + 0.16 * fault.pause_s
+            at_s += fault.pause_s - STEP_S * 4 / workers
+            journal += _attempt(begun_s, at_s, attempt, workers, step)
+    if finished:
+        over = {"at_s": at_s, "kind": "FinishRun", "outcome": "completed"}
+        journal.append({**over, "reason": f"step {steps} is committed"})
     _write(directory, journal, metrics, incidents)
     if finished:
         summary = {
@@ -61,15 +77,21 @@ def write_run(
             "lost_steps": sum(fault.lost_steps for fault in faults),
             "goodput": 0.93,
             "wall_s": at_s - 100.0,
-            "phases_s": {
-                "waiting": 4.0,
-                "forming": 1.5,
-                "training": STEP_S * steps,
-                "recovering": 0.6,
-            },
         }
         (directory / "summary.json").write_text(json.dumps(summary), encoding="utf-8")
     return directory
+
+
+def _attempt(
+    begun_s: float, formed_s: float, attempt: int, workers: int, step: int
+) -> list[dict[str, Any]]:
+    members = [[f"w{rank:04d}", f"n{rank}", rank] for rank in range(workers)]
+    start = {"at_s": begun_s, "kind": "StartAttempt", "attempt": attempt, "members": members}
+    formed = {"at_s": formed_s, "kind": "WorkerFormed", "attempt": attempt}
+    return [
+        {**start, "resume_step": step, "layout": {"dp_shard": workers}},
+        *({**formed, "worker": worker} for worker, _, _ in members),
+    ]
 
 
 def _metrics_line(step: int, attempt: int, workers: int) -> dict[str, Any]:
@@ -107,6 +129,7 @@ def _incident(fault: Fault, at_s: float, workers: int) -> dict[str, Any]:
         "layout_before": f"dp_shard={workers}",
         "layout_after": f"dp_shard={fault.workers_after}",
         "sources": {"checkpoint": 12_345_678},
+        "places": [[3, who, f"{int(who[1:]):0<12}"] for who in fault.guilty],
     }
 
 
@@ -124,4 +147,5 @@ def _write(
         path = directory / "incidents" / f"{number:04d}" / "incident.json"
         path.parent.mkdir(parents=True)
         path.write_text(json.dumps(incident), encoding="utf-8")
-    (directory / "config.yaml").write_text("run:\n  name: demo\n", encoding="utf-8")
+    config = "run: {name: demo, directory: runs/demo}\nworkers: {max: 4}\ntrain: {steps: 60}\n"
+    (directory / "config.yaml").write_text(config, encoding="utf-8")

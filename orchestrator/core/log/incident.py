@@ -54,9 +54,12 @@ class Incident:
         skipped: A line for each source that could not be loaded from.
         rule: The rule of detection that found it; "" if none did.
         verdict: Its kind as ``orchestrator.diagnosis`` names it; "" if none did.
-        places: (rank, worker, node) of each rank that it comes from; empty if that is not known.
+        places: (rank, worker, node) of each rank that it comes from, the faulty ones included;
+            empty if that is not known.
         suspects: What was suspected when it was put on record.
         folder: Where its evidence is, below the run directory; "" if none was taken.
+        is_start: Whether the run had not begun to train: the time to the first step is start-up
+            then, and no recovery.
     """
 
     number: int = 0
@@ -83,6 +86,7 @@ class Incident:
     places: tuple[tuple[int, str, str], ...] = ()
     suspects: tuple[Suspicion, ...] = ()
     folder: str = ""
+    is_start: bool = False
 
     @property
     def is_planned(self) -> bool:
@@ -116,8 +120,8 @@ class Incident:
 
     @property
     def recovery_s(self) -> float | None:
-        """Return the time from ``begin_s`` to the first new step, None before that."""
-        if self.begin_s is None or self.end_s is None:
+        """Return the time from ``begin_s`` to the first new step, None before that and at start."""
+        if self.is_start or self.begin_s is None or self.end_s is None:
             return None
         return max(0.0, self.end_s - self.begin_s)
 
@@ -125,9 +129,12 @@ class Incident:
     def phases_s(self) -> dict[str, float]:
         """Return the duration of each phase that was reached, in order.
 
-        A planned change fences nobody: its members finish a step ("yield").
+        A planned change fences nobody: its members finish a step ("yield"). An incident of the
+        start has none.
         """
         durations: dict[str, float] = {}
+        if self.is_start:
+            return durations
         before_s = self.t_fault_s
         for name, end in PHASES:
             end_s: float | None = getattr(self, end)
@@ -186,6 +193,7 @@ class Incident:
             ),
             suspects=tuple(map(suspicion, document.get("suspects") or ())),
             folder=str(document.get("folder") or ""),
+            is_start=bool(document.get("is_start")),
             **instants,
         )
 

@@ -23,6 +23,8 @@ from ucp_core.layout import ParallelLayout
 _DURATIONS_KEPT = 10_000
 _HOUR_S = 3600.0
 _SUSPICIONS_KEPT = 100
+#: Points of a curve over the whole run. Beyond twice as many, the older ones are thinned.
+_POINTS_KEPT = 500
 
 
 @dataclass(slots=True, kw_only=True)
@@ -44,6 +46,9 @@ class RunStats:
         suspicions: How many there were, by kind.
         suspected: ``(since_s, sentence)`` of the last of them.
         cost_usd: What the reservations of the run have cost so far, 0.0 if no price is known.
+        progress: ``(at_s, step)`` of completed steps, redone ones too; the older, the sparser.
+        sizes: ``(at_s, workers)`` at each change of the number of workers that train.
+        lost_nodes: Nodes that are gone and did not return.
         outcome: Outcome of ``FinishRun``, "" before.
         reason: Likewise.
     """
@@ -64,6 +69,9 @@ class RunStats:
     suspicions: dict[str, int] = field(default_factory=dict)
     suspected: list[tuple[float, str]] = field(default_factory=list)
     cost_usd: float = 0.0
+    progress: list[tuple[float, int]] = field(default_factory=list)
+    sizes: list[tuple[float, int]] = field(default_factory=list)
+    lost_nodes: list[str] = field(default_factory=list)
     outcome: str = ""
     reason: str = ""
     #: ``(reservation, alternative, dollars an hour)``: requested ones, and those that it has.
@@ -82,6 +90,8 @@ class RunStats:
     _productive_s: float = 0.0
     _num_unformed: int = 0
     _first_rank: str = ""
+    #: Rank and node of each member of the newest attempt, by worker.
+    _members: dict[str, tuple[int, str]] = field(default_factory=dict)
     #: The last step of the attempt by rank 0's own word, and by anybody's.
     _said_by_first: int | None = None
     _said_step: int = 0
@@ -109,9 +119,32 @@ class RunStats:
         return 0.0 if self._began_s is None else self._now_s - self._began_s
 
     @property
+    def began_s(self) -> float:
+        """Return the instant of the first record."""
+        return self._began_s or 0.0
+
+    @property
+    def phase_since_s(self) -> float:
+        """Return when the present phase began."""
+        return self._phase_since_s
+
+    @property
+    def startup_s(self) -> float:
+        """Return the time until the run first trained; all of it if it never did."""
+        spans = (*self.spans, (self.phase, self._phase_since_s, self._now_s))
+        began_s = next((from_s for phase, from_s, _ in spans if phase == "training"), self._now_s)
+        return 0.0 if self._began_s is None else began_s - self._began_s
+
+    @property
     def goodput(self) -> float:
         """Return the share of the wall time that went into steps which are in the history."""
         return min(self._productive_s / self.wall_s, 1.0) if self.wall_s else 0.0
+
+    @property
+    def goodput_since_start(self) -> float:
+        """Return the same share of the time since the run first trained."""
+        trains_s = self.wall_s - self.startup_s
+        return min(self._productive_s / trains_s, 1.0) if trains_s > 0.0 else 0.0
 
     @property
     def phases_s(self) -> dict[str, float]:
@@ -142,7 +175,9 @@ class RunStats:
             "attempts": self.attempt,
             "lost_steps": self.lost_steps,
             "goodput": self.goodput,
+            "goodput_since_start": self.goodput_since_start,
             "wall_s": self.wall_s,
+            "startup_s": self.startup_s,
             "phases_s": self.phases_s,
             "cost_usd": self.cost_usd,
             "suspicions": self.suspicions,
@@ -174,6 +209,9 @@ class RunStats:
     def _enter(self, phase: str, at_s: float) -> None:
         if phase != "training":
             self._settle()
+        num_workers = self.num_workers if phase in ("training", "yielding") else 0
+        if num_workers != (self.sizes[-1][1] if self.sizes else 0):
+            _keep(self.sizes, (at_s, num_workers))
         if phase != self.phase:
             self.spans.append((self.phase, self._phase_since_s, at_s))
             self.phase, self._phase_since_s = phase, at_s
@@ -201,6 +239,7 @@ class RunStats:
         self._pending.clear()
         self._held.clear()
         self._injected_s.clear()
+        self.lost_nodes.clear()
         self._enter("recovering", at_s)
         self._begin_incident(
             Incident(
@@ -215,6 +254,8 @@ class RunStats:
 
     def _begin_incident(self, incident: Incident) -> None:
         detected_s = incident.t_detect_s
+        trains = self.phase == "training" or any(span[0] == "training" for span in self.spans)
+        incident.is_start = not trains
         for index, injected_s in enumerate(self._injected_s):
             if detected_s is None or injected_s <= detected_s:
                 incident.t_fault_s = injected_s
@@ -238,7 +279,11 @@ class RunStats:
         last.layout_after = ""
         last.t_fence_s = record["fenced_s"]
         last.rule, last.verdict = record.get("rule", ""), record.get("verdict", "")
-        last.places = tuple(record.get("places", ()))
+        last.places = tuple(record.get("places", ())) or tuple(
+            (rank, worker, node)
+            for worker, (rank, node) in self._members.items()
+            if worker in last.guilty
+        )
         last.suspects = tuple(self._suspects)
         if self._evidence_of == last.attempt:
             # The first of several is why the attempt ended.
@@ -269,6 +314,9 @@ class RunStats:
         self.layout = str(ParallelLayout.from_json(dict(record["layout"])))
         self.num_workers = self._num_unformed = len(record["members"])
         self._first_rank = record["members"][0][0]
+        self._members = {
+            worker: (rank, node) for rank, (worker, node, _) in enumerate(record["members"])
+        }
         num_lost = self._resume(record["resume_step"])
         self.lost_steps += num_lost
         for incident in self._open_incidents():
@@ -336,6 +384,7 @@ class RunStats:
         """Count all steps up to this one; unreported steps took about as long."""
         if step <= self.step:
             return
+        _keep(self.progress, (self._now_s, step))
         first = self.step + 1
         if self._durations and self._last_duration_s == step_s:
             first = self._durations.pop()[0]
@@ -405,6 +454,13 @@ class RunStats:
     def _reservation_granted(self, record: Mapping[str, Any], _at_s: float) -> None:
         self._hold({record["reservation"]})
 
+    def _node_lost(self, record: Mapping[str, Any], _at_s: float) -> None:
+        self._node_joined(record, _at_s)
+        self.lost_nodes.append(record["node"])
+
+    def _node_joined(self, record: Mapping[str, Any], _at_s: float) -> None:
+        self.lost_nodes = [node for node in self.lost_nodes if node != record["node"]]
+
     def _surveyed(self, record: Mapping[str, Any], _at_s: float) -> None:
         self._hold({reservation for reservation, _ in record["reservations"]})
 
@@ -445,6 +501,8 @@ class RunStats:
         "ReservationGranted": _reservation_granted,
         "WorkersSurveyed": _surveyed,
         "NoteRefused": _reservations_refused,
+        "NodeJoined": _node_joined,
+        "NodeLost": _node_lost,
         "FenceAttempt": _recovering,
         "ReadCommitted": _recovering,
         "YieldAttempt": _yielding,
@@ -457,6 +515,13 @@ class RunStats:
         "CommittedRead": _committed_read,
         "FinishRun": _finished,
     }
+
+
+def _keep(points: list[tuple[float, int]], point: tuple[float, int]) -> None:
+    """Append a point; leave out every second of the older half once there are too many."""
+    points.append(point)
+    if len(points) > 2 * _POINTS_KEPT:
+        del points[1:_POINTS_KEPT:2]
 
 
 def _add(sums: dict[str, int], sources: Iterable[tuple[str, int]]) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import logging
 import os
 from collections.abc import Iterable, Mapping
 from typing import Any
@@ -10,9 +11,14 @@ from typing import Any
 import ray
 
 from orchestrator.core import RunStats, incident_folder
+from orchestrator.errors import OrchestratorError
+from orchestrator.report import write_report
 from orchestrator.run_directory import CONTACT, RESULT, SUMMARY
 from orchestrator.shell.storage.sender import Sender
+from ucp_core.errors import UcpError
 from ucp_core.storage import Store, join
+
+log = logging.getLogger(__name__)
 
 
 class RunOutputs:
@@ -60,10 +66,10 @@ class RunOutputs:
             self.stats.add(record)
         self._write_incidents(final=False)
 
-    def close(self) -> None:
-        """Write the summary behind all else: its presence says that the run is over.
+    def close(self, url: str) -> None:
+        """Write the report, and the summary behind all else: it says that the run is over.
 
-        Waits for storage.
+        Waits for storage. ``url`` is that of the run directory.
         """
         self._write_incidents(final=True)
         self._sender.close()
@@ -75,9 +81,13 @@ class RunOutputs:
         summary["samples_seen"] = summary["steps"] * self._samples_per_step
         per_million = self.stats.usd_per_million_tokens(self._tokens_per_step)
         summary["usd_per_million_tokens"] = per_million
-        self._store.write_atomic(
-            join(self._path, SUMMARY), _printed({**result, **summary}), fsync=False
-        )
+        document = {**result, **summary, "report": None}
+        try:
+            document["report"] = write_report(url, summary=document)
+        except (UcpError, OrchestratorError) as error:
+            # `everstep report` writes it, too: the run ends without.
+            log.warning("report_not_written", extra={"error": str(error)})
+        self._store.write_atomic(join(self._path, SUMMARY), _printed(document), fsync=False)
 
     def _write_incidents(self, *, final: bool) -> None:
         incidents = self.stats.incidents

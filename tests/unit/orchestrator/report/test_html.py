@@ -1,42 +1,149 @@
+"""The report of a run directory: what its document says, and that the page is one file."""
+
 from __future__ import annotations
 
-import itertools
 import json
 import re
-from html.parser import HTMLParser
-from math import isnan
+from math import isnan, nan
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from orchestrator.errors import JournalCorruptError, RunNotFoundError
-from orchestrator.report import write_report
-from orchestrator.report.charts import Band, Series, chart, thin, ticks
-from orchestrator.report.html import compare_ends, seconds
-from orchestrator.run_directory import read_run
+from orchestrator.report import live_page, write_report
+from orchestrator.report.document import thin
+from orchestrator.report.html import compare_ends, report_document
+from orchestrator.run_directory import log_tail, read_run
 from tests.support.run_directories import Fault, write_run
+from ucp_core.storage import LocalStore
 
 CRASH = Fault(step=20, kind="crash", guilty=("w0002",), pause_s=0.6, lost_steps=1, workers_after=3)
-NODE = Fault(step=40, kind="node", guilty=("n1",), pause_s=2.4, lost_steps=0, workers_after=2)
+NODE = Fault(
+    step=40, kind="node_loss", guilty=("w0001",), pause_s=2.4, lost_steps=0, workers_after=2
+)
 
 
-def test_the_page_needs_nothing_from_outside(tmp_path: Path) -> None:
+def test_a_report_needs_nothing_from_outside(tmp_path: Path) -> None:
     """A report is mailed, archived and opened on a plane: one remote font breaks the page."""
-    write_run(tmp_path / "disturbed", faults=(CRASH, NODE))
+    page = _page(write_run(tmp_path, faults=(CRASH, NODE)))
 
-    page = Path(write_report(str(tmp_path / "disturbed"))).read_text(encoding="utf-8")
+    assert not re.search(r"(?:src|href)\s*=\s*\"(?!data:,\")|url\(|@import", page)
+    assert set(re.findall(r"https?://[^\"]*", page)) == {"http://www.w3.org/2000/svg"}
+    # Only the live page asks, and only the server that it comes from.
+    asked = re.findall(r"fetch\([\"`](\w+)", page)
+    assert sorted(asked) == ["actions", "log", "page"]
 
-    assert not re.search(r"(?:src|href)\s*=|url\(|@import|fetch\(|https?:", page)
+
+def test_a_report_is_the_live_page_with_the_run_inside(tmp_path: Path) -> None:
+    """Two templates would soon tell two stories."""
+    page = _page(write_run(tmp_path, faults=(CRASH,)))
+    inside = re.search(r'id="data">(.*?)</script>', page)
+    assert inside is not None
+
+    assert page.replace(inside[1], "") == live_page()
+    assert json.loads(inside[1])["name"] == tmp_path.name
 
 
-def test_the_page_closes_every_element_it_opens(tmp_path: Path) -> None:
-    """A template and drawn parts are put together; browsers hide a slip, printers do not."""
-    write_run(tmp_path / "undisturbed")
-    write_run(tmp_path / "disturbed", faults=(CRASH, NODE))
+def test_the_cost_of_incidents_is_their_sum(tmp_path: Path) -> None:
+    """A page said 0.00 dollars above a list of 0.0015, 0.0018 and 0.0014."""
+    path = write_run(tmp_path, faults=(CRASH, NODE), price=3600.0)
+    for number, cost in ((1, 0.0015), (2, 0.0018)):
+        _change(path / f"incidents/{number:04d}/incident.json", cost_usd=cost)
 
-    path = write_report(str(tmp_path / "disturbed"), compare=str(tmp_path / "undisturbed"))
+    document = _document(path)
 
-    assert _unbalanced(Path(path).read_text(encoding="utf-8")) == []
+    assert document["cost"]["incidents_usd"] == pytest.approx(0.0033)
+    # From the grant on, at a dollar a second.
+    assert document["cost"]["usd"] == pytest.approx(document["wall_s"] - 4.0)
+
+
+def test_samples_are_not_called_tokens(tmp_path: Path) -> None:
+    """A script that returns only its loss counts samples: nobody knows what a token costs."""
+    path = write_run(tmp_path, price=4.0)
+    assert _document(path)["unit"] == "tokens"
+    metrics = path / "metrics/rank0.jsonl"
+    metrics.write_text(metrics.read_text().replace('"tokens": 4096', '"tokens": 32'))
+    document = _document(path)
+
+    assert document["unit"] == "samples"
+    assert document["units_per_s"] == pytest.approx(32 * document["steps_per_s"])
+    assert document["cost"]["usd_per_million_tokens"] is None
+
+
+def test_start_up_is_told_apart_from_goodput(tmp_path: Path) -> None:
+    """5.5 s of 20.5 are start-up; all else is steps."""
+    document = _document(write_run(tmp_path))
+
+    assert document["startup_s"] == 5.5
+    assert document["goodput"] == pytest.approx(15.0 / 20.5)
+    assert document["goodput_since_start"] == 1.0
+
+
+def test_workers_and_throughput_are_told_over_time(tmp_path: Path) -> None:
+    """A run that trains half of its time on half of its workers looks well in every average."""
+    document = _document(write_run(tmp_path, faults=(CRASH, NODE)))
+
+    assert [num for _, num in document["sizes"]] == [4, 0, 3, 0, 2, 0]
+    rates = [per_s for _, per_s in document["throughput"]]
+    assert (rates[0], min(rates) < 2000, rates[-1]) == (16384.0, True, pytest.approx(8192.0))
+
+
+def test_validation_is_there_once_for_each_step_as_it_was_last_taken(tmp_path: Path) -> None:
+    """An evaluation that an attempt repeats is appended again."""
+    path = write_run(tmp_path)
+    lines = [(10, 1, 3.0), (20, 1, 2.5), (20, 2, 2.4), (10, 1, 9.0), (30, 2, None)]
+    (path / "metrics/validation.jsonl").write_text(
+        "".join(f"{json.dumps({'step': s, 'attempt': a, 'loss': v})}\n" for s, a, v in lines)
+    )
+
+    assert _document(path)["validation"] == [(10.0, 3.0), (20.0, 2.4)]
+
+
+def test_the_dead_have_their_last_lines_in_the_report(tmp_path: Path) -> None:
+    """The line before the end is what a person looks for first."""
+    path = write_run(tmp_path, faults=(CRASH,))
+    _change(path / "incidents/0001/incident.json", attempt=1, places=[[2, "w0002", "n2"]])
+    for rank, text in ((0, "step 60\n"), (2, "step 20\nCUDA error: unknown\n")):
+        log = path / f"logs/attempt-0001/rank{rank}.log"
+        log.parent.mkdir(parents=True, exist_ok=True)
+        log.write_text(text)
+    inside = re.search(r'id="data">(.*?)</script>', _page(path))
+    assert inside is not None
+
+    logs = json.loads(inside[1])["logs"]
+    assert logs["1/2"].endswith("CUDA error: unknown\n")
+    assert logs["last"] == "step 60\n"
+
+
+def test_the_tail_of_a_log_spans_the_pieces_of_an_object_store(tmp_path: Path) -> None:
+    """Such a store rewrites a file to append to it, so a log is several objects."""
+    folder = tmp_path / "logs/attempt-0002"
+    folder.mkdir(parents=True)
+    for number, text in ((9, "nine\n"), (10, "ten\n"), (11, "eleven\n")):
+        (folder / f"rank1-{number:04d}.log").write_text(text)
+    (folder / "rank11.log").write_text("another rank\n")
+    (tmp_path / "logs/attempt-0003").mkdir()
+
+    def tail(size_bytes: int) -> str:
+        path = str(tmp_path)
+        return log_tail(LocalStore(), path, attempt=0, rank=1, size_bytes=size_bytes)
+
+    assert tail(100) == "nine\nten\neleven\n"
+    assert tail(9) == "n\neleven\n"
+    assert log_tail(LocalStore(), str(tmp_path), attempt=3, rank=1) == ""
+
+
+def _page(path: Path) -> str:
+    return Path(write_report(str(path))).read_text(encoding="utf-8")
+
+
+def _document(path: Path) -> dict[str, Any]:
+    return report_document(read_run(str(path)))
+
+
+def _change(path: Path, **values: Any) -> None:
+    path.write_text(json.dumps({**json.loads(path.read_text()), **values}))
 
 
 def test_a_run_with_equal_digests_is_said_to_have_the_same_weights(tmp_path: Path) -> None:
@@ -47,25 +154,6 @@ def test_a_run_with_equal_digests_is_said_to_have_the_same_weights(tmp_path: Pat
     path = write_report(str(tmp_path / "disturbed"), compare=str(tmp_path / "undisturbed"))
 
     assert "Same weights, bit for bit" in Path(path).read_text(encoding="utf-8")
-
-
-def test_what_the_run_and_each_incident_cost_is_told_where_prices_are_known(tmp_path: Path) -> None:
-    """The one who pays asks what a million tokens cost, and what the faults did."""
-    path = write_run(tmp_path / "run", faults=(CRASH, NODE))
-    assert "cost" not in Path(write_report(str(path))).read_text(encoding="utf-8")
-    _change(path / "summary.json", cost_usd=12.5)
-    _change(path / "incidents/0001/incident.json", cost_usd=0.25)
-
-    page = Path(write_report(str(path))).read_text(encoding="utf-8")
-
-    tokens = sum(record.tokens for record in read_run(str(path)).steps)
-    assert "12.50 $" in page
-    assert f"{1e6 * 12.5 / tokens:.4g} per million tokens" in page
-    assert page.count("0.2500") == 2
-
-
-def _change(path: Path, **values: float) -> None:
-    path.write_text(json.dumps({**json.loads(path.read_text()), **values}))
 
 
 def test_equal_losses_do_not_hide_different_weights(tmp_path: Path) -> None:
@@ -165,9 +253,10 @@ def test_a_run_that_has_just_begun_has_a_page(tmp_path: Path) -> None:
     """Reports are asked for while a run goes on; nothing may divide by a missing number."""
     tmp_path.joinpath("config.yaml").write_text("run:\n  name: new\n", encoding="utf-8")
 
-    page = Path(write_report(str(tmp_path))).read_text(encoding="utf-8")
+    inside = re.search(r'id="data">(.*?)</script>', _page(tmp_path))
+    assert inside is not None
 
-    assert "Nothing was recorded yet." in page
+    assert json.loads(inside[1])["loss"] == []
 
 
 def test_what_users_wrote_is_escaped(tmp_path: Path) -> None:
@@ -178,7 +267,8 @@ def test_what_users_wrote_is_escaped(tmp_path: Path) -> None:
     document["evidence"] = document["kind"] = "<script>alert(1)</script>"
     path.write_text(json.dumps(document), encoding="utf-8")
 
-    assert "<script>alert" not in Path(write_report(str(tmp_path))).read_text(encoding="utf-8")
+    assert "<script>alert" not in _page(tmp_path)
+    assert _document(tmp_path)["incidents"][0]["evidence"] == "<script>alert(1)</script>"
 
 
 def test_what_was_not_loaded_is_told_and_blames_nobody(tmp_path: Path) -> None:
@@ -188,10 +278,10 @@ def test_what_was_not_loaded_is_told_and_blames_nobody(tmp_path: Path) -> None:
     document = json.loads(path.read_text(encoding="utf-8"))
     document |= {"kind": "unloadable", "guilty": [], "skipped": [f"part {n}" for n in range(9)]}
     path.write_text(json.dumps(document), encoding="utf-8")
-    page = Path(write_report(str(tmp_path))).read_text(encoding="utf-8")
+    (incident,) = _document(tmp_path)["incidents"]
 
-    assert page.count("not loaded: part") == 4
-    assert "and 5 more like these" in page
+    assert incident["skipped"] == ("part 0", "part 1", "part 2", "part 3")
+    assert incident["num_skipped"] == 9
     assert read_run(str(tmp_path)).incidents[0].who == "\N{EN DASH}"
 
 
@@ -201,7 +291,7 @@ def test_undecided_is_said_when_nobody_was_proven_guilty(tmp_path: Path) -> None
     write_run(tmp_path, faults=(hang,))
 
     assert read_run(str(tmp_path)).incidents[0].who == "undecided"
-    assert "undecided" in Path(write_report(str(tmp_path))).read_text(encoding="utf-8")
+    assert _document(tmp_path)["incidents"][0]["who"] == "undecided"
 
 
 def test_thinning_keeps_a_spike_of_one_step() -> None:
@@ -215,124 +305,11 @@ def test_thinning_keeps_a_spike_of_one_step() -> None:
     assert kept == sorted(kept)
 
 
-@pytest.mark.parametrize(
-    ("low", "high", "expected"),
-    [
-        (0.0, 60.0, [0.0, 10.0, 20.0, 30.0, 40.0, 50.0, 60.0]),
-        (1.7, 5.3, [2.0, 3.0, 4.0, 5.0]),
-        (3.0, 3.0, [3.0]),
-    ],
-)
-def test_ticks_are_round_numbers(low: float, high: float, expected: list[float]) -> None:
-    """Ticks at 1.7, 2.3, 2.9 cannot be read off."""
-    assert ticks(low, high) == pytest.approx(expected)
-
-
-def test_a_loss_that_is_not_a_number_does_not_break_the_picture() -> None:
-    """One NaN in a path makes a browser drop the whole curve."""
-    points = ((1.0, 3.0), (2.0, float("nan")), (3.0, 2.0))
-
-    drawn = chart([Series(label="run", css="over", points=points)], x_label="step", y_label="loss")
-
-    assert "nan" not in drawn.lower()
-
-
 def test_a_loss_that_is_not_a_number_hides_no_other() -> None:
     """Each stretch of many points shows its lowest and highest, and with NaN nothing is either."""
-    losses = [float("nan") if step % 5 == 0 else 2.0 + step % 3 for step in range(20_000)]
+    losses = [nan if step % 5 == 0 else 2.0 + step % 3 for step in range(20_000)]
     losses[12_345 + 1] = 40.0
-    points = tuple((float(step), loss) for step, loss in enumerate(losses))
-    finite = tuple(point for point in points if not isnan(point[1]))
+    points = [(float(step), loss) for step, loss in enumerate(losses)]
 
-    drawn, wanted = (
-        chart([Series(label="run", css="over", points=each)], x_label="step", y_label="loss")
-        for each in (points, finite)
-    )
-
-    assert drawn == wanted
-
-
-def test_labels_of_incidents_do_not_overlap() -> None:
-    """Ten incidents within a second would be a black bar; those without a label keep a title."""
-    series = [Series(label="run", css="over", points=((0.0, 3.0), (1000.0, 2.0)))]
-    begins = (100.0, 101.0, 102.0, 103.0, 500.0)
-    bands = [
-        Band(begin=begin, end=begin, label=f"#{number}", title=f"incident {number}")
-        for number, begin in enumerate(begins, 8)
-    ]
-
-    drawn = chart(series, x_label="step", y_label="loss", bands=bands)
-
-    found = re.findall(r'<text class="mid" x="([\d.]+)" y="([\d.]+)">#(\d+)<', drawn)
-    assert [number for _, _, number in found] == ["8", "9", "12"]
-    assert len({y for _, y, _ in found[:2]}) == 2
-    assert drawn.count("<title>incident") == 5
-
-
-def test_ninety_incidents_can_be_read(tmp_path: Path) -> None:
-    """Numbers lay on numbers above the plots, and nobody found the one hang among 60 crashes."""
-    page = _ninety_incidents(tmp_path)
-
-    for svg in re.findall(r"<svg.*?</svg>", page, flags=re.DOTALL):
-        bands = "".join(re.findall(r'<g class="band">.*?</g>', svg, flags=re.DOTALL))
-        labels = re.findall(r'<text class="\w+" x="([\d.]+)" y="[\d.]+">(\d+)<', bands)
-        edges = [float(x) - 3.25 * len(text) for x, text in labels]
-        assert 5 < len(labels) < 45
-        assert all(right - left > 6.5 * 4 for left, right in itertools.pairwise(edges))
-    assert '<option value="hang">hang (30)</option>' in page
-    assert page.count('data-kind="crash"') == 60
-
-
-def test_the_time_of_detection_has_a_column_only_where_it_is_known(tmp_path: Path) -> None:
-    """In a real run nobody says when the fault happened, and the column was empty."""
-    page = _ninety_incidents(tmp_path)
-    assert "detected in" in page
-    for path in tmp_path.glob("incidents/*/incident.json"):
-        document = json.loads(path.read_text(encoding="utf-8"))
-        path.write_text(json.dumps({**document, "t_fault_s": None}), encoding="utf-8")
-
-    assert "detected in" not in Path(write_report(str(tmp_path))).read_text(encoding="utf-8")
-
-
-def _ninety_incidents(directory: Path) -> str:
-    faults = [
-        Fault(
-            step=20 + 10 * number,
-            kind="hang" if number % 3 == 0 else "crash",
-            guilty=(f"w{number:04d}",),
-            pause_s=0.4 + 0.1 * (number % 7),
-            lost_steps=number % 2,
-            workers_after=4 - number % 2,
-        )
-        for number in range(90)
-    ]
-    write_run(directory, steps=1000, faults=faults)
-    return Path(write_report(str(directory))).read_text(encoding="utf-8")
-
-
-@pytest.mark.parametrize(
-    ("value", "text"), [(None, "\u2013"), (0.0312, "31 ms"), (2.345, "2.3 s"), (185.0, "3 min 5 s")]
-)
-def test_durations_are_written_for_people(value: float | None, text: str) -> None:
-    """0.03124999 s is no measurement, and 185 s is nobody's unit."""
-    assert seconds(value) == text
-
-
-def _unbalanced(page: str) -> list[str]:
-    void = {"meta", "path", "rect", "br"}
-    stack: list[str] = []
-    faults: list[str] = []
-
-    class Checker(HTMLParser):
-        def handle_starttag(self, tag: str, attrs: object) -> None:  # noqa: ARG002 - signature
-            if tag not in void:
-                stack.append(tag)
-
-        def handle_endtag(self, tag: str) -> None:
-            if tag in void:
-                return
-            if not stack or stack.pop() != tag:
-                faults.append(f"</{tag}> closes nothing")
-
-    Checker().feed(page)
-    return [*faults, *stack]
+    assert thin(points) == thin([point for point in points if not isnan(point[1])])
+    assert 40.0 in {loss for _, loss in thin(points)}

@@ -84,9 +84,10 @@ def test_an_incident_has_every_phase_on_the_clock() -> None:
         "skipped": [],
         "rule": "exited",
         "verdict": "dead",
-        "places": [],
+        "places": [[1, "w0002", "b"]],
         "suspects": [],
         "folder": "incidents/0001",
+        "is_start": False,
     }
 
 
@@ -145,6 +146,55 @@ def test_redone_steps_are_lost_and_do_not_count_as_good() -> None:
     assert stats.step == 5
     assert stats.lost_steps == 2
     assert stats.goodput == pytest.approx(4.5 / 10.0)
+
+
+def test_what_happens_before_the_first_step_is_no_recovery() -> None:
+    """Half a minute of imports was called the longest recovery of a run."""
+    lost: tuple[ev.Event, ...] = (
+        *START[:5],
+        ev.WorkerExited(at_s=1.2, worker="w0002", cause="crash", detail="SIGKILL"),
+        ev.WorkerLeft(at_s=1.3, attempt=1, worker="w0001", how=Leaving.FENCED, step=0, detail=""),
+        ev.CommittedRead(at_s=1.4, attempt=1, step=0, committed_by=0, skipped=()),
+        ev.WorkerFormed(at_s=29.0, attempt=2, worker="w0001"),
+        ev.StepCompleted(at_s=30.0, attempt=2, step=1, step_s=0.5),
+    )
+    stats = _stats(lost)
+    (incident,) = stats.incidents
+
+    assert incident.is_start
+    assert (incident.end_s, incident.recovery_s, incident.phases_s) == (30.0, None, {})
+    assert stats.startup_s == 29.0
+
+
+def test_start_up_is_told_apart_from_goodput() -> None:
+    """2 of 8 s are start-up, which no fault has cost: the rest is all steps."""
+    stats = _stats(START)
+
+    assert (stats.wall_s, stats.startup_s, stats.goodput) == (8.0, 2.0, 0.75)
+    assert stats.goodput_since_start == 1.0
+
+
+def test_the_number_of_workers_over_time_has_each_pause_and_loss() -> None:
+    """A run may train on half of its workers for most of its time, and no average shows it."""
+    assert _stats((*START, *CRASH)).sizes == [(2.0, 2), (8.5, 0), (9.5, 1)]
+
+
+def test_a_curve_of_a_long_run_stays_small_and_keeps_its_ends() -> None:
+    """It is in every compaction of the journal; the last minute of it is what the rate is of."""
+    steps = (
+        ev.StepCompleted(at_s=8.0 + n / 10, attempt=1, step=6 + n, step_s=0.1)
+        for n in range(1, 5000)
+    )
+    events = (*START, *steps)
+    rules = replace(RULES, total_steps=10_000)
+    state, stats = RunState(), RunStats()
+    for event in events:
+        state, actions = step(state, event, rules=rules)
+        for record in transition_records(event, actions, attempt=state.attempt.number):
+            stats.add(record)
+
+    assert len(stats.progress) <= 1001
+    assert [at for _, at in stats.progress[:1] + stats.progress[-100:]] == [1, *range(4906, 5006)]
 
 
 def test_phases_add_up_to_the_wall_time() -> None:

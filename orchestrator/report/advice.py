@@ -1,0 +1,133 @@
+"""What a run's numbers ask its user to do, in sentences. Pure."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from typing import NamedTuple
+
+from orchestrator.core import Incident, RunStats
+
+#: Less of the time than this is not worth a sentence.
+_SHARE_MIN = 0.1
+#: A machine that was named less often may have been unlucky.
+_NAMED_MIN = 3
+#: Characters of a node's id that people see.
+NODE_CHARACTERS = 8
+
+
+class Named(NamedTuple):
+    """A node and how many failures were proven to come from its workers, by kind."""
+
+    node: str
+    times: int
+    kinds: dict[str, int]
+
+
+def named_nodes(incidents: Sequence[Incident]) -> list[Named]:
+    """Return the nodes that failures named, the most frequent first."""
+    kinds: dict[str, Counter[str]] = {}
+    for incident in incidents:
+        if not incident.is_planned:
+            for node in {node for _, worker, node in incident.places if worker in incident.guilty}:
+                kinds.setdefault(node, Counter())[incident.kind] += 1
+    named = [Named(node, sum(each.values()), dict(each)) for node, each in kinds.items()]
+    return sorted(named, key=lambda one: (-one.times, one.node))
+
+
+def advice(
+    stats: RunStats,
+    incidents: Sequence[Incident],
+    *,
+    goal: int,
+    why_refused: str = "",
+) -> list[str]:
+    """Return what to do about the run, the most urgent first.
+
+    Args:
+        stats: The folded journal.
+        incidents: Those of the run.
+        goal: The last step; 0 if it is not known.
+        why_refused: Why the last request for capacity was refused.
+    """
+    return [
+        *_end(stats, goal),
+        *_open_places(stats, why_refused),
+        *_failures(incidents),
+        *_time(stats, incidents),
+    ]
+
+
+def _end(stats: RunStats, goal: int) -> Iterator[str]:
+    if stats.outcome in ("stopped", "failed", "no_capacity"):
+        of_goal = f" of {goal}" if goal else ""
+        yield (
+            f"The run ended at step {stats.step}{of_goal}: {stats.reason}. "
+            "The same command resumes it from there."
+        )
+
+
+def _open_places(stats: RunStats, why_refused: str) -> Iterator[str]:
+    most = max((num for _, num in stats.sizes), default=0)
+    num_open = most - stats.num_workers
+    names = " and ".join(sorted(node[:NODE_CHARACTERS] for node in stats.lost_nodes))
+    if num_open <= 0:
+        if names and not stats.outcome:
+            yield f"Node {names} is gone; the run has as many workers as before."
+        return
+    places = f"{num_open} of {most} places {'is' if num_open == 1 else 'are'} open"
+    why = f" The last refusal: {why_refused}." if why_refused else ""
+    what = "Add a node, or lower workers.max to what there is."
+    subject = f"Node {names} never came back: " if names else ""
+    yield f"{subject}{places}.{why} {what}"
+
+
+def _failures(incidents: Sequence[Incident]) -> Iterator[str]:
+    failures = [one for one in incidents if not one.is_planned]
+    for one in named_nodes(incidents):
+        if one.times >= _NAMED_MIN:
+            yield (
+                f"Node {one.node[:NODE_CHARACTERS]} was named in {one.times} of "
+                f"{len(failures)} failures: have the machine looked at, or take it out."
+            )
+    undecided = [one for one in failures if one.who == "undecided" and one.folder]
+    if undecided:
+        folders = ", ".join(one.folder for one in undecided[-3:])
+        yield (
+            f"{_number(len(undecided), 'failure')} named nobody: "
+            f"`everstep diagnose` reads what was kept of them in {folders}."
+        )
+
+
+def _time(stats: RunStats, incidents: Sequence[Incident]) -> Iterator[str]:
+    if stats.wall_s and stats.startup_s >= _SHARE_MIN * stats.wall_s:
+        yield (
+            f"Start-up is {_percent(stats.startup_s / stats.wall_s)} of the time: "
+            f"{stats.startup_s:.0f} s passed before the first step, and no fault cost them. "
+            f"Since then goodput is {_percent(stats.goodput_since_start)}."
+        )
+    trains_s = stats.wall_s - stats.startup_s
+    phases: Counter[str] = Counter()
+    for incident in incidents:
+        for phase, took_s in incident.phases_s.items():
+            phases[phase] += took_s  # type: ignore[assignment]
+    back_s = sum(phases.values())
+    if trains_s and back_s >= _SHARE_MIN * trains_s:
+        phase, most_s = phases.most_common(1)[0]
+        yield (
+            f"Recoveries and changes took {back_s:.1f} s, {_percent(back_s / trains_s)} of the "
+            f"time since start-up; the longest phase is {phase!r} with {most_s:.1f} s."
+        )
+    if stats.lost_steps >= _SHARE_MIN * max(stats.step, 1):
+        yield (
+            f"{_number(stats.lost_steps, 'step')} had to be done twice: "
+            "save more often (snapshot.every_steps, checkpoint.every_steps)."
+        )
+
+
+def _number(count: int, what: str) -> str:
+    return f"{count} {what}{'' if count == 1 else 's'}"
+
+
+def _percent(share: float) -> str:
+    return f"{100 * share:.0f} %"

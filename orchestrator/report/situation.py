@@ -1,0 +1,73 @@
+"""What a run does or waits for, and why, in one sentence or two. Pure."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Mapping
+from typing import Any
+
+
+def what_it_does(status: Mapping[str, Any]) -> str:
+    """Return what the run does now.
+
+    Args:
+        status: ``core.describe``, or the document of ``/status``.
+    """
+    phase, num = status["phase"], len(_members(status))
+    if phase == "running":
+        return f"Trains on {_count(num, 'worker')}{_in_layout(status)}.{_asks(status)}"
+    if phase == "waiting":
+        return f"Waits for {status['waits_for'] or 'workers'}.{_fleet(status)}{_asks(status)}"
+    if phase == "forming":
+        formed = sum(row["state"] == "training" for row in _members(status))
+        return f"Attempt {status['attempt']} forms: {formed} of {_count(num, 'worker')} are ready."
+    why = _cause(status)
+    if phase == "yielding":
+        return f"Workers finish the step and leave. {why}"
+    if phase == "fencing":
+        return f"Stops attempt {status['attempt']}. {why}"
+    if phase == "reading":
+        waits = f" Waits for {status['waits_for']}." if status["waits_for"] else ""
+        return f"Looks for the newest step that is safe.{waits} {why}"
+    reason = status["reason"] or "it is over"
+    return f"{'Has failed' if phase == 'failed' else 'Has ended'}: {reason}."
+
+
+def _members(status: Mapping[str, Any]) -> list[dict[str, Any]]:
+    return status.get("members") or status.get("workers") or []
+
+
+def _in_layout(status: Mapping[str, Any]) -> str:
+    return f" ({status['layout']})" if status["layout"] not in ("", "1 worker") else ""
+
+
+def _asks(status: Mapping[str, Any]) -> str:
+    """Return what of the capacity is missing, and why."""
+    lacking = [row for row in status["capacity"] if row["asked"] > row["granted"]]
+    if not lacking:
+        return ""
+    num = sum(row["asked"] - row["granted"] for row in lacking)
+    why = next((row["why"] for row in lacking if row["why"]), "")
+    return f" Asks for {_count(num, 'more place')}{': ' + why if why else ', not granted yet'}."
+
+
+def _fleet(status: Mapping[str, Any]) -> str:
+    rows = [*_members(status), *status["standbys"]]
+    states = Counter(row["state"] for row in rows)
+    lost = [row["node"][:8] for row in status["nodes"] if row["state"] == "lost"]
+    processes = ", ".join(f"{num} {state}" for state, num in states.items())
+    return (f" Processes: {processes}." if processes else "") + (
+        f" Lost: node {', '.join(lost)}." if lost else ""
+    )
+
+
+def _cause(status: Mapping[str, Any]) -> str:
+    cause = status["cause"]
+    if not cause:
+        return ""
+    who = f" of {', '.join(cause['guilty'])}" if cause["guilty"] else ""
+    return f"Cause: {cause['kind'].replace('_', ' ')}{who}: {cause['evidence']}."
+
+
+def _count(num: int, what: str) -> str:
+    return f"{num} {what}{'' if num == 1 else 's'}"

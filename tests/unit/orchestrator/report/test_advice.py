@@ -1,0 +1,74 @@
+"""What a report tells its reader to do."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from orchestrator.core import Incident, RunStats
+from orchestrator.report.advice import advice, named_nodes
+
+
+def _stats(**values: Any) -> RunStats:
+    stats = RunStats(step=400, num_workers=4, sizes=[(20.0, 4)], spans=[("training", 2.0, 100.0)])
+    stats._began_s, stats._now_s, stats._productive_s = 0.0, 100.0, 95.0
+    for name, value in values.items():
+        setattr(stats, name, value)
+    return stats
+
+
+def _failure(node: str, **values: Any) -> Incident:
+    named = {"guilty": ("w1",), "places": ((1, "w1", node),), "folder": "incidents/0001"}
+    return Incident(**{"kind": "crash", **named, **values})
+
+
+def test_a_run_that_went_well_gets_no_advice() -> None:
+    """Advice that is always there is not read."""
+    assert advice(_stats(), [], goal=400) == []
+
+
+@pytest.mark.parametrize(
+    ("stats", "incidents", "said"),
+    [
+        (
+            {"num_workers": 2, "lost_nodes": ["aeed281d" + 48 * "0"]},
+            (),
+            "Node aeed281d never came back: 2 of 4 places are open.",
+        ),
+        ({"num_workers": 3}, (), "1 of 4 places is open. The last refusal: no quota."),
+        ({"spans": [("waiting", 0.0, 27.0), ("training", 27.0, 100.0)]}, (), "27 % of the time"),
+        ({}, [_failure("a"), _failure("b"), _failure("a"), _failure("a")], "a was named in 3 of 4"),
+        ({}, [_failure("a"), _failure("b")], ""),
+        ({}, [_failure("a", guilty=(), places=())], "1 failure named nobody"),
+        (
+            {},
+            [_failure("a", t_detect_s=10.0, t_fence_s=11.0, t_decide_s=21.0, t_first_step_s=24.0)],
+            "14.0 s, 14 % of the time since start-up; the longest phase is 'decide' with 10.0 s.",
+        ),
+        ({"lost_steps": 40}, (), "40 steps had to be done twice"),
+        (
+            {"outcome": "stopped", "reason": "everstep stop", "step": 90},
+            (),
+            "ended at step 90 of 400: everstep stop. The same command resumes it",
+        ),
+    ],
+)
+def test_each_trouble_has_its_sentence(
+    stats: dict[str, Any], incidents: list[Incident], said: str
+) -> None:
+    """A number tells what was; the reader asks what to do."""
+    lines = advice(_stats(**stats), incidents, goal=400, why_refused="no quota")
+
+    assert any(said in line for line in lines) if said else not lines
+    assert len(lines) <= 1
+
+
+def test_who_is_named_is_counted_by_node_and_kind() -> None:
+    """Workers get new names at each start, and the machine below them stays."""
+    hang = _failure("a", kind="hang")
+    growth = Incident(kind="growth", places=((0, "w0", "b"),))
+
+    rows = named_nodes([_failure("b"), hang, _failure("a"), growth])
+
+    assert rows == [("a", 2, {"hang": 1, "crash": 1}), ("b", 1, {"crash": 1})]

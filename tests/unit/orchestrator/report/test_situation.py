@@ -1,0 +1,57 @@
+"""One sentence on what a run does or waits for."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from orchestrator.core import RunState, describe
+from orchestrator.report import what_it_does
+
+
+def _worker(state: str) -> dict[str, Any]:
+    return {"worker": "w1", "node": "n", "state": state}
+
+
+CAUSE = {"kind": "node_loss", "guilty": ["w0002"], "evidence": "node aeed: it hung up"}
+LACKS = [{"asked": 4, "granted": 2, "why": "no room"}]
+
+
+@pytest.mark.parametrize(
+    ("status", "said"),
+    [
+        (
+            {"phase": "running", "members": [_worker("training")] * 2, "layout": "tp=2"},
+            "Trains on 2 workers (tp=2).",
+        ),
+        (
+            {"phase": "running", "members": [_worker("training")], "capacity": LACKS},
+            "Trains on 1 worker. Asks for 2 more places: no room.",
+        ),
+        (
+            {
+                "phase": "waiting",
+                "standbys": [_worker("starting")] * 2,
+                "nodes": [{"node": "aeed281d0000", "state": "lost"}],
+            },
+            "Waits for workers. Processes: 2 starting. Lost: node aeed281d.",
+        ),
+        (
+            {
+                "phase": "forming",
+                "attempt": 3,
+                "members": [_worker("training"), _worker("forming")],
+            },
+            "Attempt 3 forms: 1 of 2 workers are ready.",
+        ),
+        (
+            {"phase": "fencing", "attempt": 3, "cause": CAUSE},
+            "Stops attempt 3. Cause: node loss of w0002: node aeed: it hung up.",
+        ),
+        ({"phase": "failed", "reason": "no workers"}, "Has failed: no workers."),
+    ],
+)
+def test_every_phase_says_what_it_waits_for(status: dict[str, Any], said: str) -> None:
+    """Only "waiting" was printed seven times, and nobody knew for what."""
+    assert what_it_does({**describe(RunState()), **status}) == said
