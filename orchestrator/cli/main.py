@@ -171,6 +171,9 @@ def run(
     from orchestrator.config import load, run_preflight
 
     settings = load(config, _extra(overrides, address, local_nodes), look=run_preflight)
+    from orchestrator.driver import require_unfinished
+
+    require_unfinished(settings)  # before Ray is even imported
     from orchestrator.detection import limits_from
     from orchestrator.driver import RunView, follow_run, launch_run, print_bounds
     from orchestrator.shell import bounds_document

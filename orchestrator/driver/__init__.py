@@ -5,6 +5,7 @@ from typing import TYPE_CHECKING
 from ucp_core.lazy import lazy_door
 
 if TYPE_CHECKING:
+    from orchestrator.driver.changes import require_unfinished
     from orchestrator.driver.console import (
         RunView,
         print_bounds,
@@ -63,6 +64,7 @@ __all__ = [
     "read_status",
     "replay_run",
     "report",
+    "require_unfinished",
     "run_demo",
     "stop_run",
     "verdict_lines",

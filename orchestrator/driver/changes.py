@@ -14,7 +14,7 @@ from orchestrator.config import RunConfig
 from orchestrator.driver.run import Run
 from orchestrator.errors import ConfigError
 from orchestrator.run_directory import CHECKPOINTS, CONFIG
-from ucp_core.native import newest_finite
+from ucp_core.native import find_committed, newest_finite
 from ucp_core.storage import join
 from workers.protocol import STOPPED
 from workers.settings import IGNORE
@@ -38,20 +38,31 @@ def require_same(config: RunConfig) -> None:
     )
 
 
+def require_unfinished(config: RunConfig) -> None:
+    """Raise ``ConfigError`` if there is nothing left to train. Needs no cluster."""
+    run = Run(config.run.directory)
+    summary = run.summary()
+    if summary is not None:
+        steps = summary["steps"]
+    elif run.store.exists(join(run.path, CONFIG)):
+        return  # its controller has not said yet that it is over
+    else:
+        # A script that ran alone writes no summary.
+        found = find_committed(run.store, join(run.path, CHECKPOINTS), lineage=())
+        steps = found.step if found is not None else 0
+    what_is_over = _over(config, run, steps) if steps else ""
+    _refuse(f"the run in {run.url} is over:", [what_is_over] if what_is_over else [])
+
+
 def require_resumable(config: RunConfig) -> None:
     """Raise ``ConfigError`` if there is nothing left to train, or a change breaks the history.
 
     A directory without a run, or with a run that committed nothing, takes every configuration.
     """
+    require_unfinished(config)
     url = config.run.directory
     run = Run(url)
-    if not run.store.exists(join(run.path, CONFIG)):
-        return
-    summary = run.summary()
-    if summary is not None:
-        what_is_over = _over(config, run, summary["steps"])
-        _refuse(f"the run in {url} is over:", [what_is_over] if what_is_over else [])
-    if not run.saves():
+    if not run.store.exists(join(run.path, CONFIG)) or not run.saves():
         return
     _require_finite(config, run)
     _refuse(

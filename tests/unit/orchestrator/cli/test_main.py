@@ -2,6 +2,8 @@ from __future__ import annotations
 
 import json
 import signal
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -76,6 +78,25 @@ def test_all_problems_of_a_configuration_reach_the_user(tmp_path: Path) -> None:
     assert result.exit_code == 2
     assert "bad.yaml:2: workers.max" in result.stderr
     assert "bad.yaml:3: trian: is no section; did you mean train?" in result.stderr
+
+
+def test_a_run_that_is_over_says_so_without_ray(tmp_path: Path) -> None:
+    """A start of Ray takes ten seconds or more, after which there was nothing to do."""
+    write_run(tmp_path / "run", steps=60)
+    config = tmp_path / "run.yaml"
+    config.write_text(f"run: {{directory: {tmp_path}/run}}\nworkers: {{max: 1}}\n")
+    program = (
+        "import sys\nfrom orchestrator.cli.main import app\n"
+        f"try: app(['run', {str(config)!r}, 'train.steps=60'])\n"
+        "except SystemExit as end: print(end.code, 'ray' in sys.modules)"
+    )
+
+    ended = subprocess.run(
+        [sys.executable, "-c", program], capture_output=True, text=True, check=True
+    )
+
+    assert ended.stdout.splitlines()[-1] == "2 False"
+    assert "train.steps: all 60 steps are done; raise it to train on" in ended.stderr
 
 
 @pytest.mark.parametrize("word", ["resume", "statsu"])

@@ -4,7 +4,7 @@ from pathlib import Path
 import pytest
 
 from orchestrator.config import RunConfig, load
-from orchestrator.driver.changes import require_resumable, require_same
+from orchestrator.driver.changes import require_resumable, require_same, require_unfinished
 from orchestrator.errors import ConfigError
 from tests.support.checkpoints import save, save_not_finite, small_state
 from ucp_core.storage import LocalStore
@@ -58,6 +58,15 @@ def test_a_run_with_all_its_steps_is_over(directory: Path) -> None:
     with pytest.raises(ConfigError, match="all 20 steps are done; raise it"):
         require_resumable(_config(directory))
     require_resumable(_config(directory, "train.steps=21"))
+
+
+def test_a_script_that_ran_alone_to_its_end_is_over(tmp_path: Path) -> None:
+    """Its folder has neither settings nor a summary, and a cluster was started to do nothing."""
+    save(LocalStore(), small_state(), step=20, root=str(tmp_path / "checkpoints"))
+
+    with pytest.raises(ConfigError, match="all 20 steps are done; raise it"):
+        require_unfinished(_config(tmp_path))
+    require_unfinished(_config(tmp_path, "train.steps=21"))
 
 
 def test_a_run_that_its_script_has_stopped_is_over(directory: Path) -> None:
