@@ -205,7 +205,7 @@ def run(
     except Interrupt as interrupt:
         _say_ended(interrupt, launched.what_continues())
         raise
-    _finish(summary, as_json=as_json)
+    _finish(summary, directory, as_json=as_json)
     if number is not None:
         raise typer.Exit(code_of_signal(number))
     raise typer.Exit(code_of_outcome(summary["outcome"]))
@@ -239,16 +239,17 @@ def watch(
     run = [sys.executable, "-c", _TRY, "run", config, *(overrides or []), *options]
     commands = [[*run, f"--address={each}"] for each in address or ()] or [run]
     extra = _extra(overrides, next(iter(address or ()), None), local_nodes)
+    settings = load(config, extra)
     watched = watch_run(
         commands,
-        load(config, extra),
+        settings,
         is_final=partial(_is_final, config, extra),
         say=lambda line: typer.echo(f"everstep: {line}", err=True),
     )
     if watched.code is not None:
         raise typer.Exit(watched.code)
     assert watched.summary is not None, "without a code it is over"
-    _finish(watched.summary, as_json=as_json)
+    _finish(watched.summary, settings.run.directory, as_json=as_json)
     raise typer.Exit(code_of_outcome(watched.summary["outcome"]))
 
 
@@ -376,7 +377,7 @@ def stop(
         _print({"stopping": run_dir}, as_json=as_json)
         return
     summary = await_end(run_dir)
-    _finish(summary, as_json=as_json)
+    _finish(summary, run_dir, as_json=as_json)
     raise typer.Exit(code_of_outcome(summary["outcome"]))
 
 
@@ -657,20 +658,16 @@ def _print(document: dict[str, Any], *, as_json: bool) -> None:
             typer.echo(f"{key}: {value}")
 
 
-def _finish(summary: dict[str, Any], *, as_json: bool) -> None:
-    """Print how a run ended."""
+def _finish(summary: dict[str, Any], directory: str, *, as_json: bool) -> None:
+    """Print how the run in ``directory`` ended."""
+    from orchestrator.driver import Run, ending_lines
+
+    how, *more = ending_lines(Run(directory), summary)
     if as_json:
         typer.echo(json.dumps(summary))
-    else:
-        left_out = {"incidents", "phases_s", "reason"}
-        shown = {k: v for k, v in summary.items() if k not in left_out and v is not None}
-        rounded = {k: f"{v:.6g}" if isinstance(v, float) else v for k, v in shown.items()}
-        _print(rounded, as_json=False)
-    if summary["outcome"] == "stopped":
-        typer.echo(
-            f"stopped after step {summary['steps']}: {summary['reason']}; the same command "
-            "resumes from there",
-            err=True,
-        )
-    elif summary["outcome"] != "completed":
-        typer.echo(f"\n{summary['reason']}", err=True)
+    if summary["outcome"] != "completed":
+        typer.echo(how, err=True)
+    elif not as_json:
+        typer.echo(how)
+    for line in () if as_json else more:
+        typer.echo(line)

@@ -19,6 +19,7 @@ if TYPE_CHECKING:
     from orchestrator.driver.demo import demo_directories, layout_overrides, run_demo
     from orchestrator.driver.diagnose import diagnose_paths, verdict_lines
     from orchestrator.driver.doctor import advice_lines, examine, report
+    from orchestrator.driver.ending import ending_lines
     from orchestrator.driver.export import export_run
     from orchestrator.driver.follow import follow_run
     from orchestrator.driver.launch import launch_run
@@ -42,6 +43,7 @@ __all__ = [
     "convert_command",
     "demo_directories",
     "diagnose_paths",
+    "ending_lines",
     "examine",
     "export_run",
     "follow_run",

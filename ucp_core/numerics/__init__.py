@@ -8,7 +8,7 @@ from ucp_core.numerics.dtypes import FLOATS, WIDER
 
 if TYPE_CHECKING:
     from ucp_core.numerics.casts import cast, decode, encode, numpy_dtype
-    from ucp_core.numerics.sizes import format_bytes, grouped, parse_bytes
+    from ucp_core.numerics.sizes import counted, format_bytes, grouped, parse_bytes
 
 __all__ = [
     "BLOCK_BYTES",
@@ -17,6 +17,7 @@ __all__ = [
     "cast",
     "combine",
     "combine_blocks",
+    "counted",
     "crc32",
     "decode",
     "encode",

@@ -1,4 +1,4 @@
-"""Numbers of bytes: as people write and read them, and as the bound of a group."""
+"""Numbers as people write and read them, and bytes as the bound of a group."""
 
 from __future__ import annotations
 
@@ -53,3 +53,8 @@ def format_bytes(num_bytes: int) -> str:
             return f"{value:.1f} {unit}" if unit != "B" else f"{num_bytes} B"
         value /= 1024
     return f"{value:.1f} TiB"
+
+
+def counted(num: int, what: str) -> str:
+    """Return a number of things as text: ``1 worker``, ``2 workers``."""
+    return f"{num} {what}{'' if num == 1 else 's'}"

@@ -12,14 +12,17 @@ from typer.testing import CliRunner
 
 from orchestrator.cli.exit_codes import code_of_outcome
 from orchestrator.cli.main import _edge, _finish, _is_final, app
+from orchestrator.config import load
 from orchestrator.errors import (
     CapacityError,
     ConfigError,
     JournalCorruptError,
     RunNotFoundError,
 )
+from tests.support.checkpoints import save, small_state
 from tests.support.run_directories import write_run
 from ucp_core.errors import ChecksumMismatchError, StorageError
+from ucp_core.storage import LocalStore
 
 
 def test_a_result_is_printed_as_text_and_as_json(tmp_path: Path) -> None:
@@ -32,30 +35,55 @@ def test_a_result_is_printed_as_text_and_as_json(tmp_path: Path) -> None:
     assert json.loads(machine.stdout) == {"report": f"{tmp_path}/report.html"}
 
 
-def test_a_run_that_was_stopped_says_how_it_goes_on_and_names_nothing_unknown(
-    capsys: pytest.CaptureFixture[str],
+def test_the_end_of_a_run_is_told_in_sentences_with_what_to_do_next(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """What only a completed run has was printed as ``None``."""
+    """Sixteen raw keys, the digest of the weights first, hid where the checkpoint is."""
+    monkeypatch.chdir(tmp_path)
+    text = "run: {directory: first}\nworkers: {max: 2}\ntrain: {steps: 400}\n"
+    save(LocalStore(), small_state(), step=200, root=str(tmp_path / "first/checkpoints"))
+    (tmp_path / "first/config.yaml").write_text(load(text).to_yaml())
     summary: dict[str, object] = {
         "weights_digest": None,
         "outcome": "stopped",
         "reason": "everstep stop",
         "steps": 203,
+        "attempts": 1,
+        "lost_steps": 0,
+        "wall_s": 3725.2,
         "goodput": 0.7814239227056647,
+        "final_loss": 2.31519,
+        "cost_usd": 0.0,
         "incidents": [],
         "phases_s": {},
     }
 
-    _finish(summary, as_json=False)
-    text = capsys.readouterr()
-    _finish(summary, as_json=True)
+    _finish(summary, str(tmp_path / "first"), as_json=False)
+    stopped = capsys.readouterr()
+    _finish(summary, str(tmp_path / "first"), as_json=True)
     machine = capsys.readouterr()
+    complete = {**summary, "outcome": "completed", "steps": 400, "attempts": 3, "cost_usd": 1.255}
+    complete |= {"report": f"{tmp_path}/first/report.html", "best": {"step": 180, "loss": 1.5}}
+    _finish(complete, str(tmp_path / "first"), as_json=False)
 
-    assert text.out == "outcome: stopped\nsteps: 203\ngoodput: 0.781424\n"
-    assert (
-        text.err == "stopped after step 203: everstep stop; the same command resumes from there\n"
+    assert stopped.err == (
+        "first was stopped after step 203 of 400, 1 h 2 min and 1 attempt: everstep stop; "
+        "the same command resumes from there.\n"
     )
+    assert stopped.out.splitlines() == [
+        "Loss 2.3152, 0 steps lost, goodput 78%.",
+        "Its last checkpoint is first/checkpoints/step-00000200.",
+        "To draw the curve and all incidents: everstep report first",
+        "To use the weights: everstep export first --to DST --format huggingface",
+    ]
     assert json.loads(machine.out) == summary
+    assert capsys.readouterr().out.splitlines() == [
+        "first is complete after step 400 of 400, 1 h 2 min and 3 attempts.",
+        "Loss 2.3152, 0 steps lost, goodput 78%, cost $1.25.",
+        "Its last checkpoint is first/checkpoints/step-00000200; the best one is of step 180.",
+        "The report is first/report.html.",
+        "To use the weights: everstep export first --to DST --format huggingface",
+    ]
 
 
 def test_bad_input_is_exit_code_2_and_one_message_on_stderr(tmp_path: Path) -> None:
