@@ -81,7 +81,7 @@ class Run:
         self._reads = Reads(self._parts, self._spawn)
         self._watch = LoopWatch()
         self._over = asyncio.Event()
-        self._outcome = ""
+        self._outcome = self._url = ""
         self._background = Tasks()
         self._performers = self._all_performers()
 
@@ -95,8 +95,10 @@ class Run:
             losses=self._losses,
             metrics=RunCollector(
                 run=config.run.name,
+                run_id=parts.names.run_id,
                 status=self._status,
                 stats=parts.outputs.stats,
+                total_steps=config.train.steps,
                 samples_per_step=config.train.global_batch,
                 tokens_per_step=config.tokens_per_step,
             ),
@@ -176,7 +178,7 @@ class Run:
             await asyncio.sleep(SURVEY_S)
         parts.rendezvous.prepare()
         self._guard = await asyncio.to_thread(begin_guard, self._config.controller_stopped_s)
-        url = await page.start()
+        self._url = url = await page.start()
         parts.outputs.announce(url, head_returns=head_returns(os.environ))
         parts.loggers.start()
         await asyncio.to_thread(announce, names.run_id, run=self._config.run.name, url=url)
@@ -321,11 +323,14 @@ class Run:
             described=core.describe(parts.state),
             reports=parts.observer.reports,
             seen_at_s=parts.observer.seen_at_s,
+            costs=parts.observer.costs,
             nodes=parts.nodes.views,
             at_s=self._inbox.at_s(),
             alternatives=self._config.alternative_names(),
             cost=cost_document(stats, self._config),
             directory=self._config.run.directory,
+            url=self._url,
+            step_s=parts.observer.step_s,
             redundancy=self._redundancy(),
             cadence=parts.cadence.document(parts.state),
             loaded=stats.loaded,

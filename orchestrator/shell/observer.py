@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
+from math import ceil
 
 from orchestrator import detection, diagnosis
 from orchestrator.core import (
@@ -14,7 +15,7 @@ from orchestrator.core import (
 )
 from orchestrator.shell.inbox import Inbox
 from ucp_core.layout import ParallelLayout
-from workers.protocol import NOT_FORMED, NodeReport, WorkerReport
+from workers.protocol import NOT_FORMED, NodeReport, StepCost, WorkerReport
 from workers.settings import ParallelSettings
 
 #: A lost node that was silent for so long is forgotten when the next attempt starts.
@@ -74,6 +75,8 @@ class Observer:
         self._at_work: tuple[str, ...] = ()
         self.reports: dict[str, WorkerReport] = {}
         self.seen_at_s: dict[str, float] = {}
+        #: The last that each worker told of its own work.
+        self.costs: dict[str, StepCost] = {}
         self._listed: dict[str, frozenset[str]] = {}
 
     def begin(
@@ -128,6 +131,8 @@ class Observer:
         for row in report.workers:
             self.reports[row.worker] = row
             self.seen_at_s[row.worker] = at_s
+            if row.digest is not None and row.digest.costs:
+                self.costs[row.worker] = row.digest.costs[-1]
             if row.attempt == self._attempt and row.worker in self._is_member:
                 self._note_formed(row, at_s)
                 self._note_step(row, at_s)
@@ -141,6 +146,13 @@ class Observer:
             step_s_p50=self._detector.step_s_p50,
             patience=self._patience,
         )
+
+    @property
+    def step_s(self) -> dict[str, float]:
+        """Return ``p50`` and ``p99`` of the last steps; nothing while none was observed."""
+        ordered = sorted(self._detector.steps_s)
+        shares = {"p50": 0.5, "p99": 0.99} if ordered else {}
+        return {name: ordered[ceil(share * len(ordered)) - 1] for name, share in shares.items()}
 
     def judge(self) -> None:
         """Post what the detector has come to, once per attempt; called after every report.
@@ -253,6 +265,7 @@ class Observer:
     def _forget(self, workers: Iterable[str]) -> None:
         for worker in workers:
             del self.reports[worker], self.seen_at_s[worker]
+            self.costs.pop(worker, None)
 
     def _note_formed(self, row: WorkerReport, at_s: float) -> None:
         if row.worker not in self._formed and row.phase not in NOT_FORMED:

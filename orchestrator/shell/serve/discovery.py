@@ -25,7 +25,8 @@ def targets_path(run_id: str) -> Path:
 
 def announce(run_id: str, *, run: str, url: str) -> None:
     """Write where the run's metrics are; a run does without if that fails."""
-    target = {"targets": [url.partition("://")[2]], "labels": {"job": "everstep", "run": run}}
+    labels = {"job": "everstep", "run": run, "run_id": run_id}
+    target = {"targets": [url.partition("://")[2]], "labels": labels}
     path = targets_path(run_id)
     try:
         LocalStore().write_atomic(str(path), json.dumps([target]).encode(), fsync=False)

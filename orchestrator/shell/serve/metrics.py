@@ -13,7 +13,14 @@ from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metri
 from prometheus_client.registry import Collector
 
 from orchestrator.core import RunStats
+from orchestrator.shell.clock import wall_time
 
+#: So many incidents have series of their own, the newest ones.
+_NUM_INCIDENTS = 20
+#: A label is no place for a report.
+_TEXT_MAX = 160
+#: As much of a node's id as boards show.
+_NODE = 12
 #: The values of ``RunStats.phase``.
 _PHASES = "waiting", "forming", "training", "yielding", "recovering", "over"
 
@@ -21,26 +28,34 @@ _Samples = Iterable[tuple[tuple[str, ...], float | None]]
 
 
 class RunCollector(Collector):
-    """Yields the metrics of one run. Every series has the label ``run``.
+    """Yields the metrics of one run. Every series has the labels ``run`` and ``run_id``.
 
     Args:
+        run: The name of the run, which others may have as well.
+        run_id: The run, and no other one.
         status: Returns the document of ``/status``.
+        total_steps: The last step of the run.
         samples_per_step: The global batch.
-        tokens_per_step: Tokens of it; 0 if they are not known.
+        tokens_per_step: Tokens of it; 0 if only the workers can tell.
     """
 
     def __init__(
         self,
         *,
         run: str,
+        run_id: str,
         status: Callable[[], Mapping[str, Any]],
         stats: RunStats,
+        total_steps: int,
         samples_per_step: int,
         tokens_per_step: int,
     ) -> None:
-        self._run = run
+        self._run = run, run_id
         self._status = status
         self._stats = stats
+        self._total_steps = total_steps
+        #: The wall time at which the run's clock was 0; read once, or incidents would move.
+        self._epoch_s: float | None = None
         self._samples_per_step = samples_per_step
         self._tokens_per_step = tokens_per_step
 
@@ -52,7 +67,9 @@ class RunCollector(Collector):
         """Yield every metric as it is now."""
         status = self._status()
         yield from self._progress(status)
+        yield from self._training(status)
         yield from self._incidents()
+        yield from self._newest_incidents(status)
         yield from self._suspicions(status)
         yield from self._fleet(status)
         yield from self._capacity(status)
@@ -72,14 +89,16 @@ class RunCollector(Collector):
         samples: _Samples,
         labels: tuple[str, ...],
     ) -> Metric:
-        metric = family(f"everstep_{name}", text, labels=("run", *labels))
+        metric = family(f"everstep_{name}", text, labels=("run", "run_id", *labels))
         for values, number in samples:
             if number is not None:
-                metric.add_metric((self._run, *values), float(number))
+                metric.add_metric((*self._run, *values), float(number))
         return metric
 
     def _progress(self, status: Mapping[str, Any]) -> Iterator[Metric]:
         stats = self._stats
+        where = [((status["url"], status["directory"]), 1.0)] if status["url"] else []
+        yield self._gauge("run_info", "1; says where its page is.", where, "url", "directory")
         phases = [((name,), float(name == stats.phase)) for name in _PHASES]
         yield self._gauge("phase", "1 for the phase that the run is in.", phases, "phase")
         yield self._counter(
@@ -89,15 +108,12 @@ class RunCollector(Collector):
         yield self._gauge(
             "step", "Last completed step that need not be redone.", _one(status["step"])
         )
+        yield self._gauge("goal_steps", "The last step of the run.", _one(self._total_steps))
         yield self._counter(
             "steps",
             "Steps that were completed, those that were redone included.",
             _one(stats.step + stats.lost_steps),
         )
-        yield self._gauge("step_samples", "Samples of one step.", _one(self._samples_per_step))
-        tokens = self._tokens_per_step or None
-        yield self._gauge("step_tokens", "Tokens of one step, where known.", _one(tokens))
-        yield self._gauge("loss", "Loss of the last completed step.", _one(status["loss"]))
         yield self._counter(
             "lost_steps", "Completed steps that were redone.", _one(stats.lost_steps)
         )
@@ -107,6 +123,65 @@ class RunCollector(Collector):
         yield self._gauge("workers", "Workers in the newest attempt.", _one(stats.num_workers))
         layout = [((status["layout"],), 1.0)] if status["layout"] else []
         yield self._gauge("layout_info", "1 for the layout of the workers.", layout, "layout")
+
+    def _training(self, status: Mapping[str, Any]) -> Iterator[Metric]:
+        tokens = self._tokens_per_step or status["step_tokens"]
+        for name, text, value in (
+            ("step_samples", "Samples of one step.", self._samples_per_step),
+            ("step_tokens", "Tokens of one step, where known.", tokens),
+            ("loss", "Loss of the last completed step.", status["loss"]),
+            ("validation_loss", "Loss of the last evaluation.", status["validation_loss"]),
+            ("grad_norm", "Norm of the gradient before clipping.", status["grad_norm"]),
+            ("learning_rate", "Learning rate of the last completed step.", status["lr"]),
+        ):
+            yield self._gauge(name, text, _one(value))
+        yield self._gauge(
+            "step_duration_seconds",
+            "Percentiles of the last steps, saves included.",
+            _by_key(status["step_s"]),
+            "percentile",
+        )
+
+    def _newest_incidents(self, status: Mapping[str, Any]) -> Iterator[Metric]:
+        """Yield what a table of incidents says, and marks on curves need."""
+        if self._epoch_s is None:
+            self._epoch_s = wall_time() - status["at_s"]
+        epoch_s, newest = self._epoch_s, self._stats.incidents[-_NUM_INCIDENTS:]
+        numbers = [(str(one.number),) for one in newest]
+        has_price = status["cost"]["usd"] is not None
+        found = [
+            (
+                (
+                    str(one.number),
+                    one.kind,
+                    one.who,
+                    ", ".join(dict.fromkeys(node[:_NODE] for *_, node in one.places)),
+                    one.evidence[:_TEXT_MAX],
+                ),
+                None if one.t_detect_s is None else round(epoch_s + one.t_detect_s),
+            )
+            for one in newest
+        ]
+        yield self._gauge(
+            "incident_detected_timestamp_seconds",
+            "When the newest incidents were found.",
+            found,
+            *("number", "kind", "who", "nodes", "why"),
+        )
+        for name, text, values in (
+            (
+                "incident_recovery_seconds",
+                "Time to the first new step.",
+                [one.recovery_s for one in newest],
+            ),
+            ("incident_lost_steps", "Steps redone after it.", [one.lost_steps for one in newest]),
+            (
+                "incident_spent_usd",
+                "What waiting for it, and redone steps, cost.",
+                [one.cost_usd if has_price else None for one in newest],
+            ),
+        ):
+            yield self._gauge(name, text, zip(numbers, values, strict=True), "number")
 
     def _incidents(self) -> Iterator[Metric]:
         incidents = self._stats.incidents
@@ -169,12 +244,19 @@ class RunCollector(Collector):
             _by_key(Counter(row["state"] for row in (*members, *standbys))),
             "state",
         )
-        of_member = "attempt", "rank", "node", "worker"
-        attempt = str(status["attempt"])
-        keys = [(attempt, str(row["rank"]), row["node"][:12], row["worker"]) for row in members]
+        of_member = "rank", "node", "worker"
+        keys = [(str(row["rank"]), row["node"][:_NODE], row["worker"]) for row in members]
         for name, text, key in (
             ("worker_step", "Last step that the worker completed.", "step"),
             ("worker_heartbeat_age_seconds", "Age of its heartbeat.", "last_heartbeat_s"),
+            (
+                "worker_compute_seconds",
+                "Its fastest micro-batch of the last step, forward and backward.",
+                "compute_s",
+            ),
+            ("worker_data_seconds", "Its wait for the data of the last step.", "data_s"),
+            ("worker_device_bytes", "Memory in use on its device.", "device_bytes"),
+            ("worker_device_bytes_max", "Memory of its device.", "device_bytes_max"),
         ):
             samples = zip(keys, (row[key] for row in members), strict=True)
             yield self._gauge(name, text, samples, *of_member)
@@ -185,7 +267,7 @@ class RunCollector(Collector):
             "state",
         )
         noticed = [
-            ((row["node"][:12],), row["state"] == "draining")
+            ((row["node"][:_NODE],), row["state"] == "draining")
             for row in status["nodes"]
             if row["state"] != "lost"
         ]
@@ -278,7 +360,7 @@ class RunCollector(Collector):
             ("keeper_held_bytes", "Memory that snapshots take on a node.", "held_bytes"),
             ("keeper_budget_bytes", "Memory that they may take there.", "budget_bytes"),
         ):
-            samples = [((row["node"][:12],), row[key]) for row in redundancy["keepers"]]
+            samples = [((row["node"][:_NODE],), row[key]) for row in redundancy["keepers"]]
             yield self._gauge(name, text, samples, "node")
         yield self._counter(
             "redundancy_reduced_seconds",

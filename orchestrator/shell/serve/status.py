@@ -11,7 +11,7 @@ from orchestrator.core import RunStats
 from orchestrator.detection import Limits, as_seconds
 from orchestrator.shell.capacity import NodeView
 from workers.keeper import SILENT_S
-from workers.protocol import LEASE_S, WorkerReport
+from workers.protocol import LEASE_S, StepCost, WorkerReport
 
 
 def status_document(
@@ -19,6 +19,7 @@ def status_document(
     described: dict[str, Any],
     reports: dict[str, WorkerReport],
     seen_at_s: dict[str, float],
+    costs: Mapping[str, StepCost],
     nodes: dict[str, NodeView],
     at_s: float,
     alternatives: Sequence[str],
@@ -30,23 +31,27 @@ def status_document(
         described: ``core.state.describe``.
         reports: Last report of every worker.
         seen_at_s: When each of those came, on the run's clock.
+        costs: The last that a worker told of its own work.
         at_s: Now, on the run's clock.
         alternatives: The names of those of capacity.
         documents: Further keys of the document.
     """
     members = [reports[row["worker"]] for row in described["members"] if row["worker"] in reports]
     current = [report for report in members if report.attempt == described["attempt"]]
-    losses = [report.loss for report in current if math.isfinite(report.loss)]
     known = {row["node"]: row for row in described["nodes"]}
 
     def workers(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
-        return [_worker(row, reports, seen_at_s, at_s) for row in rows]
+        return [_worker(row, reports, seen_at_s, costs, at_s) for row in rows]
 
     return {
         "phase": described["phase"],
         "attempt": described["attempt"],
         "step": described["step"],
-        "loss": losses[0] if losses else None,
+        "loss": _finite(*(report.loss for report in current)),
+        "grad_norm": _finite(*(report.facts.grad_norm for report in current)),
+        "lr": _finite(*(report.facts.lr for report in current)),
+        "validation_loss": _finite(*(report.facts.validation_loss for report in current)),
+        "step_tokens": _tokens(current, len(described["members"])),
         "layout": described["layout"],
         "other_layouts": described["other_layouts"],
         "workers": workers(described["members"]),
@@ -141,16 +146,33 @@ def _worker(
     row: dict[str, Any],
     reports: dict[str, WorkerReport],
     seen_at_s: dict[str, float],
+    costs: Mapping[str, StepCost],
     at_s: float,
 ) -> dict[str, Any]:
     """Return a row of ``described`` with what the worker itself reported last."""
     report = reports.get(row["worker"])
     if report is None:
         return {**row, "phase": None, "step": None, "last_heartbeat_s": None}
+    facts, cost = report.facts, costs.get(row["worker"])
     heartbeat_s = round(report.beat_age_s + at_s - seen_at_s[row["worker"]], 3)
     return {
         **row,
         "phase": str(report.phase),
         "step": report.step,
         "last_heartbeat_s": heartbeat_s,
+        "compute_s": None if cost is None else cost.compute_s,
+        "data_s": _finite(facts.data_s),
+        "device_bytes": _finite(facts.device_bytes),
+        "device_bytes_max": _finite(facts.device_bytes_max),
     }
+
+
+def _tokens(current: Sequence[WorkerReport], num_members: int) -> float | None:
+    """Return the tokens of a step over all members; None while one has told none."""
+    tokens = sum(report.facts.tokens for report in current)
+    return (_finite(tokens) or None) if len(current) == num_members else None
+
+
+def _finite(*values: float) -> float | None:
+    """Return the first of the values that JSON has, None if it has none of them."""
+    return next((value for value in values if math.isfinite(value)), None)

@@ -28,6 +28,7 @@ from orchestrator.shell.memory.redundancy_status import loss_document
 from orchestrator.shell.serve.page import StatusPage
 from orchestrator.shell.serve.status import status_document
 from tests.support.checkpoints import save, small_state
+from tests.support.histories import ATTEMPT, calm
 from tests.support.journals import NUM_WORKERS, Journaled, config_at
 from tests.support.keeper_handles import held
 from ucp_core.storage import join
@@ -35,6 +36,7 @@ from workers.protocol import (
     HeldPart,
     Inventory,
     Source,
+    StepFacts,
     WorkerPhase,
     WorkerReport,
     held_source,
@@ -75,6 +77,7 @@ def test_a_node_whose_keeper_has_not_said_who_it_is_has_no_process_yet() -> None
         described=describe(RunState()),
         reports={},
         seen_at_s={},
+        costs={},
         nodes={"a": NodeView(node="a", raylet_address=("127.0.0.1", 1))},
         at_s=0.0,
         alternatives=["any"],
@@ -115,6 +118,37 @@ def test_steps_of_a_run_whose_head_is_away_are_counted(tmp_path: Path) -> None:
     assert (document["controller"], document["step"], document["loss"]) == ("down", 70, 0.5)
 
 
+def test_tokens_of_a_step_are_known_once_all_members_have_told_theirs() -> None:
+    """Half of them would be shown as half the speed."""
+    rows = [
+        {"rank": rank, "worker": f"w{rank}", "node": "n", "pid": 1, "state": "training"}
+        for rank in range(2)
+    ]
+
+    def tokens(*told: float) -> float | None:
+        reports = {
+            f"w{rank}": replace(calm(f"w{rank}", rank), facts=StepFacts(tokens=each, lr=0.1))
+            for rank, each in enumerate(told)
+        }
+        document = status_document(
+            described={**describe(RunState()), "attempt": ATTEMPT, "members": rows},
+            reports=reports,
+            seen_at_s=dict.fromkeys(reports, 0.0),
+            costs={},
+            nodes={},
+            at_s=0.0,
+            alternatives=["any"],
+        )
+        assert document["lr"] == 0.1
+        found: float | None = document["step_tokens"]
+        return found
+
+    assert tokens(64.0, 32.0) == 96.0
+    assert tokens(64.0) is None
+    assert tokens(64.0, math.nan) is None
+    assert tokens(0.0, 0.0) is None
+
+
 @pytest.mark.parametrize("loss", [math.nan, math.inf])
 def test_a_living_controller_tells_no_loss_that_json_cannot_hold(loss: float) -> None:
     """Other readers than ours refuse the whole document."""
@@ -140,6 +174,7 @@ def test_a_living_controller_tells_no_loss_that_json_cannot_hold(loss: float) ->
         described={**describe(RunState()), "attempt": 1, "members": [row]},
         reports={"w0001": report},
         seen_at_s={"w0001": 0.0},
+        costs={},
         nodes={},
         at_s=0.0,
         alternatives=["any"],

@@ -14,7 +14,7 @@ from orchestrator.shell import observer as observer_module
 from orchestrator.shell.inbox import Inbox
 from orchestrator.shell.observer import Observer
 from tests.support.histories import ATTEMPT, calm, group, stop
-from workers.protocol import Flow, NodeReport, WorkerReport
+from workers.protocol import Digest, Flow, NodeReport, StepCost, WorkerReport
 from workers.settings import ParallelSettings
 
 
@@ -53,6 +53,33 @@ def test_workers_and_nodes_that_are_gone_are_not_remembered(
     assert set(observer.reports) == set(observer.seen_at_s) == {"w0"}
     observer.on_report(_report("n1", "w2"))
     assert set(observer.reports) == {"w0", "w2"}, "it is back"
+
+
+def test_costs_are_known_between_two_digests_and_steps_by_percentile() -> None:
+    """Most reports carry none, and a scrape comes at any time."""
+    now_s = [100.0]
+    observer = Observer(
+        Inbox(at_s=lambda: now_s[0], post=lambda _: None),
+        on_formed=lambda *_: None,
+        node_silent=lambda *_: None,
+        patience=PATIENCE,
+        parallel=ParallelSettings(),
+    )
+    observer.begin(ATTEMPT, ("w0",), 0)
+    assert observer.step_s == {}
+
+    told = Digest(costs=(StepCost(6, 0.5, 0.0), StepCost(7, 0.25, 0.125)))
+    for step in range(7, 107):
+        now_s[0] += 0.1
+        took_s = 0.5 if step == 50 else 0.25
+        row = replace(calm("w0", 0), step=step, step_s=took_s, digest=told if step == 7 else None)
+        observer.on_report(NodeReport(node="n0", seq=step, workers=(row,)))
+
+    assert observer.costs == {"w0": StepCost(7, 0.25, 0.125)}
+    assert observer.step_s["p50"] == 0.25
+    assert observer.step_s["p99"] in (0.25, 0.5)
+    observer.on_report(_report("n0"))
+    assert observer.costs == {}
 
 
 def test_a_stall_is_told_again_only_after_twice_the_time() -> None:

@@ -24,6 +24,14 @@ STATUS: dict[str, Any] = {
     "attempt": 2,
     "step": 17,
     "loss": 2.5,
+    "grad_norm": 0.5,
+    "lr": 0.01,
+    "validation_loss": None,
+    "step_tokens": 2048.0,
+    "step_s": {"p50": 0.25, "p99": 0.5},
+    "at_s": 100.0,
+    "url": "http://head:8080",
+    "directory": "s3://runs/small",
     "workers": [
         {
             "rank": 0,
@@ -32,6 +40,10 @@ STATUS: dict[str, Any] = {
             "state": "training",
             "step": 17,
             "last_heartbeat_s": 0.1,
+            "compute_s": 0.125,
+            "data_s": 0.03125,
+            "device_bytes": 30.0,
+            "device_bytes_max": 80.0,
         },
         # Of one that only starts nothing was heard yet.
         {
@@ -41,6 +53,10 @@ STATUS: dict[str, Any] = {
             "state": "forming",
             "step": None,
             "last_heartbeat_s": None,
+            "compute_s": None,
+            "data_s": None,
+            "device_bytes": None,
+            "device_bytes_max": None,
         },
     ],
     "standbys": [{"state": "starting"}],
@@ -99,36 +115,51 @@ STATUS: dict[str, Any] = {
 }
 
 
-def _registry() -> CollectorRegistry:
+def _registry(*run_ids: str) -> CollectorRegistry:
     crash = Incident(
         kind="crash",
+        number=1,
         guilty=("w0003",),
+        places=((1, "w0003", "f" * 56),),
+        evidence="the process was killed",
         t_detect_s=1.0,
         t_fence_s=1.5,
         t_decide_s=1.75,
+        t_first_step_s=3.0,
+        lost_steps=1,
         sources={"local memory": 100, "parity": 10},
     )
     hang = Incident(
-        kind="hang", rule="missing", verdict="absent", cost_usd=0.25, t_detect_s=5.0, t_fence_s=5.25
+        number=2,
+        kind="hang",
+        rule="missing",
+        verdict="absent",
+        cost_usd=0.25,
+        t_detect_s=5.0,
+        t_fence_s=5.25,
     )
-    growth = Incident(kind="growth", t_detect_s=9.0)
+    growth = Incident(number=3, kind="growth", t_detect_s=9.0)
     stats = RunStats(attempt=2, step=17, num_workers=2, phase="training", lost_steps=1)
     stats.incidents += [crash, hang, growth]
     stats.suspicions = {"absent": 4}
     stats.asked, stats.refused = {"0": 9}, {"0": 3}
     registry = CollectorRegistry()
-    registry.register(
-        RunCollector(
-            run="small",
-            status=lambda: STATUS,
-            stats=stats,
-            samples_per_step=16,
-            tokens_per_step=0,
+    for run_id in run_ids or ("small-1",):
+        registry.register(
+            RunCollector(
+                run="small",
+                run_id=run_id,
+                status=lambda: STATUS,
+                stats=stats,
+                total_steps=400,
+                samples_per_step=16,
+                tokens_per_step=0,
+            )
         )
-    )
     return registry
 
 
+_OF_RANK = {"rank": "0", "node": "f" * 12, "worker": "w0001"}
 _SUSPECT = {"kind": "slow_compute", "rank": "1", "worker": "w0002", "node": "e" * 12}
 _SUSPECTED_LINK = {"kind": "slow_link", "rank": "1 to 2", "worker": "", "node": ""}
 
@@ -139,6 +170,16 @@ _SUSPECTED_LINK = {"kind": "slow_link", "rank": "1 to 2", "worker": "", "node": 
         ("attempt", {}, 2),
         ("steps_total", {}, 18),
         ("step_samples", {}, 16),
+        ("goal_steps", {}, 400),
+        ("run_info", {"url": "http://head:8080", "directory": "s3://runs/small"}, 1),
+        ("grad_norm", {}, 0.5),
+        ("learning_rate", {}, 0.01),
+        ("validation_loss", {}, None),
+        ("step_duration_seconds", {"percentile": "p99"}, 0.5),
+        ("incident_recovery_seconds", {"number": "1"}, 2),
+        ("incident_recovery_seconds", {"number": "2"}, None),
+        ("incident_lost_steps", {"number": "1"}, 1),
+        ("incident_spent_usd", {"number": "2"}, 0.25),
         ("phase", {"phase": "training"}, 1),
         ("phase", {"phase": "waiting"}, 0),
         ("incidents_total", {"kind": "crash"}, 1),
@@ -159,12 +200,16 @@ _SUSPECTED_LINK = {"kind": "slow_link", "rank": "1 to 2", "worker": "", "node": 
         ("keeper_held_bytes", {"node": "f" * 12}, 22),
         ("keeper_budget_bytes", {"node": "f" * 12}, 40),
         ("worker_processes", {"state": "starting"}, 1),
-        ("worker_step", {"attempt": "2", "rank": "0", "node": "f" * 12, "worker": "w0001"}, 17),
-        ("worker_step", {"attempt": "2", "rank": "1", "node": "e" * 12, "worker": "w0002"}, None),
+        ("worker_step", _OF_RANK, 17),
+        ("worker_step", {"rank": "1", "node": "e" * 12, "worker": "w0002"}, None),
+        ("worker_compute_seconds", _OF_RANK, 0.125),
+        ("worker_data_seconds", _OF_RANK, 0.03125),
+        ("worker_device_bytes", _OF_RANK, 30),
+        ("worker_device_bytes_max", _OF_RANK, 80),
         ("step_seconds", {}, None),
         ("save_every_steps", {"what": "checkpoint"}, 10),
         ("redundancy_reduced_seconds_total", {}, 30),
-        ("step_tokens", {}, None),
+        ("step_tokens", {}, 2048),
         ("reservations_granted", {"alternative": "0 spot"}, 1),
         ("reservations_refused", {"alternative": "0 spot"}, 3),
         ("reservations_refused_for_seconds", {"alternative": "0 spot"}, 10),
@@ -179,9 +224,63 @@ def test_a_value_is_told_with_its_labels(
     name: str, labels: dict[str, str], expected: float | None
 ) -> None:
     """What is not known yet has no series: a zero would be drawn."""
-    found = _registry().get_sample_value(f"everstep_{name}", {"run": "small", **labels})
+    of_run = {"run": "small", "run_id": "small-1"}
+    found = _registry().get_sample_value(f"everstep_{name}", {**of_run, **labels})
 
     assert found == expected
+
+
+def test_an_incident_is_told_when_it_was_found_and_of_whom(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """A mark on a curve must not move: the time is the same at each scrape."""
+    clock = iter((1_700_000_100.4, 1_700_000_999.0))
+    monkeypatch.setattr("orchestrator.shell.serve.metrics.wall_time", clock.__next__)
+    registry = _registry()
+    labels = {
+        "run": "small",
+        "run_id": "small-1",
+        "number": "1",
+        "kind": "crash",
+        "who": "w0003",
+        "nodes": "f" * 12,
+        "why": "the process was killed",
+    }
+
+    for _ in range(2):
+        found = registry.get_sample_value("everstep_incident_detected_timestamp_seconds", labels)
+        assert found == 1_700_000_001.0
+
+
+def test_runs_of_one_name_share_no_series() -> None:
+    """Three runs called ``run`` had one board, and one alert."""
+    series = [
+        (sample.name, *sorted(sample.labels.items()))
+        for metric in _registry("small-1", "small-2").collect()
+        for sample in metric.samples
+    ]
+
+    assert len(series) > 100
+    assert len(set(series)) == len(series)
+
+
+def test_series_of_incidents_do_not_grow_with_the_run() -> None:
+    """A run of months has thousands."""
+    stats = RunStats()
+    stats.incidents += [Incident(number=n, kind="crash", t_detect_s=1.0) for n in range(1, 1001)]
+    collector = RunCollector(
+        run="small", run_id="small-1", status=lambda: STATUS, stats=stats, total_steps=1,
+        samples_per_step=1, tokens_per_step=0,
+    )  # fmt: skip
+
+    numbers = {
+        sample.labels["number"]
+        for metric in collector.collect()
+        for sample in metric.samples
+        if "number" in sample.labels
+    }
+
+    assert numbers == {str(number) for number in range(981, 1001)}
 
 
 def test_names_and_types_are_as_prometheus_asks() -> None:
