@@ -215,7 +215,9 @@ def _consider_order(transition: Transition, layout: ParallelLayout) -> None:
         num, ratio = len(best), run.network.without_slow
         links = ", ".join(f"{a[:8]} to {b[:8]}" for a, b in run.network.slow)
         reason = f"in another order no rank sends over a slow link ({links})"
-        _change_if_it_pays(transition, FaultKind.MOVE, num, num, ratio, reason, Kind.SLOW_LINK)
+        _change_if_it_pays(
+            transition, FaultKind.MOVE, num, num, ratio, reason, Kind.SLOW_LINK.value
+        )
 
 
 def yield_attempt(

@@ -45,12 +45,12 @@ _READ_AGAIN = 0.1
 _UNEXPLAINED = frozenset({FaultKind.HANG, FaultKind.UNDECIDED})
 #: Rule and verdict that follow from the kind of a fault. A lost node may only be cut off.
 _FOUND: Final[Mapping[FaultKind, tuple[str, str]]] = {
-    FaultKind.CRASH: ("exited", Kind.DEAD),
-    FaultKind.OUT_OF_MEMORY: ("exited", Kind.DEAD),
-    FaultKind.NOT_FINITE: ("checked", Kind.NOT_FINITE),
-    FaultKind.DIVERGED: ("compared", Kind.DIVERGED),
-    FaultKind.UNDECIDED: ("", Kind.UNDECIDED),
-    FaultKind.PEER_LOST: ("", Kind.UNDECIDED),
+    FaultKind.CRASH: ("exited", Kind.DEAD.value),
+    FaultKind.OUT_OF_MEMORY: ("exited", Kind.DEAD.value),
+    FaultKind.NOT_FINITE: ("checked", Kind.NOT_FINITE.value),
+    FaultKind.DIVERGED: ("compared", Kind.DIVERGED.value),
+    FaultKind.UNDECIDED: ("", Kind.UNDECIDED.value),
+    FaultKind.PEER_LOST: ("", Kind.UNDECIDED.value),
 }
 
 

@@ -90,7 +90,7 @@ def _judge(transition: Transition, one: Suspicion) -> None:
         transition,
         number,
         run.fleet.nodes[number]._replace(
-            leave_by_s=until_s, avoided_s=avoid_s, slow=Slow(one.worker, one.kind, evidence)
+            leave_by_s=until_s, avoided_s=avoid_s, slow=Slow(one.worker, one.kind.value, evidence)
         ),
     )
     transition.wake_by(until_s)

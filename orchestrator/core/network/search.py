@@ -161,7 +161,7 @@ def explain(transition: Transition) -> None:
     if found:
         evidence = f"{links.described(found)} ({seen}); before: {cause.evidence}"
         run.cause = replace(
-            cause, kind=FaultKind.LINK, evidence=evidence, rule=rule, verdict=Kind.LINK_DEAD
+            cause, kind=FaultKind.LINK, evidence=evidence, rule=rule, verdict=Kind.LINK_DEAD.value
         )
     elif network.is_sound:
         evidence = f"{cause.evidence}; the {len(network.asked)} nodes reach each other"
