@@ -6,7 +6,15 @@ from collections import defaultdict
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 
-from orchestrator.diagnosis import Call, Kind, WaitGraph, difference, listed, wait_graph
+from orchestrator.diagnosis import (
+    Call,
+    Kind,
+    WaitGraph,
+    difference,
+    listed,
+    outnumbered,
+    wait_graph,
+)
 from workers.protocol import GroupState, WorkerPhase, WorkerReport
 from workers.records import OP_CODES, history_after
 
@@ -94,7 +102,7 @@ def _other_call(
     group = next(iter(calls.values())).group
     return Disagreement(
         Kind.MISMATCH,
-        _outnumbered(by_call.values()),
+        outnumbered(by_call.values()),
         f"{' and '.join(told)} as number {number} of group {group}",
     )
 
@@ -130,7 +138,7 @@ def _other_past(
     told = " and ".join(map(listed, by_past.values()))
     return Disagreement(
         kind,
-        _outnumbered(by_past.values()),
+        outnumbered(by_past.values()),
         f"{_at(reports, calls, _waits_in(calls))} as number {number} of group {name}; up to it "
         f"{told} made different calls",
     )
@@ -150,17 +158,9 @@ def _circle(
     ]
     return Disagreement(
         Kind.DESYNC,
-        _outnumbered([list(calls) for calls in waiting.values()]),
+        outnumbered([list(calls) for calls in waiting.values()]),
         f"the members wait for each other in a circle: {'; '.join(told)}",
     )
-
-
-def _outnumbered(camps: Iterable[list[int]]) -> tuple[int, ...]:
-    """Return the ranks that are not in the camp of more than half."""
-    camps = list(camps)
-    all_ranks = {rank for camp in camps for rank in camp}
-    most = max(camps, key=len)
-    return tuple(sorted(all_ranks - set(most))) if 2 * len(most) > len(all_ranks) else ()
 
 
 def _waits_in(calls: Mapping[int, GroupState]) -> str:

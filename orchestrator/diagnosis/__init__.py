@@ -14,7 +14,7 @@ from orchestrator.diagnosis.flows import Flows, Transfer
 from orchestrator.diagnosis.graph import WaitGraph, wait_graph
 from orchestrator.diagnosis.links import dead
 from orchestrator.diagnosis.live import Live, roles_of
-from orchestrator.diagnosis.programs import Call, difference
+from orchestrator.diagnosis.programs import Call, difference, outnumbered
 from orchestrator.diagnosis.records import SPANS, Operation, Records, matched
 from orchestrator.diagnosis.trace import trace
 from orchestrator.diagnosis.verdicts import Guilty, Kind, Suspicion, Verdict, listed
@@ -39,6 +39,7 @@ __all__ = [
     "links",
     "listed",
     "matched",
+    "outnumbered",
     "roles_of",
     "trace",
     "wait_graph",

@@ -5,6 +5,9 @@ the last steps. A rank that waits longer than is usual for that operation waits 
 sinks of the wait graph. The usual wait follows from those of the steps before, not from how long
 a step takes; so a rank that is absent is suspected as soon in steps of a minute.
 
+Ranks of a group that have made as many calls have made the same ones; the hash of all calls shows
+where they have not, also while nothing hangs.
+
 A suspicion is no proof and harms nobody. While one is open the past that costs are compared with
 stays as it was: what is slow now would be usual soon.
 
@@ -20,6 +23,7 @@ from statistics import median, median_low
 from typing import Final
 
 from orchestrator.diagnosis.graph import WaitGraph
+from orchestrator.diagnosis.programs import outnumbered
 from orchestrator.diagnosis.slow import (
     LEAST_LOG,
     NUM_PAST,
@@ -29,7 +33,7 @@ from orchestrator.diagnosis.slow import (
     lagging,
     logs,
 )
-from orchestrator.diagnosis.verdicts import Guilty, Kind, Suspicion, listed
+from orchestrator.diagnosis.verdicts import Alternative, Guilty, Kind, Suspicion, listed
 from ucp_core.layout import ParallelLayout
 from workers.protocol import GONE, NOT_FORMED, GroupState, StepCost, WorkerReport
 
@@ -182,6 +186,7 @@ class Live:
         self._rows: dict[int, tuple[WorkerReport, str]] = {}
         self._judged_at_s = float("-inf")
         self._since_s: dict[tuple[str, str], float] = {}
+        self._at_odds: list[Suspicion] = []
         self.suspicions: tuple[Suspicion, ...] = ()
 
     @property
@@ -212,7 +217,9 @@ class Live:
             self._judged_at_s = at_s
             self._compute.judge()
             self._data.judge()
-        found = [*self._slow(at_s), *self._held_up(at_s, graph)]
+            # Hashes that differ once differ for good.
+            self._at_odds = self._at_odds or self._other_calls(at_s)
+        found = [*self._slow(at_s), *self._held_up(at_s, graph), *self._at_odds]
         keys = [_key(one) for one in found]
         self._since_s = {
             key: min(one.since_s, self._since_s.get(key, one.since_s))
@@ -289,6 +296,32 @@ class Live:
                     )
                 )
         return found
+
+    def _other_calls(self, at_s: float) -> list[Suspicion]:
+        camps: dict[tuple[str, int], dict[int, list[int]]] = {}
+        for rank, (row, _) in self._rows.items():
+            for group in row.groups:
+                if group.history:
+                    at = camps.setdefault((group.group, group.entered_seq), {})
+                    at.setdefault(group.history, []).append(rank)
+        for (name, number), by_past in camps.items():
+            if len(by_past) > 1:
+                odd = outnumbered(by_past.values())
+                guilty = Guilty.of(odd, (), [self._rows[rank][1] for rank in odd])
+                told = " and ".join(map(listed, by_past.values()))
+                return [
+                    Suspicion(
+                        kind=Kind.DESYNC,
+                        guilty=guilty,
+                        confidence=0.9 if odd else 0.6,
+                        worker=self._rows[odd[0]][0].worker if odd else "",
+                        since_s=at_s,
+                        evidence=f"Of the first {number} calls in {name}, {told} made different "
+                        "ones. Nothing hangs, but what they compute together is wrong.",
+                        alternatives=(Alternative(Kind.MISMATCH, guilty),),
+                    )
+                ]
+        return []
 
     def _held_up(self, at_s: float, graph: Callable[[], WaitGraph]) -> list[Suspicion]:
         overdue = [

@@ -9,7 +9,7 @@ nothing hangs. Where records begin later, the hash of all earlier calls shows it
 from __future__ import annotations
 
 from collections import Counter, defaultdict
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Final, TypeAlias
 
 from orchestrator.diagnosis.records import Operation
@@ -32,6 +32,14 @@ def difference(first: Call, second: Call) -> str:
     first, second = _comparable(first, is_stuck=True), _comparable(second, is_stuck=True)
     names = ("operation", "size", "type")
     return next((n for n, a, b in zip(names, first, second, strict=True) if a != b), "")
+
+
+def outnumbered(camps: Iterable[Sequence[int]]) -> tuple[int, ...]:
+    """Return the ranks that are not in the camp of more than half of all; none if there is none."""
+    camps = list(camps)
+    ranks = {rank for camp in camps for rank in camp}
+    most = max(camps, key=len)
+    return tuple(sorted(ranks - set(most))) if 2 * len(most) > len(ranks) else ()
 
 
 def programs(rows: Mapping[int, list[Operation]]) -> list[Verdict]:

@@ -69,11 +69,18 @@ class Bench:
         pairs = itertools.pairwise(self.lines()[-257:])
         return [b["step_s"] for a, b in pairs if a["attempt"] == b["attempt"]]
 
-    def settle(self, *, workers: int = NUM_WORKERS, standbys: int = 0) -> dict[str, Any]:
-        """Wait until ``workers`` train, ``standbys`` wait, and a few steps passed in between."""
+    def settle(
+        self, *, workers: int = NUM_WORKERS, standbys: int = 0, calm: bool = False
+    ) -> dict[str, Any]:
+        """Wait until ``workers`` train, ``standbys`` wait, and a few steps passed in between.
+
+        Args:
+            calm: Wait until nobody is suspected, too.
+        """
         status = self._until(
             lambda s: (
                 s["phase"] == "training"
+                and not (calm and s["suspects"])
                 and sum(w["rank"] >= 0 for w in s["workers"]) == workers
                 and sum(w["state"] == "ready" for w in s["standbys"]) >= standbys
             )

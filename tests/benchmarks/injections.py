@@ -33,14 +33,14 @@ KINDS: Final[dict[str, tuple[tuple[str, ...], frozenset[str]]]] = {
     "slow3": (("forward",), frozenset({"slow_compute"})),
     "slow1.5": (("forward",), frozenset({"slow_compute"})),
     "skip": (("update",), frozenset({"desync", "mismatch", "absent"})),
-    "size": (("update",), frozenset({"mismatch"})),
+    "size": (("update",), frozenset({"mismatch", "desync"})),
     "nan": (("forward", "backward"), frozenset({"not_finite"})),
     "flip": (("update",), frozenset({"diverged"})),
 }
 PROGRAMS: Final = frozenset({"skip", "size"})
 NAMED_S_MAX: Final = 20.0
 #: These end in time by themselves: a suspicion is all that is due.
-_SUSPENDS: Final = frozenset({"gil", "idle", "slow3", "slow1.5"})
+_SUSPENDS: Final = frozenset({"gil", "idle", "slow3", "slow1.5", "size"})
 #: Records of the journal that name a fault, and its kind if they do not say one.
 _VERDICTS: Final = {
     "HangFound": "", "WorkerExited": "dead", "NotFiniteFound": "not_finite", "WorkerRaised": "",
@@ -121,7 +121,7 @@ def _inject(
     bench: Bench, orders: Path, kind: str, phase: str, layout: str, number: int
 ) -> Injection:
     _clear(orders)
-    before = bench.settle()
+    before = bench.settle(calm=True)
     rank = bench.victim(before, number)
     if layout == "pp" and phase == "backward":
         # Only the last stage has a loss.

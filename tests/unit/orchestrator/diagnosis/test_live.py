@@ -212,3 +212,25 @@ def test_nobody_is_suspected_in_the_first_step_which_compiles() -> None:
         held.live.take(rank, row, "n", 1.0)
     held.live.look(1.0, lambda: pytest.fail("nobody waits for long"))
     assert held.live.suspicions == ()
+
+
+def test_a_rank_that_called_other_things_is_suspected_though_nothing_hangs() -> None:
+    """Members of a group that have made as many calls have the same hash of them."""
+    live = Live([(0, 0)] * 4, 0)
+
+    def look(step: int, histories: Mapping[int, int]) -> tuple[Suspicion, ...]:
+        for rank in range(4):
+            called = replace(group("world", (0, 1, 2, 3), 10 * step), history=histories[rank])
+            late = replace(called, entered_seq=called.entered_seq - 1, history=histories[rank] - 1)
+            row = replace(calm(f"w{rank}", rank), groups=(late if rank == 3 else called,))
+            live.take(rank, row, f"node{rank}", 2.0 * step)
+        live.look(2.0 * step, lambda: NOBODY)
+        return live.suspicions
+
+    assert look(1, {0: 7, 1: 7, 2: 7, 3: 8}) == (), "another number of calls proves nothing"
+    (one,) = look(2, {0: 8, 1: 9, 2: 9, 3: 9})
+    assert (one.kind, one.guilty.ranks) == (Kind.DESYNC, (0,))
+    assert "Of the first 20 calls in world, rank 0 and ranks 1, 2 made different ones" in (
+        one.evidence
+    )
+    assert look(3, {0: 1, 1: 1, 2: 1, 3: 1}) == (one,)
