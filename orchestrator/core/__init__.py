@@ -42,6 +42,7 @@ from orchestrator.core.events import (
     NotFiniteFound,
     OthersSeen,
     ReservationGranted,
+    SaveRequested,
     SavesMeasured,
     StepCompleted,
     StopRequested,
@@ -52,6 +53,7 @@ from orchestrator.core.events import (
     WorkerLeft,
     WorkerRaised,
     WorkerReady,
+    WorkersSet,
     WorkersSurveyed,
 )
 from orchestrator.core.handlers import (
@@ -139,6 +141,7 @@ __all__ = [
     "RunRules",
     "RunState",
     "RunStats",
+    "SaveRequested",
     "SavesMeasured",
     "SetCadence",
     "StartAttempt",
@@ -152,6 +155,7 @@ __all__ = [
     "WorkerRaised",
     "WorkerReady",
     "WorkerStatus",
+    "WorkersSet",
     "WorkersSurveyed",
     "actions",
     "adopted",

@@ -477,10 +477,26 @@ class SavesMeasured:
 
 @value
 class StopRequested:
-    """The user asked the run to stop at the next step boundary."""
+    """The user asked the run to stop: behind ``step``, or at the next boundary if that is 0."""
 
     at_s: float
     reason: str
+    step: int = 0
+
+
+@value
+class WorkersSet:
+    """The user asked for at most ``num`` workers from now on."""
+
+    at_s: float
+    num: int
+
+
+@value
+class SaveRequested:
+    """The user asked for the newest step in memory to be stored. Only the journal uses it."""
+
+    at_s: float
 
 
 @value
@@ -532,6 +548,8 @@ Event: TypeAlias = (
     | MemoryProtected
     | SavesMeasured
     | StopRequested
+    | WorkersSet
+    | SaveRequested
     | FaultInjected
     | Ticked
 )

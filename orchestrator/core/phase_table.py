@@ -64,6 +64,8 @@ TABLE: dict[type, Row] = {
         waiting=on_time.stop_requested_waiting,
         forming=on_time.stop_requested_forming,
     ),
+    ev.WorkersSet: row(on_time.workers_set),
+    ev.SaveRequested: row(on_time.save_requested),
     ev.FaultInjected: row(on_time.fault_injected),
     ev.Ticked: row(on_time.ticked),
     # Nodes, their keepers, and other runs

@@ -52,8 +52,13 @@ class Transition:
     @property
     def max_workers(self) -> int:
         """Return the most workers that the run may have now; other runs may need some."""
-        limit = self.run.sharing.limit
-        return self.rules.max_workers if limit < 0 else min(limit, self.rules.max_workers)
+        limit, most = self.run.sharing.limit, self.run.most_workers or self.rules.max_workers
+        return most if limit < 0 else min(limit, most)
+
+    @property
+    def is_limited(self) -> bool:
+        """Return whether it may have fewer than it is configured for."""
+        return self.run.sharing.limit >= 0 or self.max_workers < self.rules.max_workers
 
     @property
     def layout_rules(self) -> LayoutRules:

@@ -73,6 +73,7 @@ class FaultKind(StrEnum):
     MOVE = "move", 0, None, Loss.NOTHING, False, True
     SLOW = "slow", 0, None, Loss.NOTHING, True, True
     SHARE = "share", 0, None, Loss.NOTHING, False, True
+    RESIZE = "resize", 0, None, Loss.NOTHING, False, True
     DRAIN = "drain", 0, None, Loss.NOTHING, False, True
     STOP = "stop", 0, None, Loss.NOTHING, False, True
     CONTROLLER_RESTART = "controller_restart", 0, None, Loss.NOTHING, False, True

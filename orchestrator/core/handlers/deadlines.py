@@ -4,8 +4,14 @@ from __future__ import annotations
 
 from math import inf
 
-from orchestrator.core.consequences import AttemptFailed, BoundReached
-from orchestrator.core.events import FaultInjected, StopRequested, Ticked
+from orchestrator.core.consequences import AttemptFailed, BoundReached, CapacityChanged
+from orchestrator.core.events import (
+    FaultInjected,
+    SaveRequested,
+    StopRequested,
+    Ticked,
+    WorkersSet,
+)
 from orchestrator.core.handlers import (
     demand,
     fleet,
@@ -85,20 +91,36 @@ def fault_injected(transition: Transition, event: FaultInjected) -> None:
     """Change nothing: an injected fault must be detected like a real one."""
 
 
+def save_requested(transition: Transition, event: SaveRequested) -> None:
+    """Change nothing: keepers store what is in memory, and training goes on."""
+
+
+def workers_set(transition: Transition, event: WorkersSet) -> None:
+    """Note it; ``demand`` and ``planned`` do the rest."""
+    transition.run.most_workers = event.num
+    transition.follow(CapacityChanged())
+
+
 def stop_requested(transition: Transition, event: StopRequested) -> None:
     """Note it: training stops at the next step boundary, a recovery once it has read."""
     run = transition.run
+    if event.step > run.attempt.step:
+        run.stop_at = (event.step, event.reason)
+        return
     run.stop_reason = run.stop_reason or event.reason or "stopped by the user"
 
 
 def stop_requested_waiting(transition: Transition, event: StopRequested) -> None:
     """Stop at once: nothing trains."""
     stop_requested(transition, event)
-    transition.finish(RunOutcome.STOPPED, transition.run.stop_reason)
+    if transition.run.stop_reason:
+        transition.finish(RunOutcome.STOPPED, transition.run.stop_reason)
 
 
 def stop_requested_forming(transition: Transition, event: StopRequested) -> None:
     """Fence the attempt, which has not begun to train."""
-    if not transition.run.stop_reason:
+    if event.step > transition.run.attempt.step:
+        stop_requested(transition, event)
+    elif not transition.run.stop_reason:
         stop_requested(transition, event)
         transition.follow(AttemptFailed(FaultKind.STOP, (), transition.run.stop_reason))

@@ -55,7 +55,7 @@ def _settle(transition: Transition, *, trains: bool) -> bool:
         _settle_alternatives(transition, trains=trains)
     elif run.fleet.num_reservations < transition.max_workers:
         _request(transition)
-    elif run.sharing.limit >= 0:
+    elif transition.is_limited:
         _give_back(transition)
     return True
 
@@ -197,7 +197,7 @@ def _settle_alternatives(transition: Transition, *, trains: bool) -> None:
             avoid = avoided_nodes(transition) if avoid is None else avoid
             _request_one(transition, avoid, alternative)
         is_refused = is_refused and fleet.offer(transition, alternative).refused_s != inf
-    if num_had > max_workers and (trains or run.sharing.limit >= 0):
+    if num_had > max_workers and (trains or transition.is_limited):
         _release_worst(transition, num_had - max_workers)
 
 

@@ -82,6 +82,8 @@ def step_completed_fencing(transition: Transition, event: StepCompleted) -> None
     if not _is_new_step(transition, event):
         return
     run.attempt.step = event.step
+    if 0 < run.stop_at[0] <= event.step:
+        run.stop_reason = run.stop_reason or run.stop_at[1]
     if event.stored > run.stored:
         # It says which version the run may not fall behind, and is read before one is loaded.
         run.stored, run.reads.stored_from = event.stored, run.reads.num + 1

@@ -40,6 +40,10 @@ def _consider(transition: Transition) -> None:
     if run.store_by_s != inf and _stores_for_controller(transition):
         return
     if len(run.attempt.members) > transition.max_workers:
+        if run.most_workers == transition.max_workers:
+            reason = f"the user set {run.most_workers} workers"
+            yield_attempt(transition, FaultKind.RESIZE, reason)
+            return
         num = len(run.attempt.members) - transition.max_workers
         runs = ", ".join(run.sharing.given or run.sharing.runs)
         yield_attempt(transition, FaultKind.SHARE, f"giving {num} of its workers to {runs}")

@@ -40,7 +40,7 @@ def own_share(
     # What it asks for no more it has given away, and lacks.
     is_over = state.phase in TERMINAL
     is_late = state.sharing.limit >= 0 or now_s - since_s >= rules.sharing.lack_s
-    num_wanted = rules.wanted(rules.max_workers, state.refused)
+    num_wanted = rules.wanted(state.most_workers or rules.max_workers, state.refused)
     return Share(
         run=run,
         priority=rules.sharing.priority,

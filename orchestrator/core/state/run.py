@@ -147,6 +147,8 @@ class MutableRunState(Part):
         cause: Why the last attempt ended or is ending; None before.
         also: Faults that were found while it ended and that the cause does not explain.
         stop_reason: Why the user wants the run to stop; "" if not.
+        stop_at: The step behind which that is so, and why; 0 without one.
+        most_workers: The most workers that the user wants; 0 for as many as configured.
         store_by_s: When the controller's machine goes: the state is to be in storage by then, once;
             infinity if it stays.
         deadline_s: Bound of the phase; infinity if it has none.
@@ -193,6 +195,8 @@ class MutableRunState(Part):
     cause: Cause | None = None
     also: tuple[Cause, ...] = ()
     stop_reason: str = ""
+    stop_at: tuple[int, str] = (0, "")
+    most_workers: int = 0
     store_by_s: float = inf
     deadline_s: float = inf
     enough_since_s: float = inf

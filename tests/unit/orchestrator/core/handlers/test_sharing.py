@@ -1,4 +1,4 @@
-"""What a run gives back to others on its cluster, and when it takes it again."""
+"""What a run gives back to others or to its user, and when it takes it again or stops."""
 
 from __future__ import annotations
 
@@ -223,3 +223,68 @@ def test_what_a_run_lacks_counts_once_ray_had_time_to_place_it() -> None:
     run(ev.StopRequested(at_s=203.0, reason="enough"))
     run.leave(204.0)
     assert own_share(run.state, RULES, run="own", now_s=205.0).num_lacking == 0
+
+
+def test_the_user_sets_how_many_workers_train() -> None:
+    """As for another run: at a step boundary, nothing lost, and back when the user says so."""
+    run = Fold()
+    run.train(1.0, {1: "a", 2: "a", 3: "b", 4: "b"})
+
+    (asked,) = run(ev.WorkersSet(at_s=100.0, num=2))
+    assert isinstance(asked, act.YieldAttempt)
+    assert own_share(run.state, RULES, run="own", now_s=100.0).num_lacking == 0
+    actions = run.leave(101.0)
+    (incident,) = [each for each in actions if isinstance(each, act.ReportIncident)]
+    assert (incident.incident, incident.evidence) == ("resize", "the user set 2 workers")
+    assert _released(actions) == [3, 4]
+    run.make_step(102.0)
+    assert (len(run.members()), describe(run.state)["shared"]) == (2, None)
+
+    assert _kinds(run(ev.WorkersSet(at_s=103.0, num=4))) == ["RequestReservation"] * 2
+
+
+def test_what_the_user_set_and_what_others_need_count_both() -> None:
+    """The lower of the two; and what the user set holds when the other run is helped."""
+    run = Fold()
+    run.train(1.0, {1: "a", 2: "a", 3: "b", 4: "b"})
+    run(ev.WorkersSet(at_s=100.0, num=3))
+    run.leave(101.0)
+    run.make_step(102.0)
+
+    run.see(110.0, replace(OTHER, num_lacking=2))
+    actions = run.leave(111.0)
+    (incident,) = [each for each in actions if isinstance(each, act.ReportIncident)]
+    assert (incident.incident, len(run.members())) == ("share", 1)
+    run.make_step(112.0)
+    wanted = run.see(120.0, replace(OTHER, num_held=3, num_lacking=0))
+    assert _kinds(wanted) == ["RequestReservation"] * 2
+
+
+def test_a_run_stops_behind_the_step_that_the_user_names() -> None:
+    """Whoever wants step 3 to compare has to catch it by hand otherwise."""
+    run = Fold()
+    run.train(1.0, {1: "a", 2: "a", 3: "b", 4: "b"})
+
+    assert run(ev.StopRequested(at_s=100.0, reason="at 3", step=3)) == []
+    assert run.make_step(101.0) == []
+    (asked,) = run.make_step(102.0)
+    assert isinstance(asked, act.YieldAttempt)
+    assert (asked.durable, asked.reason, run.state.attempt.step) == (True, "at 3", 3)
+    actions = run.leave(103.0)
+    assert _kinds(actions)[-1] == "FinishRun"
+
+
+def test_a_step_to_stop_at_ends_no_run_that_waits_or_forms() -> None:
+    """It is not reached yet: a stop at the next boundary ends both at once."""
+    run = Fold()
+    run(ev.StopRequested(at_s=0.5, reason="at 3", step=3))
+    run(
+        *(ev.ReservationGranted(at_s=1.0, reservation=n, node="a") for n in range(1, 5)),
+        *(ev.WorkerReady(at_s=1.0, worker=f"w000{n}", node="a", pid=n) for n in range(1, 5)),
+        ev.StopRequested(at_s=1.5, reason="at 2", step=2),
+    )
+    run.make_step(2.0)
+
+    assert (run.state.outcome, run.state.stop_reason) == (None, "")
+    run.make_step(3.0)
+    assert run.state.stop_reason == "at 2"
