@@ -44,6 +44,10 @@ class TokenError(OrchestratorError):
     """A request to change a run does not carry its token."""
 
 
+class ActionError(OrchestratorError):
+    """What a person asked a run to do cannot be done now."""
+
+
 class JournalCorruptError(OrchestratorError):
     """A journal line before the last one cannot be read."""
 

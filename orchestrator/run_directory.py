@@ -33,11 +33,11 @@ __all__ = [
     "TOKEN",
     "VALIDATION",
     "VALUES",
+    "Curve",
     "RunRecord",
     "StepRecord",
     "appended_text",
     "log_tail",
-    "losses",
     "read_run",
 ]
 
@@ -128,7 +128,7 @@ def read_run(url: str) -> RunRecord:
         config_text=_text(store, join(path, CONFIG)),
         journal=tuple(_journal(store, join(path, JOURNAL))),
         steps=_steps(appended_text(store, join(path, METRICS))),
-        validation=losses(appended_text(store, join(path, VALIDATION))),
+        validation=_losses(appended_text(store, join(path, VALIDATION))),
         incidents=tuple(_incidents(store, join(path, "incidents"))),
         summary=_object(_text(store, join(path, SUMMARY))),
     )
@@ -214,20 +214,47 @@ def log_tail(store: Store, path: str, *, attempt: int, rank: int, size_bytes: in
     return ""
 
 
-def losses(text: str) -> tuple[tuple[float, float], ...]:
-    """Return ``(step, loss)`` of lines of metrics; a step that was redone counts as taken last."""
-    by_step: dict[int, float] = {}
-    attempt = 0
-    for line in text.splitlines():
-        document = _document(line)
-        if document is None or "step" not in document or document.get("attempt", 0) < attempt:
-            continue
-        step = int(document["step"])
-        if document.get("attempt", 0) > attempt:
-            attempt = document["attempt"]
-            by_step = {before: loss for before, loss in by_step.items() if before < step}
-        by_step[step] = _number(document, "loss")
-    return tuple((float(step), by_step[step]) for step in sorted(by_step))
+class Curve:
+    """Loss by step, from lines of metrics that are added as they are written.
+
+    A step that was redone counts as it was taken last.
+
+    Attributes:
+        last: The last line that was added.
+    """
+
+    def __init__(self) -> None:
+        self._by_step: dict[int, float] = {}
+        self._attempt = 0
+        self.last: Mapping[str, Any] = {}
+
+    def add(self, text: str) -> None:
+        """Add whole lines."""
+        for line in text.splitlines():
+            document = _document(line)
+            if document is None or "step" not in document:
+                continue
+            step, attempt = int(document["step"]), int(document.get("attempt", 0))
+            if attempt < self._attempt:
+                continue  # a process of a fenced attempt woke up and wrote
+            if attempt > self._attempt:
+                self._attempt = attempt
+                self._by_step = {n: loss for n, loss in self._by_step.items() if n < step}
+            self._by_step[step] = _number(document, "loss")
+            self.last = document
+
+    def points(self, count_max: int | None = None) -> tuple[tuple[float, float], ...]:
+        """Return ``(step, loss)`` in order; forget all but the last ``count_max``."""
+        if count_max is not None and len(self._by_step) > count_max:
+            kept = sorted(self._by_step)[-count_max:]
+            self._by_step = {step: self._by_step[step] for step in kept}
+        return tuple((float(step), self._by_step[step]) for step in sorted(self._by_step))
+
+
+def _losses(text: str) -> tuple[tuple[float, float], ...]:
+    curve = Curve()
+    curve.add(text)
+    return curve.points()
 
 
 def _steps(text: str) -> tuple[StepRecord, ...]:

@@ -27,6 +27,8 @@ INCIDENTS_MAX = 200
 #: The rate is that of the last steps within this.
 _RATE_S = 60.0
 _RATES_MAX = 120
+#: Steps are reported once a second: a mean of less time than this counts one too many or too few.
+_MEAN_S = 4.0
 
 
 class Scale(NamedTuple):
@@ -143,7 +145,7 @@ def throughput(stats: RunStats, per_step: float) -> list[Point]:
     A point is the mean of the time since the point before.
     """
     done: list[tuple[float, int]] = [(stats.began_s + stats.startup_s, 0), *stats.progress]
-    bucket_s = stats.wall_s / _RATES_MAX
+    bucket_s = max(stats.wall_s / _RATES_MAX, _MEAN_S)
     points: list[Point] = []
     since_s, sum_steps = done[0][0], 0
     for (_, before), (at_s, step) in pairwise(done):

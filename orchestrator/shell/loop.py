@@ -12,7 +12,7 @@ import hmac
 import logging
 import math
 import os
-from collections.abc import Callable, Coroutine
+from collections.abc import Callable, Coroutine, Mapping
 from dataclasses import asdict
 from functools import partial
 from typing import Any
@@ -24,6 +24,7 @@ from orchestrator import core
 from orchestrator.config import RunConfig
 from orchestrator.core import actions as act
 from orchestrator.errors import TokenError
+from orchestrator.shell.actions import Actions
 from orchestrator.shell.capacity import AutoscalerWatch, probe_links
 from orchestrator.shell.clock import wall_time
 from orchestrator.shell.connect import head_returns
@@ -33,7 +34,9 @@ from orchestrator.shell.memory import loss_document
 from orchestrator.shell.parts import Parts
 from orchestrator.shell.reads import SURVEY_S, Reads
 from orchestrator.shell.serve import (
+    Live,
     RunCollector,
+    Sources,
     StatusPage,
     announce,
     bounds_document,
@@ -84,10 +87,12 @@ class Run:
         self._outcome = self._url = ""
         self._background = Tasks()
         self._performers = self._all_performers()
+        self._actions = Actions(self._parts, stop=self.request_stop, spawn=self._spawn)
 
     async def serve(self) -> None:
         """Be in charge until the run is over and everything is given back."""
         parts, config = self._parts, self._config
+        live = self._live()
         page = StatusPage(
             host=LOOPBACK if config.is_page_local else ray.util.get_node_ip_address(),
             port=config.cluster.metrics_port,
@@ -102,6 +107,8 @@ class Run:
                 samples_per_step=config.train.global_batch,
                 tokens_per_step=config.tokens_per_step,
             ),
+            live=live,
+            act=self.perform,
         )
         if self._is_restart:
             await parts.capacity.adopt()
@@ -111,6 +118,7 @@ class Run:
             await parts.worker_pool.kill_strays()
         for background in (
             self._watch.watch_forever(),
+            live.watch_forever(),
             self._furnish(page),
             self._watch_owner(),
             parts.nodes.watch_forever(),
@@ -196,6 +204,27 @@ class Run:
         at_s = self._inbox.at_s()
         if parts.protection.look(parts.state, at_s):
             self._inbox.post(core.MemoryProtected(at_s=at_s, attempt=parts.state.attempt.number))
+
+    def _live(self) -> Live:
+        parts = self._parts
+        return Live(
+            config=self._config,
+            store=parts.store,
+            path=parts.path,
+            sources=Sources(
+                stats=parts.outputs.stats,
+                reports=parts.observer.reports,
+                views=parts.nodes.views,
+                at_s=self._inbox.at_s,
+                described=lambda: core.describe(parts.state),
+                redundancy=self._redundancy,
+            ),
+        )
+
+    async def perform(self, name: str, token: str, what: Mapping[str, Any]) -> str:
+        """Perform an action that its page asks for. Raises ``TokenError`` and ``ActionError``."""
+        self.require_token(token)
+        return self._actions.perform(name, what)
 
     def require_token(self, token: str) -> None:
         """Raise ``TokenError`` unless it is the run's. From any thread."""

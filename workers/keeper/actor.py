@@ -15,6 +15,7 @@ import contextlib
 import errno
 import logging
 import os
+import signal
 import time
 from collections.abc import Callable, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -165,6 +166,10 @@ class Keeper:
                 while self._watch.lives(worker):  # noqa: ASYNC110  the kernel tells its parent only
                     await asyncio.sleep(KILLED_S / 30)
         return not self._watch.lives(worker)
+
+    async def kill_node(self) -> None:
+        """Send SIGKILL to the raylet, as a power cut would end it: its processes end with it."""
+        os.kill(os.getppid(), signal.SIGKILL)
 
     async def take_evidence(self, attempt: int) -> None:
         """Take stacks and rings of the node's workers in ``attempt``; those taken before are lost.

@@ -107,6 +107,12 @@ class Keepers:
             return view is not None and view.is_dead
         return bool(await answer(view.keeper.kill.remote(worker), PROBE_S))
 
+    async def kill_node(self, node: str) -> None:
+        """Have the keeper of ``node`` SIGKILL the raylet there, with which all ends."""
+        view = self._nodes.views.get(node)
+        if view is not None and view.keeper is not None:
+            await answer(view.keeper.kill_node.remote(), PROBE_S)
+
     async def take_evidence(self, node: str, attempt: int) -> None:
         """Have the keeper of ``node`` take evidence of ``attempt``; return once it has."""
         view = self._nodes.views.get(node)

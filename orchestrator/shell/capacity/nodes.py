@@ -57,6 +57,7 @@ class Nodes:
         read: Returns the cluster as Ray knows it; called in a thread.
 
     Attributes:
+        here: As above.
         views: The nodes by id, the lost ones included.
     """
 
@@ -75,6 +76,7 @@ class Nodes:
         self._needs = needs
         self.rack_label = rack_label
         self._own_host = own_host
+        self.here = here
         self._own_notice = own_notice
         self._read = read
         self._buried: set[str] = set()

@@ -17,8 +17,8 @@ log = logging.getLogger(__name__)
 
 #: A notice that names no time is followed when a replacement is there, and in a year at last.
 FAR_S = 365 * 86400.0
-#: The sources of notices: Ray, the node's keeper, and the controller on its own machine.
-_RAY, _KEEPER, _CONTROLLER = "ray", "keeper", "controller"
+#: The sources of notices: Ray, the node's keeper, the controller on its own machine, a person.
+_RAY, _KEEPER, _CONTROLLER, _USER = "ray", "keeper", "controller", "user"
 
 
 class _Said(NamedTuple):
@@ -75,6 +75,10 @@ class Notices:
     def on_controller(self, notice: Notice | None) -> None:
         """Take in what the controller knows of the end of its machine; None if it stays."""
         self._note_own(self._here, _CONTROLLER, notice)
+
+    def on_user(self, node: str, left_s: float) -> None:
+        """Take in that a person wants the run to leave ``node`` within ``left_s``."""
+        self._note(node, _USER, True, left_s, "drained from the page")
 
     def _note_own(self, node: str, source: str, notice: Notice | None) -> None:
         left_s, what = (notice.left_s, notice.what) if notice else (math.inf, "")

@@ -1,4 +1,4 @@
-"""What the controller serves: status and metrics."""
+"""What the controller serves: a page, status and metrics."""
 
 from typing import TYPE_CHECKING
 
@@ -6,6 +6,7 @@ from ucp_core.lazy import lazy_door
 
 if TYPE_CHECKING:
     from orchestrator.shell.serve.discovery import announce, targets_path, withdraw
+    from orchestrator.shell.serve.live import Live, Sources
     from orchestrator.shell.serve.metrics import RunCollector
     from orchestrator.shell.serve.page import StatusPage
     from orchestrator.shell.serve.status import (
@@ -16,7 +17,9 @@ if TYPE_CHECKING:
     )
 
 __all__ = [
+    "Live",
     "RunCollector",
+    "Sources",
     "StatusPage",
     "announce",
     "bounds_document",

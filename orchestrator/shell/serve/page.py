@@ -1,32 +1,50 @@
-"""The controller's HTTP page: ``/status`` for tools, ``/metrics`` for Prometheus.
+"""The controller's HTTP: a page for people, ``/status`` for tools, ``/metrics`` for Prometheus.
 
-``everstep plan`` asks for ``/losses``.
+``everstep plan`` asks for ``/losses``. Only ``/actions`` change anything, with the run's token.
 """
 
 from __future__ import annotations
 
 import asyncio
 import importlib
+import json
 import logging
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Mapping
 from typing import TYPE_CHECKING, Any
 
 from prometheus_client import CollectorRegistry, generate_latest
 from prometheus_client.registry import Collector
+
+from orchestrator.errors import OrchestratorError, TokenError
+from orchestrator.report import live_page
+from orchestrator.shell.serve.live import Live
+from ucp_core.errors import StorageError
 
 if TYPE_CHECKING:
     from aiohttp import web
 
 log = logging.getLogger(__name__)
 
+#: The page loads nothing from elsewhere, and no other page may show it in a frame of its own.
+_POLICY = (
+    "default-src 'none'; script-src 'unsafe-inline'; style-src 'unsafe-inline'; "
+    "connect-src 'self'; img-src data:; frame-ancestors 'none'"
+)
+_SCHEME = "Bearer "
+
+#: Performs an action, by its name, the token and what it is about; returns a line for people.
+Act = Callable[[str, str, Mapping[str, Any]], Awaitable[str]]
+
 
 class StatusPage:
-    """Serves read-only documents about the run.
+    """Serves documents about the run, and the page that shows them.
 
     Args:
         port: Port to listen on; 0 takes a free one, and so does a port that is in use.
         status: Returns the JSON document of ``/status``.
         losses: Returns that of ``/losses``; may wait for answers of keepers.
+        live: What the page shows.
+        act: Performs what a person asks for there.
     """
 
     def __init__(
@@ -37,11 +55,15 @@ class StatusPage:
         status: Callable[[], dict[str, Any]],
         losses: Callable[[], Awaitable[dict[str, Any]]],
         metrics: Collector,
+        live: Live,
+        act: Act,
     ) -> None:
         self._host = host
         self._port = port
         self._status = status
         self._losses = losses
+        self._live = live
+        self._act = act
         self._registry = CollectorRegistry()
         self._registry.register(metrics)
         self._runner: web.AppRunner | None = None
@@ -53,6 +75,10 @@ class StatusPage:
         from aiohttp import web
 
         app = web.Application()
+        app.router.add_get("/", self._get_page)
+        app.router.add_get("/page.json", self._get_document)
+        app.router.add_get("/log", self._get_log)
+        app.router.add_post("/actions/{name}", self._post_action)
         app.router.add_get("/status", self._get_status)
         app.router.add_get("/losses", self._get_losses)
         app.router.add_get("/metrics", self._get_metrics)
@@ -73,6 +99,53 @@ class StatusPage:
         if self._runner is not None:
             await self._runner.cleanup()
 
+    async def _get_page(self, _request: web.Request) -> web.Response:
+        from aiohttp import web
+
+        headers = {"Content-Security-Policy": _POLICY, "Cache-Control": "no-cache"}
+        return web.Response(text=live_page(), content_type="text/html", headers=headers)
+
+    async def _get_document(self, request: web.Request) -> web.Response:
+        """Return the page's document, or only that it is the one that the browser has."""
+        from aiohttp import web
+
+        document = await self._live.document()
+        # The clock is no part of the document: it alone would make every answer a new one.
+        headers = {
+            "ETag": self._live.tag,
+            "Everstep-At": f"{self._live.at_s:.1f}",
+            "Cache-Control": "no-cache",
+        }
+        if request.headers.get("If-None-Match") == self._live.tag:
+            return web.Response(status=304, headers=headers)
+        return web.Response(body=document, content_type="application/json", headers=headers)
+
+    async def _get_log(self, request: web.Request) -> web.Response:
+        from aiohttp import web
+
+        try:
+            asked = [max(0, int(request.query.get(name, "0"))) for name in ("attempt", "rank")]
+            text = await self._live.log(*asked)
+        except ValueError as error:
+            return web.Response(status=400, text=f"attempt and rank are numbers: {error}")
+        except StorageError as error:
+            return web.Response(status=503, text=f"the storage does not answer: {error}")
+        return web.Response(text=text)
+
+    async def _post_action(self, request: web.Request) -> web.Response:
+        name = request.match_info["name"]
+        header = request.headers.get("Authorization", "")
+        token = header.removeprefix(_SCHEME) if header.startswith(_SCHEME) else ""
+        try:
+            body = await request.text()
+            what = json.loads(body) if body else {}
+            message = await self._act(name, token, what if isinstance(what, dict) else {})
+        except TokenError as error:
+            return _json({"message": str(error)}, status=403)
+        except (OrchestratorError, ValueError) as error:
+            return _json({"message": str(error)}, status=400)
+        return _json({"message": message})
+
     async def _get_status(self, _request: web.Request) -> web.Response:
         return _json(self._status())
 
@@ -87,7 +160,7 @@ class StatusPage:
         )
 
 
-def _json(document: dict[str, Any]) -> web.Response:
+def _json(document: dict[str, Any], *, status: int = 200) -> web.Response:
     from aiohttp import web
 
-    return web.json_response(document)
+    return web.json_response(document, status=status)

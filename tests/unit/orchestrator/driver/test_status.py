@@ -31,6 +31,7 @@ from tests.support.checkpoints import save, small_state
 from tests.support.histories import ATTEMPT, calm
 from tests.support.journals import NUM_WORKERS, Journaled, config_at
 from tests.support.keeper_handles import held
+from tests.support.live_pages import live_page, require
 from ucp_core.storage import join
 from workers.protocol import (
     HeldPart,
@@ -384,7 +385,13 @@ async def _answered(
         return {**await losses(), "directory": str(directory)}
 
     page = StatusPage(
-        host="127.0.0.1", port=0, status=dict, losses=told, metrics=CollectorRegistry()
+        host="127.0.0.1",
+        port=0,
+        status=dict,
+        losses=told,
+        metrics=CollectorRegistry(),
+        live=live_page(directory),
+        act=require,
     )
     contact = {**_NOBODY, "url": await page.start()}
     (directory / CONTACT).write_text(json.dumps(contact))

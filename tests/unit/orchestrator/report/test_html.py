@@ -86,7 +86,8 @@ def test_workers_and_throughput_are_told_over_time(tmp_path: Path) -> None:
 
     assert [num for _, num in document["sizes"]] == [4, 0, 3, 0, 2, 0]
     rates = [per_s for _, per_s in document["throughput"]]
-    assert (rates[0], min(rates) < 2000, rates[-1]) == (16384.0, True, pytest.approx(8192.0))
+    assert (rates[0], rates[-1]) == (16384.0, pytest.approx(8192.0))
+    assert rates[1] < 12288.0, "of three workers, and the pause counts"
 
 
 def test_validation_is_there_once_for_each_step_as_it_was_last_taken(tmp_path: Path) -> None:

@@ -1,0 +1,138 @@
+"""What a person may have the run do from its page. Each is an event in the journal."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Coroutine, Mapping
+from typing import Any
+
+from orchestrator import core
+from orchestrator.errors import ActionError
+from orchestrator.shell.parts import Parts
+
+#: A drained node is left within this; its replacement may come meanwhile.
+DRAIN_S = 30.0
+
+
+class Actions:
+    """Performs actions on the loop of the run.
+
+    Args:
+        parts: Of the run.
+        stop: Stops it at the next step boundary, for a reason.
+        spawn: Runs a coroutine in the background.
+    """
+
+    def __init__(
+        self,
+        parts: Parts,
+        *,
+        stop: Callable[[str], None],
+        spawn: Callable[[Coroutine[Any, Any, Any]], None],
+    ) -> None:
+        self._parts = parts
+        self._stop = stop
+        self._spawn = spawn
+        self._actions: dict[str, Callable[[Mapping[str, Any]], str]] = {
+            "stop": self._stop_at,
+            "save": self._save,
+            "drain": self._drain,
+            "workers": self._set_workers,
+            "kill": self._kill,
+        }
+
+    def perform(self, name: str, what: Mapping[str, Any]) -> str:
+        """Do what is asked for; return a line for people.
+
+        Args:
+            name: stop (``step``, 0 for the next), save, drain (``node``), workers (``num``), or
+                kill (``worker`` or ``node``).
+
+        Raises:
+            ActionError: There is no such action, or it cannot be done now.
+        """
+        action = self._actions.get(name)
+        if action is None:
+            raise ActionError(f"there is no action {name!r}: know {', '.join(self._actions)}")
+        return action(what)
+
+    @property
+    def _at_s(self) -> float:
+        return self._parts.inbox.at_s()
+
+    def _stop_at(self, what: Mapping[str, Any]) -> str:
+        step = _number(what, "step")
+        if not step:
+            self._stop("stopped from the page")
+            return "The run stops at the next step boundary."
+        goal, now = self._parts.rules.total_steps, self._parts.state.attempt.step
+        if not now < step < goal:
+            raise ActionError(f"step {step} is not between the present one, {now}, and {goal}")
+        reason = f"stopped from the page, behind step {step}"
+        self._parts.inbox.post(core.StopRequested(at_s=self._at_s, reason=reason, step=step))
+        return f"The run stops behind step {step}, or at the first boundary after it."
+
+    def _save(self, _what: Mapping[str, Any]) -> str:
+        if not self._parts.config.snapshot.every_steps:
+            raise ActionError("nothing is in memory to store: snapshot.every_steps is 0")
+        self._parts.inbox.post(core.SaveRequested(at_s=self._at_s))
+        self._spawn(self._parts.snapshots.flush(self._parts.state.lineage))
+        return "The newest step in memory goes to storage."
+
+    def _drain(self, what: Mapping[str, Any]) -> str:
+        node = self._living_node(what)
+        self._parts.nodes.notices.on_user(node, DRAIN_S)
+        return f"The run leaves node {node[:8]} at a step boundary, within {DRAIN_S:g} s."
+
+    def _set_workers(self, what: Mapping[str, Any]) -> str:
+        num, workers = _number(what, "num"), self._parts.config.workers
+        if not workers.min <= num <= workers.max:
+            raise ActionError(
+                f"{num} workers are not between workers.min, {workers.min}, and workers.max, "
+                f"{workers.max}; these change when the run is resumed with others"
+            )
+        fits = self._parts.rules.wanted(num, self._parts.state.refused)
+        if not fits:
+            raise ActionError(f"no layout of this run fits on {num} workers")
+        self._parts.inbox.post(core.WorkersSet(at_s=self._at_s, num=num))
+        least = "" if fits == num else f"; its layout fits on {fits}"
+        return f"The run has at most {num} workers from now on{least}."
+
+    def _kill(self, what: Mapping[str, Any]) -> str:
+        if "node" in what:
+            return self._kill_node(what)
+        name = str(what.get("worker", ""))
+        fleet = self._parts.state.fleet
+        found = next((one for one in fleet.workers.values() if one.name == name), None)
+        if found is None:
+            raise ActionError(f"there is no worker {name!r}")
+        node = fleet.nodes[found.node].name
+        self._note_fault("SIGKILL", name)
+        self._spawn(self._parts.keepers.kill_worker(node, name))
+        return f"{name} gets SIGKILL."
+
+    def _kill_node(self, what: Mapping[str, Any]) -> str:
+        node = self._living_node(what)
+        if node == self._parts.nodes.here:
+            raise ActionError("the controller is on this node: it would end with it")
+        if self._parts.nodes.views[node].keeper is None:
+            raise ActionError(f"node {node[:8]} has no keeper that could do it")
+        self._note_fault("node_kill", node)
+        self._spawn(self._parts.keepers.kill_node(node))
+        return f"Node {node[:8]} is killed."
+
+    def _note_fault(self, fault: str, target: str) -> None:
+        self._parts.inbox.post(core.FaultInjected(at_s=self._at_s, fault=fault, target=target))
+
+    def _living_node(self, what: Mapping[str, Any]) -> str:
+        node = str(what.get("node", ""))
+        view = self._parts.nodes.views.get(node)
+        if view is None or view.lost.is_set():
+            raise ActionError(f"there is no node {node[:8]!r} that lives")
+        return node
+
+
+def _number(what: Mapping[str, Any], name: str) -> int:
+    value = what.get(name, 0)
+    if not isinstance(value, int):
+        raise ActionError(f"{name} is a whole number, not {value!r}")
+    return value

@@ -1,0 +1,76 @@
+"""The loss curves of a run for its page, read from its directory while somebody looks."""
+
+from __future__ import annotations
+
+import logging
+import math
+
+from orchestrator.run_directory import METRICS, VALIDATION, Curve
+from orchestrator.shell.clock import monotonic_s
+from orchestrator.shell.threads import STORAGE, in_thread
+from ucp_core.errors import StorageError
+from ucp_core.storage import LocalStore, Store, appended_sizes, join, read_appended
+
+log = logging.getLogger(__name__)
+
+#: New lines are looked for this often at most: a listing of an object store costs money.
+_LOCAL_S, _REMOTE_S = 1.0, 10.0
+#: The first look reads this much of the end of a file: 8,000 steps or more, in 50 ms.
+_FIRST_BYTES = 2 << 20
+#: And no more steps than this are kept.
+_STEPS_KEPT = 20_000
+
+
+class Curves:
+    """Training and validation loss by step; of a long run their ends.
+
+    Args:
+        store: Holds the run directory.
+        path: The run directory in it.
+    """
+
+    def __init__(self, store: Store, path: str) -> None:
+        self._store = store
+        self._path = path
+        self._looked_s = -math.inf
+        self._read_bytes: dict[str, int] = {}
+        self._rests: dict[str, bytes] = {}
+        self._curves = {name: Curve() for name in (METRICS, VALIDATION)}
+        self.loss: tuple[tuple[float, float], ...] = ()
+        self.validation: tuple[tuple[float, float], ...] = ()
+
+    @property
+    def tokens_per_step(self) -> int:
+        """Return the tokens of the last step; 0 where the script counts samples alone."""
+        last = self._curves[METRICS].last
+        tokens = int(last.get("tokens", 0))
+        return 0 if tokens == last.get("samples") else tokens
+
+    async def look(self) -> None:
+        """Read what is new, in a thread; nothing if it was looked a moment ago."""
+        now_s = monotonic_s()
+        if now_s - self._looked_s < (
+            _LOCAL_S if isinstance(self._store, LocalStore) else _REMOTE_S
+        ):
+            return
+        self._looked_s = now_s
+        try:
+            self.loss, self.validation = await in_thread(STORAGE, self._read)
+        except StorageError as error:
+            # The page shows what it knows; the next look finds the rest.
+            log.warning("curves_not_read", extra={"error": str(error)})
+
+    def _read(self) -> tuple[tuple[tuple[float, float], ...], ...]:
+        for name, curve in self._curves.items():
+            folder, _, file = name.rpartition("/")
+            size_bytes = appended_sizes(self._store, join(self._path, folder)).get(file, 0)
+            begin = self._read_bytes.get(name)
+            if begin is None:
+                begin = max(0, size_bytes - _FIRST_BYTES)
+            if size_bytes > begin:
+                new = read_appended(self._store, join(self._path, name), begin, size_bytes - begin)
+                lines, _, rest = (self._rests.get(name, b"") + new).rpartition(b"\n")
+                self._rests[name] = rest
+                curve.add(lines.decode(errors="replace"))
+            self._read_bytes[name] = max(begin, size_bytes)
+        return tuple(curve.points(_STEPS_KEPT) for curve in self._curves.values())

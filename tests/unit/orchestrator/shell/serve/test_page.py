@@ -1,0 +1,204 @@
+"""What the controller answers to a browser."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import time
+from collections.abc import Awaitable, Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import aiohttp
+from prometheus_client import CollectorRegistry
+
+from orchestrator.core import Incident, RunStats
+from orchestrator.shell.serve import Live, StatusPage
+from orchestrator.shell.serve.curves import Curves
+from tests.support.histories import calm
+from tests.support.live_pages import TOKEN, live_page, require
+from tests.support.run_directories import Fault, write_run
+from ucp_core.storage import LocalStore
+from workers.protocol import WorkerPhase
+
+CRASH = Fault(step=20, kind="crash", guilty=("w0002",), pause_s=0.6, lost_steps=1, workers_after=3)
+
+
+def _browse(live: Live, look: Callable[[aiohttp.ClientSession], Awaitable[Any]]) -> Any:
+    """Return what ``look`` does, with the page of ``live`` as its base."""
+
+    async def losses() -> dict[str, Any]:
+        return {}
+
+    async def served() -> Any:
+        page = StatusPage(
+            host="127.0.0.1",
+            port=0,
+            status=dict,
+            losses=losses,
+            metrics=CollectorRegistry(),
+            live=live,
+            act=require,
+        )
+        base = await page.start()
+        try:
+            async with aiohttp.ClientSession(base) as session:
+                return await look(session)
+        finally:
+            await page.stop()
+
+    return asyncio.run(served())
+
+
+def test_the_page_is_one_file_and_may_not_be_framed(tmp_path: Path) -> None:
+    """A page around it could have a person press its buttons."""
+
+    async def look(session: aiohttp.ClientSession) -> tuple[str, str]:
+        async with session.get("/") as answer:
+            return answer.headers["Content-Security-Policy"], await answer.text()
+
+    policy, text = _browse(live_page(tmp_path), look)
+
+    assert "frame-ancestors 'none'" in policy
+    assert "default-src 'none'" in policy
+    assert text.startswith("<!doctype html>")
+
+
+def test_what_has_not_changed_is_not_sent_again(tmp_path: Path) -> None:
+    """A page polls every two seconds, and a run may wait for hours; its clock goes on."""
+    live, stats = live_page(tmp_path), RunStats()
+    other = live_page(tmp_path, stats=RunStats(step=7))
+
+    async def look(session: aiohttp.ClientSession) -> list[Any]:
+        found: list[Any] = []
+        for tag in ("", live.tag):
+            tags = {"If-None-Match": tag or live.tag}
+            async with session.get("/page.json", headers=tags) as answer:
+                found.append((answer.status, answer.headers["Everstep-At"]))
+        await other.document()
+        return found
+
+    assert _browse(live, look) == [(200, "100.0"), (304, "100.0")]
+    assert other.tag != live.tag
+    assert stats.step == 0
+
+
+def test_an_action_needs_the_token(tmp_path: Path) -> None:
+    """Everybody who reaches the page may look; who killed a worker must be known to the run."""
+
+    async def look(session: aiohttp.ClientSession) -> list[tuple[int, str]]:
+        found = []
+        for headers in ({}, {"Authorization": "Bearer no"}, {"Authorization": f"Bearer {TOKEN}"}):
+            async with session.post("/actions/kill", json={}, headers=headers) as answer:
+                found.append((answer.status, (await answer.json())["message"]))
+        async with session.get("/actions/kill") as answer:
+            found.append((answer.status, ""))
+        return found
+
+    assert _browse(live_page(tmp_path), look) == [
+        (403, "that is not the token of the run"),
+        (403, "that is not the token of the run"),
+        (200, "done"),
+        (405, ""),
+    ]
+
+
+def test_the_log_of_a_rank_is_read_from_the_run_directory(tmp_path: Path) -> None:
+    """Whoever looks at the page has perhaps no access to the storage."""
+    log = tmp_path / "logs/attempt-0002/rank1.log"
+    log.parent.mkdir(parents=True)
+    log.write_text("loss 3\n")
+
+    async def look(session: aiohttp.ClientSession) -> list[tuple[int, str]]:
+        found = []
+        for query in ("attempt=2&rank=1", "rank=1", "attempt=1&rank=1", "rank=../1"):
+            async with session.get(f"/log?{query}") as answer:
+                found.append((answer.status, (await answer.text())[:7]))
+        return found
+
+    told = _browse(live_page(tmp_path), look)
+
+    assert told == [(200, "loss 3\n"), (200, "loss 3\n"), (200, ""), (400, "attempt")]
+
+
+def test_the_page_has_loss_incidents_and_workers(tmp_path: Path) -> None:
+    """One look must tell what happened, whether anything was lost and what it does now."""
+    write_run(tmp_path, faults=(CRASH,))
+    crash = Incident(number=1, kind="crash", guilty=("w2",), places=((2, "w2", "00" * 28),))
+    member = {"rank": 0, "worker": "w1", "node": "00" * 28, "pid": 5, "state": "training"}
+    live = live_page(
+        tmp_path,
+        stats=RunStats(step=60, incidents=[crash], phase="training"),
+        reports={"w1": replace(calm("w1", 0), phase=WorkerPhase.REDUCING)},
+        nodes=2,
+        described={"phase": "running", "members": [member]},
+    )
+    for _ in range(70):
+        live.note()
+
+    document = json.loads(asyncio.run(live.document()))
+
+    assert len(document["loss"]) == 60
+    assert document["incidents"][0]["places"] == [[2, "w2", "00" * 28]]
+    assert document["sentence"] == "Trains on 1 worker."
+    assert document["live"]["workers"][0]["seconds"] == "r" * 60
+    assert [node["state"] for node in document["live"]["nodes"]] == ["alive", "alive"]
+    assert (document["unit"], document["goal"]) == ("tokens", 60)
+
+
+def test_curves_read_what_is_new_and_take_back_what_is_redone(tmp_path: Path) -> None:
+    """The file grows with every step, and may be gigabytes: it is read once, and its end first."""
+    path = tmp_path / "metrics/rank0.jsonl"
+    path.parent.mkdir()
+
+    def write(attempt: int, *steps: int) -> None:
+        with path.open("a") as file:
+            for step in steps:
+                line = {"step": step, "attempt": attempt, "loss": 10.0 * attempt + step}
+                file.write(json.dumps({**line, "tokens": 8, "samples": 8}) + "\n")
+
+    curves = Curves(LocalStore(), str(tmp_path))
+    write(1, 1, 2, 3)
+    with path.open("a") as file:
+        file.write('{"step": 4, "attempt"')
+    asyncio.run(curves.look())
+    assert [step for step, _ in curves.loss] == [1.0, 2.0, 3.0]
+    with path.open("a") as file:
+        file.write(': 1, "loss": 14.0}\n')
+    write(2, 3, 4)
+    curves._looked_s = 0.0
+    asyncio.run(curves.look())
+
+    assert curves.loss == ((1.0, 11.0), (2.0, 12.0), (3.0, 23.0), (4.0, 24.0))
+    assert curves.tokens_per_step == 0
+
+
+def test_the_page_of_256_workers_costs_less_than_a_hundredth_of_a_core(tmp_path: Path) -> None:
+    """It is asked for every two seconds, by the process that has to notice faults."""
+    members = [
+        {"rank": n, "worker": f"w{n}", "node": f"{n % 32:02d}" * 28, "pid": n, "state": "training"}
+        for n in range(256)
+    ]
+    incidents = [Incident(number=n, kind="crash", t_detect_s=float(n)) for n in range(1, 101)]
+    live = live_page(
+        tmp_path,
+        stats=RunStats(
+            incidents=incidents,
+            progress=[(float(n), n) for n in range(1000)],
+            sizes=[(float(n), n % 7) for n in range(300)],
+        ),
+        reports={f"w{n}": calm(f"w{n}", n) for n in range(256)},
+        nodes=32,
+        described={"phase": "running", "members": members},
+    )
+    costs = []
+    for _ in range(5):
+        begun_s = time.process_time()
+        live.note()
+        live.note()
+        live._made_s = float("-inf")
+        asyncio.run(live.document())
+        costs.append(time.process_time() - begun_s)
+
+    assert min(costs) < 0.02
