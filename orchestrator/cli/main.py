@@ -24,7 +24,7 @@ from orchestrator.cli.exit_codes import (
     code_of_signal,
     is_final,
 )
-from orchestrator.driver import Interrupt, interrupts, raise_interrupt
+from orchestrator.driver import DEFAULT_CONFIG, Interrupt, interrupts, raise_interrupt
 from orchestrator.errors import ConfigError, OrchestratorError
 from ucp_core.errors import UcpError
 from workers.errors import missing_extra
@@ -40,6 +40,7 @@ _MEANT = {
     "kill": "stop",
     "ls": "list",
     "ps": "list",
+    "new": "init",
 }
 
 
@@ -71,9 +72,10 @@ JsonLines = Annotated[bool, typer.Option("--json", help="Print a JSON document p
 Verbose = Annotated[bool, typer.Option("--verbose", help="Show the bound of every wait too.")]
 RunDirectory = Annotated[str, typer.Argument(metavar="RUN_DIR", help="Path or fsspec URL.")]
 Config = Annotated[
-    str,
+    str | None,
     typer.Argument(
-        metavar="CONFIG.yaml", help="Path or URL, or the name of an example: local/small."
+        metavar="[CONFIG.yaml]",
+        help="Path or URL, or the name of an example: local/small. Default: everstep.yaml.",
     ),
 ]
 Overrides = Annotated[
@@ -144,10 +146,44 @@ def options(
     """Elastic training for torch on Ray: runs that heal themselves."""
 
 
+@app.command(epilog="Example: everstep init train.py")
+@_edge
+def init(
+    script: Annotated[
+        str | None, typer.Argument(metavar="[SCRIPT.py]", help="Your training script.")
+    ] = None,
+    *,
+    to: Annotated[str, typer.Option(metavar="FILE", help="New file.")] = DEFAULT_CONFIG,
+    as_json: Json = False,
+) -> None:
+    """Write a configuration with every key, its meaning and default; `everstep run` reads it.
+
+    Without SCRIPT it trains the built-in language model on the text of Python's own library. The
+    arguments of SCRIPT's `everstep.run` are taken over where they are literals.
+    """
+    from orchestrator.driver import init_config
+
+    written = init_config(script, to)
+    if as_json:
+        typer.echo(json.dumps(written))
+    else:
+        named = "" if to == DEFAULT_CONFIG else f" {to}"
+        typer.echo(f"wrote {to}; edit it, then: everstep run{named}")
+
+
+@app.command(epilog="Example: everstep schema > everstep.schema.json")
+@_edge
+def schema(*, as_json: Json = False) -> None:
+    """Print the JSON schema of a configuration, for editors."""
+    from orchestrator.config import json_schema
+
+    typer.echo(json.dumps(json_schema(), indent=None if as_json else 1))
+
+
 @app.command(epilog="Example: everstep run local/small train.steps=500 workers.max=3")
 @_edge
 def run(
-    config: Config,
+    config: Config = None,
     overrides: Overrides = None,
     *,
     address: Annotated[str | None, typer.Option(help="Ray cluster to train on.")] = None,
@@ -170,6 +206,7 @@ def run(
     """
     from orchestrator.config import load, run_preflight
 
+    config, overrides = _named(config, overrides)
     settings = load(config, _extra(overrides, address, local_nodes), look=run_preflight)
     from orchestrator.driver import require_unfinished
 
@@ -214,7 +251,7 @@ def run(
 @app.command(epilog="Example: everstep watch run.yaml --address auto")
 @_edge
 def watch(
-    config: Config,
+    config: Config = None,
     overrides: Overrides = None,
     *,
     address: Annotated[
@@ -234,6 +271,7 @@ def watch(
     from orchestrator.config import load
     from orchestrator.driver import watch_run
 
+    config, overrides = _named(config, overrides)
     options = [f"--local-nodes={local_nodes}"] if local_nodes is not None else []
     options += ["--json"] if as_json else []
     run = [sys.executable, "-c", _TRY, "run", config, *(overrides or []), *options]
@@ -618,6 +656,13 @@ def simulate(
     _print(campaign.to_json(), as_json=as_json)
     if campaign.failures:
         raise typer.Exit(ExitCode.FAILED)
+
+
+def _named(config: str | None, overrides: list[str] | None) -> tuple[str, list[str]]:
+    """Return the configuration and the overrides: the first word may be one of these."""
+    words = [*([] if config is None else [config]), *(overrides or ())]
+    is_named = words and "=" not in words[0]
+    return (words[0], words[1:]) if is_named else (DEFAULT_CONFIG, words)
 
 
 def _extra(

@@ -5,6 +5,7 @@ from typing import TYPE_CHECKING
 from ucp_core.lazy import lazy_door
 
 if TYPE_CHECKING:
+    from orchestrator.config.documented import commented_yaml, json_schema
     from orchestrator.config.loading import demo_config, load
     from orchestrator.config.preflight import job_of, run_preflight
     from orchestrator.config.schema import RunConfig
@@ -15,8 +16,10 @@ __all__ = [
     "MlflowSection",
     "RunConfig",
     "WandbSection",
+    "commented_yaml",
     "demo_config",
     "job_of",
+    "json_schema",
     "load",
     "run_preflight",
 ]

@@ -91,7 +91,8 @@ def _read(path_or_text: str) -> Source:
         meant = f"did you mean {near[0]}? " if near else ""
         raise ConfigError(
             f"{path_or_text} cannot be read as a configuration: {error}{why_absent(path_or_text)}; "
-            f"{meant}Examples that come with everstep: {', '.join(examples)}",
+            f"{meant}`everstep init` writes a new one; examples that come with everstep: "
+            f"{', '.join(examples)}",
             problems=[str(error)],
         ) from error
     return Source(text, Path(path_or_text).name)
@@ -124,6 +125,9 @@ def _validate(source: Source, look: Look | None = None) -> RunConfig | None:
     """Return the configuration, or None with every problem added to ``source``."""
     if any(not problem.path for problem in source.problems):
         return None  # a text that is no mapping has no keys to check
+    for name, value in source.document.items():
+        if value is None and name in RunConfig.model_fields and name != "capacity":
+            source.document[name] = {}  # only comments below it
     config, details = well_formed(RunConfig, source.document)
     source.problems += [_field_problem(source, detail) for detail in details]
     broken = {dotted(detail["loc"][:2]) for detail in details}

@@ -22,6 +22,7 @@ if TYPE_CHECKING:
     from orchestrator.driver.ending import ending_lines
     from orchestrator.driver.export import export_run
     from orchestrator.driver.follow import follow_run
+    from orchestrator.driver.init import DEFAULT_CONFIG, init_config
     from orchestrator.driver.launch import launch_run
     from orchestrator.driver.layout_plan import plan_layouts
     from orchestrator.driver.listing import list_runs
@@ -35,6 +36,7 @@ if TYPE_CHECKING:
 
 
 __all__ = [
+    "DEFAULT_CONFIG",
     "Interrupt",
     "Run",
     "RunView",
@@ -47,6 +49,7 @@ __all__ = [
     "examine",
     "export_run",
     "follow_run",
+    "init_config",
     "interrupts",
     "kill_run",
     "launch_run",

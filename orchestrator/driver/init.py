@@ -1,0 +1,79 @@
+"""``everstep init``: a configuration to begin with, beside the schema that editors read."""
+
+from __future__ import annotations
+
+import ast
+import contextlib
+import json
+from pathlib import Path
+from typing import Any, Final
+
+from orchestrator.config import commented_yaml, json_schema
+from orchestrator.errors import ConfigError
+
+#: What ``everstep run`` reads where no configuration is named.
+DEFAULT_CONFIG: Final = "everstep.yaml"
+_SCHEMA: Final = "everstep.schema.json"
+#: What a script decides on its own as long as it runs alone.
+_OF_RUN: Final = {"directory": "run.directory", "init_from": "run.init_from"}
+
+
+def init_config(script: str | None, to: str = DEFAULT_CONFIG) -> dict[str, str]:
+    """Write a commented configuration to ``to``, and its schema beside it; return both paths.
+
+    Args:
+        script: The training script, whose arguments of ``everstep.run`` are taken over where they
+            are literals. None for the built-in language model on Python's own library.
+        to: A file that does not exist yet.
+
+    Raises:
+        ConfigError: It exists, or the script does not, or is no Python.
+    """
+    place = Path(to)
+    if place.exists():
+        raise ConfigError(f"{to} is there already; name another file by --to, or edit it")
+    values: dict[str, Any] = {
+        "run.directory": "runs/first",
+        "workers.max": 2,
+        "train.steps": 200,
+        "train.global_batch": 16,
+        "train.micro_batch": 2,
+    }
+    if script is not None:
+        values |= {"run.script": script, **_arguments(Path(script))}
+    place.parent.mkdir(parents=True, exist_ok=True)
+    schema = place.with_name(_SCHEMA)
+    schema.write_text(json.dumps(json_schema(), indent=1) + "\n", encoding="utf-8")
+    place.write_text(commented_yaml(values, schema_file=_SCHEMA), encoding="utf-8")
+    return {"config": to, "schema": str(schema)}
+
+
+def _arguments(script: Path) -> dict[str, Any]:
+    """Return the settings in a script's call of ``everstep.run``, by ``section.key``.
+
+    Under everstep the configuration decides instead of them. Names of the module count if they
+    stand for literals.
+    """
+    try:
+        tree = ast.parse(script.read_text(encoding="utf-8"))
+    except (OSError, SyntaxError, UnicodeDecodeError) as error:
+        raise ConfigError(f"{script} cannot be read as a script: {error}") from error
+    names = {
+        target.id: one.value
+        for one in tree.body
+        if isinstance(one, ast.Assign)
+        for target in one.targets
+        if isinstance(target, ast.Name)
+    }
+    known = json_schema()["$defs"]["TrainSettings"]["properties"]
+    found: dict[str, Any] = {}
+    for call in ast.walk(tree):
+        if not isinstance(call, ast.Call) or ast.unparse(call.func) not in ("run", "everstep.run"):
+            continue
+        for given in call.keywords:
+            key = _OF_RUN.get(given.arg or "", f"train.{given.arg}" if given.arg in known else "")
+            value = given.value
+            value = names.get(value.id, value) if isinstance(value, ast.Name) else value
+            with contextlib.suppress(ValueError):
+                found |= {key: ast.literal_eval(value)} if key else {}
+    return found
