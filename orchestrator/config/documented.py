@@ -60,7 +60,7 @@ def commented_yaml(values: Mapping[str, Any], *, schema_file: str) -> str:
     schema = _schema()
     lines = [
         f"# yaml-language-server: $schema={schema_file}",
-        "# A line that begins with # and no blank is a key and its default: remove the # to set it.",
+        "# A line with # and no blank after it is a key and its default: remove the # to set it.",
     ]
     for name, key in schema["properties"].items():
         lines += ["", *_key(schema, name, key, name, values)]

@@ -14,7 +14,7 @@ def what_it_does(status: Mapping[str, Any]) -> str:
         status: ``core.describe``, or the document of ``/status``.
     """
     phase, num = status["phase"], len(_members(status))
-    if phase == "running":
+    if phase == "training":
         return f"Trains on {_count(num, 'worker')}{_in_layout(status)}.{_asks(status)}"
     if phase == "waiting":
         return f"Waits for {status['waits_for'] or 'workers'}.{_fleet(status)}{_asks(status)}"

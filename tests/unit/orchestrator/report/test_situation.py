@@ -22,11 +22,11 @@ LACKS = [{"asked": 4, "granted": 2, "why": "no room"}]
     ("status", "said"),
     [
         (
-            {"phase": "running", "members": [_worker("training")] * 2, "layout": "tp=2"},
+            {"phase": "training", "members": [_worker("training")] * 2, "layout": "tp=2"},
             "Trains on 2 workers (tp=2).",
         ),
         (
-            {"phase": "running", "members": [_worker("training")], "capacity": LACKS},
+            {"phase": "training", "members": [_worker("training")], "capacity": LACKS},
             "Trains on 1 worker. Asks for 2 more places: no room.",
         ),
         (
