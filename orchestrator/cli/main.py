@@ -8,6 +8,7 @@ import json
 import sys
 import time
 from collections.abc import Callable
+from contextlib import nullcontext
 from dataclasses import asdict
 from functools import partial, wraps
 from typing import Annotated, Any, NoReturn, ParamSpec, TypeVar
@@ -339,26 +340,30 @@ def status(
     run_dir: RunDirectory,
     *,
     watch: Annotated[
-        bool, typer.Option("--watch", help="Print it every second until the run is over.")
+        bool, typer.Option("--watch", help="Show it every second until the run is over.")
     ] = False,
     verbose: Verbose = False,
     as_json: JsonLines = False,
 ) -> None:
     """Show how a run is: phase, step, loss, workers, nodes, what is safe."""
-    from orchestrator.driver import print_status, read_status
+    from rich.live import Live
+
+    from orchestrator.driver import print_status, read_status, status_view
 
     console = Console()
-    while True:
-        document = read_status(run_dir)
-        if as_json:
-            typer.echo(json.dumps(document))
-        else:
-            if watch:
-                console.clear()
-            print_status(document, console, verbose=verbose)
-        if not watch or document["controller"] == "over":
-            return
-        time.sleep(_WATCH_S)
+    in_place = Live(console=console, auto_refresh=False, vertical_overflow="crop")
+    with in_place if watch and console.is_terminal and not as_json else nullcontext():
+        while True:
+            document = read_status(run_dir)
+            if as_json:
+                typer.echo(json.dumps(document))
+            elif in_place.is_started:
+                in_place.update(status_view(document, verbose=verbose), refresh=True)
+            else:
+                print_status(document, console, verbose=verbose)
+            if not watch or document["controller"] == "over":
+                return
+            time.sleep(_WATCH_S)
 
 
 @app.command(epilog="Example: everstep logs runs/small --follow")

@@ -14,6 +14,7 @@ if TYPE_CHECKING:
         print_plan,
         print_runs,
         print_status,
+        status_view,
     )
     from orchestrator.driver.convert import convert_command
     from orchestrator.driver.demo import demo_directories, layout_overrides, run_demo
@@ -71,6 +72,7 @@ __all__ = [
     "report",
     "require_unfinished",
     "run_demo",
+    "status_view",
     "stop_run",
     "verdict_lines",
     "watch_run",

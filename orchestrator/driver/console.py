@@ -12,19 +12,28 @@ from collections.abc import Iterator, Mapping, Sequence
 from datetime import datetime
 from typing import IO, Any, Self
 
-from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+from rich.console import Console, Group
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn
+from rich.table import Column
 from rich.text import Text
 
+from orchestrator.core import ACTIVE
 from orchestrator.driver.layout_plan import LayoutPlan
 from orchestrator.driver.traffic_plan import TrafficPlan
 from orchestrator.policies import RecoveryPlan
-from ucp_core.numerics import format_bytes
+from orchestrator.report import what_it_does
+from ucp_core.numerics import counted, format_bytes
 
 #: Without a terminal, a line of progress is printed this often.
 PLAIN_LINE_S = 5.0
 #: Enough of a node's id to recognise it, and for ``everstep plan --lose``.
 _NODE_CHARS = 8
+#: What a run waits for is told again this often.
+_WAIT_LINE_S = 30.0
+#: Phases in which nothing is trained.
+_WAITS = frozenset({"waiting", "forming", "fencing", "reading"})
+_LOST = r"\b(lost|has failed|failed:)(?! from)|^problem:|^failed\b"
+_DOUBTFUL = r"\b(slow|draining|dying)\b|^(suspected|notice|passed over):|refused \d+"
 #: From here on people read whole seconds.
 _SECONDS_SHORT = 100
 
@@ -44,13 +53,15 @@ class RunView:
         self._said: dict[str, Any] = {}
         self._is_known = False
         self._printed_s = float("-inf")
+        self._step = 0
         self._progress = Progress(
             TextColumn("[bold]{task.description}"),
-            BarColumn(bar_width=28),
+            BarColumn(bar_width=12),
             MofNCompleteColumn(),
-            TextColumn("{task.fields[facts]}"),
-            TimeRemainingColumn(compact=True),
+            # One line, however narrow: two would be left behind each time it is drawn.
+            TextColumn("{task.fields[facts]}", table_column=Column(no_wrap=True, ratio=1)),
             console=console,
+            expand=True,
             transient=True,
             disable=not console.is_terminal,
         )
@@ -87,20 +98,41 @@ class RunView:
         cause = status["cause"]
         if cause is not None:
             self._say("cause", _cause_line(cause), key=cause["at_s"])
-        if waits_for := status.get("waits_for"):
-            # A number in it may grow all the time.
-            self._say("waits", f"waits for {waits_for}", key=re.sub(r"\d+", "", waits_for))
-        else:
-            self._said.pop("waits", None)
+        self._say_lost(status, cause)
+        self._say_wait(status)
         self._say_problems(status)
         if status["phase"] == "training":
             for line in status["passed_over"]:
                 self._say(f"passed over {line}", f"passed over {line}", key=status["attempt"])
             self._say("attempt", _attempt_line(status), key=status["attempt"])
         now_s = time.monotonic()
-        if not self._console.is_terminal and now_s - self._printed_s >= PLAIN_LINE_S:
-            self._printed_s = now_s
+        is_news = status["step"] != self._step and now_s - self._printed_s >= PLAIN_LINE_S
+        if not self._console.is_terminal and is_news:
+            self._printed_s, self._step = now_s, status["step"]
             self.say(f"step {status['step']}/{self._total}  {_facts(status)}")
+
+    def _say_lost(self, status: Mapping[str, Any], cause: Mapping[str, Any] | None) -> None:
+        """Print which nodes are lost, unless that is why the attempt ended."""
+        told = "" if cause is None else cause["evidence"]
+        for node in status["nodes"]:
+            name = node["node"][:_NODE_CHARS]
+            if node["state"] != "lost":
+                self._said.pop(f"node {name}", None)
+            elif name not in told:
+                self._say(f"node {name}", f"node {name} is lost", style="red")
+
+    def _say_wait(self, status: Mapping[str, Any]) -> None:
+        """Print what the run waits for when that changes, and again from time to time."""
+        if status["phase"] not in _WAITS:
+            self._said.pop("waits", None)
+            return
+        what, since = what_it_does(status), _since(status)
+        # Numbers in it may grow all the time.
+        kind, now_s = re.sub(r"\d+", "", what), time.monotonic()
+        said, said_s = self._said.get("waits", ("", 0.0))
+        if kind != said or now_s - said_s >= _WAIT_LINE_S:
+            self._said["waits"] = kind, now_s
+            self.say(f"{what}{since}")
 
     def _say_problems(self, status: Mapping[str, Any]) -> None:
         """Print what is wrong when that changes; the numbers in it change all the time."""
@@ -122,16 +154,44 @@ class RunView:
         """Print a line of the training script, as it is, above the live display."""
         self._progress.console.print(Text(line), soft_wrap=True)
 
-    def _say(self, topic: str, text: str, *, key: Any = True) -> None:
+    def _say(self, topic: str, text: str, *, key: Any = True, style: str = "") -> None:
         """Print ``text`` once per ``key`` of its topic."""
         if self._said.get(topic) != key:
             self._said[topic] = key
-            self.say(text)
+            self.say(text, style=style)
 
 
-def _facts(status: dict[str, Any]) -> str:
-    loss = f"loss {status['loss']:.4f}" if status["loss"] is not None else "loss -"
-    return f"{loss}  {len(status['workers'])} workers  {status['phase']}"
+def _facts(status: Mapping[str, Any]) -> str:
+    """Return the numbers of a run as far as they are known, the most wanted first."""
+    cost, is_training = status["cost"]["usd"], status["phase"] == "training"
+    facts = [
+        *_progress(status),
+        counted(len(status["workers"]), "worker"),
+        *([] if cost is None else [f"${cost:.2f}"]),
+    ]
+    return "  ".join(facts if is_training else [f"{status['phase']}{_since(status)}", *facts])
+
+
+def _progress(status: Mapping[str, Any]) -> Iterator[str]:
+    """Yield loss, validation loss, rate and time left, where they are known."""
+    for name, key in (("loss", "loss"), ("val", "validation_loss")):
+        if status[key] is not None:
+            yield f"{name} {status[key]:.4f}"
+    if status["steps_per_s"] and status["phase"] in ACTIVE:
+        yield f"{status['steps_per_s']:.3g} steps/s"
+        yield f"ETA {_clock((status['goal'] - status['step']) / status['steps_per_s'])}"
+
+
+def _clock(seconds: float) -> str:
+    minutes, rest = divmod(round(seconds), 60)
+    hours, minutes = divmod(minutes, 60)
+    return f"{hours}:{minutes:02d}:{rest:02d}" if hours else f"{minutes}:{rest:02d}"
+
+
+def _since(status: Mapping[str, Any]) -> str:
+    """Return how long the run has been in its phase; "" if it has just begun."""
+    phase_for_s = status["phase_for_s"]
+    return f" (for {_duration(round(phase_for_s))})" if phase_for_s and phase_for_s >= 1 else ""
 
 
 def _cause_line(cause: Mapping[str, Any]) -> str:
@@ -143,7 +203,7 @@ def _cause_line(cause: Mapping[str, Any]) -> str:
 def _attempt_line(status: dict[str, Any]) -> str:
     pids = [str(worker["pid"]) for worker in status["workers"]]
     return (
-        f"attempt {status['attempt']} trains on {len(pids)} workers "
+        f"attempt {status['attempt']} trains on {counted(len(pids), 'worker')} "
         f"({status['layout']}), pids {' '.join(pids)}"
         + (f"; loaded {_sources_text(status['loaded'])}" if status["loaded"] else "")
     )
@@ -156,16 +216,15 @@ def _sources_text(sources: Mapping[str, int]) -> str:
 def print_plan(plan: RecoveryPlan, console: Console) -> None:
     """Print what would happen if machines were lost."""
     lines = [f"lost: {', '.join((*plan.lost_nodes, *plan.lost_workers)) or 'nothing'}"]
+    redone = f"{counted(plan.lost_steps, 'step')} to redo"
     if plan.step:
         lines.append(
             f"resumes after step {plan.step} of attempt {plan.attempt}, from {plan.source}; "
-            f"{plan.lost_steps} steps are redone"
+            f"{redone}"
         )
         lines.append(f"loads {_sources_text(plan.bytes_by_source)}")
     else:
-        lines.append(
-            f"restarts from step 0: no state is left anywhere; {plan.lost_steps} steps are redone"
-        )
+        lines.append(f"restarts from step 0: no state is left anywhere; {redone}")
     lines += [
         f"  part of rank {part.rank}: {format_bytes(part.size_bytes)} from {part.source}"
         + (f" of node {part.node}" if part.node else "")
@@ -285,18 +344,38 @@ def print_runs(runs: Sequence[Mapping[str, Any]], console: Console) -> None:
 
 def print_status(status: Mapping[str, Any], console: Console, *, verbose: bool = False) -> None:
     """Print a status document (``orchestrator.driver.status.read_status``)."""
-    say(console, _headline(status))
-    for other in status.get("other_layouts", ()):
-        say(console, f"  not {other['layout']}: {other['why']}")
+    lines = (*_head(status), *_tables(status), "", *_details(status, verbose=verbose))
+    for line in lines:
+        console.print(_coloured(line), soft_wrap=True)
+
+
+def status_view(status: Mapping[str, Any], *, verbose: bool = False) -> Group:
+    """Return a status document for a live display: what is cut at its end are rows of tables."""
+    lines = (*_head(status), "", *_details(status, verbose=verbose), *_tables(status))
+    return Group(*map(_coloured, lines))
+
+
+def _coloured(line: str) -> Text:
+    text = Text(line)
+    text.highlight_regex(_LOST, "bold red")
+    text.highlight_regex(_DOUBTFUL, "yellow")
+    return text
+
+
+def _head(status: Mapping[str, Any]) -> Iterator[str]:
+    yield _headline(status)
+    yield from (f"  not {one['layout']}: {one['why']}" for one in status.get("other_layouts", ()))
+    if status["phase"] in _WAITS and status["controller"] == "alive":
+        yield f"{what_it_does(status)}{_since(status)}"
+
+
+def _tables(status: Mapping[str, Any]) -> Iterator[str]:
     for columns, rows in (
         (("rank", "worker", "node", "pid", "state", "at", "heartbeat"), _worker_rows(status)),
         (("node", "state", "raylet pid", "keeper pid", "reservations"), _node_rows(status)),
     ):
         if rows:
-            say(console, "\n".join(("", *_table((columns, *rows)))))
-    say(console, "\n".join(("", *_details(status))))
-    if verbose and status["bounds_s"]:
-        say(console, f"bounds of waits: {_bounds_text(status['bounds_s'])}")
+            yield from ("", *_table((columns, *rows)))
 
 
 def _table(rows: Sequence[Sequence[str]]) -> Iterator[str]:
@@ -307,13 +386,12 @@ def _table(rows: Sequence[Sequence[str]]) -> Iterator[str]:
 
 
 def _headline(status: Mapping[str, Any]) -> str:
-    loss = "" if status["loss"] is None else f", loss {status['loss']:.4f}"
+    progress = "".join(f", {each}" for each in _progress(status))
     layout = f" on {status['layout']}" if status["layout"] else ""
     is_down = status["controller"] == "down"
     down = "; the controller is down: last known" if is_down else ""
-    return (
-        f"{status['phase']}: attempt {status['attempt']}{layout}, step {status['step']}{loss}{down}"
-    )
+    step = f"step {status['step']} of {status['goal']}"
+    return f"{status['phase']}: attempt {status['attempt']}{layout}, {step}{progress}{down}"
 
 
 def _worker_rows(status: Mapping[str, Any]) -> list[tuple[str, ...]]:
@@ -348,16 +426,37 @@ def _node_rows(status: Mapping[str, Any]) -> list[tuple[str, ...]]:
     ]
 
 
-def _details(status: Mapping[str, Any]) -> Iterator[str]:
+def _details(status: Mapping[str, Any], *, verbose: bool) -> Iterator[str]:
     """Yield a line for each fact beside the tables."""
-    redundancy, cadence, cause = status["redundancy"], status["cadence"], status["cause"]
+    yield from map(_incident_line, reversed(status["incidents"]))
     yield from map(_capacity, status["capacity"])
     if status["cost"]["usd"] is not None:
         yield f"cost: {_cost(status['cost'])}"
+    yield from _safety(status)
+    if status["loaded"]:
+        yield f"loaded: {_sources_text(status['loaded'])}"
+    yield from map("passed over: {}".format, status["passed_over"])
+    problems = (*status["redundancy"]["problems"], *status["cadence"]["problems"])
+    yield from map("problem: {}".format, problems)
+    if status["evidence"]:
+        yield f"evidence: {status['directory']}/{status['evidence']} (everstep diagnose reads it)"
+    if status["shared"]:
+        runs, most = ", ".join(status["shared"]["runs"]), status["shared"]["limit"]
+        yield f"at most {counted(most, 'worker')}: other runs need the rest ({runs})"
+    yield from (f"suspected: {one['evidence']}" for one in status.get("suspects", ()))
+    yield from _why(status)
+    if verbose and status["bounds_s"]:
+        yield f"bounds of waits: {_bounds_text(status['bounds_s'])}"
+
+
+def _safety(status: Mapping[str, Any]) -> Iterator[str]:
+    """Yield where the newest steps are, and how often they are saved."""
+    redundancy, cadence = status["redundancy"], status["cadence"]
     if redundancy["step"]:
         losses = redundancy["node_losses_survived"]
-        nodes = "1 node" if losses == 1 else f"{losses or 'no'} nodes"
-        yield f"in memory: step {redundancy['step']}, survives the loss of {nodes}"
+        survives = f"survives the loss of {counted(losses, 'node')}"
+        survives = survives if losses else "would not survive a node loss"
+        yield f"in memory: step {redundancy['step']}, {survives}"
     yield from map("notice: {}".format, _notices(status).values())
     stored_step = redundancy["stored_step"]
     yield f"in storage: {f'step {stored_step}' if stored_step else 'nothing yet'}"
@@ -365,22 +464,24 @@ def _details(status: Mapping[str, Any]) -> Iterator[str]:
         yield f"redundancy: {redundancy['reason']}"
     yield f"saves: {_cadence(cadence)}"
     yield f"intervals: {cadence['reason']}"
-    if status["loaded"]:
-        yield f"loaded: {_sources_text(status['loaded'])}"
-    yield from map("passed over: {}".format, status["passed_over"])
-    yield from map("problem: {}".format, (*redundancy["problems"], *cadence["problems"]))
-    if cause is not None:
-        yield f"last change: {_cause_line(cause)}"
-    if status["evidence"]:
-        yield f"evidence: {status['directory']}/{status['evidence']} (everstep diagnose reads it)"
-    if status["shared"]:
-        runs = ", ".join(status["shared"]["runs"])
-        yield f"at most {status['shared']['limit']} workers: other runs need the rest ({runs})"
-    yield from (f"suspected: {one['evidence']}" for one in status.get("suspects", ()))
-    if status["waits_for"]:
+
+
+def _why(status: Mapping[str, Any]) -> Iterator[str]:
+    """Yield why the run is not training, unless its head or an incident says so."""
+    if status["cause"] is not None and not status["incidents"]:
+        yield f"last change: {_cause_line(status['cause'])}"
+    if status["waits_for"] and status["controller"] != "alive":
         yield f"waits for: {status['waits_for']}"
     if status["reason"]:
         yield f"ended: {status['reason']}"
+
+
+def _incident_line(one: Mapping[str, Any]) -> str:
+    ago = "" if one["found_s"] is None else f", {_duration(round(one['found_s']))} ago"
+    back = "" if one["recovery_s"] is None else f"; back in {one['recovery_s']:.1f} s"
+    lost = f", {counted(one['lost_steps'], 'step')} lost" if back else ""
+    who = f" ({one['who']})" if one["who"].isascii() else ""
+    return f"incident {one['number']}{ago}: {one['kind']}{who}: {one['evidence']}{back}{lost}"
 
 
 def _capacity(row: Mapping[str, Any]) -> str:
@@ -393,9 +494,9 @@ def _capacity(row: Mapping[str, Any]) -> str:
 
 def _cost(cost: Mapping[str, Any]) -> str:
     tokens = cost["usd_per_million_tokens"]
-    rate = f", {cost['usd_per_hour']:.2f} an hour" if cost["usd_per_hour"] else ""
-    per_token = "" if tokens is None else f", {tokens:.4g} per million tokens"
-    return f"{cost['usd']:.2f} dollars{rate}{per_token}"
+    rate = f", ${cost['usd_per_hour']:.2f} an hour" if cost["usd_per_hour"] else ""
+    per_token = "" if tokens is None else f", ${tokens:.4g} per million tokens"
+    return f"${cost['usd']:.2f}{rate}{per_token}"
 
 
 def _notices(status: Mapping[str, Any]) -> dict[tuple[str, str], str]:

@@ -35,6 +35,7 @@ from orchestrator.driver.run import Run
 from orchestrator.errors import CapacityError, RunNotFoundError
 from orchestrator.shell import CONTROLLER, OPTIONS, Controller, HostedCluster, RunNames, run_id
 from ucp_core.errors import StorageError
+from ucp_core.numerics import counted
 from ucp_core.storage import RECENT_S, Owner, next_claim
 
 
@@ -190,7 +191,8 @@ def launch_run(
             return Launched(config, None, attach=True)
         require_resumable(config)
         if config.cluster.address is None:
-            say(f"starting {config.cluster.local_nodes} simulated nodes on this machine ...")
+            nodes = counted(config.cluster.local_nodes, "simulated node")
+            say(f"starting {nodes} on this machine ...")
         cluster = open_cluster(config)
         try:
             if cluster is not None:

@@ -9,7 +9,13 @@ from orchestrator.core import RunState, describe, starts, verify
 from orchestrator.driver.run import Run
 from orchestrator.errors import RunNotFoundError
 from orchestrator.policies import CadenceRules, bad_sources
-from orchestrator.shell import capacity_rows, config_of, cost_document, read_segments
+from orchestrator.shell import (
+    capacity_rows,
+    config_of,
+    cost_document,
+    progress_document,
+    read_segments,
+)
 
 
 def read_status(url: str) -> dict[str, Any]:
@@ -49,6 +55,8 @@ def read_status(url: str) -> dict[str, Any]:
         "pending_capacity": 0 if over else len(described["pending_reservations"]),
         "capacity": [] if over else capacity_rows(described, config.alternative_names(), at_s=None),
         "cost": cost_document(folded.stats, config),
+        **progress_document(folded.stats, config.train.steps, at_s=None),
+        "validation_loss": None,
         "redundancy": _stored_redundancy(run, state),
         "cadence": _first_cadence(config),
         "bounds_s": {},

@@ -15,7 +15,13 @@ if TYPE_CHECKING:
         local_clusters,
     )
     from orchestrator.shell.names import CONTROLLER, NAMESPACE_PREFIX, RunNames, run_id
-    from orchestrator.shell.serve import bounds_document, capacity_rows, cost_document, withdraw
+    from orchestrator.shell.serve import (
+        bounds_document,
+        capacity_rows,
+        cost_document,
+        progress_document,
+        withdraw,
+    )
     from orchestrator.shell.storage import config_of, read_segments
 
 __all__ = [
@@ -34,6 +40,7 @@ __all__ = [
     "kill_local_cluster",
     "local_clusters",
     "monotonic_s",
+    "progress_document",
     "read_segments",
     "run_id",
     "wall_time",

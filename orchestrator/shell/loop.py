@@ -41,6 +41,7 @@ from orchestrator.shell.serve import (
     announce,
     bounds_document,
     cost_document,
+    progress_document,
     status_document,
     withdraw,
 )
@@ -357,6 +358,7 @@ class Run:
             at_s=self._inbox.at_s(),
             alternatives=self._config.alternative_names(),
             cost=cost_document(stats, self._config),
+            **progress_document(stats, self._config.train.steps, at_s=self._inbox.at_s()),
             directory=self._config.run.directory,
             url=self._url,
             step_s=parts.observer.step_s,

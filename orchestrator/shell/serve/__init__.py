@@ -13,6 +13,7 @@ if TYPE_CHECKING:
         bounds_document,
         capacity_rows,
         cost_document,
+        progress_document,
         status_document,
     )
 
@@ -25,6 +26,7 @@ __all__ = [
     "bounds_document",
     "capacity_rows",
     "cost_document",
+    "progress_document",
     "status_document",
     "targets_path",
     "withdraw",

@@ -9,9 +9,13 @@ from typing import Any
 from orchestrator.config import RunConfig
 from orchestrator.core import RunStats
 from orchestrator.detection import Limits, as_seconds
+from orchestrator.report import rate
 from orchestrator.shell.capacity import NodeView
 from workers.keeper import SILENT_S
 from workers.protocol import LEASE_S, StepCost, WorkerReport
+
+#: Incidents that a status names, the newest ones.
+INCIDENTS_SHOWN = 3
 
 
 def status_document(
@@ -108,6 +112,38 @@ def capacity_rows(
         }
         for row in described["capacity"]
     ]
+
+
+def progress_document(stats: RunStats, goal: int, *, at_s: float | None) -> dict[str, Any]:
+    """Return how far a run is and what happened to it last.
+
+    Keys: ``goal`` (its last step), ``steps_per_s`` (null before there is one), ``phase_for_s`` and
+    ``incidents[{number, kind, who, evidence, lost_steps, recovery_s, found_s}]``, the newest last,
+    with the seconds since it was found. What depends on ``at_s``, now on the run's clock, is null
+    without it.
+    """
+
+    def ago(instant_s: float | None) -> float | None:
+        known = at_s is not None and instant_s is not None
+        return round(at_s - instant_s, 1) if known else None  # type: ignore[operator]
+
+    return {
+        "goal": goal,
+        "steps_per_s": round(rate(stats), 4) or None,
+        "phase_for_s": ago(stats.phase_since_s),
+        "incidents": [
+            {
+                "number": one.number,
+                "kind": one.kind,
+                "who": one.who,
+                "evidence": one.evidence,
+                "lost_steps": one.lost_steps,
+                "recovery_s": one.recovery_s,
+                "found_s": ago(one.t_detect_s),
+            }
+            for one in stats.incidents[-INCIDENTS_SHOWN:]
+        ],
+    }
 
 
 def cost_document(stats: RunStats, config: RunConfig) -> dict[str, float | None]:

@@ -1,4 +1,5 @@
 import io
+import re
 from dataclasses import replace
 from typing import Any
 
@@ -11,6 +12,7 @@ from orchestrator.driver import RunView, print_bounds, print_node_plans, print_p
 from orchestrator.policies import RecoveryPlan
 from orchestrator.policies.whatif import PartSource
 from orchestrator.shell import bounds_document
+from tests.support.statuses import status_document
 
 PLAN = RecoveryPlan(
     lost_nodes=("bb",),
@@ -39,7 +41,7 @@ def test_a_plan_says_what_is_lost_where_it_comes_from_and_who_goes_on() -> None:
     text = _printed(PLAN)
 
     assert "lost: bb, w0001" in text
-    assert "resumes after step 8 of attempt 1, from memory; 1 steps are redone" in text
+    assert "resumes after step 8 of attempt 1, from memory; 1 step to redo" in text
     assert "loads 4.8 MiB from local memory" in text
     assert "part of rank 0: 4.8 MiB from local memory of node aa" in text
     assert "workers: 2 now, then 1 (1 worker, about 0.25 s a step)" in text
@@ -70,14 +72,8 @@ def test_what_a_library_says_in_brackets_is_printed_as_it_is() -> None:
     """Gloo names its source file in brackets, which ended the command that showed it."""
     output = io.StringIO()
     evidence = "RuntimeError: [/src/gloo/transport/tcp/pair.cc:537] Connection closed"
-    status: dict[str, Any] = {
-        "step": 3,
-        "loss": None,
-        "workers": [],
-        "phase": "fencing",
-        "nodes": [],
-        "cause": {"kind": "peer_lost", "guilty": [], "evidence": evidence, "at_s": 1.0},
-    }
+    cause = {"kind": "peer_lost", "guilty": [], "evidence": evidence, "at_s": 1.0}
+    status = status_document(phase="fencing", cause=cause)
     with RunView(Console(file=output, width=200), title="a run", total_steps=5) as view:
         view.show(status)
 
@@ -87,19 +83,8 @@ def test_what_a_library_says_in_brackets_is_printed_as_it_is() -> None:
 def test_a_version_that_was_passed_over_is_named_once() -> None:
     """A user whose run resumes from an older file than the newest should know why."""
     output = io.StringIO()
-    worker = {"rank": 0, "pid": 7}
-    status: dict[str, Any] = {
-        "step": 3,
-        "loss": None,
-        "workers": [worker],
-        "phase": "training",
-        "cause": None,
-        "attempt": 2,
-        "layout": "1 worker",
-        "loaded": {},
-        "nodes": [],
-        "passed_over": ["step-00000004: manifest.json is cut short"],
-    }
+    passed_over = ["step-00000004: manifest.json is cut short"]
+    status = status_document(passed_over=passed_over)
     with RunView(Console(file=output, width=200), title="a run", total_steps=5) as view:
         view.show(status)
         view.show(status)
@@ -110,14 +95,7 @@ def test_a_version_that_was_passed_over_is_named_once() -> None:
 def test_a_controller_that_was_never_heard_is_not_said_to_have_gone() -> None:
     """After a slow start nothing is wrong, and nothing trains yet without it."""
     output = io.StringIO()
-    status: dict[str, Any] = {
-        "step": 0,
-        "loss": None,
-        "workers": [],
-        "phase": "waiting",
-        "nodes": [],
-        "cause": None,
-    }
+    status = status_document(phase="waiting", step=0, loss=None, workers=[], cause=None)
     with RunView(Console(file=output, width=200), title="a run", total_steps=5) as view:
         view.show(None)
         assert output.getvalue() == ""
@@ -129,6 +107,62 @@ def test_a_controller_that_was_never_heard_is_not_said_to_have_gone() -> None:
 
     assert "the controller does not answer" in output.getvalue()
     assert "back in charge" in output.getvalue()
+
+
+def _shown(*statuses: dict[str, Any], width: int = 200) -> list[str]:
+    output = io.StringIO()
+    with RunView(Console(file=output, width=width), title="a run", total_steps=400) as view:
+        for status in statuses:
+            view.show(status)
+    return [line.removeprefix("a run").strip() for line in output.getvalue().splitlines()]
+
+
+def _waiting(for_s: float, *states: str, **changes: Any) -> dict[str, Any]:
+    standbys = [{"worker": f"w{n}", "state": state} for n, state in enumerate(states)]
+    unknown: dict[str, Any] = {"loss": None, "cause": None, "capacity": [], "workers": []}
+    unknown["redundancy"] = {"problems": []}
+    return status_document(
+        phase="waiting", step=0, phase_for_s=for_s, standbys=standbys, **{**unknown, **changes}
+    )
+
+
+def test_a_wait_says_once_for_what_and_since_when() -> None:
+    """Seven equal lines of "waiting" left a newcomer to guess."""
+    lines = _shown(
+        *(_waiting(1.2 * number, "starting", "starting") for number in range(8)),
+        _waiting(12.4, "ready", "starting"),
+    )
+
+    assert lines == [
+        "Waits for workers. Processes: 2 starting.",
+        "Waits for workers. Processes: 1 ready, 1 starting. (for 12 s)",
+    ]
+
+
+def test_a_lost_node_is_told_at_once_also_before_the_first_step() -> None:
+    """Eight lines of "waiting" followed, and only the report told that a machine was gone."""
+    lost = {**status_document()["nodes"][0], "state": "lost"}
+    lines = _shown(_waiting(3, "starting"), *[_waiting(4, "starting", nodes=[lost])] * 2)
+    cause = {"kind": "node_loss", "guilty": [], "evidence": "node f6a90903: gone", "at_s": 1.0}
+    known = _shown(status_document(nodes=[lost], cause=cause))
+
+    assert [line for line in lines if "f6a90903" in line] == [
+        "node f6a90903 is lost",
+        "Waits for workers. Processes: 1 starting. Lost: node f6a90903. (for 4 s)",
+    ]
+    assert [line for line in known if "f6a90903" in line] == ["node_loss: node f6a90903: gone"]
+
+
+def test_the_bar_has_rate_time_left_validation_and_money_on_one_line_of_80_columns() -> None:
+    output = io.StringIO()
+    terminal = Console(file=output, width=80, force_terminal=True, color_system=None)
+    with RunView(terminal, title="char4", total_steps=400) as view:
+        view.show(status_document(validation_loss=2.31, cause=None))
+        view._progress.refresh()
+    bars = [line for line in output.getvalue().splitlines() if "95/400" in line]
+
+    assert "loss 2.2657  val 2.3100  3.9 steps/s  ETA 1:18" in bars[-1]
+    assert max(len(re.sub(r"\x1b\[[0-9;?]*[A-Za-z]", "", line)) for line in bars) <= 80
 
 
 def test_every_wait_is_told_at_the_start_the_shortest_first() -> None:
