@@ -16,7 +16,8 @@ from orchestrator.core import RunStats
 from orchestrator.core.log.incident import Incident
 from orchestrator.shell.serve import RunCollector
 
-RULES = Path(__file__).parents[5] / "dashboards" / "rules.yml"
+README = Path(__file__).parents[5] / "dashboards" / "README.md"
+RULES = README.with_name("rules.yml")
 #: A metric of ours, and of which phases.
 SELECTOR = re.compile(r'(everstep_\w+)(?:\{phase[=!~]+"([^"]*)"\})?')
 
@@ -297,6 +298,24 @@ def test_names_and_types_are_as_prometheus_asks() -> None:
     )
 
     assert (checked.returncode, checked.stdout, checked.stderr) == (0, b"", b"")
+
+
+def test_the_list_for_people_has_every_metric_with_its_labels() -> None:
+    """Whoever writes a query of their own has nothing else to look at."""
+    table = README.read_text().partition("## The metrics")[2]
+    rows = [re.findall(r"`(\w+)`", row) for row in table.splitlines() if row.startswith("| `")]
+    listed = {name: set(row) for row in rows for name in row if name.startswith("everstep_")}
+    told = {
+        f"{metric.name}_total" if metric.type == "counter" else metric.name: {
+            label for sample in metric.samples for label in sample.labels
+        }
+        for metric in _registry().collect()
+    }
+
+    assert listed.keys() == told.keys()
+    assert [
+        name for name, labels in told.items() if labels - {"run", "run_id"} - listed[name]
+    ] == []
 
 
 def test_no_rule_waits_for_what_nobody_tells() -> None:
