@@ -120,6 +120,11 @@ class RunCollector(Collector):
         yield self._gauge(
             "goodput_ratio", "Share of the time spent in steps that counted.", _one(stats.goodput)
         )
+        yield self._gauge(
+            "goodput_since_start_ratio",
+            "The same of the time since it first trained.",
+            _one(stats.goodput_since_start),
+        )
         yield self._gauge("workers", "Workers in the newest attempt.", _one(stats.num_workers))
         layout = [((status["layout"],), 1.0)] if status["layout"] else []
         yield self._gauge("layout_info", "1 for the layout of the workers.", layout, "layout")
