@@ -70,9 +70,9 @@ class Bench:
         return [b["step_s"] for a, b in pairs if a["attempt"] == b["attempt"]]
 
     def settle(
-        self, *, workers: int = NUM_WORKERS, standbys: int = 0, calm: bool = False
+        self, *, workers: int = NUM_WORKERS, standbys: int = 0, calm: bool = False, steps: int = 5
     ) -> dict[str, Any]:
-        """Wait until ``workers`` train, ``standbys`` wait, and a few steps passed in between.
+        """Wait until ``workers`` train, ``standbys`` wait, and ``steps`` passed in between.
 
         Args:
             calm: Wait until nobody is suspected, too.
@@ -85,7 +85,7 @@ class Bench:
                 and sum(w["state"] == "ready" for w in s["standbys"]) >= standbys
             )
         )
-        goal = status["step"] + 5
+        goal = status["step"] + steps
         return self._until(lambda s: s["phase"] == "training" and s["step"] >= goal)
 
     def recovery(self, before: dict[str, Any], fault_s: float) -> dict[str, float]:

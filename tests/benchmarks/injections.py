@@ -46,6 +46,8 @@ _VERDICTS: Final = {
     "HangFound": "", "WorkerExited": "dead", "NotFiniteFound": "not_finite", "WorkerRaised": "",
 }  # fmt: skip
 _NUM_WORKERS: Final = 4
+#: Two ranks of a role are compared with their own past: so many steps make one.
+_PAST: Final = 20
 
 
 class Injection(NamedTuple):
@@ -121,7 +123,7 @@ def _inject(
     bench: Bench, orders: Path, kind: str, phase: str, layout: str, number: int
 ) -> Injection:
     _clear(orders)
-    before = bench.settle(calm=True)
+    before = bench.settle(calm=True, steps=_PAST if kind.startswith("slow") else 5)
     rank = bench.victim(before, number)
     if layout == "pp" and phase == "backward":
         # Only the last stage has a loss.
