@@ -104,7 +104,6 @@ class Run:
                 run_id=parts.names.run_id,
                 status=self._status,
                 stats=parts.outputs.stats,
-                total_steps=config.train.steps,
                 samples_per_step=config.train.global_batch,
                 tokens_per_step=config.tokens_per_step,
             ),

@@ -34,7 +34,6 @@ class RunCollector(Collector):
         run: The name of the run, which others may have as well.
         run_id: The run, and no other one.
         status: Returns the document of ``/status``.
-        total_steps: The last step of the run.
         samples_per_step: The global batch.
         tokens_per_step: Tokens of it; 0 if only the workers can tell.
     """
@@ -46,14 +45,12 @@ class RunCollector(Collector):
         run_id: str,
         status: Callable[[], Mapping[str, Any]],
         stats: RunStats,
-        total_steps: int,
         samples_per_step: int,
         tokens_per_step: int,
     ) -> None:
         self._run = run, run_id
         self._status = status
         self._stats = stats
-        self._total_steps = total_steps
         #: The wall time at which the run's clock was 0; read once, or incidents would move.
         self._epoch_s: float | None = None
         self._samples_per_step = samples_per_step
@@ -108,7 +105,7 @@ class RunCollector(Collector):
         yield self._gauge(
             "step", "Last completed step that need not be redone.", _one(status["step"])
         )
-        yield self._gauge("goal_steps", "The last step of the run.", _one(self._total_steps))
+        yield self._gauge("goal_steps", "The last step of the run.", _one(status["goal"]))
         yield self._counter(
             "steps",
             "Steps that were completed, those that were redone included.",

@@ -31,6 +31,7 @@ STATUS: dict[str, Any] = {
     "step_tokens": 2048.0,
     "step_s": {"p50": 0.25, "p99": 0.5},
     "at_s": 100.0,
+    "goal": 400,
     "url": "http://head:8080",
     "directory": "s3://runs/small",
     "workers": [
@@ -152,7 +153,6 @@ def _registry(*run_ids: str) -> CollectorRegistry:
                 run_id=run_id,
                 status=lambda: STATUS,
                 stats=stats,
-                total_steps=400,
                 samples_per_step=16,
                 tokens_per_step=0,
             )
@@ -270,7 +270,7 @@ def test_series_of_incidents_do_not_grow_with_the_run() -> None:
     stats = RunStats()
     stats.incidents += [Incident(number=n, kind="crash", t_detect_s=1.0) for n in range(1, 1001)]
     collector = RunCollector(
-        run="small", run_id="small-1", status=lambda: STATUS, stats=stats, total_steps=1,
+        run="small", run_id="small-1", status=lambda: STATUS, stats=stats,
         samples_per_step=1, tokens_per_step=0,
     )  # fmt: skip
 
