@@ -9,7 +9,7 @@ from __future__ import annotations
 from enum import StrEnum
 from typing import TypeAlias
 
-from orchestrator.core.state import Pair
+from orchestrator.core.state import Pair, SlowLink
 from orchestrator.core.values import value
 from orchestrator.diagnosis import Suspicion
 from orchestrator.policies import FaultsSeen, Share
@@ -403,14 +403,14 @@ class LinksTimed:
 
     Attributes:
         nodes: Between which they did.
-        slow: (sender, receiver) of each link that is slow, both ends of which are sound.
+        slow: The links, senders and receivers that are slow.
         step_ratio: What a step would take if none were slow over what it takes, by what was seen.
     """
 
     at_s: float
     attempt: int
     nodes: tuple[str, ...]
-    slow: tuple[Pair, ...] = ()
+    slow: tuple[SlowLink, ...] = ()
     step_ratio: float = 1.0
 
 

@@ -95,7 +95,7 @@ def plan_traffic(
         budgets_bytes={},
         rank_bytes=state_bytes,
         racks=topology.racks if config.cluster.rack_label else {},
-        met=way_cost(topology, loads["rack by rack"].busy_s),
+        met=way_cost(topology, loads["rack by rack"].busy_s, num_bytes=node_size * state_bytes),
     )
     keepers = plan_redundancy(facts, config.rules().redundancy).keepers
     flows = copy_flows(keepers, dict.fromkeys(names, node_size * state_bytes))

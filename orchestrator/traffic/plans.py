@@ -99,10 +99,13 @@ def choose_spines(topology: Topology, flows: Sequence[Flow]) -> list[Flow]:
     return found
 
 
-def way_cost(topology: Topology, busy_s: Mapping[Link, float]) -> Callable[[str, str], float]:
-    """Return a function that says what a copy from one node to another meets of training.
+def way_cost(
+    topology: Topology, busy_s: Mapping[Link, float], num_bytes: float
+) -> Callable[[str, str], float]:
+    """Return a function that says what a copy of ``num_bytes`` from one node to another costs.
 
-    The busiest link of the way counts, by its least busy spine; of equals the shorter way does.
+    On the busiest link of the way what training sends counts, by its least busy spine, and how long
+    the copy takes on the slowest one; of equals the shorter way does.
     """
 
     def cost(source: str, target: str) -> float:
@@ -110,7 +113,11 @@ def way_cost(topology: Topology, busy_s: Mapping[Link, float]) -> Callable[[str,
             topology.path(source, target, 0, spine)
             for spine in topology.live_spines(source, target)
         ]
-        met_s = (max((busy_s.get(link, 0.0) for link in way), default=0.0) for way in ways)
+        met_s = (
+            max((busy_s.get(link, 0.0) for link in way), default=0.0)
+            + max((num_bytes / topology.capacity(link) for link in way), default=0.0)
+            for way in ways
+        )
         return min(met_s, default=inf) + 1e-9 * (len(ways[0]) if ways else 0)
 
     return cost

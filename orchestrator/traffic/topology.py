@@ -17,8 +17,9 @@ class Link(NamedTuple):
     """One direction of a link.
 
     Attributes:
-        kind: ``node``, ``rack`` or ``zone``.
-        name: Of that node, rack or zone.
+        kind: ``node``, ``rack`` or ``zone``; ``pair`` is the way between two nodes where only that
+            is known to be slow.
+        name: Of that node, rack or zone, or of both nodes.
         is_out: Whether it leads out of it.
         rail: Of a node or rack.
         spine: Of a rack.
@@ -74,16 +75,19 @@ class Topology:
         if source == target:
             return ()
         ends = Link("node", source, True, rail), Link("node", target, False, rail)
+        pair = Link("pair", f"{source} to {target}", True)
+        slow = [pair] if pair in self.slow else []
         racks = self.rack(source), self.rack(target)
         if racks[0] == racks[1]:
-            return ends
+            return (ends[0], *slow, ends[1])
         way = [
+            *slow,
             Link("rack", racks[0], True, rail, spine),
             Link("rack", racks[1], False, rail, spine),
         ]
         zones = self.zone(source), self.zone(target)
         if zones[0] != zones[1]:
-            way[1:1] = [Link("zone", zones[0], True), Link("zone", zones[1], False)]
+            way[-1:-1] = [Link("zone", zones[0], True), Link("zone", zones[1], False)]
         return (ends[0], *way, ends[1])
 
     def capacity(self, link: Link) -> float:
@@ -92,6 +96,7 @@ class Topology:
             "node": self.node_bytes_s,
             "rack": self.uplink_bytes_s,
             "zone": self.zone_bytes_s,
+            "pair": inf,
         }
         return self.slow.get(link, usual[link.kind])
 

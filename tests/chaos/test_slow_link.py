@@ -28,7 +28,7 @@ def test_members_change_places_around_a_slow_link_that_was_suspected(tmp_path: P
         run.settle(workers=3, steps=30)
         target, source, _ = run.ranks()
 
-        cluster.slow_link(source, target, "10mbit")
+        cluster.slow_link(source, target, "4mbit")
         slowed_s = time.time()
         suspected = run.wait("a suspicion", lambda: _first(run, "Suspected", slowed_s))
         moved = run.wait("another order", lambda: _first(run, "ReportIncident", slowed_s))

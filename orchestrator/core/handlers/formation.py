@@ -235,7 +235,7 @@ def _in_order(transition: Transition, used: list[tuple[int, int]]) -> list[int]:
     return order.chosen(
         used,
         racks={number: nodes[number].rack for number, _ in used},
-        slow={(ids[a], ids[b]) for a, b in run.network.slow if a in ids and b in ids},
+        slow={(ids[a], ids[b]) for a, b, _ in run.network.slow if a in ids and b in ids},
         held=held,
     )
 

@@ -211,13 +211,14 @@ def _consider_order(transition: Transition, layout: ParallelLayout) -> None:
     names = [run.fleet.nodes[number].name for number in run.attempt.nodes]
     if sorted(best) != sorted(run.attempt.members):
         return
+    slow_links = [(a, b) for a, b, _ in run.network.slow if a and b]
     now, then = (
-        order.cost([(name, 1) for name in dict.fromkeys(each)], slow=run.network.slow)[0]
+        order.cost([(name, 1) for name in dict.fromkeys(each)], slow=slow_links)[0]
         for each in (names, nodes)
     )
     if then < now:
         num, ratio = len(best), run.network.without_slow
-        links = ", ".join(f"{a[:8]} to {b[:8]}" for a, b in run.network.slow)
+        links = ", ".join(f"{a[:8]} to {b[:8]}" for a, b in slow_links)
         reason = f"in another order no rank sends over a slow link ({links})"
         _change_if_it_pays(
             transition, FaultKind.MOVE, num, num, ratio, reason, Kind.SLOW_LINK.value

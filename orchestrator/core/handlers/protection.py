@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import replace
+from math import inf
 
 from orchestrator.core.actions import OrderKeepers
 from orchestrator.core.consequences import KeepersOutdated
@@ -11,7 +12,7 @@ from orchestrator.core.events import MemoryMeasured, MemoryProtected
 from orchestrator.core.handlers import fleet
 from orchestrator.core.transition import Transition
 from orchestrator.policies import RedundancyFacts, RedundancyPlan, plan_redundancy, revise
-from orchestrator.traffic import load_of, step_flows, way_cost
+from orchestrator.traffic import Link, Topology, load_of, step_flows, way_cost
 from ucp_core.layout import AXES, ParallelLayout
 
 
@@ -82,12 +83,22 @@ def _facts(
 def _met(
     transition: Transition, nodes: Sequence[int], layout: ParallelLayout | None
 ) -> Callable[[str, str], float] | None:
-    """Return what a copy would meet on its way if each axis sent alike; None if nobody knows."""
-    if transition.rules.topology is None or layout is None:
+    """Return what a copy would cost if each axis sent as much; None if all ways are alike."""
+    run, known = transition.run, transition.rules.topology
+    if layout is None or (known is None and not run.network.slow):
         return None
-    used = [transition.run.fleet.nodes[number] for number in nodes]
-    racks = {node.name: node.rack for node in used if node.rack}
-    topology = replace(transition.rules.topology, racks=racks)
+    used = [run.fleet.nodes[number] for number in nodes]
+    topology = replace(
+        known or Topology(racks={}, node_bytes_s=inf),
+        racks={node.name: node.rack for node in used if node.rack},
+        slow={_link(sender, receiver): rate for sender, receiver, rate in run.network.slow},
+    )
     sent = dict.fromkeys(AXES, 1.0)
     flows = step_flows(layout, [node.name for node in used], sent, topology.rails)
-    return way_cost(topology, load_of(topology, flows.values()).busy_s)
+    return way_cost(topology, load_of(topology, flows.values()).busy_s, num_bytes=1.0)
+
+
+def _link(sender: str, receiver: str) -> Link:
+    if sender and receiver:
+        return Link("pair", f"{sender} to {receiver}", is_out=True)
+    return Link("node", sender or receiver, is_out=bool(sender))

@@ -1,4 +1,4 @@
-"""Slow links, as keepers timed them: the next order of nodes leaves them out of its ring."""
+"""Slow links, as keepers timed them: the next order of nodes, and copies, keep off them."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ def links_timed(transition: Transition, event: LinksTimed) -> None:
     """Note which links are slow. Links that were not timed stay as they were."""
     network = transition.run.network
     timed = set(event.nodes)
-    kept = (pair for pair in network.slow if not timed >= set(pair))
+    kept = (one for one in network.slow if not timed >= {*one[:2]} - {""})
     transition.run.network = network._replace(
         slow=tuple(sorted({*kept, *event.slow})), without_slow=event.step_ratio
     )

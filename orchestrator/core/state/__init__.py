@@ -12,7 +12,7 @@ from orchestrator.core.state.fleet import (
     worker_name,
     worker_number,
 )
-from orchestrator.core.state.network import CONTROLLER, Link, Network, Pair
+from orchestrator.core.state.network import CONTROLLER, Link, Network, Pair, SlowLink
 from orchestrator.core.state.run import (
     ACTIVE,
     EDGES,
@@ -50,6 +50,7 @@ __all__ = [
     "RunOutcome",
     "RunState",
     "Slow",
+    "SlowLink",
     "Table",
     "Worker",
     "WorkerStatus",

@@ -10,6 +10,8 @@ from typing import Final, NamedTuple, TypeAlias
 CONTROLLER: Final = ""
 #: Two nodes by name: the way from the first to the second, or, sorted, the link of both.
 Pair: TypeAlias = tuple[str, str]
+#: Sender, receiver and bytes a second; "" for all others, where one end is slow to all of them.
+SlowLink: TypeAlias = tuple[str, str, float]
 
 #: First pause of a link that is whole again, and the longest.
 _PAUSE_S = 5.0
@@ -61,7 +63,7 @@ class Network(NamedTuple):
         unread: Nodes that the newest read left out, as they could not be reached.
         suspects: Ways that the transport of a member called unreachable in this attempt.
         suspects_before: The same, in the attempt before.
-        slow: (sender, receiver) of each link that keepers found slow the last time.
+        slow: What keepers found slow the last time.
         without_slow: What a step would take without them over what it took then.
     """
 
@@ -76,7 +78,7 @@ class Network(NamedTuple):
     unread: tuple[str, ...] = ()
     suspects: tuple[Pair, ...] = ()
     suspects_before: tuple[Pair, ...] = ()
-    slow: tuple[Pair, ...] = ()
+    slow: tuple[SlowLink, ...] = ()
     without_slow: float = 1.0
 
     @property

@@ -57,35 +57,54 @@ def partners(
     A small group has fewer copies than asked for.
 
     Args:
-        met: Returns what a copy from one node to another meets. The node with the least comes
+        met: Returns what a copy from one node to another costs. The node with the least comes
             first among those that protect alike, unless some node then had more to keep.
     """
-    found = _deal(groups, domains, copies, None)
-    near = found if met is None else _deal(groups, domains, copies, met)
-    return near if _most_kept(near) <= _most_kept(found) else found
+    found: dict[str, tuple[str, ...]] = {}
+    for group in groups:
+        plain = _deal(group, domains, copies, None)
+        found |= plain if met is None else _nearest(group, domains, copies, met, plain)
+    return found
+
+
+def _nearest(
+    group: tuple[str, ...],
+    domains: Mapping[str, str],
+    copies: int,
+    met: Callable[[str, str], float],
+    plain: dict[str, tuple[str, ...]],
+) -> dict[str, tuple[str, ...]]:
+    """Return what costs least of what is dealt beginning with each node, either way round."""
+
+    def cost(dealt: Mapping[str, tuple[str, ...]]) -> tuple[int, float]:
+        sums = sum(met(node, keeper) for node, keepers in dealt.items() for keeper in keepers)
+        return max(_most_kept(plain), _most_kept(dealt)), sums
+
+    turns = ((*way[at:], *way[:at]) for way in (group, group[::-1]) for at in range(len(group)))
+    best = min((*(_deal(turn, domains, copies, met) for turn in turns), plain), key=cost)
+    return {node: best[node] for node in group}
 
 
 def _deal(
-    groups: Groups,
+    group: tuple[str, ...],
     domains: Mapping[str, str],
     copies: int,
     met: Callable[[str, str], float] | None,
 ) -> dict[str, tuple[str, ...]]:
     num_kept: Counter[str] = Counter()
     found: dict[str, tuple[str, ...]] = {}
-    for group in groups:
-        for at, node in enumerate(group):
-            others = [*group[at + 1 :], *group[:at]]
-            if met is not None:
-                others.sort(key=partial(met, node))
-            found[node] = holders(
-                node,
-                others,
-                node_of=str,
-                domains=domains,
-                num_kept=num_kept,
-                copies=copies,
-            )
+    for at, node in enumerate(group):
+        others = [*group[at + 1 :], *group[:at]]
+        if met is not None:
+            others.sort(key=partial(met, node))
+        found[node] = holders(
+            node,
+            others,
+            node_of=str,
+            domains=domains,
+            num_kept=num_kept,
+            copies=copies,
+        )
     return found
 
 

@@ -9,10 +9,11 @@ from __future__ import annotations
 import asyncio
 import math
 from collections.abc import Callable, Mapping, Sequence
+from statistics import median
 from typing import Final, Protocol
 
 from orchestrator.core import LinksTimed
-from orchestrator.diagnosis import Flows, Verdict, links
+from orchestrator.diagnosis import Flows, Kind, Verdict, links
 from orchestrator.shell.capacity.actors import answer
 from orchestrator.shell.capacity.node_view import NodeView
 from orchestrator.shell.inbox import Inbox
@@ -114,13 +115,12 @@ class LinkWatch:
             told = links.slow(rates, found, ranks)
         ratio = max(_LEAST_RATIO, round(links.step_ratio(transfers, WINDOW_S), 3))
         self._suspect(number, told, since_s=self._since_s, times=1.0 / ratio)
-        slow = {(nodes[a], nodes[b]) for one in told for a, b in one.guilty.links}
         self._inbox.post(
             LinksTimed(
                 at_s=self._inbox.at_s(),
                 attempt=number,
                 nodes=tuple(sorted({node for pair in rates for node in pair})),
-                slow=tuple(sorted(slow)),
+                slow=tuple(sorted(_slow(told, nodes, rates))),
                 step_ratio=ratio,
             )
         )
@@ -144,6 +144,20 @@ class LinkWatch:
             view is not None and view.keeper is not None and view.secret and not view.lost.is_set()
             for view in views
         )
+
+
+def _slow(
+    told: Sequence[Verdict], nodes: Sequence[str], rates: Mapping[links.Pair, float]
+) -> set[tuple[str, str, float]]:
+    """Return what is slow as (sender, receiver, bytes a second), "" for all others."""
+    found: set[tuple[str, str, float]] = set()
+    for one in told:
+        found |= {(nodes[a], nodes[b], rates[nodes[a], nodes[b]]) for a, b in one.guilty.links}
+        for node in one.guilty.nodes:
+            end = one.kind is Kind.SLOW_RECEIVER
+            rate = median(rate for pair, rate in rates.items() if pair[end] == node)
+            found.add(("", node, rate) if end else (node, "", rate))
+    return found
 
 
 def _peer(view: NodeView) -> Peer:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+from dataclasses import replace
 from statistics import fmean
 
 import pytest
@@ -104,13 +105,34 @@ def test_copies_by_one_path_take_as_often_as_there_are_paths() -> None:
 def test_a_way_cost_what_training_sends_over_it() -> None:
     """Within a rack it meets nothing of a ring over the uplinks."""
     busy_s = {Link("rack", "a", True, 0, spine): 3.0 for spine in range(2)}
-    cost = way_cost(SMALL, busy_s)
+    cost = way_cost(SMALL, busy_s, num_bytes=0.0)
 
     assert cost("a1", "a2") < cost("b1", "a1") < cost("a1", "b1")
     assert cost("a1", "b1") == pytest.approx(3.0)
     # One filled spine of two is none: copies take the other one.
-    half = way_cost(SMALL, {Link("rack", "a", True, 0, 0): 3.0})
+    half = way_cost(SMALL, {Link("rack", "a", True, 0, 0): 3.0}, num_bytes=0.0)
     assert half("a1", "b1") == pytest.approx(half("b1", "a1"))
+
+
+@pytest.mark.parametrize(
+    ("slow", "is_slow"),
+    [
+        (Link("pair", "a1 to a2", True), {("a1", "a2")}),
+        (Link("node", "a1", True), {("a1", "a2"), ("a1", "b1")}),
+        (Link("node", "a2", False), {("a1", "a2"), ("b1", "a2")}),
+    ],
+)
+def test_a_copy_keeps_off_what_was_measured_to_be_slow(
+    slow: Link, is_slow: set[tuple[str, str]]
+) -> None:
+    """Training avoids a slow link, too, so nothing is met there."""
+    found = replace(SMALL, slow={slow: 0.01})
+    cost, usual = way_cost(found, {}, num_bytes=4.0), way_cost(SMALL, {}, num_bytes=4.0)
+
+    for pair in (("a1", "a2"), ("a2", "a1"), ("a1", "b1"), ("b1", "a2")):
+        assert cost(*pair) == pytest.approx(400.0 if pair in is_slow else usual(*pair))
+    ring = step_flows(ParallelLayout(dp_shard=2), ["a1", "a2"], {"dp_shard": 4.0})
+    assert load_of(found, ring.values()).took_s == 400.0
 
 
 #: The testbed of C4P: 16 nodes in two racks, 8 cards of two ports each, 8 spines, links of 200.

@@ -1,5 +1,5 @@
 from dataclasses import replace
-from itertools import combinations
+from itertools import combinations, permutations
 from math import inf
 
 import pytest
@@ -19,6 +19,7 @@ from orchestrator.core import (
 )
 from orchestrator.core import events as ev
 from orchestrator.core.actions import ReadCommitted, YieldAttempt
+from orchestrator.policies import RedundancyRules
 
 NODES = ("a", "b", "c", "d")
 RULES = RunRules(run="test", min_workers=2, max_workers=4, total_steps=100_000)
@@ -428,7 +429,10 @@ def test_an_attempt_numbers_its_nodes_rack_by_rack() -> None:
 
 def _timed(run: _Run, *slow: tuple[str, str], ratio: float = 0.3) -> None:
     number = run.state.attempt.number
-    run.fold(ev.LinksTimed(at_s=run.at_s, attempt=number, nodes=NODES, slow=slow, step_ratio=ratio))
+    links = tuple((sender, receiver, 1e6) for sender, receiver in slow)
+    run.fold(
+        ev.LinksTimed(at_s=run.at_s, attempt=number, nodes=NODES, slow=links, step_ratio=ratio)
+    )
     run.wait(run.at_s + 30.0)
 
 
@@ -450,6 +454,21 @@ def test_members_change_places_once_when_no_rank_need_send_over_a_slow_link() ->
 
     _timed(run)
     assert not run.state.network.slow
+
+
+@pytest.mark.parametrize("slow", list(permutations("abc", 2)))
+def test_copies_keep_off_a_slow_link_from_the_next_attempt_on(slow: tuple[str, str]) -> None:
+    """Whoever chooses keepers first must not leave the slow link to the last one."""
+    run = _Run(replace(RULES, redundancy=RedundancyRules(tolerance=1)))
+    budgets = tuple((node, 1 << 30) for node in NODES)
+    run.fold(ev.MemoryMeasured(at_s=run.at_s, budgets=budgets, state_bytes=4 << 20))
+    _timed(run, slow, ratio=1.0)
+    run.fold(ev.NodeLost(at_s=run.at_s, node="d", cause="silent"))
+    run.leave()
+
+    keepers = run.state.attempt.plan.keepers
+    assert sorted(keeper for (keeper,) in keepers.values()) == ["a", "b", "c"]
+    assert keepers[slow[0]] != (slow[1],)
 
 
 @pytest.mark.parametrize(

@@ -102,11 +102,23 @@ def test_a_slow_link_is_timed_and_told_within_ten_seconds() -> None:
 
     (told,) = lab.told
     assert sorted(lab.timed) == sorted(2 * [*permutations(NODES, 2)]), "what is slow is timed twice"
-    assert (told.attempt, told.nodes, told.slow) == (ATTEMPT, NODES, (("a", "b"),))
+    assert (told.attempt, told.nodes, told.slow) == (ATTEMPT, NODES, (("a", "b", 1e6),))
     ((_, (one,), since_s, times),) = lab.suspected
     assert (one.kind, one.guilty) == (Kind.SLOW_LINK, Guilty(links=((0, 1),)))
     assert since_s == 111.0
     assert 1.5 < times == pytest.approx(1.0 / told.step_ratio)
+
+
+def test_a_node_that_hears_slowly_is_told_with_what_it_hears() -> None:
+    lab = _Lab()
+    lab.pass_s(10)
+    lab.slow = {("a", "b"), ("c", "b")}
+    lab.pass_s(6)
+
+    (told,) = lab.told
+    assert told.slow == (("", "b", 1e6),)
+    ((_, (one,), _, _),) = lab.suspected
+    assert (one.kind, one.guilty) == (Kind.SLOW_RECEIVER, Guilty.of([1], (), ["b"]))
 
 
 def test_a_transfer_that_was_slow_once_is_not_told() -> None:
