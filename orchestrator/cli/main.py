@@ -85,6 +85,8 @@ Overrides = Annotated[
 
 #: How often ``status --watch`` looks.
 _WATCH_S = 1.0
+#: How often ``list --serve`` does: it connects to every cluster.
+_INDEX_S = 5.0
 #: ``everstep`` as a process that ends with the one that started it, however that ends.
 _TRY = """
 from workers.parent_death import end_with_parent
@@ -322,16 +324,33 @@ def list_(
     address: Annotated[
         str | None, typer.Option(envvar="RAY_ADDRESS", help="Only this Ray cluster.")
     ] = None,
+    serve: Annotated[
+        bool, typer.Option("--serve", help="Show them in a browser, with their pages.")
+    ] = False,
+    port: Annotated[int, typer.Option(min=0, help="Of that page; 0 for a free one.")] = 0,
     as_json: Json = False,
 ) -> None:
     """List every run on this machine or cluster, detached and orphaned ones too."""
-    from orchestrator.driver import list_runs, print_runs
+    from orchestrator.driver import RunIndex, list_runs, print_runs
 
+    if serve:
+        index = RunIndex(port)
+        _print({"page": index.address}, as_json=as_json)
+        index.serve(partial(list_runs, address), pause=partial(time.sleep, _INDEX_S))
     runs = list_runs(address)
     if as_json:
         typer.echo(json.dumps({"runs": runs}))
     else:
         print_runs(runs, Console())
+
+
+@app.command("open", epilog="Example: everstep open runs/small")
+@_edge
+def open_(run_dir: RunDirectory, *, as_json: Json = False) -> None:
+    """Say where the live page of a run is, and how to reach it from elsewhere."""
+    from orchestrator.driver import open_page
+
+    _print(open_page(run_dir), as_json=as_json)
 
 
 @app.command(epilog="Example: everstep status runs/small --watch")

@@ -28,6 +28,7 @@ if TYPE_CHECKING:
     from orchestrator.driver.layout_plan import plan_layouts
     from orchestrator.driver.listing import list_runs
     from orchestrator.driver.logs import read_logs
+    from orchestrator.driver.pages import RunIndex, open_page
     from orchestrator.driver.recovery_plan import plan_each_node, plan_losses
     from orchestrator.driver.run import Run
     from orchestrator.driver.signals import Interrupt, interrupts, raise_interrupt
@@ -40,6 +41,7 @@ __all__ = [
     "DEFAULT_CONFIG",
     "Interrupt",
     "Run",
+    "RunIndex",
     "RunView",
     "advice_lines",
     "await_end",
@@ -56,6 +58,7 @@ __all__ = [
     "launch_run",
     "layout_overrides",
     "list_runs",
+    "open_page",
     "plan_each_node",
     "plan_layouts",
     "plan_losses",

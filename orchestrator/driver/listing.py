@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Iterator
 from typing import Any
 
@@ -10,7 +11,8 @@ from ray._private.services import find_gcs_addresses
 from ray.exceptions import RayError
 
 from orchestrator.driver.cluster import join_cluster
-from orchestrator.errors import CapacityError, ConfigError
+from orchestrator.driver.run import Run
+from orchestrator.errors import CapacityError, ConfigError, OrchestratorError
 from orchestrator.shell import (
     CONTROLLER,
     NAMESPACE_PREFIX,
@@ -19,6 +21,7 @@ from orchestrator.shell import (
     wall_time,
     why_silent,
 )
+from ucp_core.errors import UcpError
 
 #: A controller answers in 1 to 50 ms; one that Ray is starting again takes a second or two.
 ANSWER_S = 5.0
@@ -87,13 +90,29 @@ def _run(address: str, entry: LocalEntry | None, namespace: str) -> dict[str, An
         workers=len(status["workers"]),
         standbys=len(status["standbys"]),
         since=round(wall_time() - status["at_s"], 3),
+        page=_page(status["directory"]),
     )
+
+
+def _page(directory: str) -> str | None:
+    """Return the address of the run's page; None if its storage is not reached from here."""
+    with contextlib.suppress(UcpError, OrchestratorError):
+        return f"{Run(directory).contact()['url']}/"
+    return None
 
 
 def _row(address: str, entry: LocalEntry | None, *, note: str, **known: Any) -> dict[str, Any]:
     directory = entry.run_directory or None if entry is not None else None
     row = {"directory": directory, "phase": "no run", "step": None, "workers": None}
-    return {**row, "standbys": None, "since": None, "address": address, "note": note, **known}
+    return {
+        **row,
+        "standbys": None,
+        "since": None,
+        "page": None,
+        "address": address,
+        "note": note,
+        **known,
+    }
 
 
 def _note(entry: LocalEntry | None) -> str:

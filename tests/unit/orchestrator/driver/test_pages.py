@@ -1,0 +1,76 @@
+"""Where pages are, and the index of all runs."""
+
+from __future__ import annotations
+
+import json
+import urllib.request
+from pathlib import Path
+
+import pytest
+
+from orchestrator.driver import open_page
+from orchestrator.driver.pages import RunIndex, index_page
+from orchestrator.errors import CapacityError, RunNotFoundError
+from orchestrator.run_directory import CONFIG, CONTACT
+
+ROW = {
+    "directory": "runs/a",
+    "phase": "training",
+    "step": 7,
+    "workers": 2,
+    "address": "10.0.0.1:6379",
+    "note": "",
+}
+
+
+def _run_at(directory: Path, url: str) -> Path:
+    contact = {"url": url, "ray_address": "10.9.8.7:6379", "node": "n", "namespace": "x"}
+    (directory / CONTACT).write_text(json.dumps(contact))
+    text = f"run: {{directory: {directory}}}\nworkers: {{max: 4}}\n"
+    (directory / CONFIG).write_text(text)
+    return directory
+
+
+def test_the_page_of_a_job_on_a_cluster_is_reached_through_its_head(tmp_path: Path) -> None:
+    """The controller of a `ray job` listens where no browser of the user's is."""
+    found = open_page(str(_run_at(tmp_path, "http://127.0.0.1:4711")))
+
+    assert found["page"] == "http://127.0.0.1:4711/"
+    assert found["tunnel"].startswith("ssh -N -L 4711:127.0.0.1:4711 10.9.8.7 ")
+    assert "port-forward POD 4711:4711" in found["kubernetes"]
+    assert found["token"] == f"{tmp_path}/token"
+
+
+def test_an_address_that_does_not_answer_comes_with_the_tunnel(tmp_path: Path) -> None:
+    """Somebody at home sees the address of a network that he is not in."""
+    with pytest.raises(CapacityError, match=r"ssh -N -L 9:192\.0\.2\.1:9 10\.9\.8\.7"):
+        open_page(str(_run_at(tmp_path, "http://192.0.2.1:9")))
+    with pytest.raises(RunNotFoundError):
+        open_page(str(tmp_path / "nowhere"))
+
+
+def test_the_index_links_each_run_to_its_page() -> None:
+    """A name in it is a folder's, which may hold any markup."""
+    rows = [{**ROW, "page": "http://127.0.0.1:1/"}, {**ROW, "directory": "<b>", "step": None}]
+
+    page = index_page(rows)
+
+    assert '<a href="http://127.0.0.1:1/">runs/a</a></td><td>training</td><td>7</td>' in page
+    assert "<td>&lt;b&gt;</td><td>training</td><td>-</td>" in page
+
+
+def test_the_index_is_served_until_it_is_ended() -> None:
+    """Its runs come and go."""
+    looks, index = iter([[], [ROW]]), RunIndex(0)
+    seen: list[str] = []
+
+    def pause() -> None:
+        with urllib.request.urlopen(index.address, timeout=5) as answer:  # noqa: S310
+            seen.append(answer.read().decode())
+        if len(seen) == 2:
+            raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        index.serve(lambda: next(looks), pause=pause)
+
+    assert ["No runs yet" in seen[0], "runs/a" in seen[1]] == [True, True]
