@@ -8,15 +8,23 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
-from math import nan
-from typing import Any
+from itertools import groupby
+from math import isfinite, nan
+from typing import Any, TypeAlias
 
-from orchestrator.core import Incident, layout_text, without_late_lines
+from orchestrator.core import Incident, RunStats, layout_text, without_late_lines
 from orchestrator.errors import JournalCorruptError, RunNotFoundError
 from ucp_core.errors import StorageError
-from ucp_core.storage import Store, join, open_store, read_all_appended, read_appended
+from ucp_core.storage import (
+    Store,
+    appended_sizes,
+    join,
+    open_store,
+    read_all_appended,
+    read_appended,
+)
 from workers.protocol import CHECKPOINTS, LOGS, METRICS, RESULT, VALIDATION, VALUES
 
 __all__ = [
@@ -34,11 +42,15 @@ __all__ = [
     "VALIDATION",
     "VALUES",
     "Curve",
+    "Point",
+    "RunOutline",
     "RunRecord",
     "StepRecord",
     "appended_text",
     "log_tail",
+    "read_outline",
     "read_run",
+    "thin",
 ]
 
 #: The run's settings, as they were resolved when it was last started or resumed.
@@ -59,6 +71,13 @@ LOGGERS = "loggers.json"
 SUMMARY = "summary.json"
 #: A log of rank 1, or the third piece of it where storage cannot append.
 _LOG = "rank{rank}(?:-(\\d+))?\\.log"
+#: A file of metrics is read in parts of this size.
+_PART_BYTES = 8 << 20
+#: More than about two points per pixel column cannot be seen.
+POINTS_MAX = 800
+
+#: ``(x, y)`` in the units of the axes.
+Point: TypeAlias = tuple[float, float]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -96,7 +115,6 @@ class RunRecord:
         config_text: The resolved configuration as YAML.
         journal: One mapping per record, oldest first.
         steps: In order; a step that was redone is there once, as it was taken last.
-        validation: ``(step, loss)`` of each evaluation, likewise.
         incidents: By number.
         summary: ``summary.json``; empty before the run is over.
     """
@@ -105,9 +123,93 @@ class RunRecord:
     config_text: str = ""
     journal: tuple[Mapping[str, Any], ...] = ()
     steps: tuple[StepRecord, ...] = ()
-    validation: tuple[tuple[float, float], ...] = ()
     incidents: tuple[Incident, ...] = ()
     summary: Mapping[str, Any] = field(default_factory=dict)
+
+    @property
+    def name(self) -> str:
+        """Return the last part of the URL."""
+        return self.url.rstrip("/").rsplit("/", 1)[-1]
+
+
+def thin(points: Iterable[Point], count_max: int = POINTS_MAX) -> list[Point]:
+    """Return at most about ``count_max`` points; a stretch of x keeps its lowest and its highest.
+
+    A stride would hide a spike of one step, which readers of a loss curve look for. Numbers that
+    are not finite are left out: JSON has none.
+
+    Args:
+        points: By rising x.
+    """
+    finite = [point for point in points if isfinite(point[1])]
+    if len(finite) <= count_max:
+        return finite
+    begin, width = finite[0][0], 2.0 * (finite[-1][0] - finite[0][0]) / count_max
+    kept: list[Point] = []
+    for _, bucket in groupby(finite, key=lambda point: int((point[0] - begin) / width)):
+        stretch = list(bucket)
+        ends = {min(stretch, key=lambda p: p[1]), max(stretch, key=lambda p: p[1])}
+        kept.extend(sorted(ends))
+    return kept
+
+
+class Curve:
+    """Loss by step, from lines of metrics that are added as they are written.
+
+    A step that was redone counts as it was taken last. Of many points it keeps what can be seen.
+
+    Attributes:
+        last: The last line that was added.
+    """
+
+    def __init__(self) -> None:
+        self._by_step: dict[int, float] = {}
+        self._attempt = 0
+        self.last: Mapping[str, Any] = {}
+
+    def add(self, text: str) -> None:
+        """Add whole lines."""
+        for line in text.splitlines():
+            document = _document(line)
+            if document is None or "step" not in document:
+                continue
+            step, attempt = int(document["step"]), int(document.get("attempt", 0))
+            if attempt < self._attempt:
+                continue  # a process of a fenced attempt woke up and wrote
+            if attempt > self._attempt:
+                self._attempt = attempt
+                self._by_step = {n: loss for n, loss in self._by_step.items() if n < step}
+            self._by_step[step] = _number(document, "loss")
+            self.last = document
+
+        if len(self._by_step) > 2 * POINTS_MAX:
+            self._by_step = {int(step): loss for step, loss in thin(self.points())}
+
+    def points(self) -> list[Point]:
+        """Return ``(step, loss)`` in order."""
+        return [(float(step), self._by_step[step]) for step in sorted(self._by_step)]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RunOutline:
+    """What a report tells of a run.
+
+    Attributes:
+        config_text: The resolved configuration as YAML.
+        stats: The folded journal.
+        curve: Training loss by step, thinned.
+        validation: Validation loss likewise.
+        incidents: By number, the open ones too.
+        summary: ``summary.json``; empty before the run is over.
+    """
+
+    url: str
+    config_text: str
+    stats: RunStats
+    curve: Curve
+    validation: Curve
+    incidents: tuple[Incident, ...]
+    summary: Mapping[str, Any]
 
     @property
     def name(self) -> str:
@@ -128,17 +230,50 @@ def read_run(url: str) -> RunRecord:
         config_text=_text(store, join(path, CONFIG)),
         journal=tuple(_journal(store, join(path, JOURNAL))),
         steps=_steps(appended_text(store, join(path, METRICS))),
-        validation=_losses(appended_text(store, join(path, VALIDATION))),
         incidents=tuple(_incidents(store, join(path, "incidents"))),
         summary=_object(_text(store, join(path, SUMMARY))),
     )
     if not (record.config_text or record.journal or record.summary or record.steps):
-        raise RunNotFoundError(
-            f"{url} holds no run: neither config.yaml nor a journal is there; "
-            "name the folder that `everstep run` printed as its run directory",
-            url=url,
-        )
+        raise _no_run(url)
     return record
+
+
+def read_outline(url: str, *, stats: RunStats | None = None) -> RunOutline:
+    """Return the outline of the run at ``url``, in little memory however long it was.
+
+    Args:
+        stats: The folded journal, where the caller has it.
+
+    Raises:
+        RunNotFoundError: There is no run at ``url``.
+        JournalCorruptError: As ``read_run``.
+    """
+    store, path = open_store(url)
+    if not (store.exists(join(path, CONFIG)) or store.sizes(join(path, JOURNAL))):
+        raise _no_run(url)
+    if stats is None:
+        stats = RunStats()
+        for record in _journal(store, join(path, JOURNAL)):
+            stats.add(record)
+    found = {incident.number: incident for incident in stats.incidents}
+    found |= {one.number: one for one in _incidents(store, join(path, "incidents"))}
+    return RunOutline(
+        url=url,
+        config_text=_text(store, join(path, CONFIG)),
+        stats=stats,
+        curve=_curve(store, join(path, METRICS)),
+        validation=_curve(store, join(path, VALIDATION)),
+        incidents=tuple(found[number] for number in sorted(found)),
+        summary=_object(_text(store, join(path, SUMMARY))),
+    )
+
+
+def _no_run(url: str) -> RunNotFoundError:
+    return RunNotFoundError(
+        f"{url} holds no run: neither config.yaml nor a journal is there; "
+        "name the folder that `everstep run` printed as its run directory",
+        url=url,
+    )
 
 
 def _text(store: Store, path: str) -> str:
@@ -167,8 +302,7 @@ def _document(line: str) -> dict[str, Any] | None:
     return value if isinstance(value, dict) else None
 
 
-def _journal(store: Store, directory: str) -> list[dict[str, Any]]:
-    records: list[dict[str, Any]] = []
+def _journal(store: Store, directory: str) -> Iterator[dict[str, Any]]:
     found = read_all_appended(store, directory)
     segments = without_late_lines([found[name] for name in sorted(found)])
     for name, text in zip(sorted(found), segments, strict=True):
@@ -176,7 +310,7 @@ def _journal(store: Store, directory: str) -> list[dict[str, Any]]:
         for number, line in enumerate(lines, start=1):
             record = _document(line)
             if record is not None:
-                records.append(record)
+                yield record
             elif number < len(lines):
                 raise JournalCorruptError(
                     f"journal/{name}:{number} is not a JSON object; "
@@ -184,7 +318,17 @@ def _journal(store: Store, directory: str) -> list[dict[str, Any]]:
                     path=f"journal/{name}",
                     line=number,
                 )
-    return records
+
+
+def _curve(store: Store, path: str) -> Curve:
+    """Return the curve in a file of lines, which is read in parts."""
+    folder, _, name = path.rpartition("/")
+    size_bytes = appended_sizes(store, folder).get(name, 0)
+    curve, rest = Curve(), b""
+    for begin in range(0, size_bytes, _PART_BYTES):
+        lines, _, rest = (rest + read_appended(store, path, begin, _PART_BYTES)).rpartition(b"\n")
+        curve.add(lines.decode(errors="replace"))
+    return curve
 
 
 def log_tail(store: Store, path: str, *, attempt: int, rank: int, size_bytes: int = 16384) -> str:
@@ -212,49 +356,6 @@ def log_tail(store: Store, path: str, *, attempt: int, rank: int, size_bytes: in
         if tail:
             return tail.decode(errors="replace")
     return ""
-
-
-class Curve:
-    """Loss by step, from lines of metrics that are added as they are written.
-
-    A step that was redone counts as it was taken last.
-
-    Attributes:
-        last: The last line that was added.
-    """
-
-    def __init__(self) -> None:
-        self._by_step: dict[int, float] = {}
-        self._attempt = 0
-        self.last: Mapping[str, Any] = {}
-
-    def add(self, text: str) -> None:
-        """Add whole lines."""
-        for line in text.splitlines():
-            document = _document(line)
-            if document is None or "step" not in document:
-                continue
-            step, attempt = int(document["step"]), int(document.get("attempt", 0))
-            if attempt < self._attempt:
-                continue  # a process of a fenced attempt woke up and wrote
-            if attempt > self._attempt:
-                self._attempt = attempt
-                self._by_step = {n: loss for n, loss in self._by_step.items() if n < step}
-            self._by_step[step] = _number(document, "loss")
-            self.last = document
-
-    def points(self, count_max: int | None = None) -> tuple[tuple[float, float], ...]:
-        """Return ``(step, loss)`` in order; forget all but the last ``count_max``."""
-        if count_max is not None and len(self._by_step) > count_max:
-            kept = sorted(self._by_step)[-count_max:]
-            self._by_step = {step: self._by_step[step] for step in kept}
-        return tuple((float(step), self._by_step[step]) for step in sorted(self._by_step))
-
-
-def _losses(text: str) -> tuple[tuple[float, float], ...]:
-    curve = Curve()
-    curve.add(text)
-    return curve.points()
 
 
 def _steps(text: str) -> tuple[StepRecord, ...]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from enum import StrEnum
 from typing import Self
 
@@ -83,4 +84,6 @@ class FaultKind(StrEnum):
     @classmethod
     def of(cls, text: str) -> FaultKind | None:
         """Return the kind that a document names; None if another version of everstep wrote it."""
-        return next((kind for kind in cls if kind.value == text), None)
+        with contextlib.suppress(ValueError):
+            return cls(text)
+        return None

@@ -5,12 +5,11 @@ from typing import TYPE_CHECKING
 from ucp_core.lazy import lazy_door
 
 if TYPE_CHECKING:
-    from orchestrator.report.document import Point, Scale, rate, run_document
+    from orchestrator.report.document import Scale, rate, run_document
     from orchestrator.report.html import live_page, write_report
     from orchestrator.report.situation import what_it_does
 
 __all__ = [
-    "Point",
     "Scale",
     "live_page",
     "rate",

@@ -54,7 +54,8 @@ def advice(
         *_end(stats, goal),
         *_open_places(stats, why_refused),
         *_failures(incidents),
-        *_time(stats, incidents),
+        # Of a run that has just begun, start-up is nearly all of the time.
+        *(_time(stats, incidents) if stats.outcome else ()),
     ]
 
 
@@ -69,7 +70,7 @@ def _end(stats: RunStats, goal: int) -> Iterator[str]:
 
 def _open_places(stats: RunStats, why_refused: str) -> Iterator[str]:
     most = max((num for _, num in stats.sizes), default=0)
-    num_open = most - stats.num_workers
+    num_open = min(most - stats.num_workers, stats.num_pending)
     names = " and ".join(sorted(node[:NODE_CHARACTERS] for node in stats.lost_nodes))
     if num_open <= 0:
         if names and not stats.outcome:

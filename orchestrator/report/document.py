@@ -6,24 +6,19 @@ The live page and the report are one page: the controller makes this document of
 
 from __future__ import annotations
 
-import math
 from bisect import bisect_right
 from collections import Counter
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from itertools import pairwise
 from statistics import median
-from typing import Any, NamedTuple, TypeAlias
+from typing import Any, NamedTuple
 
 from orchestrator.core import Incident, RunStats
 from orchestrator.report.advice import advice, named_nodes
+from orchestrator.run_directory import Point, thin
 
-#: ``(x, y)`` in the units of the axes.
-Point: TypeAlias = tuple[float, float]
-
-#: More than about two points per pixel column cannot be seen.
-POINTS_MAX = 800
 #: Incidents that have a row; the table of kinds counts all.
-INCIDENTS_MAX = 200
+INCIDENTS_MAX = 100
 #: The rate is that of the last steps within this.
 _RATE_S = 60.0
 _RATES_MAX = 120
@@ -177,24 +172,6 @@ def kinds(incidents: Sequence[Incident]) -> list[dict[str, Any]]:
             }
         )
     return rows
-
-
-def thin(points: Iterable[Point], count_max: int = POINTS_MAX) -> list[Point]:
-    """Return at most about ``count_max`` points; each stretch keeps its lowest and its highest.
-
-    A stride would hide a spike of one step, which readers of a loss curve look for. Numbers that
-    are not finite are left out: JSON has none.
-    """
-    finite = [point for point in points if all(map(math.isfinite, point))]
-    if len(finite) <= count_max:
-        return finite
-    size = math.ceil(2 * len(finite) / count_max)
-    kept: list[Point] = []
-    for begin in range(0, len(finite), size):
-        bucket = finite[begin : begin + size]
-        ends = {min(bucket, key=lambda p: p[1]), max(bucket, key=lambda p: p[1])}
-        kept.extend(sorted(ends))
-    return kept
 
 
 def _newest(incidents: Sequence[Incident], stats: RunStats) -> list[tuple[Incident, int]]:

@@ -15,10 +15,10 @@ from importlib.resources import files
 from typing import Any, NamedTuple
 
 from orchestrator.config import load
-from orchestrator.core import Incident, RunStats
+from orchestrator.core import RunStats
 from orchestrator.errors import ConfigError
-from orchestrator.report.document import Point, Scale, progress, run_document, thin
-from orchestrator.run_directory import RunRecord, log_tail, read_run
+from orchestrator.report.document import Scale, progress, run_document
+from orchestrator.run_directory import RunOutline, log_tail, read_outline, thin
 from ucp_core.storage import Store, join, open_store
 from workers.protocol import CHECKPOINTS
 
@@ -67,6 +67,7 @@ def write_report(
     *,
     compare: str | None = None,
     summary: Mapping[str, Any] | None = None,
+    stats: RunStats | None = None,
 ) -> str:
     """Write ``report.html`` into the run directory and return where it is.
 
@@ -74,14 +75,15 @@ def write_report(
         run_dir_url: Run directory, a path or an fsspec URL. The run may be under way.
         compare: Run directory of the undisturbed run, to draw both curves and to compare ends.
         summary: Of a run whose summary is not there yet.
+        stats: Its folded journal, where the caller has it.
 
     Raises:
         RunNotFoundError: There is no run at one of the two.
     """
-    run = read_run(run_dir_url)
+    run = read_outline(run_dir_url, stats=stats)
     if summary is not None:
         run = replace(run, summary=summary)
-    other = read_run(compare) if compare is not None else None
+    other = read_outline(compare) if compare is not None else None
     store, path = open_store(run_dir_url)
     more = {"logs": _logs(store, path, run), "safe": _safe(store, path)}
     document = report_document(run, other, **more)
@@ -100,30 +102,31 @@ def _report(document: Mapping[str, Any]) -> str:
     return live_page().replace(_PLACE, _PLACE + inside)
 
 
-def report_document(run: RunRecord, other: RunRecord | None = None, **more: Any) -> dict[str, Any]:
+def report_document(
+    run: RunOutline, other: RunOutline | None = None, **more: Any
+) -> dict[str, Any]:
     """Return the document of the page for ``run``, compared with ``other`` where given."""
-    stats = _folded(run)
-    newest = run.steps[-1] if run.steps else None
-    # A script that returns only its loss counts samples.
-    knows_tokens = any(step.tokens != step.samples for step in run.steps)
+    stats, last = run.stats, run.curve.last
+    tokens, samples = (last.get(name) or 0 for name in ("tokens", "samples"))
     runs = (run,) if other is None else (run, other)
     document = run_document(
         name=run.name,
         url=run.url,
         stats=stats,
-        incidents=_incidents(run, stats),
+        incidents=run.incidents,
         scale=Scale(
             goal=_goal(run),
-            samples=newest.samples if newest else 0,
-            tokens=newest.tokens if newest and knows_tokens else 0,
+            samples=samples,
+            # A script that returns only its loss counts samples.
+            tokens=0 if tokens == samples else tokens,
         ),
         cost={
             "usd": stats.cost_usd or None,
             "usd_per_hour": stats.usd_per_hour or None,
             "usd_per_million_tokens": run.summary.get("usd_per_million_tokens"),
         },
-        loss=_curve(run),
-        validation=run.validation,
+        loss=run.curve.points(),
+        validation=run.validation.points(),
         begun=_date(run),
         facts=[[label, *(_fact(each, name) for each in runs)] for label, name in _FACTS.items()],
         config=run.config_text,
@@ -134,14 +137,14 @@ def report_document(run: RunRecord, other: RunRecord | None = None, **more: Any)
         document["other"] = {
             "name": other.name,
             "url": other.url,
-            "loss": thin(_curve(other)),
-            "progress": progress(_folded(other)),
+            "loss": thin(other.curve.points()),
+            "progress": progress(other.stats),
             "validation_loss": other.summary.get("validation_loss"),
         }
     return document
 
 
-def compare_ends(run: RunRecord, other: RunRecord) -> Comparison:
+def compare_ends(run: RunOutline, other: RunOutline) -> Comparison:
     """Return whether both runs ended with equal weights, else how near they came."""
     both = (run, other)
     digests = [str(one.summary.get("weights_digest") or "") for one in both]
@@ -170,39 +173,21 @@ def _number(document: Mapping[str, Any], *names: str) -> float | None:
     return next(map(float, known), None)
 
 
-def _folded(run: RunRecord) -> RunStats:
-    stats = RunStats()
-    for record in run.journal:
-        stats.add(record)
-    return stats
-
-
-def _incidents(run: RunRecord, stats: RunStats) -> list[Incident]:
-    """Return all incidents; those that are still open have no document yet."""
-    found = {incident.number: incident for incident in (*stats.incidents, *run.incidents)}
-    return [found[number] for number in sorted(found)]
-
-
-def _goal(run: RunRecord) -> int:
+def _goal(run: RunOutline) -> int:
     """Return the last step; 0 if the settings are of a version with other keys."""
     with contextlib.suppress(ConfigError):
         return load(run.config_text).train.steps
     return 0
 
 
-def _curve(run: RunRecord) -> list[Point]:
-    return [(float(step.step), step.loss) for step in run.steps]
-
-
-def _date(run: RunRecord) -> str:
+def _date(run: RunOutline) -> str:
     """Return when the run began, in UTC; "" if the journal does not say."""
-    wall_time = run.journal[0].get("wall_time") if run.journal else None
-    if wall_time is None:
+    if not run.stats.began_at:
         return ""
-    return f"{dt.datetime.fromtimestamp(wall_time, dt.UTC):%Y-%m-%d %H:%M} UTC"
+    return f"{dt.datetime.fromtimestamp(run.stats.began_at, dt.UTC):%Y-%m-%d %H:%M} UTC"
 
 
-def _logs(store: Store, path: str, run: RunRecord) -> dict[str, str]:
+def _logs(store: Store, path: str, run: RunOutline) -> dict[str, str]:
     """Return the last lines of rank 0, and of the dead by ``attempt/rank``."""
     wanted = [
         (incident.attempt, rank)
@@ -225,11 +210,9 @@ def _safe(store: Store, path: str) -> list[list[str]]:
     return [["in storage", ", ".join(names[-_NAMES_MAX:])]] if names else []
 
 
-def _fact(run: RunRecord, name: str) -> str:
+def _fact(run: RunOutline, name: str) -> str:
     """Return a number of a run's summary for people."""
     found = run.summary.get(name)
-    if name == "samples_seen" and found is None and run.steps:
-        found = sum(step.samples for step in run.steps)
     if isinstance(found, float):
         return f"{found:.6g}" if name in _ROUNDED else f"{found:.9f}"
     return _UNKNOWN if found is None else f"{found}"

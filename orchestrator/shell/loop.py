@@ -214,6 +214,7 @@ class Run:
             sources=Sources(
                 stats=parts.outputs.stats,
                 reports=parts.observer.reports,
+                costs=parts.observer.costs,
                 views=parts.nodes.views,
                 at_s=self._inbox.at_s,
                 described=lambda: core.describe(parts.state),

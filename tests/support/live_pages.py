@@ -12,7 +12,7 @@ from orchestrator.errors import TokenError
 from orchestrator.shell.capacity import NodeView
 from orchestrator.shell.serve import Live, Sources
 from ucp_core.storage import LocalStore
-from workers.protocol import WorkerReport
+from workers.protocol import StepCost, WorkerReport
 
 TOKEN = "a run's token"  # noqa: S105  of a test
 
@@ -47,6 +47,7 @@ def live_page(
         sources=Sources(
             stats=stats or RunStats(),
             reports=reports or {},
+            costs={worker: StepCost(7, 0.3, 0.0) for worker in reports or {}},
             views=views,
             at_s=lambda: 100.0,
             described=lambda: state,

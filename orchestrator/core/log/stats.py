@@ -32,6 +32,7 @@ class RunStats:
     """Numbers of a run so far. ``add`` takes the records of the journal in order.
 
     Attributes:
+        began_at: Wall time of the first record; 0.0 if it does not say one.
         step: Last completed step that is not to be redone.
         layout: Layout of the newest attempt, for people.
         incidents: Oldest first; the last ones may still be open.
@@ -53,6 +54,7 @@ class RunStats:
         reason: Likewise.
     """
 
+    began_at: float = 0.0
     attempt: int = 0
     step: int = 0
     layout: str = ""
@@ -105,6 +107,7 @@ class RunStats:
         at_s = float(record["at_s"])
         if self._began_s is None:
             self._began_s = self._phase_since_s = at_s
+            self.began_at = float(record.get("wall_time", 0.0))
         # It is unknown what the run had between two claims.
         if self._held and at_s > self._now_s and record["kind"] != "RunResumed":
             self.cost_usd += (at_s - self._now_s) * self.usd_per_hour / _HOUR_S
@@ -160,6 +163,11 @@ class RunStats:
     def usd_per_hour(self) -> float:
         """Return what the reservations that the run has cost."""
         return sum(price for _, _, price in self._held)
+
+    @property
+    def num_pending(self) -> int:
+        """Return how many reservations are asked for and not granted."""
+        return len(self._pending)
 
     def usd_per_million_tokens(self, tokens_per_step: int) -> float | None:
         """Return what tokens of the history have cost; None while no price, or none, is known."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import math
 
-from orchestrator.run_directory import METRICS, VALIDATION, Curve
+from orchestrator.run_directory import METRICS, VALIDATION, Curve, Point
 from orchestrator.shell.clock import monotonic_s
 from orchestrator.shell.threads import STORAGE, in_thread
 from ucp_core.errors import StorageError
@@ -17,12 +17,12 @@ log = logging.getLogger(__name__)
 _LOCAL_S, _REMOTE_S = 1.0, 10.0
 #: The first look reads this much of the end of a file: 8,000 steps or more, in 50 ms.
 _FIRST_BYTES = 2 << 20
-#: And no more steps than this are kept.
-_STEPS_KEPT = 20_000
 
 
 class Curves:
-    """Training and validation loss by step; of a long run their ends.
+    """Training and validation loss by step, with as many points as can be seen.
+
+    Of a run of more than 8,000 steps they begin there when the page is first opened.
 
     Args:
         store: Holds the run directory.
@@ -36,8 +36,8 @@ class Curves:
         self._read_bytes: dict[str, int] = {}
         self._rests: dict[str, bytes] = {}
         self._curves = {name: Curve() for name in (METRICS, VALIDATION)}
-        self.loss: tuple[tuple[float, float], ...] = ()
-        self.validation: tuple[tuple[float, float], ...] = ()
+        self.loss: list[Point] = []
+        self.validation: list[Point] = []
 
     @property
     def tokens_per_step(self) -> int:
@@ -60,7 +60,7 @@ class Curves:
             # The page shows what it knows; the next look finds the rest.
             log.warning("curves_not_read", extra={"error": str(error)})
 
-    def _read(self) -> tuple[tuple[tuple[float, float], ...], ...]:
+    def _read(self) -> list[list[Point]]:
         for name, curve in self._curves.items():
             folder, _, file = name.rpartition("/")
             size_bytes = appended_sizes(self._store, join(self._path, folder)).get(file, 0)
@@ -73,4 +73,4 @@ class Curves:
                 self._rests[name] = rest
                 curve.add(lines.decode(errors="replace"))
             self._read_bytes[name] = max(begin, size_bytes)
-        return tuple(curve.points(_STEPS_KEPT) for curve in self._curves.values())
+        return [curve.points() for curve in self._curves.values()]

@@ -20,7 +20,7 @@ from orchestrator.shell.serve.curves import Curves
 from orchestrator.shell.serve.status import cost_document
 from orchestrator.shell.threads import STORAGE, in_thread
 from ucp_core.storage import Store
-from workers.protocol import WorkerPhase, WorkerReport
+from workers.protocol import StepCost, WorkerPhase, WorkerReport
 
 #: A document serves all who ask within this.
 _FRESH_S = 0.9
@@ -47,6 +47,7 @@ class Sources:
     Attributes:
         stats: The folded journal.
         reports: Last report of every worker.
+        costs: The last that a worker told of its own work.
         views: The nodes.
         at_s: Returns the present on the run's clock.
         described: Returns ``core.describe``.
@@ -55,6 +56,7 @@ class Sources:
 
     stats: RunStats
     reports: Mapping[str, WorkerReport]
+    costs: Mapping[str, StepCost]
     views: Mapping[str, NodeView]
     at_s: Callable[[], float]
     described: Callable[[], dict[str, Any]]
@@ -142,7 +144,10 @@ class Live:
         )
 
     def _worker(self, row: dict[str, Any]) -> dict[str, Any]:
-        return {**row, "seconds": self._seconds.get(row["worker"], "")}
+        name = row["worker"]
+        cost = self._sources.costs.get(name)
+        compute_s = None if cost is None else round(cost.compute_s, 4)
+        return {**row, "seconds": self._seconds.get(name, ""), "compute_s": compute_s}
 
 
 def _node(view: NodeView, keepers: Mapping[str, Mapping[str, Any]]) -> dict[str, Any]:
@@ -157,7 +162,7 @@ def _node(view: NodeView, keepers: Mapping[str, Mapping[str, Any]]) -> dict[str,
 
 
 def _suspect(one: Mapping[str, Any]) -> dict[str, Any]:
-    return {name: one[name] for name in ("kind", "rank", "worker", "node", "evidence")}
+    return {name: one[name] for name in ("kind", "worker", "evidence")}
 
 
 def _safe(redundancy: Mapping[str, Any]) -> list[list[str]]:

@@ -83,7 +83,7 @@ class RunOutputs:
         summary["usd_per_million_tokens"] = per_million
         document = {**result, **summary, "report": None}
         try:
-            document["report"] = write_report(url, summary=document)
+            document["report"] = write_report(url, summary=document, stats=self.stats)
         except (UcpError, OrchestratorError) as error:
             # `everstep report` writes it, too: the run ends without.
             log.warning("report_not_written", extra={"error": str(error)})

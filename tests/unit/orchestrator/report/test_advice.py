@@ -11,10 +11,12 @@ from orchestrator.report.advice import advice, named_nodes
 
 
 def _stats(**values: Any) -> RunStats:
-    stats = RunStats(step=400, num_workers=4, sizes=[(20.0, 4)], spans=[("training", 2.0, 100.0)])
+    trained = [("training", 2.0, 100.0)]
+    stats = RunStats(step=400, num_workers=4, sizes=[(20.0, 4)], spans=trained, outcome="completed")
     stats._began_s, stats._now_s, stats._productive_s = 0.0, 100.0, 95.0
     for name, value in values.items():
         setattr(stats, name, value)
+    stats._pending = [(9, "0", 0.0)] * (4 - stats.num_workers)
     return stats
 
 
@@ -62,6 +64,21 @@ def test_each_trouble_has_its_sentence(
 
     assert any(said in line for line in lines) if said else not lines
     assert len(lines) <= 1
+
+
+def test_a_place_whose_worker_is_starting_is_not_open() -> None:
+    """A second after each recovery a page told people to add a node."""
+    stats = _stats(num_workers=3, outcome="")
+    stats._pending = []
+
+    assert advice(stats, [], goal=400) == []
+
+
+def test_of_a_run_that_trains_start_up_is_no_news() -> None:
+    """In its first minute it is nearly all of the time."""
+    began = [("waiting", 0.0, 90.0), ("training", 90.0, 100.0)]
+
+    assert advice(_stats(spans=began, outcome=""), [], goal=400) == []
 
 
 def test_who_is_named_is_counted_by_node_and_kind() -> None:

@@ -132,7 +132,7 @@ def test_the_page_has_loss_incidents_and_workers(tmp_path: Path) -> None:
         stats=RunStats(step=60, incidents=[crash], phase="training"),
         reports={"w1": replace(calm("w1", 0), phase=WorkerPhase.REDUCING)},
         nodes=2,
-        described={"phase": "running", "members": [member]},
+        described={"phase": "training", "members": [member]},
     )
     for _ in range(70):
         live.note()
@@ -142,7 +142,8 @@ def test_the_page_has_loss_incidents_and_workers(tmp_path: Path) -> None:
     assert len(document["loss"]) == 60
     assert document["incidents"][0]["places"] == [[2, "w2", "00" * 28]]
     assert document["sentence"] == "Trains on 1 worker."
-    assert document["live"]["workers"][0]["seconds"] == "r" * 60
+    (worker,) = document["live"]["workers"]
+    assert (worker["seconds"], worker["compute_s"]) == ("r" * 60, 0.3)
     assert [node["state"] for node in document["live"]["nodes"]] == ["alive", "alive"]
     assert (document["unit"], document["goal"]) == ("tokens", 60)
 
@@ -170,7 +171,7 @@ def test_curves_read_what_is_new_and_take_back_what_is_redone(tmp_path: Path) ->
     curves._looked_s = 0.0
     asyncio.run(curves.look())
 
-    assert curves.loss == ((1.0, 11.0), (2.0, 12.0), (3.0, 23.0), (4.0, 24.0))
+    assert curves.loss == [(1.0, 11.0), (2.0, 12.0), (3.0, 23.0), (4.0, 24.0)]
     assert curves.tokens_per_step == 0
 
 
@@ -190,7 +191,7 @@ def test_the_page_of_256_workers_costs_less_than_a_hundredth_of_a_core(tmp_path:
         ),
         reports={f"w{n}": calm(f"w{n}", n) for n in range(256)},
         nodes=32,
-        described={"phase": "running", "members": members},
+        described={"phase": "training", "members": members},
     )
     costs = []
     for _ in range(5):
