@@ -11,7 +11,7 @@ import typer
 from typer.testing import CliRunner
 
 from orchestrator.cli.main import app as everstep
-from tests.arch.tree import ROOT
+from tests.arch.tree import GUIDE_PAGES, ROOT
 from ucp_core.cli import app as ucp
 
 WIDE = {"COLUMNS": "200", "NO_COLOR": "1", "TERM": "dumb"}
@@ -39,6 +39,7 @@ DOCUMENTS = [
     "ucp_core/FORMATS.md",
     "ucp_core/SPEC.md",
     "workers/GUIDE.md",
+    *(path.relative_to(ROOT).as_posix() for path in GUIDE_PAGES),
 ]
 IDS = [f"{program}-{name}" for program, _, name in COMMANDS]
 
@@ -107,6 +108,19 @@ def test_every_path_that_the_documents_name_exists() -> None:
     ]
 
     assert missing == []
+
+
+def test_the_guide_is_in_pages_that_its_contents_link_to() -> None:
+    """A page that no list names is never read, and one of 800 lines neither."""
+    contents = _text("workers/GUIDE.md")
+    links = set(re.findall(r"\]\((guide/[\w.]+)\)", contents))
+
+    assert links == {f"guide/{path.name}" for path in GUIDE_PAGES}
+    for path in (ROOT / "workers/GUIDE.md", *GUIDE_PAGES):
+        text = path.read_text(encoding="utf-8")
+        assert text.count("\n") <= 250, path.name
+        for link in re.findall(r"\]\(([^)#:]+)(?:#[\w-]+)?\)", text):
+            assert (path.parent / link).exists(), f"{path.name}: {link}"
 
 
 def _text(document: str) -> str:

@@ -7,12 +7,18 @@ from pathlib import Path
 
 ROOT = Path(__file__).parents[2]
 PACKAGES = ("orchestrator", "workers", "ucp_core")
+GUIDE_PAGES = sorted((ROOT / "workers/guide").glob("*.md"))
 
 
 def python_files(*folders: str) -> list[Path]:
     """Return every Python file under ``folders`` (default: packages and tests), sorted."""
     roots = folders or (*PACKAGES, "tests")
     return sorted(path for root in roots for path in (ROOT / root).rglob("*.py"))
+
+
+def guide_text() -> str:
+    """Return all pages of the guide, one behind the other."""
+    return "\n".join(path.read_text(encoding="utf-8") for path in GUIDE_PAGES)
 
 
 def project_files() -> list[Path]:

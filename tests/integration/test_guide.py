@@ -8,16 +8,14 @@ from pathlib import Path
 
 import pytest
 
-from tests.arch.tree import ROOT
+from tests.arch.tree import guide_text
 from tests.support.attempts import curve, finish, reset
 from tests.support.forking import run_script
 from tests.support.trainers import Run
 from ucp_core.layout import ParallelLayout
 from workers.settings import RunSettings, Settings, TrainSettings
 
-BLOCKS = re.findall(
-    r"```python\n(.*?)```", (ROOT / "workers/GUIDE.md").read_text(encoding="utf-8"), re.DOTALL
-)
+BLOCKS = re.findall(r"```python\n(.*?)```", guide_text(), re.DOTALL)
 [*NAMES] = [re.search(r'directory="runs/(\w+)"', block).group(1) for block in BLOCKS]  # type: ignore[union-attr]
 
 

@@ -16,7 +16,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 import ucp_core
-from tests.arch.tree import ROOT
+from tests.arch.tree import ROOT, guide_text
 from tests.support.attempts import curve, finish, lines, newest, reset, result
 from tests.support.foreign_reading import loaded
 from tests.support.forking import SECONDS_MAX, run_script
@@ -39,7 +39,7 @@ def test_few_lines_of_a_script_change_and_the_guide_shows_all(port: str) -> None
     num_new = sum(line.startswith("+") and bool(line[1:].strip()) for line in lines)
 
     assert 2 <= num_new <= NUM_NEW_MAX[port]
-    guide = (ROOT / "workers/GUIDE.md").read_text(encoding="utf-8")
+    guide = guide_text()
     text = "\n".join(lines)
     assert f"```diff\n{text}\n```" in guide, (
         f"in the guide, {port} should change like this:\n{text}"
