@@ -251,3 +251,23 @@ def test_prometheus_finds_the_run_of_a_job() -> None:
 def test_bash_accepts_a_batch_script(path: Path) -> None:
     """Slurm is not here to run it."""
     subprocess.run(["/bin/bash", "-n", str(path)], check=True)
+
+
+def test_an_image_has_the_ray_of_the_cluster_and_what_the_package_is_made_of() -> None:
+    """Nodes with another Ray than the head are refused, after minutes of pulling an image."""
+    text = (CONFIGS / "Dockerfile").read_text()
+    ignored = (CONFIGS / "Dockerfile.dockerignore").read_text().split()
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())
+    (release,) = re.findall(
+        r"^FROM rayproject/ray:([\d.]+)-py311-\$\{DEVICE\}$", text, re.MULTILINE
+    )
+    (extras,) = re.findall(r"^ARG EXTRAS=(.*)$", text, re.MULTILINE)
+    wheel = project["tool"]["hatch"]["build"]["targets"]["wheel"]
+
+    assert f"\nray=={release}\n" in (ROOT / "constraints.txt").read_text()
+    for name in ("rayjob", "raycluster"):
+        assert f"rayVersion: {release}\n" in (CONFIGS / f"kuberay/{name}.yaml").read_text()
+    assert set(extras.split(",")) <= project["project"]["optional-dependencies"].keys()
+    needed = [*wheel["packages"], *wheel["force-include"], project["project"]["readme"], "LICENSE"]
+    assert {f"!{name}" for name in (*needed, "pyproject.toml", "constraints.txt")} <= set(ignored)
+    assert all((ROOT / name[1:]).exists() for name in ignored if name.startswith("!"))
