@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import shutil
 import signal
 import socket
@@ -118,6 +119,10 @@ def test_every_panel_has_data(endless_run: Launched, prometheus: Prometheus) -> 
     )
     assert recovered is not None
 
+    os.kill(endless_run.controller_pid(), signal.SIGKILL)
+    restarted = 'everstep_incidents_total{kind="controller_restart"}'
+    assert _until(lambda: [] if prometheus.found(restarted) else [restarted]) == []
+
     queries = {
         what: query.replace("$run_id", run_id)
         for what, query in _queries()
@@ -134,9 +139,11 @@ def test_every_panel_has_data(endless_run: Launched, prometheus: Prometheus) -> 
     assert len(queries) > 60
     assert empty == []
     assert rules == []
-    (up,) = prometheus.found("up")
+    (up,) = prometheus.found("up == 1")
     assert up["metric"].items() >= {"run": endless_run.config.run.name, "run_id": run_id}.items()
     assert prometheus.found('{exported_run_id!=""}') == []
+    # The second controller continues the series of the first, perhaps at another address.
+    (_,) = prometheus.found("count by (run, run_id) (count_over_time(everstep_step[1h]))")
     endless_run.stop("all is seen")
     wait_for(endless_run, lambda _: False, timeout_s=ACT_S_MAX)
     assert _until(lambda: [] if not targets_path(run_id).exists() else [1]) == []
