@@ -111,6 +111,8 @@ def test_every_panel_has_data(endless_run: Launched, prometheus: Prometheus) -> 
         timeout_s=ACT_S_MAX,
     )
     assert reached is not None
+    # What the workers tell is what the configuration says of the built-in model.
+    assert reached["step_tokens"] == endless_run.config.tokens_per_step
     signal_rank(endless_run, 1, signal.SIGKILL)
     recovered = wait_for(
         endless_run,
