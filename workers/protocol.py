@@ -512,6 +512,7 @@ class GroupState:
             it; 0.0 if it waits for none, even if one started ahead is in flight.
         dtype: Code of the type of the last one's first tensor.
         history: Hash of (op, bytes, dtype) of all calls up to ``entered_seq``; 0 if unknown.
+        sent_bytes: What all its calls have sent to one other rank, as rings do it; 0 if unknown.
     """
 
     group: str
@@ -523,6 +524,7 @@ class GroupState:
     waiting_s: float
     dtype: int = 0
     history: int = 0
+    sent_bytes: int = 0
 
 
 class StepCost(NamedTuple):

@@ -415,6 +415,19 @@ class LinksTimed:
 
 
 @value
+class TrafficMeasured:
+    """Records of the attempt's collectives say what a step sends.
+
+    Attributes:
+        sent: ``(axis, bytes)`` that a rank sends in a step, the mean of all ranks.
+    """
+
+    at_s: float
+    attempt: int
+    sent: tuple[tuple[str, float], ...]
+
+
+@value
 class CommittedRead:
     """Keepers and storage were asked after ``attempt`` was fenced: the version to resume from.
 
@@ -543,6 +556,7 @@ Event: TypeAlias = (
     | MembersAtWork
     | LinksProbed
     | LinksTimed
+    | TrafficMeasured
     | CommittedRead
     | MemoryMeasured
     | MemoryProtected

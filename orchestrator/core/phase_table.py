@@ -78,6 +78,7 @@ TABLE: dict[type, Row] = {
     ev.OthersSeen: row(sharing.others_seen),
     ev.LinksProbed: row(search.links_probed),
     ev.LinksTimed: row(timing.links_timed),
+    ev.TrafficMeasured: row(timing.traffic_measured),
     ev.MemoryMeasured: row(protection.memory_measured, active=protection.memory_measured_training),
     ev.MemoryProtected: row(active=protection.memory_protected),
     # Capacity and processes

@@ -12,8 +12,10 @@ from orchestrator.core import (
     MembersAtWork,
     StepCompleted,
     Suspected,
+    TrafficMeasured,
 )
 from orchestrator.shell.inbox import Inbox
+from orchestrator.traffic import Sent, measured
 from ucp_core.layout import ParallelLayout
 from workers.protocol import NOT_FORMED, NodeReport, StepCost, WorkerReport
 from workers.settings import ParallelSettings
@@ -25,6 +27,8 @@ FORGET_S = 60.0
 #: stands still, and less often in a large run, where a look at all members takes 5 us each.
 JUDGE_S = 0.02
 JUDGE_S_EACH = 1e-4
+#: What a step sends is looked at after so many, and each time after twice as many.
+_NUM_STEPS_MEASURED = 10
 
 
 class Observer:
@@ -66,6 +70,10 @@ class Observer:
         #: The newest that keepers saw committed by the attempt.
         self._stored_step = 0
         self._ahead: dict[str, WorkerReport] = {}
+        #: What each member had sent at the last look, and the step of the next one.
+        self._sent: dict[str, Sent] = {}
+        self._num_measured = self._sent_step = 0
+        self._told_sent: dict[str, float] = {}
         self._judged = False
         self._stalled_s = 0.0
         self._judged_at_s = float("-inf")
@@ -99,6 +107,8 @@ class Observer:
         self._slow_links = self._dead_links = ()
         self._formed = set()
         self._step, self._ahead = resume_step, {}
+        self._sent, self._num_measured = {}, _NUM_STEPS_MEASURED
+        self._sent_step = resume_step + self._num_measured
         self._stored_step = 0
         self._judged, self._stalled_s = False, 0.0
         self._fenced = self._at_work = ()
@@ -288,6 +298,25 @@ class Observer:
                     step=self._step,
                     step_s=step_s,
                     stored=self._stored_step,
+                )
+            )
+            self._measure_traffic()
+
+    def _measure_traffic(self) -> None:
+        """Post what a step sends: over some steps, then over the twice as many that follow."""
+        if self._step < self._sent_step:
+            return
+        rows = ((worker, self.reports[worker]) for worker in self._members)
+        now = {worker: Sent(row.step, row.groups) for worker, row in rows}
+        before, self._sent = self._sent, now
+        self._num_measured *= 2
+        self._sent_step = self._step + self._num_measured
+        sent = measured((before[worker], now[worker]) for worker in before)
+        if sent and sent != self._told_sent:
+            self._told_sent = sent
+            self._inbox.post(
+                TrafficMeasured(
+                    at_s=self._inbox.at_s(), attempt=self._attempt, sent=tuple(sent.items())
                 )
             )
 

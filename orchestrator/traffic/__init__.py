@@ -6,7 +6,7 @@ paths. The paths of NCCL's own flows are not planned: its environment sets no so
 switch can do that (adaptive routing, or C4P's own allocation, arXiv 2406.04594).
 """
 
-from orchestrator.traffic.flows import Flow, copy_flows, step_flows
+from orchestrator.traffic.flows import Flow, Sent, copy_flows, measured, step_flows
 from orchestrator.traffic.maxmin import fill
 from orchestrator.traffic.plans import (
     Load,
@@ -22,12 +22,14 @@ __all__ = [
     "Flow",
     "Link",
     "Load",
+    "Sent",
     "Topology",
     "choose_spines",
     "copy_flows",
     "fill",
     "in_turn",
     "load_of",
+    "measured",
     "near_order",
     "step_flows",
     "way_cost",

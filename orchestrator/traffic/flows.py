@@ -2,12 +2,23 @@
 
 from __future__ import annotations
 
-from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections import Counter, defaultdict
+from collections.abc import Iterable, Mapping, Sequence
 from itertools import pairwise
-from typing import NamedTuple
+from typing import Final, NamedTuple
 
 from ucp_core.layout import AXES, ParallelLayout
+from workers.protocol import GroupState
+
+#: Digits of what was measured: less is no news.
+_DIGITS: Final = 2
+
+
+class Sent(NamedTuple):
+    """The groups of a rank after a step."""
+
+    step: int
+    groups: Sequence[GroupState]
 
 
 class Flow(NamedTuple):
@@ -66,6 +77,27 @@ def step_flows(
                         for rail in sorted(used)
                     ]
     return found
+
+
+def measured(ranks: Iterable[tuple[Sent, Sent]]) -> dict[str, float]:
+    """Return how much a rank sent in a step, by axis of ``AXES``, as ``step_flows`` takes it.
+
+    Args:
+        ranks: Of each rank what its records said at two times. Of one that made no step between
+            them, or has left, nothing is known.
+    """
+    sums, num_ranks = defaultdict[str, float](float), 0
+    for before, after in ranks:
+        if after.step <= before.step or not after.groups:
+            continue
+        num_ranks += 1
+        known = {group.group: group.sent_bytes for group in before.groups}
+        for group in after.groups:
+            axis = next((axis for axis in AXES if group.group.startswith(axis)), "")
+            sent = group.sent_bytes - known.get(group.group, 0)
+            sums[axis] += sent / (after.step - before.step)
+    means = {axis: sums[axis] / num_ranks for axis in AXES if sums[axis]}
+    return {axis: float(f"{mean:.{_DIGITS - 1}e}") for axis, mean in means.items()}
 
 
 def copy_flows(

@@ -65,6 +65,7 @@ from workers.records.ring_format import (
     last_ring_path,
     packed_call,
     records_offset,
+    sent_bytes,
 )
 from workers.records.ring_reader import records_per_s
 
@@ -92,14 +93,14 @@ class _GroupWriter:
 
     __slots__ = (
         "call", "called", "entered", "finished", "history", "in_flight", "name", "offset",
-        "on_device", "ranks", "size_bytes", "stores", "waited",
+        "on_device", "ranks", "sent_bytes", "size_bytes", "stores", "waited",
     )  # fmt: skip
 
     def __init__(self, offset: int, name: str, ranks: tuple[int, ...]) -> None:
         self.offset, self.name, self.ranks = offset, name, ranks
         # On a device, those that were called are entered when the device reaches them.
         self.called = self.entered = self.finished = 0
-        self.stores = self.size_bytes = self.call = self.history = 0
+        self.stores = self.size_bytes = self.call = self.history = self.sent_bytes = 0
         self.in_flight: deque[_InFlight] = deque()
         # Number and entered_ns of the one that a thread waits for.
         self.waited = (0, 0)
@@ -212,6 +213,7 @@ class RecordRing:
             history = state.history = history_after(state.history, code, dtype, size_bytes)
             call = packed_call(code, dtype, history)
             state.on_device = on_device
+            state.sent_bytes += sent_bytes(op, size_bytes, len(state.ranks))
             state.in_flight.append(_InFlight(seq, 0 if on_device else now_ns, call, size_bytes))
             if not on_device:
                 state.entered, state.call, state.size_bytes = seq, call, size_bytes
@@ -350,6 +352,7 @@ class RecordRing:
             *state.now_waited(),
             state.size_bytes,
             state.call,
+            state.sent_bytes,
             stores,
         )
 

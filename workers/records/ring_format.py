@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Final
 
 MAGIC: Final = b"everring"
-VERSION: Final = 2
+VERSION: Final = 3
 
 #: Groups beyond this many are counted and not recorded. A rank of a 5-axis mesh is in about 10
 #: groups, and pipeline pairs add 2 per neighbour.
@@ -85,9 +85,9 @@ PLACE: Final = struct.Struct("<IIII64s")
 PLACE_AT: Final = 128
 NODE_BYTES_MAX: Final = 64
 
-# store, entered, finished, number and enter_ns of the one waited for or 0, size_bytes, call of the
-# last one entered, store
-STATE: Final = struct.Struct("<QQQQQQQQ")
+# store, entered, finished, number and enter_ns of the one waited for or 0, size_bytes and call of
+# the last one entered, bytes sent so far, store
+STATE: Final = struct.Struct("<QQQQQQQQQ")
 # length of the name, the name in UTF-8, index of the first rank, number of ranks
 NAME: Final = struct.Struct("<Q112sII")
 GROUP_BYTES: Final = 2 * STATE.size + NAME.size
@@ -105,6 +105,21 @@ _SEND: Final = OP_CODES["send"]
 _SAME_SIZE: Final = frozenset(
     OP_CODES[op] for op in ("all_reduce", "broadcast", "reduce", "send", "recv")
 )
+
+
+def sent_bytes(op: str, size_bytes: int, num_members: int) -> int:
+    """Return what a rank sends to one other, as rings do it.
+
+    Source: Patarasuk and Yuan, "Bandwidth optimal all-reduce algorithms for clusters of
+    workstations", JPDC 69, 2009. A root that sends or hears all is counted as one of a ring.
+    """
+    if op == "recv":
+        return 0
+    if op == "all_gather":
+        return size_bytes * (num_members - 1)
+    if op in {"all_reduce", "reduce_scatter", "all_to_all"}:
+        return (1 + (op == "all_reduce")) * size_bytes * (num_members - 1) // num_members
+    return size_bytes
 
 
 def history_after(history: int, op: int, dtype: int, size_bytes: int) -> int:

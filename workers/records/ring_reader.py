@@ -313,12 +313,12 @@ def _read_group(
         copies = [STATE.unpack_from(memory, offset + i * STATE.size) for i in (0, 1)]
         again = [STATE.unpack_from(memory, offset + i * STATE.size) for i in (0, 1)]
         # Twice, because the store begins by zeroing the copy from its head on.
-        whole = [a for a, b in zip(copies, again, strict=True) if a == b and a[0] == a[7]]
+        whole = [a for a, b in zip(copies, again, strict=True) if a == b and a[0] == a[8]]
         if whole:
             break
     else:
         return None
-    stores, entered, finished, waited, since_ns, size_bytes, call, _ = max(whole)
+    stores, entered, finished, waited, since_ns, size_bytes, call, sent_bytes, _ = max(whole)
     if stores == 0:
         return None
     op, dtype, history = unpacked_call(call)
@@ -337,6 +337,7 @@ def _read_group(
         waiting_s=max(1, now_ns - since_ns) / 1e9 if waited else 0.0,
         dtype=dtype,
         history=history,
+        sent_bytes=sent_bytes,
     )
 
 

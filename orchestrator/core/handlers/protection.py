@@ -83,7 +83,10 @@ def _facts(
 def _met(
     transition: Transition, nodes: Sequence[int], layout: ParallelLayout | None
 ) -> Callable[[str, str], float] | None:
-    """Return what a copy would cost if each axis sent as much; None if all ways are alike."""
+    """Return what a copy would cost; None if all ways are alike.
+
+    Before it was measured what a step sends each axis counts for as much as the copy.
+    """
     run, known = transition.run, transition.rules.topology
     if layout is None or (known is None and not run.network.slow):
         return None
@@ -93,9 +96,12 @@ def _met(
         racks={node.name: node.rack for node in used if node.rack},
         slow={_link(sender, receiver): rate for sender, receiver, rate in run.network.slow},
     )
-    sent = dict.fromkeys(AXES, 1.0)
+    sent = dict(run.sent) or dict.fromkeys(AXES, 1.0)
+    copy_bytes = run.state_bytes / len(set(nodes)) if run.sent else 0.0
     flows = step_flows(layout, [node.name for node in used], sent, topology.rails)
-    return way_cost(topology, load_of(topology, flows.values()).busy_s, num_bytes=1.0)
+    return way_cost(
+        topology, load_of(topology, flows.values()).busy_s, num_bytes=max(1.0, copy_bytes)
+    )
 
 
 def _link(sender: str, receiver: str) -> Link:

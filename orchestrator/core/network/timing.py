@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from orchestrator.core.events import LinksTimed
+from orchestrator.core.events import LinksTimed, TrafficMeasured
 from orchestrator.core.transition import Transition
 
 
@@ -14,3 +14,8 @@ def links_timed(transition: Transition, event: LinksTimed) -> None:
     transition.run.network = network._replace(
         slow=tuple(sorted({*kept, *event.slow})), without_slow=event.step_ratio
     )
+
+
+def traffic_measured(transition: Transition, event: TrafficMeasured) -> None:
+    """Note what a step sends: the next plan of copies keeps off the links that it fills."""
+    transition.run.sent = event.sent

@@ -164,6 +164,7 @@ class MutableRunState(Part):
         pace: The intervals of saves that were decided on; 0 where none was.
         pace_reason: Why these.
         state_bytes: Size of a snapshot, all ranks together; 0 before there was one.
+        sent: ``(axis, bytes)`` that a rank sends in a step, as it was last measured.
         outcome: How the run is over; None before.
         reason: Why it is over; "" before.
     """
@@ -211,6 +212,7 @@ class MutableRunState(Part):
     pace: Pace = field(default_factory=Pace)
     pace_reason: str = ""
     state_bytes: int = 0
+    sent: tuple[tuple[str, float], ...] = ()
     outcome: RunOutcome | None = None
     reason: str = ""
 
@@ -264,8 +266,8 @@ def describe(state: RunState) -> dict[str, Any]:
     nodes[{node, state, reservations}], pending_reservations, capacity[{alternative, asked, granted,
     refused, since_s, refused_s, grant_s, why}], shared{limit, runs} | null, cause{kind, guilty,
     evidence, at_s, rule, verdict, places} | null, suspects[{kind, guilty{ranks, nodes, links},
-    confidence, since_s, evidence, alternatives[{kind, guilty}], worker, times}], waits_for,
-    reason``.
+    confidence, since_s, evidence, alternatives[{kind, guilty}], worker, times}], sent{axis: bytes},
+    waits_for, reason``.
     A ``pid`` is null before it is known, and a time (``at_s``) before there is one.
     """
     ranks = {number: rank for rank, number in enumerate(state.attempt.members)}
@@ -312,6 +314,7 @@ def describe(state: RunState) -> dict[str, Any]:
             "places": [list(place) for place in cause.places],
         },
         "suspects": [one.to_json() for one in state.attempt.suspects],
+        "sent": dict(state.sent),
         "waits_for": _waits_for(state),
         "reason": state.reason,
     }

@@ -80,6 +80,7 @@ def status_document(
         "suspects": [
             {**one, "for_s": round(at_s - one["since_s"], 1)} for one in described["suspects"]
         ],
+        "sent": described["sent"],
         "waits_for": described["waits_for"],
         "reason": described["reason"],
         "at_s": round(at_s, 3),

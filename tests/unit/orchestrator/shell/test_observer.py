@@ -7,7 +7,14 @@ from itertools import pairwise
 
 import pytest
 
-from orchestrator.core import AttemptStalled, Event, HangFound, MembersAtWork, Suspected
+from orchestrator.core import (
+    AttemptStalled,
+    Event,
+    HangFound,
+    MembersAtWork,
+    Suspected,
+    TrafficMeasured,
+)
 from orchestrator.detection import PATIENCE
 from orchestrator.diagnosis import Guilty, Kind, Verdict
 from orchestrator.shell import observer as observer_module
@@ -139,6 +146,28 @@ def test_a_dead_link_is_told_however_long_steps_take() -> None:
     (one,) = said.suspects
     assert (one.kind, one.guilty) == (Kind.LINK_DEAD, Guilty(links=((0, 1),)))
     assert (said.at_s, one.since_s) == (101.0, 99.5)
+
+
+def test_what_a_step_sends_is_told_once_it_is_known_and_when_it_changes() -> None:
+    posted: list[Event] = []
+    observer = Observer(
+        Inbox(at_s=lambda: 100.0, post=posted.append),
+        on_formed=lambda *_: None,
+        node_silent=lambda *_: None,
+        patience=PATIENCE,
+        parallel=ParallelSettings(),
+    )
+    observer.begin(ATTEMPT, ("w0", "w1"), 0)
+    sent_bytes = 0
+    for step in range(1, 200):
+        sent_bytes += 1000 if step < 80 else 3000
+        for rank, worker in enumerate(("w0", "w1")):
+            shards = replace(group("dp_shard[0,1]", range(2), step), sent_bytes=sent_bytes)
+            row = replace(calm(worker, rank), step=step, groups=(shards,))
+            observer.on_report(NodeReport(node=worker, seq=1, workers=(row,)))
+
+    said = [event.sent for event in posted if isinstance(event, TrafficMeasured)]
+    assert said == [(("dp_shard", 1000.0),), (("dp_shard", 2800.0),)]
 
 
 def test_what_keepers_timed_is_suspected_beside_what_reports_tell() -> None:

@@ -52,9 +52,28 @@ def test_a_collective_that_is_waited_for_shows_how_long(path: Path) -> None:
             size_bytes=4096,
             waiting_s=2.5,
             history=read_records(path)[-1].history,
+            sent_bytes=3 * 64 + 2 * 4096 * 3 // 4,
         ),
     )
     assert RingReader(path).look().attempt == 3
+
+
+@pytest.mark.parametrize(
+    ("op", "sent_bytes"),
+    [
+        ("all_reduce", 150), ("reduce_scatter", 75), ("all_gather", 300), ("all_to_all", 75),
+        ("broadcast", 100), ("send", 100), ("recv", 0), ("barrier", 100),
+    ],
+)  # fmt: skip
+def test_what_a_rank_sends_is_summed_as_rings_do_it(path: Path, op: str, sent_bytes: int) -> None:
+    """Over all calls: a reader looks now and then."""
+    ring = RecordRing(path, attempt=3, num_ranks=4)
+    world = ring.group("world", WORLD)
+    for _ in range(3):
+        ring.enter(world, op, 100)
+
+    (state,) = RingReader(path).look().groups
+    assert state.sent_bytes == 3 * sent_bytes
 
 
 def test_one_started_ahead_is_not_waiting(path: Path) -> None:
@@ -126,7 +145,7 @@ def test_a_half_written_state_leaves_the_last_whole_one(path: Path) -> None:
     with path.open("r+b") as file:
         file.seek(HEADER_BYTES)
         assert struct.unpack("<Q", file.read(8)) == (4,)
-        file.seek(HEADER_BYTES + 56)
+        file.seek(HEADER_BYTES + 64)
         file.write(struct.pack("<Q", 2))
 
     assert RingReader(path).look().groups == before

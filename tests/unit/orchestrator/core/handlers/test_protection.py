@@ -4,7 +4,7 @@ from dataclasses import replace
 
 import pytest
 
-from orchestrator.core import Action, RunRules, RunState, step
+from orchestrator.core import Action, RunRules, RunState, describe, step
 from orchestrator.core import actions as act
 from orchestrator.core import events as ev
 from orchestrator.policies import LayoutRules, Mechanism, Preference, RedundancyRules
@@ -162,3 +162,11 @@ def test_keepers_are_where_copies_meet_least_of_what_training_sends() -> None:
     near = _started(replace(rules, topology=topology), racks=racks, nodes=nodes).attempt.plan
     assert plain.keepers == {"a": ("b",), "b": ("c",), "c": ("d",), "d": ("a",)}
     assert near.keepers == {"a": ("c",), "b": ("d",), "c": ("a",), "d": ("b",)}
+
+
+def test_what_a_step_sends_is_known_from_then_on() -> None:
+    sent = (("dp_shard", 3e6),)
+    state, _ = _fold(_started(), ev.TrafficMeasured(at_s=2.0, attempt=1, sent=sent))
+
+    assert state.sent == sent
+    assert describe(state)["sent"] == {"dp_shard": 3e6}
