@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 
 from orchestrator.config import load
+from orchestrator.driver import init_config
 from tests.arch.tree import ROOT
 
 README = (ROOT / "README.md").read_text(encoding="utf-8")
@@ -47,13 +48,13 @@ def test_both_sides_of_the_diff_run(tmp_path: Path, sign: str) -> None:
         assert len((tmp_path / "runs/mine/metrics/rank0.jsonl").read_text().splitlines()) == 200
 
 
-def test_the_configuration_beside_it_is_accepted(tmp_path: Path) -> None:
-    """It names the same numbers as the call of `run`, under the names of the configuration."""
-    (tmp_path / "train.py").write_text(_side("+"))
-    config = tmp_path / "train.yaml"
-    config.write_text("\n".join(_block("yaml")) + "\n")
+def test_the_configuration_that_is_written_for_it_has_its_settings(tmp_path: Path) -> None:
+    """`everstep init train.py` takes over the numbers in the call of `run`."""
+    script = tmp_path / "train.py"
+    script.write_text(_side("+"))
 
-    settings = load(str(config), [])
+    settings = load(init_config(str(script), str(tmp_path / "everstep.yaml"))["config"], [])
 
     assert settings.run.script.endswith("train.py")
+    assert settings.run.directory.endswith("runs/mine")
     assert f"steps={settings.train.steps}, global_batch={settings.train.global_batch}" in README
