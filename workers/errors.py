@@ -5,7 +5,7 @@ from __future__ import annotations
 from ucp_core.errors import FactsError
 
 #: Packages of the extra ``ray``, by the name under which they are imported.
-_TRAINING_PACKAGES = {"aiohttp", "jinja2", "prometheus_client", "psutil", "ray", "torch"}
+_TRAINING_PACKAGES = {"aiohttp", "prometheus_client", "psutil", "ray", "torch"}
 
 
 class WorkerError(FactsError):

@@ -11,7 +11,7 @@ from tests.support.installed import Installed, build_wheel
 pytest.importorskip("hatchling", reason="hatchling is not installed: pip install 'everstep[dev]'")
 
 CHECKPOINT = Path(__file__).parents[1] / "golden/v1/universal"
-TRAINING = ("ray", "torch", "aiohttp", "jinja2", "prometheus_client", "psutil")
+TRAINING = ("ray", "torch", "aiohttp", "prometheus_client", "psutil")
 
 
 def test_without_torch_and_ray_checkpoints_are_read_and_training_says_what_is_missing(
