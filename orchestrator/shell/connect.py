@@ -25,6 +25,10 @@ ANSWER_S = 3.0
 #: Ray's own words do not say so: it refuses a process without the token like any stranger.
 _AUTH = "if it asks for a token, set RAY_AUTH_MODE=token and RAY_AUTH_TOKEN_PATH"
 _OWN_NAMES = frozenset({"127.0.0.1", "localhost"})
+#: A client's first bytes to a gRPC server: the preface of HTTP/2 and empty settings. The server's
+#: own settings are its first frame (RFC 9113, 3.4).
+_HELLO = b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n" + bytes([0, 0, 0, 4, 0, 0, 0, 0, 0])
+_FRAME_KIND, _SETTINGS = 3, 4
 
 
 def connect_ray(address: str, *, namespace: str | None = None) -> None:
@@ -77,17 +81,22 @@ def why_silent(address: str, *, timeout_s: float = ANSWER_S) -> str:
     host, port = _parts(address.removeprefix("ray://"))
     if not port:
         return ""
-    # A head may listen at its node's address only, which Ray uses for the machine's own names.
-    own = [ray.util.get_node_ip_address()] if host in _OWN_NAMES else []
-    why = ""
-    for name in (host, *own):
-        try:
-            socket.create_connection((name, port), timeout=timeout_s).close()
-        except OSError as error:
-            why = str(error)
-        else:
-            return ""
-    return why
+    try:
+        _connected(host, port, timeout_s).close()
+    except OSError as error:
+        return str(error)
+    return ""
+
+
+def _connected(host: str, port: int, timeout_s: float) -> socket.socket:
+    try:
+        return socket.create_connection((host, port), timeout=timeout_s)
+    except OSError:
+        if host not in _OWN_NAMES:
+            raise
+        # A head may listen at its node's address only, which Ray uses for the machine's own names.
+        own = ray.util.get_node_ip_address()
+        return socket.create_connection((own, port), timeout=timeout_s)
 
 
 def _parts(address: str) -> tuple[str, int]:
@@ -101,7 +110,8 @@ def _why_no_head(address: str) -> str:
     host, port = _parts(address)
     if not port:
         return ""
-    said: list[str] = []
+    # Ray's own client logs for a minute what becomes of a server that does not speak gRPC.
+    said = [] if os.environ.get("RAY_USE_TLS") else _why_no_grpc(host, port)
 
     def ask() -> None:
         raylet: Any = _raylet
@@ -114,9 +124,10 @@ def _why_no_head(address: str) -> str:
 
     # It asks for 40 s, and no argument makes that less.
     asking = threading.Thread(target=ask, name="asking", daemon=True)
-    with _quiet_stderr():
-        asking.start()
-        asking.join(ANSWER_S)
+    if not said:
+        with _quiet_stderr():
+            asking.start()
+            asking.join(ANSWER_S)
     why = said[0] if said else f"nothing that Ray says came in {ANSWER_S:g} s"
     if not why:
         return ""
@@ -126,6 +137,19 @@ def _why_no_head(address: str) -> str:
         f"something answers, but not the head of a cluster: {why}{through}. The port is the one "
         "that `ray start` prints, 6379 by default, not the dashboard's (8265) or clients' (10001)"
     )
+
+
+def _why_no_grpc(host: str, port: int) -> list[str]:
+    """Return why what answers there is no gRPC server; [] if it is one."""
+    try:
+        with _connected(host, port, ANSWER_S) as connection:
+            connection.sendall(_HELLO)
+            answer = connection.recv(_FRAME_KIND + 1, socket.MSG_WAITALL)
+    except TimeoutError:
+        return [f"nothing came in {ANSWER_S:g} s"]
+    except OSError as error:
+        return [str(error)]
+    return [] if answer[_FRAME_KIND:] == bytes([_SETTINGS]) else ["it does not speak gRPC"]
 
 
 @contextmanager
