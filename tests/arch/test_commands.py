@@ -115,7 +115,7 @@ def test_the_guide_is_in_pages_that_its_contents_link_to() -> None:
     contents = _text("workers/GUIDE.md")
     links = set(re.findall(r"\]\((guide/[\w.]+)\)", contents))
 
-    assert links == {f"guide/{path.name}" for path in GUIDE_PAGES}
+    assert links == {f"guide/{path.name}" for path in (ROOT / "workers/guide").iterdir()}
     for path in (ROOT / "workers/GUIDE.md", *GUIDE_PAGES):
         text = path.read_text(encoding="utf-8")
         assert text.count("\n") <= 250, path.name
