@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+import tomllib
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -18,6 +19,8 @@ BOARDS = {
 #: A metric of ours, and what it is selected by.
 SELECTOR = re.compile(r"(everstep[_:]\w+)({[^}]*})?")
 SCREEN_LINES = 24
+PROJECT = tomllib.loads(DASHBOARDS.with_name("pyproject.toml").read_text())["project"]
+HOMEPAGE = PROJECT["urls"]["Homepage"]
 
 
 def _queries(board: dict[str, Any]) -> Iterator[str]:
@@ -88,7 +91,7 @@ def test_an_alert_is_routed_and_leads_to_a_page_of_the_runbook() -> None:
 
     assert {alert["labels"]["severity"] for alert in alerts} == {"page", "ticket"}
     assert [alert["annotations"]["runbook_url"] for alert in alerts] == [
-        f"RUNBOOK.md#{alert['alert'].lower()}" for alert in alerts
+        f"{HOMEPAGE}/blob/main/dashboards/RUNBOOK.md#{alert['alert'].lower()}" for alert in alerts
     ]
     assert [page.split("\n")[0] for page in pages] == [alert["alert"] for alert in alerts]
     for alert, page in zip(alerts, pages, strict=True):
