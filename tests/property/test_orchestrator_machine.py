@@ -36,6 +36,7 @@ FIELDS: dict[str, st.SearchStrategy[Any]] = {
     "guilty": st.lists(WORKERS, max_size=2, unique=True).map(tuple),
     "committed_by": ATTEMPTS,
     "number": st.integers(0, 4),
+    "num": st.integers(1, 3),
     "source": st.sampled_from(["memory", "storage", ""]),
 }
 TEXTS = ("detail", "notice", "traceback", "evidence", "reason", "fault", "target")
@@ -58,6 +59,7 @@ KINDS = (
     ev.HangFound,
     ev.CommittedRead,
     ev.StopRequested,
+    ev.WorkersSet,
     ev.FaultInjected,
     ev.Ticked,
 )
