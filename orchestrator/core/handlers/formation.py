@@ -24,6 +24,7 @@ from orchestrator.policies import (
     spread,
 )
 from ucp_core.layout import ParallelLayout
+from ucp_core.numerics import counted
 
 
 def capacity(transition: Transition) -> int:
@@ -129,8 +130,10 @@ def _lacking(transition: Transition) -> str:
         return f"{num} of at least {rules.min_workers} workers{which} {for_s}"
     if transition.run.refused:
         last = transition.run.refused[-1]
-        return f"{num} workers{which} {for_s}, but {last.layout} was refused: {last.why}"
-    return f"{num} workers{which} {for_s}, but not so that {rules.layout} fits their nodes"
+        return f"{counted(num, 'worker')}{which} {for_s}, but {last.layout} was refused: {last.why}"
+    return (
+        f"{counted(num, 'worker')}{which} {for_s}, but not so that {rules.layout} fits their nodes"
+    )
 
 
 def _start(transition: Transition) -> None:

@@ -345,7 +345,7 @@ def _capacity(nodes: Sequence[NodeFacts], config: RunConfig) -> list[Finding]:
     )
     of_one = ", ".join(f"{amount:g} {name}" for name, amount in needed.items())
     if room >= config.workers.max:
-        return [Finding(Level.OK, "capacity", f"all {config.workers.max} workers fit now")]
+        return [Finding(Level.OK, "capacity", f"all of workers.max={config.workers.max} fit now")]
     message = f"{room} of workers.max={config.workers.max} fit now, each with {of_one}"
     if room >= config.workers.min:
         advice = "the run starts with these and grows when nodes join"

@@ -10,6 +10,7 @@ from orchestrator.policies.layout.candidates import LayoutRules, candidates
 from orchestrator.policies.layout.fit import Rooms, fit, num_workers
 from orchestrator.policies.layout.speed import expected_step_s, step_text, was_seen
 from ucp_core.layout import ParallelLayout
+from ucp_core.numerics import counted
 
 #: The degrees stay as the user wants them while no larger part of the workers would be idle.
 _IDLE_MAX: Final = 0.25
@@ -63,7 +64,7 @@ def other_layouts(
             continue
         size = layout.world_size
         if size < num_min:
-            why = f"uses {size} workers, and workers.min={num_min}"
+            why = f"uses {counted(size, 'worker')}, and workers.min={num_min}"
         elif size < offered * (1 - _IDLE_MAX):
             why = f"leaves {offered - size} of {offered} workers idle"
         else:
@@ -79,7 +80,7 @@ def _why_none(degrees: ParallelLayout, rooms: Rooms, num_max: int, rules: Layout
     if refused is not None:
         return f"was refused: {refused.why}"
     if offered < degrees.world_size:
-        return f"needs {degrees.world_size} workers, and there are {offered}"
+        return f"needs {counted(degrees.world_size, 'worker')}, and there are {offered}"
     if degrees.tp > 1:
         return f"needs {degrees.world_size // degrees.tp} x {degrees.tp} workers, each on one node"
     return f"has {degrees.pp} stages, which a step has too few micro-batches for"

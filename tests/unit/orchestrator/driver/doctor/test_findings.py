@@ -128,7 +128,7 @@ def test_a_node_with_a_problem_is_named_and_no_other(
     [
         ([3.0, 5.0], Level.WARN, "3 of workers.max=4 fit now"),
         ([1.0, 1.9], Level.WARN, "0 of workers.max=4 fit now"),
-        ([4.0, 4.0], Level.OK, "all 4 workers fit now"),
+        ([4.0, 4.0], Level.OK, "all of workers.max=4 fit now"),
     ],
 )
 def test_workers_are_counted_node_by_node(cpus: list[float], level: Level, said: str) -> None:
