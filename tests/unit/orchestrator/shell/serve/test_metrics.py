@@ -318,6 +318,18 @@ def test_the_list_for_people_has_every_metric_with_its_labels() -> None:
     ] == []
 
 
+def test_no_board_asks_for_what_nobody_tells() -> None:
+    """Its panel would stay empty, also where no Prometheus is installed that shows it."""
+    found = list(_registry().collect())
+    told = {f"{one.name}_total" if one.type == "counter" else one.name for one in found}
+    told |= set(re.findall(r"record: (\S+)", RULES.read_text()))
+    boards = "".join(path.read_text() for path in (RULES.parent / "grafana").glob("*.json"))
+    asked = set(re.findall(r"everstep[_:]\w+", boards))
+
+    assert len(asked) > 40
+    assert asked - told == set()
+
+
 def test_no_rule_waits_for_what_nobody_tells() -> None:
     """Prometheus finds nothing wrong with a rule on a metric that was renamed: it never fires."""
     told: dict[str, set[str]] = {}
