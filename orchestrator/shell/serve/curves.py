@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import asyncio
 import logging
 import math
 
 from orchestrator.run_directory import METRICS, VALIDATION, Curve, Point
 from orchestrator.shell.clock import monotonic_s
-from orchestrator.shell.threads import STORAGE, in_thread
+from orchestrator.shell.threads import STORAGE, Tasks, in_thread
 from ucp_core.errors import StorageError
 from ucp_core.storage import LocalStore, Store, appended_sizes, join, read_appended
 
@@ -15,6 +16,8 @@ log = logging.getLogger(__name__)
 
 #: New lines are looked for this often at most: a listing of an object store costs money.
 _LOCAL_S, _REMOTE_S = 1.0, 10.0
+#: A stalled storage holds the page up for this long at most.
+_WAIT_S = 0.3
 #: The first look reads this much of the end of a file: 8,000 steps or more, in 50 ms.
 _FIRST_BYTES = 2 << 20
 
@@ -33,6 +36,7 @@ class Curves:
         self._store = store
         self._path = path
         self._looked_s = -math.inf
+        self._looking = Tasks()
         self._read_bytes: dict[str, int] = {}
         self._rests: dict[str, bytes] = {}
         self._curves = {name: Curve() for name in (METRICS, VALIDATION)}
@@ -47,13 +51,18 @@ class Curves:
         return 0 if tokens == last.get("samples") else tokens
 
     async def look(self) -> None:
-        """Read what is new, in a thread; nothing if it was looked a moment ago."""
-        now_s = monotonic_s()
-        if now_s - self._looked_s < (
-            _LOCAL_S if isinstance(self._store, LocalStore) else _REMOTE_S
-        ):
-            return
-        self._looked_s = now_s
+        """Read what is new, in a thread, unless that was done a moment ago.
+
+        Waits for storage only for a moment: while it stalls, the page shows what is known.
+        """
+        period_s = _LOCAL_S if isinstance(self._store, LocalStore) else _REMOTE_S
+        if not self._looking and monotonic_s() - self._looked_s >= period_s:
+            self._looked_s = monotonic_s()
+            self._looking.spawn(self._look())
+        if self._looking:
+            await asyncio.wait(self._looking, timeout=_WAIT_S)
+
+    async def _look(self) -> None:
         try:
             self.loss, self.validation = await in_thread(STORAGE, self._read)
         except StorageError as error:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import threading
 import time
 from collections.abc import Awaitable, Callable
 from dataclasses import replace
@@ -173,6 +174,37 @@ def test_curves_read_what_is_new_and_take_back_what_is_redone(tmp_path: Path) ->
 
     assert curves.loss == [(1.0, 11.0), (2.0, 12.0), (3.0, 23.0), (4.0, 24.0)]
     assert curves.tokens_per_step == 0
+
+
+class _Stalled(LocalStore):
+    """Answers nothing until it is let go."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.goes_on = threading.Event()
+
+    def sizes(self, path: str) -> dict[str, int]:
+        self.goes_on.wait()
+        return super().sizes(path)
+
+
+def test_while_storage_stalls_the_page_is_there_without_its_newest_points(tmp_path: Path) -> None:
+    """Then people look, and the run trains on."""
+    path = tmp_path / "metrics/rank0.jsonl"
+    path.parent.mkdir()
+    path.write_text('{"step": 1, "attempt": 1, "loss": 2.0}\n')
+    store = _Stalled()
+    curves = Curves(store, str(tmp_path))
+
+    async def look() -> tuple[list[Any], list[Any]]:
+        await curves.look()
+        before = list(curves.loss)
+        store.goes_on.set()
+        while not curves.loss:
+            await curves.look()
+        return before, curves.loss
+
+    assert asyncio.run(look()) == ([], [(1.0, 2.0)])
 
 
 def test_the_page_of_256_workers_costs_less_than_a_hundredth_of_a_core(tmp_path: Path) -> None:
