@@ -56,7 +56,7 @@ class RunView:
         self._step = 0
         self._progress = Progress(
             TextColumn("[bold]{task.description}"),
-            BarColumn(bar_width=12),
+            BarColumn(bar_width=8),
             MofNCompleteColumn(),
             # One line, however narrow: two would be left behind each time it is drawn.
             TextColumn("{task.fields[facts]}", table_column=Column(no_wrap=True, ratio=1)),
@@ -94,7 +94,9 @@ class RunView:
             self.say("the controller is back in charge")
         for (machine, notice), line in _notices(status).items():
             self._say(machine, line, key=notice)
-        self._progress.update(self._task, completed=status["step"], facts=_facts(status))
+        self._progress.update(
+            self._task, completed=status["step"], facts=_facts(status, is_short=True)
+        )
         cause = status["cause"]
         if cause is not None:
             self._say("cause", _cause_line(cause), key=cause["at_s"])
@@ -161,24 +163,29 @@ class RunView:
             self.say(text, style=style)
 
 
-def _facts(status: Mapping[str, Any]) -> str:
-    """Return the numbers of a run as far as they are known, the most wanted first."""
+def _facts(status: Mapping[str, Any], *, is_short: bool = False) -> str:
+    """Return the numbers of a run as far as they are known, the most wanted first.
+
+    Short ones are for a line of 80 columns with a bar in it.
+    """
     cost, is_training = status["cost"]["usd"], status["phase"] == "training"
     facts = [
-        *_progress(status),
-        counted(len(status["workers"]), "worker"),
+        *([] if is_training else [f"{status['phase']}{_since(status)}"]),
+        *_progress(status, is_short=is_short),
         *([] if cost is None else [f"${cost:.2f}"]),
+        counted(len(status["workers"]), "worker"),
     ]
-    return "  ".join(facts if is_training else [f"{status['phase']}{_since(status)}", *facts])
+    return (" " if is_short else "  ").join(facts)
 
 
-def _progress(status: Mapping[str, Any]) -> Iterator[str]:
+def _progress(status: Mapping[str, Any], *, is_short: bool = False) -> Iterator[str]:
     """Yield loss, validation loss, rate and time left, where they are known."""
+    digits, per_s = (3, "/s") if is_short else (4, " steps/s")
     for name, key in (("loss", "loss"), ("val", "validation_loss")):
         if status[key] is not None:
-            yield f"{name} {status[key]:.4f}"
+            yield f"{name} {status[key]:.{digits}f}"
     if status["steps_per_s"] and status["phase"] in ACTIVE:
-        yield f"{status['steps_per_s']:.3g} steps/s"
+        yield f"{status['steps_per_s']:.3g}{per_s}"
         yield f"ETA {_clock((status['goal'] - status['step']) / status['steps_per_s'])}"
 
 

@@ -161,7 +161,7 @@ def test_the_bar_has_rate_time_left_validation_and_money_on_one_line_of_80_colum
         view._progress.refresh()
     bars = [line for line in output.getvalue().splitlines() if "95/400" in line]
 
-    assert "loss 2.2657  val 2.3100  3.9 steps/s  ETA 1:18" in bars[-1]
+    assert "loss 2.266 val 2.310 3.9/s ETA 1:18 $1.50 1 worker" in bars[-1]
     assert max(len(re.sub(r"\x1b\[[0-9;?]*[A-Za-z]", "", line)) for line in bars) <= 80
 
 
