@@ -28,6 +28,8 @@ from ucp_core.numerics import counted, format_bytes
 PLAIN_LINE_S = 5.0
 #: Enough of a node's id to recognise it, and for ``everstep plan --lose``.
 _NODE_CHARS = 8
+#: Recoveries that take longer are told while they last; most take less than a second.
+_USUAL_S = 3.0
 #: What a run waits for is told again this often.
 _WAIT_LINE_S = 30.0
 #: Phases in which nothing is trained.
@@ -117,16 +119,20 @@ class RunView:
         """Print which nodes are lost, unless that is why the attempt ended."""
         told = "" if cause is None else cause["evidence"]
         for node in status["nodes"]:
-            name = node["node"][:_NODE_CHARS]
+            name = f"node {node['node'][:_NODE_CHARS]}"
             if node["state"] != "lost":
-                self._said.pop(f"node {name}", None)
-            elif name not in told:
-                self._say(f"node {name}", f"node {name} is lost", style="red")
+                self._said.pop(name, None)
+            elif name in told:
+                self._said[name] = True
+            else:
+                self._say(name, f"{name} is lost", style="red")
 
     def _say_wait(self, status: Mapping[str, Any]) -> None:
         """Print what the run waits for when that changes, and again from time to time."""
         if status["phase"] not in _WAITS:
             self._said.pop("waits", None)
+            return
+        if status["phase"] != "waiting" and (status["phase_for_s"] or 0.0) < _USUAL_S:
             return
         what, since = what_it_does(status), _since(status)
         # Numbers in it may grow all the time.

@@ -5,6 +5,7 @@ from __future__ import annotations
 import ast
 import json
 import os
+import signal
 import subprocess
 import sys
 import time
@@ -14,7 +15,7 @@ from typing import Any
 import pytest
 
 from tests.arch.tree import ROOT
-from tests.support.run_command import ACT_S_MAX, EVERSTEP, last_step
+from tests.support.run_command import ACT_S_MAX, EVERSTEP, everstep, last_step, wait
 
 pytestmark = [pytest.mark.ray, pytest.mark.chaos, pytest.mark.timeout(600)]
 
@@ -48,6 +49,41 @@ def test_two_commands_lead_from_an_empty_folder_to_steps(tmp_path: Path) -> None
     assert (tmp_path / "runs/first/report.html").exists()
     assert exported.returncode == 0
     assert (tmp_path / "out/model.safetensors").exists()
+
+
+def test_a_node_that_is_lost_before_the_first_step_is_told_at_once(tmp_path: Path) -> None:
+    """Eight lines of "waiting" followed, and only the report told that a machine was gone."""
+    (tmp_path / "train.py").write_text(
+        "import time\nimport torch\nfrom torch.nn.functional import cross_entropy\n"
+        "from everstep import run\n"
+        "time.sleep(20)\n"
+        "inputs, targets = torch.randn(64, 4), torch.zeros(64, dtype=torch.long)\n"
+        "def train(session):\n"
+        "    model = session.model(lambda: torch.nn.Linear(4, 2))\n"
+        "    session.optimizer(lambda named: torch.optim.AdamW(named.values()))\n"
+        "    for _ in session.steps(64):\n"
+        "        session.train_step(lambda at: cross_entropy(model(inputs[at]), targets[at]))\n"
+        "run(train, directory='runs/lost', steps=4, global_batch=8, micro_batch=4)\n"
+    )
+    subprocess.run([*EVERSTEP, "init", "train.py"], check=True)
+    with Path("told").open("w") as told:
+        run = subprocess.Popen([*EVERSTEP, "run"], stdout=told, text=True)
+
+    def nodes() -> list[dict[str, Any]]:
+        shown = everstep("status", "runs/lost", "--json")
+        known = json.loads(shown.stdout)["nodes"] if shown.returncode == 0 else []
+        return [node for node in known if node["raylet_pid"]]
+
+    wait(lambda: len(nodes()) == 2, "both nodes have told who they are", run)
+    gone = nodes()[0]
+    os.kill(gone["raylet_pid"], signal.SIGKILL)
+    run.wait(timeout=ACT_S_MAX)
+    lines = Path("told").read_text().splitlines()
+
+    (lost,) = (at for at, line in enumerate(lines) if f"node {gone['node'][:8]} is lost" in line)
+    (trains,) = (at for at, line in enumerate(lines) if "attempt 1 trains on 1 worker " in line)
+    assert lost < trains
+    assert "lost is complete after step 4 of 4" in "\n".join(lines)
 
 
 def test_the_notebook_kills_a_worker_and_draws_one_curve(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -139,12 +139,28 @@ def test_a_wait_says_once_for_what_and_since_when() -> None:
     ]
 
 
+def test_a_recovery_says_what_it_waits_for_only_if_it_takes_long() -> None:
+    """Three lines for half a second would hide those that matter."""
+    cause = {"kind": "crash", "guilty": ["w0001"], "evidence": "its process died", "at_s": 9.0}
+    short = (
+        status_document(phase=phase, phase_for_s=0.6, cause=cause)
+        for phase in ("fencing", "reading", "forming")
+    )
+    slow = status_document(phase="reading", phase_for_s=7, cause=cause, waits_for="storage")
+    lines = [line for line in _shown(*short, slow) if "problem" not in line]
+
+    assert lines[0] == "crash (w0001): its process died"
+    assert lines[-1].startswith("Looks for the newest step that is safe. Waits for storage.")
+    assert [line for line in lines if "Stops" in line or "forms" in line] == []
+
+
 def test_a_lost_node_is_told_at_once_also_before_the_first_step() -> None:
     """Eight lines of "waiting" followed, and only the report told that a machine was gone."""
     lost = {**status_document()["nodes"][0], "state": "lost"}
     lines = _shown(_waiting(3, "starting"), *[_waiting(4, "starting", nodes=[lost])] * 2)
     cause = {"kind": "node_loss", "guilty": [], "evidence": "node f6a90903: gone", "at_s": 1.0}
-    known = _shown(status_document(nodes=[lost], cause=cause))
+    grown = {"kind": "growth", "guilty": [], "evidence": "grow", "at_s": 2.0}
+    known = _shown(*(status_document(nodes=[lost], cause=each) for each in (cause, grown)))
 
     assert [line for line in lines if "f6a90903" in line] == [
         "node f6a90903 is lost",
