@@ -50,6 +50,7 @@ SOURCES: dict[str, dict[str, Any]] = {
     "zero1-parallel": {"stage": 1, "model": "parallel"},
     "zero1-pp2": {"stage": 1, "pp": 2},
     "zero1-tp2": {"stage": 1, "model": "parallel", "tp": 2},
+    "zero1-experts-ep2": {"stage": 1, "model": "experts", "ep": 2},
 }
 
 
@@ -59,6 +60,7 @@ def _case(source: str, world_size: int, **target: Any) -> Any:
     tp, pp = target.setdefault("tp", 1), target.get("pp", 1)
     layout = f"dp{world_size // tp // pp}" + (f"-tp{tp}" if tp > 1 else "")
     layout += f"-pp{pp}" if "pp" in target else ""
+    layout += f"-ep{target['ep']}" if "ep" in target else ""
     layout += f"-of-which-sp{target['sp']}" if "sp" in target else ""
     name = f"{source}-to-{kind}-zero{target['stage']}-{layout}-{dtype}"
     target |= {"name": name, "source": source, "world_size": world_size}
@@ -98,6 +100,12 @@ CASES = [
     _case("zero1", 2, stage=3, sp=2),
     _case("zero1", 3, stage=1),
     _case("zero1", 3, stage=3),
+    _case("zero1-experts-ep2", 1, stage=1, ep=1),
+    _case("zero1-experts-ep2", 2, stage=0, ep=2),
+    _case("zero1-experts-ep2", 2, stage=1, ep=1),
+    _case("zero1-experts-ep2", 2, stage=2, ep=2),
+    _case("zero1-experts-ep2", 4, stage=1, ep=2),
+    _case("zero1-experts-ep2", 4, stage=1, ep=4),
 ]
 
 pytestmark = [
@@ -147,6 +155,7 @@ def _convert(case: dict[str, Any], out: Path) -> None:
         stage=case["stage"],
         dp=case["world_size"] // case["tp"] // case.get("pp", 1),
         tp=case["tp"],
+        ep=case.get("ep", 1),
         rules=RULES,
         dtype=case["dtype"],
         sub_group_size=case.get("sub_group_size", 10**9),
@@ -166,12 +175,13 @@ def runs(tmp_path_factory: pytest.TempPathFactory) -> Path:
     with ForkedCommands([SCRIPT], out / "log") as commands:
         _launch(commands, trains, 2, out)
         # DeepSpeed keeps its groups of ranks in globals, so one process can have one kind only.
-        by_world: dict[tuple[int, int], list[dict[str, Any]]] = {}
+        by_world: dict[tuple[int, int, int], list[dict[str, Any]]] = {}
         for parameters in CASES:
             case = dict(parameters.values[0], do="load", steps=STEPS)
             _convert(case, out)
-            by_world.setdefault((case["world_size"], case.get("sp", 1)), []).append(case)
-        for (world_size, _), cases in by_world.items():
+            kind = (case["world_size"], case.get("sp", 1), case.get("ep", 1))
+            by_world.setdefault(kind, []).append(case)
+        for (world_size, *_), cases in by_world.items():
             # After an engine with tensor parallelism DeepSpeed makes none without in one process.
             ordered = sorted(cases, key=lambda case: int(case["tp"]))
             _launch(commands, ordered, world_size, out)

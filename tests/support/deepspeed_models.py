@@ -17,11 +17,12 @@ import deepspeed
 import deepspeed.runtime.zero.muon.muon_optimizer
 import torch
 import torch.distributed as dist
+from deepspeed.moe.layer import MoE
 from deepspeed.runtime.sequence_parallel import parallel_state_sp
 from deepspeed.utils import safe_get_full_fp32_param, safe_get_full_optimizer_state
 from torch import nn
 
-VOCABULARY, WIDTH = 11, 6
+VOCABULARY, WIDTH, NUM_EXPERTS = 11, 6, 4
 #: Divides by every number of ranks that is used.
 GLOBAL_BATCH = 12
 SLOTS = {
@@ -92,6 +93,29 @@ class Parallel(nn.Module):
         hidden = self.norm(self.embed(tokens))
         hidden = hidden + self.down(torch.relu(self.up(hidden)) * self.gate(hidden))
         return mean_loss(self.head(hidden), labels)
+
+
+class Experts(nn.Module):
+    """With a layer of four experts, which each rank of ``ep`` has some of.
+
+    Args:
+        balance: Weight of the loss that balances them; 0 for one that depends on tokens alone.
+    """
+
+    def __init__(self, ep: int = 2, *, balance: float = 0.01) -> None:
+        super().__init__()
+        self.embed = nn.Embedding(VOCABULARY, WIDTH)
+        expert = nn.Sequential(nn.Linear(WIDTH, 5), nn.ReLU(), nn.Linear(5, WIDTH))
+        # Which tokens are dropped depends on the ranks' batches.
+        options = {"k": 1, "min_capacity": 0, "drop_tokens": balance > 0}
+        self.moe = MoE(WIDTH, expert, num_experts=NUM_EXPERTS, ep_size=ep, **options)
+        self.head = nn.Linear(WIDTH, VOCABULARY, bias=False)
+        self.balance = balance
+
+    def forward(self, tokens: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
+        hidden, loss, _ = self.moe(self.embed(tokens))
+        total: torch.Tensor = mean_loss(self.head(hidden), labels) + self.balance * loss
+        return total
 
 
 class Embedding(nn.Module):
@@ -190,6 +214,20 @@ def joined(parts: list[dict[str, torch.Tensor]]) -> dict[str, torch.Tensor]:
         else value
         for key, value in parts[0].items()
     }
+
+
+def with_all_experts(parts: list[dict[str, torch.Tensor]], ep: int) -> dict[str, torch.Tensor]:
+    """Return the tensors of all ranks, experts by their numbers in the whole layer."""
+    found: dict[str, torch.Tensor] = {}
+    for rank, part in enumerate(parts):
+        for key, value in part.items():
+            prefix, dot, rest = key.partition("deepspeed_experts.")
+            name = key
+            if dot:
+                number, rest = rest.split(".", 1)
+                name = f"{prefix}{dot}{NUM_EXPERTS // ep * (rank % ep) + int(number)}.{rest}"
+            found.setdefault(name, value)
+    return found
 
 
 def run_job(run: Callable[[dict[str, Any], Path], None]) -> None:

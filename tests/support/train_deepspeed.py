@@ -14,6 +14,7 @@ import deepspeed
 import safetensors.torch
 import torch
 import torch.distributed as dist
+from deepspeed.moe.utils import split_params_into_different_moe_groups_for_optimizer
 from torch import nn
 
 from tests.support import train_deepspeed_pipeline
@@ -22,12 +23,14 @@ from tests.support.deepspeed_models import (
     GLOBAL_BATCH,
     TENSOR_PARALLEL,
     VOCABULARY,
+    Experts,
     Parallel,
     Whole,
     joined,
     run_job,
     sequence_ranks,
     state_of,
+    with_all_experts,
 )
 
 
@@ -35,9 +38,13 @@ def build(case: dict[str, Any], *, seed: int, spoilt: bool) -> Any:
     """Return an engine; a spoilt one has hyper-parameters that a checkpoint has to replace."""
     if "pp" in case:
         return train_deepspeed_pipeline.build(case, seed=seed, spoilt=spoilt)
-    torch.manual_seed(seed)
-    is_parallel = case.get("model") == "parallel"
-    model: nn.Module = Parallel(biased=False) if is_parallel else Whole()
+    kind = case.get("model")
+    torch.manual_seed(seed + (dist.get_rank() if kind == "experts" else 0))
+    model: nn.Module = Whole()
+    if kind == "parallel":
+        model = Parallel(biased=False)
+    elif kind == "experts":
+        model = Experts(case["ep"], balance=0.0)
     trained = [(n, p) for n, p in model.named_parameters() if p.requires_grad]
     lr = 0.5 if spoilt else 0.01
     if case.get("groups", 2) == 2:
@@ -50,6 +57,9 @@ def build(case: dict[str, Any], *, seed: int, spoilt: bool) -> Any:
     if spoilt:
         for group in groups:
             group["weight_decay"] = 0.7
+    if kind == "experts":
+        named = [group | {"name": str(number)} for number, group in enumerate(groups)]
+        groups = split_params_into_different_moe_groups_for_optimizer(named)
     optimizer: torch.optim.Optimizer = (
         torch.optim.SGD(groups, lr=lr, momentum=0.9)
         if case.get("optimizer") == "sgd"
@@ -112,10 +122,12 @@ def gathered(mine: dict[str, torch.Tensor], case: dict[str, Any]) -> dict[str, t
     """Return whole tensors of all stages and tensor parallel ranks."""
     if "pp" in case:
         return train_deepspeed_pipeline.gathered(mine)
-    if case.get("tp", 1) == 1:
+    if case.get("tp", 1) == 1 and "ep" not in case:
         return mine
     held: list[Any] = [None] * dist.get_world_size()
     dist.all_gather_object(held, mine)
+    if "ep" in case:
+        return with_all_experts(held, case["ep"])
     return joined(held[: case["tp"]])
 
 
@@ -123,7 +135,9 @@ def small_values(engine: Any, stage: int) -> dict[str, Any]:
     """Return what the optimizer knows beside tensors."""
     inner = engine.optimizer if stage == 0 else engine.optimizer.optimizer
     steps = {float(held["step"]) for held in inner.state.values() if "step" in held}
-    groups = [{k: v for k, v in group.items() if k != "params"} for group in inner.param_groups]
+    # Groups of experts are named by the number of ranks.
+    unlike = {"params", "name"}
+    groups = [{k: v for k, v in group.items() if k not in unlike} for group in inner.param_groups]
     return {
         "groups": groups,
         "steps": sorted(steps),

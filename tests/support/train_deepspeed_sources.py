@@ -16,7 +16,6 @@ import safetensors.torch
 import torch
 import torch.distributed as dist
 from deepspeed.accelerator import get_accelerator
-from deepspeed.moe.layer import MoE
 from deepspeed.moe.utils import split_params_into_different_moe_groups_for_optimizer
 from deepspeed.pipe import LayerSpec, PipelineModule, TiedLayerSpec
 from deepspeed.runtime.sequence_parallel import parallel_state_sp
@@ -29,6 +28,7 @@ from tests.support.deepspeed_models import (
     VOCABULARY,
     WIDTH,
     Embedding,
+    Experts,
     Parallel,
     Whole,
     joined,
@@ -37,25 +37,10 @@ from tests.support.deepspeed_models import (
     run_job,
     sequence_ranks,
     state_of,
+    with_all_experts,
 )
 
 _FUSED_ADAM = deepspeed.runtime.engine.FusedAdam
-
-
-class Experts(nn.Module):
-    """With a layer of experts, of which every rank of a pair has two of four."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.embed = nn.Embedding(VOCABULARY, WIDTH)
-        expert = nn.Sequential(nn.Linear(WIDTH, 5), nn.ReLU(), nn.Linear(5, WIDTH))
-        self.moe = MoE(WIDTH, expert, num_experts=4, ep_size=2, k=1, min_capacity=0)
-        self.head = nn.Linear(WIDTH, VOCABULARY, bias=False)
-
-    def forward(self, tokens: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
-        hidden, loss, _ = self.moe(self.embed(tokens))
-        total: torch.Tensor = mean_loss(self.head(hidden), labels) + 0.01 * loss
-        return total
 
 
 class Sequence(nn.Module):
@@ -219,20 +204,7 @@ def gathered(mine: dict[str, torch.Tensor], case: dict[str, Any]) -> dict[str, t
     dist.all_gather_object(held, mine)
     if case.get("tp", 1) > 1:
         return joined(held[: case["tp"]])
-    found: dict[str, torch.Tensor] = {}
-    for rank, part in enumerate(held):
-        for key, value in part.items():
-            found.setdefault(_global_name(key, rank), value)
-    return found
-
-
-def _global_name(key: str, rank: int) -> str:
-    """Return a name with the expert's number in the whole layer: each rank has two of four."""
-    prefix, dot, rest = key.partition("deepspeed_experts.")
-    if not dot:
-        return key
-    number, rest = rest.split(".", 1)
-    return f"{prefix}{dot}{2 * (rank % 2) + int(number)}.{rest}"
+    return with_all_experts(held, 2)
 
 
 def run(case: dict[str, Any], out: Path) -> None:

@@ -158,7 +158,7 @@ _Flatten = Annotated[
 _Stage = Annotated[int | None, typer.Option(help="deepspeed: ZeRO stage.")]
 _Dp = Annotated[int | None, typer.Option(help="deepspeed: data-parallel ranks.")]
 _Tp = Annotated[int | None, typer.Option(help="deepspeed: tensor-parallel ranks.")]
-_Ep = Annotated[int | None, typer.Option(help="megatron-core: expert-parallel ranks.")]
+_Ep = Annotated[int | None, typer.Option(help="deepspeed, megatron-core: expert-parallel ranks.")]
 _QueryGroups = Annotated[
     int | None,
     typer.Option(help="megatron-core: heads of k and v, if no config.json says it."),

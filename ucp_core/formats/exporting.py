@@ -49,7 +49,7 @@ _WRITERS = {
         "write",
         frozenset(
             {
-                *("stage", "dp", "tp", "dtype", "rules", "tag"),
+                *("stage", "dp", "tp", "ep", "dtype", "rules", "tag"),
                 *("sub_group_size", "stages", "tied_layers"),
             }
         ),

@@ -31,6 +31,7 @@ from ucp_core.formats.deepspeed.writing import (
     Trees,
     describe,
     hyper_parameters,
+    is_expert,
     number,
 )
 from ucp_core.language import Affine, Cut, Grid
@@ -77,6 +78,13 @@ def write(  # noqa: PLR0913 - the signature of every writer
         raise UcpError(f"dtype={dtype!r}: give one of {', '.join(DTYPES)}")
     check_memory(memory_bytes)
     model = describe(checkpoint)
+    expert = next((key.fqn for key in model.entries if is_expert(key.fqn)), None)
+    if expert is not None:
+        raise UcpError(
+            f"{expert} is of an expert of DeepSpeed's MoE, which its universal form takes for an "
+            "expert of every rank: export with --format deepspeed",
+            fqn=expert,
+        )
     if not model.groups:
         raise UcpError(
             "the source has no optimizer groups (it may have only weights), and "

@@ -14,12 +14,14 @@ from typing import TYPE_CHECKING, Any
 from ucp_core.errors import UcpError
 from ucp_core.formats.deepspeed.writing import (
     DS_VERSION,
+    Experts,
     FlatReader,
     Model,
     Output,
     Pipeline,
     Trees,
     describe,
+    is_expert,
     universal_info,
 )
 from ucp_core.language import Placement, split
@@ -50,6 +52,8 @@ class Target:
         stage: ZeRO's stage, 0 to 3.
         dp: Data-parallel ranks (times sequence-parallel ranks).
         tp: Tensor-parallel ranks.
+        ep: Expert-parallel ranks, of which every layer's experts have as many each; they divide
+            ``dp``.
         dtype: The model's dtype, a key of ``DTYPES``. None: the source's.
         sub_group_size: Stage 3's setting; the default is DeepSpeed's.
         stages: The first layer of every stage of a ``PipelineModule``. Empty: no pipeline.
@@ -60,6 +64,7 @@ class Target:
     stage: int = 1
     dp: int = 1
     tp: int = 1
+    ep: int = 1
     dtype: str | None = None
     sub_group_size: int = 1_000_000_000
     stages: Sequence[int] = ()
@@ -72,10 +77,12 @@ class Target:
             raise UcpError(f"stage={self.stage!r}: ZeRO has the stages 0 to 3")
         if self.dtype is not None and self.dtype not in DTYPES:
             raise UcpError(f"dtype={self.dtype!r}: give one of {', '.join(DTYPES)}")
-        for name in ("dp", "tp", "sub_group_size"):
+        for name in ("dp", "tp", "ep", "sub_group_size"):
             value = getattr(self, name)
             if not isinstance(value, int) or value < 1:
                 raise UcpError(f"{name}={value!r} must be at least 1")
+        if self.dp % self.ep:
+            raise UcpError(f"ep={self.ep} must divide dp={self.dp}: experts are spread over it")
         if self.stage == 0 and self.dtype not in {None, "fp32"}:
             raise UcpError(
                 f"stage 0 in {self.dtype} keeps its state in a form that cannot be written: give "
@@ -129,21 +136,42 @@ def write(
         tied = pipeline.tied(model) if pipeline is not None else ()
         names = (*model.parameters, *model.frozen, *model.buffers)
         info["universal_checkpoint_info"] = universal_info(names, placements, tied=tied)
+    experts = _experts(model, wanted)
 
     def trees(part: Model, tp_rank: int) -> Trees:
         dtype = DTYPES[wanted.dtype or model.precision]
-        return Trees(part, reader, dtype=dtype, dp=wanted.dp, placements=placements, rank=tp_rank)
+        degrees = {"dp": wanted.dp, "ep": wanted.ep}
+        return Trees(part, reader, dtype=dtype, **degrees, placements=placements, rank=tp_rank)
 
     def files() -> Iterator[tuple[str, Any]]:
+        if experts is not None:
+            by_rank = [trees(experts.rank(rank), 0) for rank in range(wanted.ep)]
+            yield from _files(by_rank, wanted, 0, {"num_experts": experts.counts})
+            yield from _expert_files(trees(model, 0), experts)
+            return
         for stage, part in enumerate(parts):
             for tp_rank in range(wanted.tp):
                 mp_rank = stage * wanted.tp + tp_rank
-                yield from _files(trees(part, tp_rank), wanted, mp_rank, info)
+                yield from _files([trees(part, tp_rank)], wanted, mp_rank, info)
         if pipeline is not None:
             for tp_rank in range(wanted.tp):
                 yield from _layer_files(trees(model, tp_rank), wanted, pipeline, tp_rank)
 
     Output(store, directory, tag, progress, fsync=fsync).write(files, latest="latest")
+
+
+def _experts(model: Model, wanted: Target) -> Experts | None:
+    """Return the experts of the model and of its target; None if there are none."""
+    experts = Experts(model, wanted.ep, apart=wanted.stage > 0)
+    if not experts.counts:
+        return None
+    if wanted.stage == 3 or wanted.tp > 1 or wanted.stages:  # noqa: PLR2004 - ZeRO's
+        raise UcpError(
+            "experts of DeepSpeed's MoE are written for stages 0 to 2 without tensor-parallel "
+            "ranks and pipeline: DeepSpeed has no stage 3 for them, and names the ranks' experts "
+            "otherwise in the rest"
+        )
+    return experts
 
 
 def _check_groups(model: Model, wanted: Target) -> None:
@@ -206,17 +234,22 @@ def _refuse_empty_shards(model: Model, placements: Mapping[str, Placement]) -> N
 
 
 def _files(
-    trees: Trees, target: Target, mp_rank: int, info: Mapping[str, Any]
+    by_rank: Sequence[Trees], target: Target, mp_rank: int, info: Mapping[str, Any]
 ) -> Iterator[tuple[str, Any]]:
-    """Yield the names and trees of one model-parallel rank's files."""
-    stage, mp = target.stage, f"mp_rank_{mp_rank:02d}"
+    """Yield the names and trees of one model-parallel rank's files.
+
+    Args:
+        by_rank: The trees of every expert-parallel rank.
+    """
+    stage, mp, trees = target.stage, f"mp_rank_{mp_rank:02d}", by_rank[0]
     if stage > 0:
         prefix = "bf16_" if target.dtype == "bf16" else ""
         for dp_rank in range(target.dp):
+            expert_rank, ep_rank = _expert_ranks(trees.model, target, dp_rank)
             state = (
                 trees.optimizer_stage_3(dp_rank, target.sub_group_size)
                 if stage == 3  # noqa: PLR2004 - ZeRO's
-                else trees.optimizer_stage_1_2(stage, dp_rank)
+                else by_rank[ep_rank].optimizer_stage_1_2(stage, dp_rank, expert_rank)
             )
             tree = {
                 "optimizer_state_dict": state,
@@ -224,6 +257,10 @@ def _files(
                 "ds_version": DS_VERSION,
             }
             yield f"{prefix}zero_pp_rank_{dp_rank}_{mp}_optim_states.pt", tree
+    elif "num_experts" in info:
+        for ep_rank, mine in enumerate(by_rank):
+            name = f"expp_rank_{ep_rank}_{mp}_optim_states.pt"
+            yield name, {"optimizer": mine.plain_optimizer()}
     if stage < 3:  # noqa: PLR2004 - ZeRO's
         yield f"{mp}_model_states.pt", {**_model_states(trees, target), **info}
         return
@@ -232,13 +269,29 @@ def _files(
         yield name, {**_model_states_stage_3(trees, target, dp_rank), **info}
 
 
+def _expert_ranks(model: Model, target: Target, dp_rank: int) -> tuple[int, int]:
+    """Return a rank's number among those that hold its experts, and which experts it holds."""
+    if model.config.get("use_data_before_expert_parallelism"):
+        ep_rank, expert_rank = divmod(dp_rank, target.dp // target.ep)
+        return expert_rank, ep_rank
+    return divmod(dp_rank, target.ep)
+
+
+def _expert_files(trees: Trees, experts: Experts) -> Iterator[tuple[str, Any]]:
+    """Yield the weights of every expert, under its name in the whole model."""
+    module = trees.module()
+    for file, names in experts.files().items():
+        tree = OrderedDict((name, module[name]) for name in names)
+        yield f"{file}_mp_rank_00_model_states.pt", tree
+
+
 def _model_states(trees: Trees, target: Target) -> dict[str, Any]:
     """Return the model_states of stage 0, 1 or 2, which are the same on every dp rank."""
     model, stage = trees.model, target.stage
     module = trees.module()
     tree: dict[str, Any] = {
         # The tensors of a pipeline are in files of layers.
-        "module": None if target.stages else module,
+        "module": None if target.stages else _without_experts(module),
         "buffer_names": list(model.buffers),
     }
     tree["optimizer"] = trees.plain_optimizer() if stage == 0 else None
@@ -256,6 +309,11 @@ def _model_states(trees: Trees, target: Target) -> dict[str, Any]:
         tree["frozen_param_fragments"] = frozen
         tree["frozen_param_shapes"] = OrderedDict((n, Size(t.shape)) for n, t in frozen.items())
     return tree | _common(model, target)
+
+
+def _without_experts(module: OrderedDict[str, Any]) -> OrderedDict[str, Any]:
+    """Return what is not in the files of experts."""
+    return OrderedDict((name, data) for name, data in module.items() if not is_expert(name))
 
 
 def _model_states_stage_3(trees: Trees, target: Target, dp_rank: int) -> dict[str, Any]:

@@ -9,6 +9,7 @@ from __future__ import annotations
 import re
 from collections import defaultdict
 from dataclasses import dataclass, field
+from itertools import chain
 from math import prod
 from typing import TYPE_CHECKING, Any, NoReturn
 
@@ -132,9 +133,9 @@ def _families(
             file=parts[0].file,
         )
     ep_degree = dp // num_ranks
-    # Layers may have different numbers of experts.
+    # Layers may have different numbers of experts, and a large group is cut within a layer.
     local: dict[str, int] = defaultdict(int)
-    for match in filter(None, map(EXPERT.fullmatch, shapes)):
+    for match in filter(None, map(EXPERT.fullmatch, chain.from_iterable(stage.shapes))):
         local[match[1]] = max(local[match[1]], 1 + int(match[2]))
     for ep_rank in range(ep_degree):
         apart = range(ep_rank, dp, ep_degree)

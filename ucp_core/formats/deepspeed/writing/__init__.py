@@ -1,10 +1,11 @@
 """Parts of the writers of DeepSpeed's checkpoints.
 
-The state to write (``model``), its spread over ranks and files (``partitions``,
-``pipeline``, ``universal_info``), what each file holds (``trees``), its bytes as streams
+The state to write (``model``), its spread over ranks and files (``partitions``, ``pipeline``,
+``experts``, ``universal_info``), what each file holds (``trees``), its bytes as streams
 (``streams``), and how files come into a store (``output``).
 """
 
+from ucp_core.formats.deepspeed.writing.experts import Experts, is_expert
 from ucp_core.formats.deepspeed.writing.model import Group, Model, describe
 from ucp_core.formats.deepspeed.writing.output import Output
 from ucp_core.formats.deepspeed.writing.pipeline import Pipeline
@@ -14,6 +15,7 @@ from ucp_core.formats.deepspeed.writing.universal_info import universal_info
 
 __all__ = [
     "DS_VERSION",
+    "Experts",
     "FlatReader",
     "Group",
     "Model",
@@ -23,6 +25,7 @@ __all__ = [
     "Trees",
     "describe",
     "hyper_parameters",
+    "is_expert",
     "number",
     "universal_info",
 ]

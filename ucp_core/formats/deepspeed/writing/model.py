@@ -5,7 +5,7 @@ The writers of both forms use it before they write anything.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from math import prod
 from typing import TYPE_CHECKING, Any
 
@@ -16,7 +16,7 @@ from ucp_core.geometry import DTYPE_BYTES, TensorEntry, TensorKey
 from ucp_core.numerics import FLOATS
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping, Sequence
+    from collections.abc import Callable, Iterable, Mapping, Sequence
 
     from ucp_core.native import Checkpoint
 
@@ -47,7 +47,6 @@ RESERVED = frozenset(
 _KEPT = ("lr_scheduler", "data_sampler", "random_ltd")
 _COUNTERS = ("skipped_steps", "global_steps", "global_samples")
 _WEIGHT = "weight"
-_EXPERTS = ".deepspeed_experts."
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -64,6 +63,11 @@ class Group:
     hyper: Mapping[str, Any]
     flat: Mapping[str, str]
     scalars: Mapping[str, tuple[str, bytes]]
+
+    @property
+    def is_expert(self) -> bool:
+        """Return whether DeepSpeed cuts it over the ranks that hold the same experts."""
+        return bool(self.hyper.get("moe"))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -110,6 +114,35 @@ class Model:
     def slot(self, name: str, slot: str) -> TensorEntry | None:
         """Return the entry of one of a parameter's slots, or None if it has none."""
         return self.entries.get(TensorKey(name, slot))
+
+
+def part_of(model: Model, name_of: Callable[[str], str | None]) -> Model:
+    """Return what has some of the tensors: ``name_of`` gives their names there, or None.
+
+    Groups of the optimizer that have no parameter there are missing.
+    """
+
+    def named(names: Iterable[str]) -> tuple[str, ...]:
+        return tuple(name for name in map(name_of, names) if name is not None)
+
+    groups = [replace(group, names=named(group.names)) for group in model.groups]
+    return replace(
+        model,
+        entries={
+            TensorKey(name, key.slot): entry
+            for key, entry in model.entries.items()
+            if (name := name_of(key.fqn)) is not None
+        },
+        groups=tuple(group for group in groups if group.names),
+        trained=named(model.trained),
+        frozen=named(model.frozen),
+        buffers=named(model.buffers),
+        ties={
+            name: owned
+            for alias, owner in model.ties.items()
+            if (name := name_of(alias)) is not None and (owned := name_of(owner)) is not None
+        },
+    )
 
 
 def describe(checkpoint: Checkpoint) -> Model:
@@ -171,13 +204,6 @@ def _check_names(
     for key in sorted(entries):
         if key.fqn not in shapes:
             raise UcpError(f"{key}: the checkpoint has no weight of that name", fqn=key.fqn)
-    expert = next((name for name in shapes if _EXPERTS in name), None)
-    if expert is not None:
-        raise UcpError(
-            f"{expert} is of an expert of DeepSpeed's MoE, which has files of its own that "
-            "cannot be written: export to another format",
-            fqn=expert,
-        )
     for alias, owner in sorted(ties.items()):
         if owner not in shapes:
             raise UcpError(f"{alias} is tied to {owner}, which the checkpoint does not have")

@@ -8,11 +8,11 @@ from __future__ import annotations
 
 import re
 from bisect import bisect_right
-from dataclasses import replace
 from itertools import pairwise
 from typing import TYPE_CHECKING
 
 from ucp_core.errors import UcpError
+from ucp_core.formats.deepspeed.writing.model import part_of
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Mapping, Sequence
@@ -63,7 +63,7 @@ class Pipeline:
         for name in (*model.parameters, *model.frozen, *model.buffers):
             for layer in self.place(name)[0]:
                 by_stage[bisect_right(self._starts, layer) - 1].add(name)
-        return [_part(model, names) for names in by_stage]
+        return [part_of(model, {name: name for name in held}.get) for held in by_stage]
 
     def tied(self, model: Model) -> tuple[str, ...]:
         """Return the tensors that several layers share."""
@@ -77,17 +77,3 @@ class Pipeline:
             layers, local = self.place(name)
             files.setdefault(layers[0], {})[local] = name
         return dict(sorted(files.items()))
-
-
-def _part(model: Model, names: set[str]) -> Model:
-    groups = [
-        replace(group, names=tuple(name for name in group.names if name in names))
-        for group in model.groups
-    ]
-    return replace(
-        model,
-        # A stage lacks the groups that have no parameter there.
-        groups=tuple(group for group in groups if group.names),
-        frozen=tuple(name for name in model.frozen if name in names),
-        buffers=tuple(name for name in model.buffers if name in names),
-    )

@@ -70,6 +70,7 @@ class Trees:
     Args:
         dtype: Dtype of the model's weights in the target.
         dp: Data-parallel ranks of the target.
+        ep: Expert-parallel ranks of the target.
         placements: How tensors are sharded over tensor-parallel ranks; None: not at all.
         rank: This tensor-parallel rank.
     """
@@ -81,6 +82,7 @@ class Trees:
         *,
         dtype: str,
         dp: int,
+        ep: int = 1,
         placements: Mapping[str, Placement] | None = None,
         rank: int = 0,
     ) -> None:
@@ -88,6 +90,7 @@ class Trees:
         self._reader = reader
         self._dtype = dtype
         self._dp = dp
+        self._ep = ep
         self._placements = placements
         self._rank = rank
 
@@ -164,13 +167,19 @@ class Trees:
             fragments[name] = self._flat([name], spans, None, self.model_dtype(entry))
         return fragments
 
-    def optimizer_stage_1_2(self, stage: int, dp_rank: int) -> dict[str, Any]:
-        """Return the ``optimizer_state_dict`` of one rank of stage 1 or 2."""
+    def optimizer_stage_1_2(self, stage: int, dp_rank: int, expert_rank: int) -> dict[str, Any]:
+        """Return the ``optimizer_state_dict`` of one rank of stage 1 or 2.
+
+        Args:
+            expert_rank: Its number among the ranks that hold the same experts.
+        """
         groups, mappings, masters, paddings = self.model.groups, [], [], []
+        counts = [self._dp // self._ep if group.is_expert else self._dp for group in groups]
         state: dict[int, Any] = {}
         for index, group in enumerate(groups):
             numels = [prod(self.shape(name)) for name in group.names]
-            partition = group_partition(numels, self._dp, dp_rank)
+            rank = expert_rank if group.is_expert else dp_rank
+            partition = group_partition(numels, counts[index], rank)
             masters.append(self._flat(group.names, partition.without_padding(), None, "F32"))
             paddings.append(partition.padding)
             state[index] = self._state(group, group.names, partition.spans)
@@ -183,7 +192,7 @@ class Trees:
             "single_partition_of_fp32_groups": masters,
             "zero_stage": Instance("deepspeed.runtime.zero.config.ZeroStageEnum", (stage,)),
             "group_paddings": paddings,
-            "partition_count": [self._dp] * len(groups),
+            "partition_count": counts,
             "ds_version": DS_VERSION,
             "param_slice_mappings": mappings,
         }

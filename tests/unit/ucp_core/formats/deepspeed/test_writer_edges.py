@@ -156,12 +156,6 @@ def test_a_slot_in_two_precisions_takes_the_wider() -> None:
     assert np.array_equal(flat[3:7].numpy(), state.slots["exp_avg"]["b"].astype(np.float32))
 
 
-def test_experts_are_refused() -> None:
-    """DeepSpeed looks for them in files of their own."""
-    with pytest.raises(UcpError, match="an expert of DeepSpeed's MoE"):
-        _files(adam_state({"moe.deepspeed_moe.experts.deepspeed_experts.0.w": (2,)}), stage=1)
-
-
 @pytest.mark.parametrize("how", [How.BEFORE, How.AFTER])
 @pytest.mark.parametrize("form", ["native", "universal"])
 def test_a_killed_writer_leaves_nothing_that_is_taken_for_whole(

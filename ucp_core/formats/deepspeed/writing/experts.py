@@ -1,0 +1,142 @@
+"""Spreads the experts of DeepSpeed's MoE layers over expert-parallel ranks. Pure.
+
+Every rank numbers its experts from 0 on, layer by layer; files of experts have their numbers in the
+whole layer. A group of the optimizer under ZeRO has only experts or none, and groups of experts are
+cut over the ranks that hold the same ones (DeepSpeed 0.19, ``moe/utils.py``, ``utils/groups.py``).
+Counterpart: ``ucp_core.formats.deepspeed.reading.zero``.
+"""
+
+from __future__ import annotations
+
+import re
+from dataclasses import replace
+from math import prod
+from typing import TYPE_CHECKING
+
+from ucp_core.errors import UcpError
+from ucp_core.formats.deepspeed.writing.model import part_of
+from ucp_core.numerics import grouped
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable, Iterator, Sequence
+
+    from ucp_core.formats.deepspeed.writing.model import Group, Model
+
+_EXPERT = re.compile(r"(.*\.deepspeed_experts\.)(\d+)(\..*)")
+_GROUP = re.compile(r"ep_size_(\d+)")
+#: DeepSpeed cuts a rank's group of experts into several, of at most so many elements.
+_GROUP_ELEMENTS_MAX = 178956971
+
+
+def is_expert(name: str) -> bool:
+    """Return whether a tensor is an expert's."""
+    return _EXPERT.fullmatch(name) is not None
+
+
+class Experts:
+    """The experts of a model, shared out over ``ep`` ranks.
+
+    Args:
+        apart: Whether groups of the optimizer must have only experts or none, as under ZeRO.
+
+    Raises:
+        UcpError: The ranks cannot have as many experts each.
+
+    Attributes:
+        counts: Experts of each layer.
+    """
+
+    def __init__(self, model: Model, ep: int, *, apart: bool) -> None:
+        self._model = model
+        self._ep = ep
+        numbers: dict[str, set[int]] = {}
+        self._names = (*model.parameters, *model.frozen, *model.buffers)
+        for match in filter(None, map(_EXPERT.fullmatch, self._names)):
+            numbers.setdefault(match[1], set()).add(int(match[2]))
+        self._counts = {layer: len(held) for layer, held in numbers.items()}
+        self.counts = list(self._counts.values())
+        if any(count % ep for count in self.counts) or (ep > 1 and not self.counts):
+            has = f"{', '.join(map(str, sorted({*self.counts}))) or 'no'} experts in a layer"
+            raise UcpError(f"ep={ep}: the source has {has}, which ep ranks cannot share", ep=ep)
+        self._groups = self._joined(_apart(model.groups) if apart else model.groups)
+
+    def rank(self, ep_rank: int) -> Model:
+        """Return what one rank has, under the names that it has there."""
+
+        def local(name: str) -> str | None:
+            match = _EXPERT.fullmatch(name)
+            if match is None:
+                return name
+            rank, number = divmod(int(match[2]), self._counts[match[1]] // self._ep)
+            return f"{match[1]}{number}{match[3]}" if rank == ep_rank else None
+
+        groups: list[Group] = []
+        for group in self._groups:
+            names = [name for name in _ordered(group.names) if local(name) is not None]
+            parts = [names]
+            if group.is_expert:
+                parts = list(grouped(names, self._numel, _GROUP_ELEMENTS_MAX))
+            groups += [replace(group, names=tuple(part)) for part in parts]
+        return part_of(replace(self._model, groups=tuple(groups)), local)
+
+    def files(self) -> dict[str, list[str]]:
+        """Return the tensors of every expert, by the layer and the expert of its file's name."""
+        layers = {layer: number for number, layer in enumerate(self._counts)}
+        files: dict[str, list[str]] = {}
+        for name in (*self._names, *self._model.ties):
+            match = _EXPERT.fullmatch(name)
+            if match is not None:
+                file = f"layer_{layers[match[1]]}_expert_{int(match[2])}"
+                files.setdefault(file, []).append(name)
+        return files
+
+    def _numel(self, name: str) -> int:
+        return prod(self._model.weight(name).shape)
+
+    def _joined(self, groups: Iterable[Group]) -> list[Group]:
+        """Return the groups, those of experts as they were before the source cut them."""
+        found: list[Group] = []
+        for group in groups:
+            if not group.is_expert:
+                found.append(group)
+                continue
+            hyper = {**group.hyper, "name": f"ep_size_{self._ep}"}
+            if found and found[-1].hyper == hyper and self._is_full(found[-1], group):
+                found[-1] = replace(found[-1], names=(*found[-1].names, *group.names))
+            else:
+                found.append(replace(group, hyper=hyper))
+        return found
+
+    def _is_full(self, group: Group, behind: Group) -> bool:
+        """Return whether the source cut ``behind`` off a group because of its size."""
+        match = _GROUP.fullmatch(str(behind.hyper.get("name")))
+        held = sum(map(self._numel, group.names)) // (int(match[1]) if match else 1)
+        return held + self._numel(behind.names[0]) > _GROUP_ELEMENTS_MAX
+
+
+def _apart(groups: Sequence[Group]) -> Iterator[Group]:
+    """Yield groups that have only experts or none; what is cut off comes behind the others."""
+    cut_off: list[Group] = []
+    for group in groups:
+        experts = tuple(filter(is_expert, group.names))
+        others = tuple(name for name in group.names if name not in set(experts))
+        marked = replace(group, names=experts, hyper={**group.hyper, "moe": True})
+        if others:
+            yield replace(group, names=others)
+            cut_off += [marked] if experts else []
+        else:
+            yield marked if experts else group
+    yield from cut_off
+
+
+def _ordered(names: Sequence[str]) -> list[str]:
+    """Return names in a rank's order, which has the experts of a layer side by side."""
+    first: dict[str, int] = {}
+
+    def place(numbered: tuple[int, str]) -> tuple[int, int]:
+        match = _EXPERT.fullmatch(numbered[1])
+        if match is None:
+            return numbered[0], 0
+        return first.setdefault(match[1], numbered[0]), int(match[2])
+
+    return [name for _, name in sorted(enumerate(names), key=place)]
