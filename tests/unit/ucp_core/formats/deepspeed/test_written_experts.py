@@ -70,30 +70,31 @@ def test_what_is_written_is_read_again(stage: int, dp: int, ep: int) -> None:
 
 
 def test_a_rank_has_its_experts_in_the_module_s_order() -> None:
-    """From a source with another number of ranks, whose groups have them in another order."""
+    """Also from a source with more ranks, in whose groups one rank's come before another's."""
     store = MemoryStore()
-    source = _written(_state().save(store, "source"), store, "one", stage=1)
 
-    _written(source, store, "two", stage=1, dp=2, ep=2)
+    found = _written(_state().save(store, "source"), store, "one", stage=1, dp=2, ep=2)
+    _written(found, store, "two", stage=1)
 
-    model = _load(store, "two", "mp_rank_00_model_states.pt")
-    dense, of_experts = model["param_shapes"]
-    assert not any(_EXPERTS in name for name in [*dense, *model["module"]])
-    assert list(of_experts) == [
-        f"{layer}{_EXPERTS}{number}.up.{kind}"
-        for layer, count in LAYERS.items()
-        for number in range(count // 2)
-        for kind in ("weight", "bias")
-    ]
-    assert model["num_experts"] == [*LAYERS.values()]
-    state = _load(store, "two", "zero_pp_rank_1_mp_rank_00_optim_states.pt")
-    state = state["optimizer_state_dict"]
-    assert list(state["param_slice_mappings"][1]) == list(of_experts)
-    assert state["partition_count"] == [2, 1]
-    group = state["base_optimizer_state"]["param_groups"][1]
-    assert (group["moe"], group["name"]) == (True, "ep_size_2")
-    expert = _load(store, "two", "layer_1_expert_3_mp_rank_00_model_states.pt")
-    assert list(expert) == [f"first{_EXPERTS}3.up.weight", f"first{_EXPERTS}3.up.bias"]
+    for place, ep in (("one", 2), ("two", 1)):
+        model = _load(store, place, "mp_rank_00_model_states.pt")
+        dense, of_experts = model["param_shapes"]
+        assert not any(_EXPERTS in name for name in [*dense, *model["module"]])
+        assert list(of_experts) == [
+            f"{layer}{_EXPERTS}{number}.up.{kind}"
+            for layer, count in LAYERS.items()
+            for number in range(count // ep)
+            for kind in ("weight", "bias")
+        ]
+        assert model["num_experts"] == [*LAYERS.values()]
+        name = f"zero_pp_rank_{ep - 1}_mp_rank_00_optim_states.pt"
+        state = _load(store, place, name)["optimizer_state_dict"]
+        assert list(state["param_slice_mappings"][1]) == list(of_experts)
+        assert state["partition_count"] == [ep, 1]
+        group = state["base_optimizer_state"]["param_groups"][1]
+        assert (group["moe"], group["name"]) == (True, f"ep_size_{ep}")
+        expert = _load(store, place, "layer_1_expert_3_mp_rank_00_model_states.pt")
+        assert list(expert) == [f"first{_EXPERTS}3.up.weight", f"first{_EXPERTS}3.up.bias"]
 
 
 def test_groups_that_were_cut_for_their_size_are_cut_anew(monkeypatch: pytest.MonkeyPatch) -> None:
