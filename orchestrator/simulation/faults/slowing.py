@@ -1,16 +1,19 @@
 """Workers that compute or load data slowly, and what only looks so, judged by production code.
 
-Digests are made of what is true: stages differ, single micro-batches compile, and a machine may be
-loaded for a moment. Only who is slow for long may be convicted.
+Nodes that send slowly, and slow links, are told as keepers tell them. Digests are made of what is
+true: stages differ, single micro-batches compile, and a machine may be loaded for a moment. Only
+who is slow for long may be convicted.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
+from math import inf
 from random import Random
 
 from orchestrator.core import events as ev
-from orchestrator.diagnosis import Live, WaitGraph, roles_of
+from orchestrator.diagnosis import Guilty, Kind, Live, Suspicion, WaitGraph, roles_of
+from orchestrator.simulation.checkers import SLOW_SEEN_S
 from orchestrator.simulation.faults import watching
 from orchestrator.simulation.world import SimAttempt, SimCluster, SimWorker
 from workers.protocol import Digest, StepCost
@@ -29,6 +32,7 @@ class _Watch:
     attempt: int
     live: Live
     step: int
+    cards: tuple[Suspicion, ...] = ()
 
 
 def slow_down(cluster: SimCluster, rng: Random) -> None:
@@ -37,17 +41,59 @@ def slow_down(cluster: SimCluster, rng: Random) -> None:
     if not training:
         return
     worker = rng.choice(training)
-    what = rng.choice(("compute", "compute", "data", "load"))
+    what = rng.choice(("compute", "compute", "data", "load", "card", "link"))
     times = rng.choice((1.3, 3.0, 4.0))
+    if what == "link":
+        _slow_link(cluster, rng)
+        return
     until_s = cluster.now_s + (rng.choice((1.0, 60.0, 60.0)) if what != "load" else 1.5)
     for each in worker.node.workers.values() if what == "load" else (worker,):
         each.slow = (what, times, until_s)
-        cluster.monitor.slowed[each.name] = (cluster.now_s, until_s, times)
+        since_s, ended_s, before = cluster.monitor.slowed.get(each.name, (0.0, -inf, 1.0))
+        if cluster.now_s > ended_s + SLOW_SEEN_S:
+            since_s, before = cluster.now_s, 1.0
+        # A conviction that the first time led to may be carried out in the second.
+        cluster.monitor.slowed[each.name] = (since_s, until_s, max(times, before))
     if until_s - cluster.now_s > cluster.rules.slow.lasts_s:
         cluster.monitor.troubled.add(worker.node.name)
     if not cluster.sees_costs:
         cluster.sees_costs = True
         cluster.at(_LOOK_S, _look, cluster, rng, None)
+
+
+def _slow_link(cluster: SimCluster, rng: Random) -> None:
+    """Let keepers find a link slow, and well again; nobody is to blame."""
+    nodes = sorted({w.node.name for w in cluster.workers.values() if w.attempt})
+    if len(nodes) > 1:
+        sender, receiver = rng.sample(nodes, 2)
+        _time(cluster, nodes, ((sender, receiver, 1e6),), rng.choice((0.2, 0.9)))
+        cluster.at(rng.choice((1.0, 60.0)), _time, cluster, nodes, (), 1.0)
+
+
+def _time(
+    cluster: SimCluster, nodes: list[str], slow: tuple[tuple[str, str, float], ...], ratio: float
+) -> None:
+    attempt = cluster.monitor.attempt
+    cluster.find(ev.LinksTimed, attempt=attempt, nodes=tuple(nodes), slow=slow, step_ratio=ratio)
+
+
+def _slow_cards(
+    cluster: SimCluster, newest: SimAttempt, members: list[SimWorker | None]
+) -> tuple[Suspicion, ...]:
+    return tuple(
+        Suspicion(
+            kind=Kind.SLOW_SENDER,
+            guilty=Guilty.of([rank], (), [worker.node.name]),
+            confidence=0.9,
+            since_s=cluster.monitor.slowed[worker.name][0],
+            evidence=f"Keepers found that {worker.node.name} sends slowly.",
+            worker=worker.name,
+            times=worker.slow[1],
+        )
+        for rank, worker in enumerate(members)
+        if worker is not None and worker.attempt == newest.number
+        if worker.slow[0] == "card" and cluster.now_s < worker.slow[2]
+    )
 
 
 def _look(cluster: SimCluster, rng: Random, watch: _Watch | None) -> None:
@@ -67,14 +113,22 @@ def _look(cluster: SimCluster, rng: Random, watch: _Watch | None) -> None:
                 report = replace(report, step=step, digest=Digest(costs=(cost,)))
                 watch.live.take(rank, report, worker.node.name, cluster.now_s)
     watch.step = newest.step
-    if cluster.controller_up and watch.live.look(cluster.now_s, lambda: WaitGraph.of({})):
+    if cluster.controller_up:
+        _tell(cluster, newest, watch, members)
+    cluster.at(_LOOK_S, _look, cluster, rng, watch)
+
+
+def _tell(
+    cluster: SimCluster, newest: SimAttempt, watch: _Watch, members: list[SimWorker | None]
+) -> None:
+    cards, watch.cards = watch.cards, _slow_cards(cluster, newest, members)
+    if watch.live.look(cluster.now_s, lambda: WaitGraph.of({})) or cards != watch.cards:
         cluster.find(
             ev.Suspected,
             attempt=newest.number,
-            suspects=watch.live.suspicions,
+            suspects=(*watch.live.suspicions, *watch.cards),
             usual_step_s=cluster.model.step_s(newest.layout),
         )
-    cluster.at(_LOOK_S, _look, cluster, rng, watch)
 
 
 def _cost(
