@@ -269,7 +269,8 @@ class Run:
             event = core.Ticked(at_s=self._inbox.at_s())
         before = parts.state
         after, actions = core.step(before, event, rules=parts.rules)
-        if after is before and not actions and not isinstance(event, core.FaultInjected):
+        is_news = isinstance(event, core.FaultInjected | core.SaveRequested)
+        if after is before and not actions and not is_news:
             return  # nothing changed, so a replay does not need it
         records = core.transition_records(event, actions, attempt=after.attempt.number)
         for record in records:
