@@ -99,8 +99,9 @@ def test_each_action_is_an_event_in_the_journal_and_the_end_has_a_report(
     _type(browser, "token", run.token())
 
     _save_and_resize(run, browser)
-    _leave_a_node(run, browser, nodes.nodes()[-1])
+    _lose_a_node(run, browser, nodes.nodes()[-1])
     nodes.kill_node(nodes.nodes()[-1])
+    _leave_a_node(run, browser, nodes.add_node())
     browser.open(run.contact()["url"], width=390, is_dark=True)
     browser.await_true("document.querySelectorAll('.worker .strip').length === 2")
     assert browser.run("document.documentElement.scrollWidth") == 390
@@ -129,15 +130,20 @@ def _save_and_resize(run: Launched, browser: Browser) -> None:
     assert [kind for kind, _ in _kinds(run)].count("WorkersSet") == 2
 
 
-def _leave_a_node(run: Launched, browser: Browser, node: str) -> None:
-    browser.click(f"[data-drain='{node}']")
-    browser.click("#ask button[value=yes]")
-    wait(lambda: ("NodeDraining", node) in _kinds(run), "it is asked to leave a node")
-    wait(lambda: len(_workers(run)) == 2, "it has left the node")
+def _lose_a_node(run: Launched, browser: Browser, node: str) -> None:
     browser.click(f"[data-kill-node='{node}']")
     browser.click("#ask button[value=yes]")
     browser.await_true("document.querySelector('.node.lost') !== null")
     assert ("FaultInjected", node) in _kinds(run)
+    wait(lambda: len(_workers(run)) == 2, "it trains without the node")
+
+
+def _leave_a_node(run: Launched, browser: Browser, node: str) -> None:
+    wait(lambda: len(_workers(run)) == 4, "it has grown onto the new node")
+    browser.click(f"[data-drain='{node}']")
+    browser.click("#ask button[value=yes]")
+    wait(lambda: ("NodeDraining", node) in _kinds(run), "it is asked to leave a node")
+    wait(lambda: len(_workers(run)) == 2, "it has left the node")
 
 
 def _type(browser: Browser, field: str, text: str) -> None:
