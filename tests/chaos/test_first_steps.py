@@ -63,7 +63,8 @@ def test_a_node_that_is_lost_before_the_first_step_is_told_at_once(tmp_path: Pat
         "    session.optimizer(lambda named: torch.optim.AdamW(named.values()))\n"
         "    for _ in session.steps(64):\n"
         "        session.train_step(lambda at: cross_entropy(model(inputs[at]), targets[at]))\n"
-        "run(train, directory='runs/lost', steps=4, global_batch=8, micro_batch=4)\n"
+        "if __name__ == '__main__':\n"
+        "    run(train, directory='runs/lost', steps=4, global_batch=8, micro_batch=4)\n"
     )
     subprocess.run([*EVERSTEP, "init", "train.py"], check=True)
     with Path("told").open("w") as told:
@@ -102,9 +103,8 @@ def test_the_notebook_kills_a_worker_and_draws_one_curve(monkeypatch: pytest.Mon
             shown = _run("".join(cell["source"]), names)
 
     assert shown is names["curve"]
-    (second,) = names["curve"].begins
-    assert 50 < second <= 200
-    assert f"killed at step {second}" in shown._repr_svg_()
+    assert 50 < shown.begins[0] <= 200
+    assert shown._repr_svg_().count("attempt 2<") == 1
     assert "notebook is complete after step 200 of 200" in names["output"]
 
 
