@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 import shutil
 import signal
 import socket
@@ -111,8 +110,6 @@ def test_every_panel_has_data(endless_run: Launched, prometheus: Prometheus) -> 
         timeout_s=ACT_S_MAX,
     )
     assert reached is not None
-    # What the workers tell is what the configuration says of the built-in model.
-    assert reached["step_tokens"] == endless_run.config.tokens_per_step
     signal_rank(endless_run, 1, signal.SIGKILL)
     recovered = wait_for(
         endless_run,
@@ -120,10 +117,6 @@ def test_every_panel_has_data(endless_run: Launched, prometheus: Prometheus) -> 
         timeout_s=ACT_S_MAX,
     )
     assert recovered is not None
-
-    os.kill(endless_run.controller_pid(), signal.SIGKILL)
-    restarted = 'everstep_incidents_total{kind="controller_restart"}'
-    assert _until(lambda: [] if prometheus.found(restarted) else [restarted]) == []
 
     queries = {
         what: query.replace("$run_id", run_id)
@@ -144,8 +137,6 @@ def test_every_panel_has_data(endless_run: Launched, prometheus: Prometheus) -> 
     (up,) = prometheus.found("up == 1")
     assert up["metric"].items() >= {"run": endless_run.config.run.name, "run_id": run_id}.items()
     assert prometheus.found('{exported_run_id!=""}') == []
-    # The second controller continues the series of the first, perhaps at another address.
-    (_,) = prometheus.found("count by (run, run_id) (count_over_time(everstep_step[1h]))")
     endless_run.stop("all is seen")
     wait_for(endless_run, lambda _: False, timeout_s=ACT_S_MAX)
     assert _until(lambda: [] if not targets_path(run_id).exists() else [1]) == []
