@@ -211,13 +211,21 @@ class Observer:
             self._stalled_s = 0.0
 
     def suspect_links(
-        self, attempt: int, found: Sequence[diagnosis.Verdict], *, since_s: float, times: float
+        self,
+        attempt: int,
+        found: Sequence[diagnosis.Verdict],
+        *,
+        since_s: float,
+        times: float,
+        is_confirmed: bool,
     ) -> None:
         """Suspect the links and ends of links that keepers timed, and no others that are slow.
 
         Args:
             since_s: Since when they have been slow.
             times: How many times as long as it should a step takes.
+            is_confirmed: Whether keepers found the same some time before: only then a node may be
+                left for it.
         """
         if attempt != self._attempt or not self._members:
             return
@@ -232,7 +240,9 @@ class Observer:
                     evidence=one.evidence,
                     alternatives=one.alternatives,
                     # Without a worker there is nobody to do without: its link can be avoided.
-                    worker=self._members[one.guilty.ranks[0]] if one.guilty.ranks else "",
+                    worker=self._members[one.guilty.ranks[0]]
+                    if one.guilty.ranks and is_confirmed
+                    else "",
                     times=times,
                 )
                 for one in found
@@ -322,4 +332,4 @@ class Observer:
 
 
 def _about(found: Sequence[diagnosis.Suspicion]) -> list[object]:
-    return [(one.kind, one.guilty) for one in found]
+    return [(one.kind, one.guilty, one.worker) for one in found]

@@ -58,9 +58,15 @@ class _Watch:
         )
 
     def _suspect(
-        self, attempt: int, found: Sequence[Verdict], *, since_s: float, times: float
+        self,
+        attempt: int,
+        found: Sequence[Verdict],
+        *,
+        since_s: float,
+        times: float,
+        is_confirmed: bool,
     ) -> None:
-        assert (attempt, since_s > 0.0, times >= 1.0) == (1, True, True)
+        assert (attempt, since_s > 0.0, times >= 1.0) == (1, True, True), is_confirmed
         self.told += found
 
     def look(self) -> None:

@@ -24,6 +24,8 @@ pytestmark = [
 def test_members_change_places_around_a_slow_link_that_was_suspected(tmp_path: Path) -> None:
     """In a ring of three each rank sends to one other, and the other way round avoids the link."""
     with NetworkCluster(3) as cluster:
+        for machine in cluster.machines():
+            cluster.limit(machine, "1gbit")
         run = NetworkRun(cluster, tmp_path / "run", "workers.max=3", "train.global_batch=12")
         run.settle(workers=3, steps=30)
         target, source, _ = run.ranks()

@@ -438,8 +438,7 @@ class NetworkCluster:
 
     def slow_link(self, source: int, target: int, rate: str) -> None:
         """Let no more than ``rate`` through from one machine to another."""
-        # Other cables have no limit.
-        self._switch.limit_from(_port(target), self.host(source), rate, "20gbit")
+        self._switch.limit_from(_port(target), self.host(source), rate, "1gbit")
 
     def pids(self, machine: int) -> list[int]:
         """Return the processes of a machine, as this process numbers them."""

@@ -13,7 +13,7 @@ from statistics import median
 from typing import Final, Protocol
 
 from orchestrator.core import LinksTimed
-from orchestrator.diagnosis import Flows, Kind, Verdict, links
+from orchestrator.diagnosis import Flows, Guilty, Kind, Verdict, links
 from orchestrator.shell.capacity.actors import answer
 from orchestrator.shell.capacity.node_view import NodeView
 from orchestrator.shell.inbox import Inbox
@@ -38,7 +38,13 @@ class Suspect(Protocol):
     """``Observer.suspect_links``."""
 
     def __call__(
-        self, attempt: int, found: Sequence[Verdict], *, since_s: float, times: float
+        self,
+        attempt: int,
+        found: Sequence[Verdict],
+        *,
+        since_s: float,
+        times: float,
+        is_confirmed: bool,
     ) -> None:
         """Take what is suspected of links now."""
 
@@ -70,6 +76,7 @@ class LinkWatch:
         self._num_slow = self._num_well = 0
         self._since_s = 0.0
         self._suspects: list[links.Pair] = []
+        self._told: list[tuple[Kind, Guilty]] = []
         self._again_s, self._pause_s = -math.inf, _AGAIN_S
 
     async def watch_forever(self) -> None:
@@ -94,7 +101,8 @@ class LinkWatch:
             self._num_well = self._num_well + 1 if is_well else 0
             if self._num_well == _NUM_LOOKS:
                 self._suspects = []
-                self._suspect(number, (), since_s=at_s, times=1.0)
+                self._told = []
+                self._suspect(number, (), since_s=at_s, times=1.0, is_confirmed=False)
             return
         self._num_slow, self._num_well = self._num_slow + 1, 0
         if self._num_slow == 1:
@@ -114,7 +122,14 @@ class LinkWatch:
             rates = {pair: max(rate, again.get(pair, 0.0)) for pair, rate in rates.items()}
             told = links.slow(rates, found, ranks)
         ratio = max(_LEAST_RATIO, round(links.step_ratio(transfers, WINDOW_S), 3))
-        self._suspect(number, told, since_s=self._since_s, times=1.0 / ratio)
+        before, self._told = self._told, [(one.kind, one.guilty) for one in told]
+        self._suspect(
+            number,
+            told,
+            since_s=self._since_s,
+            times=1.0 / ratio,
+            is_confirmed=before == self._told,
+        )
         self._inbox.post(
             LinksTimed(
                 at_s=self._inbox.at_s(),

@@ -187,15 +187,22 @@ def test_what_keepers_timed_is_suspected_beside_what_reports_tell() -> None:
     )  # fmt: skip
     sender = replace(link, kind=Kind.SLOW_SENDER, guilty=Guilty.of([1], (), ["n1"]))
 
-    observer.suspect_links(ATTEMPT, [link, sender], since_s=90.0, times=2.5)
-    observer.suspect_links(ATTEMPT, [link, sender], since_s=90.0, times=2.4)
-    observer.suspect_links(ATTEMPT - 1, [], since_s=90.0, times=1.0)
-    observer.suspect_links(ATTEMPT, [], since_s=100.0, times=1.0)
+    def suspect(
+        found: list[Verdict], times: float, attempt: int = ATTEMPT, *, is_confirmed: bool = True
+    ) -> None:
+        observer.suspect_links(attempt, found, since_s=90.0, times=times, is_confirmed=is_confirmed)
+
+    suspect([link, sender], 2.5, is_confirmed=False)
+    suspect([link, sender], 2.5)
+    suspect([link, sender], 2.4)
+    suspect([], 1.0, ATTEMPT - 1)
+    suspect([], 1.0)
     observer.end((), 0.0)
-    observer.suspect_links(ATTEMPT, [link], since_s=90.0, times=2.5)
+    suspect([link], 2.5)
 
     said = [event.suspects for event in posted if isinstance(event, Suspected)]
     assert [[(one.kind, one.worker, one.times) for one in each] for each in said] == [
+        [(Kind.SLOW_LINK, "", 2.5), (Kind.SLOW_SENDER, "", 2.5)],
         [(Kind.SLOW_LINK, "", 2.5), (Kind.SLOW_SENDER, "w1", 2.5)],
         [],
     ]

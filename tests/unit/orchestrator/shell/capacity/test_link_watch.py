@@ -39,6 +39,7 @@ class _Lab:
             for node in NODES
         }
         self.suspected: list[tuple[float, tuple[Verdict, ...], float, float]] = []
+        self.confirmed: list[bool] = []
         self.is_sending = True
         self.watch = LinkWatch(
             self._flows,
@@ -49,9 +50,16 @@ class _Lab:
         )
 
     def _suspect(
-        self, attempt: int, found: Sequence[Verdict], *, since_s: float, times: float
+        self,
+        attempt: int,
+        found: Sequence[Verdict],
+        *,
+        since_s: float,
+        times: float,
+        is_confirmed: bool,
     ) -> None:
         assert attempt == ATTEMPT
+        self.confirmed.append(is_confirmed)
         self.suspected.append((self.at_s, tuple(found), since_s, times))
 
     def _as(self, source: str) -> Any:
@@ -140,6 +148,7 @@ def test_it_is_timed_the_less_often_the_longer_it_lasts() -> None:
 
     gaps = [later.at_s - sooner.at_s for sooner, later in zip(lab.told, lab.told[1:], strict=False)]
     assert gaps == [10.0, 20.0, 40.0]
+    assert lab.confirmed == [False, True, True, True]
 
 
 def test_a_link_is_suspected_no_longer_once_it_was_seen_to_be_fast_again() -> None:
