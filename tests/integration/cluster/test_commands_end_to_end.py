@@ -83,7 +83,7 @@ def test_killed_driver_does_not_stop_the_run_and_a_command_does(
         second = subprocess.Popen(
             [*EVERSTEP, "run", anywhere, "--json"], stdout=subprocess.PIPE, stderr=stderr, text=True
         )
-    wait(lambda: "training" in shown.read_text(), "the second driver follows the run")
+    wait(lambda: "trains on" in shown.read_text(), "the second driver follows the run")
     wait(lambda: last_step(directory) > status["step"] + 3, "the run goes on")
     stopped = everstep("stop", directory)
     output, _ = second.communicate(timeout=ACT_S_MAX)
