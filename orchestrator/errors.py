@@ -45,7 +45,7 @@ class TokenError(OrchestratorError):
 
 
 class ActionError(OrchestratorError):
-    """What a person asked a run to do cannot be done now."""
+    """The run cannot do now what a person asked for."""
 
 
 class JournalCorruptError(OrchestratorError):

@@ -156,7 +156,7 @@ def thin(points: Iterable[Point], count_max: int = POINTS_MAX) -> list[Point]:
 class Curve:
     """Loss by step, from lines of metrics that are added as they are written.
 
-    A step that was redone counts as it was taken last. Of many points it keeps what can be seen.
+    A step that was redone counts as it was taken last. It thins many points to what can be seen.
 
     Attributes:
         last: The last line that was added.
@@ -192,7 +192,7 @@ class Curve:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RunOutline:
-    """What a report tells of a run.
+    """The content of a run's report.
 
     Attributes:
         config_text: The resolved configuration as YAML.
@@ -337,7 +337,7 @@ def log_tail(store: Store, path: str, *, attempt: int, rank: int, size_bytes: in
     Args:
         path: The run directory.
         attempt: 0 is the newest one in which it printed something.
-        size_bytes: Of the end; its first line may be cut.
+        size_bytes: Length of the end; its first line may be cut.
     """
     root = join(path, LOGS)
     names = [f"attempt-{attempt:04d}"] if attempt else sorted(store.list(root), reverse=True)

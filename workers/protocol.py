@@ -512,7 +512,8 @@ class GroupState:
             it; 0.0 if it waits for none, even if one started ahead is in flight.
         dtype: Code of the type of the last one's first tensor.
         history: Hash of (op, bytes, dtype) of all calls up to ``entered_seq``; 0 if unknown.
-        sent_bytes: What all its calls have sent to one other rank, as rings do it; 0 if unknown.
+        sent_bytes: Bytes that all its calls have sent to one other rank, as rings do it; 0 if
+            unknown.
     """
 
     group: str
@@ -544,7 +545,7 @@ class StepFacts(NamedTuple):
     """A rank's last completed step, beside its loss. nan: not known, or there is none.
 
     Attributes:
-        grad_norm: Of the mean gradient, before clipping.
+        grad_norm: Norm of the mean gradient, before clipping.
         lr: Learning rate.
         tokens: Tokens of its micro-batches, padding included; 0.0 if another rank counts them.
         data_s: Time for which it waited for data.
@@ -625,7 +626,7 @@ class WorkerReport:
         num_dropped: Groups that did not fit its ring: it may wait in one of them, and nobody knows.
         beater_runs: How often its beating thread got a processor; 0 if that is not known. It grows
             while the process waits for its interpreter lock, and not while it is frozen.
-        facts: What it says of the last completed step, beside its loss.
+        facts: Other figures of the last completed step, beside its loss.
     """
 
     worker: str

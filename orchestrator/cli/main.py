@@ -30,7 +30,7 @@ from orchestrator.errors import ConfigError, OrchestratorError
 from ucp_core.errors import UcpError
 from workers.errors import missing_extra
 
-#: What people type for a command of another name.
+#: Names that people type for a command of another name.
 _MEANT = {
     "attach": "run",
     "resume": "run",
@@ -327,7 +327,7 @@ def list_(
     serve: Annotated[
         bool, typer.Option("--serve", help="Show them in a browser, with their pages.")
     ] = False,
-    port: Annotated[int, typer.Option(min=0, help="Of that page; 0 for a free one.")] = 0,
+    port: Annotated[int, typer.Option(min=0, help="Port of that page; 0 for a free one.")] = 0,
     as_json: Json = False,
 ) -> None:
     """List every run on this machine or cluster, detached and orphaned ones too."""

@@ -44,7 +44,7 @@ def _schema() -> dict[str, Any]:
             section["properties"][name]["description"] = meaning
         for key in section["properties"].values():
             key.pop("title", None)  # the name again
-    # What a section is for, where it is used.
+    # The purpose of a section, where it is used.
     for key in schema["properties"].values():
         key.setdefault("description", _section(schema, key).get("description", ""))
     return schema
@@ -54,7 +54,7 @@ def commented_yaml(values: Mapping[str, Any], *, schema_file: str) -> str:
     """Return a configuration with every key, its meaning, and its default behind a ``#``.
 
     Args:
-        values: What is set in it, by ``section.key``; required keys are among them.
+        values: Settings to write into it, by ``section.key``; required keys are among them.
         schema_file: The file with ``json_schema()``, relative to the configuration.
     """
     schema = _schema()

@@ -38,7 +38,7 @@ def dead(flows: Flows, ranks: Mapping[str, int], at_s: float) -> list[Suspicion]
     """Return the links between members whose packets do not arrive at ``at_s``.
 
     Args:
-        ranks: Of each member.
+        ranks: The rank of each member.
     """
     unheard_s: dict[tuple[str, str], float] = {}
     for sender, receiver, flow in flows.waiting():
@@ -54,7 +54,7 @@ def dead(flows: Flows, ranks: Mapping[str, int], at_s: float) -> list[Suspicion]
             guilty=Guilty.of(links=[(ranks[sender], ranks[receiver])]),
             confidence=0.9,
             since_s=at_s - for_s,
-            evidence=f"What rank {ranks[sender]} ({sender}) sent to rank {ranks[receiver]} "
+            evidence=f"Data from rank {ranks[sender]} ({sender}) to rank {ranks[receiver]} "
             f"({receiver}) is repeated in vain.",
         )
         for (sender, receiver), for_s in unheard_s.items()

@@ -316,8 +316,8 @@ class Live:
                         confidence=0.9 if odd else 0.6,
                         worker=self._rows[odd[0]][0].worker if odd else "",
                         since_s=at_s,
-                        evidence=f"Of the first {number} calls in {name}, {told} made different "
-                        "ones. Nothing hangs, but what they compute together is wrong.",
+                        evidence=f"Among the first {number} calls in {name}, {told} made different "
+                        "ones. Nothing hangs, but their common results are wrong.",
                         alternatives=(Alternative(Kind.MISMATCH, guilty),),
                     )
                 ]

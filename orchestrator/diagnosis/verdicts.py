@@ -55,7 +55,7 @@ class Guilty:
 
 
 class Alternative(NamedTuple):
-    """What a verdict may be instead."""
+    """Another kind that a verdict may be."""
 
     kind: Kind
     guilty: Guilty = Guilty()
@@ -96,7 +96,7 @@ class Verdict:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Suspicion(Verdict):
-    """What seems to hold the others up while a run trains. It is no proof and harms nobody.
+    """A rank, node or link that seems to hold the others up while a run trains. No proof.
 
     Attributes:
         since_s: Since when, on the clock of the reports' receiver.

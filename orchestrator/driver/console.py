@@ -30,7 +30,7 @@ PLAIN_LINE_S = 5.0
 _NODE_CHARS = 8
 #: Recoveries that take longer are told while they last; most take less than a second.
 _USUAL_S = 3.0
-#: What a run waits for is told again this often.
+#: A wait is told again this often.
 _WAIT_LINE_S = 30.0
 #: Phases in which nothing is trained.
 _WAITS = frozenset({"waiting", "forming", "fencing", "reading"})

@@ -11,10 +11,10 @@ from typing import Any, Final
 from orchestrator.config import commented_yaml, json_schema
 from orchestrator.errors import ConfigError
 
-#: What ``everstep run`` reads where no configuration is named.
+#: ``everstep run`` reads it where no configuration is named.
 DEFAULT_CONFIG: Final = "everstep.yaml"
 _SCHEMA: Final = "everstep.schema.json"
-#: What a script decides on its own as long as it runs alone.
+#: Settings that a script decides on as long as it runs alone.
 _OF_RUN: Final = {"directory": "run.directory", "init_from": "run.init_from"}
 
 

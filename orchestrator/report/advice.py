@@ -1,4 +1,4 @@
-"""What a run's numbers ask its user to do, in sentences. Pure."""
+"""Advice that follows from a run's numbers, in sentences. Pure."""
 
 from __future__ import annotations
 
@@ -54,7 +54,7 @@ def advice(
         *_end(stats, goal),
         *_open_places(stats, why_refused),
         *_failures(incidents),
-        # Of a run that has just begun, start-up is nearly all of the time.
+        # Start-up is nearly all of the time of a run that has just begun.
         *(_time(stats, incidents) if stats.outcome else ()),
     ]
 

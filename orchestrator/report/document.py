@@ -1,4 +1,4 @@
-"""What the page of a run shows, as one JSON document. Pure.
+"""The content of a run's page, as one JSON document. Pure.
 
 The live page and the report are one page: the controller makes this document of what it holds, and
 ``write_report`` of the run directory. Instants count from the run's first record.
@@ -27,7 +27,7 @@ _MEAN_S = 4.0
 
 
 class Scale(NamedTuple):
-    """What the steps of a run are.
+    """The size of a run's steps.
 
     Attributes:
         goal: The last step; 0 if it is not known.
@@ -66,7 +66,7 @@ def run_document(
     Args:
         stats: Its folded journal.
         incidents: Oldest first.
-        scale: What its steps are.
+        scale: The size of its steps.
         cost: ``usd``, ``usd_per_hour`` and ``usd_per_million_tokens``; null where not known.
         loss: Training loss by step.
         validation: Validation loss by step.

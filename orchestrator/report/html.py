@@ -74,7 +74,7 @@ def write_report(
     Args:
         run_dir_url: Run directory, a path or an fsspec URL. The run may be under way.
         compare: Run directory of the undisturbed run, to draw both curves and to compare ends.
-        summary: Of a run whose summary is not there yet.
+        summary: For a run whose summary is not there yet.
         stats: Its folded journal, where the caller has it.
 
     Raises:

@@ -1,4 +1,4 @@
-"""What a run does or waits for, and why, in one sentence or two. Pure."""
+"""Says in a sentence or two what a run does or waits for, and why. Pure."""
 
 from __future__ import annotations
 

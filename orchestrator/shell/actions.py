@@ -1,4 +1,4 @@
-"""What a person may have the run do from its page. Each is an event in the journal."""
+"""Actions on a run from its page. Each is an event in the journal."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ class Actions:
     """Performs actions on the loop of the run.
 
     Args:
-        parts: Of the run.
+        parts: The parts of the run.
         stop: Stops it at the next step boundary, for a reason.
         spawn: Runs a coroutine in the background.
     """

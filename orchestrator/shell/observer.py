@@ -27,7 +27,7 @@ FORGET_S = 60.0
 #: stands still, and less often in a large run, where a look at all members takes 5 us each.
 JUDGE_S = 0.02
 JUDGE_S_EACH = 1e-4
-#: What a step sends is looked at after so many, and each time after twice as many.
+#: Bytes of a step are counted after so many steps, and each time after twice as many.
 _NUM_STEPS_MEASURED = 10
 
 
@@ -70,7 +70,7 @@ class Observer:
         #: The newest that keepers saw committed by the attempt.
         self._stored_step = 0
         self._ahead: dict[str, WorkerReport] = {}
-        #: What each member had sent at the last look, and the step of the next one.
+        #: Bytes that each member had sent at the last look, and the step of the next one.
         self._sent: dict[str, Sent] = {}
         self._num_measured = self._sent_step = 0
         self._told_sent: dict[str, float] = {}

@@ -83,7 +83,7 @@ def measured(ranks: Iterable[tuple[Sent, Sent]]) -> dict[str, float]:
     """Return how much a rank sent in a step, by axis of ``AXES``, as ``step_flows`` takes it.
 
     Args:
-        ranks: Of each rank what its records said at two times. Of one that made no step between
+        ranks: For each rank what its records said at two times. One that made no step between
             them, or has left, nothing is known.
     """
     sums, num_ranks = defaultdict[str, float](float), 0

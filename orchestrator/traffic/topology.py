@@ -19,7 +19,7 @@ class Link(NamedTuple):
     Attributes:
         kind: ``node``, ``rack`` or ``zone``; ``pair`` is the way between two nodes where only that
             is known to be slow.
-        name: Of that node, rack or zone, or of both nodes.
+        name: The node, rack or zone, or both nodes.
         is_out: Whether it leads out of it.
         rail: Of a node or rack.
         spine: Of a rack.

@@ -27,7 +27,7 @@ PHASES = ("data", "forward", "backward", "update")
 #: How long a rank stands still, if nobody ends it, and for how many calls it is slow.
 STILL_S, SLOW_CALLS = 25, 60
 _PACE_S = 0.01
-#: Of a forward pass: half of it more is beyond what a busy machine adds.
+#: Length of a forward pass: half of it more is beyond what a busy machine adds.
 _FORWARD_S = 0.05
 _NUM_SAMPLES = 4096
 

@@ -72,7 +72,7 @@ class ProgressView:
         moved_bytes: Bytes read and written in this attempt, while it loads, saves or leaves.
         step_s: Duration of the last step completed in this attempt; 0.0 before the first.
         loss: Its loss; ``nan`` before the first.
-        facts: What else is told of it.
+        facts: Its other figures.
         beat_ns: Last beat of the process.
         beater: The kernel's id of the beating thread; 0 before its first beat.
         trainer: And of the thread that enters attempts and runs the script; 0 before its first.

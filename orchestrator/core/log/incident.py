@@ -56,7 +56,7 @@ class Incident:
         verdict: Its kind as ``orchestrator.diagnosis`` names it; "" if none did.
         places: (rank, worker, node) of each rank that it comes from, the faulty ones included;
             empty if that is not known.
-        suspects: What was suspected when it was put on record.
+        suspects: The suspicions when it was put on record.
         folder: Where its evidence is, below the run directory; "" if none was taken.
         is_start: Whether the run had not begun to train: the time to the first step is start-up
             then, and no recovery.

@@ -82,7 +82,7 @@ class Slow(NamedTuple):
 
     Attributes:
         verdict: Kind of the suspicion.
-        evidence: What was seen of it, for people.
+        evidence: One line for people.
     """
 
     worker: str = ""
@@ -110,8 +110,8 @@ class Node(NamedTuple):
         budget_bytes: What snapshots may take of its memory; 0 if its keeper has not said it.
         is_kept: Whether there is a keeper, or one was started, that was not ended.
         joined_s: When it was first, or again, in the cluster.
-        slow: Who was convicted of being slow here: the run leaves the node as if the provider took
-            it, and uses it again after ``leave_by_s``.
+        slow: The worker that was convicted of being slow here: the run leaves the node as if the
+            provider took it, and uses it again after ``leave_by_s``.
     """
 
     name: str

@@ -63,7 +63,7 @@ class Network(NamedTuple):
         unread: Nodes that the newest read left out, as they could not be reached.
         suspects: Ways that the transport of a member called unreachable in this attempt.
         suspects_before: The same, in the attempt before.
-        slow: What keepers found slow the last time.
+        slow: Links that keepers found slow the last time.
         without_slow: What a step would take without them over what it took then.
     """
 

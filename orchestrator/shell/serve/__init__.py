@@ -1,4 +1,4 @@
-"""What the controller serves: a page, status and metrics."""
+"""Serves a run's page, status and metrics."""
 
 from typing import TYPE_CHECKING
 

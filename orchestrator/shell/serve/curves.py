@@ -25,7 +25,7 @@ _FIRST_BYTES = 2 << 20
 class Curves:
     """Training and validation loss by step, with as many points as can be seen.
 
-    Of a run of more than 8,000 steps they begin there when the page is first opened.
+    In a run of more than 8,000 steps they begin there when the page is first opened.
 
     Args:
         store: Holds the run directory.

@@ -1,4 +1,4 @@
-"""What the controller tells the live page: the run so far, its nodes and workers, what is safe."""
+"""The live page's data: the run so far, its nodes and workers, its safe steps."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from workers.protocol import StepCost, WorkerPhase, WorkerReport
 
 #: A document serves all who ask within this.
 _FRESH_S = 0.9
-#: What each worker did in each of the last seconds.
+#: The phases of each worker in the last seconds.
 _SECONDS_KEPT = 60
 _LETTERS = {
     WorkerPhase.IDLE: "i",

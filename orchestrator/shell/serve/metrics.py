@@ -179,7 +179,7 @@ class RunCollector(Collector):
             ("incident_lost_steps", "Steps redone after it.", [one.lost_steps for one in newest]),
             (
                 "incident_spent_usd",
-                "What waiting for it, and redone steps, cost.",
+                "Cost of waiting for it, and of redone steps.",
                 [one.cost_usd if has_price else None for one in newest],
             ),
         ):

@@ -43,7 +43,7 @@ class StatusPage:
         port: Port to listen on; 0 takes a free one, and so does a port that is in use.
         status: Returns the JSON document of ``/status``.
         losses: Returns that of ``/losses``; may wait for answers of keepers.
-        live: What the page shows.
+        live: The data of the page.
         act: Performs what a person asks for there.
     """
 

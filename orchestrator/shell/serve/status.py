@@ -120,8 +120,8 @@ def progress_document(stats: RunStats, goal: int, *, at_s: float | None) -> dict
 
     Keys: ``goal`` (its last step), ``steps_per_s`` (null before there is one), ``phase_for_s`` and
     ``incidents[{number, kind, who, evidence, lost_steps, recovery_s, found_s}]``, the newest last,
-    with the seconds since it was found. What depends on ``at_s``, now on the run's clock, is null
-    without it.
+    with the seconds since it was found. A value that depends on ``at_s``, now on the run's clock,
+    is null without it.
     """
 
     def ago(instant_s: float | None) -> float | None:

@@ -30,7 +30,7 @@ pytestmark = [
 
 DASHBOARDS = Path(__file__).parents[3] / "dashboards"
 ACT_S_MAX = 240.0
-#: Of a device's memory only a device tells.
+#: Only a device tells its memory.
 WITHOUT_DEVICE = {"Device memory in use"}
 
 

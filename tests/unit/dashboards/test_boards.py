@@ -1,4 +1,4 @@
-"""What every board has, and that each metric and alert is written down for people."""
+"""Every board has the same frame, and each metric and alert is written down for people."""
 
 from __future__ import annotations
 
@@ -71,7 +71,7 @@ def test_panels_lie_side_by_side_and_money_has_its_unit(board: dict[str, Any]) -
 
 
 def test_no_panel_has_a_line_for_each_rank_or_node() -> None:
-    """Of 256 workers one sees nothing."""
+    """A line for each of 256 workers shows nothing."""
     of_each = [
         query
         for board in BOARDS.values()

@@ -13,7 +13,7 @@ _LOOK_S: Final = 1.0
 
 
 class DeviceMemory:
-    """What the driver says of a device's memory, also of what other processes use there."""
+    """A device's memory as its driver tells it, that of other processes included."""
 
     def __init__(self, device: torch.device) -> None:
         self._device = device

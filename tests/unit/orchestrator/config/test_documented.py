@@ -1,4 +1,4 @@
-"""What explains the configuration follows from it, so that nothing is told twice."""
+"""The explanation of the configuration follows from it, so that nothing is told twice."""
 
 from __future__ import annotations
 

@@ -230,7 +230,7 @@ def test_a_rank_that_called_other_things_is_suspected_though_nothing_hangs() -> 
     assert look(1, {0: 7, 1: 7, 2: 7, 3: 8}) == (), "another number of calls proves nothing"
     (one,) = look(2, {0: 8, 1: 9, 2: 9, 3: 9})
     assert (one.kind, one.guilty.ranks) == (Kind.DESYNC, (0,))
-    assert "Of the first 20 calls in world, rank 0 and ranks 1, 2 made different ones" in (
+    assert "Among the first 20 calls in world, rank 0 and ranks 1, 2 made different ones" in (
         one.evidence
     )
     assert look(3, {0: 1, 1: 1, 2: 1, 3: 1}) == (one,)

@@ -1,4 +1,4 @@
-"""What a report tells its reader to do."""
+"""A report tells its reader what to do."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a person may have the run do: the event that it becomes, or why it is refused."""
+"""An action becomes an event, or is refused with its reason."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a step sends, from what records say at two times."""
+"""The bytes that a step sends, from records at two times."""
 
 from __future__ import annotations
 

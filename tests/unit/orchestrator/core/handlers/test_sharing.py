@@ -1,4 +1,4 @@
-"""What a run gives back to others or to its user, and when it takes it again or stops."""
+"""A run gives workers back to others or to its user, and takes them again or stops."""
 
 from __future__ import annotations
 

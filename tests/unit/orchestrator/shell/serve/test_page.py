@@ -1,4 +1,4 @@
-"""What the controller answers to a browser."""
+"""The controller's answers to a browser."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What is written for expert-parallel ranks of DeepSpeed, and read again."""
+"""Files for expert-parallel ranks of DeepSpeed are written, and read again."""
 
 from __future__ import annotations
 
