@@ -14,7 +14,8 @@ import yaml
 
 DASHBOARDS = Path(__file__).parents[3] / "dashboards"
 BOARDS = {
-    path.stem: json.loads(path.read_text()) for path in (DASHBOARDS / "grafana").glob("*.json")
+    path.stem: json.loads(path.read_text())
+    for path in sorted((DASHBOARDS / "grafana").glob("*.json"))
 }
 #: A metric of ours, and what it is selected by.
 SELECTOR = re.compile(r"(everstep[_:]\w+)({[^}]*})?")
@@ -28,7 +29,7 @@ def _queries(board: dict[str, Any]) -> Iterator[str]:
     yield from (mark["expr"] for mark in board["annotations"]["list"])
 
 
-@pytest.mark.parametrize("name", BOARDS.keys() - {"fleet"})
+@pytest.mark.parametrize("name", sorted(BOARDS.keys() - {"fleet"}))
 def test_a_board_of_one_run_asks_for_no_other(name: str) -> None:
     """Three runs called ``run`` were drawn into one curve."""
     asked = [found for query in _queries(BOARDS[name]) for found in SELECTOR.findall(query)]
