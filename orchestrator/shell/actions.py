@@ -74,9 +74,12 @@ class Actions:
     def _save(self, _what: Mapping[str, Any]) -> str:
         if not self._parts.config.snapshot.every_steps:
             raise ActionError("nothing is in memory to store: snapshot.every_steps is 0")
+        step = self._parts.protection.redundancy(self._parts.state)["step"]
+        if not step:
+            raise ActionError("no step is whole in memory yet")
         self._parts.inbox.post(core.SaveRequested(at_s=self._at_s))
         self._spawn(self._parts.snapshots.flush(self._parts.state.lineage))
-        return "The newest step in memory goes to storage."
+        return f"Step {step}, or a newer one in memory, goes to storage."
 
     def _drain(self, what: Mapping[str, Any]) -> str:
         node = self._living_node(what)

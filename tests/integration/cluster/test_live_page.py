@@ -120,6 +120,7 @@ def test_each_action_is_an_event_in_the_journal_and_the_end_has_a_report(
 
 
 def _save_and_resize(run: Launched, browser: Browser) -> None:
+    browser.await_true("run.safe[0][1].startsWith('step')")
     browser.click("#save")
     wait(lambda: ("SaveRequested", "") in _kinds(run), "it is asked to save")
     wait(lambda: bool(run.saves()), "a step is in storage")

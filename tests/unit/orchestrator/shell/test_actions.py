@@ -28,7 +28,7 @@ snapshot: {every_steps: SNAPSHOT}
 class Person:
     """Asks a run for actions; ``posted`` has the events, ``stopped`` the reasons to stop."""
 
-    def __init__(self, snapshot: int = 1) -> None:
+    def __init__(self, snapshot: int = 1, in_memory: int = 3) -> None:
         config = load(CONFIG.replace("SNAPSHOT", str(snapshot)))
         rules = config.rules()
         state, _ = step(RunState(), ev.ControllerStarted(at_s=0.0, incarnation=1), rules=rules)
@@ -41,7 +41,13 @@ class Person:
         snapshots = SimpleNamespace(flush=lambda lineage: ("flush", lineage))
         self.background: list[Any] = []
         parts: Any = SimpleNamespace(
-            config=config, rules=rules, state=state, inbox=inbox, nodes=nodes, snapshots=snapshots
+            config=config,
+            rules=rules,
+            state=state,
+            inbox=inbox,
+            nodes=nodes,
+            snapshots=snapshots,
+            protection=SimpleNamespace(redundancy=lambda _state: {"step": in_memory}),
         )
         self._actions = Actions(parts, stop=self.stopped.append, spawn=self.background.append)
 
@@ -101,6 +107,8 @@ def test_without_snapshots_there_is_nothing_to_save() -> None:
     """The answer would be a promise that nobody keeps."""
     with pytest.raises(ActionError, match="every_steps is 0"):
         Person(snapshot=0)("save")
+    with pytest.raises(ActionError, match="no step is whole in memory"):
+        Person(in_memory=0)("save")
 
 
 def test_a_lost_node_is_left_alone() -> None:
