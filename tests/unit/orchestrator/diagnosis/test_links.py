@@ -37,7 +37,7 @@ def test_a_connection_whose_packets_are_repeated_in_vain_is_dead() -> None:
 
     assert (found.kind, found.guilty) == (Kind.LINK_DEAD, Guilty(links=((0, 1),)))
     assert found.since_s == 3.8
-    assert "rank 0 (w0) sent to rank 1 (w1)" in found.evidence
+    assert "Data from rank 0 (w0) to rank 1 (w1)" in found.evidence
 
 
 @pytest.mark.parametrize(
