@@ -7,6 +7,7 @@ from collections.abc import Iterator, Sequence
 from typing import NamedTuple
 
 from orchestrator.core import Incident, RunStats
+from ucp_core.numerics import counted
 
 #: Less of the time than this is not worth a sentence.
 _SHARE_MIN = 0.1
@@ -95,7 +96,7 @@ def _failures(incidents: Sequence[Incident]) -> Iterator[str]:
     if undecided:
         folders = ", ".join(one.folder for one in undecided[-3:])
         yield (
-            f"{_number(len(undecided), 'failure')} named nobody: "
+            f"{counted(len(undecided), 'failure')} named nobody: "
             f"`everstep diagnose` reads what was kept of them in {folders}."
         )
 
@@ -121,13 +122,9 @@ def _time(stats: RunStats, incidents: Sequence[Incident]) -> Iterator[str]:
         )
     if stats.lost_steps >= _SHARE_MIN * max(stats.step, 1):
         yield (
-            f"{_number(stats.lost_steps, 'step')} had to be done twice: "
+            f"{counted(stats.lost_steps, 'step')} had to be done twice: "
             "save more often (snapshot.every_steps, checkpoint.every_steps)."
         )
-
-
-def _number(count: int, what: str) -> str:
-    return f"{count} {what}{'' if count == 1 else 's'}"
 
 
 def _percent(share: float) -> str:

@@ -6,6 +6,8 @@ from collections import Counter
 from collections.abc import Mapping
 from typing import Any
 
+from ucp_core.numerics import counted
+
 
 def what_it_does(status: Mapping[str, Any]) -> str:
     """Return what the run does now.
@@ -15,12 +17,12 @@ def what_it_does(status: Mapping[str, Any]) -> str:
     """
     phase, num = status["phase"], len(_members(status))
     if phase == "training":
-        return f"Trains on {_count(num, 'worker')}{_in_layout(status)}.{_asks(status)}"
+        return f"Trains on {counted(num, 'worker')}{_in_layout(status)}.{_asks(status)}"
     if phase == "waiting":
         return f"Waits for {status['waits_for'] or 'workers'}.{_fleet(status)}{_asks(status)}"
     if phase == "forming":
         formed = sum(row["state"] == "training" for row in _members(status))
-        return f"Attempt {status['attempt']} forms: {formed} of {_count(num, 'worker')} are ready."
+        return f"Attempt {status['attempt']} forms: {formed} of {counted(num, 'worker')} are ready."
     why = _cause(status)
     if phase == "yielding":
         return f"Workers finish the step and leave. {why}"
@@ -48,7 +50,7 @@ def _asks(status: Mapping[str, Any]) -> str:
         return ""
     num = sum(row["asked"] - row["granted"] for row in lacking)
     why = next((row["why"] for row in lacking if row["why"]), "")
-    return f" Asks for {_count(num, 'more place')}{': ' + why if why else ', not granted yet'}."
+    return f" Asks for {counted(num, 'more place')}{': ' + why if why else ', not granted yet'}."
 
 
 def _fleet(status: Mapping[str, Any]) -> str:
@@ -67,7 +69,3 @@ def _cause(status: Mapping[str, Any]) -> str:
         return ""
     who = f" of {', '.join(cause['guilty'])}" if cause["guilty"] else ""
     return f"Cause: {cause['kind'].replace('_', ' ')}{who}: {cause['evidence']}."
-
-
-def _count(num: int, what: str) -> str:
-    return f"{num} {what}{'' if num == 1 else 's'}"
