@@ -46,7 +46,7 @@ def _workers(run: Launched) -> dict[int, str]:
 def test_a_person_sees_the_run_and_kills_with_the_token_alone(
     begin_endless: Callable[..., Launched], browser: Browser, tmp_path: Path
 ) -> None:
-    """Whoever opens the page during a fault must see it; who has no token must not make one."""
+    """The page shows a fault while it happens, and makes none without the token."""
     run = begin_endless(workers__standby_per_node=0, checkpoint__every_steps=10_000, **PACED)
     wait(lambda: len(_workers(run)) == 4, "four workers train")
     first = _workers(run)

@@ -155,7 +155,7 @@ _INCIDENT = {
 
 
 def test_the_last_incidents_say_what_they_cost() -> None:
-    """Whoever looks at a run that was disturbed asks first whether it is back."""
+    """After a fault people ask first whether the run is back."""
     open_one = {**_INCIDENT, "number": 4, "kind": "hang", "who": "\N{EN DASH}"}
     open_one |= {"recovery_s": None, "found_s": None, "evidence": "no step"}
     lines = _lines(status_document(incidents=[_INCIDENT, open_one]))

@@ -1,7 +1,8 @@
-"""Of whom the observer knows something: what reports say now, and no more."""
+"""The observer knows what reports say now, and no more."""
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import replace
 from itertools import pairwise
 
@@ -25,6 +26,16 @@ from workers.protocol import Digest, Flow, NodeReport, StepCost, WorkerReport
 from workers.settings import ParallelSettings
 
 
+def _observer(at_s: Callable[[], float], post: Callable[[Event], None]) -> Observer:
+    return Observer(
+        Inbox(at_s=at_s, post=post),
+        on_formed=lambda *_: None,
+        node_silent=lambda *_: None,
+        patience=PATIENCE,
+        parallel=ParallelSettings(),
+    )
+
+
 def _report(node: str, *workers: str) -> NodeReport:
     rows = tuple(calm(worker, rank) for rank, worker in enumerate(workers))
     return NodeReport(node=node, seq=1, workers=rows)
@@ -35,13 +46,7 @@ def test_workers_and_nodes_that_are_gone_are_not_remembered(
 ) -> None:
     """A run that loses one every minute for weeks would look through all of them each second."""
     now_s = [100.0]
-    observer = Observer(
-        Inbox(at_s=lambda: now_s[0], post=lambda _: None),
-        on_formed=lambda *_: None,
-        node_silent=lambda *_: None,
-        patience=PATIENCE,
-        parallel=ParallelSettings(),
-    )
+    observer = _observer(lambda: now_s[0], lambda _: None)
     observer.begin(ATTEMPT, ("w0", "w1", "w2"), 0)
     observer.on_report(_report("n0", "w0", "w1"))
     observer.on_report(_report("n1", "w2"))
@@ -65,13 +70,7 @@ def test_workers_and_nodes_that_are_gone_are_not_remembered(
 def test_costs_are_known_between_two_digests_and_steps_by_percentile() -> None:
     """Most reports carry none, and a scrape comes at any time."""
     now_s = [100.0]
-    observer = Observer(
-        Inbox(at_s=lambda: now_s[0], post=lambda _: None),
-        on_formed=lambda *_: None,
-        node_silent=lambda *_: None,
-        patience=PATIENCE,
-        parallel=ParallelSettings(),
-    )
+    observer = _observer(lambda: now_s[0], lambda _: None)
     observer.begin(ATTEMPT, ("w0",), 0)
     assert observer.step_s == {}
 
@@ -93,13 +92,7 @@ def test_a_stall_is_told_again_only_after_twice_the_time() -> None:
     """Each time keepers look at the network; a stall may last, and reports come ten a second."""
     now_s = [100.0]
     posted: list[Event] = []
-    observer = Observer(
-        Inbox(at_s=lambda: now_s[0], post=posted.append),
-        on_formed=lambda *_: None,
-        node_silent=lambda *_: None,
-        patience=PATIENCE,
-        parallel=ParallelSettings(),
-    )
+    observer = _observer(lambda: now_s[0], posted.append)
     observer.begin(ATTEMPT, ("w0", "w1"), 0)
     waiting = (group("world", (0, 1), 9, waiting_s=0.1),)
     rows = tuple(replace(calm(w, rank), groups=waiting) for rank, w in enumerate(("w0", "w1")))
@@ -118,13 +111,7 @@ def test_a_dead_link_is_told_however_long_steps_take() -> None:
     """With steps of a minute a stall would be noticed after two."""
     now_s = [100.0]
     posted: list[Event] = []
-    observer = Observer(
-        Inbox(at_s=lambda: now_s[0], post=posted.append),
-        on_formed=lambda *_: None,
-        node_silent=lambda *_: None,
-        patience=PATIENCE,
-        parallel=ParallelSettings(),
-    )
+    observer = _observer(lambda: now_s[0], posted.append)
     observer.begin(ATTEMPT, ("w0", "w1"), 0)
     ends = (("10.0.0.1", 5), ("10.0.0.2", 6))
     for half_s in range(30):
@@ -150,13 +137,7 @@ def test_a_dead_link_is_told_however_long_steps_take() -> None:
 
 def test_what_a_step_sends_is_told_once_it_is_known_and_when_it_changes() -> None:
     posted: list[Event] = []
-    observer = Observer(
-        Inbox(at_s=lambda: 100.0, post=posted.append),
-        on_formed=lambda *_: None,
-        node_silent=lambda *_: None,
-        patience=PATIENCE,
-        parallel=ParallelSettings(),
-    )
+    observer = _observer(lambda: 100.0, posted.append)
     observer.begin(ATTEMPT, ("w0", "w1"), 0)
     sent_bytes = 0
     for step in range(1, 200):
@@ -173,13 +154,7 @@ def test_what_a_step_sends_is_told_once_it_is_known_and_when_it_changes() -> Non
 def test_what_keepers_timed_is_suspected_beside_what_reports_tell() -> None:
     """A node whose card is slow can be left like one whose worker is; a link has no worker."""
     posted: list[Event] = []
-    observer = Observer(
-        Inbox(at_s=lambda: 100.0, post=posted.append),
-        on_formed=lambda *_: None,
-        node_silent=lambda *_: None,
-        patience=PATIENCE,
-        parallel=ParallelSettings(),
-    )
+    observer = _observer(lambda: 100.0, posted.append)
     observer.begin(ATTEMPT, ("w0", "w1", "w2"), 0)
     link = Verdict(
         kind=Kind.SLOW_LINK, guilty=Guilty(links=((2, 1),)), confidence=0.9, since_s=None,
@@ -212,13 +187,7 @@ def test_who_computes_in_a_fenced_attempt_is_told_when_it_changes() -> None:
     """Reports come ten a second, and most members leave in milliseconds."""
     now_s = [100.0]
     posted: list[Event] = []
-    observer = Observer(
-        Inbox(at_s=lambda: now_s[0], post=posted.append),
-        on_formed=lambda *_: None,
-        node_silent=lambda *_: None,
-        patience=PATIENCE,
-        parallel=ParallelSettings(),
-    )
+    observer = _observer(lambda: now_s[0], posted.append)
     observer.begin(ATTEMPT, ("w0", "w1"), 0)
 
     def report(*rows: WorkerReport, for_s: float) -> None:

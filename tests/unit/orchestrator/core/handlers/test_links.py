@@ -458,7 +458,7 @@ def test_members_change_places_once_when_no_rank_need_send_over_a_slow_link() ->
 
 @pytest.mark.parametrize("slow", list(permutations("abc", 2)))
 def test_copies_keep_off_a_slow_link_from_the_next_attempt_on(slow: tuple[str, str]) -> None:
-    """Whoever chooses keepers first must not leave the slow link to the last one."""
+    """The first choice of keepers must not leave the slow link to the last node."""
     run = _Run(replace(RULES, redundancy=RedundancyRules(tolerance=1)))
     budgets = tuple((node, 1 << 30) for node in NODES)
     run.fold(ev.MemoryMeasured(at_s=run.at_s, budgets=budgets, state_bytes=4 << 20))

@@ -261,7 +261,7 @@ def test_what_the_user_set_and_what_others_need_count_both() -> None:
 
 
 def test_a_run_stops_behind_the_step_that_the_user_names() -> None:
-    """Whoever wants step 3 to compare has to catch it by hand otherwise."""
+    """Without it a person has to catch step 3 by hand."""
     run = Fold()
     run.train(1.0, {1: "a", 2: "a", 3: "b", 4: "b"})
 

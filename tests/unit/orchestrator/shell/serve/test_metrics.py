@@ -301,7 +301,7 @@ def test_names_and_types_are_as_prometheus_asks() -> None:
 
 
 def test_the_list_for_people_has_every_metric_with_its_labels() -> None:
-    """Whoever writes a query of their own has nothing else to look at."""
+    """People who write their own queries have nothing else to look at."""
     table = README.read_text().partition("## The metrics")[2]
     rows = [re.findall(r"`(\w+)`", row) for row in table.splitlines() if row.startswith("| `")]
     listed = {name: set(row) for row in rows for name in row if name.startswith("everstep_")}

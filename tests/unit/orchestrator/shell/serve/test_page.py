@@ -106,7 +106,7 @@ def test_an_action_needs_the_token(tmp_path: Path) -> None:
 
 
 def test_the_log_of_a_rank_is_read_from_the_run_directory(tmp_path: Path) -> None:
-    """Whoever looks at the page has perhaps no access to the storage."""
+    """A person at the page may have no access to the storage."""
     log = tmp_path / "logs/attempt-0002/rank1.log"
     log.parent.mkdir(parents=True)
     log.write_text("loss 3\n")
