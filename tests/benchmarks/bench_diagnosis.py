@@ -26,7 +26,7 @@ from time import process_time
 from orchestrator.diagnosis import Records, diagnose
 from orchestrator.driver import diagnose_paths
 from tests.benchmarks.common import spread
-from tests.benchmarks.injections import KINDS, LAYOUTS, injections, table
+from tests.benchmarks.injections import LAYOUTS, ON_CPU, injections, table
 from tests.support.traces import CLEAN, PLANTED, answer, clean, planted, straggler_operations
 
 FIXTURES = Path(__file__).parents[1] / "fixtures"
@@ -82,7 +82,7 @@ def main() -> None:
     parser.add_argument("--seed", type=int, default=1000)
     parser.add_argument("--data", type=Path, default=FIXTURES, help="folder of real records")
     parser.add_argument("--repeats", type=int, default=2, help="of each kind, phase and layout")
-    parser.add_argument("--kinds", nargs="+", choices=KINDS, default=list(KINDS))
+    parser.add_argument("--kinds", nargs="+", choices=ON_CPU, default=list(ON_CPU))
     parser.add_argument("--layouts", nargs="+", choices=LAYOUTS, default=list(LAYOUTS))
     options = parser.parse_args()
     injected = injections(options.kinds, options.layouts, options.repeats)

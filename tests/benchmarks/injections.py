@@ -36,11 +36,14 @@ KINDS: Final[dict[str, tuple[tuple[str, ...], frozenset[str]]]] = {
     "size": (("update",), frozenset({"mismatch", "desync"})),
     "nan": (("forward", "backward"), frozenset({"not_finite"})),
     "flip": (("update",), frozenset({"diverged"})),
+    "kernel": (("forward",), frozenset({"device_stuck"})),
 }
+#: The last one needs a GPU: ``tests.gpu`` asks for it.
+ON_CPU: Final = tuple(KINDS)[:-1]
 PROGRAMS: Final = frozenset({"skip", "size"})
 NAMED_S_MAX: Final = 20.0
 #: These end in time by themselves: a suspicion is all that is due.
-_SUSPENDS: Final = frozenset({"gil", "idle", "slow3", "slow1.5", "size"})
+_SUSPENDS: Final = frozenset({"gil", "idle", "slow3", "slow1.5", "size", "kernel"})
 #: Records of the journal that name a fault, and its kind if they do not say one.
 _VERDICTS: Final = {
     "HangFound": "", "WorkerExited": "dead", "NotFiniteFound": "not_finite", "WorkerRaised": "",
@@ -64,7 +67,9 @@ class Injection(NamedTuple):
     evidence: str
 
 
-def injections(kinds: Sequence[str], layouts: Sequence[str], repeats: int) -> list[Injection]:
+def injections(
+    kinds: Sequence[str], layouts: Sequence[str], repeats: int, *, phases_max: int = 4
+) -> list[Injection]:
     """Return the outcome of each fault, ``repeats`` of each kind, phase and layout."""
     found: list[Injection] = []
     for repeat, layout, programs in product(range(repeats), layouts, ({"skip"}, {"size"})):
@@ -72,7 +77,7 @@ def injections(kinds: Sequence[str], layouts: Sequence[str], repeats: int) -> li
         work = [
             (kind, phase)
             for kind in kinds
-            for phase in KINDS[kind][0]
+            for phase in KINDS[kind][0][:phases_max]
             if _can(kind, layout)
             and (kind in programs or (kind not in PROGRAMS and "skip" in programs))
         ]

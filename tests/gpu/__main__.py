@@ -32,6 +32,7 @@ GROUPS: Final = (
     ("faults",),
     ("equal",),
     ("kills",),
+    ("diagnosis",),
     ("snapshot", "pinning"),
     ("overhead",),
     ("demo",),

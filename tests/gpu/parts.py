@@ -90,6 +90,7 @@ PARTS: Final[dict[str, Callable[[Lab], None]]] = {
     "faults": _later("faults", "faults"),
     "equal": _later("runs", "equal"),
     "layouts": _later("runs", "layouts"),
+    "diagnosis": _later("runs", "diagnosis"),
     "demo": _later("runs", "demo"),
     "kills": _later("runs", "kills"),
     "snapshot": _later("costs", "snapshot"),

@@ -19,8 +19,10 @@ from orchestrator.driver.faults import signal_rank, wait_for
 from orchestrator.driver.launch import Launched
 from tests.benchmarks.bench_recovery import Bench, kill_workers, stop_workers
 from tests.benchmarks.common import percentile
+from tests.benchmarks.injections import injections
 from tests.gpu.parts import Lab
 from tests.gpu.rows import note, tell
+from tests.support.experts import with_experts
 from tests.support.run_command import EVERSTEP
 from workers.keeper import progress_path
 from workers.protocol import WorkerPhase
@@ -166,7 +168,7 @@ def _await_attempt(run: Launched, number: int) -> None:
 
 
 def layouts(lab: Lab) -> None:
-    """Tell whether tensor parallelism, a pipeline, bf16 and compiled blocks train on, with a kill.
+    """Tell whether every axis and bf16 train on, with a kill.
 
     The loss after the same steps is compared with that of data parallelism.
     """
@@ -176,8 +178,15 @@ def layouts(lab: Lab) -> None:
         "dp": [],
         "tp=2": ["parallel.tp=2"],
         "pp=2": ["parallel.pp=2", "model.tied=false"],
+        "tp=2, pp=2": ["parallel.tp=2", "parallel.pp=2", "model.tied=false"],
+        "pp=2, two stages a worker": [
+            "parallel.pp=2", "parallel.stages_per_worker=2", "model.tied=false",
+            "model.num_layers=4",
+        ],
+        "cp=2": ["parallel.cp=2"],
         "bf16": ["train.precision=bf16"],
-    }
+        "ep=2": ["parallel.ep=2"],
+    }  # fmt: skip
     losses: dict[str, float] = {}
 
     def hurt(run: Launched) -> None:
@@ -187,16 +196,41 @@ def layouts(lab: Lab) -> None:
     with lab.folder("layouts") as folder, contextlib.ExitStack() as stack:
         cluster: Any = None
         for name, settings in kinds.items():
+            if name == "ep=2":
+                settings.append(f"model.preset={with_experts(folder / 'experts')}")
             config = demo_config(f"{folder}/{name}", [*asked, *settings])
             cluster = cluster or stack.enter_context(cluster_for(config))
             summary = train(config, cluster, hurt if name != "dp" else lambda _: None)
             losses[name] = summary["final_loss"] or math.nan
             gap = abs(losses[name] - losses["dp"])
-            # pp=2 has another model: its output layer is not its embedding.
-            is_fine = summary["outcome"] == "completed" and math.isfinite(gap) and gap < 0.5
+            # A pipeline's output layer is not its embedding, and experts are another model.
+            is_near = math.isfinite(gap) and (gap < NEAR or name == "ep=2")
+            is_fine = summary["outcome"] == "completed" and is_near
             seen = (
                 f"{summary['outcome']} in {summary['attempts']} attempts, loss {losses[name]:.3f}"
             )
             tell("layouts", name, seen, "completed", ok=is_fine)
             if lab.quick and name == "tp=2":
                 return
+
+
+def diagnosis(lab: Lab) -> None:
+    """Tell what runs say of faults that are injected, one of each kind."""
+    kinds = ["nan"] if lab.quick else ["kill", "idle", "gil", "nan", "slow3", "skip"]
+    if not lab.on_cpu:
+        kinds.append("kernel")
+    for one in injections(kinds, ["dp"], 1, phases_max=1):
+        times = [
+            f"{what} {s:.1f} s"
+            for what, s in (("suspected", one.suspected_s), ("named", one.named_s))
+            if s is not None
+        ]
+        seen = f"{one.verdict or 'nothing'}, {', '.join(times) or 'not in time'}"
+        seen += "" if one.is_right else f": {one.evidence[:160]}"
+        tell(
+            "diagnosis",
+            f"{one.kind} in {one.phase}",
+            seen,
+            "right worker and kind",
+            ok=one.is_right and not one.is_wrong,
+        )

@@ -61,6 +61,8 @@ class Injector:
             "idle": lambda: time.sleep(STILL_S),
             "slow1.5": lambda: self._slow.update({phase: (1.5, SLOW_CALLS)}),
             "slow3": lambda: self._slow.update({phase: (3.0, SLOW_CALLS)}),
+            # A kernel that never ends; only a GPU has those.
+            "kernel": lambda: torch.cuda._sleep(1 << 60),
         }
         if kind in deeds:
             deeds[kind]()
@@ -117,7 +119,7 @@ def train(session: Session) -> None:
     """Fit random numbers, with a collective of the script's own in each step."""
     injector = Injector(Path(sys.argv[1]), session.rank)
     numbers = torch.Generator().manual_seed(5)
-    inputs = torch.randn(_NUM_SAMPLES, 64, generator=numbers)
+    inputs = torch.randn(_NUM_SAMPLES, 64, generator=numbers).to(session.device)
     model = session.model(Layers, plan=PLAN)
     optimizer = session.optimizer(lambda named: torch.optim.AdamW(named.values()))
 
@@ -141,7 +143,7 @@ def train(session: Session) -> None:
         injector.at("update")
         size = 5 if injector.takes("size") else 4
         if not injector.takes("skip"):
-            dist.all_reduce(torch.ones(size))
+            dist.all_reduce(torch.ones(size, device=session.device))
 
 
 if __name__ == "__main__":
