@@ -216,6 +216,8 @@ def _running(layout: str) -> Iterator[tuple[Bench, Path]]:
         "train.schedule=constant", "train.deterministic=false", "train.global_batch=16",
         "train.micro_batch=2", f"workers.max={_NUM_WORKERS}", "workers.standby_per_node=1",
         "recovery.infrastructure_failures_max=100000", "train.not_finite.most=100000",
+        # A device that hangs is given up after it.
+        "parallel.collective_timeout_s=15",
         *(["parallel.dp_replicate=2"] if axis == "copies" else [axis] if axis else []),
     ]  # fmt: skip
     config = demo_config(str(root / "run"), settings)

@@ -34,7 +34,7 @@ from workers.memory.retention import (
 
 if TYPE_CHECKING:
     from workers.memory.arena_store import ArenaStore
-    from workers.memory.checksums import Checksums
+    from workers.memory.checksums import Checksums, Question
     from workers.memory.cuda import CopyStream, CudaStream, Mark, is_recording_graph
     from workers.memory.versions import (
         LocalPart,
@@ -63,6 +63,7 @@ __all__ = [
     "Mark",
     "MemoryTier",
     "Part",
+    "Question",
     "SnapshotMemory",
     "adopt",
     "ask_part",

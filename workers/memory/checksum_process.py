@@ -21,6 +21,7 @@ import signal
 import socket
 import struct
 import sys
+import threading
 from array import array
 
 try:
@@ -28,6 +29,8 @@ try:
 except ImportError:  # a platform without isal wheels
     from zlib import crc32
 
+#: One checksums about as fast as a bus copies a tenth of what it could; small machines spare one.
+NUM_THREADS = max(1, min(4, len(os.sched_getaffinity(0)) // 4))
 ATTACH, DETACH, SUM = 1, 2, 3
 HEAD = struct.Struct("<IIQ")
 PLACE = struct.Struct("<IQQ")
@@ -51,16 +54,31 @@ def serve(connection: socket.socket) -> None:
             arenas.pop(number).close()
         else:
             places = PLACE.iter_unpack(_received(connection, number * PLACE.size))
-            sums = array("I")
-            for arena, offset, num_bytes in places:
-                if not num_bytes:
-                    continue
-                with memoryview(arenas[arena]) as memory:
-                    for low in range(offset, offset + num_bytes, size_bytes):
-                        high = min(low + size_bytes, offset + num_bytes)
-                        with memory[low:high] as block:
-                            sums.append(crc32(block))
-            connection.sendall(sums)
+            blocks = [
+                (arena, low, min(low + size_bytes, offset + num_bytes))
+                for arena, offset, num_bytes in places
+                for low in range(offset, offset + num_bytes, size_bytes)
+            ]
+            connection.sendall(_sums(arenas, blocks))
+
+
+def _sums(arenas: dict[int, mmap.mmap], blocks: list[tuple[int, int, int]]) -> array[int]:
+    """Return the crc32 of each block, given as arena, begin and end."""
+    sums = array("I", bytes(4 * len(blocks)))
+
+    def work(first: int) -> None:
+        for number in range(first, len(blocks), NUM_THREADS):
+            arena, low, high = blocks[number]
+            with memoryview(arenas[arena]) as memory, memory[low:high] as block:
+                sums[number] = crc32(block)
+
+    threads = [threading.Thread(target=work, args=(n,)) for n in range(1, NUM_THREADS)]
+    for thread in threads:
+        thread.start()
+    work(0)
+    for thread in threads:
+        thread.join()
+    return sums
 
 
 def _received(connection: socket.socket, num_bytes: int) -> bytes:

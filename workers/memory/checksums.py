@@ -15,7 +15,10 @@ import subprocess
 import sys
 import threading
 from array import array
+from collections import deque
 from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from itertools import islice
 from pathlib import Path
 from typing import Final
 
@@ -33,6 +36,15 @@ _ANSWER_S: Final = 10.0
 log = logging.getLogger(__name__)
 
 
+@dataclass(eq=False, slots=True)
+class Question:
+    """Memory that is to be checksummed, and the checksums once they are there."""
+
+    views: Sequence[memoryview]
+    block_bytes: int
+    sums: list[list[int]] | None = None
+
+
 class Checksums:
     """Makes checksums of blocks: in another process where that pays, else here. Thread-safe.
 
@@ -45,6 +57,8 @@ class Checksums:
         self._connection: socket.socket | None = None
         self._is_given_up = False
         self._num_attached = 0
+        #: Questions without an answer, the oldest first.
+        self._open: deque[Question] = deque()
         #: Number, address here and size of each arena that the process has.
         self._attached: dict[int, tuple[int, int, int]] = {}
 
@@ -77,11 +91,28 @@ class Checksums:
 
     def of_blocks(self, views: Sequence[memoryview], block_bytes: int) -> list[list[int]]:
         """Return the crc32 of every block of each of ``views``; a last block may be shorter."""
-        found = None
+        return self.answer(self.ask(views, block_bytes))
+
+    def ask(self, views: Sequence[memoryview], block_bytes: int) -> Question:
+        """Have the process begin with ``of_blocks``, for ``answer``.
+
+        The memory stays as it is until then.
+        """
+        question = Question(views, block_bytes)
         if self._attached and sum(map(len, views)) >= _ASKED_BYTES_MIN:
             with self._lock, self._giving_up():
-                found = self._asked(views, block_bytes)
-        return [of_blocks(view, block_bytes) for view in views] if found is None else found
+                self._send(question)
+        return question
+
+    def answer(self, question: Question) -> list[list[int]]:
+        """Return the checksums; made here if the process has not made them."""
+        with self._lock, self._giving_up():
+            while question in self._open:
+                self._receive(self._open[0])
+                self._open.popleft()
+        if question.sums is None:
+            return [of_blocks(view, question.block_bytes) for view in question.views]
+        return question.sums
 
     @contextlib.contextmanager
     def _giving_up(self) -> Iterator[None]:
@@ -108,19 +139,18 @@ class Checksums:
                 )
         return self._connection
 
-    def _asked(self, views: Sequence[memoryview], block_bytes: int) -> list[list[int]] | None:
-        """Return the answer of the process; None if it does not have all of the memory."""
-        if self._connection is None:
-            return None
-        places = []
-        for view in views:
-            place = self._place(view)
-            if place is None:
-                return None
-            places.append(PLACE.pack(*place))
-        request = HEAD.pack(SUM, len(places), block_bytes)
-        self._connection.sendall(b"".join((request, *places)))
-        nums = [-(-len(view) // block_bytes) for view in views]
+    def _send(self, question: Question) -> None:
+        """Ask the process, if it has all of the memory."""
+        places = [place for view in question.views if (place := self._place(view)) is not None]
+        if self._connection is None or len(places) < len(question.views):
+            return
+        head = HEAD.pack(SUM, len(places), question.block_bytes)
+        self._connection.sendall(b"".join((head, *(PLACE.pack(*place) for place in places))))
+        self._open.append(question)
+
+    def _receive(self, question: Question) -> None:
+        assert self._connection is not None
+        nums = [-(-len(view) // question.block_bytes) for view in question.views]
         sums = array("I", bytes(4 * sum(nums)))
         left = memoryview(sums).cast("B")
         while left:
@@ -129,7 +159,7 @@ class Checksums:
                 raise ConnectionResetError("it ended")
             left = left[num_bytes:]
         values = iter(sums)
-        return [[next(values) for _ in range(num)] for num in nums]
+        question.sums = [list(islice(values, num)) for num in nums]
 
     def _place(self, view: memoryview) -> tuple[int, int, int] | None:
         """Return the number of the arena, and where the view lies in it."""
@@ -143,6 +173,7 @@ class Checksums:
 
     def _end(self) -> None:
         self._attached = {}
+        self._open.clear()
         connection, self._connection = self._connection, None
         process, self._process = self._process, None
         if connection is not None:

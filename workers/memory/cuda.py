@@ -62,8 +62,9 @@ class CudaStream:
             if after is not None:
                 assert isinstance(after, _Event)
                 self._stream.wait_event(after.event)
-            for target, source in pairs:
-                target.copy_(source, non_blocking=True)
+            # One call: each one takes the interpreter from training.
+            targets, sources = zip(*pairs, strict=True)
+            torch._foreach_copy_(list(targets), list(sources), non_blocking=True)
             return _Event(self._stream)
 
     def hold(self, mark: Mark) -> None:

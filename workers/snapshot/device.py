@@ -34,7 +34,15 @@ from typing import Final, NamedTuple
 import torch
 from torch import Tensor
 
-from workers.memory import PATIENCE_S, Checksums, CopyStream, Credits, CudaStream, Mark
+from workers.memory import (
+    PATIENCE_S,
+    Checksums,
+    CopyStream,
+    Credits,
+    CudaStream,
+    Mark,
+    Question,
+)
 from workers.snapshot.buckets import BUCKET_BYTES, Plan, TensorRange, into_buckets
 
 #: One is copied while the next one waits.
@@ -84,6 +92,17 @@ class _Told(NamedTuple):
 
     mark: Mark
     ends: bool
+
+
+def _views(ranges: Sequence[TensorRange], data: Sequence[memoryview]) -> list[memoryview]:
+    return [data[tensor][low:high] for tensor, low, high in ranges]
+
+
+def _note(
+    ranges: Sequence[TensorRange], sums: Sequence[Sequence[int]], found: list[list[int]]
+) -> None:
+    for (tensor, _, _), blocks in zip(ranges, sums, strict=True):
+        found[tensor] += blocks
 
 
 class DeviceCopy:
@@ -223,13 +242,16 @@ class DeviceCopy:
         if hurries:
             self.hurry()
         mine = data[:num_checked]
+        asked: list[tuple[Sequence[TensorRange], Question]] = []
         self._in_turns(
             self._has_next,
-            lambda left: self._next(left, mine, found),
+            lambda left: self._next(left, mine, asked),
             patience_s=patience_s if self._num_buckets > 1 else None,
         )
         with self._lock:
             self._raise_failed()
+        for ranges, question in asked:
+            _note(ranges, self._checksums.answer(question), found)
         if not num_checked:
             sizes = (0 if sums else len(view) for view, sums in zip(data, found, strict=True))
             rest = deque(self._buckets_of(sizes))
@@ -279,8 +301,16 @@ class DeviceCopy:
     def _is_released(self) -> bool:
         return bool(self._under_way) or not self._todo or self._num_queued < self._num_released
 
-    def _next(self, left: int, data: Sequence[memoryview], found: list[list[int]]) -> bool:
-        """Wait for the next bucket while others follow; return whether there was one."""
+    def _next(
+        self,
+        left: int,
+        data: Sequence[memoryview],
+        asked: list[tuple[Sequence[TensorRange], Question]],
+    ) -> bool:
+        """Wait for the next bucket while others follow; return whether there was one.
+
+        Checksumming it takes longer than copying the next one, which does not wait for that.
+        """
         begun_s = time.monotonic()
         with self._lock:
             self._queue_few(left)
@@ -290,21 +320,17 @@ class DeviceCopy:
         mark.wait()
         with self._lock:
             self._under_way.popleft()
-            # Checksumming a bucket takes longer than copying the next.
             self._queue_few(left - 1)
-        self._check([range_ for range_ in bucket if range_.tensor < len(data)], data, found)
-        with self._lock:
             self._leave_s.append(time.monotonic() - begun_s)
+        ranges = [range_ for range_ in bucket if range_.tensor < len(data)]
+        asked.append((ranges, self._checksums.ask(_views(ranges, data), self._block_bytes)))
         return True
 
     def _check(
         self, ranges: Sequence[TensorRange], data: Sequence[memoryview], found: list[list[int]]
     ) -> bool:
         """Checksum ranges; return whether there were any."""
-        views = [data[tensor][low:high] for tensor, low, high in ranges]
-        sums = self._checksums.of_blocks(views, self._block_bytes)
-        for (tensor, _, _), blocks in zip(ranges, sums, strict=True):
-            found[tensor] += blocks
+        _note(ranges, self._checksums.of_blocks(_views(ranges, data), self._block_bytes), found)
         return bool(ranges)
 
     def wait(self) -> None:
