@@ -38,6 +38,8 @@ GROUPS: Final = (
     ("demo",),
     ("models",),
 )
+#: Those of one rank, which has all processors; several ranks have one each.
+ALONE: Final = frozenset({"snapshot", "pinning", "overhead", "models"})
 #: Those that only run when they are named.
 EXTRA: Final = frozenset({"demo", "models"})
 #: A part that takes longer has failed.
@@ -100,13 +102,14 @@ class _Process:
         self._log = logs / f"gpu-{'-'.join(parts)}.log"
         found = filter(None, os.environ.get("PYTHONPATH", "").split(os.pathsep))
         places = os.pathsep.join([str(ROOT), str(ROOT / "workers/public"), *found])
+        threads = str(max(1, (os.cpu_count() or 1) // 2)) if ALONE.issuperset(parts) else "1"
         limit_s = len(parts) * PART_S_MAX
         self._until_s = time.monotonic() + limit_s * (3 if options.on_cpu else 1)
         with self._log.open("wb") as log:
             self._process = subprocess.Popen(
                 command,
                 cwd=ROOT,
-                env={**os.environ, "PYTHONPATH": places, "OMP_NUM_THREADS": "1"},
+                env={**os.environ, "PYTHONPATH": places, "OMP_NUM_THREADS": threads},
                 stdout=subprocess.PIPE,
                 stderr=log,
                 text=True,

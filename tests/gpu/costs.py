@@ -62,6 +62,9 @@ def snapshot(lab: Lab) -> None:
         tell("snapshot", f"a snapshot after every step ({way})", seen, "<= 1 %" if is_asked else "",
              ok=cost <= SNAPSHOT_MAX if is_asked else None)  # fmt: skip
     tell("snapshot", "snapshots taken of asked", f"{found['taken']} of {found['asked']}")
+    beside_ms = {way: found["beside_ms"][way] for way in job.ways[1:]}
+    tell("snapshot", "in the training thread, and in the one beside it, a step",
+         f"{found['stall_ms']:.1f} ms, {beside_ms} ms of the processor")  # fmt: skip
 
 
 def overhead(lab: Lab) -> None:

@@ -38,9 +38,14 @@ def models(lab: Lab) -> None:
     """Tell the points, and write them to the file if they are of a card."""
     names = ("tiny",) if lab.on_cpu else ("125m",) if lab.quick else ("125m", "350m", "1b")
     points = []
-    for name, precision, checkpointed in itertools.product(names, ("fp32", "bf16"), (False, True)):
+    for name, precision, checkpointed in itertools.product(names, ("bf16", "fp32"), (False, True)):
         point = measure(lab, name, precision, checkpointed=checkpointed)
         points.append(point)
+        if not lab.on_cpu:
+            # At once: a card may be lent for minutes.
+            known = json.loads(MEASURED.read_text()) if MEASURED.exists() else {}
+            known[torch.cuda.get_device_name()] = {"torch": torch.__version__, "points": points}
+            MEASURED.write_text(json.dumps(known, indent=1) + "\n")
         what = f"{name}, {precision}{', checkpointed' if checkpointed else ''}"
         if "why_not" in point:
             tell("models", what, point["why_not"])
@@ -48,11 +53,6 @@ def models(lab: Lab) -> None:
         peak, step_s = point["peak_bytes"] / 1e9, point["step_s"]
         tell("models", what, f"{peak:.2f} GB, {1e3 * step_s:.0f} ms, state "
              f"{point['state_bytes'] / 1e9:.2f} GB")  # fmt: skip
-    if not lab.on_cpu:
-        card = torch.cuda.get_device_name()
-        known = json.loads(MEASURED.read_text()) if MEASURED.exists() else {}
-        known[card] = {"torch": torch.__version__, "points": points}
-        MEASURED.write_text(json.dumps(known, indent=1) + "\n")
 
 
 def measure(lab: Lab, name: str, precision: Any, *, checkpointed: bool) -> dict[str, Any]:

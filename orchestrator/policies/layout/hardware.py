@@ -257,13 +257,16 @@ def _block_activations(job: Job, tp: int) -> int:
 
     The inputs of both norms, of the attention's and of the feed-forward products, whole on each
     tensor-parallel rank; and what is cut: queries, keys, values, the attention's output, and three
-    of the feed-forward part. Each expert that a token has keeps its input and its output, too.
+    of the feed-forward part. Each expert that a token has keeps its input and its output, too. In
+    float32 no fused attention takes fewer heads of keys than of queries: its weights are kept.
     """
     shape = job.shape
     kv_dim = shape.num_kv_heads * shape.head_dim
     num_used = job.experts.num_used if job.experts is not None else 1
     copies = 2 * num_used * shape.dim if job.experts is not None else 0
     cut = 2 * shape.dim + 2 * kv_dim + 3 * num_used * shape.ffn_dim
+    if shape.num_kv_heads < shape.num_heads and job.compute_bytes > _BF16_BYTES:
+        cut += shape.num_heads * job.sequence_length
     return 4 * shape.dim + copies + cut // tp
 
 

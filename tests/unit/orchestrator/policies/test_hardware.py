@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import json
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -11,6 +13,7 @@ from orchestrator.policies.layout import GPUS, MIXTURES, Job, forecast, forecast
 from ucp_core.layout import ParallelLayout
 from workers.models import PRESETS, num_parameters
 
+MEASURED = json.loads((Path(__file__).parents[3] / "gpu/measured.json").read_text())
 LLAMA = Job(
     shape=PRESETS["70b"],
     sequence_length=8192,
@@ -62,20 +65,20 @@ def test_each_axis_takes_its_part_of_the_memory() -> None:
     assert memory_bytes(ParallelLayout(pp=8), replace(SMALL, num_micro_batches=8)) == stages
 
 
-@pytest.mark.parametrize(
-    ("compute_bytes", "recomputes", "peak_gb"), [(4, False, 7.5), (4, True, 4.9), (2, False, 6.1)]
-)
-def test_memory_is_that_of_a_card(compute_bytes: int, recomputes: bool, peak_gb: float) -> None:  # noqa: FBT001
-    """The peaks of 125m on an H100 (RESULTS.md), within a tenth."""
-    job = Job(
-        shape=PRESETS["125m"],
-        sequence_length=1024,
-        micro_batch=4,
-        num_micro_batches=2,
-        compute_bytes=compute_bytes,
-        recomputes=recomputes,
-    )
-    assert memory_bytes(ParallelLayout(), job) == pytest.approx(peak_gb * 1e9, rel=0.1)
+@pytest.mark.parametrize("card", MEASURED)
+def test_memory_is_that_of_a_card(card: str) -> None:
+    """Whatever was measured, within a tenth."""
+    for point in MEASURED[card]["points"]:
+        job = Job(
+            shape=PRESETS[point["model"]],
+            sequence_length=point["sequence_length"],
+            micro_batch=point["micro_batch"],
+            num_micro_batches=2,
+            compute_bytes={"fp32": 4, "bf16": 2}[point["precision"]],
+            recomputes=point["checkpointed"],
+        )
+        expected = pytest.approx(point["peak_bytes"], rel=0.1)
+        assert memory_bytes(ParallelLayout(), job) == expected, point
 
 
 def test_a_pipeline_waits_and_ranks_that_are_too_many_repeat() -> None:
