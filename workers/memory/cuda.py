@@ -62,9 +62,10 @@ class CudaStream:
             if after is not None:
                 assert isinstance(after, _Event)
                 self._stream.wait_event(after.event)
-            # One call: each one takes the interpreter from training.
-            targets, sources = zip(*pairs, strict=True)
-            torch._foreach_copy_(list(targets), list(sources), non_blocking=True)
+            if pairs:
+                # One call for all: each one would take the interpreter from training.
+                targets, sources = map(list, zip(*pairs, strict=True))
+                torch._foreach_copy_(targets, sources, non_blocking=True)
             return _Event(self._stream)
 
     def hold(self, mark: Mark) -> None:

@@ -4,16 +4,20 @@ from __future__ import annotations
 
 import os
 import signal
+import socket
 import subprocess
 import sys
+import threading
 import zlib
+from array import array
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
 from tests.support.ranks import until
-from workers.memory import Arena, Checksums
+from workers.memory import Arena, Checksums, checksum_process
+from workers.memory.arena import address_of
 
 BLOCK_BYTES = 64 << 10
 BUFFER_BYTES = 16 << 20
@@ -64,6 +68,38 @@ def test_the_process_has_the_right_values(checksums: Checksums, arena: Arena) ->
 def test_other_memory_is_checksummed_here(checksums: Checksums) -> None:
     other = memoryview(bytearray(os.urandom(3_000_000)))
     assert checksums.of_blocks([other], BLOCK_BYTES) == right([other])
+
+
+@pytest.mark.parametrize("kills", [False, True])
+def test_answers_are_had_in_any_order_and_made_here_by_need(
+    checksums: Checksums, arena: Arena, *, kills: bool
+) -> None:
+    views = views_of(arena)
+    questions = [checksums.ask([view], BLOCK_BYTES) for view in (views[0], views[3], views[0])]
+    if kills:
+        os.kill(pid_of(checksums), signal.SIGKILL)
+    found = [checksums.answer(questions[number]) for number in (1, 0, 2)]
+    assert found == [right([views[number]]) for number in (3, 0, 0)]
+
+
+def test_several_threads_have_the_right_values(
+    arena: Arena, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(checksum_process, "NUM_THREADS", 3)
+    ours, its = socket.socketpair()
+    served = threading.Thread(target=checksum_process.serve, args=(its,))
+    served.start()
+    with ours:
+        head = checksum_process.HEAD
+        socket.send_fds(ours, [head.pack(checksum_process.ATTACH, 0, arena.size_bytes)], [arena.fd])
+        view = views_of(arena)[3]
+        place = checksum_process.PLACE.pack(0, address_of(view) - arena.address, len(view))
+        ours.sendall(head.pack(checksum_process.SUM, 1, BLOCK_BYTES) + place)
+        expected = right([view])[0]
+        answer = ours.recv(4 * len(expected), socket.MSG_WAITALL)
+    served.join()
+    its.close()
+    assert list(array("I", answer)) == expected
 
 
 def test_memory_that_is_left_is_released(checksums: Checksums, arena: Arena) -> None:
@@ -119,7 +155,8 @@ def test_a_machine_that_starts_no_process_trains_on(
 
 TRAINER = """
 import os, signal
-from workers.memory import Arena, Checksums
+from workers.memory import Arena, Checksums, checksum_process
+from workers.memory.arena import address_of
 arena, checksums = Arena.create("w0003.0", body_bytes=16 << 20), Checksums()
 checksums.attach(arena)
 print(checksums._process.pid, flush=True)

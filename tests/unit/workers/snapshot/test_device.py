@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+import signal
 import threading
 import time
 from collections.abc import Iterator
@@ -17,8 +19,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
+from tests.support.ranks import until
 from tests.support.simulated_device import WAIT_S_MAX, SimulatedDevice
-from workers.memory import PATIENCE_S, Credits
+from workers.memory import PATIENCE_S, Arena, Checksums, Credits
 from workers.snapshot import device as device_module
 from workers.snapshot.buckets import TensorRange, into_buckets
 from workers.snapshot.device import IN_FLIGHT_MAX, DeviceCopy
@@ -143,6 +146,30 @@ def test_an_update_waits_for_a_copy_that_nobody_has_begun(tmp_path: Path) -> Non
         device.compute(lambda: [source.zero_() for source in sources]).wait()
         assert copy.run(data) == [checksums(view) for view in data]
         assert all(map(torch.equal, targets, expected))
+
+
+def test_a_copy_does_not_wait_for_checksums(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """They take longer than a copy, and what has not left by the update holds the device up."""
+    monkeypatch.setattr(device_module, "BUCKET_BYTES", 2 << 20)
+    arena = Arena.create("w0001.0", body_bytes=16 << 20)
+    sums = Checksums()
+    sums.attach(arena)
+    assert sums._process is not None
+    source = torch.randint(256, (12 << 20,), dtype=torch.uint8)
+    memory = arena.body(0)[: len(source)]
+    target = torch.frombuffer(memory, dtype=torch.uint8)
+    with running(0) as device, ThreadPoolExecutor(1) as other:
+        copy = DeviceCopy(Credits(tmp_path, 1), 64 << 10, device, checksums=sums)
+        os.kill(sums._process.pid, signal.SIGSTOP)
+        copy.begin([target], [source], num_checked=1)
+        checked = other.submit(copy.run, [memory])
+        until(lambda: device.bytes_copied == len(source), "copied")
+        os.kill(sums._process.pid, signal.SIGCONT)
+        expected = [crc32(memory[low : low + (64 << 10)]) for low in range(0, 12 << 20, 64 << 10)]
+        assert checked.result(WAIT_S_MAX) == [expected]
+    sums.detach(arena)
 
 
 def test_a_copy_that_is_ended_leaves_nothing_under_way(tmp_path: Path) -> None:
