@@ -1,6 +1,6 @@
 """What only a GPU can show, with one command and on one GPU that several ranks share.
 
-    python -m tests.gpu                     # every part, about twelve minutes
+    python -m tests.gpu                     # every part, about sixteen minutes
     python -m tests.gpu --quick             # with the smallest settings, about eight
     python -m tests.gpu kills groups        # some of them
     python -m tests.gpu --on-cpu --quick    # stand-ins on a CPU: do the parts themselves work?

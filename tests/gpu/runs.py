@@ -186,7 +186,7 @@ def layouts(lab: Lab) -> None:
 
     The loss after the same steps is compared with that of data parallelism.
     """
-    steps = 30 if lab.quick else 100
+    steps = 30 if lab.quick else 60
     asked = [f"train.steps={steps}", "train.warmup_steps=5", "train.deterministic=false"]
     losses: dict[str, float] = {}
 
