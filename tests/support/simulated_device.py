@@ -48,6 +48,7 @@ class SimulatedDevice:
     Attributes:
         num_copies_max: The most copies that were under way at once.
         num_asked: How many copies were asked for.
+        num_marks: How many marks.
         fails_at: Which of them is refused.
         bytes_copied: By all copies.
         history: "copy" for each one done, in order, beside what computations put there.
@@ -65,6 +66,7 @@ class SimulatedDevice:
         self.history: list[str] = []
         self.now_s = 0.0
         self.num_copies_max = self.num_asked = self.fails_at = self.bytes_copied = 0
+        self.num_marks = 0
         self._thread = threading.Thread(target=self._work, daemon=True)
         self._thread.start()
 
@@ -78,6 +80,7 @@ class SimulatedDevice:
             return task
 
     def mark(self) -> Mark:
+        self.num_marks += 1
         return self.compute(lambda: None)
 
     def copy(self, pairs: Sequence[tuple[Tensor, Tensor]], after: Mark | None) -> Mark:

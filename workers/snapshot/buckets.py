@@ -52,6 +52,7 @@ class Plan:
         targets: Where the tensors go.
         places: Where their memory is: a tensor may get other memory.
         buckets: What is copied together.
+        bucket_bytes: Their size.
     """
 
     def __init__(
@@ -60,9 +61,10 @@ class Plan:
         sources: Sequence[Tensor],
         places: Sequence[int],
         buckets: list[tuple[TensorRange, ...]],
+        bucket_bytes: int = BUCKET_BYTES,
     ) -> None:
         self._targets, self._sources, self._places = targets, sources, places
-        self.buckets = buckets
+        self.buckets, self.bucket_bytes = buckets, bucket_bytes
         flat = [_flat(*pair) for pair in zip(targets, sources, strict=True)]
         parts = [[_part(flat[tensor], low, high) for tensor, low, high in each] for each in buckets]
         self.parts = [[part for part in bucket if part is not None] for bucket in parts]

@@ -49,6 +49,10 @@ from workers.snapshot.buckets import BUCKET_BYTES, Plan, TensorRange, into_bucke
 IN_FLIGHT_MAX: Final = 2
 #: Buckets that leave on one credit, some 10 ms; then it is another rank's turn.
 _TURN: Final = 16
+#: A larger state has larger buckets: each takes the interpreter from training a few times.
+_BUCKETS_MAX: Final = 16
+#: So often the device's gaps are measured, which takes an event at every mark of a step.
+_MEASURED_EVERY: Final = 16
 
 #: Period of checking whether the last copy has ended.
 _END_LOOK_S: Final = 0.001
@@ -131,8 +135,9 @@ class DeviceCopy:
         self._under_way: deque[tuple[tuple[TensorRange, ...], Mark]] = deque()
         self._gates: deque[_Gate] = deque()
         self._num_buckets = self._num_released = self._num_reached = self._num_queued = 0
-        self._num_told = self._told_a_step = 0
+        self._num_told = self._told_a_step = self._num_begun = 0
         self._told: list[_Told] | None = None
+        self._measures = False
         self._told_before: deque[list[_Told]] = deque(maxlen=2)
         self._gaps_s: list[float] = []
         self._leave_s: list[float] = []
@@ -176,6 +181,7 @@ class DeviceCopy:
             self._num_buckets = len(self._todo)
             self._late_s = time.monotonic() + self._step_s
             self._share()
+            self._num_begun += 1
             self._told = []
             self._release(stream, ends=True)
 
@@ -209,7 +215,8 @@ class DeviceCopy:
         with self._lock:
             self._told_a_step, self._num_told = self._num_told, 0
             if self._told is not None:
-                self._told_before.append(self._told)
+                if self._measures:
+                    self._told_before.append(self._told)
                 self._told = None
             before_s, self._updated_s = self._updated_s, time.monotonic()
             self._step_s = self._updated_s - before_s
@@ -243,9 +250,11 @@ class DeviceCopy:
             self.hurry()
         mine = data[:num_checked]
         asked: list[tuple[Sequence[TensorRange], Question]] = []
+        turn = max(1, _TURN * BUCKET_BYTES // self._plan.bucket_bytes)
         self._in_turns(
             self._has_next,
             lambda left: self._next(left, mine, asked),
+            turn=turn,
             patience_s=patience_s if self._num_buckets > 1 else None,
         )
         with self._lock:
@@ -258,6 +267,7 @@ class DeviceCopy:
             self._in_turns(
                 lambda: bool(rest),
                 lambda _: bool(rest) and self._check(rest.popleft(), data, found),
+                turn=_TURN,
                 patience_s=patience_s if len(rest) > 1 else None,
             )
         return found
@@ -267,6 +277,7 @@ class DeviceCopy:
         has_next: Callable[[], bool],
         go_on: Callable[[int], bool],
         *,
+        turn: int,
         patience_s: float | None,
     ) -> None:
         """While ``has_next``, call ``go_on`` with what is left of a turn until it returns False.
@@ -279,7 +290,7 @@ class DeviceCopy:
             credit = nullcontext(True) if patience_s is None else self._node.one(patience_s)
             with credit as has_one:
                 self._waited_s += time.monotonic() - begun_s
-                all(go_on(left) for left in range(_TURN, 0, -1))
+                all(go_on(left) for left in range(turn, 0, -1))
                 begun_s = time.monotonic()
             if not has_one:
                 # The holder may be stopped: one wait is enough.
@@ -371,6 +382,7 @@ class DeviceCopy:
             ]
         bucket_s = median(self._leave_s) if self._leave_s else math.inf
         is_known = len(self._gaps_s) == self._told_a_step
+        self._measures = not is_known or self._num_begun % _MEASURED_EVERY == 0
         gaps_s = self._gaps_s if is_known else [0.0] * self._told_a_step
         self._shares = bucket_releases(self._num_buckets, gaps_s, bucket_s)
         self._leave_s = []
@@ -378,11 +390,16 @@ class DeviceCopy:
     def _release(self, stream: CopyStream, *, ends: bool) -> None:
         """Release the buckets that may leave behind all enqueued work."""
         assert self._told is not None
-        self._told.append(_Told(mark := stream.mark(), ends))
         place, num = self._num_told, self._num_buckets
         if place < len(self._shares):
             num = min(num, max(IN_FLIGHT_MAX, self._shares[place]))
-        if num > self._num_released:
+        releases = num > self._num_released
+        if not (releases or self._measures):
+            return
+        mark = stream.mark()
+        if self._measures:
+            self._told.append(_Told(mark, ends))
+        if releases:
             self._gates.append(_Gate(num, mark))
             self._num_released = num
             self._changed.notify_all()
@@ -436,7 +453,10 @@ class DeviceCopy:
                 # They would keep memory that the training has left.
                 self._plans = {}
             sizes = [target.numel() * target.element_size() for target in targets]
-            plan = Plan(targets, sources, places, self._buckets_of(sizes))
+            num_blocks = -(-sum(sizes) // (self._block_bytes * _BUCKETS_MAX))
+            size = max(BUCKET_BYTES, num_blocks * self._block_bytes)
+            buckets = into_buckets(sizes, bucket_bytes=size, block_bytes=self._block_bytes)
+            plan = Plan(targets, sources, places, buckets, size)
             self._plans[buffer] = plan
         return plan
 

@@ -35,6 +35,7 @@ SEEDS = range(20)
 def _small_buckets(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(device_module, "BUCKET_BYTES", BUCKET_BYTES)
     monkeypatch.setattr(device_module, "_TURN", 3)
+    monkeypatch.setattr(device_module, "_BUCKETS_MAX", 1000)
 
 
 @contextmanager

@@ -35,6 +35,7 @@ STEP_S = 60.0
 def _small_buckets(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(device_module, "BUCKET_BYTES", BUCKET_BYTES)
     monkeypatch.setattr(device_module, "_TURN", 3)
+    monkeypatch.setattr(device_module, "_BUCKETS_MAX", 1000)
 
 
 class _Block(nn.Module):
@@ -358,6 +359,28 @@ def test_buckets_leave_where_the_device_waited_in_the_step_before(
 
 def _has_copied(device: SimulatedDevice, num: int) -> bool:
     return device.history.count("copy") >= num
+
+
+def test_a_large_state_leaves_in_few_buckets_and_behind_few_marks(
+    tmp_path: Path, device: SimulatedDevice, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Each takes the interpreter from training; the gaps are measured in the first step alone."""
+    monkeypatch.setattr(device_module, "_BUCKETS_MAX", 4)
+    copy = DeviceCopy(Credits(tmp_path, 1), BUCKET_BYTES, device)
+    nums = []
+    for _ in range(3):
+        targets, sources, data = _state(40)
+        device.num_marks = device.num_asked = 0
+        copy.begin(targets, sources, num_checked=1)
+        with _running(copy, data) as checked:
+            for _ in range(30):
+                copy.passed(ends=False)
+            copy.hold_update()
+            assert checked.result(WAIT_S_MAX) == [_checksums(data[0])]
+        assert torch.equal(targets[0], sources[0])
+        device.compute(lambda: None).wait()
+        nums.append((device.num_asked, device.num_marks > 4))
+    assert nums == [(4, True), (4, False), (4, False)]
 
 
 def test_waits_of_a_step_unlike_the_last_one_count_for_nothing(
