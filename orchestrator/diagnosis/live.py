@@ -19,6 +19,7 @@ from __future__ import annotations
 from collections import Counter, defaultdict, deque
 from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from math import log
 from statistics import median, median_low
 from typing import Final
 
@@ -48,6 +49,9 @@ _NUM_WARM: Final = 2
 _LATE_S: Final = 2.5
 #: A factor that changed by less is no news.
 _TIMES_NEWS: Final = 0.25
+#: A rank is steadily slow if each of so many last steps was within this factor of the usual one.
+_NUM_STEADY: Final = 4
+_STEADY_LOG: Final = log(1.5)
 #: A rank is held up if it waits longer than this, and than so many times the usual wait.
 _HELD_S: Final = 3.0
 _HELD_TIMES: Final = 3.0
@@ -96,9 +100,9 @@ class _Costs:
         for rank, kept in self._kept.items() if not self.lags else ():
             if len(kept) >= NUM_PAST:
                 self._past[rank] = median(list(kept.values())[:NUM_PAST])
-        for rank, log in logs(costs, self._roles, self._num_peers, self._past).items():
-            _keep(self._logs.setdefault(rank, {}), step, log)
-            if log > LEAST_LOG:
+        for rank, ratio in logs(costs, self._roles, self._num_peers, self._past).items():
+            _keep(self._logs.setdefault(rank, {}), step, ratio)
+            if ratio > LEAST_LOG:
                 self._raised[rank] = step
         self._step = max(self._step, step)
         if self._by_past and not self.lags:
@@ -114,6 +118,15 @@ class _Costs:
             since_step = min(self.lags[rank].since_step, found[rank].since_step)
             found[rank] = found[rank]._replace(since_step=since_step)
         self.lags = found
+
+    def is_steady(self, rank: int) -> bool:
+        """Return whether a rank that lags did so by about as much in each of the last steps."""
+        lag, usual = self.lags[rank], log(self.lags[rank].times)
+        newest = sorted(self._logs[rank].items())[-_NUM_STEADY:]
+        return len(newest) == _NUM_STEADY and all(
+            step >= lag.since_step and ratio > LEAST_LOG and abs(ratio - usual) < _STEADY_LOG
+            for step, ratio in newest
+        )
 
     def peers(self, rank: int) -> list[int]:
         """Return those whom the rank was compared with; none if that was its own past."""
@@ -229,9 +242,11 @@ class Live:
         is_new = [(_key(one), one.kind) for one in found] != [
             (key, one.kind) for key, one in before.items()
         ]
-        # The others are told of a factor that has changed as well: it decides what waiting costs.
+        # The factor decides what waiting costs, and steadiness for how long that is borne.
         is_news = is_new or any(
-            abs(one.times - before[_key(one)].times) > _TIMES_NEWS * one.times for one in found
+            abs(one.times - before[_key(one)].times) > _TIMES_NEWS * one.times
+            or one.is_steady != before[_key(one)].is_steady
+            for one in found
         )
         if is_news:
             self.suspicions = tuple(replace(one, since_s=self._since_s[_key(one)]) for one in found)
@@ -291,6 +306,7 @@ class Live:
                         worker=row.worker,
                         since_s=since_s,
                         times=lag.times,
+                        is_steady=costs.is_steady(rank),
                         evidence=f"{_who(rank, row, node)} {does} {lag.times:.2f} times as long as "
                         f"{beside}, from step {lag.since_step} on.",
                     )

@@ -103,15 +103,23 @@ class Suspicion(Verdict):
         worker: A worker that the run could do without; "" if a link is suspected.
         times: How many times as long as it should a micro-batch takes, or with a slow link a step;
             0.0 if that is not known.
+        is_steady: It was about as slow in each of the last steps. A pause, a recompile or another
+            program on its machine is not.
     """
 
     since_s: float
     worker: str = ""
     times: float = 0.0
+    is_steady: bool = False
 
     def to_json(self) -> dict[str, Any]:
         """Return the entry of ``everstep status``."""
-        return {**Verdict.to_json(self), "worker": self.worker, "times": self.times}
+        return {
+            **Verdict.to_json(self),
+            "worker": self.worker,
+            "times": self.times,
+            "is_steady": self.is_steady,
+        }
 
 
 def listed(ranks: Iterable[int]) -> str:

@@ -2,8 +2,9 @@
 
 Pure. The cost of the wait so far is known, and for how long the worker will stay slow is not. So
 it is waited for until that has cost as much as the change would: at most twice what knowing would
-(ski rental, Karlin et al., "Competitive snoopy caching", Algorithmica 3, 1988). And the change
-must pay over the time that is left.
+(ski rental, Karlin et al., "Competitive snoopy caching", Algorithmica 3, 1988). The pause is not
+all that a change costs, so the wait must have cost some steps as well. And the change must pay
+over the time that is left.
 """
 
 from __future__ import annotations
@@ -21,12 +22,17 @@ class SlowRules:
     Attributes:
         lasts_s: A worker must have been slow for so long: what else runs on a machine comes and
             goes within seconds.
+        steady_s: The same for one that is as slow in each of several steps in a row.
+        lost_steps: The wait must have cost the time of so many healthy steps: that of 4 steps
+            which take 3 times as long, or of 31 which take 1.2 times as long.
         replace_s: A replacement is waited for so long before the run goes on with fewer workers.
         convictions_max: Most convictions within the window.
         window_s: Its length.
     """
 
     lasts_s: float = 10.0
+    steady_s: float = 3.0
+    lost_steps: float = 6.0
     replace_s: float = 10.0
     convictions_max: int = 3
     window_s: float = 3600.0
@@ -39,6 +45,7 @@ class SlowFacts:
     Attributes:
         node: Where the worker is.
         since_s: Since when it has been slow.
+        is_steady: It was about as slow in each of the last steps.
         times: How many times as long as it should its micro-batches take.
         step_s: Duration of a step now.
         usual_step_s: That before it was slow; 0.0 if it is not known.
@@ -51,6 +58,7 @@ class SlowFacts:
     now_s: float
     node: str
     since_s: float
+    is_steady: bool
     times: float
     step_s: float
     usual_step_s: float
@@ -94,7 +102,9 @@ def decide(facts: SlowFacts, rules: SlowRules, growth: GrowthRules) -> SlowDecis
         return _wait(inf, f"{len(recent)} nodes were left for slow workers of late")
     if recent and recent[-1][1] == facts.node and recent[-1][0] > facts.since_s:
         return _wait(inf, f"node {facts.node[:8]} was left for it, and nothing new is known")
-    ripe_s = facts.since_s + max(rules.lasts_s, pause_s / facts.lost_share)
+    price_s = max(pause_s, rules.lost_steps * facts.healthy_step_s)
+    lasts_s = rules.steady_s if facts.is_steady else rules.lasts_s
+    ripe_s = facts.since_s + max(lasts_s, price_s / facts.lost_share)
     if facts.now_s < ripe_s:
         return _wait(ripe_s, "it may be well again soon")
     reason = f"wins {won_s:.1f} s for a pause of {pause_s:.1f} s"

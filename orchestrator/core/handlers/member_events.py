@@ -27,6 +27,8 @@ from workers.protocol import DEVICE_MEMORY
 
 #: Weight of the newest step in the smoothed duration: about the last ten steps count.
 _STEP_WEIGHT = 0.1
+#: What a slow worker costs is to be known within a few steps.
+_SLOWED_WEIGHT = 0.5
 #: The step time of a layout changes by no smaller part: a decision would not either.
 _STEP_NEWS = 0.05
 
@@ -105,8 +107,9 @@ def _learn(run: MutableRunState, step_s: float) -> None:
     assert layout is not None
     steps = dict(run.steps)
     known_s = steps.get(layout, 0.0)
-    run.step_s = run.step_s + _STEP_WEIGHT * (step_s - run.step_s) if known_s else step_s
     is_slowed = any(one.times for one in run.attempt.suspects)
+    weight = _SLOWED_WEIGHT if is_slowed else _STEP_WEIGHT
+    run.step_s = run.step_s + weight * (step_s - run.step_s) if known_s else step_s
     if not is_slowed and abs(run.step_s - known_s) > _STEP_NEWS * known_s:
         steps[layout] = run.step_s
         run.steps = tuple(steps.items())

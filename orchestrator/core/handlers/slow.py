@@ -109,6 +109,7 @@ def _facts(transition: Transition, one: Suspicion, node: Node) -> slow.SlowFacts
         now_s=transition.now_s,
         node=node.name,
         since_s=max(one.since_s, run.attempt.trained_since_s),
+        is_steady=one.is_steady,
         times=one.times,
         step_s=run.step_s,
         usual_step_s=run.attempt.usual_step_s if num_before >= _NUM_STEPS_KNOWN else 0.0,

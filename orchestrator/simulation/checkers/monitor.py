@@ -32,7 +32,7 @@ from workers.protocol import Source, stored_source
 #: What so many attempts could not read is not to be tried again.
 _UNREAD_MAX = 2
 #: A worker that is slow for less is waited for.
-SLOW_LASTS_S = 0.75
+SLOW_STEADY_S = 0.5
 #: A window of steps has passed by then in which a worker is well again, and a replacement came.
 SLOW_SEEN_S = 8.0
 
@@ -468,7 +468,7 @@ class Monitor:
         require(bool(action.guilty), "S5", f"nobody is slow: {action.evidence}")
         for name in action.guilty:
             since_s, until_s, times = self.slowed.get(name, (inf, -inf, 1.0))
-            is_slow = since_s + SLOW_LASTS_S <= action.found_s <= until_s + SLOW_SEEN_S
+            is_slow = since_s + SLOW_STEADY_S <= action.found_s <= until_s + SLOW_SEEN_S
             require(is_slow, "S5", f"{name} is no slow worker: {action.evidence}")
             # It was decided two steps ago or less.
             won_s = (num_left + 2) * STEP_S * (times - 1.0)

@@ -54,7 +54,7 @@ def slow_down(cluster: SimCluster, rng: Random) -> None:
             since_s, before = cluster.now_s, 1.0
         # A conviction that the first time led to may be carried out in the second.
         cluster.monitor.slowed[each.name] = (since_s, until_s, max(times, before))
-    if until_s - cluster.now_s > cluster.rules.slow.lasts_s:
+    if until_s - cluster.now_s > cluster.rules.slow.steady_s:
         cluster.monitor.troubled.add(worker.node.name)
     if not cluster.sees_costs:
         cluster.sees_costs = True

@@ -97,6 +97,35 @@ def test_a_suspicion_tells_since_when_and_lasts_until_the_rank_is_well(num: int)
     assert 60 <= last <= 75, "it was well again"
 
 
+@pytest.mark.parametrize(
+    ("factors", "is_steady"),
+    [
+        ([3.0] * 8, True),
+        ([3.0, 2.6, 3.4, 3.1, 2.8, 3.2], True),
+        ([3.0] * 3 + [1.0] * 5, False),
+        ([80.0, 3.0, 30.0, 9.0, 120.0, 4.0, 25.0, 60.0], False),
+    ],
+    ids=["slow", "slow with noise", "slow for three steps", "recompiles one after the other"],
+)
+def test_what_is_as_slow_in_each_step_is_told_from_what_comes_and_goes(
+    factors: list[float], *, is_steady: bool
+) -> None:
+    watched = Watched([(0, 0)] * 4)
+    for step, times in enumerate([1.0] * 20 + factors, start=1):
+        watched.step(even(step, slow=[1], times=times))
+    said = [(step, one.is_steady) for step, told in watched.told for one in told]
+    assert said, "all of them are suspected"
+    assert any(steady for _, steady in said) == is_steady
+    assert not any(steady for step, steady in said if step < 24), "four steps in a row"
+
+
+def test_one_that_is_no_longer_steadily_slow_is_told_to_be_so() -> None:
+    watched = Watched([(0, 0)] * 4)
+    for step in range(1, 28):
+        watched.step(even(step, slow=[1] if 20 <= step < 26 else []))
+    assert [one.is_steady for _, told in watched.told for one in told][-2:] == [True, False]
+
+
 def test_a_rank_whose_reports_are_missing_does_not_keep_others_from_being_judged() -> None:
     watched = Watched([(0, 0)] * 5)
     for step in range(1, 40):

@@ -6,6 +6,8 @@ from dataclasses import replace
 from math import inf
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 from orchestrator.policies import GrowthRules, SlowRules
 from orchestrator.policies.slow import SlowFacts, decide
@@ -14,6 +16,7 @@ FACTS = SlowFacts(
     now_s=130.0,
     node="n1",
     since_s=100.0,
+    is_steady=False,
     times=3.0,
     step_s=1.5,
     usual_step_s=0.5,
@@ -35,6 +38,61 @@ def test_a_worker_is_convicted_once_waiting_has_cost_more_than_a_change() -> Non
     # Two thirds of the time are lost: after 60 s as much as a pause of 40 s costs.
     decision = decide(replace(FACTS, pause_s=40.0), SlowRules(), GrowthRules(gain_min=1.0))
     assert decision.retry_at_s == pytest.approx(160.0)
+
+
+@pytest.mark.parametrize(("times", "steps"), [(3.0, 4), (1.5, 13), (1.2, 31)], ids=str)
+@pytest.mark.parametrize("usual_s", [0.5, 30.0])
+def test_one_that_is_steadily_slow_is_left_after_steps_and_not_seconds(
+    times: float, steps: int, usual_s: float
+) -> None:
+    """The first of them is over when it is known to be slow."""
+    slow_s = times * usual_s
+    decision = decide(
+        replace(
+            FACTS, now_s=100.0, is_steady=True, times=times, step_s=slow_s, usual_step_s=usual_s
+        ),
+        SlowRules(),
+        GrowthRules(),
+    )
+    assert not decision.convict
+    assert decision.retry_at_s == pytest.approx(100.0 + slow_s * (steps - 1))
+
+
+def test_steps_of_milliseconds_say_nothing_of_the_next_seconds() -> None:
+    facts = replace(FACTS, is_steady=True, step_s=0.03, usual_step_s=0.01, num_steps_left=10**6)
+    facts = replace(facts, now_s=102.5, pause_s=0.5)
+    assert decide(facts, SlowRules(), GrowthRules()).retry_at_s == 103.0
+
+
+@given(
+    st.builds(
+        SlowFacts,
+        now_s=st.floats(100.0, 1000.0),
+        node=st.just("n1"),
+        since_s=st.just(100.0),
+        is_steady=st.booleans(),
+        times=st.floats(1.0, 10.0),
+        step_s=st.floats(0.01, 60.0),
+        usual_step_s=st.floats(0.0, 60.0),
+        num_steps_left=st.integers(0, 1000),
+        pause_s=st.floats(0.0, 50.0),
+        next_fault_s=st.floats(1.0, 86400.0),
+    )
+)
+def test_nobody_is_left_before_waiting_has_cost_as_much_as_the_change(facts: SlowFacts) -> None:
+    rules, growth = SlowRules(), GrowthRules()
+    decision = decide(facts, rules, growth)
+    lost_s = (facts.now_s - facts.since_s) * facts.lost_share
+    if decision.convict:
+        price_s = max(facts.pause_s, rules.lost_steps * facts.healthy_step_s)
+        assert lost_s >= 0.999 * price_s
+        steady = decide(replace(facts, is_steady=True), rules, growth)
+        assert steady.convict, "one that is slow in every step is left no later"
+        assert decide(replace(facts, now_s=facts.now_s + 1.0), rules, growth).convict
+    elif decision.retry_at_s < inf:
+        assert decision.retry_at_s > facts.now_s
+        then = replace(facts, now_s=decision.retry_at_s)
+        assert decide(then, rules, growth).convict, "it is left when it was told to be"
 
 
 @pytest.mark.parametrize(

@@ -29,24 +29,26 @@ SAID = "Rank 3 (w0004 on node n1) computes 3.00 times as long as ranks 0, 1, 2, 
 class SlowCluster(Cluster):
     """Four workers on two nodes, of which the last gets slow."""
 
-    def begin(self, times: float = 3.0) -> None:
+    def begin(self, times: float = 3.0, *, is_steady: bool = False) -> None:
         """Train, then let ``w0004`` take ``times`` as long and be suspected."""
         self.start(4)
         self.train(40)
         self.slow_times = times
         self.step_s = self.slowed
         self.train(3)
-        self.suspect(times)
+        self.suspect(times, is_steady=is_steady)
 
     def slowed(self, layout: ParallelLayout) -> float:
         """Work is shared; with w0004 all wait for it."""
         members = {name for name, _, _ in self.started[-1].members}
         return STEP_S * 4 / layout.world_size * (self.slow_times if "w0004" in members else 1.0)
 
-    def suspect(self, times: float, kind: Kind = Kind.SLOW_COMPUTE) -> None:
+    def suspect(
+        self, times: float, kind: Kind = Kind.SLOW_COMPUTE, *, is_steady: bool = False
+    ) -> None:
         one = Suspicion(
             kind=kind, guilty=Guilty.of([3], (), ["n1"]), worker="w0004",
-            confidence=0.9, since_s=self.at_s, times=times, evidence=SAID,
+            confidence=0.9, since_s=self.at_s, times=times, is_steady=is_steady, evidence=SAID,
         )  # fmt: skip
         self.send(
             Suspected(
@@ -82,6 +84,19 @@ def test_a_slow_worker_is_left_out_if_nothing_replaces_it() -> None:
     assert run.started[1].resume_step == run.started[1].lineage[1][1] > 43, "nothing is lost"
     run.train(50)
     assert len(run.started) == 2
+
+
+@pytest.mark.parametrize(("is_steady", "num_steps"), [(True, 4), (False, 7)])
+def test_one_that_is_slow_in_every_step_is_given_up_sooner(
+    *, is_steady: bool, num_steps: int
+) -> None:
+    """Steps take 1.5 s in place of 0.5: four of them cost as much as eight healthy ones take."""
+    run = cluster()
+    run.begin(is_steady=is_steady)
+    run.train(num_steps - 1)
+    assert not run.state.fleet.nodes[1].is_slow
+    run.train(1)
+    assert run.state.fleet.nodes[1].is_slow
 
 
 def test_a_node_whose_card_is_slow_is_left_like_one_whose_worker_is() -> None:
