@@ -157,6 +157,13 @@ def test_a_suspicion_that_ends_in_time_convicts_nobody() -> None:
     assert len(run.started) == 1
 
 
+def test_what_a_slow_worker_costs_is_known_within_a_few_steps() -> None:
+    run = cluster()
+    run.begin()
+    run.train(3)
+    assert run.state.step_s > 0.9 * 3.0 * STEP_S
+
+
 def test_what_a_slow_worker_takes_is_not_learned_of_the_layout() -> None:
     run = cluster(replace(RULES, min_workers=4))
     run.start(4)
