@@ -181,11 +181,11 @@ def _judged(
     suspects, rights = _suspects(lines), KINDS[kind][1]
     mine = [one for one in suspects if one["worker"] == victim["worker"] and one["kind"] in rights]
     suspected_s = round(mine[0]["wall_time"] - fault_s, 3) if mine else None
-    others = sorted({one["worker"] for one in suspects} - {victim["worker"]})
+    others = sorted({f"{one['worker']} {one['kind']}" for one in suspects if one not in mine})
     if told is None:
         return Injection(
             kind, phase, layout, suspected_s, None, mine[0]["kind"] if mine else "",
-            bool(mine), False, f"also suspected: {others}" if others else "",
+            bool(mine), False, f"also suspected: {', '.join(others)}" if others else "",
         )  # fmt: skip
     guilty = told.get("guilty") or ([told["worker"]] if told["kind"] == "WorkerExited" else [])
     verdict = str(told.get("verdict") or _VERDICTS[told["kind"]])
