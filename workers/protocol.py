@@ -514,6 +514,7 @@ class GroupState:
         history: Hash of (op, bytes, dtype) of all calls up to ``entered_seq``; 0 if unknown.
         sent_bytes: Bytes that all its calls have sent to one other rank, as rings do it; 0 if
             unknown.
+        num_ahead: Calls that the process has made and its device has not reached; at most 65535.
     """
 
     group: str
@@ -526,6 +527,7 @@ class GroupState:
     dtype: int = 0
     history: int = 0
     sent_bytes: int = 0
+    num_ahead: int = 0
 
 
 class StepCost(NamedTuple):

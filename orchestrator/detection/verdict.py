@@ -11,7 +11,8 @@ process needs no step to be overdue: shorter bounds are enough.
 2. *missing*: others wait, directly or along a chain over groups, for a collective that this
    rank has not called, and it waits nowhere itself (``waits``). C4's non-communication hang.
    Whether it hangs or works nobody sees from outside, so it gets the longest pause that a script
-   takes, and more while it computes.
+   takes, and more while it computes. On a GPU it has called a collective when its device has
+   reached it; a process that has called it has a device that stands still.
 3. *stuck*: it waits nowhere, and others wait. As 2, where no chain leads to it.
 4. *undecided*: all wait and nobody is missing (a network, or ranks that disagree about what to
    call), or they wait in a circle, or all compute alike. No rank is named: with a stopped one,
@@ -34,7 +35,7 @@ from orchestrator.detection.detector import WATCH_GAP_S, Detector, Watched
 from orchestrator.detection.limits import Limits
 from orchestrator.detection.signs import Sign, describe, sign_of
 from orchestrator.detection.waits import disagreement, graph_of, waits
-from orchestrator.diagnosis import Kind, WaitGraph
+from orchestrator.diagnosis import Kind, WaitGraph, device_behind
 from workers.protocol import WorkerPhase, WorkerReport
 
 _IN_STEP = frozenset(
@@ -147,6 +148,10 @@ class _Case:
         )
 
     def verdict(self, rule: str, guilty: list[int], evidence: str) -> Verdict:
+        kind = _KINDS.get(rule, Kind.UNDECIDED)
+        rows = [self.rows[rank] for rank in guilty]
+        if kind is Kind.ABSENT and all(row is not None and device_behind(row) for row in rows):
+            kind = Kind.DEVICE_STUCK
         return Verdict(
             attempt=self.attempt,
             guilty=tuple(sorted(self.members[rank] for rank in guilty)),
@@ -154,7 +159,7 @@ class _Case:
             rule=rule,
             evidence=f"{rule}: {evidence}; no progress for {self.still_s:.2f} s",
             waited_s=self.still_s,
-            kind=_KINDS.get(rule, Kind.UNDECIDED),
+            kind=kind,
         )
 
 
@@ -405,9 +410,11 @@ def _who_waits_for(case: _Case, missing: list[int]) -> str:
         row = case.rows[rank]
         if row is None or not case.graph.waits_for[rank] & set(missing):
             continue
+        first = case.rows[missing[0]]
+        does = "reached" if first is not None and device_behind(first) else "called"
         for group in waits(row):
             return (
-                f"{_names(case, missing)} has not called {group.op} number "
+                f"{_names(case, missing)} has not {does} {group.op} number "
                 f"{group.finished_seq + 1} of group {group.group}, in which "
                 f"{case.members[rank]} waits for {group.waiting_s:.2f} s; {_shown(case, missing)}"
             )
@@ -423,7 +430,8 @@ def _shown(case: _Case, ranks: list[int]) -> str:
     if _is_in_own_code(case, ranks[0]) and sign in {Sign.COMPUTING, Sign.IDLE}:
         is_pause = _pauses(case, ranks[0]) and case.limits.pause_s < _until_failing_s(case)
         advice = _RAISE_PATIENCE if is_pause else _RAISE_TIMEOUT
-    return describe(sign, row, case.idle_s[ranks[0]]) + advice
+    behind = device_behind(row)
+    return describe(sign, row, case.idle_s[ranks[0]]) + (behind and f", and {behind}") + advice
 
 
 def _rows(case: _Case, ranks: list[int]) -> list[WorkerReport]:

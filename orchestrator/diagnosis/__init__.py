@@ -13,7 +13,7 @@ from orchestrator.diagnosis.flight_recorder import flight_recorder_dumps
 from orchestrator.diagnosis.flows import Flows, Transfer
 from orchestrator.diagnosis.graph import WaitGraph, wait_graph
 from orchestrator.diagnosis.links import dead
-from orchestrator.diagnosis.live import Live, roles_of
+from orchestrator.diagnosis.live import Live, device_behind, roles_of
 from orchestrator.diagnosis.programs import Call, difference, outnumbered
 from orchestrator.diagnosis.records import SPANS, Operation, Records, matched
 from orchestrator.diagnosis.trace import trace
@@ -33,6 +33,7 @@ __all__ = [
     "Verdict",
     "WaitGraph",
     "dead",
+    "device_behind",
     "diagnose",
     "difference",
     "flight_recorder_dumps",

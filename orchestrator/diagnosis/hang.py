@@ -1,7 +1,8 @@
 """The ranks that hold the others up, from what each has called and waits in.
 
 1. The sinks of the wait graph have not called what the others wait in: ``absent``, or
-   ``slow_data`` while one reads data.
+   ``slow_data`` while one reads data. On a device, a call counts once the device has reached it. A
+   sink whose process has called more is ``device_stuck``.
 2. Without sinks, who waits in nothing but what all have called, while others wait for it, is held
    up by its own device or by a link: both ends of one transfer are ``link_dead``, others
    ``device_stuck``. A device that died keeps its host calling. If all members of a group wait so
@@ -14,12 +15,13 @@ not all, may have called anything.
 from __future__ import annotations
 
 import math
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Iterable, Iterator, Mapping
 
 from orchestrator.diagnosis.graph import WaitGraph, wait_graph
 from orchestrator.diagnosis.records import Operation, Records
 from orchestrator.diagnosis.verdicts import Alternative, Guilty, Kind, Verdict, listed
+from ucp_core.numerics import counted
 from workers.protocol import GroupState
 
 _PAIR = 2
@@ -63,6 +65,8 @@ class _Case:
             waited = self.waited[rank] = _waited(rows)
             groups[rank] = list(_states(rows, {one.comm: one for one in waited}))
         self.graph: WaitGraph = wait_graph(groups, ranks)
+        #: The ranks with calls that their device has not reached, and how many.
+        self._ahead = Counter(one.rank for one in records.operations if not one.is_reached)
 
     def is_overdue(self, now_s: float) -> bool:
         usual: dict[str, list[float]] = defaultdict(list)
@@ -78,19 +82,25 @@ class _Case:
 
     def absent(self, sinks: frozenset[int]) -> Iterator[Verdict]:
         doing = {rank: _own_work(self.rows[rank]) for rank in sinks}
-        loading = frozenset(r for r in sinks if (one := doing[r]) and one.op == "data")
-        for kind, ranks in ((Kind.ABSENT, sinks - loading), (Kind.SLOW_DATA, loading)):
+        behind = sinks & self._ahead.keys()
+        loading = frozenset(r for r in sinks if (one := doing[r]) and one.op == "data") - behind
+        for kind, ranks in (
+            (Kind.ABSENT, sinks - loading - behind),
+            (Kind.SLOW_DATA, loading),
+            (Kind.DEVICE_STUCK, behind),
+        ):
             if not ranks:
                 continue
+            # The process itself looks at its device, while it runs.
             others = (Kind.DEAD, Kind.FROZEN, Kind.INTERPRETER_HELD)
-            also = others if kind is Kind.ABSENT else (Kind.ABSENT,)
+            also = (Kind.ABSENT,) if kind is Kind.SLOW_DATA else others
             now = "; ".join(
                 f"rank {rank} {self._last(rank, doing[rank])}" for rank in sorted(ranks)[:8]
             )
             yield Verdict(
                 kind=kind,
                 guilty=self._guilty(ranks),
-                confidence=0.95,
+                confidence=0.8 if kind is Kind.DEVICE_STUCK else 0.95,
                 since_s=self._since_s(ranks),
                 evidence=f"{self._not_called(ranks)} {now[0].upper()}{now[1:]}.",
                 alternatives=tuple(Alternative(one, self._guilty(ranks)) for one in also),
@@ -186,15 +196,18 @@ class _Case:
         return min(times, default=None)
 
     def _not_called(self, ranks: frozenset[int]) -> str:
+        do = "reach" if ranks <= self._ahead.keys() else "call"
         for one in sorted(self._waiting_for(ranks), key=lambda each: each.enter_s):
             by = {each.rank for each in self._waiting_for(ranks) if each.comm == one.comm}
             return (
-                f"{listed(ranks).capitalize()} did not call {one.op or 'call'} number {one.seq} "
+                f"{listed(ranks).capitalize()} did not {do} {one.op or 'call'} number {one.seq} "
                 f"of {one.comm}, in which {listed(by)} wait{'s' if len(by) == 1 else ''}."
             )
         return f"{listed(ranks).capitalize()} did not come."
 
     def _last(self, rank: int, work: Operation | None) -> str:
+        if num_ahead := self._ahead[rank]:
+            return f"has a device that is {counted(num_ahead, 'call')} behind its process"
         if work is not None:
             return f"is in {work.op} since {work.enter_s:.3f} s"
         ended = [one for one in self.rows[rank] if one.exit_s is not None and one.op]
@@ -237,7 +250,8 @@ def _waited(rows: list[Operation]) -> list[Operation]:
 def _states(rows: list[Operation], waited: Mapping[str, Operation]) -> Iterator[GroupState]:
     entered: dict[str, Operation] = {}
     for one in rows:
-        if one.comm and (one.comm not in entered or one.seq > entered[one.comm].seq):
+        is_call = one.comm and one.is_reached
+        if is_call and (one.comm not in entered or one.seq > entered[one.comm].seq):
             entered[one.comm] = one
     for comm, last in entered.items():
         at = waited.get(comm)

@@ -36,6 +36,7 @@ from orchestrator.diagnosis.slow import (
 )
 from orchestrator.diagnosis.verdicts import Alternative, Guilty, Kind, Suspicion, listed
 from ucp_core.layout import ParallelLayout
+from ucp_core.numerics import counted
 from workers.protocol import GONE, NOT_FORMED, GroupState, StepCost, WorkerReport
 
 #: Costs are judged this often at most, and with many ranks less often.
@@ -379,6 +380,22 @@ def roles_of(layout: ParallelLayout) -> list[tuple[int, ...]]:
     return [(place["pp"], place["cp"], place["tp"]) for place in places]
 
 
+def device_behind(row: WorkerReport) -> str:
+    """Return what a rank's process has called and its device has not reached, "" if nothing is.
+
+    If the rank waits for nobody, its device stands still or computes for long: the process has done
+    its part. C4 (arXiv 2406.04594, section 3) compares arrivals in the kernels themselves.
+    """
+    # A process whose interpreter is held cannot look at its device.
+    if row.beat_age_s >= _SILENT_S:
+        return ""
+    groups = (group for group in row.groups if group.num_ahead)
+    return next(
+        (f"its device is {counted(one.num_ahead, 'call')} behind in {one.group}" for one in groups),
+        "",
+    )
+
+
 def _key(one: Suspicion) -> tuple[str, str]:
     """Return what it is about: the worker, and what it does slowly; "" if it is away."""
     return (one.worker, one.kind if one.times else "")
@@ -397,6 +414,8 @@ def _doing(row: WorkerReport) -> tuple[Kind, str]:
         return Kind.FROZEN, f"{by} has stopped it"
     if row.beat_age_s >= _SILENT_S and row.os_state not in _RUNS:
         return Kind.INTERPRETER_HELD, f"its interpreter is held since {row.beat_age_s:.1f} s"
+    if behind := device_behind(row):
+        return Kind.DEVICE_STUCK, behind
     span, span_s = (row.digest.span, row.digest.span_s) if row.digest else ("", 0.0)
     if span == "data":
         return Kind.SLOW_DATA, f"it waits for data since {span_s:.1f} s"

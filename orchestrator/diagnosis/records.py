@@ -25,6 +25,7 @@ class Operation:
         own_s: Of a span that is over, its time without the rank's waits for others; None if
             only the calls in it say that.
         is_ahead: Whether it is in flight and the rank is known not to wait for it.
+        is_reached: Whether the device has reached it; True of a call on the host.
         size_bytes: Payload of this rank; of a span the size of its input, 0 if unknown.
         history: Hash of all calls of the rank in the communicator up to this one, "" if unknown.
         place: Its (dp, pp, tp) in the mesh; None if unknown.
@@ -41,6 +42,7 @@ class Operation:
     exit_s: float | None
     own_s: float | None = None
     is_ahead: bool = False
+    is_reached: bool = True
     size_bytes: int = 0
     dtype: str = ""
     history: str = ""

@@ -272,6 +272,7 @@ def _of_ring(path: Path, ring: Ring, unknown: dict[int, str]) -> Iterator[Operat
                 seq=one.seq,
                 members=state.ranks,
                 is_ahead=not (state.waiting_s and one.seq == state.finished_seq + 1),
+                is_reached=not ring.on_device or one.seq <= state.entered_seq,
                 size_bytes=one.size_bytes,
                 dtype=DTYPES[one.dtype],
                 history=f"{one.history:08x}" if one.history else "",

@@ -60,6 +60,7 @@ from workers.records.ring_format import (
     SPAN_WORD,
     STATE,
     VERSION,
+    call_with_ahead,
     history_after,
     ints_offset,
     last_ring_path,
@@ -202,6 +203,7 @@ class RecordRing:
         """Record a call of a collective; return its number in the group, and its record's.
 
         One on a device is entered when the device reaches it, see ``reach``: the host is far ahead.
+        Until then it is counted as ahead.
         """
         if group < 0:
             return 0, -1
@@ -218,8 +220,7 @@ class RecordRing:
             if not on_device:
                 state.entered, state.call, state.size_bytes = seq, call, size_bytes
             number = self._put(group, code, dtype, seq, history, size_bytes, now_ns)
-            if not on_device:
-                self._store(state)
+            self._store(state)
             return seq, number
 
     def span(self, op: str, *, step: int = 0, micro_batch: int = 0) -> None:
@@ -351,7 +352,7 @@ class RecordRing:
             state.finished,
             *state.now_waited(),
             state.size_bytes,
-            state.call,
+            call_with_ahead(state.call, state.called - state.entered),
             state.sent_bytes,
             stores,
         )

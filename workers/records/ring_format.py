@@ -86,7 +86,7 @@ PLACE_AT: Final = 128
 NODE_BYTES_MAX: Final = 64
 
 # store, entered, finished, number and enter_ns of the one waited for or 0, size_bytes and call of
-# the last one entered, bytes sent so far, store
+# the last one entered (with how many a device has not reached), bytes sent so far, store
 STATE: Final = struct.Struct("<QQQQQQQQQ")
 # length of the name, the name in UTF-8, index of the first rank, number of ranks
 NAME: Final = struct.Struct("<Q112sII")
@@ -138,9 +138,14 @@ def packed_call(op: int, dtype: int, history: int) -> int:
     return op | dtype << 8 | history << 32
 
 
-def unpacked_call(call: int) -> tuple[int, int, int]:
-    """Return operation, dtype and history."""
-    return call & 0xFF, call >> 8 & 0xFF, call >> 32
+def call_with_ahead(call: int, num_ahead: int) -> int:
+    """Return ``call`` with the number of later ones that a device has not reached."""
+    return call | min(num_ahead, 0xFFFF) << 16
+
+
+def unpacked_call(call: int) -> tuple[int, int, int, int]:
+    """Return operation, dtype, history, and how many later calls a device has not reached."""
+    return call & 0xFF, call >> 8 & 0xFF, call >> 32, call >> 16 & 0xFFFF
 
 
 def ints_offset(index: int) -> int:

@@ -321,7 +321,7 @@ def _read_group(
     stores, entered, finished, waited, since_ns, size_bytes, call, sent_bytes, _ = max(whole)
     if stores == 0:
         return None
-    op, dtype, history = unpacked_call(call)
+    op, dtype, history, num_ahead = unpacked_call(call)
     length, name, first, count = NAME.unpack_from(memory, offset + 2 * STATE.size)
     if index not in ranks:
         # A group's members never change, and are thousands in a large run.
@@ -338,6 +338,7 @@ def _read_group(
         dtype=dtype,
         history=history,
         sent_bytes=sent_bytes,
+        num_ahead=num_ahead,
     )
 
 

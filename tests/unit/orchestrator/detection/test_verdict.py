@@ -84,6 +84,20 @@ def test_the_rank_that_all_others_wait_for_is_named() -> None:
     )
 
 
+def test_a_device_that_has_not_reached_what_its_process_called_stands_still() -> None:
+    """Its process waits for it, and looks as one that computes nothing."""
+    behind = replace(group("world", WORLD, 8), num_ahead=3)
+    stuck = replace(absent("w2", 2), groups=(behind,))
+    verdict = verdict_on(rows_with(w2=stuck), for_s=PAUSED_S)
+
+    assert (verdict.guilty, verdict.kind) == (("w2",), Kind.DEVICE_STUCK)
+    assert "w2 (rank 2) has not reached all_reduce number 9 of group world" in verdict.evidence
+    assert "and its device is 3 calls behind in world" in verdict.evidence
+
+    rows = rows_with(w1=absent("w1", 1), w2=stuck)
+    assert verdict_on(rows, for_s=PAUSED_S).kind is Kind.ABSENT, "one of two is known to be away"
+
+
 def test_nobody_is_named_before_the_limit() -> None:
     """A pause shorter than the bound happens: a download, a child that compiles, a checkpoint."""
     assert judged(*watch(rows_with(w2=absent("w2", 2)), for_s=119.0)) is None

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 from orchestrator.diagnosis import Kind, Operation, Records, Verdict, diagnose
 
 WORLD = (0, 1, 2, 3)
@@ -150,3 +152,23 @@ def test_what_waits_no_longer_than_usual_when_a_living_run_was_looked_at_hangs_n
 
 def test_no_records_are_no_clean_bill() -> None:
     assert only().kind is Kind.UNDECIDED
+
+
+def test_a_device_that_others_wait_for_stands_still_if_its_process_has_called() -> None:
+    """The host is ahead: by its calls alone, all ranks have come."""
+    rows = [*(call(r, 1, done=True, at=0.0) for r in WORLD), *(call(r, 2, at=2.0) for r in WORLD)]
+    ahead = [replace(one, is_ahead=True) for one in (call(r, 3, at=3.0) for r in WORLD)]
+    late = [
+        replace(one, is_reached=False, is_ahead=True) if (one.rank, one.seq) == (2, 2) else one
+        for one in rows
+    ]
+
+    verdict = only(*late, *(replace(one, is_reached=False) for one in ahead))
+
+    assert (verdict.kind, verdict.guilty.ranks, verdict.since_s) == (Kind.DEVICE_STUCK, (2,), 2.0)
+    assert verdict.evidence == (
+        "Rank 2 did not reach all_reduce number 2 of world, in which ranks 0, 1, 3 wait. "
+        "Rank 2 has a device that is 2 calls behind its process."
+    )
+    assert only(*rows, *ahead).kind is Kind.UNDECIDED, "all devices have come"
+    assert only(*(one for one in rows if (one.rank, one.seq) != (2, 2))).kind is Kind.ABSENT

@@ -182,6 +182,10 @@ class Held:
         )
 
 
+#: Called, and not reached by the device.
+BEHIND = replace(group("world", range(3), 0), num_ahead=2)
+
+
 @pytest.mark.parametrize(
     ("known", "kind", "says"),
     [
@@ -189,6 +193,8 @@ class Held:
         ({"digest": Digest(span="data", span_s=3.0)}, Kind.SLOW_DATA, "waits for data since 3.0 s"),
         ({"digest": Digest(span="backward", span_s=3.0)}, Kind.ABSENT, "in backward since 3.0 s"),
         ({"beat_age_s": 2.5}, Kind.INTERPRETER_HELD, "interpreter is held since 2.5 s"),
+        ({"groups": (BEHIND,)}, Kind.DEVICE_STUCK, "its device is 2 calls behind in world"),
+        ({"groups": (BEHIND,), "beat_age_s": 2.5, "os_state": "R"}, Kind.ABSENT, "phase forward"),
         ({"os_state": "T"}, Kind.FROZEN, "a signal has stopped it"),
         ({"os_state": "t"}, Kind.FROZEN, "a debugger has stopped it"),
         ({"os_state": "Z"}, Kind.DEAD, "gone"),

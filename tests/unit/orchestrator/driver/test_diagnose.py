@@ -76,6 +76,26 @@ def test_rings_of_ours_name_who_did_not_come(tmp_path: Path) -> None:
     assert (verdict.kind, verdict.guilty.ranks) == (Kind.ABSENT, (1,))
 
 
+def test_rings_of_devices_name_the_one_that_stands_still(tmp_path: Path) -> None:
+    """Both processes have called all that they wait for."""
+    for rank in range(2):
+        writer = RecordRing(tmp_path / f"{rank}.ring", attempt=3, num_ranks=2)
+        writer.assign(rank, on_device=True)
+        world = writer.group("world", (0, 1))
+        (first, number), *_ = [
+            writer.enter(world, "all_reduce", 64, on_device=True) for _ in range(3)
+        ]
+        for seq in (1, 2) if rank == 0 else (1,):
+            writer.reach(world, seq)
+        writer.leave(world, first, number, FINISHED)
+
+    (verdict,) = diagnose_paths([str(tmp_path)])
+
+    assert (verdict.kind, verdict.guilty.ranks) == (Kind.DEVICE_STUCK, (1,))
+    assert "Rank 1 did not reach all_reduce number 2 of world" in verdict.evidence
+    assert "Rank 1 has a device that is 2 calls behind its process" in verdict.evidence
+
+
 def test_rings_are_drawn_and_written_as_dumps_that_say_the_same(tmp_path: Path) -> None:
     ring(tmp_path / "rings" / "a.ring", 0, 3, waits=True)
     ring(tmp_path / "rings" / "b.ring", 1, 2, waits=False)

@@ -52,13 +52,18 @@ def test_a_rank_enters_when_its_device_does(attempt: Attempt, path: Path) -> Non
     """Else a rank stuck in a kernel looks like one that waits for the others."""
     world = attempt.ring.group("world", (0, 1))
     first, second = called(attempt, world), called(attempt, world, "all_gather")
+    attempt.look_at_devices()
+    found = state(path, "world")
+    assert found is not None
+    assert (found.entered_seq, found.num_ahead, found.waiting_s) == (0, 2, 0.0)
+
     first.has_begun = True
     attempt.look_at_devices()
 
     found = state(path, "world")
     assert found is not None
     assert (found.entered_seq, found.finished_seq, found.op) == (1, 0, "all_reduce")
-    assert found.waiting_s > 0.0
+    assert (found.num_ahead, found.waiting_s > 0.0) == (1, True)
 
     first.has_ended = True
     attempt.look_at_devices()

@@ -116,12 +116,14 @@ def test_on_a_device_the_oldest_that_it_reached_is_waited_for(path: Path) -> Non
     world = ring.group("world", WORLD)
     first, number = ring.enter(world, "all_reduce", 64, on_device=True)
     second, _ = ring.enter(world, "all_gather", 32, on_device=True)
-    assert RingReader(path).look().groups == ()
+    (state,) = RingReader(path).look().groups
+    assert (state.entered_seq, state.num_ahead, state.waiting_s) == (0, 2, 0.0)
 
     ring.reach(world, first)
     (state,) = RingReader(path).look().groups
     assert (state.entered_seq, state.finished_seq, state.op) == (1, 0, "all_reduce")
     assert state.waiting_s > 0
+    assert (state.num_ahead, state.dtype, state.history > 0) == (1, 0, True)
 
     ring.leave(world, first, number, FINISHED)
     (state,) = RingReader(path).look().groups
@@ -130,7 +132,7 @@ def test_on_a_device_the_oldest_that_it_reached_is_waited_for(path: Path) -> Non
     ring.reach(world, second)
     (state,) = RingReader(path).look().groups
     assert (state.entered_seq, state.finished_seq, state.op) == (2, 1, "all_gather")
-    assert (state.size_bytes, state.waiting_s > 0) == (32, True)
+    assert (state.size_bytes, state.waiting_s > 0, state.num_ahead) == (32, True, 0)
 
 
 def test_a_half_written_state_leaves_the_last_whole_one(path: Path) -> None:
