@@ -534,7 +534,8 @@ class StepCost(NamedTuple):
     """The cost of a step for a rank, without its waits for others.
 
     Attributes:
-        compute_s: Forward and backward of its fastest micro-batch.
+        compute_s: Forward and backward of its fastest micro-batch; on a device the fastest of each
+            of those that hold no collective.
         data_s: Wait for the data of a micro-batch, the mean of the step.
     """
 

@@ -29,7 +29,7 @@ from orchestrator.diagnosis import (
 from orchestrator.errors import ConfigError
 from ucp_core.errors import ForeignClassError
 from ucp_core.torch_files import pickle_tree, read_pickle
-from workers.records import DTYPES, FINISHED, Ring, is_ring, read_ring
+from workers.records import DTYPES, FINISHED, Record, Ring, is_ring, read_ring
 
 _INCIDENT: Final = "incident.json"
 _PICKLE: Final = b"\x80"
@@ -283,9 +283,15 @@ def _of_ring(path: Path, ring: Ring, unknown: dict[int, str]) -> Iterator[Operat
             # It may wait, within its own work, for what it called before that.
             if not waits:
                 yield Operation(**times, **known)
-        elif one.op == "data" or not ring.on_device:
-            own_s = times["exit_s"] - times["enter_s"] - one.blocked_s
+        elif own_s := _own_s(one, on_device=ring.on_device):
             yield Operation(own_s=own_s, **times, **known)
+
+
+def _own_s(span: Record, *, on_device: bool) -> float:
+    """Return what a span that is over took without the rank's waits for others; 0.0 if unknown."""
+    if on_device and span.op != "data":
+        return span.device_s
+    return (span.exit_ns - span.enter_ns) / 1e9 - span.blocked_s
 
 
 def _of_dump(path: Path, data: bytes) -> Iterator[Operation]:

@@ -28,6 +28,9 @@ class DeviceWork:
             raise dist.DistBackendError(str(self.error))
         return True
 
+    def synchronize(self) -> None:
+        self.wait()
+
     def is_success(self) -> bool:
         raise RuntimeError("WorkNCCL::isSuccess() is deprecated")
 
@@ -42,3 +45,35 @@ class DeviceWork:
         if self.error is not None:
             result.set_result(2)
         return result
+
+
+@dataclass
+class DeviceClock:
+    """The time of a simulated device, and the marks in its stream.
+
+    Attributes:
+        now_s: When it came to the newest mark.
+        num_asked: How many marks were made.
+        is_there: Whether it has come to them.
+    """
+
+    now_s: float = 0.0
+    num_asked: int = 0
+    is_there: bool = True
+
+    def mark(self) -> Any:
+        self.num_asked += 1
+        return _Mark(self, self.now_s)
+
+
+@dataclass
+class _Mark:
+    clock: DeviceClock
+    at_s: float
+
+    def is_reached(self) -> bool:
+        return self.clock.is_there
+
+    def since(self, other: _Mark) -> float:
+        assert self.clock.is_there, "torch refuses"
+        return self.at_s - other.at_s

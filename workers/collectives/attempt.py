@@ -14,6 +14,7 @@ from typing import Any, Final, Protocol, TypeVar
 import torch.distributed as dist
 
 from workers.collectives import nccl
+from workers.collectives.device_spans import DeviceSpans
 from workers.collectives.errors import AbortedError, CollectiveError
 from workers.collectives.places import Places
 from workers.collectives.waiting import Waiter, helpers
@@ -54,6 +55,7 @@ class Attempt:
         world_size: Members of the attempt.
         aborted: Set once, by ``abort`` or ``fail``.
         places: Where the ranks are; None until this one is connected to the store.
+        device_spans: Times the rank's own work on its device; None if it computes on the host.
     """
 
     def __init__(
@@ -66,6 +68,7 @@ class Attempt:
         self.aborted = threading.Event()
         self.ring = RecordRing(ring_path, attempt=number, num_ranks=world_size)
         self.places: Places | None = None
+        self.device_spans = DeviceSpans(self.ring) if backend == "nccl" else None
         #: The address from which this machine reaches the store.
         self.address = ""
         self._lock = threading.Lock()
@@ -157,6 +160,16 @@ class Attempt:
     def keep_alive(self, what: Any) -> None:
         """Keep ``what`` alive while the transport may use it."""
         self._kept.append(what)
+
+    def span(self, op: str, *, step: int, micro_batch: int) -> None:
+        """Record that the training thread begins work of its own, or with "" that it ends it."""
+        record = self.ring.span if self.device_spans is None else self.device_spans.span
+        record(op, step=step, micro_batch=micro_batch)
+
+    def note_call(self) -> None:
+        """Note that a collective on a device is called, or waited for."""
+        if self.device_spans is not None:
+            self.device_spans.num_calls += 1
 
     def note_launched(self, group: int, work: _OnDevice) -> None:
         """Note work of a group whose begin and end on the device are still to be recorded."""

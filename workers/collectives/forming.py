@@ -160,7 +160,7 @@ def span(op: str, *, step: int = 0, micro_batch: int = 0) -> None:
         micro_batch: Number among those of this rank in the step, from 0.
     """
     if _process.current is not None:
-        _process.current.ring.span(op, step=step, micro_batch=micro_batch)
+        _process.current.span(op, step=step, micro_batch=micro_batch)
 
 
 def places() -> Places:

@@ -234,6 +234,8 @@ class RecordedGroup(dist.ProcessGroup):
         if index is None:
             index = self._index = attempt.ring.group(self._named(), self._ranks)
         seq, number = attempt.ring.enter(index, op, size_bytes, dtype, on_device=on_device)
+        if on_device:
+            attempt.note_call()
         # Before the call: a synchronous one makes the stream wait for its end.
         start = nccl.Start() if on_device else None
         return Call(attempt, index, self._label, op, number, seq, start)

@@ -131,10 +131,23 @@ class Start:
 
     __slots__ = ("_event",)
 
-    def __init__(self) -> None:
-        self._event: Any = torch.cuda.Event()
+    def __init__(self, *, timed: bool = False) -> None:
+        self._event: Any = torch.cuda.Event(enable_timing=timed)
         self._event.record()
 
     def is_reached(self) -> bool:
         """Return whether the device is there."""
         return bool(self._event.query())
+
+
+class Timed(Start):
+    """A place in the stream whose time the device notes."""
+
+    __slots__ = ()
+
+    def __init__(self) -> None:
+        super().__init__(timed=True)
+
+    def since(self, other: Any) -> float:
+        """Return the seconds from another place to this one; the device has reached both."""
+        return float(other._event.elapsed_time(self._event)) / 1000  # noqa: SLF001 - its own class

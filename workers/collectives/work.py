@@ -271,6 +271,7 @@ class StreamWork(dist.Work):
         call = self._calls[-1]
         if call.attempt.aborted.is_set():
             raise call.aborted()
+        call.attempt.note_call()
         try:
             return bool(self._inner.wait(timeout) if timeout else self._inner.wait())
         except RuntimeError as error:
@@ -339,6 +340,7 @@ class StreamWork(dist.Work):
 
     def synchronize(self) -> None:
         """Order the current stream behind the collective."""
+        self._calls[-1].attempt.note_call()
         self._inner.synchronize()
 
     def get_future(self) -> torch.futures.Future[Any]:

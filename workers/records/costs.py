@@ -11,7 +11,10 @@ from workers.protocol import StepCost
 
 
 class Span(NamedTuple):
-    """A span that is over; ``own_s`` is its time without what the rank waited for others."""
+    """A span that is over; ``own_s`` is its time without what the rank waited for others.
+
+    On a device it is 0.0 if unknown.
+    """
 
     op: str
     step: int
@@ -26,12 +29,15 @@ class Costs:
         self._spans: list[Span] = []
         self._has_gap = False
 
-    def add(self, spans: Sequence[Span], *, has_gap: bool = False) -> tuple[StepCost, ...]:
+    def add(
+        self, spans: Sequence[Span], *, has_gap: bool = False, on_device: bool = False
+    ) -> tuple[StepCost, ...]:
         """Return the costs of the steps that end with these spans, oldest first.
 
         Args:
             spans: Those after the ones that were added before.
             has_gap: Whether some before them are lost; then their step is unknown.
+            on_device: Whether what a device took is unknown of some of them.
         """
         if has_gap:
             self._spans, self._has_gap = [], True
@@ -40,7 +46,8 @@ class Costs:
             if span.op != "optimizer":
                 self._spans.append(span)
                 continue
-            cost = None if self._has_gap else _cost(span.step, self._spans)
+            cost_of = _device_cost if on_device else _cost
+            cost = None if self._has_gap else cost_of(span.step, self._spans)
             costs += [cost] if cost is not None else []
             self._spans, self._has_gap = [], False
         return tuple(costs)
@@ -62,3 +69,19 @@ def _cost(step: int, spans: Sequence[Span]) -> StepCost | None:
     if not compute:
         return None
     return StepCost(step, min(compute.values()), fmean(waits) if waits else 0.0)
+
+
+def _device_cost(step: int, spans: Sequence[Span]) -> StepCost | None:
+    """Return what a step took by its spans; None if no forward or no backward pass is known.
+
+    The first pass may gather parameters in its forward, the last one reduce in its backward: the
+    fastest forward and the fastest backward are of any.
+    """
+    known: dict[str, list[float]] = defaultdict(list)
+    for span in spans:
+        if span.step == step and (span.own_s or span.op == "data"):
+            known[span.op].append(span.own_s)
+    if not known["forward"] or not known["backward"]:
+        return None
+    data_s = fmean(known["data"]) if known["data"] else 0.0
+    return StepCost(step, min(known["forward"]) + min(known["backward"]), data_s)

@@ -9,7 +9,8 @@ A record is a collective, or a span of the rank's own work: data, forward, backw
 Spans follow each other and do not nest. A span knows how long the training thread was blocked in
 it, from the call of a wait to its end: the rest is the rank's own time. Collectives that were
 started ahead overlap with computing, so their times say nothing about that. On a device the host's
-times are not the device's: there the times of forward, backward and optimizer mean nothing.
+times are not the device's: there a forward or backward span has what the device took for it, if
+that is known.
 
 A reader must not take half a store for a whole one. A group's state is therefore kept twice and
 written alternately, each copy framed by the number of its store: a writer that is stopped during a
@@ -39,6 +40,7 @@ from workers.records.ring_format import (
     GROUP_BYTES,
     HEADER,
     HEADER_BYTES,
+    HISTORY_HALF,
     LEFT_WORD,
     MAGIC,
     NAME,
@@ -72,7 +74,7 @@ from workers.records.ring_reader import records_per_s
 
 #: A ring holds about so much of the time of a run.
 _HELD_S: Final = 60.0
-_BLOCKED_US_MAX: Final = 0xFFFFFFFF
+_US_MAX: Final = 0xFFFFFFFF
 
 
 class Waited(NamedTuple):
@@ -223,10 +225,13 @@ class RecordRing:
             self._store(state)
             return seq, number
 
-    def span(self, op: str, *, step: int = 0, micro_batch: int = 0) -> None:
+    def span(self, op: str, *, step: int = 0, micro_batch: int = 0) -> int:
         """Record that the span before ends, and that ``op`` of a micro-batch begins, if not "".
 
         For the thread that made the ring. Collectives from now on are of this step and micro-batch.
+
+        Returns:
+            The number of the span's record, -1 if none begins.
         """
         with self._lock:
             now_ns = time.monotonic_ns()
@@ -241,6 +246,16 @@ class RecordRing:
                 self._is_open, self._span = True, number + 1
                 # Last: a reader finds the record by it.
                 self._words[SPAN_WORD] = number + 1
+                return number
+            return -1
+
+    def measured(self, number: int, device_s: float) -> None:
+        """Record how long a span that is over took the device."""
+        with self._lock:
+            at = self._records_at + number % self._num_records * RECORD.size
+            if self._words[at // 8] == number + 1:
+                us = min(max(1, round(device_s * 1e6)), _US_MAX)
+                self._halves[at // 4 + HISTORY_HALF] = us
 
     def _put(
         self, group: int, op: int, dtype: int, seq: int, history: int, size_bytes: int, now_ns: int
@@ -259,7 +274,7 @@ class RecordRing:
         at = self._records_at + number % self._num_records * RECORD.size
         # It may be overwritten by now.
         if self._words[at // 8] == number + 1:
-            self._halves[at // 4 + BLOCKED_HALF] = min(blocked_ns // 1000, _BLOCKED_US_MAX)
+            self._halves[at // 4 + BLOCKED_HALF] = min(blocked_ns // 1000, _US_MAX)
             self._words[at // 8 + EXIT_WORD] = now_ns << FLAG_BITS | flags
 
     def reach(self, group: int, seq: int) -> None:

@@ -56,6 +56,7 @@ class Record:
         micro_batch: Number of the micro-batch among this rank's of the step, from 0.
         history: Hash of the group's calls up to this one.
         blocked_s: How long this rank waited: for the collective, or for any during the span.
+        device_s: How long a span took the device; 0.0 if unknown.
         size_bytes: Payload of this rank.
         enter_ns: When it was called, on the machine's monotonic clock; the host calls long before
             a device gets there.
@@ -71,6 +72,7 @@ class Record:
     micro_batch: int
     history: int
     blocked_s: float
+    device_s: float
     size_bytes: int
     enter_ns: int
     exit_ns: int
@@ -148,34 +150,39 @@ class RingReader:
     def digest(self, *, now_ns: int) -> Digest | None:
         """Return what the ring of the last look says of the rank's own work since the last digest.
 
-        None if it has no span, or its writer has left. On a device there are no costs: the host's
-        times are not the device's.
+        None if it has no span, or its writer has left. What spans took a device is known when the
+        step ends: until then they are left for the next digest.
         """
         memory = self._memory
         if memory is None or _word(memory, LEFT_WORD) or not (newest := _word(memory, SPAN_WORD)):
             return None
         *_, num_ints, num_records = HEADER.unpack_from(memory, 0)
         start = records_offset(num_ints)
+        on_device = bool(_word(memory, DEVICE_WORD))
         found: list[Span] = []
         now_in, since_ns, at, has_gap = 0, now_ns, newest, False
         while at > self._last_span:
-            number, _, op, _, _, step, micro_batch, _, us, before, enter_ns, commit, end = (
+            number, _, op, _, _, step, micro_batch, took, us, before, enter_ns, commit, end = (
                 RECORD.unpack_from(memory, start + (at - 1) % num_records * RECORD.size)
             )
             if number != at or commit != at:
                 has_gap = True
                 break
-            if end:
+            if end and on_device and not found and OPS[op] != "optimizer":
+                newest = before
+            elif end:
                 own_s = ((end >> FLAG_BITS) - enter_ns) / 1e9 - us / 1e6
+                if on_device and OPS[op] != "data":
+                    own_s = took / 1e6
                 found.append(Span(OPS[op], step, micro_batch, own_s))
             else:
                 # Only the newest one may be open; it is read again when it is over.
                 now_in, since_ns, newest = op, enter_ns, before
             at = before
         self._last_span = newest
-        costs = self._costs.add(found[::-1], has_gap=has_gap)
+        costs = self._costs.add(found[::-1], has_gap=has_gap, on_device=on_device)
         return Digest(
-            costs=() if _word(memory, DEVICE_WORD) else costs[-NUM_COSTS_MAX:],
+            costs=costs[-NUM_COSTS_MAX:],
             span=OPS[now_in],
             span_s=max(0, now_ns - since_ns) / 1e9,
         )
@@ -238,8 +245,9 @@ def read_records(path: str | os.PathLike[str]) -> tuple[Record, ...]:
                 dtype=dtype,
                 step=step,
                 micro_batch=micro,
-                history=history,
+                history=0 if group == NO_GROUP else history,
                 blocked_s=us / 1e6,
+                device_s=history / 1e6 if group == NO_GROUP else 0.0,
                 size_bytes=0 if group == NO_GROUP else size,
                 enter_ns=enter_ns,
                 exit_ns=end >> FLAG_BITS,

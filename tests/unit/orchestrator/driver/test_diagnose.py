@@ -200,6 +200,27 @@ def test_rings_name_who_is_slow_by_itself(
     assert found == ([(kind, (2,), ("n2",))] if kind is not None else [])
 
 
+def test_rings_of_devices_name_the_slow_one_by_what_passes_took_the_device(tmp_path: Path) -> None:
+    """Its host is as quick as the others', and the passes with calls say nothing."""
+    for rank in range(4):
+        writer = RecordRing(tmp_path / f"{rank}.ring", attempt=3, num_ranks=4)
+        writer.assign(rank, on_device=True)
+        writer.locate((rank, 0, 0), f"n{rank}")
+        for step in range(1, 9):
+            for micro_batch, op in ((0, "forward"), (0, "backward"), (1, "forward")):
+                number = writer.span(op, step=step, micro_batch=micro_batch)
+                writer.span("")
+                if (micro_batch, op) != (0, "forward"):
+                    took_s = 0.02 * (1.5 if rank == 2 else 1.0) + 1e-4 * (step * rank % 3)
+                    writer.measured(number, took_s)
+            writer.span("optimizer", step=step)
+            writer.span("")
+
+    (verdict,) = _of(tmp_path)
+
+    assert (verdict.kind, verdict.guilty.ranks) == (Kind.SLOW_COMPUTE, (2,))
+
+
 def test_a_rank_that_waits_within_its_own_work_is_not_absent(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -15,12 +15,13 @@ from torch import Tensor
 from torch._C._distributed_c10d import FakeProcessGroup
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-from tests.support.device_work import DeviceWork
+from tests.support.device_work import DeviceClock, DeviceWork
 from tests.support.ranks import until
 from workers.collectives import AbortedError, CollectiveError, nccl
 from workers.collectives.attempt import Attempt
+from workers.collectives.device_spans import DeviceSpans
 from workers.collectives.group import RecordedGroup, group_name
-from workers.records import RingReader
+from workers.records import RingReader, read_ring
 
 WAIT_S_MAX = 60.0
 NAME = "everstep_test_device"
@@ -170,6 +171,28 @@ def test_functional_collectives_and_their_futures_are_seen_to_their_end(attempt:
     attempt.look_at_devices()
 
     assert attempt.ring.num_in_flight() == 0
+
+
+def test_a_pass_in_which_others_are_called_or_waited_for_is_not_timed(
+    attempt: Attempt, tmp_path: Path
+) -> None:
+    """The device may have stood still in it, for another rank's sake."""
+    clock = DeviceClock()
+    attempt.device_spans = DeviceSpans(attempt.ring, mark=clock.mark)
+    with FakeTensorMode():
+        begun = dist.all_reduce(device(), async_op=True)
+        assert begun is not None
+        doings = [lambda: None, begun.wait, begun.synchronize, *SYNCHRONOUS.values()]
+        for number, do in enumerate(doings):
+            attempt.span("forward", step=1, micro_batch=number)
+            do()
+            clock.now_s += 0.5
+            attempt.span("", step=1, micro_batch=number)
+        attempt.span("optimizer", step=1, micro_batch=0)
+
+    timed = [one for one in read_ring(tmp_path / "w0.ring").records if one.device_s]
+
+    assert [(one.micro_batch, one.device_s) for one in timed] == [(0, 0.5)]
 
 
 @pytest.mark.parametrize("name", ["all_reduce", "reduce_scatter_single", "coalesced", "send"])

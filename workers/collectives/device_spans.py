@@ -1,0 +1,63 @@
+"""How long a rank's own work takes its device, measured by events in its stream.
+
+The host calls a whole step before the device begins it, so its times say nothing of the device. A
+device that has come from one event to the next has done what is between them; if that is nothing
+of others', it is the rank's own time, whether its host or its device is slow. A span in which
+collectives are called or waited for has no such time: with a communicator's kernels in the stream
+nobody sees what the rank waited for.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Final, Protocol
+
+from workers.collectives import nccl
+from workers.records import RecordRing
+
+_TIMED: Final = frozenset({"forward", "backward"})
+
+
+class Mark(Protocol):
+    """A place in the stream of the thread that made it."""
+
+    def is_reached(self) -> bool:
+        """Return whether the device is there."""
+
+    def since(self, other: Mark) -> float:
+        """Return the seconds between two places that the device has reached."""
+
+
+class DeviceSpans:
+    """Records the spans of a rank that computes on a device. For the training thread.
+
+    Attributes:
+        num_calls: How often a collective was called or waited for; from any thread.
+
+    Args:
+        mark: Makes a place in the current stream.
+    """
+
+    def __init__(self, ring: RecordRing, mark: Callable[[], Mark] = nccl.Timed) -> None:
+        self._ring, self._mark = ring, mark
+        self.num_calls = 0
+        #: Record, begin, and ``num_calls`` of the span that is open; those that are over.
+        self._open: tuple[int, Mark, int] | None = None
+        self._over: list[tuple[int, Mark, Mark]] = []
+
+    def span(self, op: str, *, step: int, micro_batch: int) -> None:
+        """Record that the span before ends, and that ``op`` begins, if not ""."""
+        if self._open is not None:
+            number, begin, num_calls = self._open
+            self._open = None
+            if num_calls == self.num_calls:
+                self._over.append((number, begin, self._mark()))
+        if op == "optimizer":
+            # The host has just read the sums of all ranks, so the device has done what is before.
+            for number, begin, end in self._over:
+                if end.is_reached():
+                    self._ring.measured(number, end.since(begin))
+            self._over.clear()
+        number = self._ring.span(op, step=step, micro_batch=micro_batch)
+        if op in _TIMED:
+            self._open = number, self._mark(), self.num_calls
