@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import json
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
+from tests.support import pipeline_stage
+from tests.support.forking import forking
 from tests.support.pipeline_stage import NUM_BUCKETS, NUM_STEPS
 
 NUM_STAGES = 3
@@ -29,21 +29,17 @@ def test_buckets_leave_where_their_stage_waits(tmp_path: Path) -> None:
     """
     for rank in range(NUM_STAGES):
         (tmp_path / f"node-{rank}").mkdir()
+    context = forking()
     stages = [
-        subprocess.Popen(
-            [
-                sys.executable,
-                "-m",
-                "tests.support.pipeline_stage",
-                f"{rank}",
-                f"{NUM_STAGES}",
-                f"{tmp_path}",
-            ]
-        )
+        context.Process(target=pipeline_stage.main, args=(rank, NUM_STAGES, tmp_path))
         for rank in range(NUM_STAGES)
     ]
+    for stage in stages:
+        stage.start()
     try:
-        assert [stage.wait(LIMIT_S) for stage in stages] == [0] * NUM_STAGES
+        for stage in stages:
+            stage.join(LIMIT_S)
+        assert [stage.exitcode for stage in stages] == [0] * NUM_STAGES
     finally:
         for stage in stages:
             stage.kill()

@@ -62,7 +62,7 @@ def test_a_script_runs_alone_and_learns(name: str, tmp_path: Path) -> None:
         "MASTER_PORT": str(store.port),
         "TORCHELASTIC_USE_AGENT_STORE": "True",
     }
-    printed = run_script(PORTS / f"{name}.py", tmp_path, rank)
+    printed = run_script(PORTS / f"{name}.py", tmp_path, environment=rank)
 
     losses = [float(loss) for loss in re.findall(r"(?:train|loss) (\d+\.\d+)", printed)]
     assert len(losses) >= 3

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import re
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
@@ -12,6 +10,7 @@ import pytest
 from orchestrator.config import load
 from orchestrator.driver import init_config
 from tests.arch.tree import ROOT
+from tests.support.forking import run_script
 
 README = (ROOT / "README.md").read_text(encoding="utf-8")
 
@@ -34,16 +33,8 @@ def test_both_sides_of_the_diff_run(tmp_path: Path, sign: str) -> None:
     script = tmp_path / "train.py"
     script.write_text(_side(sign))
 
-    finished = subprocess.run(
-        [sys.executable, str(script)],
-        cwd=tmp_path,
-        capture_output=True,
-        text=True,
-        check=False,
-        timeout=400,
-    )
+    run_script(script, tmp_path)
 
-    assert finished.returncode == 0, finished.stderr
     if sign == "+":
         assert len((tmp_path / "runs/mine/metrics/rank0.jsonl").read_text().splitlines()) == 200
 

@@ -8,8 +8,9 @@ from __future__ import annotations
 import multiprocessing
 import os
 import runpy
+import sys
 import traceback
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from contextlib import redirect_stderr, redirect_stdout
 from multiprocessing.context import ForkServerContext
 from pathlib import Path
@@ -32,15 +33,22 @@ def forking() -> ForkServerContext:
     return context
 
 
-def run_script(script: Path, directory: Path, environment: Mapping[str, str] | None = None) -> str:
-    """Be ``python SCRIPT`` in ``directory``; return what it printed, which must be without error.
+def run_script(
+    script: Path,
+    directory: Path,
+    *arguments: str,
+    environment: Mapping[str, str] | None = None,
+) -> str:
+    """Be ``python SCRIPT ARGUMENTS`` in ``directory``; return what it printed, without an error.
 
     Args:
         script: What is run.
         directory: Where, an absolute path.
+        arguments: Of the script.
         environment: What is added to the environment.
     """
-    process = forking().Process(target=_run, args=(str(script), str(directory), environment or {}))
+    words = [str(script), *arguments]
+    process = forking().Process(target=_run, args=(words, str(directory), environment or {}))
     process.start()
     process.join(SECONDS_MAX)
     printed = (directory / "printed").read_text()
@@ -48,12 +56,13 @@ def run_script(script: Path, directory: Path, environment: Mapping[str, str] | N
     return printed
 
 
-def _run(script: str, directory: str, environment: Mapping[str, str]) -> None:
+def _run(words: Sequence[str], directory: str, environment: Mapping[str, str]) -> None:
     os.chdir(directory)
+    sys.argv = [*words]
     os.environ |= environment
     with Path("printed").open("w") as printed, redirect_stdout(printed), redirect_stderr(printed):
         try:
-            runpy.run_path(script, run_name="__main__")
+            runpy.run_path(words[0], run_name="__main__")
         except BaseException:
             traceback.print_exc()
             raise

@@ -1,7 +1,5 @@
 """One stage of a real pipeline on the CPU, which takes a snapshot of a state in each step.
 
-    python -m tests.support.pipeline_stage RANK NUM_STAGES FOLDER
-
 Its passes take time and no processor, as those of a device; its copies too. It writes down, for
 each step, when it computed and when each bucket left.
 """
@@ -9,7 +7,6 @@ each step, when it computed and when each bucket left.
 from __future__ import annotations
 
 import json
-import sys
 import threading
 import time
 from collections.abc import Sequence
@@ -28,7 +25,7 @@ from workers.snapshot import device as device_module
 from workers.snapshot import on_passes
 from workers.snapshot.device import DeviceCopy
 
-__all__ = ["NUM_BUCKETS", "NUM_STEPS"]
+__all__ = ["NUM_BUCKETS", "NUM_STEPS", "main"]
 
 NUM_STEPS = 6
 NUM_BUCKETS = 12
@@ -99,10 +96,9 @@ class _Block(nn.Module):
         return found
 
 
-def main() -> None:
-    """Train a few steps."""
+def main(rank: int, num_stages: int, folder: Path) -> None:
+    """Train a few steps, in a process of its own."""
     torch.set_num_threads(1)
-    rank, num_stages, folder = int(sys.argv[1]), int(sys.argv[2]), Path(sys.argv[3])
     found: Any = device_module
     found.BUCKET_BYTES = BUCKET_BYTES
     store = dist.FileStore(str(folder / "store"), num_stages)
@@ -140,7 +136,3 @@ def main() -> None:
         notes.append({"busy": list(_busy), "left": list(bus.left_s)})
     (folder / f"{rank}.json").write_text(json.dumps(notes))
     dist.destroy_process_group()
-
-
-if __name__ == "__main__":
-    main()
