@@ -26,13 +26,8 @@ SAID = {
 }
 
 
-@pytest.mark.parametrize(
-    "how",
-    [
-        "generator",
-        *(pytest.param(one, marks=pytest.mark.chaos) for one in ("fine", "cursor", "buffer")),
-    ],
-)
+@pytest.mark.chaos
+@pytest.mark.parametrize("how", ["fine", "generator", "cursor", "buffer"])
 def test_a_stream_goes_on_exactly_or_the_run_ends(
     how: str, nodes: Any, make_config: Callable[..., RunConfig], tmp_path: Path
 ) -> None:
