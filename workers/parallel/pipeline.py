@@ -426,7 +426,8 @@ class _Passes(nn.Module):
             returned = self.hooks.weigh(number, returned)
         self.hooks.end_forward()
         if self._is_last:
-            return returned
+            # Torch 2.11 refuses a loss of another dtype than it was told; its gradient is 1 in all.
+            return returned.float()
         outputs = returned if isinstance(returned, tuple) else (returned,)
         shapes = [tuple(output.shape) for output in outputs]
         if shapes != self._shapes:
