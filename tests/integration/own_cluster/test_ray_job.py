@@ -79,7 +79,7 @@ def test_ray_job_submit_runs_everstep_unchanged(
             return answer.returncode == 0
 
         # A submission that fails costs seconds of a processor.
-        wait(lambda: _answers(28265), "the dashboard is up", server)
+        wait(lambda: _answers(28265) and _answers(28366), "dashboard and agent are up", server)
         wait(submitted, "the cluster takes the job")
     finally:
         os.killpg(server.pid, signal.SIGTERM)
