@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import operator
-import subprocess
 import sys
 import time
 from collections.abc import Callable
@@ -14,6 +13,7 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from tests.support import metadata_server, train_paced
+from tests.support.forking import run_script
 from tests.support.metadata_server import AWS_ACTION, say
 from tests.support.network_cluster import HEAD, NetworkCluster
 
@@ -29,8 +29,7 @@ _ACT_S_MAX = 240.0
 
 def digest_alone(folder: Path, steps: int) -> str:
     """Return what the weights of the same training in one process are after so many steps."""
-    command = [sys.executable, train_paced.__file__, "0.0", str(steps)]
-    subprocess.run(command, cwd=folder, check=True, timeout=400)
+    run_script(Path(train_paced.__file__), folder, "0.0", str(steps))
     return str(json.loads((folder / "run/result.json").read_text())["weights_digest"])
 
 

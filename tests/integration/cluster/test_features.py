@@ -9,8 +9,6 @@ import json
 import runpy
 import shutil
 import signal
-import subprocess
-import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -30,9 +28,10 @@ from orchestrator.driver.faults import signal_rank
 from orchestrator.driver.launch import Launched
 from tests.integration.test_guide import BLOCKS, NAMES
 from tests.support import train_adapters
+from tests.support.forking import run_script
 from tests.support.history import read_history
 from tests.support.logged import in_tensorboard
-from tests.support.reach import ACT_S_MAX, reach
+from tests.support.reach import reach
 from tests.support.run_command import everstep
 from workers.data import DataOrder, open_texts
 
@@ -199,8 +198,7 @@ def test_a_stream_with_nearly_everything_goes_on_from_a_script_that_ran_alone(
     script = SUPPORT / "train_streamed.py"
 
     calm, directory = tmp_path / "calm", tmp_path / "run"
-    words = [sys.executable, str(script), files, str(calm), str(NUM_STEPS)]
-    subprocess.run(words, check=True, timeout=ACT_S_MAX, capture_output=True)
+    run_script(script, tmp_path, files, str(calm), str(NUM_STEPS))
     # What it leaves if it ends after ten steps.
     name = "checkpoints/step-{:08d}"
     shutil.copytree(calm / name.format(10), directory / name.format(10))
