@@ -38,7 +38,7 @@ def test_it_comes_to_what_trainer_comes_to(
     for name in ("plain", "ours"):
         (tmp_path / name).mkdir()
     trainer_whole.main(transformers.Trainer, str(tmp_path / "trainer"), str(tmp_path / "plain"))
-    arguments = [str(tmp_path / "unused"), str(tmp_path / "ours"), "1.0" if killed else "0"]
+    arguments = [str(tmp_path / "unused"), str(tmp_path / "ours"), "0.5" if killed else "0"]
     run = Launched(
         make_config(
             run__script=trainer_whole.__file__,
