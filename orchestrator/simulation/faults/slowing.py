@@ -20,8 +20,8 @@ from workers.protocol import Digest, StepCost
 
 _LOOK_S = 0.25
 _FORWARD_S, _DATA_S = 0.1, 0.002
-#: A step in so many compiles.
-_COMPILES = 0.01
+#: A step in so many compiles; one of a worker that does in most steps would be a slow worker.
+_COMPILES, _COMPILES_APART = 0.01, 15
 
 
 @dataclass
@@ -141,6 +141,9 @@ def _cost(
     if is_slow and what in {"compute", "load"}:
         compute_s *= times
     if rng.random() < _COMPILES:
-        compute_s += 8.0 * rng.random()
+        longer_s = 8.0 * rng.random()
+        if step - worker.compiled not in range(1, _COMPILES_APART):
+            worker.compiled = step
+            compute_s += longer_s
     data_s = _DATA_S + (_FORWARD_S * (times - 1.0) if is_slow and what == "data" else 0.0)
     return StepCost(step, compute_s, data_s)

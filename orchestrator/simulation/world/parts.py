@@ -70,6 +70,7 @@ class SimWorker:
         "busy_as",
         "busy_at_s",
         "busy_until_s",
+        "compiled",
         "completed",
         "formed",
         "hung",
@@ -95,6 +96,8 @@ class SimWorker:
         self.busy_as = ""
         # Its slow work, how many times as long that takes, and until when.
         self.slow: tuple[str, float, float] = ("", 1.0, 0.0)
+        # The step that it compiled in last.
+        self.compiled = -100
         self.attempt = 0
         self.refuses = 0
         self.completed = 0
