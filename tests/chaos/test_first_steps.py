@@ -1,25 +1,20 @@
-"""The first minutes of a newcomer: an empty folder, two commands; a notebook, cell by cell."""
+"""The first minutes of a newcomer: an empty folder, two commands."""
 
 from __future__ import annotations
 
-import ast
 import json
 import os
 import signal
 import subprocess
-import sys
 import time
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from tests.arch.tree import ROOT
 from tests.support.run_command import ACT_S_MAX, EVERSTEP, everstep, last_step, wait
 
 pytestmark = [pytest.mark.ray, pytest.mark.chaos, pytest.mark.timeout(600)]
-
-NOTEBOOK = ROOT / "workers/guide/kill_a_worker.ipynb"
 
 
 @pytest.fixture(autouse=True)
@@ -86,35 +81,3 @@ def test_a_node_that_is_lost_before_the_first_step_is_told_at_once(tmp_path: Pat
     (trains,) = (at for at, line in enumerate(lines) if "attempt 1 trains on 1 worker " in line)
     assert lost < trains
     assert "lost is complete after step 4 of 4" in "\n".join(lines)
-
-
-def test_the_notebook_kills_a_worker_and_draws_one_curve(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Its cells are run as a kernel runs them; the value of the last expression is shown."""
-    bin_folder = Path(sys.executable).parent
-    if not (bin_folder / "everstep").exists():
-        pytest.skip("the command everstep is not installed beside this Python")
-    monkeypatch.setenv("PATH", f"{bin_folder}{os.pathsep}{os.environ['PATH']}")
-    document = json.loads(NOTEBOOK.read_text(encoding="utf-8"))
-    names: dict[str, Any] = {}
-    shown: Any = None
-
-    for cell in document["cells"]:
-        if cell["cell_type"] == "code":
-            assert cell["outputs"] == [], "commit it without outputs"
-            shown = _run("".join(cell["source"]), names)
-
-    assert shown is names["curve"]
-    assert 50 < shown.begins[0] <= 200
-    assert shown._repr_svg_().count("attempt 2<") == 1
-    assert "notebook is complete after step 200 of 200" in names["output"]
-
-
-def _run(source: str, names: dict[str, Any]) -> Any:
-    """Run a cell; return the value of its last expression, None if it ends with another line."""
-    tree = ast.parse(source)
-    last = tree.body[-1]
-    if not isinstance(last, ast.Expr):
-        exec(compile(tree, "cell", "exec"), names)  # noqa: S102
-        return None
-    exec(compile(ast.Module(tree.body[:-1], []), "cell", "exec"), names)  # noqa: S102
-    return eval(compile(ast.Expression(last.value), "cell", "eval"), names)  # noqa: S307

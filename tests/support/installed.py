@@ -51,11 +51,13 @@ class Installed:
         subprocess.run(install, check=True, capture_output=True)
 
     def run(self, command: str, *arguments: str) -> subprocess.CompletedProcess[str]:
-        """Run one of the environment's commands to its end."""
+        """Run one of the environment's commands to its end, with the environment activated."""
+        inherited = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
+        path = f"{self._python.parent}{os.pathsep}{os.environ['PATH']}"
         return subprocess.run(
             [self._python.with_name(command), *arguments],
             cwd=self._directory,
-            env={name: value for name, value in os.environ.items() if name != "PYTHONPATH"},
+            env={**inherited, "PATH": path},
             capture_output=True,
             text=True,
             check=False,

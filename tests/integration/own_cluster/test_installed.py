@@ -8,58 +8,52 @@ from pathlib import Path
 
 import pytest
 
+from tests.arch.tree import ROOT
 from tests.support.installed import Installed, build_wheel
 
 pytest.importorskip("hatchling", reason="hatchling is not installed: pip install 'everstep[dev]'")
 
-SCRIPT = """
-import torch
-from torch import nn
-
-from everstep import Session, run
-
-
-def train(session: Session) -> None:
-    inputs = torch.linspace(-1, 1, 64).reshape(-1, 1)
-    model = session.model(lambda: nn.Linear(1, 1))
-    session.optimizer(lambda parameters: torch.optim.AdamW(parameters.values()))
-    for step in session.steps(len(inputs)):
-        for samples in step.micro_batches():
-            loss = (model(inputs[samples]) - inputs[samples]).square().mean()
-            step.backward(loss, tokens=len(samples))
-        step.apply()
-        print("step", step.number)
-
-
-run(train)
+NOTEBOOK = ROOT / "workers/guide/kill_a_worker.ipynb"
+TOLD = """
+import json
+shown = {"begins": curve.begins, "drawing": curve._repr_svg_(), "output": output}
+Path("shown.json").write_text(json.dumps(shown))
 """
 
 
-def test_a_wheel_trains_an_example_and_a_script(tmp_path: Path) -> None:
+def _as_script(notebook: Path) -> str:
+    """Return the cells of code, one after the other, and what tells their results."""
+    cells = json.loads(notebook.read_text(encoding="utf-8"))["cells"]
+    code = [cell for cell in cells if cell["cell_type"] == "code"]
+    assert all(cell["outputs"] == [] for cell in code), "commit it without outputs"
+    return "\n".join(["".join(cell["source"]) for cell in code] + [TOLD])
+
+
+def test_a_wheel_trains_an_example_and_kills_a_worker_in_the_notebook(tmp_path: Path) -> None:
     """Everything that a run needs must be in the wheel, also in the processes of workers."""
     installed = Installed(build_wheel(tmp_path), tmp_path)
-    (tmp_path / "train.py").write_text(SCRIPT)
-    small = ("train.steps=6", "workers.max=2", "workers.standby_per_node=0")
-    example = ("run", "local/small", *small, "--local-nodes=1", "--json")
+    (tmp_path / "notebook.py").write_text(_as_script(NOTEBOOK))
+    small = ("train.steps=6", "model.preset=tiny", "workers.max=1", "workers.standby_per_node=0")
 
     # Each waits most of the time for a cluster of its own.
     with ThreadPoolExecutor(2) as pool:
         begun = [
-            pool.submit(installed.run, "everstep", *example, *words)
+            pool.submit(installed.run, *words)
             for words in (
-                ("model.preset=tiny", "workers.max=1"),
-                ("run.script=train.py", "run.directory=runs/scripted"),
+                ("everstep", "run", "local/small", *small, "--local-nodes=1", "--json"),
+                ("python", "notebook.py"),
             )
         ]
-        built_in, script = (one.result() for one in begun)
+        built_in, notebook = (one.result() for one in begun)
 
     assert built_in.returncode == 0, built_in.stderr
     assert json.loads(built_in.stdout)["steps"] == 6
-    assert script.returncode == 0, script.stderr
-    assert json.loads(script.stdout)["steps"] == 6
-    log = tmp_path / "runs/scripted/logs/attempt-0001/rank1.log"
-    assert log.read_text().splitlines() == [f"step {number}" for number in range(1, 7)]
-    assert installed.run("everstep", "report", "runs/scripted").returncode == 0
+    assert notebook.returncode == 0, notebook.stderr
+    shown = json.loads((tmp_path / "shown.json").read_text())
+    assert 20 < shown["begins"][0] <= 100
+    assert shown["drawing"].count("attempt 2<") == 1
+    assert "notebook is complete after step 100 of 100" in shown["output"]
+    assert (tmp_path / "runs/notebook/report.html").is_file()
 
 
 @pytest.mark.chaos
