@@ -219,7 +219,7 @@ trainer_elastic.make_trainer(trainer_elastic.Trainer, sys.argv[1], max_steps=12)
     ("first", "second"),
     [
         (ParallelLayout(tp=2), ParallelLayout(pp=2)),
-        (ParallelLayout(dp_shard=2, cp=2), ParallelLayout(dp_shard=2)),
+        (ParallelLayout(cp=2), ParallelLayout(dp_shard=2)),
     ],
     ids=str,
 )
