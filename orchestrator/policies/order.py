@@ -1,12 +1,13 @@
 """The order of an attempt's nodes, in which their ranks are numbered. Pure.
 
-Collectives send around the ring of ranks: gloo's from each rank to the one before it, NCCL's from
-node to node in the order of their first ranks. A ring that enters each rack once crosses between
-racks as seldom as can be, and each crossing shares the racks' uplink (C4, arXiv 2406.04594,
-section 4, plans paths; the order is what can be chosen above a transport).
+Collectives send around the ring of ranks. NCCL's and gloo's all-gather send to the next rank,
+gloo's all-reduce to the one before it, and trees use both ways, so a slow link counts between
+neighbours whichever way round they are. A ring that enters each rack once crosses between racks as
+seldom as can be, and each crossing shares the racks' uplink (C4, arXiv 2406.04594, section 4, plans
+paths; the order is what can be chosen above a transport).
 
-Least first: slow links that the ring uses, crossings, slow links used against the ring's direction
-(some collectives go that way, too), and what ranks would have to load from other nodes.
+Least first: slow links between neighbours, crossings, and what ranks would have to load from other
+nodes. Of three nodes all are neighbours.
 """
 
 from __future__ import annotations
@@ -26,8 +27,8 @@ EXACT_MAX: Final = 8
 #: Parts of the state are compared this exactly.
 _PARTS: Final = 1000
 
-#: (slow links, crossings, slow links against the ring, parts of the state to move).
-Cost: TypeAlias = tuple[int, int, int, int]
+#: (slow links between neighbours, crossings, parts of the state to move).
+Cost: TypeAlias = tuple[int, int, int]
 
 
 @dataclass(frozen=True)
@@ -39,10 +40,11 @@ class _Case(Generic[Node]):
     total: int
 
     def step(self, before: Node, node: Node) -> Cost:
-        """Return what two neighbours cost: the second sends to the first."""
+        """Return what two neighbours cost."""
         rack, other = self.racks.get(before, ""), self.racks.get(node, "")
         is_crossing = bool(rack and other and rack != other)
-        return ((node, before) in self.slow, is_crossing, (before, node) in self.slow, 0)
+        num_slow = ((before, node) in self.slow) + ((node, before) in self.slow)
+        return (num_slow, is_crossing, 0)
 
     def moved(self, node: Node, first: int) -> int:
         """Return how much a node would load from others with this first rank."""
@@ -88,7 +90,7 @@ def _chosen(
     names, total = [node for node, _ in nodes], sum(num for _, num in nodes)
     case = _Case(dict(nodes), dict(racks), slow, dict(held), total)
     found = _exact(names, case) if len(names) <= EXACT_MAX else _greedy(names, case)
-    return tuple(found if _cost(found, case)[:3] < _cost(names, case)[:3] else names)
+    return tuple(found if _cost(found, case)[:2] < _cost(names, case)[:2] else names)
 
 
 def _as_they_are(nodes: Sequence[tuple[Node, int]]) -> dict[Node, tuple[float, float]]:
@@ -106,24 +108,24 @@ def cost(
     racks: Mapping[Node, str] = MappingProxyType({}),
     slow: Collection[tuple[Node, Node]] = frozenset(),
 ) -> tuple[int, int]:
-    """Return how many slow links an order uses, and how often it crosses between racks."""
+    """Return how many slow links join neighbours in an order, and how often it changes racks."""
     names = [node for node, _ in nodes]
     case = _Case(dict(nodes), racks, slow, {}, sum(num for _, num in nodes))
     return _cost(names, case)[:2]
 
 
 def _cost(names: Sequence[Node], case: _Case[Node]) -> Cost:
-    total: Cost = (0, 0, 0, 0)
+    total: Cost = (0, 0, 0)
     first = 0
     for at, node in enumerate(names):
         total = _sum(total, case.step(names[at - 1], node))
-        total = _sum(total, (0, 0, 0, case.moved(node, first)))
+        total = _sum(total, (0, 0, case.moved(node, first)))
         first += case.counts[node]
     return total
 
 
 def _sum(one: Cost, other: Cost) -> Cost:
-    return (one[0] + other[0], one[1] + other[1], one[2] + other[2], one[3] + other[3])
+    return (one[0] + other[0], one[1] + other[1], one[2] + other[2])
 
 
 def _exact(names: Sequence[Node], case: _Case[Node]) -> list[Node]:
@@ -132,7 +134,7 @@ def _exact(names: Sequence[Node], case: _Case[Node]) -> list[Node]:
     for start in names:
         others = [node for node in names if node != start]
         reached: dict[tuple[frozenset[Node], Node], tuple[Cost, list[Node]]] = {
-            (frozenset([start]), start): ((0, 0, 0, case.moved(start, 0)), [start])
+            (frozenset([start]), start): ((0, 0, case.moved(start, 0)), [start])
         }
         for size in range(1, len(names)):
             for some in combinations(others, size):
@@ -140,7 +142,7 @@ def _exact(names: Sequence[Node], case: _Case[Node]) -> list[Node]:
                 for last in some:
                     rest = used - {last}
                     first = sum(case.counts[node] for node in rest)
-                    moved = (0, 0, 0, case.moved(last, first))
+                    moved = (0, 0, case.moved(last, first))
                     reached[used, last] = min(
                         (_sum(_sum(before, case.step(node, last)), moved), [*way, last])
                         for node in (some if size > 1 else (start,))

@@ -204,7 +204,7 @@ def _consider_move(transition: Transition) -> None:
 
 
 def _consider_order(transition: Transition, layout: ParallelLayout) -> None:
-    """Have members change places so that none sends over a slow link, once it pays."""
+    """Have members change places so that no neighbours have a slow link, once it pays."""
     run = transition.run
     best = formation.best_workers(transition, layout, leaving=False)
     nodes = [run.fleet.nodes[run.fleet.workers[worker].node].name for worker in best]
@@ -219,7 +219,7 @@ def _consider_order(transition: Transition, layout: ParallelLayout) -> None:
     if then < now:
         num, ratio = len(best), run.network.without_slow
         links = ", ".join(f"{a[:8]} to {b[:8]}" for a, b in slow_links)
-        reason = f"in another order no rank sends over a slow link ({links})"
+        reason = f"in another order no neighbours have a slow link ({links})"
         _change_if_it_pays(
             transition, FaultKind.MOVE, num, num, ratio, reason, Kind.SLOW_LINK.value
         )
