@@ -27,6 +27,7 @@ from tests.support.network_cluster import Switch
 from workers.keeper.arena_table import ArenaTable
 from workers.keeper.peers import WireServer, rate_to
 from workers.keeper.sockets import Sockets
+from workers.parent_death import end_with_parent
 from workers.protocol import Flow, NodeReport, Peer
 
 __all__ = ["LinkLab"]
@@ -115,11 +116,14 @@ class LinkLab:
 
     def ask(self, node: str, **order: Any) -> dict[str, Any]:
         """Have an agent do something; return its answer."""
+        self._tell(node, **order)
+        return self._read(node)
+
+    def _tell(self, node: str, **order: Any) -> None:
         agent = self._agents[node]
         assert agent.stdin is not None
         agent.stdin.write(json.dumps(order) + "\n")
         agent.stdin.flush()
-        return self._read(node)
 
     def _read(self, node: str) -> dict[str, Any]:
         agent = self._agents[node]
@@ -138,7 +142,9 @@ class LinkLab:
 
     def step_s(self, nodes: Sequence[str], steps: int = 10) -> float:
         """Wait until trainers have made so many more steps; return the median of what one took."""
-        return statistics.median(float(self.ask(node, steps=steps)["step_s"]) for node in nodes)
+        for node in nodes:
+            self._tell(node, steps=steps)
+        return statistics.median([float(self._read(node)["step_s"]) for node in nodes])
 
     def report(self, node: str) -> NodeReport:
         """Return what a keeper would say of connections now."""
@@ -203,6 +209,8 @@ def _train(place: dict[str, Any], taken: Any, num: Any) -> None:
     import torch
     import torch.distributed as dist
 
+    # Else ranks of a lab that has ended wait two minutes for one another, and say so then.
+    end_with_parent()
     torch.set_num_threads(1)
     os.environ["GLOO_SOCKET_IFNAME"] = "eth0"
     dist.init_process_group(
