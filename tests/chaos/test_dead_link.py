@@ -29,7 +29,7 @@ def test_a_cut_pair_is_found_in_seconds(tmp_path: Path, step_s: float) -> None:
     """
     with NetworkCluster(2) as cluster:
         run = NetworkRun(cluster, tmp_path / "run", "workers.min=1", pace_s=step_s / 2)
-        line = run.settle(workers=2, steps=2)
+        line = run.settle(workers=2, steps=1)
         one, other = run.ranks()
 
         cluster.cut(one, other)
