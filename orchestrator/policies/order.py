@@ -7,7 +7,7 @@ seldom as can be, and each crossing shares the racks' uplink (C4, arXiv 2406.045
 paths; the order is what can be chosen above a transport).
 
 Least first: slow links between neighbours, crossings, and what ranks would have to load from other
-nodes. Of three nodes all are neighbours.
+nodes. Three nodes are all neighbours.
 """
 
 from __future__ import annotations

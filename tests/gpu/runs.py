@@ -34,7 +34,7 @@ NUM_WORKERS: Final = 4
 KILL_P50_S, KILL_S_MAX, STOP_S_MAX = 1.0, 2.5, 3.5
 #: What losses after equal steps differ by at most.
 NEAR: Final = 0.5
-#: What is trained over four workers, by settings beside those of the demo.
+#: Trainings of four workers, by settings beside those of the demo.
 LAYOUTS: Final[dict[str, list[str]]] = {
     "dp": [],
     "tp=2": ["parallel.tp=2"],

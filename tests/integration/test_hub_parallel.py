@@ -103,7 +103,7 @@ def _is_tried(layout: ParallelLayout, kind: str) -> bool:
     return kind == "decoder" or (layout.tp > 1 and kind != "Qwen3Moe")
 
 
-#: Of each gradient, the elements of a rank and where they are in the whole tensor.
+#: A rank's elements of each gradient, and their places in the whole tensor.
 Parts = dict[str, list[tuple[tuple[slice, ...], Any]]]
 
 CASES = [

@@ -150,7 +150,7 @@ class RingReader:
     def digest(self, *, now_ns: int) -> Digest | None:
         """Return what the ring of the last look says of the rank's own work since the last digest.
 
-        None if it has no span, or its writer has left. What spans took a device is known when the
+        None if it has no span, or its writer has left. Spans of a device get their times when the
         step ends: until then they are left for the next digest.
         """
         memory = self._memory

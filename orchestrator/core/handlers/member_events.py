@@ -27,7 +27,7 @@ from workers.protocol import DEVICE_MEMORY
 
 #: Weight of the newest step in the smoothed duration: about the last ten steps count.
 _STEP_WEIGHT = 0.1
-#: What a slow worker costs is to be known within a few steps.
+#: The cost of a slow worker is to be known within a few steps.
 _SLOWED_WEIGHT = 0.5
 #: The step time of a layout changes by no smaller part: a decision would not either.
 _STEP_NEWS = 0.05

@@ -1,4 +1,4 @@
-"""What a rank's own work takes its device, as a reader outside is told; the device is simulated."""
+"""Times of a rank's own work on its device, as a reader outside gets them; it is simulated."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ class Rank:
         self.device.now_s += device_s
         self.spans.num_calls += calls
         self.spans.span("", step=step, micro_batch=number)
-        # What others keep the device with, between the spans.
+        # Others' work, between the spans.
         self.device.now_s += 5.0
 
     def passes(self, step: int, *passes: tuple[float, float]) -> None:
