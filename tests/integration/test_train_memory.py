@@ -407,6 +407,7 @@ def test_a_state_that_changed_its_form_is_left_with_through_storage(
     assert step < train_late_state.LATE_STEP
 
 
+@pytest.mark.chaos
 def test_attempts_through_memory_leave_nothing_behind(
     run: Run, text: DataSettings, make_nodes: MakeNodes
 ) -> None:

@@ -218,7 +218,7 @@ trainer_elastic.make_trainer(trainer_elastic.Trainer, sys.argv[1], max_steps=12)
 @pytest.mark.parametrize(
     ("first", "second"),
     [
-        (ParallelLayout(tp=2), ParallelLayout(pp=2)),
+        pytest.param(ParallelLayout(tp=2), ParallelLayout(pp=2), marks=pytest.mark.chaos),
         (ParallelLayout(cp=2), ParallelLayout(dp_shard=2)),
     ],
     ids=str,

@@ -183,6 +183,7 @@ def test_adapters_on_a_base_of_the_hub(
     assert len(curve["average"]) == num_steps
 
 
+@pytest.mark.chaos
 def test_a_stream_with_nearly_everything_goes_on_from_a_script_that_ran_alone(
     begin_endless: Callable[..., Launched], tmp_path: Path
 ) -> None:
@@ -282,6 +283,7 @@ def test_a_model_of_the_hub_is_tuned_by_the_command_and_exported(
     )
 
 
+@pytest.mark.chaos
 def test_a_plan_of_ones_own_on_two_stages_of_two_tensor_parallel_workers(
     begin_endless: Callable[..., Launched], tmp_path: Path
 ) -> None:
