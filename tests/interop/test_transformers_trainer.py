@@ -176,6 +176,7 @@ def test_adapters_are_trained_and_buffers_come_back(tmp_path: Path) -> None:
     assert norm.passes.item() == 3
 
 
+@pytest.mark.chaos
 def test_workers_may_change_in_the_middle(tmp_path: Path) -> None:
     """Scheduler, callbacks and log go on; the curve is that of one undisturbed worker.
 

@@ -72,7 +72,7 @@ st.register_type_strategy(RunState, _filled(MutableRunState).map(freeze))
 
 @settings(
     deadline=None,
-    max_examples=10,
+    max_examples=5,
     # A run's state has hundreds of values; to make one smaller that fails would take minutes.
     phases=[Phase.explicit, Phase.reuse, Phase.generate],
     suppress_health_check=[HealthCheck.too_slow, HealthCheck.data_too_large],

@@ -147,6 +147,7 @@ def test_killed_worker_is_replaced_and_the_weights_end_equal(
     read_history(config.run.directory).check_exactly_once(config)
 
 
+@pytest.mark.chaos
 def test_lost_node_shrinks_the_run_and_its_return_grows_it(
     nodes: Any, make_config: Callable[..., RunConfig], undisturbed_digest: Any
 ) -> None:

@@ -65,6 +65,7 @@ def test_a_stream_goes_on_exactly_or_the_run_ends(
     assert len(set[int]().union(*steps)) == 36
 
 
+@pytest.mark.chaos
 def test_workers_that_read_different_samples_stop_at_that_step(
     nodes: Any, make_config: Callable[..., RunConfig], tmp_path: Path
 ) -> None:

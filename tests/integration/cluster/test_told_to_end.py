@@ -62,6 +62,7 @@ def begin(nodes: Any, make_config: Callable[..., RunConfig]) -> Iterator[Callabl
             wait_for(run, lambda _: False, timeout_s=RUN_S_MAX)
 
 
+@pytest.mark.chaos
 def test_a_worker_that_gets_sigterm_leaves_with_its_step_saved(
     begin: Callable[..., Launched],
 ) -> None:
