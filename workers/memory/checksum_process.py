@@ -23,13 +23,15 @@ import struct
 import sys
 import threading
 from array import array
+from queue import SimpleQueue
+from typing import Any
 
 try:
     from isal.isal_zlib import crc32
 except ImportError:  # a platform without isal wheels
     from zlib import crc32
 
-#: Beside large GPUs one is too slow: a bus brings 50 GB a second. Small machines spare one.
+#: One thread checksums 4 GB a second, and a GPU's bus brings 50. Small machines have one.
 NUM_THREADS = max(1, min(4, len(os.sched_getaffinity(0)) // 4))
 ATTACH, DETACH, SUM = 1, 2, 3
 HEAD = struct.Struct("<IIQ")
@@ -42,29 +44,50 @@ _POPULATE_BYTES = 64 << 20
 
 def serve(connection: socket.socket) -> None:
     """Answer until the trainer ends."""
+    requests: SimpleQueue[tuple[int, int, int, list[int], bytes] | None] = SimpleQueue()
+    # The trainer sends several requests before it reads an answer: they are taken meanwhile, or
+    # both would wait for each other once the socket is full.
+    threading.Thread(target=_receive, args=(connection, requests), daemon=True).start()
     arenas: dict[int, mmap.mmap] = {}
-    while True:
-        head, fds, _, _ = socket.recv_fds(connection, HEAD.size, 1)
-        if not head:
-            return
-        what, number, size_bytes = HEAD.unpack(head + _received(connection, HEAD.size - len(head)))
+    while (request := requests.get()) is not None:
+        what, number, size_bytes, fds, places = request
         if what == ATTACH:
             arenas[number] = _mapped(fds[0], size_bytes)
         elif what == DETACH:
             arenas.pop(number).close()
         else:
-            places = PLACE.iter_unpack(_received(connection, number * PLACE.size))
             blocks = [
                 (arena, low, min(low + size_bytes, offset + num_bytes))
-                for arena, offset, num_bytes in places
+                for arena, offset, num_bytes in PLACE.iter_unpack(places)
                 for low in range(offset, offset + num_bytes, size_bytes)
             ]
             connection.sendall(_sums(arenas, blocks))
 
 
+def _receive(connection: socket.socket, requests: SimpleQueue[Any]) -> None:
+    """Put requests into a queue, and None once the trainer has ended."""
+    try:
+        while True:
+            head, fds, _, _ = socket.recv_fds(connection, HEAD.size, 1)
+            if not head:
+                return
+            head += _received(connection, HEAD.size - len(head))
+            what, number, size_bytes = HEAD.unpack(head)
+            places = _received(connection, number * PLACE.size) if what == SUM else b""
+            requests.put((what, number, size_bytes, fds, places))
+    except ConnectionError:
+        return
+    finally:
+        requests.put(None)
+
+
 def _sums(arenas: dict[int, mmap.mmap], blocks: list[tuple[int, int, int]]) -> array[int]:
-    """Return the crc32 of each block, given as arena, begin and end."""
-    sums = array("I", bytes(4 * len(blocks)))
+    """Return the crc32 of each block, given as arena, begin and end.
+
+    Raises:
+        TypeError: A thread has failed.
+    """
+    sums: list[Any] = [None] * len(blocks)
 
     def work(first: int) -> None:
         for number in range(first, len(blocks), NUM_THREADS):
@@ -78,7 +101,7 @@ def _sums(arenas: dict[int, mmap.mmap], blocks: list[tuple[int, int, int]]) -> a
     work(0)
     for thread in threads:
         thread.join()
-    return sums
+    return array("I", sums)
 
 
 def _received(connection: socket.socket, num_bytes: int) -> bytes:
@@ -86,7 +109,7 @@ def _received(connection: socket.socket, num_bytes: int) -> bytes:
     while num_bytes:
         part = connection.recv(num_bytes)
         if not part:
-            sys.exit()
+            raise ConnectionResetError("the trainer ended")
         parts.append(part)
         num_bytes -= len(part)
     return b"".join(parts)

@@ -49,9 +49,9 @@ from workers.snapshot.buckets import BUCKET_BYTES, Plan, TensorRange, into_bucke
 IN_FLIGHT_MAX: Final = 2
 #: Buckets that leave on one credit, some 10 ms; then it is another rank's turn.
 _TURN: Final = 16
-#: A larger state has larger buckets: each takes the interpreter from training a few times.
+#: Most buckets of a state, or a few more: each takes the interpreter from training a few times.
 _BUCKETS_MAX: Final = 16
-#: So often the device's gaps are measured, which takes an event at every mark of a step.
+#: The device's gaps are measured in one of so many snapshots: it takes an event at every mark.
 _MEASURED_EVERY: Final = 16
 
 #: Period of checking whether the last copy has ended.

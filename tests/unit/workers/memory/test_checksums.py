@@ -82,6 +82,15 @@ def test_answers_are_had_in_any_order_and_made_here_by_need(
     assert found == [right([views[number]]) for number in (3, 0, 0)]
 
 
+def test_more_is_asked_than_a_socket_holds(checksums: Checksums, arena: Arena) -> None:
+    """A process that waits for its answers to be read would not read what it is asked."""
+    views = [arena.body(1)[low : low + 1000] for low in range(0, 12_000_000, 1000)]
+    questions = [checksums.ask(views, 64) for _ in range(4)]
+    expected = [[zlib.crc32(view[low : low + 64]) for low in range(0, 1000, 64)] for view in views]
+    assert [checksums.answer(question) for question in questions] == [expected] * 4
+    assert not checksums._is_given_up
+
+
 def test_several_threads_have_the_right_values(
     arena: Arena, monkeypatch: pytest.MonkeyPatch
 ) -> None:
