@@ -15,10 +15,14 @@ export RAY_USAGE_STATS_ENABLED := 0
 # Hundreds of processes import the packages: the first one compiles them for all.
 unexport PYTHONDONTWRITEBYTECODE
 export PIP_DISABLE_PIP_VERSION_CHECK := 1
+# pip compiles one file after the other, on one core; Python's own module takes all cores. Peers
+# bring files that do not compile.
+INSTALL := $(BIN)/python -m pip install --quiet --progress-bar off --no-compile
+COMPILE := { $(BIN)/python -m compileall -qq -j 0 $(VENV)/lib 2>/dev/null || true; }
 
 .DEFAULT_GOAL := help
 .PHONY: help venv demo test test-fast test-py312 test-ray test-torch test-peerless test-gpu test-chaos \
-  chaos-network check rooms format bench bench-quick clean
+  chaos-network check check-form check-types rooms format bench bench-quick clean
 
 help:
 	@echo "make demo        train twice, once with faults, and compare (under 5 minutes on 2 cores)"
@@ -60,14 +64,14 @@ $(STAMP): pyproject.toml constraints.txt
 	fi; \
 	echo "venv: installing everstep with constraints.txt (first time: some minutes, about 2 GB)"; \
 	sed '$(if $(TORCH),s/^torch==.*/torch==$(TORCH)/)' constraints.txt > $(VENV)/constraints.txt; \
-	$(BIN)/python -m pip install --quiet --progress-bar off -c $(VENV)/constraints.txt -e '.[dev]'
+	$(INSTALL) -c $(VENV)/constraints.txt -e '.[dev]'; \
+	$(COMPILE)
 	@touch $@
 
 # DeepSpeed needs no compiler without its operators; where it cannot be had, its tests skip.
 $(PEERS): $(STAMP)
 	@echo "venv: installing the peers of tests/interop"
-	@DS_BUILD_OPS=0 $(BIN)/python -m pip install --quiet --progress-bar off -c constraints.txt \
-	  -e '.[interop]' \
+	@DS_BUILD_OPS=0 $(INSTALL) -c constraints.txt -e '.[interop]' && $(COMPILE) \
 	  || echo "make: the peers could not be installed: tests/interop will skip what needs them" >&2
 	@touch $@
 
@@ -110,12 +114,17 @@ test-chaos: $(STAMP)
 chaos-network: $(STAMP)
 	$(BIN)/python -m tests.benchmarks network
 
-check: $(STAMP)
+# Types take as long as the rest: `make -j 2 check` looks at both at once.
+check: check-form check-types
+
+check-form: $(STAMP)
 	$(BIN)/ruff format --check .
 	$(BIN)/ruff check .
-	$(BIN)/mypy
 	$(BIN)/lint-imports --no-cache
 	$(BIN)/python -m pytest -q --durations=1 tests/arch
+
+check-types: $(STAMP)
+	$(BIN)/mypy
 
 rooms: $(STAMP)
 	@$(BIN)/python -m tests.arch.rooms
@@ -127,8 +136,7 @@ format: $(STAMP)
 # A comparison without its peers says little, so here a failed installation fails.
 $(BENCH): $(STAMP)
 	@echo "venv: installing the peers of tests/benchmarks"
-	@DS_BUILD_OPS=0 $(BIN)/python -m pip install --quiet --progress-bar off -c constraints.txt \
-	  -e '.[interop,peers]'
+	@DS_BUILD_OPS=0 $(INSTALL) -c constraints.txt -e '.[interop,peers]'
 	@touch $@
 
 bench: $(BENCH)

@@ -252,6 +252,7 @@ def test_what_fails_for_a_moment_is_repeated(fault: Fault, bucket: str, proxy: P
     assert proxy.count(fault.method, within) > fault.times
 
 
+@pytest.mark.chaos
 def test_ranks_save_while_the_service_slows_them_down(
     bucket: str, proxy: Proxy, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -469,6 +470,7 @@ def test_a_service_that_is_not_there_is_named(bucket: str, monkeypatch: pytest.M
         store.read(join(root, "f"))
 
 
+@pytest.mark.chaos
 def test_directories_longer_than_a_page_are_listed_and_deleted(bucket: str) -> None:
     """S3 gives 1,000 names at a time: a run of 1,001 ranks must not lose one."""
     store, root = quick_store(bucket)

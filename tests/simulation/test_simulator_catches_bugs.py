@@ -299,7 +299,7 @@ BUGS = {
         versions, "protects", _always, ("L3",), first_seed=400
     ),
     "gives workers to runs that are less urgent": Bug(
-        sharing, "own_share", _hold_all_others_for_urgent, ("S5",), first_seed=350
+        sharing, "own_share", _hold_all_others_for_urgent, ("S5",), first_seed=1150
     ),
     "gives workers that it needs to train": Bug(
         sharing, "own_share", _need_no_workers, ("L1", "invariant")

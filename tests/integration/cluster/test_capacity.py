@@ -38,6 +38,7 @@ def _left() -> list[str]:
     ]
 
 
+@pytest.mark.chaos
 def test_a_run_that_is_over_leaves_nothing_that_any_of_its_controllers_asked_for(
     nodes: Any,
 ) -> None:

@@ -75,6 +75,7 @@ def test_a_nan_a_save_and_an_early_stop_with_a_kill_between(
         require_resumable(config)
 
 
+@pytest.mark.chaos
 def test_a_state_dict_of_one_rank_ends_the_run_at_once_and_says_what_to_use(
     nodes: Any, make_config: Callable[..., RunConfig], tmp_path: Path
 ) -> None:

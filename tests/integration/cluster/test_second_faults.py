@@ -151,6 +151,7 @@ def test_user_bug_fails_fast_and_shows_the_users_own_lines(
     assert list(Path(config.run.directory, "checkpoints").glob("*/manifest.json"))
 
 
+@pytest.mark.chaos
 def test_exception_of_one_rank_is_survived_once(
     nodes: Any, make_config: Callable[..., RunConfig], tmp_path: Path
 ) -> None:

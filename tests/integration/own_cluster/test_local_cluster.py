@@ -7,7 +7,11 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
+
 from tests.support.snapshots import eventually
+
+pytestmark = pytest.mark.chaos
 
 _SCRIPT = """
 import os, signal
