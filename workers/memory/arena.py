@@ -17,11 +17,12 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
+import errno
 import mmap
 import os
 import struct
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Final
 from zlib import crc32
 
@@ -165,6 +166,22 @@ class Arena:
         fd, self.fd = self.fd, -1
         if fd >= 0:
             # The number could belong to another file by the second call.
+            os.close(fd)
+
+    @contextlib.contextmanager
+    def opened(self) -> Iterator[int]:
+        """Give a file descriptor that another thread's ``close`` leaves open.
+
+        Raises:
+            OSError: The arena is closed.
+        """
+        fd = os.dup(self.fd)
+        try:
+            if self.fd < 0:
+                # The number that was duplicated may be another file's.
+                raise OSError(errno.EBADF, "the arena was closed meanwhile")
+            yield fd
+        finally:
             os.close(fd)
 
     def body(self, buffer: int) -> memoryview:

@@ -3,7 +3,10 @@
 A client proves that it knows the keeper's secret, then sends one request after the other.
 Every chunk carries its crc32, and the server checks the buffer before each: a version that was
 overwritten meanwhile is refused, never sent. A client that verifies all bytes against the
-version's own record may ask for unchecked chunks, which carry no crc32.
+version's own record may ask for unchecked chunks, which carry no crc32. Of these the kernel sends
+the arena's pages and copies nothing: over loopback a load gets 3.5 GB/s instead of 2.6. Bytes that
+have just been read for a crc32 are copied out of the cache: as pages, mirrors get 1.5 GB/s instead
+of 1.9, because the receiver has to read them from memory.
 
     server  32 random bytes
     client  HMAC-SHA256 of them under the secret, 32 bytes
@@ -59,6 +62,7 @@ from workers.keeper.peers.frames import (
     receive,
     receive_json,
     send,
+    send_file,
     send_json,
 )
 from workers.memory import NUM_BUFFERS, Arena, is_copy
@@ -239,10 +243,12 @@ class WireServer:
         try:
             arena = self._arena(name, held, start, start + size_bytes)
             chunk_bytes = self._chunk_bytes()
-            for low in range(start, start + size_bytes, chunk_bytes):
-                high = min(low + chunk_bytes, start + size_bytes)
-                data = arena.body(held.buffer)[low:high]
-                self._send_chunk(connection, arena, held, data, is_unchecked=is_unchecked)
+            with arena.opened() as file:
+                for low in range(start, start + size_bytes, chunk_bytes):
+                    high = min(low + chunk_bytes, start + size_bytes)
+                    self._send_chunk(
+                        connection, arena, held, low, high, file if is_unchecked else None
+                    )
         except Refused as refusal:
             words = str(refusal).encode()
             self._send(connection, CHUNK.pack(0, 0) + SIZE.pack(len(words)) + words)
@@ -267,17 +273,24 @@ class WireServer:
         connection: socket.socket,
         arena: Arena,
         held: Held,
-        data: memoryview,
-        *,
-        is_unchecked: bool,
+        low: int,
+        high: int,
+        file: int | None,
     ) -> None:
-        self._limit.wait(len(data))
-        value = 0 if is_unchecked else crc32(data)
+        """Send bytes of a buffer's body: out of ``file`` unchecked, else from the cache."""
+        self._limit.wait(high - low)
+        data = arena.body(held.buffer)[low:high]
+        value = crc32(data) if file is None else 0
         if arena.held(held.buffer) != held:
             raise Refused(f"the snapshot after step {held.step} was overwritten")
         # In one packet with the data.
         self._send(connection, CHUNK.pack(len(data), value), socket.MSG_MORE)
-        self._send(connection, data)
+        if file is None:
+            self._send(connection, data)
+        else:
+            place = arena.body_offset(held.buffer) + low
+            moved = self._liveness.renew
+            send_file(connection, file, place, len(data), stall_s=STALL_S, moved=moved)
 
     def _send(self, connection: socket.socket, data: bytes | memoryview, flags: int = 0) -> None:
         send(connection, data, flags, stall_s=STALL_S, moved=self._liveness.renew)

@@ -112,6 +112,16 @@ def test_an_arena_that_is_mapped_and_closed_again_and_again_takes_no_more_room()
     made.close()
 
 
+def test_a_file_that_is_read_stays_open_though_its_arena_is_freed() -> None:
+    """Its number would soon be another file's."""
+    made = Arena.create("test", body_bytes=10_000)
+    with made.opened() as fd:
+        made.close()
+        assert os.fstat(fd).st_size == made.size_bytes
+    with pytest.raises(OSError, match="Bad file descriptor"), made.opened():
+        pass
+
+
 def test_a_version_of_an_older_attempt_goes_first(arena: Arena) -> None:
     """After a resume the steps count down once, and the attempt does not."""
     _write(arena, 7, b"old")

@@ -458,8 +458,11 @@ def test_whoever_comes_while_no_file_can_be_opened_is_served_afterwards(
     assert not failures
 
 
+@pytest.mark.parametrize("is_unchecked", [False, True])
 def test_a_follower_on_a_slow_link_is_there_though_a_chunk_takes_long(
-    server: WireServer, arena: Arena
+    server: WireServer,
+    arena: Arena,
+    is_unchecked: bool,  # noqa: FBT001
 ) -> None:
     """Ranks go on without whoever gives no sign for 2 s, and the copy under way is for nothing."""
 
@@ -472,7 +475,7 @@ def test_a_follower_on_a_slow_link_is_there_though_a_chunk_takes_long(
         frames.receive_json(slow, size_bytes_max=wire.LISTING_BYTES_MAX)
         listed_ns = attended_until_ns()
         held = frames.fields_of(arena.versions()[0])
-        range_ = {"offset_bytes": 0, "size_bytes": SIZE}
+        range_ = {"offset_bytes": 0, "size_bytes": SIZE, "unchecked": is_unchecked}
         frames.send_json(slow, {"arena": "w0001", "held": held} | range_)
 
         assert eventually(lambda: attended_until_ns() > listed_ns)
