@@ -107,9 +107,9 @@ class FenceAttempt:
 class CollectEvidence:
     """Take stacks and records of the workers of ``attempt`` on ``nodes``, dead ones too.
 
-    They are stored with the incident that is reported of the attempt. The fence and the kills that
-    were ordered together with it wait for them, for a bounded time, if ``is_awaited``: afterwards
-    nothing shows why the attempt hung.
+    They are stored with the incident that is reported of the attempt. Kills that were ordered
+    together with it wait for them, for a bounded time, if ``is_awaited``: afterwards nothing shows
+    why the attempt hung. A fence need not wait: workers write their stacks before they obey it.
     """
 
     attempt: int

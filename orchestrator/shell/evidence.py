@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 import logging
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict
 from typing import Any, Final
 
@@ -21,9 +21,7 @@ log = logging.getLogger(__name__)
 
 #: The last reports of the members, in the folder of the incident.
 REPORTS: Final = "reports.json"
-#: Survivors of a hang are not kept waiting for longer than this.
-FENCE_S: Final = 0.04
-#: And the worker to blame is not left alive for longer.
+#: The worker to blame for a hang is not left alive for longer, to take evidence of it.
 KILL_S: Final = 0.5
 #: So many incidents keep their evidence.
 NUM_KEPT: Final = 20
@@ -54,14 +52,14 @@ class Evidence:
         self._tasks = Tasks()
         self._taking: asyncio.Task[None] | None = None
         self._awaited: asyncio.Task[None] | None = None
-        self._rows: dict[int, dict[str, Any]] = {}
+        self._rows: dict[int, tuple[WorkerReport, ...]] = {}
         self._nodes: dict[int, tuple[str, ...]] = {}
 
     def collect(self, action: CollectEvidence) -> None:
         """Begin to take evidence; what is ordered next waits for it if that is wanted."""
         attempt = action.attempt
-        rows = [row for row in self._reports.values() if row.attempt == attempt]
-        self._rows, self._nodes = {attempt: _document(rows)}, {attempt: action.nodes}
+        rows = tuple(row for row in self._reports.values() if row.attempt == attempt)
+        self._rows, self._nodes = {attempt: rows}, {attempt: action.nodes}
         self._taking = self._tasks.spawn(self._take(attempt, action.nodes))
         self._awaited = self._taking if action.is_awaited else None
 
@@ -94,16 +92,17 @@ class Evidence:
 
     async def _keep(self, number: int, attempt: int, taking: asyncio.Task[None]) -> None:
         folder, nodes = incident_folder(number), self._nodes[attempt]
-        reports = json.dumps(self._rows.pop(attempt), indent=1).encode()
+        reports = self._rows.pop(attempt)
         await asyncio.wait([taking])
         stored = (self._keepers.store_evidence(node, attempt, folder) for node in nodes)
         await asyncio.gather(*stored, in_thread(STORAGE, self._store_reports, number, reports))
 
-    def _store_reports(self, number: int, reports: bytes) -> None:
+    def _store_reports(self, number: int, reports: Sequence[WorkerReport]) -> None:
         """Store the reports, and drop the evidence of an incident that is old."""
         try:
             path = join(self._path, incident_folder(number), REPORTS)
-            self._store.write_atomic(path, reports, fsync=False)
+            document = json.dumps(_document(reports), indent=1).encode()
+            self._store.write_atomic(path, document, fsync=False)
             old = join(self._path, incident_folder(number - NUM_KEPT))
             if number > NUM_KEPT:
                 for name in (STACKS, RINGS, REPORTS):
@@ -112,7 +111,7 @@ class Evidence:
             log.warning("evidence_not_stored", extra={"incident": number, "error": str(error)})
 
 
-def _document(rows: list[WorkerReport]) -> dict[str, Any]:
+def _document(rows: Sequence[WorkerReport]) -> dict[str, Any]:
     """Return the reports as JSON values; the members of a group are told once, not by each."""
     members = {group.group: list(group.ranks) for row in rows for group in row.groups}
     workers = [asdict(row) for row in sorted(rows, key=lambda row: row.rank)]

@@ -28,7 +28,7 @@ from orchestrator.shell.actions import Actions
 from orchestrator.shell.capacity import AutoscalerWatch, probe_links
 from orchestrator.shell.clock import wall_time
 from orchestrator.shell.connect import head_returns
-from orchestrator.shell.evidence import FENCE_S, KILL_S
+from orchestrator.shell.evidence import KILL_S
 from orchestrator.shell.guard import begin_guard
 from orchestrator.shell.memory import loss_document
 from orchestrator.shell.parts import Parts
@@ -331,8 +331,7 @@ class Run:
 
     def _fence(self, action: act.FenceAttempt) -> None:
         self._parts.observer.end(action.workers, self._parts.rules.bounds.fence_s / 2)
-        fence = partial(self._parts.workers.fence, action.attempt, action.workers)
-        self._parts.evidence.then(FENCE_S, fence)
+        self._parts.workers.fence(action.attempt, action.workers)
 
     def _start_attempt(self, action: act.StartAttempt) -> None:
         members = tuple(worker for worker, _, _ in action.members)

@@ -8,6 +8,7 @@ from workers.evidence.stacks import (
     offer_stacks,
     stacks_path,
     take_stacks,
+    write_stacks,
 )
 
 __all__ = [
@@ -21,4 +22,5 @@ __all__ = [
     "offer_stacks",
     "stacks_path",
     "take_stacks",
+    "write_stacks",
 ]

@@ -1,7 +1,8 @@
-"""The stacks of a process, written by itself on a signal; no debugger looks into it.
+"""The stacks of a process, written by itself: on a signal, or before it obeys a fence.
 
 ``faulthandler`` writes within the signal handler, so it needs neither the interpreter lock nor the
-thread that is stuck. A process that is stopped or frozen writes nothing: of it the kernel tells.
+thread that is stuck, and no debugger. A process that is stopped or frozen writes nothing: of it the
+kernel tells.
 
 Counterparts: ``workers.process`` offers stacks, ``workers.keeper`` takes them.
 """
@@ -28,6 +29,8 @@ _SUFFIX: Final = ".stacks"
 #: A dump takes milliseconds. It is whole if it did not grow for two looks.
 _LOOK_S: Final = 0.002
 _SETTLED_LOOKS: Final = 2
+#: Above the stacks that a process wrote before it obeyed a fence.
+_BEFORE: Final = b"Before the fence:\n\n"
 #: The kernel holds these: they write nothing.
 _HELD: Final = frozenset("Tt")
 
@@ -50,15 +53,24 @@ def stacks_path(directory: Path, worker: str) -> Path:
     return directory / (worker + _SUFFIX)
 
 
-def offer_stacks(path: Path) -> None:
+def offer_stacks(path: Path) -> int:
     """Have this process append the stacks of all threads to ``path`` on ``STACKS_SIGNAL``.
 
-    And on a fault that ends it, such as a segmentation fault.
+    And on a fault that ends it, such as a segmentation fault. Returns the file, for
+    ``write_stacks``; whoever begins an attempt empties it.
     """
     # It stays open for as long as the process lives. Readers cut it, so it has to be appended to.
     file = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_APPEND | os.O_CLOEXEC, 0o600)
     faulthandler.register(STACKS_SIGNAL, file=file, all_threads=True)
     faulthandler.enable(file=file, all_threads=True)
+    return file
+
+
+def write_stacks(file: int) -> None:
+    """Write the stacks of this process now: once a fence is obeyed, no thread is where it hung."""
+    os.ftruncate(file, 0)
+    os.write(file, _BEFORE)
+    faulthandler.dump_traceback(file, all_threads=True)
 
 
 def take_stacks(subjects: Iterable[Subject], within_s: float) -> dict[str, str]:
@@ -83,12 +95,17 @@ def take_stacks(subjects: Iterable[Subject], within_s: float) -> dict[str, str]:
 
 
 def _ask(subject: Subject) -> bool:
-    """Send the signal, if the process will write; what came late of an older one is dropped."""
+    """Send the signal, if the process will write; what came late of an older one is dropped.
+
+    What it wrote before it obeyed a fence is kept: later stacks do not show where it was.
+    """
     if not subject.pid or process_state(subject.pid).letter in GONE:
         return False
     if process_state(subject.pid).letter in _HELD or not _handles_signal(subject.pid):
         return False
     with contextlib.suppress(OSError):
+        if subject.path.read_bytes().startswith(_BEFORE):
+            return True
         os.truncate(subject.path, 0)
         os.kill(subject.pid, STACKS_SIGNAL)
         return True

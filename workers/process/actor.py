@@ -23,7 +23,7 @@ from typing import Any
 
 import ray
 
-from workers.evidence import offer_stacks, stacks_path
+from workers.evidence import offer_stacks, stacks_path, write_stacks
 from workers.parent_death import end_with_parent
 from workers.process import termination
 from workers.protocol import (
@@ -72,7 +72,7 @@ class Worker:
 
         self._node: str = ray.get_runtime_context().get_node_id()
         Path(directory).mkdir(parents=True, exist_ok=True)
-        offer_stacks(stacks_path(Path(directory), worker))
+        self._stacks = offer_stacks(stacks_path(Path(directory), worker))
         self._runner = AttemptRunner(
             worker=worker,
             directory=Path(directory),
@@ -112,6 +112,8 @@ class Worker:
         attempt = assignment.attempt
         if attempt not in self._ordered and not self._runner.is_fenced(attempt):
             self._ordered.add(attempt)
+            # Stacks of an earlier attempt's fence say nothing of this one.
+            os.ftruncate(self._stacks, 0)
             self._orders.put((assignment, gpu_ids))
 
     async def attend(self, attempt: int) -> Outcome:
@@ -130,7 +132,9 @@ class Worker:
         return self._runner.formed(attempt)
 
     async def fence(self, attempt: int) -> None:
-        """Leave ``attempt`` for good: its collectives fail at once."""
+        """Write the stacks, and leave ``attempt`` for good: its collectives fail at once."""
+        if not self._runner.is_fenced(attempt):
+            write_stacks(self._stacks)
         self._runner.fence(attempt)
         if attempt not in self._ordered:
             self._ordered.add(attempt)

@@ -74,6 +74,8 @@ def test_a_hang_keeps_stacks_rings_and_reports(
     assert len(stacks) == 2
     line = next(n for n, x in enumerate(script.read_text().splitlines(), 1) if "time.sleep" in x)
     assert f'{script}", line {line} in stuck' in stacks[guilty]
+    (waiting,) = stacks.keys() - {guilty}
+    assert " in _wait_in_slices" in stacks[waiting], "it was asked after its fence"
 
     reports = json.loads((folder / "reports.json").read_text())
     assert {row["worker"] for row in reports["workers"]} == stacks.keys()

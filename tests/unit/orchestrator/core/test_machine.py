@@ -140,7 +140,7 @@ def test_a_dead_worker_fences_the_others_at_once() -> None:
 
 
 def test_evidence_of_a_hang_is_taken_before_anything_dies() -> None:
-    """The fence ends every wait, and the kill the process that shows why: both come after it."""
+    """The kill ends the process that shows why. Survivors write their stacks before they obey."""
     hang = ev.HangFound(at_s=3.0, attempt=1, guilty=("w0001",), evidence="it sleeps")
     _, actions = step(_running(), hang, rules=RULES)
 

@@ -47,8 +47,8 @@ def _evidence(
     )
 
 
-def test_what_ends_a_hang_waits_for_the_evidence_of_it() -> None:
-    """Once the fence is through, nobody waits any more; once it is killed, nothing is left."""
+def test_a_kill_in_a_hang_waits_for_the_evidence() -> None:
+    """Once it is killed, nothing is left."""
 
     async def play() -> None:
         release, done = asyncio.Event(), asyncio.Event()

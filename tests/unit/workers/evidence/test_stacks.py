@@ -59,6 +59,23 @@ for name in sys.argv[2:]:
     runpy.run_path(f"{sys.argv[1]}/hangs_in_{name}.py")
 sys.stdin.read()
 """
+FENCED = """
+import sys
+from pathlib import Path
+from workers.evidence import offer_stacks, write_stacks
+
+file = offer_stacks(Path(sys.argv[1]))
+
+def hangs():
+    write_stacks(file)
+
+def leaves():
+    print("left", flush=True)
+    sys.stdin.read()
+
+hangs()
+leaves()
+"""
 HANGING = "the line that hangs"
 WAIT_S_MAX = 60.0
 
@@ -141,6 +158,27 @@ def test_of_a_process_that_cannot_write_the_kernel_tells(
     assert (tmp_path / "run/incidents/0003/stacks/sleep.txt").read_text() == stacks["sleep"]
     copy = tmp_path / "run/incidents/0003/rings/sleep.ring"
     assert copy.read_bytes() == (tmp_path / "hangs_in_sleep.py").read_bytes()
+
+
+def test_a_fenced_process_has_written_where_it_was_before(tmp_path: Path) -> None:
+    """Where it is later says nothing; in the next attempt the file is empty, and it is asked."""
+    path = stacks_path(tmp_path, "w1")
+    pipe = subprocess.PIPE
+    with subprocess.Popen(
+        [sys.executable, "-c", FENCED, str(path)], stdin=pipe, stdout=pipe, text=True
+    ) as process:
+        assert process.stdin is not None
+        assert process.stdout is not None
+        process.stdout.readline()
+        subject = Subject("w1", process.pid, path)
+
+        at_fence = take_stacks([subject], WAIT_S_MAX)["w1"]
+        later = take_stacks([subject], WAIT_S_MAX)["w1"]
+        process.stdin.close()
+
+    assert " in hangs" in at_fence
+    assert " in leaves" not in at_fence
+    assert " in leaves" in later
 
 
 def test_a_process_without_a_handler_is_left_alone(tmp_path: Path) -> None:
