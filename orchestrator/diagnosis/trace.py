@@ -146,7 +146,8 @@ class _Drawing:
             self._process(0, "verdicts", -1)
             self._thread(0, "verdicts", 0)
         told = verdict.to_json()
-        marks = [(0, 0, "g")]
+        # Perfetto draws one of scope "g" on a row without a name, and not on this one.
+        marks = [(0, 0, "t")]
         ends = (rank for link in verdict.guilty.links for rank in link)
         ranks = dict.fromkeys((*verdict.guilty.ranks, *ends))
         marks += [(rank + 1, self._row_of.get(rank, 0), "p") for rank in ranks]

@@ -57,7 +57,7 @@ def test_a_rank_has_rows_for_its_work_and_its_calls_and_what_is_in_flight_goes_o
     assert (hanging["ts"], hanging["dur"]) == (600_000.0, 1_400_000.0)
     assert hanging["args"]["in_flight"]
     marks = [(one["pid"], one["s"], one["name"], one["ts"]) for one in events(drawn, "i")]
-    assert marks == [(0, "g", "absent", 600_000.0), (2, "p", "absent", 600_000.0)]
+    assert marks == [(0, "t", "absent", 600_000.0), (2, "p", "absent", 600_000.0)]
 
 
 def test_slices_of_a_row_never_overlap() -> None:
