@@ -34,6 +34,7 @@ from orchestrator.driver.cluster import open_cluster
 from orchestrator.driver.faults import kill_node_of, signal_rank, wait_for
 from orchestrator.driver.launch import Launched
 from tests.benchmarks.common import percentile, spread
+from workers.records import ABORTED, read_ring
 
 ACT_S_MAX = 120.0
 NUM_WORKERS = 4
@@ -111,7 +112,8 @@ def kill_workers(bench: Bench, count: int, *, standbys: int) -> list[dict[str, f
         before = bench.settle(standbys=standbys)
         fault_s = time.time()
         signal_rank(bench.run, bench.victim(before, number), signal.SIGKILL)
-        results.append(bench.recovery(before, fault_s))
+        result = bench.recovery(before, fault_s)
+        results.append({**result, "unblocked_s": unblocked_s(bench, before["attempt"])})
     return results
 
 
@@ -127,12 +129,31 @@ def stop_workers(bench: Bench, count: int) -> list[dict[str, Any]]:
         fault_s = time.time()
         victim = signal_rank(bench.run, bench.victim(before, number), signal.SIGSTOP)
         result: dict[str, Any] = bench.recovery(before, fault_s)
+        result["unblocked_s"] = unblocked_s(bench, before["attempt"])
         result["of_promised"] = result["seconds"] / promised_s
         status = bench.settle()
         guilty = (status["cause"] or {}).get("guilty", [])
         result["named_right"] = guilty == [victim["worker"]] or _was_named(bench, victim["worker"])
         results.append(result)
     return results
+
+
+def unblocked_s(bench: Bench, attempt: int) -> float:
+    """Return how long after the verdict the last wait ended that the fence of ``attempt`` ended.
+
+    By the records of survivors, which are in a later attempt now. 0.0 if the fence found nobody
+    waiting: the connections of a dead peer end by themselves.
+    """
+    fenced_s: float = next(
+        line["wall_time"]
+        for line in journaled(bench)
+        if line["kind"] == "FenceAttempt" and line["attempt"] == attempt
+    )
+    rings = map(read_ring, Path(bench.run.names.shared_root).rglob("*.ring.last"))
+    calls = (one for ring in rings if ring.attempt == attempt for one in ring.records)
+    ahead_s = time.time() - time.monotonic() - fenced_s
+    ended_s = [one.exit_ns / 1e9 + ahead_s for one in calls if one.flags & ABORTED]
+    return max([0.0, *ended_s])
 
 
 def _was_named(bench: Bench, worker: str) -> bool:
@@ -287,9 +308,13 @@ def _after_settling(bench: Bench) -> list[dict[str, Any]]:
     return bench.lines()[-8:]
 
 
-def _spread(results: list[dict[str, Any]]) -> dict[str, float]:
+def _spread(results: list[dict[str, Any]]) -> dict[str, Any]:
     lost = [result["lost_steps"] for result in results if "lost_steps" in result]
-    return {**spread([r["seconds"] for r in results]), **({"lost_max": max(lost)} if lost else {})}
+    unblocked_s = [result["unblocked_s"] for result in results if "unblocked_s" in result]
+    more: dict[str, Any] = {"lost_max": max(lost)} if lost else {}
+    if unblocked_s:
+        more["unblocked_s"] = spread(unblocked_s)
+    return {**spread([r["seconds"] for r in results]), **more}
 
 
 if __name__ == "__main__":
