@@ -10,7 +10,7 @@ from tests.support import train_paced
 from ucp_core.native import find_committed
 from ucp_core.storage import LocalStore
 
-_TOLD = ("Raised", "Yielded", "in ", "collects")
+_TOLD = ("Raised", "Yielded", "in ", "stacks", "collects")
 
 #: Two attempts, of which the first is asked about last; and then what they came to.
 ASK = """
@@ -96,9 +96,13 @@ async def ask():
     Path(directory, "pages/lease").write_bytes(bytes(8))
     left = await worker.attend(1)
     print(type(left).__name__, left.step, flush=True)
+    await worker.fence(1)
+    stacks = Path(directory, "pages/w0001.stacks")
+    print("stacks", "_train_forever" in stacks.read_text(), flush=True)
     print("in", (await worker.hello())["attempt"], flush=True)
     Lease(Path(directory, "pages")).renew()
     await worker.enter(assignment(2, left.step, 1, (1, 0)), ())
+    print("stacks", stacks.read_text(), flush=True)
     await lines(left.step + 3)
     await worker.yield_at_boundary(2)
     left = await worker.attend(2)
@@ -158,10 +162,12 @@ def test_whatever_a_script_raises_is_told(tmp_path: Path) -> None:
 
 def test_a_trainer_whose_lease_runs_out_leaves_its_last_step_in_storage(tmp_path: Path) -> None:
     """It trained on until Ray ended it, and lost what it had trained; now it waits, and goes on."""
-    left, idle, again = told(tmp_path, Path(train_paced.__file__), LEAVE)
+    left, written, idle, emptied, again = told(tmp_path, Path(train_paced.__file__), LEAVE)
 
     kind, step = left.split()
     assert (kind, idle) == ("Yielded", "in 0")
+    # A fence leaves stacks, and only those of its attempt.
+    assert (written, emptied) == ("stacks True", "stacks ")
     checkpoints = str(tmp_path / "run/checkpoints")
     assert f"step-{int(step):08d}" in [path.name for path in Path(checkpoints).iterdir()]
     found = find_committed(LocalStore(), checkpoints, lineage=((1, 0), (2, int(step))))
