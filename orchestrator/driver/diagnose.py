@@ -27,6 +27,7 @@ from orchestrator.diagnosis import (
     trace,
 )
 from orchestrator.errors import ConfigError
+from orchestrator.policies import FaultKind
 from ucp_core.errors import ForeignClassError
 from ucp_core.torch_files import pickle_tree, read_pickle
 from workers.records import DTYPES, FINISHED, Record, Ring, is_ring, read_ring
@@ -46,8 +47,10 @@ _NAMES: Final = {
 _WIDTHS: Final = {
     "Double": 8, "Long": 8, "Float": 4, "Int": 4, "BFloat16": 2, "Half": 2, "Short": 2,
 }  # fmt: skip
-#: Kinds of verdicts that only the ranks can find, and of suspicions that only keepers can.
-_TOLD: Final = frozenset({Kind.NOT_FINITE, Kind.DIVERGED})
+#: Kinds of verdicts that the run reached without its records, which blame whoever was last to call
+#: when the attempt was cut short; and kinds of suspicions that only keepers have.
+_TOLD: Final = frozenset({Kind.DEAD, Kind.NOT_FINITE, Kind.DIVERGED})
+_PLANNED: Final = frozenset(kind for kind in FaultKind if kind.is_planned)
 _OF_LINKS: Final = frozenset({Kind.LINK_DEAD, Kind.SLOW_LINK, Kind.SLOW_SENDER, Kind.SLOW_RECEIVER})
 _LONG_AGO: Final = -math.inf
 
@@ -86,9 +89,18 @@ def diagnose_paths(
     Raises:
         ConfigError: A path holds no records, or a file cannot be read or written.
     """
-    told = tuple(_told(paths))
+    incidents = [
+        Incident.from_json(json.loads(path.read_bytes()), number=0)
+        for path, _ in _files(paths)
+        if path.name == _INCIDENT
+    ]
+    told = tuple(one for incident in incidents for one in _told(incident))
     records = _read(paths, now_s)
-    verdicts = told + (diagnose(records) if records.operations or not told else ())
+    # Records are judged of the newest attempt alone, which is the one that failed last.
+    failed = [incident for incident in incidents if incident.kind not in _PLANNED]
+    is_found = bool(failed) and _verdict(failed[-1]) in _TOLD
+    is_judged = not is_found and (records.operations or not told)
+    verdicts = told + (diagnose(records) if is_judged else ())
     if trace_file is not None:
         _write(Path(trace_file), json.dumps(trace(records, verdicts)).encode())
     if dumps_folder is not None:
@@ -97,23 +109,25 @@ def diagnose_paths(
     return verdicts
 
 
-def _told(paths: Iterable[str]) -> Iterator[Verdict]:
-    """Yield what the run itself found out and no record shows, from documents of its incidents."""
-    for path, _ in _files(paths):
-        if path.name != _INCIDENT:
-            continue
-        incident = Incident.from_json(json.loads(path.read_bytes()), number=0)
-        yield from (one for one in incident.suspects if one.kind in _OF_LINKS)
-        if incident.verdict in _TOLD:
-            ranks = [rank for rank, _, _ in incident.places]
-            nodes = {node for _, _, node in incident.places}
-            yield Verdict(
-                kind=Kind(incident.verdict),
-                guilty=Guilty.of(ranks, (), nodes),
-                confidence=1.0 if ranks else 0.5,
-                since_s=None,
-                evidence=incident.evidence,
-            )
+def _told(incident: Incident) -> Iterator[Verdict]:
+    """Yield what the run itself found out and no record shows."""
+    yield from (one for one in incident.suspects if one.kind in _OF_LINKS)
+    verdict = _verdict(incident)
+    if verdict in _TOLD:
+        ranks = [rank for rank, _, _ in incident.places]
+        nodes = {node for _, _, node in incident.places}
+        yield Verdict(
+            kind=Kind(verdict),
+            guilty=Guilty.of(ranks, (), nodes),
+            confidence=1.0 if ranks and incident.verdict else 0.5,
+            since_s=None,
+            evidence=incident.evidence,
+        )
+
+
+def _verdict(incident: Incident) -> str:
+    # A lost node may also be one that no other reaches: its incident names no verdict.
+    return incident.verdict or (Kind.DEAD if incident.kind == FaultKind.NODE_LOSS else "")
 
 
 def _write(path: Path, data: bytes) -> None:

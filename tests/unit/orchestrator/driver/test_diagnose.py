@@ -368,6 +368,26 @@ def test_what_the_run_found_out_is_told_from_its_incident(tmp_path: Path, kind: 
     assert "step 2: rank 1" in verdict.evidence
 
 
+@pytest.mark.parametrize(
+    ("kind", "verdict", "confidence"), [("crash", Kind.DEAD, 1.0), ("node_loss", "", 0.5)]
+)
+def test_a_death_is_told_from_its_incident_and_not_from_what_it_cut_short(
+    tmp_path: Path, kind: str, verdict: str, confidence: float
+) -> None:
+    """The records end while a healthy rank computes, which others wait for."""
+    found = Incident(
+        number=1, kind=kind, verdict=verdict, evidence="SIGKILL", places=((2, "w0003", "a"),)
+    )
+    (tmp_path / "incident.json").write_text(json.dumps(found.to_json()))
+    rows = [_row(0, "all_reduce", 1, t_exit=None), _row(1, "all_reduce", 0)]
+    (tmp_path / "trace.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+
+    (told,) = diagnose_paths([str(tmp_path)])
+
+    assert (told.kind, told.guilty) == (Kind.DEAD, Guilty.of([2], (), ["a"]))
+    assert (told.confidence, told.evidence) == (confidence, "SIGKILL")
+
+
 def test_nothing_to_blame_is_said(tmp_path: Path) -> None:
     file = tmp_path / "trace.jsonl"
     file.write_text("".join(json.dumps(_row(r, "all_reduce", 1)) + "\n" for r in (0, 1)))
