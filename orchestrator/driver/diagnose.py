@@ -47,8 +47,8 @@ _NAMES: Final = {
 _WIDTHS: Final = {
     "Double": 8, "Long": 8, "Float": 4, "Int": 4, "BFloat16": 2, "Half": 2, "Short": 2,
 }  # fmt: skip
-#: Kinds of verdicts that the run reached without its records, which blame whoever was last to call
-#: when the attempt was cut short; and kinds of suspicions that only keepers have.
+#: Kinds of verdicts that the run reached without its records: where a death cut these short, they
+#: blame the ranks that still computed. And kinds of suspicions that only keepers have.
 _TOLD: Final = frozenset({Kind.DEAD, Kind.NOT_FINITE, Kind.DIVERGED})
 _PLANNED: Final = frozenset(kind for kind in FaultKind if kind.is_planned)
 _OF_LINKS: Final = frozenset({Kind.LINK_DEAD, Kind.SLOW_LINK, Kind.SLOW_SENDER, Kind.SLOW_RECEIVER})

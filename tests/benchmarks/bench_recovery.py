@@ -141,8 +141,8 @@ def stop_workers(bench: Bench, count: int) -> list[dict[str, Any]]:
 def unblocked_s(bench: Bench, attempt: int) -> float:
     """Return how long after the verdict the last wait ended that the fence of ``attempt`` ended.
 
-    By the records of survivors, which are in a later attempt now. 0.0 if the fence found nobody
-    waiting: the connections of a dead peer end by themselves.
+    By the records of survivors, which are in a later attempt now. 0.0 if no rank waited by then:
+    the connections of a dead peer end by themselves.
     """
     fenced_s: float = next(
         line["wall_time"]

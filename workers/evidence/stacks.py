@@ -57,7 +57,7 @@ def offer_stacks(path: Path) -> int:
     """Have this process append the stacks of all threads to ``path`` on ``STACKS_SIGNAL``.
 
     And on a fault that ends it, such as a segmentation fault. Returns the file, for
-    ``write_stacks``; whoever begins an attempt empties it.
+    ``write_stacks``; it is emptied when an attempt begins.
     """
     # It stays open for as long as the process lives. Readers cut it, so it has to be appended to.
     file = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_APPEND | os.O_CLOEXEC, 0o600)
