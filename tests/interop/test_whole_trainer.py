@@ -77,7 +77,8 @@ def test_on_two_workers_it_ends_as_with_trainer(tmp_path: Path, plain: Path) -> 
         run=RunSettings(
             directory="run",
             script=str(Path(trainer_whole.__file__)),
-            arguments=(str(tmp_path / "unused"), str(tmp_path / "ours")),
+            # Steps of some length: it ends with the eighth, and is asked to leave before that.
+            arguments=(str(tmp_path / "unused"), str(tmp_path / "ours"), "0.3"),
         ),
         train=TrainSettings(steps=trainer_whole.STEPS, global_batch=8, micro_batch=2),
         checkpoint=CheckpointSettings(every_steps=100, keep=2),
