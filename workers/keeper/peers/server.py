@@ -3,7 +3,7 @@
 A client proves that it knows the keeper's secret, then sends one request after the other.
 Every chunk carries its crc32, and the server checks the buffer before each: a version that was
 overwritten meanwhile is refused, never sent. A client that verifies all bytes against the
-version's own record may ask for unchecked chunks, which carry no crc32. Of these the kernel sends
+version's own record may ask for unchecked chunks, which carry no crc32. The kernel sends these as
 the arena's pages and copies nothing: over loopback a load gets 3.5 GB/s instead of 2.6. Bytes that
 have just been read for a crc32 are copied out of the cache: as pages, mirrors get 1.5 GB/s instead
 of 1.9, because the receiver has to read them from memory.
