@@ -68,9 +68,11 @@ def offer_stacks(path: Path) -> int:
 
 def write_stacks(file: int) -> None:
     """Write the stacks of this process now: once a fence is obeyed, no thread is where it hung."""
-    os.ftruncate(file, 0)
-    os.write(file, _BEFORE)
-    faulthandler.dump_traceback(file, all_threads=True)
+    # A full disk costs the evidence, and must not keep a process from obeying.
+    with contextlib.suppress(OSError):
+        os.ftruncate(file, 0)
+        os.write(file, _BEFORE)
+        faulthandler.dump_traceback(file, all_threads=True)
 
 
 def take_stacks(subjects: Iterable[Subject], within_s: float) -> dict[str, str]:

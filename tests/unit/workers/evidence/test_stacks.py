@@ -13,7 +13,15 @@ from pathlib import Path
 import pytest
 
 from ucp_core.storage import open_store
-from workers.evidence import Evidence, Subject, copies, kernel_facts, stacks_path, take_stacks
+from workers.evidence import (
+    Evidence,
+    Subject,
+    copies,
+    kernel_facts,
+    stacks_path,
+    take_stacks,
+    write_stacks,
+)
 
 #: Code that a process hangs in, by name; `busy` and `regex` compute, `held` keeps the interpreter.
 HANGS = {
@@ -179,6 +187,12 @@ def test_a_fenced_process_has_written_where_it_was_before(tmp_path: Path) -> Non
     assert " in hangs" in at_fence
     assert " in leaves" not in at_fence
     assert " in leaves" in later
+
+
+def test_a_full_disk_keeps_no_process_from_obeying_a_fence() -> None:
+    """The fence comes after the stacks, so an error there would leave the attempt alive."""
+    with Path("/dev/full").open("wb") as full:
+        write_stacks(full.fileno())
 
 
 def test_a_process_without_a_handler_is_left_alone(tmp_path: Path) -> None:
