@@ -25,7 +25,6 @@ PEERS: Final = {"DeepSpeed": "deepspeed", "Ray Train": "pandas", "torchdata": "t
 QUICK: Final = {
     "bench_change": "--rounds 1",
     "bench_checkpoint": "--megabytes 12 --rounds 1",
-    "bench_checksums": "--rounds 1",
     "bench_convert": "--gibibytes 0.1 --rounds 1",
     "bench_core": "--histories 20 --workers 16",
     "bench_detection": "--nodes 4 --seconds 1",
@@ -33,6 +32,7 @@ QUICK: Final = {
     "bench_deterministic": "--workers 2 --rounds 1 --steps 4",
     "bench_growth": "--recoveries 5",
     "bench_init_from": "--megabytes 600 --rounds 1",
+    "bench_interpreter": "--preset tiny --rounds 4",
     "bench_links": "--only faults --trials 1",
     "bench_load": "--megabytes 64 --rounds 1",
     "bench_loader": "--rounds 1 --batches 20",

@@ -128,7 +128,7 @@ class Meter:
         others_s = sum(map(processor_s, self._pids))
         self._used_s.append(time.process_time() + others_s)
         self._others_s.append(others_s)
-        self._beside_s.append(_thread_s("snapshot"))
+        self._beside_s.append(thread_s("snapshot"))
 
     def seen(self) -> dict[str, Any]:
         """Return seconds since whenever, and processor seconds so far, by step.
@@ -145,7 +145,7 @@ class Meter:
         }
 
 
-def _thread_s(name: str) -> float:
+def thread_s(name: str) -> float:
     """Return the processor seconds of this process's thread of that name; 0 if there is none."""
     idents = [thread.ident for thread in threading.enumerate() if thread.name == name]
     return sum(time.clock_gettime(time.pthread_getcpuclockid(one)) for one in idents if one)

@@ -30,6 +30,7 @@ from tests.support.attempts import newest as newest_stored
 from tests.support.node_memory import NodeProcess, newest, read, whole_state
 from tests.support.snapshots import eventually
 from tests.support.trainers import Run
+from ucp_core.layout import ParallelLayout
 from ucp_core.native import checkpoint_name, open_checkpoint
 from ucp_core.storage import LocalStore
 from workers.memory import descriptor_socket, open_arena
@@ -215,13 +216,15 @@ def test_growing_and_shrinking_through_memory_changes_no_bit(
     assert [line["step"] for line in lines(run)] == list(range(1, 13))
 
 
+@pytest.mark.parametrize("layout", [ParallelLayout(dp_shard=2), ParallelLayout(pp=2)], ids=str)
 def test_a_state_that_leaves_beside_the_next_step_is_that_of_its_own(
-    run: Run, text: DataSettings, make_nodes: MakeNodes
+    layout: ParallelLayout, run: Run, text: DataSettings, make_nodes: MakeNodes
 ) -> None:
-    """It leaves in shares, with the passes of the model; and workers are killed meanwhile."""
+    """A stage's leaves in shares, with the passes of the model; workers are killed meanwhile."""
+    place: dict[str, Any] = {"num_workers": 2, "layout": layout}
     chosen = rarely_stored(text, deterministic=True, steps=16, global_batch=32)
-    chosen = replace(chosen, model=ModelSettings(preset="small"))
-    finish(run, chosen, num_workers=2)
+    chosen = replace(chosen, model=ModelSettings(preset="small", tied=False))
+    finish(run, chosen, **place)
     undisturbed = result(run)["weights_digest"]
     reset(run)
     (node,) = make_nodes(chosen)
@@ -232,21 +235,21 @@ def test_a_state_that_leaves_beside_the_next_step_is_that_of_its_own(
     resume = (0, 0)
     memory: tuple[MemoryPart, ...] = ()
     for num_steps in (4, 10):
-        members = run.begin(chosen, num_workers=2, resume=resume, memory=memory)
+        members = run.begin(chosen, **place, resume=resume, memory=memory)
         wait_for_steps(run, num_steps)
         for member in members:
             member.process.kill()
             member.process.join()
         run.trainers.clear()
         resume, memory = newest([node])
-    left = run.train(chosen, num_workers=2, resume=resume, memory=memory)
+    left = run.train(chosen, **place, resume=resume, memory=memory)
 
     assert all(isinstance(one.outcome, Completed) for one in left), left
     assert result(run)["weights_digest"] == undisturbed
     shares = copying_lane.releases(run.directory)
     assert len(shares) == 6
     # Before there was a step to count passes of, all of it left at once.
-    assert all(max(of_rank) > 4 for of_rank in shares), shares
+    assert all((max(of_rank) > 1) == (layout.pp > 1) for of_rank in shares), shares
 
 
 def test_whatever_moment_trainers_are_killed_at_memory_holds_a_whole_version(

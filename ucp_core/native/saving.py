@@ -6,6 +6,7 @@ import json
 import re
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
+from itertools import chain
 from time import perf_counter
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any
@@ -14,7 +15,7 @@ from ucp_core.errors import CheckpointCorruptError, StorageError
 from ucp_core.geometry import DTYPE_BYTES, Fragment, StateMap, TensorEntry, TensorKey
 from ucp_core.manifest import FileEntry, Kind, Manifest, from_bytes, merge, to_bytes, to_json
 from ucp_core.native.opening import MANIFEST_NAME, LocalTensor, bytes_of
-from ucp_core.numerics import BLOCK_BYTES, combine, combine_blocks, crc32, of_blocks
+from ucp_core.numerics import BLOCK_BYTES, Sums, combine, crc32, sums_of, sums_of_blocks
 from ucp_core.storage import Store, join
 
 if TYPE_CHECKING:
@@ -28,7 +29,10 @@ _BESIDE_BYTES_MIN = 16 << 20
 
 #: Placeholder of a checksum.
 _HOLE = -1
-_CRC_CHARS = len(str(2**32 - 1))
+#: With the comma behind it.
+_CRC_CHARS = len(str(2**32 - 1)) + 1
+#: What is filled in instead; the blocks of a single block are not printed.
+_CRC32, _BLOCKS, _NO_BLOCKS = '"crc32":%d', ',"blocks":[%s]', "%.0s"
 #: Matches placeholders only: in a name these quotes would be escaped.
 _HOLES = re.compile(r'"crc32":-1(?:,"blocks":\[-1(?:,-1)*\])?')
 
@@ -161,7 +165,7 @@ class RankSaver:
         extra: Mapping[str, Any],
         param_groups: Sequence[Mapping[str, Any]],
         fsync: bool,
-        blocks: Sequence[Sequence[int]] | None = None,
+        sums: Sequence[Sums] | None = None,
     ) -> SaveResult:
         """Write the current data of the tensors; see ``save_rank``.
 
@@ -170,7 +174,7 @@ class RankSaver:
             data: The bytes of the tensors of ``order``.
             extra: Small named values, JSON.
             fsync: Make the data durable before the commit.
-            blocks: crc32 of every block of each of ``data``, if the caller has them.
+            sums: Checksums of each of ``data``, if the caller has them.
 
         Raises:
             UncoveredRegionError: The ranks together do not hold every element exactly once.
@@ -181,14 +185,10 @@ class RankSaver:
         if held is not None and (held.step, held.attempt) == (step, self._attempt):
             return SaveResult(committed=True, size_bytes=0, seconds=perf_counter() - begun)
         file = f"{self._name}.bin"
-        size_bytes, blocks = self._write(store, join(directory, file), data, blocks, fsync=fsync)
-        totals = [
-            each[0] if len(each) == 1 else combine_blocks(each, num_bytes, self._block_bytes)
-            for each, num_bytes in zip(blocks, self.sizes_bytes, strict=True)
-        ]
+        size_bytes, sums = self._write(store, join(directory, file), data, sums, fsync=fsync)
         whole = 0
-        for total, num_bytes in zip(totals, self.sizes_bytes, strict=True):
-            whole = combine(whole, total, num_bytes)
+        for (each, _), num_bytes in zip(sums, self.sizes_bytes, strict=True):
+            whole = combine(whole, each, num_bytes)
         record = Manifest(
             kind=Kind.RANK_RECORD,
             step=step,
@@ -201,7 +201,7 @@ class RankSaver:
             world_size=self._world_size,
             rank=self._rank,
         )
-        text = to_bytes(record, tensors=self._form.filled(totals, blocks))
+        text = to_bytes(record, tensors=self._form.filled(sums))
         store.write_atomic(join(directory, f"{self._name}.json"), text, fsync=fsync)
         committed = try_commit(
             store,
@@ -221,22 +221,22 @@ class RankSaver:
         store: Store,
         path: str,
         data: Sequence[memoryview],
-        blocks: Sequence[Sequence[int]] | None,
+        sums: Sequence[Sums] | None,
         *,
         fsync: bool,
-    ) -> tuple[int, Sequence[Sequence[int]]]:
-        """Write the data; return their size and the crc32 of every block."""
-        if blocks is not None:
-            return store.write_file(path, data, fsync=fsync), blocks
+    ) -> tuple[int, Sequence[Sums]]:
+        """Write the data; return their size and the checksums of each."""
+        if sums is not None:
+            return store.write_file(path, data, fsync=fsync), sums
         if sum(self.sizes_bytes) < _BESIDE_BYTES_MIN:
-            found: list[list[int]] = []
+            found: list[Sums] = []
             chunks = _checked(data, found, self._block_bytes)
             return store.write_file(path, chunks, fsync=fsync), found
         # Checksums before each write would make a save of 256 MB a third longer.
         with ThreadPoolExecutor(1, "checksums") as beside:
-            sums = beside.submit(lambda: [of_blocks(view, self._block_bytes) for view in data])
+            made = beside.submit(lambda: [sums_of(view, self._block_bytes) for view in data])
             size_bytes = store.write_file(path, data, fsync=fsync)
-            return size_bytes, sums.result()
+            return size_bytes, made.result()
 
 
 class _TensorsForm:
@@ -280,39 +280,30 @@ class _TensorsForm:
         )
         text = json.dumps(to_json(blank)["tensors"], separators=(",", ":"))
         self._text, num_places = _HOLES.subn(
-            lambda place: place[0].replace(str(_HOLE), "%d"), text.replace("%", "%%")
+            lambda place: _CRC32 + (_BLOCKS if "blocks" in place[0] else _NO_BLOCKS),
+            text.replace("%", "%%"),
         )
         assert num_places == len(tensors), "a name looks like the place of a checksum"
         num_blocks = sum(-(-size // block_bytes) for size in sizes)
         self.text_bytes_max = len(self._text) + (num_blocks + len(sizes)) * _CRC_CHARS
 
-    def filled(self, totals: Sequence[int], blocks: Sequence[Sequence[int]]) -> str:
-        """Return the text with checksums.
-
-        Args:
-            totals: crc32 of every tensor's data, in order of the file.
-            blocks: crc32 of its blocks.
-        """
-        values: list[int] = []
-        for index in self._order:
-            values.append(totals[index])
-            if len(blocks[index]) > 1:
-                values += blocks[index]
-        return self._text % tuple(values)
+    def filled(self, sums: Sequence[Sums]) -> str:
+        """Return the text with the checksums of every tensor's data, in order of the file."""
+        return self._text % tuple(chain.from_iterable(map(sums.__getitem__, self._order)))
 
 
 def _checked(
-    data: Sequence[memoryview], blocks: list[list[int]], block_bytes: int
+    data: Sequence[memoryview], sums: list[Sums], block_bytes: int
 ) -> Iterator[memoryview]:
-    """Yield the data block by block, and add the checksums to ``blocks``."""
+    """Yield the data block by block, and add the checksums of each to ``sums``."""
     for view in data:
         found: list[int] = []
-        blocks.append(found)
         for low in range(0, len(view), block_bytes):
             # The checksum brings the block into the cache for the write.
             chunk = view[low : low + block_bytes]
             found.append(crc32(chunk))
             yield chunk
+        sums.append(sums_of_blocks(found, len(view), block_bytes))
 
 
 def rank_name(attempt: int, rank: int) -> str:

@@ -3,7 +3,17 @@
 from typing import TYPE_CHECKING
 
 from ucp_core.lazy import lazy_door
-from ucp_core.numerics.checksums import BLOCK_BYTES, combine, combine_blocks, crc32, of_blocks
+from ucp_core.numerics.checksums import (
+    BLOCK_BYTES,
+    NO_SUMS,
+    Sums,
+    combine,
+    combine_blocks,
+    crc32,
+    joined,
+    sums_of,
+    sums_of_blocks,
+)
 from ucp_core.numerics.dtypes import FLOATS, WIDER
 
 if TYPE_CHECKING:
@@ -13,7 +23,9 @@ if TYPE_CHECKING:
 __all__ = [
     "BLOCK_BYTES",
     "FLOATS",
+    "NO_SUMS",
     "WIDER",
+    "Sums",
     "cast",
     "combine",
     "combine_blocks",
@@ -23,9 +35,11 @@ __all__ = [
     "encode",
     "format_bytes",
     "grouped",
+    "joined",
     "numpy_dtype",
-    "of_blocks",
     "parse_bytes",
+    "sums_of",
+    "sums_of_blocks",
 ]
 
 __getattr__ = lazy_door(__name__)

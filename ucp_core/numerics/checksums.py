@@ -21,19 +21,28 @@ crc32: Callable[..., int] = _zlib.crc32
 #: of state lists a million checksums.
 BLOCK_BYTES = 1 << 20
 
+#: The crc32 of bytes, and of each of their blocks as a record lists them: "1,2". A plain tuple:
+#: hundreds are made for a snapshot, while training needs the interpreter.
+Sums = tuple[int, str]
+NO_SUMS: Sums = 0, ""
+
 _POLYNOMIAL = 0xEDB88320
 
 
-def of_blocks(data: memoryview, block_bytes: int) -> list[int]:
-    """Return the crc32 of every block of ``data``; the last block may be shorter."""
-    return [crc32(data[low : low + block_bytes]) for low in range(0, len(data), block_bytes)]
+def joined(first: Sums, second: Sums, second_bytes: int) -> Sums:
+    """Return the checksums of two pieces, of which the first ends with a whole block."""
+    return combine(first[0], second[0], second_bytes), f"{first[1]},{second[1]}"
 
 
-def combine(first: int, second: int, second_bytes: int) -> int:
-    """Return the crc32 of two concatenated pieces from the crc32 of each."""
-    if second_bytes == 0:
-        return first
-    return _combine(first, second, second_bytes)
+def sums_of(data: memoryview, block_bytes: int) -> Sums:
+    """Return the checksums of ``data``; the last block may be shorter."""
+    blocks = [crc32(data[low : low + block_bytes]) for low in range(0, len(data), block_bytes)]
+    return sums_of_blocks(blocks, len(data), block_bytes)
+
+
+def sums_of_blocks(blocks: Sequence[int], num_bytes: int, block_bytes: int) -> Sums:
+    """Return the checksums of ``num_bytes`` from those of their blocks."""
+    return combine_blocks(blocks, num_bytes, block_bytes), ",".join(map(str, blocks))
 
 
 def combine_slowly(first: int, second: int, second_bytes: int) -> int:
@@ -61,7 +70,8 @@ def _times(matrix: list[int], vector: int) -> int:
     return total
 
 
-_combine: Callable[[int, int, int], int] = getattr(_zlib, "crc32_combine", combine_slowly)
+#: The crc32 of two concatenated pieces: ``combine(first, second, second_bytes)``.
+combine: Callable[[int, int, int], int] = getattr(_zlib, "crc32_combine", combine_slowly)
 
 
 def combine_blocks(blocks: Sequence[int], num_bytes: int, block_bytes: int) -> int:

@@ -32,6 +32,12 @@ class Credits:
     def __init__(self, directory: Path, num: int | None = None) -> None:
         self._folder = directory / _FOLDER
         self._num = num or min(_NUM_MAX, max(1, (os.cpu_count() or 1) // 2))
+        #: The files, once they are open: a snapshot takes several credits.
+        self._fds: list[int] = []
+
+    def __del__(self) -> None:
+        for fd in self._fds:
+            os.close(fd)
 
     @contextmanager
     def one(self, patience_s: float = PATIENCE_S) -> Iterator[bool]:
@@ -41,25 +47,28 @@ class Credits:
             yield fd is not None
         finally:
             if fd is not None:
-                # A process that was forked meanwhile has the file open, too.
                 fcntl.flock(fd, fcntl.LOCK_UN)
-                os.close(fd)
 
     def _take(self, until_s: float) -> int | None:
         try:
-            self._folder.mkdir(exist_ok=True)
+            if len(self._fds) < self._num:
+                self._open()
             while True:
-                for number in range(self._num):
-                    fd = os.open(self._folder / str(number), os.O_RDWR | os.O_CREAT | os.O_CLOEXEC)
+                for fd in self._fds:
                     if _locked(fd):
                         return fd
-                    os.close(fd)
                 if time.monotonic() >= until_s:
                     return None
                 time.sleep(_AGAIN_S)
         except OSError:
             # A full disk, or no descriptors: no reason to skip the snapshot.
             return None
+
+    def _open(self) -> None:
+        self._folder.mkdir(exist_ok=True)
+        for number in range(len(self._fds), self._num):
+            path = self._folder / str(number)
+            self._fds.append(os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC))
 
 
 def _locked(fd: int) -> bool:

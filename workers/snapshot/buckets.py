@@ -9,6 +9,8 @@ from typing import Final, NamedTuple
 import torch
 from torch import Tensor
 
+from workers.memory import Question
+
 #: Two thirds of a millisecond on a bus of 50 GB/s.
 BUCKET_BYTES: Final = 32 << 20
 
@@ -45,6 +47,13 @@ def into_buckets(
     return [one for one in (*buckets, tuple(bucket)) if one]
 
 
+class Asked(NamedTuple):
+    """What is to be checksummed of a bucket: ranges of the first tensors, and their memory."""
+
+    ranges: Sequence[TensorRange]
+    question: Question
+
+
 class Plan:
     """The parts of each bucket of a state, made once: slicing takes longer than enqueueing.
 
@@ -53,6 +62,9 @@ class Plan:
         places: Where their memory is: a tensor may get other memory.
         buckets: What is copied together.
         bucket_bytes: Their size.
+
+    Attributes:
+        asked: What is to be checksummed of each bucket, by number, once that was asked.
     """
 
     def __init__(
@@ -65,6 +77,7 @@ class Plan:
     ) -> None:
         self._targets, self._sources, self._places = targets, sources, places
         self.buckets, self.bucket_bytes = buckets, bucket_bytes
+        self.asked: dict[int, Asked] = {}
         flat = [_flat(*pair) for pair in zip(targets, sources, strict=True)]
         parts = [[_part(flat[tensor], low, high) for tensor, low, high in each] for each in buckets]
         self.parts = [[part for part in bucket if part is not None] for bucket in parts]

@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from ucp_core.native import LocalTensor, RankSaver
-from ucp_core.numerics import crc32
+from ucp_core.numerics import NO_SUMS, Sums, sums_of
 from workers.memory import NUM_BUFFERS, Arena, ArenaStore
 from workers.protocol import Assignment
 from workers.state import StateEntry
@@ -98,8 +98,8 @@ class BufferLayout:
         """Return the bytes of every tensor in place, in the order of the data; see ``views``."""
         return self._host.views()
 
-    def copy(self, buffer: int) -> list[list[int]] | None:
-        """Copy all of it into the buffer and return block checksums; None if it is on a device."""
+    def copy(self, buffer: int) -> list[Sums] | None:
+        """Copy all of it into the buffer and return its checksums; None if it is on a device."""
         return self._host.copy_to(self.data[buffer])
 
     def lay_out(self, arena: Arena) -> None:
@@ -123,7 +123,7 @@ class BufferLayout:
         arena: Arena,
         buffer: int,
         state: Captured,
-        blocks: Sequence[Sequence[int]],
+        sums: Sequence[Sums],
         check: Callable[[], None],
     ) -> None:
         """Write the record of what was captured, with its checksums; see ``ArenaStore``."""
@@ -135,7 +135,7 @@ class BufferLayout:
             extra=state.extra,
             param_groups=state.param_groups,
             fsync=False,
-            blocks=blocks,
+            sums=sums,
         )
 
     def tensors(self, buffer: int) -> list[LocalTensor]:
@@ -160,6 +160,8 @@ class HostTensors:
 
         The same list as last time if no tensor has moved.
         """
+        if self._tensors and self._tensors[0].is_cuda:
+            return None
         # A tensor of the same name and shape may have other memory than before.
         addresses = [tensor.data_ptr() for tensor in self._tensors]
         if addresses != self._addresses:
@@ -169,24 +171,25 @@ class HostTensors:
             self._addresses = addresses
         return self._bytes
 
-    def copy_to(self, targets: Sequence[memoryview]) -> list[list[int]] | None:
-        """Copy every tensor to ``targets``; return the crc32 of its blocks.
+    def copy_to(self, targets: Sequence[memoryview]) -> list[Sums] | None:
+        """Copy every tensor to ``targets``; return its checksums.
 
-        The list of a large tensor is empty: it is checksummed later. Returns None, and copies
-        nothing, if the bytes are not accessible.
+        A large tensor has none: it is checksummed later. Returns None, and copies nothing, if the
+        bytes are not accessible.
         """
         sources = self.views()
         if sources is None:
             return None
-        blocks: list[list[int]] = []
+        sums: list[Sums] = []
         for source, target in zip(sources, targets, strict=True):
             # Most tensors of most models are small.
             if len(source) < _LARGE_BYTES:
                 target[:] = source
             else:
                 np.copyto(np.frombuffer(target, np.uint8), np.frombuffer(source, np.uint8))
-            blocks.append([crc32(target)] if 0 < len(target) < self._block_bytes else [])
-        return blocks
+            is_small = 0 < len(target) < self._block_bytes
+            sums.append(sums_of(target, self._block_bytes) if is_small else NO_SUMS)
+        return sums
 
 
 def _bytes_of(tensor: Tensor) -> memoryview:

@@ -6,11 +6,13 @@ while the rank holds one of the node's credits: other users of the bus wait for 
 state. What is left when the update comes leaves at once, and the device delays the update until
 then; the training thread does not wait.
 
-The step releases the buckets: a few behind the update, the others behind marks that the model's
-blocks set where passes begin and end (``workers.snapshot.passes``, ``bucket_releases``). Marks are
-reached on the device, since the processor enqueues a pass long before; the device also measures its
-gaps between passes, for the releases of a later step. Without marks, and when somebody waits for
-the snapshot, buckets leave as fast as they can.
+In a pipeline the step releases the buckets: a few behind the update, the others behind marks that
+the stage's blocks set where passes begin and end (``workers.snapshot.passes``,
+``bucket_releases``). Marks are reached on the device, since the processor enqueues a pass long
+before; the device also measures its gaps between passes, for the releases of a later step. Without
+marks, and when somebody waits for the snapshot, buckets leave as fast as they can, and there are
+few: a device has gaps to fill only where it waits for other stages, and each mark and each bucket
+takes the interpreter from training (``tests.benchmarks.bench_interpreter``).
 
 Tensors in this machine's memory were copied already (``workers.snapshot.buffer_layout``), and only
 missing checksums are made here, by credits too. The thread is not made nice: when descheduled, it
@@ -34,6 +36,7 @@ from typing import Final, NamedTuple
 import torch
 from torch import Tensor
 
+from ucp_core.numerics import NO_SUMS, Sums, joined
 from workers.memory import (
     PATIENCE_S,
     Checksums,
@@ -43,14 +46,15 @@ from workers.memory import (
     Mark,
     Question,
 )
-from workers.snapshot.buckets import BUCKET_BYTES, Plan, TensorRange, into_buckets
+from workers.snapshot.buckets import BUCKET_BYTES, Asked, Plan, TensorRange, into_buckets
 
 #: One is copied while the next one waits.
 IN_FLIGHT_MAX: Final = 2
 #: Buckets that leave on one credit, some 10 ms; then it is another rank's turn.
 _TURN: Final = 16
-#: Most buckets of a state, or a few more: each takes the interpreter from training a few times.
+#: Most buckets of a state, or a few more, with marks and without.
 _BUCKETS_MAX: Final = 16
+_FEW_BUCKETS: Final = 4
 #: The device's gaps are measured in one of so many snapshots: it takes an event at every mark.
 _MEASURED_EVERY: Final = 16
 
@@ -102,11 +106,9 @@ def _views(ranges: Sequence[TensorRange], data: Sequence[memoryview]) -> list[me
     return [data[tensor][low:high] for tensor, low, high in ranges]
 
 
-def _note(
-    ranges: Sequence[TensorRange], sums: Sequence[Sequence[int]], found: list[list[int]]
-) -> None:
-    for (tensor, _, _), blocks in zip(ranges, sums, strict=True):
-        found[tensor] += blocks
+def _note(ranges: Sequence[TensorRange], sums: Sequence[Sums], found: list[Sums]) -> None:
+    for (tensor, low, high), each in zip(ranges, sums, strict=True):
+        found[tensor] = joined(found[tensor], each, high - low) if low else each
 
 
 class DeviceCopy:
@@ -132,7 +134,7 @@ class DeviceCopy:
         self._plan = Plan((), (), (), [])
         self._plans: dict[int, Plan] = {}
         self._todo: deque[int] = deque()
-        self._under_way: deque[tuple[tuple[TensorRange, ...], Mark]] = deque()
+        self._under_way: deque[tuple[Plan, int, Mark]] = deque()
         self._gates: deque[_Gate] = deque()
         self._num_buckets = self._num_released = self._num_reached = self._num_queued = 0
         self._num_told = self._told_a_step = self._num_begun = 0
@@ -213,6 +215,9 @@ class DeviceCopy:
     def hold_update(self) -> None:
         """Have the device run later work of the training thread after the copy."""
         with self._lock:
+            if bool(self._told_a_step) != bool(self._num_told):
+                # There are to be more buckets, or fewer.
+                self._plans = {}
             self._told_a_step, self._num_told = self._num_told, 0
             if self._told is not None:
                 if self._measures:
@@ -228,28 +233,28 @@ class DeviceCopy:
         self,
         data: Sequence[memoryview],
         *,
-        known: Sequence[Sequence[int]] = (),
+        known: Sequence[Sums] = (),
         hurries: bool = False,
-    ) -> list[list[int]]:
-        """Copy what ``begin`` noted; return the crc32 of every block once all is there.
+    ) -> list[Sums]:
+        """Copy what ``begin`` noted; return the checksums of each of ``data`` once all is there.
 
         Args:
             data: Memory of the targets to checksum; other memory, if there are none.
-            known: All checksums, or none, of each part of such other memory.
+            known: The checksums, or none, of each part of such other memory.
             hurries: Whether to wait for no credit.
 
         Raises:
             Exception: The device failed, or lacks memory for copying.
             RuntimeError: The copy was ended before.
         """
-        found = [list(blocks) for blocks in known] or [[] for _ in data]
+        found = list(known) or [NO_SUMS for _ in data]
         # A second call finds everything in place.
         num_checked, self._num_checked = self._num_checked, 0
         patience_s = 0.0 if hurries else PATIENCE_S
         if hurries:
             self.hurry()
         mine = data[:num_checked]
-        asked: list[tuple[Sequence[TensorRange], Question]] = []
+        asked: list[Asked] = []
         turn = max(1, _TURN * BUCKET_BYTES // self._plan.bucket_bytes)
         self._in_turns(
             self._has_next,
@@ -262,7 +267,7 @@ class DeviceCopy:
         for ranges, question in asked:
             _note(ranges, self._checksums.answer(question), found)
         if not num_checked:
-            sizes = (0 if sums else len(view) for view, sums in zip(data, found, strict=True))
+            sizes = (0 if s[1] else len(view) for view, s in zip(data, found, strict=True))
             rest = deque(self._buckets_of(sizes))
             self._in_turns(
                 lambda: bool(rest),
@@ -316,7 +321,7 @@ class DeviceCopy:
         self,
         left: int,
         data: Sequence[memoryview],
-        asked: list[tuple[Sequence[TensorRange], Question]],
+        asked: list[Asked],
     ) -> bool:
         """Wait for the next bucket while others follow; return whether there was one.
 
@@ -327,21 +332,30 @@ class DeviceCopy:
             self._queue_few(left)
             if not self._under_way:
                 return False
-            bucket, mark = self._under_way[0]
+            plan, number, mark = self._under_way[0]
         mark.wait()
         with self._lock:
             self._under_way.popleft()
             self._queue_few(left - 1)
             self._leave_s.append(time.monotonic() - begun_s)
-        ranges = [range_ for range_ in bucket if range_.tensor < len(data)]
-        asked.append((ranges, self._checksums.ask(_views(ranges, data), self._block_bytes)))
+        asked.append(self._asked_of(plan, number, data))
+        self._checksums.ask(asked[-1].question)
         return True
 
+    def _asked_of(self, plan: Plan, number: int, data: Sequence[memoryview]) -> Asked:
+        """Return what to ask of a bucket; the last result for this memory."""
+        known = plan.asked.get(number)
+        if known is None:
+            ranges = [one for one in plan.buckets[number] if one.tensor < len(data)]
+            known = Asked(ranges, Question(_views(ranges, data), self._block_bytes))
+            plan.asked[number] = known
+        return known
+
     def _check(
-        self, ranges: Sequence[TensorRange], data: Sequence[memoryview], found: list[list[int]]
+        self, ranges: Sequence[TensorRange], data: Sequence[memoryview], found: list[Sums]
     ) -> bool:
         """Checksum ranges; return whether there were any."""
-        _note(ranges, self._checksums.of_blocks(_views(ranges, data), self._block_bytes), found)
+        _note(ranges, self._checksums.of(_views(ranges, data), self._block_bytes), found)
         return bool(ranges)
 
     def wait(self) -> None:
@@ -437,7 +451,7 @@ class DeviceCopy:
                 self._todo.clear()
                 return
             self._num_queued += 1
-            self._under_way.append((self._plan.buckets[number], self._last))
+            self._under_way.append((self._plan, number, self._last))
 
     def _raise_failed(self) -> None:
         if self._failed is not None:
@@ -453,7 +467,8 @@ class DeviceCopy:
                 # They would keep memory that the training has left.
                 self._plans = {}
             sizes = [target.numel() * target.element_size() for target in targets]
-            num_blocks = -(-sum(sizes) // (self._block_bytes * _BUCKETS_MAX))
+            most = _BUCKETS_MAX if self._told_a_step else _FEW_BUCKETS
+            num_blocks = -(-sum(sizes) // (self._block_bytes * most))
             size = max(BUCKET_BYTES, num_blocks * self._block_bytes)
             buckets = into_buckets(sizes, bucket_bytes=size, block_bytes=self._block_bytes)
             plan = Plan(targets, sources, places, buckets, size)

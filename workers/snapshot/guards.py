@@ -17,6 +17,7 @@ from typing import Final
 
 from torch import Tensor
 
+from ucp_core.numerics import NO_SUMS, Sums
 from workers.errors import ArenaError
 from workers.memory import Arena, SnapshotMemory, guard_name
 from workers.protocol import Assignment
@@ -86,9 +87,9 @@ class Guards:
                 rank=share.rank,
                 world_size=self._assignment.layout.world_size,
             )
-            blocks = share.layout.copy(share.buffer)
-            share.blocks = blocks or [[] for _ in share.layout.sources]
-            if blocks is None:
+            sums = share.layout.copy(share.buffer)
+            share.sums = sums or [NO_SUMS for _ in share.layout.sources]
+            if sums is None:
                 targets += share.layout.views[share.buffer]
                 sources += share.layout.sources
         return targets, sources
@@ -104,12 +105,12 @@ class Guards:
                 continue
             if share.arena.held(share.buffer) is None:
                 data = share.layout.data[share.buffer]
-                blocks = [list(known) for known in share.blocks]
-                unknown = [place for place, known in enumerate(blocks) if not known]
-                sums = self._memory.checksums.of_blocks([data[i] for i in unknown], BLOCK_BYTES)
-                for place, found in zip(unknown, sums, strict=True):
-                    blocks[place] = found
-                share.layout.complete(share.arena, share.buffer, state, blocks, check)
+                sums = list(share.sums)
+                unknown = [place for place, known in enumerate(sums) if not known[1]]
+                made = self._memory.checksums.of([data[i] for i in unknown], BLOCK_BYTES)
+                for place, found in zip(unknown, made, strict=True):
+                    sums[place] = found
+                share.layout.complete(share.arena, share.buffer, state, sums, check)
 
     def leave(self) -> None:
         """Stop writing into the memory."""
@@ -147,5 +148,5 @@ class _Share:
     layout: BufferLayout
     arena: Arena | None = None
     buffer: int = -1
-    blocks: Sequence[Sequence[int]] = ()
+    sums: Sequence[Sums] = ()
     refused_until_s: float = float("-inf")

@@ -17,6 +17,7 @@ from dataclasses import dataclass
 from typing import Final
 
 from ucp_core.native import LocalTensor
+from ucp_core.numerics import Sums
 from workers.errors import ArenaError
 from workers.memory import NUM_BUFFERS, Arena, CopyStream, Credits, SnapshotMemory
 from workers.protocol import Assignment
@@ -189,13 +190,13 @@ class SnapshotWriter:
             rank=assignment.rank,
             world_size=assignment.layout.world_size,
         )
-        blocks = self._layout.copy(buffer)
+        sums = self._layout.copy(buffer)
         targets, sources = self._for_others.capture(state.step, kept)
-        mine = self._layout.sources if blocks is None else []
+        mine = self._layout.sources if sums is None else []
         if mine:
             targets = [*self._layout.views[buffer], *targets]
         self._copy.begin(targets, [*mine, *sources], num_checked=len(mine))
-        self._captured = _Copied(buffer, state, begun_s, blocks or [])
+        self._captured = _Copied(buffer, state, begun_s, sums or [])
 
     def complete(self, *, pin: bool) -> None:
         """Complete the captured snapshot in the background; ``pin`` it to have it stored."""
@@ -364,7 +365,7 @@ class SnapshotWriter:
         assert self._layout is not None
         hurries = time.monotonic() < self._late_until_s
         data = self._layout.data[copied.buffer]
-        blocks = self._copy.run(data, known=copied.blocks, hurries=hurries)
+        sums = self._copy.run(data, known=copied.sums, hurries=hurries)
         # The metrics of a version's steps are written before it counts.
         self._told()
         buffer, state = copied.buffer, copied.state
@@ -372,7 +373,7 @@ class SnapshotWriter:
         self._for_others.complete(state, check=self._check)
         # It is complete already if the fence came while another rank's share was completed.
         if self._arena.held(buffer) is None:
-            self._layout.complete(self._arena, buffer, state, blocks, self._check)
+            self._layout.complete(self._arena, buffer, state, sums, self._check)
         if pin:
             # After the record: a pinned buffer is complete.
             self._arena.pin(buffer)
@@ -408,4 +409,4 @@ class _Copied:
     buffer: int
     state: Captured
     begun_s: float
-    blocks: Sequence[Sequence[int]]
+    sums: Sequence[Sums]

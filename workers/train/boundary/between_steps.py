@@ -493,8 +493,8 @@ class Boundary:
         return is_taken
 
     def _follow(self, writer: SnapshotWriter, sharded: ShardedModel) -> None:
-        """Copy snapshots off the device between the passes of the model, from the second one on."""
-        if self._unfollow is None and writer.leaves_device:
+        """Copy snapshots off the device where a stage waits for others, from the second one on."""
+        if self._unfollow is None and writer.leaves_device and self._assignment.layout.pp > 1:
             blocks = cast("Iterable[nn.Module]", fsdp_modules(sharded.model))
             self._unfollow = on_passes(blocks, writer.passed)
 

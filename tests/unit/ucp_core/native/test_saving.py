@@ -15,7 +15,7 @@ from ucp_core.errors import CheckpointCorruptError, ChecksumMismatchError
 from ucp_core.geometry import Box
 from ucp_core.manifest import from_bytes, to_bytes
 from ucp_core.native import LocalTensor, RankSaver, load, open_checkpoint
-from ucp_core.numerics import BLOCK_BYTES, crc32
+from ucp_core.numerics import BLOCK_BYTES, crc32, sums_of
 from ucp_core.storage import MemoryStore
 
 GROUPS = [{"lr": 0.1, "params": ["layers.0.w"]}]
@@ -118,12 +118,12 @@ def test_checksums_that_are_known_are_taken_over() -> None:
     data = bytearray(random.Random(5).randbytes(20))
     (tensor,) = _rows([bytes(data)])
     saver = saver_of([tensor], block_bytes=8)
-    blocks = [[crc32(data[low : low + 8]) for low in (0, 8, 16)]]
+    sums = [sums_of(memoryview(data), 8)]
     tensor.data[9] ^= 1
     store = MemoryStore()
     saver.save(
         store, "c", step=1, data=[tensor.data], extra={}, param_groups=[], fsync=False,
-        blocks=blocks,
+        sums=sums,
     )  # fmt: skip
 
     assert from_bytes(store.read("c/a0002-r00000.json")).files["a0002-r00000.bin"].crc32 == crc32(
