@@ -5,8 +5,7 @@
 ``copy`` moves the same tensors off the device, in turn into torch's own pinned memory and into a
 buffer of a keeper's memory that is registered with the driver; ``of_pinned`` compares the speeds.
 ``steps`` trains a decoder on the device without and with a snapshot after every step, in turn, as
-``bench_snapshot_steps`` does. The buckets leave with the passes of the step; with ``at_once`` they
-leave as fast as they can. The preset 1b needs 20 GB on the device and 45 GB of memory for three
+``bench_snapshot_steps`` does. The preset 1b needs 20 GB on the device and 45 GB of memory for three
 snapshots. Without a CUDA device the benchmark says so and measures nothing.
 """
 
@@ -104,7 +103,7 @@ def main() -> None:
         global_batch=options.batch,
         rounds=options.rounds,
         block=options.block,
-        ways=("none", "snapshots", "at_once"),
+        ways=("none", "snapshots"),
     )
     filled_gb = num_parameters(shape) * BYTES_A_PARAMETER / 1e9
     with tempfile.TemporaryDirectory() as folder:

@@ -59,8 +59,6 @@ from workers.settings import (
     SnapshotSettings,
     TrainSettings,
 )
-from workers.snapshot import device as device_module
-from workers.snapshot.device import SPREAD
 from workers.state import replicas_of
 from workers.train import Session, WorkerContext, run_attempt
 from workers.train.boundary.cadence import Cadence
@@ -145,11 +143,7 @@ def train(
 
 
 def task(session: Session, *, job: Job, meter: Meter) -> None:
-    """Train, and save as the way of each block says.
-
-    With ``at_once``, snapshots leave a device as fast as they can, and not with its passes.
-    """
-    releases: Any = device_module
+    """Train, and save as the way of each block says."""
     model = session.model(lambda: Decoder(job.shape))
     session.optimizer(lambda parameters: adamw(parameters, session.settings.train))
     device = next(model.parameters()).device
@@ -158,7 +152,6 @@ def task(session: Session, *, job: Job, meter: Meter) -> None:
         for way, every, stored in (
             ("none", NEVER, NEVER),
             ("snapshots", 1, NEVER),
-            ("at_once", 1, NEVER),
             ("stored", 1, STORE_EVERY),
         )
     }
@@ -167,7 +160,6 @@ def task(session: Session, *, job: Job, meter: Meter) -> None:
         # As if it had been asked for in the settings; all ranks do so before the same step.
         way = job.way(step.number)
         session._boundary._cadence = cadences[way]
-        releases.SPREAD = 0.0 if way == "at_once" else SPREAD
         for samples in step.micro_batches():
             inputs, targets = (
                 tokens.to(device)

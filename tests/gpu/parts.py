@@ -12,7 +12,7 @@ from typing import Final
 
 import torch
 
-from tests.gpu.rows import note, tell
+from tests.gpu.rows import tell
 
 
 @dataclass(frozen=True, slots=True)
@@ -105,4 +105,4 @@ def perform(names: Sequence[str], lab: Lab) -> None:
     for name in names:
         begun_s = time.monotonic()
         PARTS[name](lab)
-        note(f"{name}: {time.monotonic() - begun_s:.1f} s")
+        tell(name, "the part took", f"{time.monotonic() - begun_s:.0f} s")

@@ -52,9 +52,11 @@ from workers.snapshot.buckets import BUCKET_BYTES, Asked, Plan, TensorRange, int
 IN_FLIGHT_MAX: Final = 2
 #: Buckets that leave on one credit, some 10 ms; then it is another rank's turn.
 _TURN: Final = 16
-#: Most buckets of a state, or a few more, with marks and without.
+#: Most buckets of a state, or a few more, with marks and without; a larger state has more.
 _BUCKETS_MAX: Final = 16
 _FEW_BUCKETS: Final = 4
+#: 20 ms on a bus of 50 GB/s, for which other ranks wait.
+_BUCKET_BYTES_MAX: Final = 1 << 30
 #: The device's gaps are measured in one of so many snapshots: it takes an event at every mark.
 _MEASURED_EVERY: Final = 16
 
@@ -469,7 +471,7 @@ class DeviceCopy:
             sizes = [target.numel() * target.element_size() for target in targets]
             most = _BUCKETS_MAX if self._told_a_step else _FEW_BUCKETS
             num_blocks = -(-sum(sizes) // (self._block_bytes * most))
-            size = max(BUCKET_BYTES, num_blocks * self._block_bytes)
+            size = max(BUCKET_BYTES, min(num_blocks * self._block_bytes, _BUCKET_BYTES_MAX))
             buckets = into_buckets(sizes, bucket_bytes=size, block_bytes=self._block_bytes)
             plan = Plan(targets, sources, places, buckets, size)
             self._plans[buffer] = plan
