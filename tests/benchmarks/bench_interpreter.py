@@ -3,9 +3,9 @@
     python -m tests.benchmarks interpreter [--preset 350m] [--rounds 20]
 
 A loop of small operations of torch stands for a step whose host is the bottleneck, as with small
-models on a GPU. It holds its update and takes a snapshot as a worker does, of a state on a simulated
-device: a bus of 52 GB/s that needs no processor. All sizes are a sixteenth, those of blocks and
-buckets too, so that Python has as much to do as for the whole state.
+models on a GPU. It holds its update and takes a snapshot as a worker does, of a state on a
+simulated device: a bus of 52 GB/s that needs no processor. All sizes are a sixteenth, those of
+blocks and buckets too, so that Python has as much to do as for the whole state.
 
 ``lost_ms`` is how much longer a step takes with a snapshot than without. ``training_ms`` is the
 processor time of the training thread for it, ``beside_ms`` that of the thread that completes it:
