@@ -57,8 +57,10 @@ _BUCKETS_MAX: Final = 16
 _FEW_BUCKETS: Final = 4
 #: 20 ms on a bus of 50 GB/s, for which other ranks wait.
 _BUCKET_BYTES_MAX: Final = 1 << 30
-#: The device's gaps are measured in one of so many snapshots: it takes an event at every mark.
+#: The device's gaps are measured in one of so many snapshots, and in the first two: it takes an
+#: event at every mark, and a first step is like no other.
 _MEASURED_EVERY: Final = 16
+_MEASURED_FIRST: Final = 2
 
 #: Period of checking whether the last copy has ended.
 _END_LOOK_S: Final = 0.001
@@ -398,7 +400,8 @@ class DeviceCopy:
             ]
         bucket_s = median(self._leave_s) if self._leave_s else math.inf
         is_known = len(self._gaps_s) == self._told_a_step
-        self._measures = not is_known or self._num_begun % _MEASURED_EVERY == 0
+        is_first = self._num_begun < _MEASURED_FIRST
+        self._measures = not is_known or is_first or self._num_begun % _MEASURED_EVERY == 0
         gaps_s = self._gaps_s if is_known else [0.0] * self._told_a_step
         self._shares = bucket_releases(self._num_buckets, gaps_s, bucket_s)
         self._leave_s = []
