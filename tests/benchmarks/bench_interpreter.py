@@ -1,4 +1,4 @@
-"""What a snapshot takes from a training thread that is busy in Python.
+"""The time that a snapshot takes from a training thread that is busy in Python.
 
     python -m tests.benchmarks interpreter [--preset 350m] [--rounds 20]
 

@@ -48,7 +48,7 @@ def into_buckets(
 
 
 class Asked(NamedTuple):
-    """What is to be checksummed of a bucket: ranges of the first tensors, and their memory."""
+    """The part of a bucket that is to be checksummed: ranges of tensors, and their memory."""
 
     ranges: Sequence[TensorRange]
     question: Question
@@ -64,7 +64,7 @@ class Plan:
         bucket_bytes: Their size.
 
     Attributes:
-        asked: What is to be checksummed of each bucket, by number, once that was asked.
+        asked: The part of each bucket that is to be checksummed, by number, once it was asked for.
     """
 
     def __init__(
