@@ -220,7 +220,7 @@ def test_growing_and_shrinking_through_memory_changes_no_bit(
 def test_a_state_that_leaves_beside_the_next_step_is_that_of_its_own(
     layout: ParallelLayout, run: Run, text: DataSettings, make_nodes: MakeNodes
 ) -> None:
-    """A stage's leaves in shares, with the passes of the model; workers are killed meanwhile."""
+    """The state of a stage leaves in shares, with its passes; workers are killed meanwhile."""
     place: dict[str, Any] = {"num_workers": 2, "layout": layout}
     chosen = rarely_stored(text, deterministic=True, steps=16, global_batch=32)
     chosen = replace(chosen, model=ModelSettings(preset="small", tied=False))

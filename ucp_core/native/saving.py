@@ -31,7 +31,7 @@ _BESIDE_BYTES_MIN = 16 << 20
 _HOLE = -1
 #: With the comma behind it.
 _CRC_CHARS = len(str(2**32 - 1)) + 1
-#: What is filled in instead; the blocks of a single block are not printed.
+#: The text that takes its place; data of a single block list no blocks.
 _CRC32, _BLOCKS, _NO_BLOCKS = '"crc32":%d', ',"blocks":[%s]', "%.0s"
 #: Matches placeholders only: in a name these quotes would be escaped.
 _HOLES = re.compile(r'"crc32":-1(?:,"blocks":\[-1(?:,-1)*\])?')

@@ -39,12 +39,12 @@ log = logging.getLogger(__name__)
 
 @dataclass(eq=False, slots=True)
 class Question:
-    """Memory that is to be checksummed, again and again, and the checksums once they are there."""
+    """Memory that is to be checksummed, perhaps often, and the checksums once they are there."""
 
     views: Sequence[memoryview]
     block_bytes: int
     sums: list[Sums] | None = None
-    #: As the process is asked, which knows the memory by these numbers.
+    #: The text for the process, and the numbers by which that knows the memory.
     request: bytes | None = None
     numbers: frozenset[int] = frozenset()
 
@@ -103,7 +103,7 @@ class Checksums:
         return self.answer(question)
 
     def ask(self, question: Question) -> None:
-        """Have the process begin with a question; again, once that has its ``answer``.
+        """Send a question to the process: a new one, or one that was sent before.
 
         The memory stays as it is until then.
         """
@@ -154,7 +154,7 @@ class Checksums:
         return self._connection
 
     def _prepare(self, question: Question) -> None:
-        """Note how to ask the process, or that it is not worth it, or has not all of the memory."""
+        """Write the request, an empty one if it does not pay or the process lacks the memory."""
         views = question.views
         places = [place for view in views if (place := self._place(view)) is not None]
         question.request = b""

@@ -220,7 +220,7 @@ class DeviceCopy:
         """Have the device run later work of the training thread after the copy."""
         with self._lock:
             if bool(self._told_a_step) != bool(self._num_told):
-                # There are to be more buckets, or fewer.
+                # Marks have come or gone, and with them the number of buckets.
                 self._plans = {}
             self._told_a_step, self._num_told = self._num_told, 0
             if self._told is not None:
@@ -251,7 +251,7 @@ class DeviceCopy:
             Exception: The device failed, or lacks memory for copying.
             RuntimeError: The copy was ended before.
         """
-        found = list(known) or [NO_SUMS for _ in data]
+        found = list(known) or [NO_SUMS] * len(data)
         # A second call finds everything in place.
         num_checked, self._num_checked = self._num_checked, 0
         patience_s = 0.0 if hurries else PATIENCE_S

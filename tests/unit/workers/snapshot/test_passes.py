@@ -388,6 +388,19 @@ def test_a_large_state_leaves_in_few_buckets_and_behind_few_marks(
     assert nums == [(2, True), (4, True), (4, False)]
 
 
+def test_a_bucket_has_its_bound_however_large_the_state(
+    tmp_path: Path, device: SimulatedDevice, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Other ranks of the node wait for a bucket."""
+    monkeypatch.setattr(device_module, "_FEW_BUCKETS", 2)
+    monkeypatch.setattr(device_module, "_BUCKET_BYTES_MAX", 4 * BUCKET_BYTES)
+    copy = DeviceCopy(Credits(tmp_path, 1), BUCKET_BYTES, device)
+    targets, sources, data = _state(40)
+    copy.begin(targets, sources, num_checked=1)
+    assert copy.run(data) == [_checksums(data[0])]
+    assert device.num_asked == 10
+
+
 def test_waits_of_a_step_unlike_the_last_one_count_for_nothing(
     tmp_path: Path, device: SimulatedDevice
 ) -> None:
