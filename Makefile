@@ -8,7 +8,7 @@ STAMP  := $(VENV)/.everstep-installed
 PEERS  := $(VENV)/.everstep-peers-installed
 BENCH  := $(VENV)/.everstep-bench-installed
 # The oldest and the newest release that the tests pass with.
-TORCHES := 2.11.0 2.14.1
+TORCHES := 2.11.0 2.15.0
 # One compute thread per process: tests and the demo start several on few cores.
 export OMP_NUM_THREADS ?= 1
 export RAY_USAGE_STATS_ENABLED := 0
