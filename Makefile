@@ -33,7 +33,7 @@ help:
 	@echo "make test-py312  the same with Python 3.12, in .venv-py312"
 	@echo "make test-torch  all but interop, with the oldest and the newest torch"
 	@echo "make test-ray    what starts a real local Ray"
-	@echo "make test-gpu    what only a GPU can show, on one that ranks share (PARTS=\"kills groups\")"
+	@echo "make test-gpu    what only a GPU can show, on one that ranks share (PARTS=\"kills groups\", PARTS=--full)"
 	@echo "make test-chaos  long runs under random faults"
 	@echo "make chaos-network  faults of networks and machines on a real cluster (root; half an hour)"
 	@echo "make bench       every measurement, beside its peers (hours; tests/benchmarks/RESULTS.md)"

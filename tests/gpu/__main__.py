@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import contextlib
 import json
+import math
 import os
 import signal
 import subprocess
@@ -24,17 +25,19 @@ from tests.gpu.rows import Row
 
 ROOT: Final = Path(__file__).parents[2]
 #: Each group of parts has a process of its own, one after the other: the ranks of all take turns on
-#: the GPU, and two groups at a time slow each other down so much that waits run out.
+#: the GPU, and two groups at a time slow each other down so much that waits run out. The first ones
+#: are worth most when time is short.
 GROUPS: Final = (
-    ("card", "tests"),
+    ("card",),
     ("groups",),
-    ("layouts",),
-    ("faults",),
-    ("equal",),
     ("kills",),
-    ("diagnosis",),
+    ("equal",),
+    ("layouts",),
     ("snapshot", "pinning"),
+    ("faults",),
     ("overhead",),
+    ("diagnosis",),
+    ("tests",),
     ("demo",),
     ("models",),
 )
@@ -44,18 +47,18 @@ ALONE: Final = frozenset({"snapshot", "pinning", "overhead", "models"})
 EXTRA: Final = frozenset({"demo", "models"})
 #: A part that takes longer has failed.
 PART_S_MAX: Final = 300.0
+#: How long parts that were not named may take together.
+ALL_S_MAX: Final = 300.0
 
 
 def main() -> int:
     """Run what was asked for; return 1 if a row is not as it is to be, or a part failed."""
     parser = argparse.ArgumentParser(prog="python -m tests.gpu", description=__doc__)
     parser.add_argument(
-        "parts",
-        nargs="*",
-        help=f"of {', '.join(PARTS)}; default: all but {' and '.join(sorted(EXTRA))}",
+        "parts", nargs="*", help=f"of {', '.join(PARTS)}; default: what fits five minutes"
     )
     parser.add_argument("--on-cpu", action="store_true", help="stand-ins without a GPU")
-    parser.add_argument("--quick", action="store_true", help="the smallest settings")
+    parser.add_argument("--full", action="store_true", help="whole settings, and every part")
     parser.add_argument("--json", action="store_true", help="rows as JSON, a line each")
     parser.add_argument("--logs", type=Path, help="folder that keeps run directories and output")
     parser.add_argument("--here", action="store_true", help=argparse.SUPPRESS)
@@ -64,12 +67,14 @@ def main() -> int:
     if unknown:
         parser.error(f"there is no part {', '.join(unknown)}; there are {', '.join(PARTS)}")
     if options.here:
-        perform(options.parts, Lab(options.on_cpu, options.quick, options.logs))
+        perform(options.parts, Lab(options.on_cpu, options.full, options.logs))
         return 0
     if not options.on_cpu and not torch.cuda.is_available():
         print("skipped: torch sees no GPU on this machine; --on-cpu runs stand-ins")  # noqa: T201
         return 0
-    chosen = options.parts or [part for part in PARTS if part not in EXTRA]
+    chosen = options.parts or [part for part in PARTS if options.full or part not in EXTRA]
+    is_limited = not (options.parts or options.full)
+    until_s = time.monotonic() + ALL_S_MAX if is_limited else math.inf
     # A command that is ended ends its parts, too.
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(1))
     rows: list[Row] = []
@@ -80,7 +85,10 @@ def main() -> int:
             parts = [part for part in group if part in chosen]
             if not parts:
                 continue
-            process = _Process(parts, options, logs)
+            if time.monotonic() >= until_s:
+                rows.append(_shown(_itself(parts, "", is_over=True), as_json=options.json))
+                continue
+            process = _Process(parts, options, logs, until_s)
             try:
                 rows += process.rows()
             finally:
@@ -93,10 +101,12 @@ def main() -> int:
 class _Process:
     """Parts that run in a process of their own, one after the other."""
 
-    def __init__(self, parts: Sequence[str], options: argparse.Namespace, logs: Path) -> None:
-        self._parts, self._as_json = parts, options.json
+    def __init__(
+        self, parts: Sequence[str], options: argparse.Namespace, logs: Path, until_s: float
+    ) -> None:
+        self._parts, self._as_json, self._all_until_s = parts, options.json, until_s
         command = [sys.executable, "-m", "tests.gpu", "--here", *parts]
-        for flag in ("--on-cpu", "--quick"):
+        for flag in ("--on-cpu", "--full"):
             command += [flag] if getattr(options, flag[2:].replace("-", "_")) else []
         command += ["--logs", str(options.logs)] if options.logs else []
         self._log = logs / f"gpu-{'-'.join(parts)}.log"
@@ -104,7 +114,8 @@ class _Process:
         places = os.pathsep.join([str(ROOT), str(ROOT / "workers/public"), *found])
         threads = str(max(1, (os.cpu_count() or 1) // 2)) if ALONE.issuperset(parts) else "1"
         limit_s = len(parts) * PART_S_MAX
-        self._until_s = time.monotonic() + limit_s * (3 if options.on_cpu else 1)
+        limit_s *= 3 if options.on_cpu else 1
+        self._until_s = min(until_s, time.monotonic() + limit_s)
         with self._log.open("wb") as log:
             self._process = subprocess.Popen(
                 command,
@@ -121,20 +132,20 @@ class _Process:
         rows: list[Row] = []
         timer = threading.Timer(max(1.0, self._until_s - time.monotonic()), self.end)
         timer.start()
-        for line in self._process.stdout or ():
-            with self._log.open("a") as log:
-                log.write(line)
-            if (row := Row.of(line)) is not None:
-                self._show(row)
-                rows.append(row)
+        assert self._process.stdout is not None
+        with self._process.stdout as lines:
+            for line in lines:
+                with self._log.open("a") as log:
+                    log.write(line)
+                if (row := Row.of(line)) is not None:
+                    rows.append(_shown(row, as_json=self._as_json))
         timer.cancel()
         if self._process.wait():
             said = self._log.read_text(errors="replace").strip().splitlines()
             last = next((line for line in reversed(said) if Row.of(line) is None), "nothing")
             seen = f"ended with {self._process.returncode}: {last[:200]}"
-            part = "/".join(self._parts)
-            rows.append(Row(part=part, what="the part itself", seen=seen, bar="ends", ok=False))
-            self._show(rows[-1])
+            is_over = time.monotonic() >= self._all_until_s
+            rows.append(_shown(_itself(self._parts, seen, is_over=is_over), as_json=self._as_json))
         return rows
 
     def end(self) -> None:
@@ -142,9 +153,20 @@ class _Process:
         with contextlib.suppress(ProcessLookupError):
             os.killpg(self._process.pid, signal.SIGKILL)
 
-    def _show(self, row: Row) -> None:
-        line = f"{row.part}: {row.what}: {row.seen}"
-        print(json.dumps(asdict(row)) if self._as_json else line, flush=True)  # noqa: T201
+
+def _itself(parts: Sequence[str], seen: str, *, is_over: bool) -> Row:
+    """Return the row of parts that did not end by themselves."""
+    what, part = "the part itself", "/".join(parts)
+    if is_over:
+        return Row(part=part, what=what, seen="skipped: no time is left; name it to run it")
+    return Row(part=part, what=what, seen=seen, bar="ends", ok=False)
+
+
+def _shown(row: Row, *, as_json: bool) -> Row:
+    """Return the row, printed."""
+    line = f"{row.part}: {row.what}: {row.seen}"
+    print(json.dumps(asdict(row)) if as_json else line, flush=True)  # noqa: T201
+    return row
 
 
 def print_table(rows: Sequence[Row]) -> None:

@@ -25,7 +25,7 @@ ONCE: Final = {6: (1, "illegal"), 14: (2, "hang"), 22: (3, "out of memory")}
 TOLD_AS: Final = {
     "illegal": ("exception", "crash"),
     "hang": ("hang",),
-    "out of memory": ("exception",),
+    "out of memory": ("device_memory",),
 }
 #: These are met again by every attempt.
 ALWAYS: Final = {"assert": (0, "assert"), "out of memory on all": (-1, "out of memory")}

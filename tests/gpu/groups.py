@@ -36,7 +36,7 @@ NOTHING: Final = "nothing"
 
 def groups(lab: Lab) -> None:
     """Tell what four ranks saw."""
-    attempts = 6 if lab.quick else ATTEMPTS
+    attempts = ATTEMPTS if lab.full else 6
     play = functools.partial(_play, on_cpu=lab.on_cpu, attempts=attempts)
     with lab.folder("groups") as folder, running(play, NUM_RANKS, folder) as ranks:
         seen = ranks.results(RUN_S_MAX)

@@ -36,7 +36,7 @@ STEPS: Final = 4
 
 def models(lab: Lab) -> None:
     """Tell the points, and write them to the file if they are of a card."""
-    names = ("tiny",) if lab.on_cpu else ("125m",) if lab.quick else ("125m", "350m", "1b")
+    names = ("tiny",) if lab.on_cpu else ("125m", "350m", "1b") if lab.full else ("125m",)
     points = []
     for name, precision, checkpointed in itertools.product(names, ("bf16", "fp32"), (False, True)):
         point = measure(lab, name, precision, checkpointed=checkpointed)

@@ -21,12 +21,12 @@ class Lab:
 
     Attributes:
         on_cpu: Whether stand-ins run, on a machine without a GPU.
-        quick: Whether the smallest settings will do.
+        full: Whether the whole settings are asked for; by default the smallest ones.
         logs: Where run directories stay to be read; None if nobody will.
     """
 
     on_cpu: bool
-    quick: bool
+    full: bool
     logs: Path | None
 
     @property

@@ -1,4 +1,4 @@
-"""torch's names that this room uses and torch does not promise. Checked on 2.11 and 2.13 to 2.15.
+"""torch's names that this room uses and torch does not promise. Checked on 2.11, 2.13 to 2.15.
 
 ``make test-torch`` runs the tests with the oldest and the newest release.
 """

@@ -1,4 +1,4 @@
-"""torch's names that this room uses and torch does not promise. Checked on 2.11 and 2.13 to 2.15."""
+"""torch's names that this room uses and torch does not promise. Checked on 2.11, 2.13 to 2.15."""
 
 from __future__ import annotations
 

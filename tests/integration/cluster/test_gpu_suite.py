@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 
+from tests.gpu import __main__ as suite
 from tests.gpu import faults
 from tests.gpu.parts import Lab, perform
 from tests.gpu.rows import Row
@@ -35,8 +36,21 @@ def test_a_part_sees_what_is_to_be_seen(
 
     monkeypatch.setattr(faults, "cluster_for", here)
 
-    perform([part], Lab(on_cpu=True, quick=True, logs=tmp_path))
+    perform([part], Lab(on_cpu=True, full=False, logs=tmp_path))
 
     rows = [row for line in capsys.readouterr().out.splitlines() if (row := Row.of(line))]
     assert rows
     assert [row for row in rows if row.ok is False] == []
+
+
+def test_parts_that_do_not_fit_the_time_say_so(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """A lent machine is lent for minutes."""
+    monkeypatch.setattr(suite, "ALL_S_MAX", 0.2)
+    monkeypatch.setattr("sys.argv", ["tests.gpu", "--on-cpu"])
+
+    assert suite.main() == 0
+
+    printed = capsys.readouterr().out
+    assert all(f"{part}: the part itself: skipped" in printed for part in ("card", "kills"))
