@@ -50,8 +50,10 @@ from workers.snapshot.buckets import BUCKET_BYTES, Asked, Plan, TensorRange, int
 
 #: One is copied while the next one waits.
 IN_FLIGHT_MAX: Final = 2
-#: Buckets that leave on one credit, some 10 ms; then it is another rank's turn.
-_TURN: Final = 16
+#: What leaves on one credit, some 10 ms; then it is another rank's turn.
+_TURN_BYTES: Final = 512 << 20
+#: Buckets of a turn, at least: a new turn takes the interpreter from training, and the bus waits.
+_TURN_BUCKETS_MIN: Final = 4
 #: Most buckets of a state, or a few more, with marks and without; a larger state has more.
 _BUCKETS_MAX: Final = 16
 _FEW_BUCKETS: Final = 4
@@ -259,7 +261,7 @@ class DeviceCopy:
             self.hurry()
         mine = data[:num_checked]
         asked: list[Asked] = []
-        turn = max(1, _TURN * BUCKET_BYTES // self._plan.bucket_bytes)
+        turn = max(_TURN_BUCKETS_MIN, _TURN_BYTES // self._plan.bucket_bytes)
         self._in_turns(
             self._has_next,
             lambda left: self._next(left, mine, asked),
@@ -276,7 +278,7 @@ class DeviceCopy:
             self._in_turns(
                 lambda: bool(rest),
                 lambda _: bool(rest) and self._check(rest.popleft(), data, found),
-                turn=_TURN,
+                turn=_TURN_BYTES // BUCKET_BYTES,
                 patience_s=patience_s if len(rest) > 1 else None,
             )
         return found

@@ -35,7 +35,8 @@ SEEDS = range(20)
 @pytest.fixture(autouse=True)
 def _small_buckets(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(device_module, "BUCKET_BYTES", BUCKET_BYTES)
-    monkeypatch.setattr(device_module, "_TURN", 3)
+    monkeypatch.setattr(device_module, "_TURN_BYTES", 3 * BUCKET_BYTES)
+    monkeypatch.setattr(device_module, "_TURN_BUCKETS_MIN", 3)
     monkeypatch.setattr(device_module, "_BUCKETS_MAX", 1000)
     monkeypatch.setattr(device_module, "_FEW_BUCKETS", 1000)
 
@@ -137,6 +138,19 @@ def test_few_are_under_way_until_an_update_comes(
         assert device.num_copies_max <= IN_FLIGHT_MAX
         assert all(map(torch.equal, targets, sources))
         assert device.bytes_copied == sum(map(len, data))
+
+
+def test_the_next_bucket_waits_on_the_bus_however_large_buckets_are(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Otherwise the bus waits between any two for an interpreter that training holds."""
+    monkeypatch.setattr(device_module, "_TURN_BYTES", BUCKET_BYTES)
+    targets, sources, data = tensors()
+    with running(0, computes_first=True) as device:
+        copy = DeviceCopy(Credits(tmp_path, 1), BLOCK_BYTES, device)
+        copy.begin(targets, sources, num_checked=len(data))
+        copy.run(data)
+        assert device.num_copies_max == IN_FLIGHT_MAX
 
 
 def test_an_update_waits_for_a_copy_that_nobody_has_begun(tmp_path: Path) -> None:

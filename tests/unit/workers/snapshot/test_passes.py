@@ -34,7 +34,8 @@ STEP_S = 60.0
 @pytest.fixture(autouse=True)
 def _small_buckets(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(device_module, "BUCKET_BYTES", BUCKET_BYTES)
-    monkeypatch.setattr(device_module, "_TURN", 3)
+    monkeypatch.setattr(device_module, "_TURN_BYTES", 3 * BUCKET_BYTES)
+    monkeypatch.setattr(device_module, "_TURN_BUCKETS_MIN", 3)
     monkeypatch.setattr(device_module, "_BUCKETS_MAX", 1000)
     monkeypatch.setattr(device_module, "_FEW_BUCKETS", 1000)
 
