@@ -26,6 +26,8 @@ NUM_RANKS: Final = 4
 ATTEMPTS: Final = 20
 SETTLED: Final = 4
 LEAK_BYTES_MAX: Final = 64 << 20
+#: An aborted communicator is released by a thread of its own.
+STABLE_S, STABLE_S_MAX = 1.0, 10.0
 RUN_S_MAX: Final = 150.0
 #: A rank waits when it does so for longer than for a late one.
 WAITED_S: Final = 0.2
@@ -65,7 +67,7 @@ def _play(place: Place, *, on_cpu: bool, attempts: int) -> dict[str, Any]:
     device = _device(place, on_cpu=on_cpu)
     store = dist.TCPStore("127.0.0.1", place.port, wait_for_workers=False)
     seen: dict[str, Any] = {"leaked_bytes": 0, "unblock_s": 0.0}
-    settled_bytes = 0
+    used_bytes: dict[int, int] = {}
     for attempt in range(1, attempts + 1):
         begun_s = time.monotonic()
         _form(place, attempt, on_cpu=on_cpu)
@@ -77,14 +79,26 @@ def _play(place: Place, *, on_cpu: bool, attempts: int) -> dict[str, Any]:
             seen["unblock_s"] = max(seen["unblock_s"], unblocked_s)
         collectives.leave()
         _meet(store, f"left-{attempt}")
-        if not on_cpu:
+        if not on_cpu and attempt in (SETTLED, attempts):
             torch.cuda.empty_cache()
-            free, total = torch.cuda.mem_get_info()
+            used_bytes[attempt] = _used_bytes()
             _meet(store, f"measured-{attempt}")
-            if attempt == SETTLED:
-                settled_bytes = total - free
-            seen["leaked_bytes"] = total - free - settled_bytes if settled_bytes else 0
+            seen["leaked_bytes"] = used_bytes[attempt] - used_bytes[SETTLED]
     return seen
+
+
+def _used_bytes() -> int:
+    """Return the memory that all ranks have on the device, once they release no more of it."""
+    since_s = begun_s = time.monotonic()
+    used: tuple[int, int] | None = None
+    while time.monotonic() - since_s < STABLE_S and time.monotonic() - begun_s < STABLE_S_MAX:
+        found = torch.cuda.mem_get_info()
+        if found != used:
+            used, since_s = found, time.monotonic()
+        time.sleep(0.05)
+    assert used is not None
+    free, total = used
+    return total - free
 
 
 def _form(place: Place, attempt: int, *, on_cpu: bool) -> None:

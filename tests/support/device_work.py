@@ -11,16 +11,25 @@ import torch.distributed as dist
 
 @dataclass
 class DeviceWork:
-    """A collective of a simulated device: where the device is, and torch's work."""
+    """A collective of a simulated device: where the device is, and torch's work.
+
+    Attributes:
+        broken: The device's own failure, with which every question about it fails from then on.
+    """
 
     has_begun: bool = False
     has_ended: bool = False
     error: Exception | None = None
+    broken: RuntimeError | None = None
 
     def is_reached(self) -> bool:
+        if self.broken is not None:
+            raise self.broken
         return self.has_begun
 
     def is_completed(self) -> bool:
+        if self.broken is not None:
+            raise self.broken
         return self.has_ended or self.error is not None
 
     def wait(self) -> bool:

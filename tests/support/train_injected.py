@@ -130,11 +130,12 @@ def train(session: Session) -> None:
             weight.view(torch.int32).view(-1)[0] ^= 1 << 12
 
     def loss_of(samples: Any) -> Tensor:
+        # Before the order: the host waits for the device to take the samples' numbers.
+        x = inputs[samples]
+        target = x.flip(-1)
         injector.at("forward")
-        x = inputs[samples] * (math.nan if injector.takes("nan") else 1.0)
-        loss: Tensor = Ordered.apply(
-            (model(x) - inputs[samples].flip(-1)).square().mean(), injector
-        )
+        x = x * (math.nan if injector.takes("nan") else 1.0)
+        loss: Tensor = Ordered.apply((model(x) - target).square().mean(), injector)
         return loss
 
     for _ in session.steps(_NUM_SAMPLES):

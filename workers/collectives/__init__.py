@@ -22,6 +22,7 @@ beside a lost timeout. Figures: ``tests/benchmarks/RESULTS.md``.
 
 from workers.collectives.errors import AbortedError, CollectiveError, GroupError, unreached
 from workers.collectives.forming import abort, check, form, leave, locate, places, set_timeout, span
+from workers.collectives.group import connect_pairs
 from workers.collectives.nccl import share_device
 from workers.collectives.places import Places, described, script_line
 
@@ -32,6 +33,7 @@ __all__ = [
     "Places",
     "abort",
     "check",
+    "connect_pairs",
     "described",
     "form",
     "leave",

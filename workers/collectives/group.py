@@ -110,6 +110,16 @@ class RecordedGroup(dist.ProcessGroup):
         """Return the backend of the device, or None; the attempt aborts it."""
         return self._backends["cuda"][1] if "cuda" in self._backends else None
 
+    def connect_pairs(self) -> None:
+        """Connect each member with each other one; see the function of this name."""
+        if self.on_device() is None or len(self._ranks) == 1:
+            return
+        received, sent = torch.zeros(2, len(self._ranks), device="cuda")
+        self._attempt.interruptible(
+            f"connecting the pairs of ranks {_some(self._ranks)}",
+            lambda: nccl.exchange(self._inner, received, sent),
+        )
+
     def shutdown(self) -> None:
         """End the inner backends, unless an abort left work in them."""
         if self._attempt.aborted.is_set():
@@ -440,6 +450,20 @@ def build_group(
             f"connecting the GPUs of ranks {_some(ranks)}", lambda: nccl.connect(backend, place)
         )
     return group
+
+
+def connect_pairs(group: dist.ProcessGroup) -> None:
+    """Connect each pair of a group's GPUs; for groups that send, receive or exchange.
+
+    NCCL would do so at the first exchange, in the training thread, where it waits for a member that
+    has died and no abort ends that within 30 s. On the host there is nothing to do.
+
+    Raises:
+        AbortedError: The attempt was aborted.
+        CollectiveError: A member did not come.
+    """
+    assert isinstance(group, RecordedGroup), "groups are made between form() and leave()"
+    group.connect_pairs()
 
 
 def batch_isend_irecv(p2p_op_list: list[dist.P2POp]) -> list[dist.Work]:

@@ -54,7 +54,7 @@ def prepare(timeout: timedelta) -> None:
     os.environ.update(ENVIRONMENT)
     # NCCL would connect ranks when a call first needs it: the host waits in that call for the
     # others, which may never come. Without this it does so while the communicator is made, which an
-    # abort ends. Only the first send or receive of a pair still connects.
+    # abort ends. Only the first exchange of a pair still connects: see ``exchange``.
     os.environ.setdefault("NCCL_RUNTIME_CONNECT", "0")
     os.environ["TORCH_NCCL_NONBLOCKING_TIMEOUT"] = str(math.ceil(timeout.total_seconds()))
 
@@ -101,6 +101,16 @@ def connect(backend: Any, device: torch.device) -> None:
     backend.eager_connect_single_device(device)
     # The first collective waits until the communicator is ready. It only has to be enqueued.
     backend.allreduce([torch.zeros(1, device=device)])
+
+
+def exchange(group: Any, received: torch.Tensor, sent: torch.Tensor) -> None:
+    """Exchange an element with each member, which connects the pairs; block as ``connect`` does."""
+    options = dist.AllToAllOptions()
+    # In the current stream, so that the memory can be reused at once.
+    options.asyncOp = False
+    # With sizes: see ``workers.collectives.group``.
+    sizes = [1] * len(sent)
+    group.alltoall_base(received, sent, sizes, sizes, options)
 
 
 def abort_together(backends: Iterable[Any]) -> None:

@@ -279,11 +279,15 @@ class StreamWork(dist.Work):
 
     def is_reached(self) -> bool:
         """Record which calls the device has reached; return whether all."""
-        for call in self._calls:
-            if call.start is not None:
-                if not call.start.is_reached():
-                    return False
-                call.reach()
+        try:
+            for call in self._calls:
+                if call.start is not None:
+                    if not call.start.is_reached():
+                        return False
+                    call.reach()
+        except RuntimeError:
+            # The device has failed. ``settle`` meets that, too, and says so.
+            return False
         return True
 
     def settle(self) -> bool:

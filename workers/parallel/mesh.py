@@ -67,6 +67,15 @@ class Mesh:
         """Return the group of ranks that hold the same state; None if only this rank holds it."""
         return self.sharding.get_group(0) if self.layout.dp_replicate > 1 else None
 
+    def exchanging(self, *, deterministic: bool) -> list[ProcessGroup]:
+        """Return the groups whose ranks exchange in pairs, which gradients do if deterministic."""
+        groups = [self.stages, self.context]
+        if self.experts is not None:
+            groups.append(self.experts.ranks.get_group())
+        if deterministic:
+            groups.append(self.sharding.get_group(self.sharding.ndim - 1))
+        return [group for group in groups if group is not None]
+
     @property
     def sharers(self) -> tuple[int, ...]:
         """Return the ranks that have what no axis cuts, such as buffers, with this one."""

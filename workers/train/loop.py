@@ -164,6 +164,8 @@ class _Attempt:
             attempt=assignment.attempt,
             rank=assignment.rank,
         )
+        for group in mesh.exchanging(deterministic=context.settings.train.deterministic):
+            collectives.connect_pairs(group)
         collectives.set_timeout(context.settings.parallel.patient_timeout_s)
         self._session = Session(assignment, context, mesh, _Process.buffer, _memory(context))
         task(self._session)

@@ -104,6 +104,18 @@ def test_a_failure_on_the_device_aborts_the_attempt(attempt: Attempt) -> None:
     assert error.facts["group"] == "a group"
 
 
+def test_a_device_that_fails_before_it_comes_to_a_collective_aborts_the_attempt(
+    attempt: Attempt,
+) -> None:
+    """A wrong index in a forward pass fails whatever is asked of the device afterwards."""
+    world = attempt.ring.group("world", (0, 1))
+    called(attempt, world).broken = RuntimeError("CUDA error: device-side assert triggered")
+    attempt.look_at_devices()
+
+    assert attempt.aborted.is_set()
+    assert "device-side assert" in str(attempt.error("", "all_reduce"))
+
+
 def test_what_an_abort_ends_has_not_finished(attempt: Attempt, path: Path) -> None:
     """Its kernel ends by force, and its peers may never have called it."""
     world = attempt.ring.group("world", (0, 1))

@@ -17,7 +17,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 
 from tests.support.device_work import DeviceClock, DeviceWork
 from tests.support.ranks import until
-from workers.collectives import AbortedError, CollectiveError, nccl
+from workers.collectives import AbortedError, CollectiveError, connect_pairs, nccl
 from workers.collectives.attempt import Attempt
 from workers.collectives.device_spans import DeviceSpans
 from workers.collectives.group import RecordedGroup, group_name
@@ -231,6 +231,29 @@ def test_a_host_that_waits_in_a_call_is_seen_to_wait(
     assert len(errors) == 1
     attempt.look_at_devices()
     assert not any(attempt._on_device.values())
+
+
+def test_an_abort_ends_the_connecting_of_pairs(
+    attempt: Attempt, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """On an H100 a first receive from a dead rank was not ended by an abort within 30 s."""
+    monkeypatch.setattr(nccl, "abort_together", lambda _: None)
+    group: Any = world()
+    group._inner.others = threading.Event()
+    threading.Timer(0.1, attempt.abort).start()
+
+    with FakeTensorMode(), pytest.raises(AbortedError, match="connecting the pairs of ranks .0, 1."):
+        connect_pairs(world())
+
+    group._inner.others.set()
+
+
+def test_pairs_are_connected_once_all_members_have_come(attempt: Attempt) -> None:
+    """torch fails at an all-to-all without sizes of its splits."""
+    with FakeTensorMode():
+        connect_pairs(world())
+
+    assert not attempt.aborted.is_set()
 
 
 def test_an_error_on_the_device_is_told_and_ends_the_attempt(
