@@ -242,7 +242,7 @@ def test_an_abort_ends_the_connecting_of_pairs(
     group._inner.others = threading.Event()
     threading.Timer(0.1, attempt.abort).start()
 
-    with FakeTensorMode(), pytest.raises(AbortedError, match="connecting the pairs of ranks .0, 1."):
+    with FakeTensorMode(), pytest.raises(AbortedError, match="connecting the pairs of ranks"):
         connect_pairs(world())
 
     group._inner.others.set()
