@@ -50,7 +50,7 @@ from workers.snapshot.buckets import BUCKET_BYTES, Asked, Plan, TensorRange, int
 
 #: One is copied while the next one waits.
 IN_FLIGHT_MAX: Final = 2
-#: What leaves on one credit, some 10 ms; then it is another rank's turn.
+#: Bytes that leave on one credit, some 10 ms; then it is another rank's turn.
 _TURN_BYTES: Final = 512 << 20
 #: Buckets of a turn, at least: a new turn takes the interpreter from training, and the bus waits.
 _TURN_BUCKETS_MIN: Final = 4
