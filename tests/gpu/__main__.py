@@ -58,7 +58,7 @@ def main() -> int:
         "parts", nargs="*", help=f"of {', '.join(PARTS)}; default: what fits five minutes"
     )
     parser.add_argument("--on-cpu", action="store_true", help="stand-ins without a GPU")
-    parser.add_argument("--full", action="store_true", help="whole settings, and every part")
+    parser.add_argument("--full", action="store_true", help="every part with its whole settings")
     parser.add_argument("--json", action="store_true", help="rows as JSON, a line each")
     parser.add_argument("--logs", type=Path, help="folder that keeps run directories and output")
     parser.add_argument("--here", action="store_true", help=argparse.SUPPRESS)

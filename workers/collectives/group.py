@@ -455,8 +455,8 @@ def build_group(
 def connect_pairs(group: dist.ProcessGroup) -> None:
     """Connect each pair of a group's GPUs; for groups that send, receive or exchange.
 
-    NCCL would do so at the first exchange, in the training thread, where it waits for a member that
-    has died and no abort ends that within 30 s. On the host there is nothing to do.
+    NCCL would do so at the first exchange, in the training thread. There it waits for a member that
+    has died, and an abort does not end that within 30 s. On the host this does nothing.
 
     Raises:
         AbortedError: The attempt was aborted.

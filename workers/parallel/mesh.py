@@ -68,7 +68,7 @@ class Mesh:
         return self.sharding.get_group(0) if self.layout.dp_replicate > 1 else None
 
     def exchanging(self, *, deterministic: bool) -> list[ProcessGroup]:
-        """Return the groups whose ranks exchange in pairs, which gradients do if deterministic."""
+        """Return the groups whose ranks exchange in pairs; gradients only if ``deterministic``."""
         groups = [self.stages, self.context]
         if self.experts is not None:
             groups.append(self.experts.ranks.get_group())

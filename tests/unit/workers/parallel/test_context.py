@@ -131,3 +131,28 @@ def test_a_model_that_looks_along_sequences_otherwise_is_refused(
 ) -> None:
     with pytest.raises(LayoutRefusedError, match=why):
         parts(2, model=hub_model(kind, **more))
+
+
+@pytest.mark.parametrize(
+    ("layout", "exchanging", "if_deterministic"),
+    [
+        (ParallelLayout(dp_shard=4, tp=2), [], [(0, 2, 4, 6)]),
+        (ParallelLayout(pp=2, cp=2, tp=2), [(0, 4), (0, 2)], [(0, 4), (0, 2), (0, 2)]),
+        (ParallelLayout(dp_shard=8, ep=4), [(0, 1, 2, 3)], [(0, 1, 2, 3), tuple(range(8))]),
+    ],
+)
+def test_ranks_exchange_along_stages_sequences_and_experts(
+    layout: ParallelLayout,
+    exchanging: list[tuple[int, ...]],
+    if_deterministic: list[tuple[int, ...]],
+) -> None:
+    """Their GPUs are connected before the first step; all pairs of all groups take memory."""
+    dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=8)
+    mesh = build_mesh(layout, device_type="cpu", attempt=1, rank=0)
+
+    def ranks(*, deterministic: bool) -> list[tuple[int, ...]]:
+        groups = mesh.exchanging(deterministic=deterministic)
+        return [tuple(dist.get_process_group_ranks(group)) for group in groups]
+
+    assert ranks(deterministic=False) == exchanging
+    assert ranks(deterministic=True) == if_deterministic
