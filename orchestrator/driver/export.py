@@ -12,7 +12,7 @@ from orchestrator.driver.run import Run
 from orchestrator.errors import RunNotFoundError
 from orchestrator.run_directory import CHECKPOINTS, CONFIG, METRICS
 from ucp_core.errors import CheckpointNotFoundError, UcpError
-from ucp_core.formats import export, left_behind, lies_beside
+from ucp_core.formats import export, left_behind, lies_beside, warnings_of
 from ucp_core.lineage import Lineage
 from ucp_core.native import (
     Checkpoint,
@@ -109,6 +109,7 @@ def export_run(
         "step": checkpoint.step,
         "copied": sorted(set(copied)),
         "left_behind": left_behind(checkpoint, format=format),
+        "warnings": warnings_of(checkpoint, format=format, dtype=options.get("dtype")),
     }
 
 

@@ -14,7 +14,7 @@ from tests.support.checkpoints import ROOT, State, Whole, save
 from tests.support.fixture_runs import RUNS, batch, llama_config
 from tests.support.foreign_reading import checkpoint_fixture
 from ucp_core.conversion import convert
-from ucp_core.formats import open_source
+from ucp_core.formats import open_source, warnings_of
 from ucp_core.formats.huggingface import writer as huggingface_writer
 from ucp_core.geometry import TensorKey
 from ucp_core.inspection import diff
@@ -115,6 +115,48 @@ def test_a_model_in_bfloat16_is_the_one_torch_would_cast(tmp_path: Path) -> None
     for name, parameter in theirs.named_parameters():
         assert torch.equal(parameter, ours.get_parameter(name)), name
     assert _loss(ours) == _loss(theirs)
+
+
+def test_what_a_model_class_keeps_in_float32_stays(tmp_path: Path) -> None:
+    """The bias of a router decides between experts by differences that bfloat16 does not have."""
+    config = transformers.DeepseekV3Config(
+        vocab_size=64,
+        hidden_size=32,
+        intermediate_size=32,
+        moe_intermediate_size=16,
+        num_hidden_layers=2,
+        num_attention_heads=2,
+        num_key_value_heads=2,
+        n_routed_experts=8,
+        n_group=1,
+        topk_group=1,
+        num_experts_per_tok=2,
+        first_k_dense_replace=1,
+        q_lora_rank=8,
+        kv_lora_rank=8,
+        qk_rope_head_dim=8,
+        qk_nope_head_dim=8,
+        v_head_dim=8,
+    )
+    model = transformers.DeepseekV3ForCausalLM(config)
+    gate = "model.layers.1.mlp.gate"
+    bias_name = f"{gate}.e_score_correction_bias"
+    bias = model.get_buffer(bias_name)
+    bias.copy_(6.9 + 0.01 * torch.arange(8))
+    model.save_pretrained(tmp_path / "source")
+    source = open_source(LocalStore(), str(tmp_path / "source"))
+
+    target = str(tmp_path / "bf16")
+    huggingface_writer.write(source, LocalStore(), target, memory_bytes=MEMORY, dtype="bf16")
+    found: Any = transformers.AutoModelForCausalLM.from_pretrained(target)
+
+    assert torch.equal(found.get_buffer(bias_name), bias)
+    assert found.get_parameter(f"{gate}.weight").dtype == torch.float32
+    assert found.lm_head.weight.dtype == torch.bfloat16
+    assert warnings_of(source, format="huggingface", dtype="bf16") == [
+        f"{bias_name}, {gate}.weight stay float32 (DeepseekV3ForCausalLM keeps them so)"
+    ]
+    assert warnings_of(source, format="huggingface", dtype="fp32") == []
 
 
 def test_what_transformers_wrote_goes_through_a_universal_checkpoint(tmp_path: Path) -> None:

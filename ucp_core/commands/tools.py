@@ -259,7 +259,7 @@ def export_command(  # noqa: PLR0913 - options of a command
     store, directory = open_store(destination)
     with progress("exporting", as_json=as_json) as bar:
         export(opened, store, directory, format=to, progress=bar, **options)
-    _show_export(opened, destination, to, as_json=as_json)
+    _show_export(opened, destination, to, dtype, as_json=as_json)
 
 
 def _refuse_options(to: str, given: Iterable[str]) -> None:
@@ -283,13 +283,15 @@ def _numbers(text: str, option: str) -> tuple[int, ...]:
     return tuple(int(part) for part in parts)
 
 
-def _show_export(opened: Checkpoint, destination: str, to: str, *, as_json: bool) -> None:
+def _show_export(
+    opened: Checkpoint, destination: str, to: str, dtype: str | None, *, as_json: bool
+) -> None:
     from ucp_core.formats import exported, left_behind, warnings_of
 
     entries = exported(opened, format=to)
     num_bytes = sum(entry.num_bytes for entry in entries)
     missing = left_behind(opened, format=to)
-    warnings = warnings_of(opened, format=to)
+    warnings = warnings_of(opened, format=to, dtype=dtype)
     if as_json:
         facts = {"destination": destination, "format": to, "tensors": len(entries)}
         print_json(facts | {"bytes": num_bytes, "left_behind": missing, "warnings": warnings})

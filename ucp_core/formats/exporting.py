@@ -158,8 +158,17 @@ def options_of(format: str) -> frozenset[str]:  # noqa: A002 - as above
     return _WRITERS[format].options
 
 
-def warnings_of(checkpoint: Checkpoint, *, format: str) -> list[str]:  # noqa: A002 - as above
-    """Return what a user must know about the format's own reader, for people."""
+def warnings_of(
+    checkpoint: Checkpoint,
+    *,
+    format: str,  # noqa: A002 - as above
+    dtype: str | None = None,
+) -> list[str]:
+    """Return what a user must know of an export to a format, perhaps in ``dtype``, for people."""
+    if format == "huggingface":
+        from ucp_core.formats.huggingface import float32, writer
+
+        return list(float32.kept_in_float32(checkpoint, writer.dtype_of(dtype)).reasons)
     num_groups = len(checkpoint.param_groups)
     if format != "deepspeed-universal" or num_groups <= 1:
         return []

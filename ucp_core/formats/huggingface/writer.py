@@ -10,6 +10,7 @@ import re
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from ucp_core.errors import UcpError
+from ucp_core.formats.huggingface.float32 import kept_in_float32
 from ucp_core.formats.huggingface.reader import EXTRA_NAME
 from ucp_core.formats.huggingface.recognition import INDEX_SUFFIX, SUFFIX
 from ucp_core.formats.safetensors_header import print_header
@@ -69,12 +70,12 @@ def write(  # noqa: PLR0913 - the options of a format
 
     Args:
         dtype: A key of ``DTYPES``: every float tensor of 2 bytes or more is cast to it, to
-            nearest. None: each keeps its own.
+            nearest, but for those of ``kept_in_float32``. None: each keeps its own.
         shard_bytes: Files are cut at this size; a larger tensor has a file of its own.
         keep_tied: Write every alias of a tied tensor too, for tools that do not tie.
     """
     check_memory(memory_bytes)
-    target = _dtype(dtype)
+    target = dtype_of(dtype)
     if shard_bytes < 1:
         raise UcpError(f"shard_bytes={shard_bytes} is not a size", shard_bytes=shard_bytes)
     outputs = _outputs(checkpoint, target, keep_tied=keep_tied)
@@ -85,7 +86,7 @@ def write(  # noqa: PLR0913 - the options of a format
             path=join(directory, taken[0]),
         )
     checkpoint.state_map.prove_coverage()
-    documents = _documents(checkpoint, outputs)
+    documents = _documents(checkpoint, outputs, target)
     adapters = _adapters(outputs) if _ADAPTER_CONFIG in documents else []
     cut = grouped(outputs, lambda output: output.num_bytes, shard_bytes)
     shards = [_in_file(shard) for shard in cut]
@@ -109,7 +110,8 @@ def write(  # noqa: PLR0913 - the options of a format
             store.write_atomic(written[-1], _print(_index(shards)), fsync=fsync)
 
 
-def _dtype(dtype: str | None) -> str | None:
+def dtype_of(dtype: str | None) -> str | None:
+    """Return the dtype of a usual name."""
     if dtype is None:
         return None
     if dtype.lower() not in DTYPES:
@@ -118,8 +120,14 @@ def _dtype(dtype: str | None) -> str | None:
 
 
 def _outputs(checkpoint: Checkpoint, target: str | None, *, keep_tied: bool) -> list[_Output]:
+    kept = kept_in_float32(checkpoint, target).names
+
+    def dtype(entry: TensorEntry) -> str:
+        is_cast = entry.dtype in FLOATS and entry.key.fqn not in kept
+        return target if target and is_cast else entry.dtype
+
     found = [
-        _Output(key.fqn, entry, target if target and entry.dtype in FLOATS else entry.dtype)
+        _Output(key.fqn, entry, dtype(entry))
         for key, entry in checkpoint.state_map.entries.items()
         if key.slot == "weight" and checkpoint.manifest.roles.get(key.fqn) != "extra"
     ]
@@ -170,7 +178,9 @@ def _index(shards: Sequence[Sequence[_Output]]) -> dict[str, Any]:
     return {"metadata": {"total_size": total}, "weight_map": dict(sorted(files.items()))}
 
 
-def _documents(checkpoint: Checkpoint, outputs: Sequence[_Output]) -> dict[str, Any]:
+def _documents(
+    checkpoint: Checkpoint, outputs: Sequence[_Output], target: str | None
+) -> dict[str, Any]:
     """Return the documents that the checkpoint has from such a folder.
 
     The configuration gets the dtype of the weights, to which transformers casts on loading.
@@ -179,7 +189,7 @@ def _documents(checkpoint: Checkpoint, outputs: Sequence[_Output]) -> dict[str, 
     if not isinstance(documents, dict):
         return {}
     documents = {n: d for n, d in documents.items() if n.endswith(".json") and "/" not in n}
-    floats = {output.dtype for output in outputs if output.dtype in FLOATS}
+    floats = {target} if target else {o.dtype for o in outputs if o.dtype in FLOATS}
     config = documents.get("config.json")
     if isinstance(config, dict) and len(floats) == 1:
         (dtype,) = floats

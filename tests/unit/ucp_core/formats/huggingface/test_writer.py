@@ -19,6 +19,7 @@ import torch
 
 from tests.support.checkpoints import ROOT, State, Whole, save, small_state
 from ucp_core.errors import UcpError
+from ucp_core.formats import warnings_of
 from ucp_core.formats.huggingface import reader as huggingface
 from ucp_core.formats.huggingface import writer as huggingface_writer
 from ucp_core.geometry import TensorKey
@@ -69,6 +70,23 @@ def test_a_scalar_keeps_its_value(tmp_path: Path) -> None:
     loaded = safetensors.torch.load_file(tmp_path / "model-00001-of-00002.safetensors")
     assert loaded["scale"].shape == ()
     assert float(loaded["scale"]) == 7.5
+
+
+def test_a_buffer_stays_float32_where_its_model_is_unknown(tmp_path: Path) -> None:
+    """Neither a class of transformers nor a configuration says what must not be narrower."""
+    state = _weights(bias=np.array([6.9, 6.91], np.float32), w=np.ones(3, np.float32))
+    documents = {"config.json": {"architectures": ["NoSuchModel"], "dtype": "float32"}}
+    source = _checkpoint(state, roles={"bias": "buffer"}, extra={"huggingface": documents})
+
+    huggingface_writer.write(source, LocalStore(), str(tmp_path), memory_bytes=MEMORY, dtype="bf16")
+
+    loaded = safetensors.torch.load_file(tmp_path / "model.safetensors")
+    assert loaded["bias"].tolist() == np.array([6.9, 6.91], np.float32).tolist()
+    assert loaded["w"].dtype == torch.bfloat16
+    assert json.loads((tmp_path / "config.json").read_text())["dtype"] == "bfloat16"
+    told = warnings_of(source, format="huggingface", dtype="bf16")
+    assert told[0] == "bias stay float32 (buffers)"
+    assert "NoSuchModel" in told[1]
 
 
 def test_files_are_cut_and_the_index_names_each_tensor(tmp_path: Path) -> None:
