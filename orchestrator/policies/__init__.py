@@ -19,6 +19,7 @@ from orchestrator.policies.growth import GrowthRules
 from orchestrator.policies.layout import (
     GPUS,
     MIXTURES,
+    WHOLE,
     Forecast,
     Gpu,
     Job,
@@ -85,6 +86,7 @@ __all__ = [
     "MEMORY",
     "MIXTURES",
     "STORAGE",
+    "WHOLE",
     "BudgetRules",
     "CadenceFacts",
     "CadenceRules",

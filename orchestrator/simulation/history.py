@@ -270,7 +270,8 @@ class History:
         if model.random() > _REFUSES:
             return
         cannot = frozenset(model.sample(degrees, k=min(len(degrees), model.randint(0, 2))))
-        self.cluster.model = SimModel(cannot, model.randint(1, most), slow)
+        shards_min, is_silent = model.randint(1, most), model.random() < 0.5  # noqa: PLR2004
+        self.cluster.model = SimModel(cannot, shards_min, slow, is_silent)
 
     def _stop(self) -> None:
         # A run that was resumed meanwhile is to complete.

@@ -28,9 +28,11 @@ from orchestrator.core.transition import Transition
 from orchestrator.diagnosis import Kind
 from orchestrator.policies import (
     MEMORY,
+    WHOLE,
     Fault,
     FaultClass,
     FaultKind,
+    Refused,
     UserError,
     bad_sources,
     budgets,
@@ -448,6 +450,7 @@ def decide(transition: Transition) -> None:
     run.attempt.judged = True
     if is_first_time:
         search.explain(transition)
+        _refuse_layout(transition)
         transition.report_incident()
     # The code behind the last step raised: a run that ends well has run that, too.
     if run.committed[0] >= transition.rules.total_steps and not run.attempt.raised:
@@ -487,6 +490,28 @@ def _gone(run: MutableRunState) -> str:
         "never resumes from an older step than it committed: put the newest checkpoint back and "
         "run again, or name another run.directory to start from step 0"
     )
+
+
+def _refuse_layout(transition: Transition) -> None:
+    """Take an exception in the first step of degrees that never trained as a refusal of them.
+
+    Other degrees have trained in this run, so the script can. If the script is at fault all the
+    same, it raises with those, too.
+    """
+    run = transition.run
+    layout, cause = run.attempt.layout, run.cause
+    if layout is None or cause is None or cause.kind is not FaultKind.EXCEPTION:
+        return
+    bug = budgets.user_bug(run.attempt.raised, run.raised_before)
+    if run.attempt.stepped or not run.fits or bug is None or bug.is_of_all:
+        return
+    refused = Refused(layout, WHOLE, f"its first step raised {bug.error}")
+    if any(refused.rules_out(each) for each in run.fits):
+        return
+    run.attempt.refused, run.attempt.raised = refused, ()
+    run.refused = (*run.refused, refused)
+    evidence = f"{layout}: {refused.why}"
+    run.cause = replace(cause, kind=FaultKind.LAYOUT, guilty=(), evidence=evidence)
 
 
 def _charge(transition: Transition) -> str:
@@ -561,7 +586,9 @@ def _dead_end(transition: Transition) -> str:
         return ""
     full, left = rules.full_layout(), rules.full_layout(run.refused)
     assert full is not None
-    if refused.axis:
+    if refused.axis == WHOLE:
+        is_asked_for = False
+    elif refused.axis:
         wish = getattr(rules.layout, refused.axis)
         is_asked_for = getattr(refused.layout, refused.axis) == wish
     else:

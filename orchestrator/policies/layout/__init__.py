@@ -6,7 +6,7 @@ or divisors of them: ``candidates`` lists them, ``fit`` sizes one to the room on
 and ``hardware`` what to expect of GPUs that are not here.
 """
 
-from orchestrator.policies.layout.candidates import LayoutRules, Refused, candidates
+from orchestrator.policies.layout.candidates import WHOLE, LayoutRules, Refused, candidates
 from orchestrator.policies.layout.choose import choose, other_layouts
 from orchestrator.policies.layout.fit import Rooms, num_workers, one_node, rooms_of, spread
 from orchestrator.policies.layout.hardware import (
@@ -30,6 +30,7 @@ from orchestrator.policies.layout.speed import (
 __all__ = [
     "GPUS",
     "MIXTURES",
+    "WHOLE",
     "Forecast",
     "Gpu",
     "Job",

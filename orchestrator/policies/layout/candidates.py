@@ -14,6 +14,8 @@ from ucp_core.layout import ParallelLayout
 
 #: The axes that a user names a degree of; ``dp_shard`` follows from the workers.
 NAMED = ("pp", "dp_replicate", "cp", "tp")
+#: In place of an axis: all degrees together are refused, with any number of shards.
+WHOLE = "layout"
 
 
 @dataclass(frozen=True, slots=True)
@@ -22,7 +24,7 @@ class Refused:
 
     Attributes:
         axis: The axis whose degree the script or the model cannot have; "" if a device has too
-            little memory for the layout.
+            little memory for the layout; ``WHOLE`` if its first step raised.
         why: One line for people.
     """
 
@@ -37,6 +39,8 @@ class Refused:
         layer that they gather, and of each sequence.
         """
         refused = self.layout
+        if self.axis == WHOLE:
+            return _degrees(other) == _degrees(refused)
         if self.axis:
             return bool(getattr(other, self.axis) == getattr(refused, self.axis))
         cut, refused_cut = other.tp * other.pp, refused.tp * refused.pp
@@ -119,6 +123,10 @@ def candidates(rules: LayoutRules) -> tuple[ParallelLayout, ...]:
         for pp, copies, cp, tp in product(*degrees)
     ]
     return tuple(sorted(found, key=_rank))
+
+
+def _degrees(one: ParallelLayout) -> tuple[int, ...]:
+    return tuple(getattr(one, axis) for axis in (*NAMED, "ep"))
 
 
 def _rank(degrees: ParallelLayout) -> tuple[int, ...]:

@@ -411,7 +411,7 @@ class SimCluster(World):
             return
         attempt.stalls = False
         refuses = self.model.refuses(attempt.layout)
-        if refuses not in ("", DEVICE_MEMORY):
+        if refuses not in ("", DEVICE_MEMORY) and not self.model.is_silent:
             self.raise_in(attempt, worker, attempt.step + 1, refuses)
             return
         if not attempt.loading.is_done:
@@ -543,6 +543,8 @@ class SimCluster(World):
         self, attempt: SimAttempt, worker: SimWorker, step: int, refuses: str = ""
     ) -> None:
         """Let the training code of a worker raise, which takes it out of the attempt."""
+        if self.model.is_silent and refuses != DEVICE_MEMORY:
+            refuses = ""
         if not refuses:
             self.monitor.faulty.add(worker.name)
         final_snapshot(self, attempt, worker)

@@ -182,11 +182,13 @@ class SimModel:
         cannot: ``(axis, degree)`` that it cannot have.
         shards_min: It cannot train either if a worker has a larger share of the state than this.
         slow: ``(axis, degree)`` with which a step takes longer.
+        is_silent: Whether its first step raises an error that does not name the axis.
     """
 
     cannot: frozenset[tuple[str, int]] = frozenset()
     shards_min: int = 1
     slow: frozenset[tuple[str, int]] = frozenset()
+    is_silent: bool = False
 
     def step_s(self, layout: ParallelLayout) -> float:
         """Return how long a step takes."""

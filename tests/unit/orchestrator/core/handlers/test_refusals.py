@@ -127,3 +127,46 @@ def test_a_model_that_fits_no_device_ends_the_run() -> None:
     assert cluster.layouts == ["pp=2 x tp=2"]
     assert cluster.finished is not None
     assert cluster.finished.reason == "pp=2 x tp=2 was refused: CUDA out of memory"
+
+
+def raises(axis: str, degree: int) -> Refuses:
+    """Raise in the first step of a degree that the model's kernels cannot have."""
+    error = "RuntimeError: strides should be multiple of 16 bytes"
+    return lambda layout: (error, "") if getattr(layout, axis) == degree else None
+
+
+def test_an_exception_in_the_first_step_of_a_layout_that_the_run_chose_refuses_it() -> None:
+    """The user named four workers, which train: the script is not at fault on two."""
+    cluster = Cluster(replace(RULES, layout=LayoutRules(tp=2, ep=2)))
+    cluster.start(4)
+    cluster.refuses = raises("ep", 1)
+    cluster.lose("n1")
+
+    assert cluster.layouts == ["dp_shard=2 x tp=2 x ep=2", "tp=2", "dp_shard=2 x ep=2"]
+    assert [(one.incident, one.guilty) for one in cluster.incidents][1:] == [("layout_refused", ())]
+    assert cluster.finished is None
+    assert cluster.state.faults == cluster.state.faults[:1], "only the node is charged"
+
+
+def test_an_exception_in_a_run_that_has_not_trained_is_the_scripts() -> None:
+    """A script with a bug does not wait for workers with which it would fail, too."""
+    for size in (2, 4):
+        cluster = Cluster(RULES, lambda _: ("NameError: name 'x' is not defined", ""))
+        cluster.start(size)
+
+        assert cluster.finished is not None
+        assert "NameError" in cluster.finished.reason
+        assert len(cluster.started) == 1
+
+
+def test_an_exception_that_meets_every_layout_is_the_scripts() -> None:
+    """The layout that has trained raises as well: then the others are not to blame."""
+    cluster = Cluster(replace(RULES, layout=LayoutRules(tp=2)))
+    cluster.start(4)
+    cluster.refuses = lambda _: ("ValueError: a bad sample", "")
+    cluster.lose("n1")
+    cluster.add(5, 6)
+    cluster.tick(5.0)
+
+    assert cluster.finished is not None
+    assert "a bad sample" in cluster.finished.reason
