@@ -28,6 +28,10 @@ class TaskError(WorkerError):
     """A training script uses the session wrongly."""
 
 
+class HandlerError(TaskError, ValueError):
+    """A script sets a signal handler outside of the main thread, which raises ``ValueError``."""
+
+
 class LayoutRefusedError(TaskError):
     """The script or the model cannot have the degree of ``facts["axis"]`` in the layout."""
 

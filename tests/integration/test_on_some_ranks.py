@@ -59,13 +59,65 @@ def test_what_one_rank_calls_alone_raises_there_and_names_where_the_others_are(r
     assert outcome.step == 4
 
 
-def test_parts_are_not_pickled_though_all_ranks_called_for_them(run: Run) -> None:
+@pytest.mark.parametrize(
+    ("what", "named"),
+    [
+        ("state_dict", "part [1, 2] of a weight [5, 2]"),
+        ("layer", "part [1, 2] of a weight [5, 2]"),
+        ("parameters", "part [1, 2] of a weight [5, 2]"),
+        ("copies", "part [1, 2] of a weight [5, 2]"),
+        ("optimizer", "part of an optimizer's state"),
+    ],
+)
+def test_parts_are_not_pickled_though_all_ranks_called_for_them(
+    run: Run, what: str, named: str
+) -> None:
     """``state = model.state_dict()`` on all, and ``torch.save`` on rank 0: the same file."""
-    lefts = run.train(script("3:state_dict"), num_workers=2)
+    lefts = run.train(script(f"3:{what}", steps=3), num_workers=4)
+
+    outcome = lefts[2].outcome
+    assert isinstance(outcome, Raised)
+    line = line_of("torch.save(PICKLED")
+    assert f"{line} pickles this worker's {named}" in outcome.error
+    assert 'session.save("best")' in outcome.error
+
+
+@pytest.mark.parametrize("what", ["layer", "optimizer"])
+def test_a_part_of_the_state_that_one_rank_asks_for_raises_there(run: Run, what: str) -> None:
+    """A layer that is no unit of FSDP has a part of its weights, too."""
+    outcome = fenced(run, script(f"3:{what}:1"), raises=1, num_workers=2)
+
+    assert isinstance(outcome, Raised)
+    line = line_of(f'"{what}": lambda')
+    assert f".state_dict() was called at {line} by some workers only" in outcome.error
+
+
+def test_a_number_of_a_part_is_not_taken_for_one_of_the_whole(run: Run) -> None:
+    """``float(weight.norm())`` was the norm of this worker's rows."""
+    lefts = run.train(script("3:number"), num_workers=2)
 
     for left in lefts:
         assert isinstance(left.outcome, Raised)
-        assert "layers.0.weight is this worker's part of a weight" in left.outcome.error
+        assert ".full_tensor() on all workers" in left.outcome.error
+
+
+@pytest.mark.parametrize(
+    ("what", "named"),
+    [
+        ("ddp", "DistributedDataParallel"),
+        ("fsdp", "FullyShardedDataParallel"),
+    ],
+)
+def test_a_second_way_of_data_parallelism_around_the_model_is_named(
+    run: Run, what: str, named: str
+) -> None:
+    """The errors of torch speak of meshes, or of nothing."""
+    lefts = run.train(script(f"1:{what}"), num_workers=2)
+
+    for left in lefts:
+        assert isinstance(left.outcome, Raised)
+        line = line_of("WRAPPERS[what](model)")
+        assert f"{line} puts {named} around the model" in left.outcome.error
 
 
 def test_who_knows_what_parts_are_may_call_for_them_on_all_ranks(run: Run) -> None:

@@ -6,6 +6,7 @@ import copy
 import io
 import sys
 import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +14,8 @@ import torch
 import torch.distributed.checkpoint as dcp
 from torch import Tensor, nn
 from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict
+from torch.distributed.fsdp import FullyShardedDataParallel
+from torch.nn.parallel import DistributedDataParallel
 
 from everstep import Session, run
 
@@ -39,7 +42,7 @@ def train(session: Session) -> None:
     """Train, evaluate as nanoGPT does, and do what the arguments say."""
     told = [argument.split(":") for argument in sys.argv[1:]]
     model = session.model(Layers)
-    session.optimizer(lambda named: torch.optim.AdamW(named.values()))
+    optimizer = session.optimizer(lambda named: torch.optim.AdamW(named.values()))
 
     def loss_of(samples: Any) -> Tensor:
         loss: Tensor = (model(INPUTS[samples]) - 0.5).square().mean()
@@ -56,14 +59,30 @@ def train(session: Session) -> None:
             if int(number) == step.number and (not ranks or session.rank == int(ranks[0]))
         ]
         for what in mine:
-            if do(what, session, model):
+            if do(what, session, model, optimizer):
                 return
 
 
-def do(what: str, session: Session, model: Any) -> bool:
+#: What looks like whole weights and is not.
+PICKLED: dict[str, Callable[[Any, Any], Any]] = {
+    "state_dict": lambda model, _: model.state_dict(),
+    "layer": lambda model, _: model.layers[0].state_dict(),
+    "parameters": lambda model, _: model.reshard() or dict(model.named_parameters()),
+    "copies": lambda model, _: model.reshard() or [one.clone() for one in model.parameters()],
+    "optimizer": lambda _, optimizer: optimizer.state_dict(),
+}
+WRAPPERS = {"ddp": DistributedDataParallel, "fsdp": FullyShardedDataParallel}
+
+
+def do(what: str, session: Session, model: Any, optimizer: Any) -> bool:
     """Do one thing; return whether to leave the loop."""
-    if what == "state_dict":
-        torch.save(model.state_dict(), io.BytesIO())
+    if what in PICKLED:
+        torch.save(PICKLED[what](model, optimizer), io.BytesIO())
+    elif what in WRAPPERS:
+        WRAPPERS[what](model)
+    elif what == "number":
+        model.reshard()
+        print(float(next(model.parameters()).norm()))
     elif what == "whole":
         # Those who know FSDP do it on all ranks.
         model.layers[0].state_dict()["weight"].full_tensor()

@@ -14,10 +14,12 @@ from typing import Any, Final
 
 import ray._private.worker
 
-from workers.errors import TaskError
+from workers.errors import HandlerError
 
 #: As shells tell of a process that SIGTERM ended.
 EXIT_CODE: Final = 128 + signal.SIGTERM
+#: What schedulers send to a process that is to end.
+_ENDINGS: Final = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1, signal.SIGUSR2)
 #: What Ray's handler calls by this name of its module, in its main thread (Ray 2.60).
 _ENDS: Final = "raise_sys_exit_with_custom_error_message"
 
@@ -49,10 +51,15 @@ def explain_handlers() -> None:
     def set_handler(number: int, handler: Any) -> Any:
         if threading.current_thread() is threading.main_thread():
             return real(number, handler)
-        raise TaskError(
-            f"signal.signal({signal.Signals(number).name}, ...): a worker leaves by itself when it "
-            "is told to end, at the next step boundary and with that step saved. Leave the handler "
-            "out, or set it only where the script runs alone: `if threading.current_thread() is "
+        why = "Ray runs a script outside of the main thread, and Python sets handlers there only"
+        if number in _ENDINGS:
+            why = (
+                "a worker leaves by itself when it is told to end, at the next step boundary and "
+                "with that step saved"
+            )
+        raise HandlerError(
+            f"signal.signal({signal.Signals(number).name}, ...): {why}. Leave the handler out, or "
+            "set it only where the script runs alone: `if threading.current_thread() is "
             "threading.main_thread():`"
         )
 

@@ -40,7 +40,7 @@ from workers.train.context import WorkerContext
 from workers.train.evaluation import mean_over_samples
 from workers.train.executor import BuiltModel, ShardedModel, Step
 from workers.train.loading import Initialise, Restored, StateLoader
-from workers.train.state_dicts import guard_state_dicts
+from workers.train.state_dicts import guard_optimizer, guard_parts
 from workers.train.steps import Steps
 from workers.train.whole_weights import path_to_save, write_weights
 
@@ -146,7 +146,7 @@ class Session:
         self.export_with(self._built.documents)
         self._state.prepare(build, initialise)
         self._unfilled = Marks(self._built.shards)
-        guard_state_dicts(self._built.model)
+        guard_parts(self._built.model)
         return self._built.called
 
     def export_with(self, files: Mapping[str, bytes]) -> None:
@@ -208,6 +208,8 @@ class Session:
         for one in every:
             refuse_unfit(one, self._mesh.layout, elementwise=elementwise)
             adopt(one, shards, parameters)
+            if any(shard.local.shape != shard.shape for shard in shards):
+                guard_optimizer(one)
             if deterministic:
                 take_whole_vectors(one)
         self._sharded = assembled(every)

@@ -1,74 +1,141 @@
-"""``model.state_dict()`` in a script: parts of weights, which look like the whole.
+"""What a script takes for whole weights, and is this worker's part of them.
 
-FSDP gives each worker its part. Called on some workers only, as by ``if rank == 0``, it also drops
-gathered weights there, and the next pass of the others waits for ever.
+FSDP gives each worker its part. ``state_dict`` called on some workers only, as by ``if rank == 0``,
+also drops gathered weights there, and the next pass of the others waits for ever.
 """
 
 from __future__ import annotations
 
 import sys
+from collections.abc import Callable, Mapping
 from typing import Any, Final, NoReturn
+from weakref import WeakSet
 
-from torch import nn
+import torch
+from torch import Tensor, nn
+from torch.distributed.fsdp import FullyShardedDataParallel
 from torch.distributed.tensor import DTensor
+from torch.nn.parallel import DistributedDataParallel
 
 from workers import collectives
 from workers.errors import ApartError, TaskError
-from workers.parallel import fsdp_modules
 
 _ADVICE: Final = (
     'session.save("best") on all workers writes the whole weights to one file (`everstep export` '
     "the newest step); every step is saved by itself"
 )
+#: What a script for a fixed number of processes puts around its model, and how it is made.
+_WRAPPERS: Final[Mapping[Any, Any]] = {
+    one: one.__init__ for one in (DistributedDataParallel, FullyShardedDataParallel)
+}
+#: How a script makes a number of a tensor.
+_NUMBERS: Final = ("item", "tolist", "__float__", "__int__", "__bool__")
+#: Models of sessions.
+_guarded: WeakSet[nn.Module] = WeakSet()
 
 
-def guard_state_dicts(model: nn.Module) -> None:
-    """Have ``state_dict`` of a sharded model, and of each unit of it, refuse what would be wrong.
+def guard_parts(model: nn.Module) -> None:
+    """Have parts of weights raise where a script takes them for the whole.
 
-    It raises where not every worker calls it, and its parts raise where they are pickled.
+    ``state_dict`` of the model and of its modules raises where not every worker calls it. A part
+    raises where it is pickled, and a sum that lacks the other parts where it becomes a number.
+    Classes of torch that reduce gradients themselves raise where they are put around the model.
     """
+    _guarded.add(model)
+    for wrapper, made in _WRAPPERS.items():
+        wrapper.__init__ = _refusing(made)
     if not collectives.places().are_several:
         return
-    for module in dict.fromkeys((model, *fsdp_modules(model))):
-        assert isinstance(module, nn.Module), "FSDP derives its classes from the module's"
+    for module in model.modules():
         module.register_state_dict_pre_hook(_require_all)
-        module.register_state_dict_post_hook(_refuse_pickling)
+    # Parameters, what `detach` or `cpu` make of them and what any `state_dict` has are all of
+    # this class, and no hook sees all of these.
+    setattr(DTensor, "__reduce_ex__", _refuse_pickling)  # noqa: B010  mypy takes no assignment
+    for name in _NUMBERS:
+        setattr(DTensor, name, _whole_number(getattr(Tensor, name)))
+
+
+def guard_optimizer(optimizer: torch.optim.Optimizer) -> None:
+    """Have parts of an optimizer's state raise likewise; its tensors are plain ones."""
+    if collectives.places().are_several:
+        optimizer.register_state_dict_pre_hook(_require_all_optimizers)
+        optimizer.register_state_dict_post_hook(_refuse_state)
+
+
+def _refusing(made: Callable[..., None]) -> Callable[..., None]:
+    def make(wrapper: nn.Module, module: nn.Module, *arguments: Any, **named: Any) -> None:
+        if module in _guarded:
+            line = collectives.script_line(sys._getframe(1))  # noqa: SLF001
+            raise TaskError(
+                f"{line} puts {type(wrapper).__name__} around the model: leave it out. The session "
+                "shards the weights and reduces the gradients, whatever the number of workers"
+            )
+        made(wrapper, module, *arguments, **named)
+
+    return make
 
 
 def _require_all(_module: nn.Module, prefix: str, _keep_vars: bool) -> None:  # noqa: FBT001
-    if prefix:
-        # Part of a larger one.
-        return
-    apart = collectives.places().meet("model.state_dict()")
+    # With a prefix it is part of a larger one.
+    if not prefix:
+        _meet("model.state_dict()")
+
+
+def _require_all_optimizers(_optimizer: torch.optim.Optimizer) -> None:
+    _meet("optimizer.state_dict()")
+
+
+def _meet(what: str) -> None:
+    apart = collectives.places().meet(what)
     if apart:
-        line = collectives.script_line(sys._getframe(1))  # noqa: SLF001
+        line = collectives.script_line(sys._getframe(2))  # noqa: SLF001
         raise ApartError(
-            f"model.state_dict() was called at {line} by some workers only: "
+            f"{what} was called at {line} by some workers only: "
             f"{collectives.described(apart)}. It would hold this worker's part of each weight, and "
             f"the others would wait for ever. {_ADVICE}; else call it on all workers"
         )
 
 
-def _refuse_pickling(_module: nn.Module, state: Any, prefix: str, _metadata: Any) -> None:
-    if prefix:
-        return
-    for name, value in state.items():
-        if isinstance(value, DTensor) and not isinstance(value, nn.Parameter):
-            value.__dict__["__reduce_ex__"] = _Refusal(name)
+def _refuse_pickling(part: DTensor, protocol: Any) -> Any:
+    local = part._local_tensor  # noqa: SLF001  no public way without a collective
+    if local.shape == part.shape:
+        return Tensor.__reduce_ex__(part, protocol)
+    raise _pickled(f"part {list(local.shape)} of a weight {list(part.shape)}")
+
+
+def _pickled(what: str) -> TaskError:
+    line = collectives.script_line(sys._getframe(2))  # noqa: SLF001
+    return TaskError(
+        f"{line} pickles this worker's {what}: a file of it, as torch.save writes it, is no model. "
+        f"{_ADVICE}"
+    )
+
+
+def _whole_number(made: Callable[..., Any]) -> Callable[..., Any]:
+    def number(part: DTensor, *arguments: Any) -> Any:
+        if any(placement.is_partial() for placement in part.placements):
+            line = collectives.script_line(sys._getframe(1))  # noqa: SLF001
+            raise TaskError(
+                f"{line} makes a number of a tensor of which each worker has computed a part, as a "
+                "norm or a sum of weights: call .full_tensor() on all workers first"
+            )
+        return made(part, *arguments)
+
+    return number
+
+
+def _refuse_state(_optimizer: torch.optim.Optimizer, state: Mapping[str, Any]) -> None:
+    for slots in state["state"].values():
+        for value in slots.values():
+            if isinstance(value, Tensor) and value.dim():
+                value.__dict__["__reduce_ex__"] = _Refusal()
 
 
 class _Refusal:
-    """Stands in for how a tensor is pickled."""
-
-    def __init__(self, name: str) -> None:
-        self._name = name
+    """Stands in for how a tensor of an optimizer's state is pickled."""
 
     def __call__(self, _protocol: int) -> NoReturn:
-        raise TaskError(
-            f"{self._name} is this worker's part of a weight: a file of it, as torch.save writes "
-            f"it, is no model. {_ADVICE}",
-            fqn=self._name,
-        )
+        raise _pickled("part of an optimizer's state")
 
     def __deepcopy__(self, _memo: Any) -> _Refusal:
         return self
