@@ -31,7 +31,7 @@ from ucp_core.storage import Store, join
 from ucp_core.torch_files import Opaque, read_torch_file
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping
+    from collections.abc import Iterator, Mapping
 
     from ucp_core.language import Rules
     from ucp_core.native import Checkpoint
@@ -338,14 +338,31 @@ class _Reader:
         if unsure:
             note += f", which leaves out {len(unsure)} parameters: {', '.join(unsure[:3])}"
         self.result.items["optimizer.param_groups"] = Item("replicate", note)
-        # Parameters in no certain group have the step of all groups, if these agree.
-        agreed = named[:1] if len({group.get("step") for group in named}) == 1 else []
-        for group, fqns in [(g, g["params"]) for g in named] + [(g, unsure) for g in agreed]:
-            step = group.get("step", steps[0] if steps else None)
-            if isinstance(step, int | float):
-                for fqn in fqns:
-                    if TensorKey(fqn, "step") not in self.result.entries:
-                        self.result.put_number(TensorKey(fqn, "step"), step)
+        for fqn, step in self._steps(named, unsure, steps):
+            if TensorKey(fqn, "step") not in self.result.entries:
+                self.result.put_number(TensorKey(fqn, "step"), step)
+
+    def _steps(
+        self, named: list[dict[str, Any]], unsure: list[str], common: list[float]
+    ) -> Iterator[tuple[str, float]]:
+        """Yield the step of every parameter: of its group, or the one that all others have."""
+
+        def is_counted(group: Mapping[str, Any]) -> bool:
+            return isinstance(group.get("step"), int | float)
+
+        counts = {group["step"] for group in named if is_counted(group)} or {*common[:1]}
+        for group in [*named, {"params": unsure, "step": None}]:
+            if is_counted(group):
+                yield from ((fqn, group["step"]) for fqn in group["params"])
+            elif len(counts) == 1:
+                yield from ((fqn, *counts) for fqn in group["params"])
+            elif counts and group["params"] and group["params"] is not unsure:
+                raise CheckpointCorruptError(
+                    f"{self.container.where}: the optimizer's group with {group['params'][0]} has "
+                    f"no step, and the others are of the steps "
+                    f"{', '.join(map(str, sorted(counts)))}: use another checkpoint",
+                    fqn=group["params"][0],
+                )
 
     def _add_objects(self) -> None:
         """Keep the other sharded objects: random state, data cursor, bucket sizes."""

@@ -11,6 +11,7 @@ from torch.nn.modules.module import register_module_parameter_registration_hook
 
 from ucp_core.native import Checkpoint
 from workers.data import drawn, seeded
+from workers.errors import TaskError
 from workers.parallel import own_names
 from workers.state import HostBuffer, StateEntry, set_scalars
 from workers.train.context import WorkerContext
@@ -52,6 +53,8 @@ def start_from(
         everywhere=lambda agreed: all_agree(agreed, sharded.device),
         tell=tell,
     )
+    if start.init_state == "all":
+        _refuse_uncounted(sharded, initial, start.init_from)
     set_optimizer(
         sharded,
         initial.without_state,
@@ -60,6 +63,23 @@ def start_from(
         unstarted=start.init_state == "weights",
     )
     return initial
+
+
+def _refuse_uncounted(sharded: ShardedModel, initial: Initial, source: str) -> None:
+    """Refuse moments without their step: the optimizer would correct them as those of a first."""
+    names = sharded.state.scalars().keys()
+    for fqn, parameter in sharded.parameters.items():
+        state = sharded.optimizers.state.get(parameter, {})
+        for name in names & state.keys() if fqn not in initial.without_state else ():
+            held = initial.scalars.get(name)
+            if held is None or (isinstance(held, Mapping) and fqn not in held):
+                raise TaskError(
+                    f"run.init_from: {source} has optimizer state of {fqn} without its {name}, "
+                    "which would begin at its first value: use another checkpoint, or set "
+                    "run.init_state: weights",
+                    path=source,
+                    fqn=fqn,
+                )
 
 
 def fill(

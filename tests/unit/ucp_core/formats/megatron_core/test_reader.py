@@ -130,6 +130,19 @@ def test_ranks_with_one_and_with_many_tensors_of_a_bucket(*, is_step_common: boo
     assert loaded(checkpoint, "output_layer.weight", "step") == 4.0
 
 
+def test_a_group_without_a_step_has_that_of_the_others(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Transformer Engine leaves it empty in a group; its moments were corrected as those of 0."""
+    decayed, plain = megatron_files.GROUPS
+    monkeypatch.setattr(megatron_files, "GROUPS", [{**decayed, "step": None}, plain])
+    name = "decoder.layers.0.mlp.linear_fc1.weight"
+    assert loaded(_opened(state()), name, "step") == 4.0
+
+    other = {**plain, "is_expert_parallel": True, "step": 5.0}
+    monkeypatch.setattr(megatron_files, "GROUPS", [{**decayed, "step": None}, plain, other])
+    with pytest.raises(CheckpointCorruptError, match=r"has no step, .* the steps 4\.0, 5\.0"):
+        _opened(state())
+
+
 def test_values_tell_what_the_order_of_keys_does_not() -> None:
     """Ranks that share the saving write keys in another order than that of the modules."""
     values = {slot: dict(sorted(tensors.items())) for slot, tensors in state().items()}

@@ -17,7 +17,8 @@ from torch.nn import functional
 import ucp_core
 from everstep import RunSettings, Session, Settings, TaskError, run
 from ucp_core.geometry import Box
-from ucp_core.native import LocalTensor
+from ucp_core.native import LocalTensor, save_rank
+from ucp_core.storage import open_store
 from workers.settings import CheckpointSettings, problems
 
 INPUTS = torch.linspace(-1, 1, 32).reshape(16, 2)
@@ -84,6 +85,7 @@ def huggingface(folder: Path, **tensors: Tensor) -> str:
 SHARED = torch.tensor([[1.0, 2.0], [3.0, 4.0]])
 WEIGHT = torch.tensor([[0.5, 0.25], [-1.0, 2.0]])
 BIAS = torch.tensor([1.5, -2.0])
+MOMENTS = ("exp_avg", "exp_avg_sq")
 
 
 def test_weights_of_another_format_and_dtype_are_the_first_ones(tmp_path: Path) -> None:
@@ -219,6 +221,41 @@ def test_names_of_single_experts_need_weights_alone(tmp_path: Path) -> None:
     with pytest.raises(TaskError) as raised:
         train(tmp_path / "run", lambda *_: None, init_from=path)
     assert hint not in str(raised.value)
+
+
+def test_moments_without_their_step_are_refused(tmp_path: Path) -> None:
+    """A reader finds none where a file has none; AdamW would correct them as those of step 1."""
+    shapes = {"first.weight": (2, 2), "head.weight": (2, 2), "head.bias": (2,)}
+    values = {(fqn, slot): shape for fqn, shape in shapes.items() for slot in ("weight", *MOMENTS)}
+    steps = {(fqn, "step"): () for fqn in shapes if fqn != "head.bias"}
+    tensors = [
+        LocalTensor(
+            fqn=fqn,
+            slot=slot,
+            dtype="F32",
+            shape=shape,
+            box=Box.full(shape),
+            data=memoryview(torch.ones(shape).numpy().tobytes()),
+        )
+        for (fqn, slot), shape in {**values, **steps}.items()
+    ]
+    store, folder = open_store(str(tmp_path / "source"))
+    save_rank(
+        store,
+        folder,
+        step=1,
+        attempt=0,
+        rank=0,
+        world_size=1,
+        tensors=tensors,
+        extra={},
+        param_groups=[{"params": list(shapes)}],
+        source={},
+        fsync=False,
+    )
+
+    with pytest.raises(TaskError, match=r"optimizer state of head\.bias without its step"):
+        train(tmp_path / "run", lambda *_: None, init_from=folder, init_state="all")
 
 
 def test_a_buffer_has_the_value_of_the_checkpoint(tmp_path: Path) -> None:
