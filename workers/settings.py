@@ -64,6 +64,9 @@ class RunSettings:
         init_state: "weights", or "all" to also load the optimizer state.
         init_rename: The model's names by the checkpoint's: ``{"transformer.*": "model.*"}``.
         init_missing: Names, with ``*``, of parameters that may begin with new values.
+        init_rows: Names, with ``*``, of parameters that may have another number of rows, such as an
+            embedding for more tokens. Rows that the checkpoint lacks begin with new values and zero
+            moments; those that the model lacks are left out.
     """
 
     directory: Annotated[str, MinLen(1)]
@@ -76,6 +79,7 @@ class RunSettings:
     init_state: Literal["weights", "all"] = "weights"
     init_rename: dict[str, str] = field(default_factory=dict)
     init_missing: tuple[str, ...] = ()
+    init_rows: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -451,7 +455,8 @@ def between_keys(settings: Settings) -> list[str]:
         found.append(
             "checkpoint.keep: 1 leaves no older checkpoint if the newest is damaged; use 2 or more"
         )
-    if not run.init_from and (run.init_state == "all" or run.init_rename or run.init_missing):
+    others = run.init_state == "all" or run.init_rename or run.init_missing or run.init_rows
+    if not run.init_from and others:
         found.append("run.init_from: is empty, and the other keys of init need it; name it")
     found += [
         f"run.init_rename: {theirs!r} and {ours!r} need one '*' each, or none"

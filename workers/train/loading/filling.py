@@ -104,7 +104,7 @@ def fill(
     if is_new:
         new = {shard.fqn for shard in sharded.shards} | kept.keys()
     if initial is not None:
-        new &= initial.missing
+        new &= initial.missing | initial.rows.keys()
     buffers = {
         name: buffer
         for name, buffer in own_names(sharded.model.named_buffers()).items()
@@ -124,8 +124,13 @@ def fill(
                 value = initialise(shard.fqn, shard.shape)
             else:
                 value = values[shard.fqn]
+            first = initial.rows.get(shard.fqn, 0) if initial is not None else 0
             for box, local in shard.pieces(shard.local):
-                local.copy_(value[tuple(map(slice, box.start, box.stop))])
+                fresh = value[tuple(map(slice, box.start, box.stop))]
+                if first:
+                    loaded = max(0, first - box.start[0])
+                    local, fresh = local[loaded:], fresh[loaded:]  # noqa: PLW2901
+                local.copy_(fresh)
     sharded.buffers.restore()
 
 

@@ -6,8 +6,9 @@ run's: every value stays the same.
 
 from __future__ import annotations
 
+import json
 import logging
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from fnmatch import fnmatchcase
 from typing import Any, Final
@@ -34,6 +35,8 @@ INITIAL: Final = "initial checkpoint"
 Load = Callable[[Checkpoint, Sequence[StateEntry]], int]
 #: An error names so many tensors of a kind, and counts the others.
 _TOLD: Final = 5
+#: Dims of tensors whose first dim counts rows; that of three counts experts.
+_WITH_ROWS: Final = (1, 2)
 
 log = logging.getLogger(__name__)
 
@@ -59,6 +62,7 @@ class Initial:
     Attributes:
         size_bytes: Bytes that this rank loaded.
         missing: Parameters that the checkpoint lacks, as ``run.init_missing`` allows.
+        rows: How many rows it has of parameters of which it has fewer, as ``run.init_rows`` allows.
         without_state: Parameters without optimizer state in it.
         scalars: The optimizer's scalars by name; see ``TrainingState.scalars``.
         changed: Its values that changed; see ``Optimizers.changed``.
@@ -66,6 +70,7 @@ class Initial:
 
     size_bytes: int
     missing: frozenset[str]
+    rows: Mapping[str, int] = field(default_factory=dict)
     without_state: frozenset[str] = frozenset()
     scalars: Mapping[str, Any] = field(default_factory=dict)
     changed: Sequence[Mapping[str, Any]] = ()
@@ -96,19 +101,12 @@ def load_initial(
     Raises:
         TaskError: The checkpoint cannot be opened, or lacks what the model needs.
     """
-    try:
-        checkpoint = ucp_core.open(run.init_from)
-        checkpoint = _renamed(checkpoint, run.init_rename)
-        if run.init_state == "weights":
-            manifest = as_in_module(checkpoint.manifest, model, needed)
-            checkpoint = replace(checkpoint, manifest=manifest)
-        aliases = _aliases(model)
-        checkpoint = _tied(checkpoint, needed, aliases)
-    except UcpError as error:
-        raise TaskError(f"run.init_from: {error}", path=run.init_from) from error
+    aliases = _aliases(model)
+    checkpoint = _opened(run, needed, model, aliases)
     held = checkpoint.state_map.entries
     missing = frozenset(name for name in needed if TensorKey(name, WEIGHT) not in held)
-    _refuse_misfits(run, checkpoint, needed, missing)
+    rows = _other_rows(run, held, needed, tell=tell)
+    _refuse_misfits(run, checkpoint, needed, missing, rows)
     bare = without_optimizer_state(held)
     if run.init_state == "weights":
         bare = frozenset(needed)
@@ -127,6 +125,7 @@ def load_initial(
         log.warning("%s has %s, which the model lacks", run.init_from, _some(sorted(unused)))
     need = [entry for entry in entries() if entry.fqn not in missing]
     need = [entry for entry in need if entry.slot == WEIGHT or entry.fqn not in bare]
+    need = [part for entry in need if (part := _common_rows(entry, rows)) is not None]
     try:
         size_bytes = load(checkpoint, need)
         if not everywhere(_are_equal(checkpoint, need, doubles, load)):
@@ -137,10 +136,56 @@ def load_initial(
     return Initial(
         size_bytes=size_bytes,
         missing=missing,
+        rows={name: count for name, count in rows.items() if count < needed[name].shape[0]},
         without_state=bare | missing,
         scalars=scalars,
         changed=checkpoint.extra.get(CHANGED, ()) if run.init_state == "all" else (),
     )
+
+
+def _opened(
+    run: RunSettings, needed: Collection[str], model: nn.Module, aliases: Mapping[str, str]
+) -> Checkpoint:
+    """Return the checkpoint with the model's names."""
+    try:
+        checkpoint = ucp_core.open(run.init_from)
+        checkpoint = _renamed(checkpoint, run.init_rename)
+        if run.init_state == "weights":
+            manifest = as_in_module(checkpoint.manifest, model, needed)
+            checkpoint = replace(checkpoint, manifest=manifest)
+        return _tied(checkpoint, needed, aliases)
+    except UcpError as error:
+        raise TaskError(f"run.init_from: {error}", path=run.init_from) from error
+
+
+def _other_rows(
+    run: RunSettings,
+    held: Mapping[TensorKey, TensorEntry],
+    needed: Mapping[str, Needed],
+    *,
+    tell: bool,
+) -> dict[str, int]:
+    """Return how many rows the checkpoint has of the parameters that ``run.init_rows`` is for."""
+    rows: dict[str, int] = {}
+    for name, one in needed.items():
+        entry = held.get(TensorKey(name, WEIGHT))
+        if entry is None or not _differs_in_rows(entry, one):
+            continue
+        if any(fnmatchcase(name, pattern) for pattern in run.init_rows):
+            rows[name], ours = entry.shape[0], one.shape[0]
+            others = "begin with new values" if ours > rows[name] else "are left out"
+            told = "%s has %d rows of %s and the model %d: the others %s"
+            log.warning(told, run.init_from, rows[name], name, ours, others) if tell else None
+    return rows
+
+
+def _common_rows(entry: StateEntry, rows: Mapping[str, int]) -> StateEntry | None:
+    """Return what this rank needs of the rows that the checkpoint has, in its shape."""
+    if entry.fqn not in rows:
+        return entry
+    shape = (rows[entry.fqn], *entry.shape[1:])
+    common = entry.box.intersect(Box.full(shape))
+    return None if common is None else replace(entry.rows(common), shape=shape)
 
 
 def _are_equal(
@@ -240,8 +285,12 @@ def _refuse_misfits(
     checkpoint: Checkpoint,
     needed: Mapping[str, Needed],
     missing: frozenset[str],
+    rows: Collection[str],
 ) -> None:
-    """Raise ``TaskError`` unless every parameter has a value of its shape, or may lack one."""
+    """Raise ``TaskError`` unless every parameter has a value of its shape, or may lack one.
+
+    Parameters in ``rows`` may have more or fewer rows.
+    """
     held = checkpoint.state_map.entries
     unexpected = sorted({key.fqn for key in held if key.slot == WEIGHT} - needed.keys())
     refused = sorted(
@@ -255,15 +304,14 @@ def _refuse_misfits(
         found.append(f"it lacks {_some(refused)}")
         if unexpected:
             found.append(f"and has {_some(unexpected)}, which the model lacks")
-    wrong = [
-        f"{name} is {entry.dtype}{list(entry.shape)} in it and {DTYPES[one.dtype]}"
-        f"{list(one.shape)} in the model"
+    misfits = {
+        name: entry
         for name, one in sorted(needed.items())
-        if (entry := held.get(TensorKey(name, WEIGHT))) is not None and not _fits(entry, one)
-    ]
-    if wrong:
-        found.append("; ".join(wrong[:_TOLD]))
-        found += [f"and {len(wrong) - _TOLD} more"] if len(wrong) > _TOLD else []
+        if (entry := held.get(TensorKey(name, WEIGHT))) is not None
+        and not _fits(entry, one)
+        and name not in rows
+    }
+    found += _told_misfits(misfits, needed)
     if found:
         experts = (
             "; files with one tensor per expert need run.init_state: weights"
@@ -280,9 +328,37 @@ def _refuse_misfits(
         )
 
 
+def _told_misfits(
+    misfits: Mapping[str, TensorEntry], needed: Mapping[str, Needed]
+) -> Iterator[str]:
+    """Yield what is wrong with tensors that do not fit, for people."""
+    wrong = [
+        f"{name} is {entry.dtype}{list(entry.shape)} in it and {DTYPES[needed[name].dtype]}"
+        f"{list(needed[name].shape)} in the model"
+        for name, entry in misfits.items()
+    ]
+    if wrong:
+        yield "; ".join(wrong[:_TOLD])
+    if len(wrong) > _TOLD:
+        yield f"and {len(wrong) - _TOLD} more"
+    # A vocabulary of another size. Other changes of a model also show in columns.
+    if wrong and all(_differs_in_rows(entry, needed[name]) for name, entry in misfits.items()):
+        yield (
+            f"which run.init_rows: {json.dumps([*misfits])} allows: it loads the rows that both "
+            "have, and others begin with new values or are left out"
+        )
+
+
 def _fits(entry: TensorEntry, needed: Needed) -> bool:
     fitting = (entry.dtype, *WIDER.get(entry.dtype, ()))
     return entry.shape == needed.shape and DTYPES[needed.dtype] in fitting
+
+
+def _differs_in_rows(entry: TensorEntry, needed: Needed) -> bool:
+    """Return whether a parameter would fit with another number of rows, as of a vocabulary."""
+    shape = needed.shape[:1] + entry.shape[1:]
+    is_matrix = len(shape) in _WITH_ROWS and not needed.is_optional
+    return is_matrix and entry.shape != shape and _fits(replace(entry, shape=shape), needed)
 
 
 def _scalars(checkpoint: Checkpoint, names: Collection[str]) -> dict[str, Any]:

@@ -223,6 +223,74 @@ def test_names_of_single_experts_need_weights_alone(tmp_path: Path) -> None:
     assert hint not in str(raised.value)
 
 
+class Vocabulary(nn.Module):
+    """An embedding and a head for some tokens."""
+
+    def __init__(self, size: int, *, tied: bool) -> None:
+        super().__init__()
+        self.embed = nn.Embedding(size, 2)
+        self.head = nn.Linear(2, size)
+        if tied:
+            self.head.weight = self.embed.weight
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        logits: Tensor = self.head(self.embed(tokens))
+        return functional.cross_entropy(logits, (tokens + 1) % 3)
+
+
+def _begun(directory: Path, size: int, *, tied: bool = False, **init: Any) -> dict[str, Tensor]:
+    """Return weights and moments before the first step of a run, which it then trains."""
+    found: dict[str, Tensor] = {}
+
+    def task(session: Session) -> None:
+        model = session.model(lambda: Vocabulary(size, tied=tied))
+        optimizer = session.optimizer(lambda held: torch.optim.AdamW(held.values()))
+        found.update(weights(model))
+        names = list(found)
+        for name, state in zip(names, optimizer.state.values(), strict=False):
+            found.update({f"{name}.{slot}": value.clone() for slot, value in state.items()})
+        for _ in session.steps(len(INPUTS)):
+            session.train_step(lambda samples: model(torch.as_tensor(samples) % 3))
+
+    settings = Settings(
+        run=RunSettings(directory="run", **init),
+        checkpoint=CheckpointSettings(every_steps=1, keep=0),
+    )
+    run(
+        task, directory=str(directory), settings=settings,
+        steps=2, global_batch=4, micro_batch=2, warmup_steps=0, schedule="constant",
+    )  # fmt: skip
+    return found
+
+
+@pytest.mark.parametrize("tied", [False, True])
+@pytest.mark.parametrize("size", [8, 3])
+def test_a_vocabulary_may_have_another_size(tmp_path: Path, size: int, *, tied: bool) -> None:
+    """Common rows keep weights and moments; new ones are those of a new model without moments."""
+    _begun(tmp_path / "first", 5, tied=tied)
+    source = str(tmp_path / "first/checkpoints/step-00000002")
+    held = _begun(tmp_path / "same", 5, tied=tied, init_from=source, init_state="all")
+    new = _begun(tmp_path / "new", size, tied=tied)
+    rows = ["embed.weight", "head.bias"] + ["head.weight"] * (not tied)
+
+    with pytest.raises(TaskError) as raised:
+        _begun(tmp_path / "refused", size, tied=tied, init_from=source, init_state="all")
+    assert f"run.init_rows: {json.dumps(rows)}" in str(raised.value)
+    init = {"init_from": source, "init_state": "all", "init_rows": tuple(rows)}
+    found = _begun(tmp_path / "other", size, tied=tied, **init)
+
+    common = min(5, size)
+    assert len(found) == 4 * len(rows)
+    for name, value in found.items():
+        if name.endswith(".step"):
+            assert value == held[name] == 2
+            continue
+        assert value.shape[0] == size
+        assert torch.equal(value[:common], held[name][:common]), name
+        rest = new.get(name, torch.zeros_like(value))
+        assert torch.equal(value[common:], rest[common:]), name
+
+
 def test_moments_without_their_step_are_refused(tmp_path: Path) -> None:
     """A reader finds none where a file has none; AdamW would correct them as those of step 1."""
     shapes = {"first.weight": (2, 2), "head.weight": (2, 2), "head.bias": (2,)}
