@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import itertools
+import shutil
 from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
@@ -292,6 +293,35 @@ def test_stages_train_to_the_bit_as_one_worker_does(
     for name in ("weights_digest", "validation_loss"):
         assert result(run)[name] == alone[name]
     assert [group["params"] for group in opened.param_groups] == [each["params"] for each in groups]
+
+
+@pytest.mark.parametrize("size", [300, 340])
+def test_a_vocabulary_of_another_size_is_cut_over_ranks(
+    run: Run, text: DataSettings, tmp_path: Path, size: int
+) -> None:
+    """Where the common rows end is in one rank's part, and of the others all are new or loaded."""
+    chosen = untied(text, steps=2)
+    chosen = replace(chosen, model=replace(chosen.model, vocab_size=320))
+    finish(run, chosen, num_workers=1)
+    shutil.copytree(run.directory / "checkpoints/step-00000002", tmp_path / "source")
+    rows = ("embedding.weight", "head.weight")
+    chosen = replace(
+        chosen,
+        model=replace(chosen.model, vocab_size=size),
+        run=RunSettings(
+            directory="run", init_from=str(tmp_path / "source"), init_state="all", init_rows=rows
+        ),
+    )
+    found = []
+    for num_workers, layout in ((1, None), (2, None), (2, TP), (2, ParallelLayout(pp=2))):
+        reset(run)
+        how = {} if layout is None else {"layout": layout}
+        finish(run, chosen, num_workers=num_workers, **how)
+        found.append((result(run)["weights_digest"], curve(run.directory)))
+
+    assert found[0] == found[1] == found[3]
+    for step, (loss, _) in found[0][1].items():
+        assert found[2][1][step][0] == pytest.approx(loss, abs=1e-5)
 
 
 def test_a_tensor_parallel_worker_is_replaced_and_no_bit_is_lost(
