@@ -16,7 +16,7 @@ import weakref
 from collections import deque
 from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from numbers import Integral
+from numbers import Integral, Real
 from typing import Any, Final, Protocol, TypeAlias, cast
 
 import numpy as np
@@ -47,7 +47,11 @@ def as_data(data: Any) -> int | DataLoader:
     """
     if isinstance(data, DataLoader):
         return data
-    return int(data) if isinstance(data, Integral) else DataLoader(data)
+    if not isinstance(data, Real):
+        return DataLoader(data)
+    if not isinstance(data, Integral) or data < 1:
+        raise DataError(f"session.steps({data!r}): a number of samples is a whole one, at least 1")
+    return int(data)
 
 
 def num_tokens(batch: Any) -> int:
@@ -77,6 +81,11 @@ def _refuse_batches(data: Any) -> None:
             "both: train.micro_batch samples each, in an order that kills do not change. Hand over "
             "its dataset: everstep.DataLoader(loader.dataset, collate_fn=loader.collate_fn, "
             f"num_workers={data.num_workers})"
+        )
+    if hasattr(data, "iloc"):
+        raise DataError(
+            f"a {kind} gives columns by name, and here samples by index are read; hand over "
+            "frame.to_dict('records')"
         )
     if isinstance(data, str | bytes | Mapping):
         raise DataError(f"a {kind} is no dataset; hand over samples by index: a list, a Dataset")

@@ -14,6 +14,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import torch
 import torch.distributed as dist
 
 from ucp_core.layout import ParallelLayout
@@ -86,6 +87,9 @@ def run(
     found = problems(settings)
     if found:
         raise SettingsError("; ".join(found), problems=found)
+    if settings.train.deterministic:
+        # Sums of more threads have another order, and a worker has one unless it is given more.
+        torch.set_num_threads(1)
     outcome = _train(train, settings, directory)
     if isinstance(outcome, Raised):
         raise TaskError(f"training failed in step {outcome.step}\n{outcome.traceback}")

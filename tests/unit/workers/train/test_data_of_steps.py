@@ -5,6 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
+import datasets
 import pytest
 import torch
 from torch import nn
@@ -89,6 +90,23 @@ def test_a_loader_of_batches_is_told_what_to_hand_over(tmp_path: Path, loader: A
 def test_what_is_no_dataset_is_refused_by_name(tmp_path: Path, data: Any) -> None:
     """A dictionary has a length and is indexed, by other things than numbers."""
     with pytest.raises(TaskError, match=r"DataError: .*(no dataset|only once)"):
+        seen_in(tmp_path, data)
+
+
+@pytest.mark.parametrize(
+    ("data", "advice"),
+    [
+        (0, "a whole one, at least 1"),
+        (23.0, "a whole one, at least 1"),
+        (datasets.Dataset.from_dict({"a": range(16)}).to_pandas(), r"frame\.to_dict\('records'\)"),
+    ],
+    ids=["none", "float", "frame"],
+)
+def test_what_looks_like_data_is_told_what_to_hand_over(
+    tmp_path: Path, data: Any, advice: str
+) -> None:
+    """An assertion, a KeyError and a float that "can be iterated only once" helped nobody."""
+    with pytest.raises(TaskError, match=rf"DataError: .*{advice}"):
         seen_in(tmp_path, data)
 
 
