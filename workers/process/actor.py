@@ -180,4 +180,4 @@ class Worker:
                 os._exit(1)
             if isinstance(outcome, Yielded) and outcome.why:
                 time.sleep(_ANSWER_S)
-                os._exit(termination.EXIT_CODE)
+                os._exit(self._runner.exit_code)

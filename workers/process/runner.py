@@ -10,6 +10,7 @@ import asyncio
 import gc
 import logging
 import os
+import signal
 import threading
 import traceback
 from collections.abc import Callable
@@ -101,7 +102,7 @@ class AttemptRunner:
         self._fenced: set[int] = set()
         self._yielding: set[int] = set()
         self._durably: set[int] = set()
-        self._is_terminated = False
+        self._signal = 0
         self._paces: dict[int, Pace] = {}
         self._costs: dict[int, Callable[[], SaveCosts]] = {}
         self._lock = threading.Lock()
@@ -181,8 +182,9 @@ class AttemptRunner:
                 error=f"{type(error).__name__}: {error}",
                 traceback=traceback.format_exc(),
             )
-        if isinstance(outcome, Yielded) and self._is_terminated:
-            outcome = replace(outcome, why=f"process {os.getpid()} got SIGTERM")
+        if isinstance(outcome, Yielded) and self._signal:
+            name = signal.Signals(self._signal).name
+            outcome = replace(outcome, why=f"process {os.getpid()} got {name}")
         if isinstance(outcome, Raised):
             output.add(outcome.traceback)
         if device.has_failed() and not device.is_of_script(outcome):
@@ -230,18 +232,23 @@ class AttemptRunner:
                 self._durably.add(attempt)
             self._yielding.add(attempt)
 
-    def terminate(self) -> None:
-        """Have the process end at the next step boundary; at once if it is in no attempt."""
-        self._is_terminated = True
+    def terminate(self, number: int) -> None:
+        """Have the process end for a signal at the next step boundary; at once if in no attempt."""
+        self._signal = number
         if not self.attempt:
-            os._exit(termination.EXIT_CODE)
+            os._exit(self.exit_code)
+
+    @property
+    def exit_code(self) -> int:
+        """Return what the process ends with that was told to."""
+        return termination.exit_code(self._signal)
 
     def _leaves(self, attempt: int) -> bool:
         """Return whether to leave ``attempt``.
 
         It was asked to, its process was, or it has long lost its controller.
         """
-        if self._is_terminated:
+        if self._signal:
             self.yield_at_boundary(attempt, durable=False)
         if attempt not in self._yielding and has_run_out(self._directory):
             log.warning("lease_ran_out", extra={"attempt": attempt})

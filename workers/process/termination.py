@@ -1,4 +1,4 @@
-"""SIGTERM of a worker process, and signal handlers of scripts.
+"""SIGTERM and SIGINT of a worker process, and signal handlers of scripts.
 
 Only a process's main thread may set a signal handler. In a worker of Ray that is Ray's own thread;
 actors and scripts run in others. Ray's handler would end the process in the middle of a step.
@@ -16,16 +16,21 @@ import ray._private.worker
 
 from workers.errors import HandlerError
 
-#: As shells tell of a process that SIGTERM ended.
-EXIT_CODE: Final = 128 + signal.SIGTERM
 #: What schedulers send to a process that is to end.
 _ENDINGS: Final = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1, signal.SIGUSR2)
 #: What Ray's handler calls by this name of its module, in its main thread (Ray 2.60).
 _ENDS: Final = "raise_sys_exit_with_custom_error_message"
 
 
-def on_termination(act: Callable[[], None]) -> None:
-    """Call ``act`` in the main thread for each SIGTERM; does nothing if this Ray is another.
+def exit_code(number: int) -> int:
+    """Return what shells tell of a process that a signal ended."""
+    return 128 + number
+
+
+def on_termination(act: Callable[[int], None]) -> None:
+    """Call ``act`` in the main thread with each SIGTERM and SIGINT, which has the same meaning.
+
+    Does nothing if this Ray is another.
 
     Ray's handler is called once, with something else to do: to set ours.
     """
@@ -38,7 +43,10 @@ def on_termination(act: Callable[[], None]) -> None:
 
     def install(*_: Any, **__: Any) -> None:
         setattr(module, _ENDS, theirs)
-        signal.signal(signal.SIGTERM, lambda _number, _frame: act())
+        for each in (signal.SIGTERM, signal.SIGINT):
+            signal.signal(each, lambda number, _frame: act(number))
+        # A raylet starts with SIGINT blocked, and its workers inherit that.
+        signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGINT})
 
     setattr(module, _ENDS, install)
     os.kill(os.getpid(), signal.SIGTERM)

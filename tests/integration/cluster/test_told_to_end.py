@@ -63,10 +63,11 @@ def begin(nodes: Any, make_config: Callable[..., RunConfig]) -> Iterator[Callabl
 
 
 @pytest.mark.chaos
-def test_a_worker_that_gets_sigterm_leaves_with_its_step_saved(
-    begin: Callable[..., Launched],
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+def test_a_worker_that_gets_sigterm_or_sigint_leaves_with_its_step_saved(
+    begin: Callable[..., Launched], number: signal.Signals
 ) -> None:
-    """Ray's own handler ends it in the middle of a step, at the next call that it gets."""
+    """Ray's handler ends it in the middle of a step, at the next call; SIGINT a raylet blocks."""
     run = begin()
     before = wait_for(
         run,
@@ -75,7 +76,7 @@ def test_a_worker_that_gets_sigterm_leaves_with_its_step_saved(
     )
     assert before is not None
     victim = member(before, 1)
-    os.kill(victim["pid"], signal.SIGTERM)
+    os.kill(victim["pid"], number)
     after = wait_for(
         run,
         lambda s: s["phase"] == "training" and s["attempt"] > before["attempt"] and s["step"] > 9,
@@ -88,7 +89,7 @@ def test_a_worker_that_gets_sigterm_leaves_with_its_step_saved(
     assert eventually(lambda: len(read_run(directory).incidents) > 0)
     (incident, *_) = read_run(directory).incidents
     assert (incident.kind, incident.guilty) == ("preemption", (victim["worker"],))
-    assert incident.evidence == f"process {victim['pid']} got SIGTERM"
+    assert incident.evidence == f"process {victim['pid']} got {number.name}"
     assert incident.lost_steps == 0
 
 
