@@ -225,6 +225,7 @@ class ReportIncident:
         rule: The rule of detection that found it; "" if none did.
         verdict: Its kind as ``orchestrator.diagnosis`` names it; "" if none did.
         places: (rank, worker, node) of each rank that it comes from; empty if that is not known.
+        killed: Likewise of each that did not leave in time when it was fenced, and was killed.
     """
 
     attempt: int
@@ -236,6 +237,7 @@ class ReportIncident:
     rule: str = ""
     verdict: str = ""
     places: tuple[tuple[int, str, str], ...] = ()
+    killed: tuple[tuple[int, str, str], ...] = ()
 
 
 @value

@@ -15,6 +15,8 @@ from orchestrator.policies import FaultKind, LayoutRules
 #: What handles an event or a consequence, by its type and the phase; see ``phase_table``.
 Handler: TypeAlias = Callable[["Transition", Any], None]
 PhaseTable: TypeAlias = Mapping[type, Mapping[Phase, Handler]]
+#: At most so many ranks are named in a line.
+_NAMED = 8
 
 
 class Transition:
@@ -76,13 +78,21 @@ class Transition:
         """Put on record why the attempt ended, unless it completed or the run was resumed."""
         cause = self.run.cause
         if cause is not None and cause.kind not in (FaultKind.COMPLETED, FaultKind.RESUME):
-            for fault in (cause, *self.run.also):
-                self.report(fault, fenced_s=self.run.attempt.fenced_s)
+            fenced_s = self.run.attempt.fenced_s
+            self.report(cause, fenced_s=fenced_s, killed=self.run.attempt.killed)
+            for fault in self.run.also:
+                self.report(fault, fenced_s=fenced_s)
 
-    def report(self, fault: Cause, *, fenced_s: float) -> None:
-        """Put one fault, or planned change, on record."""
+    def report(
+        self, fault: Cause, *, fenced_s: float, killed: tuple[tuple[int, str, str], ...] = ()
+    ) -> None:
+        """Put one fault, or planned change, on record, and the members that its fence killed."""
         self.run.faults_seen = self.run.faults_seen.and_incident(fault.kind)
         evidence = " ".join((*self._suspected(fault), fault.evidence))
+        if killed:
+            named = (f"rank {rank} ({worker} on {node})" for rank, worker, node in killed[:_NAMED])
+            more = f" and {len(killed) - _NAMED} more" if len(killed) > _NAMED else ""
+            evidence += f"; killed, for not leaving when fenced: {', '.join(named)}{more}"
         self.actions.append(
             ReportIncident(
                 attempt=self.run.attempt.number,
@@ -94,6 +104,7 @@ class Transition:
                 rule=fault.rule,
                 verdict=fault.verdict,
                 places=fault.places,
+                killed=killed,
             )
         )
 

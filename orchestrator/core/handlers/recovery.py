@@ -254,7 +254,7 @@ def read_once_all_left(transition: Transition, advanced: RecoveryAdvanced) -> No
     _read_again(transition)
     run.attempt.fenced_s = transition.now_s
     run.reads.final_from = run.reads.num + 1
-    if not run.attempt.was_stuck:
+    if not run.attempt.killed:
         search.begin_if_nameless(transition)
     decide_once_read(transition, advanced)
 
@@ -396,7 +396,7 @@ def fence_bound(transition: Transition, _: BoundReached) -> None:
     run = transition.run
     at_work_until_s = run.attempt.leave_by_s + run.step_s
     run.deadline_s = transition.now_s + transition.rules.bounds.kill_s
-    for number in run.attempt.members:
+    for rank, number in enumerate(run.attempt.members):
         worker = run.fleet.workers.get(number)
         if worker is None or not worker.inside:
             continue
@@ -404,7 +404,8 @@ def fence_bound(transition: Transition, _: BoundReached) -> None:
         if worker.status is WorkerStatus.READY and is_at_work:
             run.deadline_s = min(run.deadline_s, at_work_until_s)
         elif worker.status is WorkerStatus.READY:
-            run.attempt.was_stuck = True
+            node = run.fleet.nodes[worker.node].name
+            run.attempt.killed += ((rank, worker.name, node),)
             fleet.kill_worker(
                 transition, number, f"did not leave attempt {run.attempt.number} when fenced"
             )

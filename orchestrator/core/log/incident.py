@@ -56,6 +56,8 @@ class Incident:
         verdict: Its kind as ``orchestrator.diagnosis`` names it; "" if none did.
         places: (rank, worker, node) of each rank that it comes from, the faulty ones included;
             empty if that is not known.
+        killed: Likewise of each that did not leave when it was fenced, and was killed: healthy ones
+            leave at once, so it may have failed, too.
         suspects: The suspicions when it was put on record.
         folder: Where its evidence is, below the run directory; "" if none was taken.
         is_start: Whether the run had not begun to train: the time to the first step is start-up
@@ -84,6 +86,7 @@ class Incident:
     rule: str = ""
     verdict: str = ""
     places: tuple[tuple[int, str, str], ...] = ()
+    killed: tuple[tuple[int, str, str], ...] = ()
     suspects: tuple[Suspicion, ...] = ()
     folder: str = ""
     is_start: bool = False
@@ -154,6 +157,7 @@ class Incident:
             "guilty": list(self.guilty),
             "skipped": list(self.skipped),
             "places": [list(place) for place in self.places],
+            "killed": [list(place) for place in self.killed],
             "suspects": [one.to_json() for one in self.suspects],
         }
 
@@ -187,15 +191,17 @@ class Incident:
             skipped=tuple(str(line) for line in document.get("skipped") or ()),
             rule=str(document.get("rule") or ""),
             verdict=str(document.get("verdict") or ""),
-            places=tuple(
-                (int(rank), str(worker), str(node))
-                for rank, worker, node in document.get("places") or ()
-            ),
+            places=_places(document.get("places")),
+            killed=_places(document.get("killed")),
             suspects=tuple(map(suspicion, document.get("suspects") or ())),
             folder=str(document.get("folder") or ""),
             is_start=bool(document.get("is_start")),
             **instants,
         )
+
+
+def _places(rows: Any) -> tuple[tuple[int, str, str], ...]:
+    return tuple((int(rank), str(worker), str(node)) for rank, worker, node in rows or ())
 
 
 def incident_folder(number: int) -> str:

@@ -292,6 +292,7 @@ class RunStats:
             for worker, (rank, node) in self._members.items()
             if worker in last.guilty
         )
+        last.killed = tuple(map(tuple, record.get("killed", ())))
         last.suspects = tuple(self._suspects)
         if self._evidence_of == last.attempt:
             # The first of several is why the attempt ended.

@@ -143,7 +143,7 @@ def is_program(transition: Transition) -> bool:
     is_sound = network.is_sound or len(names) == 1
     # A link that fails again and again is whole when it is looked at.
     flaps = any(names >= set(link.ends) for link in network.links)
-    return is_sound and not flaps and not attempt.was_stuck
+    return is_sound and not flaps and not attempt.killed
 
 
 def explain(transition: Transition) -> None:

@@ -35,7 +35,7 @@ class Attempt(Part):
         fenced_s: When the last member was out.
         leave_by_s: By when fenced members must have left that are not at work.
         at_work: Members that were fenced and have not left because they compute.
-        was_stuck: Whether a member did not leave when it was fenced, and was killed.
+        killed: (rank, worker, node) of each member that did not leave when fenced, and was killed.
         judged: Whether its end was put on record and charged.
         raised: Errors of its training code.
         refused: Why its layout cannot train; None unless it was refused.
@@ -71,7 +71,7 @@ class Attempt(Part):
     fenced_s: float = 0.0
     leave_by_s: float = inf
     at_work: tuple[int, ...] = ()
-    was_stuck: bool = False
+    killed: tuple[tuple[int, str, str], ...] = ()
     judged: bool = False
     raised: tuple[UserError, ...] = ()
     refused: Refused | None = None

@@ -22,6 +22,7 @@ from orchestrator.core.actions import (
     CollectEvidence,
     FinishRun,
     KillWorker,
+    ReportIncident,
     StartWorker,
     YieldAttempt,
 )
@@ -106,6 +107,27 @@ def test_events_of_another_attempt_change_nothing() -> None:
         after, actions = step(state, event, rules=RULES)
         assert after is state
         assert actions == ()
+
+
+def test_a_second_fault_of_the_same_instant_is_in_the_incident_of_the_first() -> None:
+    """One died and the other stopped: the second was killed for that, and no record named it."""
+    state = _fold(
+        _running(), ev.WorkerExited(at_s=3.0, worker="w0001", cause="crash", detail="SIGKILL")
+    )
+    actions: tuple[Action, ...] = ()
+    while not any(isinstance(action, KillWorker) for action in actions):
+        at_s = next_deadline_s(state)
+        state, actions = step(state, ev.Ticked(at_s=at_s), rules=RULES)
+    gone = ev.WorkerExited(at_s=at_s, worker="w0002", cause="killed", detail="")
+    read = ev.CommittedRead(at_s=at_s, attempt=1, step=1, committed_by=1, skipped=())
+    told: list[ReportIncident] = []
+    for event in (gone, read, read):
+        state, actions = step(state, event, rules=RULES)
+        told += (one for one in actions if isinstance(one, ReportIncident))
+
+    assert [(one.incident, one.guilty) for one in told] == [("crash", ("w0001",))]
+    assert told[0].killed == ((1, "w0002", "b"),)
+    assert told[0].evidence == ("SIGKILL; killed, for not leaving when fenced: rank 1 (w0002 on b)")
 
 
 def test_an_event_that_comes_twice_changes_nothing_the_second_time() -> None:

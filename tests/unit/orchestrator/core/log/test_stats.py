@@ -85,6 +85,7 @@ def test_an_incident_has_every_phase_on_the_clock() -> None:
         "rule": "exited",
         "verdict": "dead",
         "places": [[1, "w0002", "b"]],
+        "killed": [],
         "suspects": [],
         "folder": "incidents/0001",
         "is_start": False,
