@@ -60,8 +60,9 @@ FLOWS_PERIOD_S = 0.5
 #: A process that was killed is gone after milliseconds, unless a device holds it. Below the time
 #: that the controller waits for the answer.
 KILLED_S = 0.3
-#: How a process ended is known about when the end of its connection is: recovery waits for it.
-ENDED_S = 0.02
+#: How a process ended is known when it has given back its memory and its processor: a moment after
+#: its connection ends, or longer where processors are busy. The recovery waits for no more.
+ENDED_S = 1.0
 #: A process writes its stacks in 5 ms; one that has not after this is stopped or frozen.
 EVIDENCE_S = 0.3
 
@@ -206,7 +207,7 @@ class Keeper:
         return True
 
     async def ending(self, pid: int) -> Ending:
-        """Return how a process of this node ended, as far as that is known at once."""
+        """Return how a process of this node ended, as far as that is known within a second."""
         return await asyncio.to_thread(self._watch.endings.of, pid, ENDED_S)
 
     async def clear(self) -> None:

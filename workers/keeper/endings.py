@@ -11,12 +11,13 @@ from __future__ import annotations
 import contextlib
 import fcntl
 import os
+import re
 import select
 import signal
 import struct
 import threading
-from collections.abc import Iterable, Iterator
-from dataclasses import dataclass
+from collections.abc import Iterable
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Final
 
@@ -25,11 +26,29 @@ from workers.records import process_state
 
 #: At most so much of a process's last words is told.
 _LINES_MAX, _LINE_CHARS = 2, 160
-_TAIL_BYTES: Final = 4096
+_TAIL_BYTES: Final = 1 << 16
 _OUT, _ERR = 1, 2
 #: Version 1 of control groups writes about 2^63 for none.
 _NO_LIMIT: Final = 1 << 60
 _CGROUPS: Final = Path("/sys/fs/cgroup")
+_OOM_KILLS: Final = ("memory.events", "memory.oom_control")
+_LIMITS: Final = ("memory.max", "memory.limit_in_bytes")
+_PEAKS: Final = ("memory.peak", "memory.max_usage_in_bytes", "memory.current")
+#: A process may join a control group late, and only a kill of these last seconds is its own.
+_REFRESH_S: Final = 5.0
+#: What glog, faulthandler and torch write behind an error: frames of native code, and headings.
+_FRAMES: Final = re.compile(
+    r"@ +0x[0-9a-f]|^#\d|^frame #|\[0x[0-9a-f]+\]$|\*\*\* (SIG|Aborted|Check failure)|PC: @"
+    r"|^C\+\+ Cap|^Exception raised from|^Extension modules:|^(Current t|T)hread 0x"
+    r"|^Stack \(most|^Fatal Python error: (Abort|Segm|Bus|Ill|Float)|^[\^~]+$"
+)
+_OURS: Final = re.escape(str(Path(__file__).parents[1]))
+_PLACE: Final = re.compile(rf'File "(?!<frozen|[^"]*/(site-packages|lib/python\d)|{_OURS})')
+_FIRST_IS_NEWEST: Final = "most recent call first"
+_ERRORS: Final = re.compile(
+    r"(?i)error|exception|assert|fatal|fail|cannot|terminate called|what\(\):|panic|\babort"
+    r"|out of memory|no such|denied|terminated|segmentation"
+)
 #: ``PIDFD_GET_INFO`` of linux/pidfd.h with its first structure: what is asked for comes first, the
 #: status last.
 _GET_INFO: Final = 0xC040FF0B
@@ -43,8 +62,16 @@ class _Process:
 
     pid: int
     outputs: tuple[Path, ...]
-    group: Path | None
-    num_killed: int
+    group: Path | None = None
+    num_killed: int = 0
+    num_killed_since: int = 0
+
+    def refreshed(self) -> _Process:
+        """Return it with the control group that it is in now, and what was killed until now."""
+        group = _memory_group(self.pid) or self.group
+        num = _num_killed(group)
+        since = self.num_killed_since if group == self.group else num
+        return replace(self, group=group, num_killed=since, num_killed_since=num)
 
 
 class Endings:
@@ -62,15 +89,15 @@ class Endings:
 
     def follow(self, pid: int) -> None:
         """Watch a process from now on; does nothing if it is watched, or gone."""
+        if pid in self._followed or pid in self._told:
+            return
         with self._changed:
-            if pid in self._followed or pid in self._told:
-                return
             try:
                 descriptor = os.pidfd_open(pid)
             except OSError:
                 return
-            group = _memory_group(pid)
-            self._followed[pid] = _Process(pid, _outputs(pid), group, _num_killed(group))
+            # Twice: what was killed before is no news.
+            self._followed[pid] = _Process(pid, _outputs(pid)).refreshed().refreshed()
             self._by_descriptor[descriptor] = pid
             self._poll.register(descriptor, select.POLLIN)
         os.write(self._wake[1], b"\0")
@@ -79,19 +106,27 @@ class Endings:
             self._thread.start()
 
     def of(self, pid: int, wait_s: float) -> Ending:
-        """Return how ``pid`` ended, as far as that is known within ``wait_s``."""
+        """Return how ``pid`` ended, as far as that is known within ``wait_s``.
+
+        Nothing is said of a process that has not ended by then: it may still give back its memory.
+        """
         with self._changed:
             if pid in self._followed:
                 self._changed.wait_for(lambda: pid in self._told, wait_s)
+                return self._told.get(pid, Ending(""))
             if pid in self._told:
                 return self._told[pid]
         # It was gone before anybody followed it.
         files = (path for own in _outputs(os.getpid()) for path in own.parent.glob(f"*-{pid}.*"))
-        return Ending(_described(pid, None, "", _lines(sorted(files))))
+        return Ending(_described(pid, None, "", _last_words(sorted(files))))
 
     def _run(self) -> None:
         while True:
-            for descriptor, _ in self._poll.poll():
+            ready = self._poll.poll(1e3 * _REFRESH_S)
+            if not ready:
+                for pid, process in list(self._followed.items()):
+                    self._followed[pid] = process.refreshed()
+            for descriptor, _ in ready:
                 if descriptor == self._wake[0]:
                     with contextlib.suppress(BlockingIOError):
                         os.read(descriptor, _TAIL_BYTES)
@@ -106,7 +141,8 @@ class Endings:
         self._poll.unregister(descriptor)
         os.close(descriptor)
         shortage = _shortage(process, status)
-        text = _described(process.pid, status, shortage, _lines(process.outputs))
+        words = _last_words(process.outputs, is_killed=status == signal.SIGKILL)
+        text = _described(process.pid, status, shortage, words)
         with self._changed:
             del self._followed[process.pid], self._by_descriptor[descriptor]
             self._told[process.pid] = Ending(text, bool(shortage))
@@ -144,8 +180,22 @@ def _shortage(process: _Process, status: int | None) -> str:
     if status != signal.SIGKILL or _num_killed(process.group) <= process.num_killed:
         return ""
     if process.group is None:
-        return "the machine had none left"
-    return f"its control group may have {_limit_bytes(process.group) / (1 << 30):.2f} GiB"
+        rows = [row.split() for row in _read(Path("/proc/meminfo")).splitlines()]
+        have = {row[0]: _size(int(row[1]) << 10) for row in rows}
+        free, all_of_it = have.get("MemAvailable:"), have.get("MemTotal:")
+        return (
+            "no limit of a control group is known, and the machine has "
+            f"{free} of {all_of_it} available without it"
+        )
+    group, used = process.group, max(_numbers(process.group, _PEAKS), default=0)
+    return (
+        f"its control group {group} may have {_size(_limit_bytes(group))}, and used {_size(used)}"
+    )
+
+
+def _size(num_bytes: int) -> str:
+    is_small = num_bytes < 1 << 30
+    return f"{num_bytes / (1 << 20):.0f} MiB" if is_small else f"{num_bytes / (1 << 30):.2f} GiB"
 
 
 def _num_killed(group: Path | None) -> int:
@@ -153,7 +203,7 @@ def _num_killed(group: Path | None) -> int:
     if group is None:
         texts = [_read(Path("/proc/vmstat"))]
     else:
-        texts = [_read(group / name) for name in ("memory.events", "memory.oom_control")]
+        texts = [_read(group / name) for name in _OOM_KILLS]
     rows = [row.split() for text in texts for row in text.splitlines()]
     return sum(int(row[1]) for row in rows if len(row) == 2 and row[0] == "oom_kill")  # noqa: PLR2004
 
@@ -176,8 +226,12 @@ def _memory_group(pid: int) -> Path | None:
 
 def _limit_bytes(group: Path) -> int:
     """Return the limit of a control group; 0 if it has none."""
-    texts = (_read(group / name) for name in ("memory.max", "memory.limit_in_bytes"))
-    return next((size for text in texts if text.isdigit() and (size := int(text)) < _NO_LIMIT), 0)
+    return next((size for size in _numbers(group, _LIMITS) if size < _NO_LIMIT), 0)
+
+
+def _numbers(group: Path, names: Iterable[str]) -> list[int]:
+    texts = (_read(group / name) for name in names)
+    return [int(text) for text in texts if text.isdigit()]
 
 
 def _outputs(pid: int) -> tuple[Path, ...]:
@@ -191,22 +245,39 @@ def _outputs(pid: int) -> tuple[Path, ...]:
     return tuple(found)
 
 
-def _lines(paths: Iterable[Path]) -> list[str]:
-    """Return the last lines in the first of ``paths`` that has some."""
+def _last_words(paths: Iterable[Path], *, is_killed: bool = False) -> list[str]:
+    """Return what a process said of its end in the first of ``paths`` that has something.
+
+    One that was killed from outside said nothing of it, unless an error came before.
+    """
     for path in paths:
         with contextlib.suppress(OSError), path.open("rb") as file:
             file.seek(max(0, path.stat().st_size - _TAIL_BYTES))
-            lines = list(_said(file.read().decode(errors="replace")))
-            if lines:
-                return lines[-_LINES_MAX:]
+            words = _words(file.read().decode(errors="replace"), is_killed=is_killed)
+            if words or is_killed:
+                # Its errors come first. What else it prints are results.
+                return words
     return []
 
 
-def _said(text: str) -> Iterator[str]:
-    for line in text.splitlines():
-        # Ray writes lines for itself that begin so.
-        if line.strip() and not line.startswith(":"):
-            yield line.strip()[:_LINE_CHARS]
+def _words(text: str, *, is_killed: bool) -> list[str]:
+    """Return the last line of an error, behind the script's line that it comes from."""
+    # Ray writes lines for itself that begin so.
+    lines = [line.strip() for line in text.splitlines() if not line.startswith(":")]
+    said = [line for line in lines if line and not _FRAMES.search(line)]
+    spoken = [line for line in said if not line.startswith('File "')]
+    errors = [line for line in spoken if _ERRORS.search(line)]
+    places = [line for line in said if _PLACE.match(line)]
+    if not errors and (is_killed or not places):
+        return [] if is_killed else [_cut(line) for line in spoken[-_LINES_MAX:]]
+    place = places[0 if _FIRST_IS_NEWEST in text else -1 :][:1]
+    return [_cut(line) for line in (*place, *errors[-1:])]
+
+
+def _cut(line: str) -> str:
+    if len(line) <= _LINE_CHARS:
+        return line
+    return f"{line[:_LINE_CHARS].rpartition(' ')[0] or line[:_LINE_CHARS]} ..."
 
 
 def _read(path: Path) -> str:

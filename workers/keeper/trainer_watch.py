@@ -138,6 +138,8 @@ class NodeWatch:
         for worker, reader in self._readers.items():
             view = reader.view()
             if view is not None:
+                # Again and again: at first its record may not say whose it is.
+                self.endings.follow(view.pid)
                 milestones[worker] = _milestone(view, self._milestones.get(worker))
                 places.append((view.attempt, view.phase, view.step, view.micro_batch))
         if places != self._places:
@@ -179,8 +181,6 @@ class NodeWatch:
             reader = None if path.stem in self._readers else open_progress(path)
             if reader is not None:
                 self._readers[path.stem] = reader
-                if (view := reader.view()) is not None:
-                    self.endings.follow(view.pid)
                 self._rings[path.stem] = RingReader(path.with_suffix(RING_SUFFIX))
         # Last: if a file could not be opened, the next look tries again.
         self._paths, self._listed_s = paths, now_s

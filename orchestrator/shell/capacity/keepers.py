@@ -27,7 +27,7 @@ ASK_S = 5.0
 #: To remove its files takes a keeper milliseconds; one that stands still must not hold up the end.
 CLEAR_S = 5.0
 #: A keeper has so long to say how a process ended: the recovery waits for it.
-ENDING_S = 0.1
+ENDING_S = 1.2
 #: Evidence is taken for so long, and what is taken then may take so long to be stored.
 EVIDENCE_S = 0.5
 STORE_S = 60.0
@@ -126,7 +126,7 @@ class Keepers:
             await answer(view.keeper.store_evidence.remote(attempt, folder), STORE_S)
 
     async def ending(self, node: str, pid: int) -> Ending:
-        """Return how a process on ``node`` ended, if its keeper says so at once."""
+        """Return how a process on ``node`` ended, if its keeper says so in time."""
         view = self._nodes.views.get(node)
         if view is None or view.keeper is None or view.is_dead:
             return Ending("")

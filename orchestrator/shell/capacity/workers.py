@@ -307,8 +307,7 @@ class Workers:
             return
         found = protocol.Ending(_first_line(error))
         if isinstance(error, ActorDiedError):
-            died = protocol.Ending(f"process {member.pid} died")
-            found = died if member.killed else await self._how(member, error)
+            found = await self._how(member, error)
         self._exited(worker, self._cause(member, found), found.text)
 
     def _cause(self, member: _Member, found: protocol.Ending) -> str:

@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 from tests.support.snapshots import eventually
-from workers.keeper.endings import Endings, _status_kept
+from workers.keeper.endings import Endings, _Process, _shortage, _status_kept
 from workers.protocol import Ending
 
 WAIT_S_MAX = 60.0
@@ -46,6 +46,13 @@ def end_of(code: str, folder: Path, *, before: str = "") -> tuple[Ending, int]:
         ("os.abort()", "died of SIGABRT"),
         ("os.kill(os.getpid(), 40)", "died of signal 40"),
         ("print('a\\nb\\nc', flush=True); os._exit(1)", "exit code 1; it said last: b / c"),
+        # Who is killed says nothing of it: these are results of before.
+        ("print('an argument', flush=True); os.kill(os.getpid(), 9)", "died of SIGKILL"),
+        (
+            "print('Error: no room\\nI retry', file=sys.stderr); os.kill(os.getpid(), 9)",
+            "died of SIGKILL; it said last: Error: no room",
+        ),
+        (f"sys.exit('Error: {'long ' * 40}')", f"it said last: Error: {'long ' * 29}long ..."),
         (
             "print('out', flush=True); print('err', file=sys.stderr, flush=True); os._exit(1)",
             "exit code 1; it said last: err",
@@ -60,6 +67,72 @@ def test_the_status_and_the_last_words_are_known(code: str, told: str, tmp_path:
     assert found.text.startswith(f"process {pid} ")
     assert found.text.endswith(told)
     assert not found.is_out_of_memory
+
+
+#: What a worker of Ray 2.60 writes when native code aborts.
+ABORTED = """\
+:job_id:01000000
+step 7 has a loss of 0.5
+loss.cc:12: void f(): Assertion `x > 0' failed.
+*** SIGABRT received at time=1795925224 on cpu 0 ***
+PC: @     0x7f9c426a8eec  (unknown)  (unknown)
+    @     0x7f9c4265a050   66707664  (unknown)
+[2026-11-29 04:07:04,684 E 137 137] logging.cc:474: *** SIGABRT received at time=17 on cpu 0 ***
+[2026-11-29 04:07:04,685 E 137 137] logging.cc:474: PC: @     0x7f9c426a8eec  (unknown)
+[2026-11-29 04:07:04,685 E 137 137] logging.cc:474:     @     0x7f9c4265a050   66707664
+Fatal Python error: Aborted
+
+Stack (most recent call first):
+  File "/venv/lib/python3.11/site-packages/torch/_ops.py", line 1 in __call__
+  File "/scripts/train.py", line 7 in train
+  File "/scripts/train.py", line 30 in <module>
+
+Extension modules: msgpack._cmsgpack, google._upb._message (total: 2)
+"""
+TORCH = """\
+terminate called after throwing an instance of 'c10::Error'
+  what():  CUDA error: an illegal memory access was encountered
+Exception raised from c10_cuda_check at c10/cuda/CUDAException.cpp:43 (most recent call first):
+frame #0: c10::Error::Error(c10::SourceLocation) + 0x96 (0x7f0000000000 in /x/libc10.so)
+/lib/libc.so.6(+0x3c460) [0x7f1234567890]
+"""
+
+
+@pytest.mark.parametrize(
+    ("written", "told"),
+    [
+        (
+            ABORTED,
+            (
+                'File "/scripts/train.py", line 7 in train / '
+                "loss.cc:12: void f(): Assertion `x > 0' failed."
+            ),
+        ),
+        (TORCH, "what():  CUDA error: an illegal memory access was encountered"),
+    ],
+)
+def test_an_abort_is_told_by_its_error_and_not_by_addresses(
+    written: str, told: str, tmp_path: Path
+) -> None:
+    """What comes last are frames of native code, which say nothing to who reads the terminal."""
+    code = f"sys.stderr.write({written!r}); sys.stderr.flush(); os.abort()"
+
+    found, pid = end_of(code, tmp_path)
+
+    assert found.text == f"process {pid} died of SIGABRT; it said last: {told}"
+
+
+def test_of_a_process_that_has_not_ended_nothing_is_told() -> None:
+    """Ray may say that it died before the kernel does, and "it died" would be all that is kept."""
+    endings = Endings()
+    with subprocess.Popen(["/bin/cat"], stdin=subprocess.PIPE) as process:
+        endings.follow(process.pid)
+        early = endings.of(process.pid, 0.0)
+        process.kill()
+        told = endings.of(process.pid, WAIT_S_MAX)
+
+    assert early.text == ""
+    assert told.text == f"process {process.pid} died of SIGKILL"
 
 
 @pytest.fixture
@@ -85,8 +158,24 @@ def test_the_kernel_s_kill_for_want_of_memory_is_told_from_others(
 
     assert found.is_out_of_memory
     assert found.text == (
-        f"process {pid} was killed for want of memory: its control group may have 0.06 GiB"
+        f"process {pid} was killed for want of memory: its control group {group} may have 64 MiB, "
+        "and used 64 MiB"
     )
+
+
+def test_a_kill_that_came_long_before_is_no_cause(tmp_path: Path) -> None:
+    """The kernel only counts its kills: one of another process in the hour before is in there."""
+    (tmp_path / "memory.max").write_text(f"{64 << 20}")
+    events = tmp_path / "memory.events"
+    process = _Process(1, (), tmp_path)
+    told = []
+    for num_killed in (3, 4, 4, 4):
+        events.write_text(f"oom 9\noom_kill {num_killed}\n")
+        told.append(bool(_shortage(process, signal.SIGKILL)))
+        process = process.refreshed()
+
+    # The first look knows of no count before.
+    assert told == [True, True, True, False]
 
 
 def test_of_a_process_that_was_gone_before_only_its_files_are_known(
