@@ -7,6 +7,7 @@ from enum import IntEnum
 
 from orchestrator.errors import CapacityError, ConfigError, RunNotFoundError, TokenError
 from ucp_core.errors import StorageError
+from workers.launchers import SCHEDULERS
 
 
 class ExitCode(IntEnum):
@@ -33,7 +34,7 @@ _MEANINGS = {
 TABLE = "Exit codes:\n\n" + "\n\n".join(
     [
         *(f"{code:d}  {meaning}" for code, meaning in _MEANINGS.items()),
-        "129, 130, 143  a closed terminal, Ctrl-C or SIGTERM ended the command",
+        "129, 130, 143  a closed terminal, Ctrl-C or SIGTERM (SIGUSR1, SIGUSR2) ended the command",
     ]
 )
 
@@ -58,7 +59,7 @@ def code_of_outcome(outcome: str) -> ExitCode:
 
 def code_of_signal(number: signal.Signals) -> int:
     """Return the code for a command that a signal ended."""
-    return 128 + number
+    return 128 + (signal.SIGTERM if number in SCHEDULERS else number)
 
 
 def is_final(code: int) -> bool:

@@ -204,8 +204,9 @@ def run(
 
     With --address or RAY_ADDRESS the run belongs to that cluster: it continues whatever happens to
     this command, and Ctrl-C only stops following it. Without, simulated nodes are started on this
-    machine. They end with this command: Ctrl-C, SIGTERM or a closed terminal stops the run at the
-    next step boundary, Ctrl-C again at once. --detach lets them live on until the run is over.
+    machine. They end with this command: Ctrl-C, SIGTERM, SIGUSR1 or 2, or a closed terminal stops
+    the run at the next step boundary, Ctrl-C again at once. --detach lets them live on until the
+    run is over.
     """
     from orchestrator.config import load, run_preflight
 

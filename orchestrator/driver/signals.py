@@ -10,8 +10,11 @@ import sys
 from collections.abc import Callable, Iterator
 from typing import IO, Any, NoReturn
 
-#: Ctrl-C, a supervisor or ``kill``, a terminal that was closed.
-_ENDING = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
+from workers.launchers import SCHEDULERS
+
+#: Ctrl-C, a supervisor or ``kill``, a terminal that was closed, a scheduler before its time limit
+#: (Slurm's ``--signal``).
+_ENDING = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, *SCHEDULERS)
 
 
 class Interrupt(KeyboardInterrupt):

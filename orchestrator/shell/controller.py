@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING, Any, NoReturn
 import ray
 
 from ucp_core.errors import StorageError
+from workers.launchers import ignore_schedulers
 
 if TYPE_CHECKING:
     from workers.protocol import NodeReport
@@ -52,6 +53,7 @@ class Controller:
     """
 
     def __init__(self, *, run_id: str, config: dict[str, Any], claim: int, token: str) -> None:
+        ignore_schedulers()
         with contextlib.suppress(PermissionError):
             # Ray's workers run at niceness 15; decisions must not queue behind training.
             os.setpriority(os.PRIO_PROCESS, 0, 0)

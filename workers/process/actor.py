@@ -11,10 +11,12 @@ per thread, and only the thread that filled them can clear them.
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import gc
 import logging
 import os
 import queue
+import sys
 import threading
 import time
 from concurrent.futures import Future
@@ -24,6 +26,7 @@ from typing import Any
 import ray
 
 from workers.evidence import offer_stacks, stacks_path, write_stacks
+from workers.launchers import forget_place, ignore_schedulers
 from workers.parent_death import end_with_parent
 from workers.process import termination
 from workers.protocol import (
@@ -64,6 +67,12 @@ class Worker:
         self, *, worker: str, directory: str, run_url: str, settings: Any, on_cpu: bool
     ) -> None:
         end_with_parent()
+        ignore_schedulers()
+        # Before any library looks at it.
+        forget_place(os.environ)
+        with contextlib.suppress(OSError):
+            # Last: a script may import what is there, and nothing there shadows a library.
+            sys.path.append(str(Path.cwd()))
         os.environ.setdefault("OMP_NUM_THREADS", "1")
         # What imports make stays. To look for garbage among it again and again is a quarter of the
         # time until a worker is ready: 2.1 s of a core instead of 2.9 s.

@@ -22,6 +22,7 @@ import copy
 import json
 import logging
 import math
+import os
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass
@@ -53,6 +54,7 @@ from everstep.integrations.predictions import Predictions
 from everstep.integrations.refusals import refusals
 from ucp_core.storage import open_store
 from workers.errors import LayoutRefusedError
+from workers.launchers import forget_place
 from workers.models import saved_by
 from workers.parallel import drop_gathered, own_names
 from workers.train import FinishedRun, all_agree, fill, finished_run, registered_state
@@ -73,6 +75,11 @@ _OVERRIDDEN: Final = {
 }
 
 log = logging.getLogger(__name__)
+
+# Alone there is one process. Arguments that find WORLD_SIZE=2 of another job would wait for a
+# second one. Under torchrun others do come.
+if "TORCHELASTIC_RUN_ID" not in os.environ and (forgotten := forget_place(os.environ)):
+    log.warning("ElasticTrainer: took %s out of the environment", ", ".join(forgotten))
 
 
 class ElasticTrainer(Trainer):
