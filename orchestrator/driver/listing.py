@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import contextlib
+import os
 from collections.abc import Iterator
 from typing import Any
 
+import psutil
 import ray
-from ray._private.services import find_gcs_addresses
 from ray.exceptions import RayError
 
 from orchestrator.driver.cluster import join_cluster
@@ -30,8 +31,9 @@ ANSWER_S = 5.0
 def list_runs(address: str | None) -> list[dict[str, Any]]:
     """Return a document for each run: directory, phase, step, workers, since when, and where.
 
-    Without an address, looks at every Ray cluster that has a process on this machine. A cluster of
-    simulated nodes is listed even if no run is on it, so that none stays hidden.
+    Without an address, looks at every Ray cluster that has a process of this user on this machine:
+    Ray ends a process that joins the cluster of another one. A cluster of simulated nodes is listed
+    even if no run is on it, so that none stays hidden.
 
     Raises:
         CapacityError: No cluster answers at ``address``.
@@ -39,13 +41,23 @@ def list_runs(address: str | None) -> list[dict[str, Any]]:
     entries = {entry.address: entry for entry in local_clusters()}
     if address is not None:
         return list(_runs_at(address, entries.get(address)))
-    addresses = sorted({*entries, *find_gcs_addresses()})
+    addresses = sorted({*entries, *own_heads()})
     found: list[dict[str, Any]] = []
     for one in addresses:
         try:
             found += _runs_at(one, entries.get(one))
         except CapacityError as error:
             found.append(_row(one, entries.get(one), note=str(error)))
+    return found
+
+
+def own_heads() -> set[str]:
+    """Return the heads of the nodes of Ray that this user runs on this machine."""
+    option, found = "--gcs-address=", set[str]()
+    for process in psutil.process_iter(["uids", "cmdline"]):
+        uids, words = process.info["uids"], process.info["cmdline"] or ()
+        if uids and uids.real == os.getuid() and words and words[0].endswith("/raylet"):
+            found |= {word.removeprefix(option) for word in words if word.startswith(option)}
     return found
 
 

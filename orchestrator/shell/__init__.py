@@ -13,6 +13,7 @@ if TYPE_CHECKING:
         LocalEntry,
         kill_local_cluster,
         local_clusters,
+        own_folder,
     )
     from orchestrator.shell.names import CONTROLLER, NAMESPACE_PREFIX, RunNames, run_id
     from orchestrator.shell.serve import (
@@ -40,6 +41,7 @@ __all__ = [
     "kill_local_cluster",
     "local_clusters",
     "monotonic_s",
+    "own_folder",
     "progress_document",
     "read_segments",
     "run_id",

@@ -15,7 +15,9 @@ from urllib.request import getproxies, proxy_bypass
 
 import ray
 from ray import _raylet
+from ray._private import ray_constants
 from ray._private import worker as ray_worker
+from ray.job_config import JobConfig
 
 from orchestrator.errors import ConfigError
 from orchestrator.shell.local import local_clusters
@@ -24,6 +26,7 @@ from orchestrator.shell.local import local_clusters
 ANSWER_S = 3.0
 #: Ray's own words do not say so: it refuses a process without the token like any stranger.
 _AUTH = "if it asks for a token, set RAY_AUTH_MODE=token and RAY_AUTH_TOKEN_PATH"
+_UV_HOOK = "RAY_ENABLE_UV_RUN_RUNTIME_ENV"
 _OWN_NAMES = frozenset({"127.0.0.1", "localhost"})
 #: A client's first bytes to a gRPC server: the preface of HTTP/2 and empty settings. The server's
 #: own settings are its first frame (RFC 9113, 3.4).
@@ -49,6 +52,14 @@ def connect_ray(address: str, *, namespace: str | None = None) -> None:
     # Ray 2.60 prints a raylet's lines about dead workers to our stdout whatever log_to_driver says.
     # --json must stay clean, and a run's incidents say the same.
     ray_worker.print_to_stdstream = lambda *_, **__: None
+    # It would put the working directory of this command first on the path of its workers, where a
+    # file of the user's, as attrs.py, shadows a library.
+    job: Any = JobConfig
+    job._py_driver_sys_path = property(lambda _: [], lambda *_: None)  # noqa: SLF001
+    if _UV_HOOK not in os.environ:
+        # It would have `uv run` build an environment for each worker. Nodes have their own, with
+        # the versions of this one.
+        ray_constants.RAY_ENABLE_UV_RUN_RUNTIME_ENV = False
     handler = signal.getsignal(signal.SIGTERM)
     try:
         ray.init(

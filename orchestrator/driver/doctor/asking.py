@@ -34,7 +34,8 @@ from orchestrator.driver.doctor.findings import (
     port_taken,
     unserved,
 )
-from orchestrator.shell import wall_time
+from orchestrator.errors import CapacityError
+from orchestrator.shell import own_folder, wall_time
 from ucp_core.errors import UcpError
 from ucp_core.storage import join, open_store
 from workers.keeper import FAILURES, no_answer, sources_of
@@ -83,8 +84,9 @@ def examine(
                 why_no_port = _on_head(_why_no_port, port)
         finally:
             ray.shutdown()
-    elif port:
-        why_no_port = _why_no_port(port)
+    else:
+        findings.append(_simulated())
+        why_no_port = _why_no_port(port) if port else ""
     if why_no_port:
         findings.append(port_taken(port, why_no_port))
     if silent:
@@ -100,6 +102,14 @@ def _settings(config: RunConfig) -> list[Finding]:
     return found or [
         Finding(Level.OK, "settings", "run directory, data, files and memory are fine")
     ]
+
+
+def _simulated() -> Finding:
+    """Return whether this machine has a place for the files of simulated nodes."""
+    try:
+        return Finding(Level.OK, "simulated nodes", f"their files would be in {own_folder()}")
+    except CapacityError as error:
+        return Finding(Level.FAIL, "simulated nodes", str(error))
 
 
 def _watched(config: RunConfig | None, address: str | None) -> dict[str, str]:

@@ -6,7 +6,12 @@ from ucp_core.lazy import lazy_door
 
 if TYPE_CHECKING:
     from orchestrator.shell.local.cluster import HostedCluster, is_over, is_there
-    from orchestrator.shell.local.registry import LocalEntry, kill_local_cluster, local_clusters
+    from orchestrator.shell.local.registry import (
+        LocalEntry,
+        kill_local_cluster,
+        local_clusters,
+        own_folder,
+    )
 
 __all__ = [
     "HostedCluster",
@@ -15,6 +20,7 @@ __all__ = [
     "is_there",
     "kill_local_cluster",
     "local_clusters",
+    "own_folder",
 ]
 
 __getattr__ = lazy_door(__name__)

@@ -27,10 +27,19 @@ from typing import Any
 
 import ray
 
+from orchestrator.errors import CapacityError
 from orchestrator.run_directory import SUMMARY
-from orchestrator.shell.local.registry import ENTRY, PREFIX, LocalEntry, remove_traces
+from orchestrator.shell.local.registry import (
+    ENTRY,
+    PREFIX,
+    LocalEntry,
+    own_folder,
+    remove_traces,
+)
 from ucp_core.errors import StorageError
+from ucp_core.numerics import counted
 from ucp_core.storage import join, open_store
+from workers.launchers import ignore_schedulers
 from workers.process import gpus_of_node, tuned
 
 #: Ray notices the death of a simulated node after about 3 s instead of 12 s to 62 s. The run does
@@ -126,6 +135,9 @@ class HostedCluster:
         num_nodes: Nodes beside the head.
         cpus_per_node: Workers that fit on each.
         gpus: This machine's GPUs, which the nodes divide among themselves.
+
+    Raises:
+        CapacityError: It does not start.
     """
 
     def __init__(self, *, num_nodes: int, cpus_per_node: int, gpus: Sequence[str] = ()) -> None:
@@ -140,11 +152,14 @@ class HostedCluster:
             if address:
                 self.address = address
                 return
-            log = (self._folder / "log").read_text(errors="replace")[-2000:]
+            kept = (self._folder / "log").replace(own_folder() / "failed-start.log")
             self.kill()
             if number == STARTS_MAX or time.monotonic() >= deadline_s:
-                message = f"the local Ray cluster did not start, tried {number} times:\n{log}"
-                raise RuntimeError(message)
+                tried = f"tried {counted(number, 'time')}"
+                raise CapacityError(
+                    f"the simulated nodes did not start, {tried}: {_last_words(kept)}. All that "
+                    f"their processes said is in {kept}; `everstep doctor` checks this machine"
+                )
 
     @property
     def is_alive(self) -> bool:
@@ -192,8 +207,9 @@ class HostedCluster:
         remove_traces(self._folder)
 
     def _start(self, num_nodes: int, cpus_per_node: int, gpus: Sequence[str]) -> None:
-        self._folder = Path(tempfile.mkdtemp(prefix=PREFIX))
-        command = [sys.executable, "-m", "orchestrator.shell.local.cluster"]
+        self._folder = Path(tempfile.mkdtemp(prefix=PREFIX, dir=own_folder()))
+        # -P: a file of the user's in the working directory, as attrs.py, shadows no library.
+        command = [sys.executable, "-P", "-m", "orchestrator.shell.local.cluster"]
         command += [str(self._folder), str(os.getpid())]
         command += [str(num_nodes), str(cpus_per_node), *gpus]
         with (self._folder / "log").open("wb") as log:
@@ -203,7 +219,8 @@ class HostedCluster:
                 stdout=log,
                 stderr=log,
                 start_new_session=True,  # Ctrl-C in a terminal is for the command alone
-                env={**os.environ, **_environment()},
+                # Ray's default is a folder that only the first user of a machine can write.
+                env={**os.environ, **_environment(), "RAY_TMPDIR": str(own_folder())},
             )
 
     def _wait_ready(self, deadline_s: float) -> str:
@@ -304,6 +321,13 @@ class _Host:
         return entry.is_detached and is_over(entry.run_directory, self._old_summary)
 
 
+def _last_words(log: Path) -> str:
+    """Return the line with the error: the last one that is no part of a stack."""
+    lines = log.read_text(errors="replace").splitlines()
+    said = [line for line in lines if line.strip() and not line.startswith((" ", "\t"))]
+    return said[-1].rstrip(".") if said else "they said nothing"
+
+
 def is_there(directory: int, path: str) -> bool:
     """Return whether the open ``directory`` is still at ``path``.
 
@@ -330,6 +354,7 @@ def _content(url: str) -> bytes | None:
 
 
 if __name__ == "__main__":
+    ignore_schedulers()
     signal.signal(signal.SIGTERM, lambda _signal, _frame: sys.exit(0))
     try:
         _, folder, starter_pid, nodes, cpus, *gpus = sys.argv

@@ -1,4 +1,4 @@
-"""The local clusters of this user: a folder with an entry for each, in the temporary directory."""
+"""The local clusters of this user: a folder with an entry for each, in one of the user's own."""
 
 from __future__ import annotations
 
@@ -8,17 +8,24 @@ import os
 import shutil
 import signal
 import socket
+import stat
 import tempfile
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
 
+from orchestrator.errors import CapacityError
 from orchestrator.shell.names import RunNames, run_id
 from orchestrator.shell.serve import withdraw
 
 #: The name of such a folder begins so.
-PREFIX = "everstep-cluster-"
+PREFIX = "cluster-"
 ENTRY = "cluster.json"
+#: The path of a socket has at most 107 bytes. Ray's longest ones add 73 to the folder:
+#: ``/ray/session_2026-11-29_04-17-29_277425_4194304/sockets/plasma_store.9999``.
+_FOLDER_BYTES_MAX = 107 - 73
+#: The place of temporary files that is short everywhere.
+_SHORT = "/tmp"  # noqa: S108  a folder of the user's own is made in it
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -40,6 +47,37 @@ class LocalEntry:
     run_directory: str = ""
     is_detached: bool = False
     is_hosted: bool = True
+
+
+def own_folder() -> Path:
+    """Return the folder of this user for local clusters and Ray's files; make it if need be.
+
+    It is in the temporary directory, or in /tmp if that is too long for the sockets of Ray. Ray's
+    own choice is one folder for all users of a machine, which only the first one can write.
+
+    Raises:
+        CapacityError: There is no place for it.
+    """
+    found: list[str] = []
+    for parent in (os.environ.get("RAY_TMPDIR") or tempfile.gettempdir(), _SHORT):
+        folder = Path(parent, f"everstep-{os.getuid()}")
+        if len(os.fsencode(folder)) > _FOLDER_BYTES_MAX:
+            found.append(f"{folder} is longer than the {_FOLDER_BYTES_MAX} bytes that Ray can use")
+            continue
+        try:
+            folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+            state = folder.lstat()
+        except OSError as error:
+            found.append(str(error))
+            continue
+        if stat.S_ISDIR(state.st_mode) and state.st_uid == os.getuid():
+            return folder
+        found.append(f"{folder} belongs to another user")
+    why = "; ".join(dict.fromkeys(found))
+    raise CapacityError(
+        f"no place for the files of simulated nodes: {why}. Set TMPDIR to a short path that you "
+        "can write, as /dev/shm"
+    )
 
 
 def local_clusters() -> list[LocalEntry]:
@@ -69,12 +107,14 @@ def kill_local_cluster(run_directory: str) -> bool:
 
 def _entries() -> Iterator[tuple[Path, LocalEntry, float]]:
     """Yield the folder and the entry of each local cluster of this user, and when it began."""
-    for folder in Path(tempfile.gettempdir()).glob(f"{PREFIX}*"):
+    try:
+        folders = list(own_folder().glob(f"{PREFIX}*"))
+    except CapacityError:
+        return  # then none was started
+    for folder in folders:
         try:
-            state = folder.stat()
-            if state.st_uid == os.getuid():
-                document = json.loads((folder / ENTRY).read_text())
-                yield folder, LocalEntry(**document), state.st_ctime
+            document = json.loads((folder / ENTRY).read_text())
+            yield folder, LocalEntry(**document), folder.stat().st_ctime
         except (OSError, ValueError, TypeError):
             continue  # it is being started, or has just ended
 
