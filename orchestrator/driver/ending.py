@@ -10,6 +10,8 @@ from orchestrator.driver.run import Run
 from orchestrator.run_directory import CHECKPOINTS
 from ucp_core.numerics import counted
 
+#: A part of the time below this is not worth a word.
+_SHOWN_MIN = 0.005
 _ENDS = {
     "completed": "is complete",
     "stopped": "was stopped",
@@ -56,11 +58,19 @@ def _numbers(summary: Mapping[str, Any]) -> str:
         if (loss := summary.get(key)) is not None:
             parts.append(f"{name} {loss:.4f}")
     parts.append(f"{counted(summary['lost_steps'], 'step')} lost")
-    parts.append(f"goodput {summary['goodput']:.0%}")
+    parts.append(f"goodput {summary['goodput']:.0%}{_others(summary)}")
     if summary["cost_usd"]:
         parts.append(f"cost ${summary['cost_usd']:.2f}")
     text = ", ".join(parts)
     return text[0].upper() + text[1:]
+
+
+def _others(summary: Mapping[str, Any]) -> str:
+    """Return where the rest of the time went, as far as it shows in percent."""
+    wall_s, found = summary["wall_s"], summary.get("parts_s", {})
+    told = ((name, took_s / wall_s) for name, took_s in found.items() if wall_s and name != "steps")
+    shown = ", ".join(f"{name} {share:.0%}" for name, share in told if share >= _SHOWN_MIN)
+    return f" ({shown})" if shown else ""
 
 
 def _duration(seconds: float) -> str:

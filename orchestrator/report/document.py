@@ -107,7 +107,7 @@ def _numbers(stats: RunStats, scale: Scale) -> dict[str, Any]:
         "unit": scale.unit,
         "units_per_s": steps_per_s * scale.per_step,
         "eta_s": left / steps_per_s if is_far else None,
-        "phases_s": dict(sorted(stats.phases_s.items(), key=lambda each: -each[1])),
+        "parts_s": stats.parts_s,
     }
 
 

@@ -17,6 +17,8 @@ from orchestrator.core import (
 from orchestrator.simulation.history import History
 
 NUM_HISTORIES = 300
+#: Of sums of a whole run.
+_ROUNDING_S = 1e-6
 
 
 class _Books:
@@ -37,9 +39,12 @@ class _Books:
                 self._first = (action.attempt, action.members[0][0])
         for record in transition_records(event, actions, attempt=state.attempt.number):
             self.stats.add(record)
+            parts_s = self.stats.parts_s.values()
+            assert min(parts_s) > -_ROUNDING_S
+            assert abs(sum(parts_s) - self.stats.wall_s) < _ROUNDING_S
 
 
-def test_lost_steps_are_those_that_were_redone() -> None:
+def test_lost_steps_are_those_that_were_redone_and_the_time_adds_up() -> None:
     """Reports of steps come late or are lost, so whoever leaves has to be believed."""
     num_compared = num_lost = 0
     for seed in range(NUM_HISTORIES):

@@ -60,8 +60,8 @@ class Incident:
             leave at once, so it may have failed, too.
         suspects: The suspicions when it was put on record.
         folder: Where its evidence is, below the run directory; "" if none was taken.
-        is_start: Whether the run had not begun to train: the time to the first step is start-up
-            then, and no recovery.
+        is_start: Whether the run had not begun to train since a person started or resumed it: the
+            time to the first step is start-up then, and no recovery.
     """
 
     number: int = 0

@@ -15,14 +15,15 @@ from dataclasses import dataclass, field
 from typing import Any, ClassVar
 
 from orchestrator.core.log.incident import Incident, incident_folder, suspicion
+from orchestrator.core.log.time_parts import TimeParts
 from orchestrator.diagnosis import Suspicion
+from orchestrator.policies import cost_share
 from ucp_core.layout import ParallelLayout
 
-#: Durations of steps that are kept in case the steps are redone: three hours or more, and no
-#: resume reaches further back.
-_DURATIONS_KEPT = 10_000
 _HOUR_S = 3600.0
 _SUSPICIONS_KEPT = 100
+#: Phases in which members train.
+_TRAINING = frozenset({"training", "yielding"})
 #: Points of a curve over the whole run. Beyond twice as many, the older ones are thinned.
 _POINTS_KEPT = 500
 
@@ -87,9 +88,11 @@ class RunStats:
     #: Places in ``incidents``.
     _open: list[int] = field(default_factory=list)
     _injected_s: list[float] = field(default_factory=list)
-    #: ``(first, last, step_s)`` of steps in a row that took equally long, oldest first.
-    _durations: list[tuple[int, int, float]] = field(default_factory=list)
-    _productive_s: float = 0.0
+    #: What the last step took that was told of.
+    _step_s: float = 0.0
+    _time: TimeParts = field(default_factory=TimeParts)
+    #: Since it was started, or resumed by a person.
+    _has_trained: bool = False
     _num_unformed: int = 0
     _first_rank: str = ""
     #: Rank and node of each member of the newest attempt, by worker.
@@ -108,6 +111,11 @@ class RunStats:
         if self._began_s is None:
             self._began_s = self._phase_since_s = at_s
             self.began_at = float(record.get("wall_time", 0.0))
+            self._time.begin(at_s)
+            self._now_s = at_s
+        if record["kind"] == "RunResumed":
+            # Its last sign of life was the record before.
+            self._enter("over", self._now_s)
         # It is unknown what the run had between two claims.
         if self._held and at_s > self._now_s and record["kind"] != "RunResumed":
             self.cost_usd += (at_s - self._now_s) * self.usd_per_hour / _HOUR_S
@@ -141,13 +149,26 @@ class RunStats:
     @property
     def goodput(self) -> float:
         """Return the share of the wall time that went into steps which are in the history."""
-        return min(self._productive_s / self.wall_s, 1.0) if self.wall_s else 0.0
+        return self.parts_s["steps"] / self.wall_s if self.wall_s else 0.0
 
     @property
     def goodput_since_start(self) -> float:
-        """Return the same share of the time since the run first trained."""
-        trains_s = self.wall_s - self.startup_s
-        return min(self._productive_s / trains_s, 1.0) if trains_s > 0.0 else 0.0
+        """Return the same share of the time without starts, and without stops by a person."""
+        parts_s = self.parts_s
+        trains_s = sum(parts_s.values()) - parts_s["start"] - parts_s["idle"]
+        return parts_s["steps"] / trains_s if trains_s > 0.0 else 0.0
+
+    @property
+    def parts_s(self) -> dict[str, float]:
+        """Return where the time went; the parts (``PARTS``) add up to ``wall_s``."""
+        part = "steps" if self.phase in _TRAINING else self._waits_for
+        return self._time.parts_s(part, self._now_s)
+
+    @property
+    def _waits_for(self) -> str:
+        if self.phase == "over":
+            return "idle"
+        return "recovery" if self._has_trained else "start"
 
     @property
     def phases_s(self) -> dict[str, float]:
@@ -184,6 +205,7 @@ class RunStats:
             "lost_steps": self.lost_steps,
             "goodput": self.goodput,
             "goodput_since_start": self.goodput_since_start,
+            "parts_s": self.parts_s,
             "wall_s": self.wall_s,
             "startup_s": self.startup_s,
             "phases_s": self.phases_s,
@@ -221,8 +243,18 @@ class RunStats:
         if num_workers != (self.sizes[-1][1] if self.sizes else 0):
             _keep(self.sizes, (at_s, num_workers))
         if phase != self.phase:
+            self._divide_time(phase)
             self.spans.append((self.phase, self._phase_since_s, at_s))
             self.phase, self._phase_since_s = phase, at_s
+
+    def _divide_time(self, next_phase: str) -> None:
+        """Count the time of the phase that ends."""
+        if self.phase not in _TRAINING:
+            self._time.spend(self._waits_for, self._now_s)
+        elif next_phase not in _TRAINING:
+            is_cut_off = (self.phase, next_phase) == ("training", "recovering")
+            self._time.leave_training("recovery" if is_cut_off else "saving", self._now_s)
+        self._has_trained |= next_phase in _TRAINING
 
     def _fault_injected(self, _record: Mapping[str, Any], at_s: float) -> None:
         self._injected_s.append(at_s)
@@ -249,6 +281,7 @@ class RunStats:
         self._injected_s.clear()
         self.lost_nodes.clear()
         self._enter("recovering", at_s)
+        self._has_trained = False
         self._begin_incident(
             Incident(
                 kind="resume",
@@ -259,6 +292,7 @@ class RunStats:
                 t_fence_s=at_s,
             )
         )
+        self.incidents[-1].is_start = True
 
     def _begin_incident(self, incident: Incident) -> None:
         detected_s = incident.t_detect_s
@@ -339,8 +373,8 @@ class RunStats:
     def _resume(self, resume_step: int) -> int:
         """Move to the step that the next attempt resumes from; return how many steps are lost."""
         reached_step = self._reached_step
-        self._uncount(resume_step)
-        self._count(resume_step, self._last_duration_s)
+        self._time.lose(resume_step)
+        self._count(resume_step)
         self.step = resume_step
         self._said_by_first, self._said_step = None, 0
         return max(reached_step - resume_step, 0)
@@ -380,39 +414,31 @@ class RunStats:
         self._settle()
         for incident in self._open_incidents():
             incident.t_first_step_s = at_s
-            lost_s = incident.lost_steps * self._last_duration_s
+            lost_s = incident.lost_steps * self._step_s
             # Held workers cost money while training waits and while steps are redone.
             waited_s = sum(s for phase, s in incident.phases_s.items() if phase != "yield")
             incident.cost_usd = (waited_s + lost_s) * self.usd_per_hour / _HOUR_S
         # Where steps are short, members say that they have formed after the first one is seen.
         if self._num_unformed == 0:
             self._settle()
-        self._count(step, record["step_s"])
+        self._step_s = record.get("step_s", self._step_s)
+        self._count(step)
 
-    def _count(self, step: int, step_s: float) -> None:
-        """Count all steps up to this one; unreported steps took about as long."""
+    def _count(self, step: int) -> None:
+        """Count all steps up to this one."""
         if step <= self.step:
             return
         _keep(self.progress, (self._now_s, step))
-        first = self.step + 1
-        if self._durations and self._last_duration_s == step_s:
-            first = self._durations.pop()[0]
-        self._durations.append((first, step, step_s))
-        del self._durations[:-_DURATIONS_KEPT]
-        self._productive_s += (step - self.step) * step_s
+        is_training = self.phase in _TRAINING
+        self._time.count(self.step + 1, step, self._now_s, is_training=is_training)
         self.step = step
 
-    def _uncount(self, step: int) -> None:
-        """Take back the durations of all steps after this one."""
-        while self._durations and self._durations[-1][1] > step:
-            first, last, step_s = self._durations.pop()
-            self._productive_s -= (last - max(first - 1, step)) * step_s
-            if first <= step:
-                self._durations.append((first, step, step_s))
-
-    @property
-    def _last_duration_s(self) -> float:
-        return self._durations[-1][2] if self._durations else 0.0
+    def _saves_measured(self, record: Mapping[str, Any], _at_s: float) -> None:
+        costs = record["costs"]
+        stalls_s = costs["snapshot_stall_s"], costs["checkpoint_stall_s"]
+        every = costs["pace"]["snapshot_steps"], costs["pace"]["checkpoint_steps"]
+        by_steps = cost_share(costs["step_s"], *stalls_s, steps=every)
+        self._time.saving_share = by_steps / (1.0 + by_steps)
 
     def _suspected(self, record: Mapping[str, Any], _at_s: float) -> None:
         before = {(one.kind, one.guilty) for one in self._suspects}
@@ -429,8 +455,7 @@ class RunStats:
             self._note_last(record["worker"], record["step"])
         # The last step of an attempt may be over before a report of it was sent.
         if record["how"] in ("completed", "yielded"):
-            step_s = self._last_duration_s
-            self._step_completed({**record, "step_s": step_s}, at_s)
+            self._step_completed(record, at_s)
 
     def _worker_raised(self, record: Mapping[str, Any], _at_s: float) -> None:
         if record["attempt"] == self.attempt:
@@ -494,7 +519,7 @@ class RunStats:
 
     def _finished(self, record: Mapping[str, Any], at_s: float) -> None:
         # More steps of a failed attempt may be known than were reported.
-        self._count(self._reached_step, self._last_duration_s)
+        self._count(self._reached_step)
         self._enter("over", at_s)
         self._held.clear()
         self.outcome, self.reason = record["outcome"], record["reason"]
@@ -519,6 +544,7 @@ class RunStats:
         "Suspected": _suspected,
         "WorkerFormed": _worker_formed,
         "StepCompleted": _step_completed,
+        "SavesMeasured": _saves_measured,
         "WorkerLeft": _worker_left,
         "WorkerRaised": _worker_raised,
         "CommittedRead": _committed_read,

@@ -119,8 +119,11 @@ class RunCollector(Collector):
         )
         yield self._gauge(
             "goodput_since_start_ratio",
-            "The same of the time since it first trained.",
+            "The same of the time without starts, and without stops by a person.",
             _one(stats.goodput_since_start),
+        )
+        yield self._gauge(
+            "time_seconds", "Where the time went; adds up to all.", _by_key(stats.parts_s), "part"
         )
         yield self._gauge("workers", "Workers in the newest attempt.", _one(stats.num_workers))
         layout = [((status["layout"],), 1.0)] if status["layout"] else []

@@ -56,6 +56,7 @@ def test_the_end_of_a_run_is_told_in_sentences_with_what_to_do_next(
         "cost_usd": 0.0,
         "incidents": [],
         "phases_s": {},
+        "parts_s": {"steps": 2911.0, "saving": 10.0, "start": 559.0, "recovery": 245.2},
     }
 
     _finish(summary, str(tmp_path / "first"), as_json=False)
@@ -71,7 +72,7 @@ def test_the_end_of_a_run_is_told_in_sentences_with_what_to_do_next(
         "the same command resumes from there.\n"
     )
     assert stopped.out.splitlines() == [
-        "Loss 2.3152, 0 steps lost, goodput 78%.",
+        "Loss 2.3152, 0 steps lost, goodput 78% (start 15%, recovery 7%).",
         "Its last checkpoint is first/checkpoints/step-00000200.",
         "To draw the curve and all incidents: everstep report first",
         "To use the weights: everstep export first --to DST --format huggingface",
@@ -79,7 +80,7 @@ def test_the_end_of_a_run_is_told_in_sentences_with_what_to_do_next(
     assert json.loads(machine.out) == summary
     assert capsys.readouterr().out.splitlines() == [
         "first is complete after step 400 of 400, 1 h 2 min and 3 attempts.",
-        "Loss 2.3152, 0 steps lost, goodput 78%, cost $1.25.",
+        "Loss 2.3152, 0 steps lost, goodput 78% (start 15%, recovery 7%), cost $1.25.",
         "Its last checkpoint is first/checkpoints/step-00000200; the best one is of step 180.",
         "The report is first/report.html.",
         "To use the weights: everstep export first --to DST --format huggingface",

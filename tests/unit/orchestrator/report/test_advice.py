@@ -13,7 +13,10 @@ from orchestrator.report.advice import advice, named_nodes
 def _stats(**values: Any) -> RunStats:
     trained = [("training", 2.0, 100.0)]
     stats = RunStats(step=400, num_workers=4, sizes=[(20.0, 4)], spans=trained, outcome="completed")
-    stats._began_s, stats._now_s, stats._productive_s = 0.0, 100.0, 95.0
+    stats._began_s, stats._now_s, stats._phase_since_s = 0.0, 100.0, 100.0
+    stats._time.spend("start", 2.0)
+    stats._time.spend("steps", 97.0)
+    stats._time.spend("recovery", 100.0)
     for name, value in values.items():
         setattr(stats, name, value)
     stats._pending = [(9, "0", 0.0)] * (4 - stats.num_workers)

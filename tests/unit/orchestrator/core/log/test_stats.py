@@ -1,6 +1,7 @@
 import json
 from collections.abc import Sequence
 from dataclasses import replace
+from typing import Any
 
 import pytest
 
@@ -16,6 +17,7 @@ from orchestrator.core import (
 from orchestrator.core import events as ev
 from orchestrator.diagnosis import Guilty, Kind, Suspicion
 from orchestrator.policies import CapacityRules
+from workers.protocol import Pace, SaveCosts
 
 RULES = RunRules(run="test", min_workers=1, max_workers=2, total_steps=12)
 START: tuple[ev.Event, ...] = (
@@ -147,6 +149,55 @@ def test_redone_steps_are_lost_and_do_not_count_as_good() -> None:
     assert stats.step == 5
     assert stats.lost_steps == 2
     assert stats.goodput == pytest.approx(4.5 / 10.0)
+    assert stats.parts_s == pytest.approx(
+        {"steps": 4.5, "saving": 0.0, "start": 2.0, "recovery": 1.5, "lost": 2.0, "idle": 0.0}
+    )
+
+
+def test_time_beside_the_steps_is_not_in_goodput_though_one_step_was_slow() -> None:
+    """One step of a second is told of in three: it may be the slow one, and was taken for all."""
+    sampled = (
+        ev.StepCompleted(at_s=8.0 + n, attempt=1, step=6 + 3 * n, step_s=1.0) for n in (1, 2)
+    )
+    saves = ev.SavesMeasured(
+        at_s=8.0,
+        attempt=1,
+        costs=SaveCosts(
+            step_s=0.2,
+            snapshot_stall_s=0.05,
+            snapshot_busy_s=0.05,
+            checkpoint_stall_s=0.0,
+            checkpoint_busy_s=0.0,
+            pace=Pace(snapshot_steps=1, checkpoint_steps=0),
+        ),
+    )
+    stats = _stats((*START, saves, *sampled))
+
+    # A fifth of the two seconds was stalls.
+    assert stats.parts_s["saving"] == pytest.approx(0.4)
+    assert stats.parts_s["steps"] == pytest.approx(6.0 + 1.6)
+    assert sum(stats.parts_s.values()) == pytest.approx(stats.wall_s)
+
+
+def test_a_stop_by_a_person_is_no_recovery() -> None:
+    """A run that was resumed a day later had a recovery of a day."""
+    stats = _stats((*START, *CRASH))
+    begun: dict[str, Any] = {"attempt": 3, "layout": {}, "resume_step": 5}
+    for record in (
+        {"kind": "FinishRun", "at_s": 11.0, "outcome": "stopped", "reason": "asked to"},
+        {"kind": "RunResumed", "at_s": 100.0, "attempt": 2, "why": "stopped"},
+        {**begun, "kind": "StartAttempt", "at_s": 101.0, "members": [["w0009", "a", [0]]]},
+        {"kind": "WorkerFormed", "at_s": 105.0, "attempt": 3, "worker": "w0009"},
+        {"kind": "StepCompleted", "at_s": 106.0, "attempt": 3, "step": 6, "step_s": 1.0},
+    ):
+        stats.add(record)
+
+    assert stats.incidents[-1].kind == "resume"
+    assert [one.recovery_s for one in stats.incidents] == [pytest.approx(1.6), None]
+    assert stats.parts_s == pytest.approx(
+        {"steps": 5.5, "saving": 1.0, "start": 7.0, "recovery": 1.5, "lost": 2.0, "idle": 89.0}
+    )
+    assert stats.goodput_since_start == pytest.approx(5.5 / 10.0)
 
 
 def test_what_happens_before_the_first_step_is_no_recovery() -> None:
@@ -397,12 +448,12 @@ def test_steps_that_no_report_told_of_are_lost_too(
 
 
 def test_steps_that_memory_has_are_in_the_history_though_no_report_told_of_them() -> None:
-    """They are not redone, so their time was well spent: as much as that of the last one told."""
+    """They are not redone, so their time was well spent: all of it up to the fault, and no more."""
     read = ev.CommittedRead(at_s=8.8, attempt=1, step=8, committed_by=1, skipped=())
     stats = _stats((*START, _left("w0001", 9), *CRASH[2:3], read, read))
 
     assert (stats.lost_steps, stats.step) == (1, 8)
-    assert stats.goodput == pytest.approx(8.0 / stats.wall_s)
+    assert stats.goodput == pytest.approx(6.5 / stats.wall_s)
 
 
 def test_what_a_run_holds_is_paid_for_and_what_it_waits_for_is_not() -> None:
