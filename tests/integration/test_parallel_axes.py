@@ -464,6 +464,53 @@ def train(session):
 
 everstep.run(train)
 """
+#: Noise and timesteps go into the model and into its loss, also some that are drawn behind it.
+DENOISING = """\
+import random
+
+import everstep
+import numpy as np
+import torch
+from torch import nn
+from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel
+
+
+class Network(nn.Module):
+    def __init__(self):
+        super().__init__()
+        layer = lambda: nn.Sequential(nn.Linear(8, 16), nn.Tanh(), nn.Linear(16, 8))
+        self.layers = nn.ModuleDict({"0": layer(), "1": layer()})
+
+    def forward(self, x):
+        for layer in self.layers.values():
+            x = x + layer(x)
+        return x
+
+
+def keep_stage(network, number, num_stages):
+    for layer in ("0", "1"):
+        if num_stages > 1 and int(layer) != number:
+            del network.layers[layer]
+
+
+def train(session):
+    styles = {"layers.*.0": ColwiseParallel(), "layers.*.2": RowwiseParallel()}
+    model = session.model(Network, plan=everstep.ModelPlan(tensor=styles, keep_stage=keep_stage))
+    session.optimizer(lambda named: torch.optim.AdamW(named.values(), lr=1e-2))
+    inputs = torch.linspace(-1, 1, 512).reshape(64, 8)
+
+    def loss_of(indices):
+        rows = inputs[indices]
+        noise, time = torch.randn_like(rows), random.random() * np.random.rand()
+        denoised = model(rows + time * noise)
+        return ((denoised - noise - 0.1 * torch.randn_like(rows)) ** 2).mean()
+
+    for _ in session.steps(len(inputs)):
+        session.train_step(loss_of)
+
+
+everstep.run(train)
+"""
 OUT_OF_MEMORY = """\
 import everstep, torch
 
@@ -498,6 +545,20 @@ def test_a_plan_that_misses_a_module_is_refused_before_the_first_update(
         assert "parallel.tp=2: ranks 0, 1 have the same weights" in outcome.error
         assert " norm.weight (" in outcome.error
         assert "down.bias" not in outcome.error
+
+
+def test_stages_draw_the_same_noise_as_one_process(run: Run, tmp_path: Path) -> None:
+    """The first stage got other noise than the last one compared its outputs with."""
+    curves = []
+    for layout in (ParallelLayout(), ParallelLayout(dp_shard=2), TP, ParallelLayout(pp=2)):
+        reset(run)
+        chosen = _scripted(tmp_path, DENOISING)
+        for left in run.train(chosen, num_workers=layout.world_size, layout=layout):
+            assert isinstance(left.outcome, Completed), left.outcome
+        curves.append([loss for loss, _ in curve(run.directory).values()])
+
+    for other in curves[1:]:
+        assert other == pytest.approx(curves[0], rel=1e-6)
 
 
 @pytest.mark.parametrize(

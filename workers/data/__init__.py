@@ -11,7 +11,14 @@ if TYPE_CHECKING:
     from workers.data.order import DataOrder
     from workers.data.packing import pack
     from workers.data.parquet import ParquetRows
-    from workers.data.randomness import drawn, keeping_host_numbers, random_seed, seed_all, seeded
+    from workers.data.randomness import (
+        drawn,
+        keeping_host_numbers,
+        numbers_of_stage,
+        random_seed,
+        seed_all,
+        seeded,
+    )
     from workers.data.stream import KEEPS_ORDER
     from workers.data.text import find_source
 
@@ -29,6 +36,7 @@ __all__ = [
     "keeping_host_numbers",
     "micro_batches_of",
     "num_tokens",
+    "numbers_of_stage",
     "open_texts",
     "pack",
     "random_seed",

@@ -57,12 +57,28 @@ def keeping_host_numbers() -> Iterator[None]:
 def seeded(seed: int) -> Iterator[None]:
     """Seed all generators, and leave them as they were: the script's own numbers do not change."""
     of_torch = torch.default_generator.get_state()
+    of_device = torch.cuda.get_rng_state() if torch.cuda.is_initialized() else None
     with keeping_host_numbers():
         try:
             seed_all(seed)
             yield
         finally:
             torch.default_generator.set_state(of_torch)
+            if of_device is not None:
+                torch.cuda.set_rng_state(of_device)
+
+
+@contextmanager
+def numbers_of_stage(number: int) -> Iterator[None]:
+    """Let a stage of a pipeline draw numbers of its own in a pass, and the script go on with its.
+
+    The first stage draws what the whole model would.
+    """
+    if number == 0:
+        yield
+        return
+    with seeded(random_seed(torch.default_generator.initial_seed(), number)):
+        yield
 
 
 class Keyed:

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass
 from typing import Any
 
@@ -143,12 +143,14 @@ class StageModel(nn.Module):
         num_stages: Stages of all ranks.
 
     Attributes:
+        around: Surrounds the forward pass of a stage, given its number.
         stages: The same, whose parameters have their own names for ``own_names``.
         numbers: The numbers of the stages, rising.
     """
 
     def __init__(self, held: Mapping[int, nn.Module], num_stages: int) -> None:
         super().__init__()
+        self.around: Callable[[int], AbstractContextManager[Any]] = nullcontext
         self.stages = nn.ModuleDict({f"_stage_{number}": one for number, one in held.items()})
         self.numbers, self.num_stages = tuple(held), num_stages
         self._is_asked = False
@@ -165,7 +167,8 @@ class StageModel(nn.Module):
                 "session.train_step or session.evaluate gets, and nowhere else",
                 axis="pp",
             )
-        return self.stage(self.num_stages - 1)(*received, **kwargs)
+        with self.around(self.num_stages - 1):
+            return self.stage(self.num_stages - 1)(*received, **kwargs)
 
     def stage(self, number: int) -> nn.Module:
         """Return a stage of this rank."""
@@ -219,7 +222,8 @@ class StageModel(nn.Module):
                 raise TaskError("session.train_step: the function did not call the model")
             return returned
         args, kwargs = self.called_with(loss_of)
-        return self.stage(number)(*(received if number else args), **kwargs)
+        with self.around(number):
+            return self.stage(number)(*(received if number else args), **kwargs)
 
     def _is_waiting(self) -> bool:
         return self._received is not None

@@ -11,6 +11,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
+from workers.data import numbers_of_stage
 from workers.errors import LayoutRefusedError, TaskError
 from workers.models import documents
 from workers.parallel import (
@@ -72,6 +73,7 @@ def build_model(
         stages = Stages(model, plan, mesh.layout.pp, settings.parallel.stages_per_worker)
         called = staged = stages.of_rank(mesh.stage, build)
         dtype = torch.bfloat16 if settings.train.precision == "bf16" else None
+        staged.around = numbers_of_stage
         pipeline = Pipeline(staged, stages, mesh=mesh, device=device, dtype=dtype)
         model = staged.stages
     for part in (model,) if pipeline is None else model.children():

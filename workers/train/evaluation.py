@@ -129,11 +129,11 @@ class _Passes:
                 self.sums[1, micro_batch] = tokens
             return loss
 
-        def begin(stage: int, number: int) -> None:
+        def begin(_stage: int, number: int) -> None:
             self._num_begun += 1
             self._done(self._num_begun)
             key = ("evaluation", passes[number][0])
-            seed_all(random_seed(*key, *mesh.random_key(stage)))
+            seed_all(random_seed(*key, *mesh.random_key))
 
         batches = [self._batches[micro_batch] for micro_batch, _ in passes]
         if pipeline is not None:

@@ -195,11 +195,11 @@ class Step:
         """Record that ``op`` of a pass begins, or with "" that the last one ends."""
         collectives.span(op, step=self.number, micro_batch=number)
 
-    def _begin_forward(self, stage: int, number: int) -> None:
+    def _begin_forward(self, _stage: int, number: int) -> None:
         # A fence ends a step here at the latest: not every pass has a collective.
         collectives.check()
         key = (self._train.seed, self.number, self._quota.passes[number].micro_batch)
-        seed_all(random_seed(*key, *self._sharded.mesh.random_key(stage)))
+        seed_all(random_seed(*key, *self._sharded.mesh.random_key))
         self._progress.enter(WorkerPhase.FORWARD)
         self._span("forward", number)
 
