@@ -458,6 +458,8 @@ def train(session):
         loss = nn.functional.cross_entropy(model(batch["tokens"]).flatten(0, 1), labels)
         return loss if "mean" in sys.argv else (loss, int((labels >= 0).sum()))
 
+    if "outputs" in sys.argv:
+        session.evaluate(lambda rows: (*loss_of(rows), [torch.ones(1)]), 4, outputs={})
     for _ in session.steps(len(rows)):
         session.train_step(loss_of)
 
@@ -510,6 +512,21 @@ def train(session):
 
 
 everstep.run(train)
+"""
+#: Its metrics need outputs that no worker has, in an evaluation after steps of training.
+METRICS = """\
+import torch
+from everstep.integrations.transformers import ElasticTrainer
+from transformers import LlamaConfig, LlamaForCausalLM, TrainingArguments
+
+sizes = {"hidden_size": 8, "intermediate_size": 8, "num_attention_heads": 1}
+model = LlamaForCausalLM(LlamaConfig(vocab_size=8, num_hidden_layers=2, **sizes))
+rows = [{"input_ids": torch.arange(4), "labels": torch.arange(4)}] * 8
+arguments = TrainingArguments("out", eval_strategy="steps", eval_steps=50, use_cpu=True)
+ElasticTrainer(
+    model=model, args=arguments, train_dataset=rows, eval_dataset=rows,
+    compute_metrics=lambda found: {},
+).train()
 """
 OUT_OF_MEMORY = """\
 import everstep, torch
@@ -567,6 +584,7 @@ def test_stages_draw_the_same_noise_as_one_process(run: Run, tmp_path: Path) -> 
         ("whole", "did not call session.part"),
         ("alone", "no attention of the model saw the other parts"),
         ("mean", "return (loss, tokens)"),
+        ("outputs", "needs those of the whole model; write parallel.cp: 1"),
     ],
 )
 def test_a_script_that_would_train_on_other_sequences_is_refused(
@@ -580,6 +598,20 @@ def test_a_script_that_would_train_on_other_sequences_is_refused(
         assert isinstance(outcome, Raised), outcome
         assert (outcome.step, outcome.refuses) == (1, "cp")
         assert why in outcome.error
+
+
+def test_metrics_that_need_the_whole_outputs_are_refused_before_the_first_step(
+    run: Run, tmp_path: Path
+) -> None:
+    """The first evaluation may be hours away, and the layout has trained by then."""
+    pytest.importorskip("transformers", reason="the extra hf is not installed")
+    layout = ParallelLayout(pp=2)
+    chosen = replace(_scripted(tmp_path, METRICS), parallel=ParallelSettings(pp=2))
+    for left in run.train(chosen, num_workers=2, layout=layout):
+        outcome = left.outcome
+        assert isinstance(outcome, Raised), outcome
+        assert (outcome.step, outcome.refuses) == (1, "pp")
+        assert "compute_metrics needs the outputs of the whole model" in outcome.error
 
 
 def test_a_script_says_what_no_layout_of_its_can_have(run: Run, tmp_path: Path) -> None:

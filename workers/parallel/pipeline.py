@@ -12,7 +12,7 @@ import logging
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeAlias
 
 import torch
 from torch import Tensor, nn
@@ -36,6 +36,8 @@ _Schedule = PipelineScheduleSingle | PipelineScheduleMulti
 
 # torch logs the whole schedule with every error in it, which a lost peer is, too.
 logging.getLogger("torch.distributed.pipelining.schedules").setLevel(logging.CRITICAL)
+#: Returns what surrounds the forward pass of a stage, given its number.
+Around: TypeAlias = Callable[[int], AbstractContextManager[Any]]
 
 
 class Stages:
@@ -77,14 +79,19 @@ class Stages:
         """Remove from ``model``, which is like the whole one, what stage ``number`` lacks."""
         self._keep_stage(model, number, self.num_stages)
 
-    def of_rank(self, rank: int, build: Callable[[], nn.Module]) -> StageModel:
-        """Return the stages of a rank, each cut out of what ``build`` makes, on the meta device."""
+    def of_rank(
+        self, rank: int, build: Callable[[], nn.Module], around: Around = nullcontext
+    ) -> StageModel:
+        """Return the stages of a rank, each cut out of what ``build`` makes, on the meta device.
+
+        ``around`` surrounds the forward pass of a stage, given its number.
+        """
         held: dict[int, nn.Module] = {}
         for number in range(rank, self.num_stages, self._num_ranks):
             with torch.device("meta"):
                 held[number] = build()
             self.keep(held[number], number)
-        return StageModel(held, self.num_stages)
+        return StageModel(held, self.num_stages, around)
 
     def described(
         self, number: int, args: Any, kwargs: Any, dtype: torch.dtype | None
@@ -143,14 +150,15 @@ class StageModel(nn.Module):
         num_stages: Stages of all ranks.
 
     Attributes:
-        around: Surrounds the forward pass of a stage, given its number.
         stages: The same, whose parameters have their own names for ``own_names``.
         numbers: The numbers of the stages, rising.
     """
 
-    def __init__(self, held: Mapping[int, nn.Module], num_stages: int) -> None:
+    def __init__(
+        self, held: Mapping[int, nn.Module], num_stages: int, around: Around = nullcontext
+    ) -> None:
         super().__init__()
-        self.around: Callable[[int], AbstractContextManager[Any]] = nullcontext
+        self._around = around
         self.stages = nn.ModuleDict({f"_stage_{number}": one for number, one in held.items()})
         self.numbers, self.num_stages = tuple(held), num_stages
         self._is_asked = False
@@ -167,7 +175,7 @@ class StageModel(nn.Module):
                 "session.train_step or session.evaluate gets, and nowhere else",
                 axis="pp",
             )
-        with self.around(self.num_stages - 1):
+        with self._around(self.num_stages - 1):
             return self.stage(self.num_stages - 1)(*received, **kwargs)
 
     def stage(self, number: int) -> nn.Module:
@@ -222,7 +230,7 @@ class StageModel(nn.Module):
                 raise TaskError("session.train_step: the function did not call the model")
             return returned
         args, kwargs = self.called_with(loss_of)
-        with self.around(number):
+        with self._around(number):
             return self.stage(number)(*(received if number else args), **kwargs)
 
     def _is_waiting(self) -> bool:

@@ -71,9 +71,8 @@ def build_model(
     called, pipeline = model, None
     if mesh.stages is not None:
         stages = Stages(model, plan, mesh.layout.pp, settings.parallel.stages_per_worker)
-        called = staged = stages.of_rank(mesh.stage, build)
+        called = staged = stages.of_rank(mesh.stage, build, numbers_of_stage)
         dtype = torch.bfloat16 if settings.train.precision == "bf16" else None
-        staged.around = numbers_of_stage
         pipeline = Pipeline(staged, stages, mesh=mesh, device=device, dtype=dtype)
         model = staged.stages
     for part in (model,) if pipeline is None else model.children():

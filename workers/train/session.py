@@ -20,7 +20,7 @@ from torch import Tensor, nn
 from ucp_core.storage import join
 from workers import collectives
 from workers.data import DataLoader, Dataset
-from workers.errors import TaskError
+from workers.errors import LayoutRefusedError, TaskError
 from workers.parallel import Mesh, ModelPlan, drop_gathered
 from workers.protocol import BESIDE, VALIDATION, VALUES, Assignment, Formed, WorkerPhase
 from workers.settings import VALIDATION_LOSS, Settings
@@ -346,13 +346,21 @@ class Session:
             num_samples: Held-out samples, at least 1. The last micro-batch may be smaller.
             outputs: Filled on every worker, by micro-batch in the order of the samples, with the
                 tensors of a list that ``loss_of`` then returns behind the tokens, on the host. Not
-                with ``parallel.pp`` above 1.
+                with ``parallel.pp`` or ``parallel.cp`` above 1.
 
         Raises:
+            LayoutRefusedError: No worker has the whole outputs.
             TaskError: ``num_samples`` is less than 1.
         """
         if num_samples < 1:
             raise TaskError(f"evaluate: num_samples={num_samples} must be at least 1")
+        for axis in ("pp", "cp") if outputs is not None else ():
+            if getattr(self._mesh.layout, axis) > 1:
+                raise LayoutRefusedError(
+                    f"parallel.{axis}={getattr(self._mesh.layout, axis)}: session.evaluate with "
+                    f"outputs needs those of the whole model; write parallel.{axis}: 1",
+                    axis=axis,
+                )
         sharded, progress = self._ready().sharded, self._context.progress
         progress.enter(WorkerPhase.SCRIPT)
         loss, bad = mean_over_samples(

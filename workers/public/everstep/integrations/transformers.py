@@ -36,7 +36,12 @@ from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
 from transformers import Trainer, TrainerState
 from transformers.integrations.neftune import activate_neftune, deactivate_neftune
 from transformers.trainer_callback import ExportableState
-from transformers.trainer_utils import TrainOutput, align_special_tokens, denumpify_detensorize
+from transformers.trainer_utils import (
+    IntervalStrategy,
+    TrainOutput,
+    align_special_tokens,
+    denumpify_detensorize,
+)
 
 from everstep import (
     CheckpointSettings,
@@ -193,6 +198,10 @@ class ElasticTrainer(Trainer):
         """Return what collects outputs for ``compute_metrics``; None if they are not needed."""
         if self.compute_metrics is None or self.args.prediction_loss_only:
             return None
+        self._refuse_parts()
+        return Predictions(self)
+
+    def _refuse_parts(self) -> None:
         assert self._session is not None
         parallel = self._session.settings.parallel
         for axis in ("pp", "cp"):
@@ -202,7 +211,6 @@ class ElasticTrainer(Trainer):
                     f"of the whole model; write parallel.{axis}: 1",
                     axis=axis,
                 )
-        return Predictions(self)
 
     def _best_name(self) -> str:
         """Return the metric that decides which step is best; "" for none."""
@@ -329,10 +337,13 @@ class ElasticTrainer(Trainer):
             setattr(self.callback_handler, name, getattr(self, name))
 
     def _begin_state(self, session: Session) -> None:
-        """Begin, or go on with, the trainer's own state."""
+        """Begin or continue the trainer's own state."""
         if session.rank == 0 and hasattr(self.processing_class, "save_pretrained"):
             session.export_with(saved_by(self.processing_class))
         args, steps = self.args, session.settings.train.steps
+        if args.eval_on_start or args.eval_strategy != IntervalStrategy.NO:
+            # The first evaluation may be hours away: by then the layout would have trained.
+            self._predictions()
         self.state = TrainerState()
         self.state.compute_steps(args, steps)
         self.state.max_steps = steps
