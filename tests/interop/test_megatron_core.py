@@ -37,8 +37,8 @@ SOURCES: dict[str, dict[str, Any]] = {
     "bf16": {"num_ranks": 1, "bf16": True, "sharding": "fully_reshardable"},
     "experts": {"num_ranks": 1, "experts": 4, "sharding": "fully_reshardable"},
 }
-#: Saved by us, of a model of Hugging Face, which has q, k and v, gate and up apart.
-LLAMA = "llama"
+#: Saved by us, of models of Hugging Face, which have q, k and v, gate and up apart; and experts.
+OURS = LLAMA, MIXTRAL = "llama", "mixtral"
 CASES: dict[str, dict[str, Any]] = {
     "dense-to-one-rank": {"source": "dense", "num_ranks": 1},
     "dense-to-tp2": {"source": "dense", "num_ranks": 2, "tp": 2},
@@ -47,6 +47,8 @@ CASES: dict[str, dict[str, Any]] = {
     "experts-to-one-rank": {"source": "experts", "num_ranks": 1, "experts": 4},
     "llama-to-one-rank": {"source": LLAMA, "num_ranks": 1},
     "llama-to-tp2": {"source": LLAMA, "num_ranks": 2, "tp": 2},
+    "mixtral-to-one-rank": {"source": MIXTRAL, "num_ranks": 1, "experts": 4},
+    "mixtral-to-ep2": {"source": MIXTRAL, "num_ranks": 2, "experts": 4, "ep": 2},
     "experts-to-ep2": {"source": "experts", "num_ranks": 2, "experts": 4, "ep": 2},
 }
 
@@ -59,22 +61,25 @@ pytestmark = [
 ]
 
 
-def _train_llama(out: Path) -> None:
+def _train_ours(name: str, out: Path) -> None:
     """Train a model of transformers as Megatron does, save it in between, and tell its losses."""
-    from transformers import LlamaConfig, LlamaForCausalLM
+    import transformers
 
     torch.manual_seed(3)
-    model: Any = LlamaForCausalLM(
-        LlamaConfig(
-            vocab_size=128,
-            hidden_size=32,
-            intermediate_size=88,
-            num_hidden_layers=2,
-            num_attention_heads=4,
-            num_key_value_heads=2,
-            rms_norm_eps=1e-5,
-        )
-    )
+    sizes: dict[str, Any] = {
+        "vocab_size": 128,
+        "hidden_size": 32,
+        "intermediate_size": 88,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+        "rms_norm_eps": 1e-5,
+        "rope_parameters": {"rope_type": "default", "rope_theta": 10000.0},
+    }
+    model: Any = transformers.LlamaForCausalLM(transformers.LlamaConfig(**sizes))
+    if name == MIXTRAL:
+        config = transformers.MixtralConfig(**sizes, num_local_experts=4)
+        model = transformers.MixtralForCausalLM(config)
     # Large enough that places which are swapped show in the loss.
     for parameter in model.parameters():
         torch.nn.init.normal_(parameter, std=0.2)
@@ -83,7 +88,7 @@ def _train_llama(out: Path) -> None:
     losses: list[float] = []
     for step in range(2 * STEPS):
         if step == STEPS:
-            _save(named, optimizer, out / LLAMA)
+            _save(named, optimizer, out / name)
         tokens = batch(step)
         logits = model(tokens[:, :-1]).logits
         loss = torch.nn.functional.cross_entropy(logits.flatten(0, 1), tokens[:, 1:].flatten())
@@ -92,7 +97,7 @@ def _train_llama(out: Path) -> None:
         torch.nn.utils.clip_grad_norm_(named.values(), 1.0)
         optimizer.step()
         losses.append(float(loss.detach()))
-    (out / f"{LLAMA}.json").write_text(json.dumps({"losses": losses[STEPS:]}))
+    (out / f"{name}.json").write_text(json.dumps({"losses": losses[STEPS:]}))
 
 
 def _save(named: dict[str, Any], optimizer: torch.optim.Optimizer, folder: Path) -> None:
@@ -138,7 +143,7 @@ def _write(name: str, out: Path) -> str:
         format="megatron-core",
         memory_bytes=MEMORY_BYTES,
         ep=case.get("ep", 1),
-        query_groups=2 if case["source"] == LLAMA else None,
+        query_groups=2 if case["source"] in OURS else None,
         fsync=False,
     )
     return str(out / f"{name}.export" / f"iter_{STEPS:07d}")
@@ -162,7 +167,8 @@ def runs(tmp_path_factory: pytest.TempPathFactory) -> Path:
                 commands.run(SCRIPT, [str(job), str(out)], num_ranks=num_ranks)
 
         run("train", {name: {**case, "seed": 1} for name, case in SOURCES.items()})
-        _train_llama(out)
+        for name in OURS:
+            _train_ours(name, out)
         loads = {name: {**case, **SPOILT} for name, case in CASES.items()}
         run("load", {n: {**case, "directory": _write(n, out)} for n, case in loads.items()})
     return out

@@ -23,6 +23,7 @@ from ucp_core.formats.deepspeed.writing import (
     describe,
     is_expert,
     universal_info,
+    with_single_experts,
 )
 from ucp_core.language import Placement, split
 from ucp_core.native import check_memory
@@ -121,7 +122,7 @@ def write(
     wanted = Target(**target)
     wanted.check()
     check_memory(memory_bytes)
-    model = describe(checkpoint)
+    model = with_single_experts(describe(checkpoint), wanted.ep)
     if wanted.dtype is None:
         wanted = replace(wanted, dtype=model.precision if wanted.stage else "fp32")
     _check_groups(model, wanted)

@@ -1,8 +1,11 @@
-"""Finds the place of Hugging Face's tensors of Llama in the parameters of Megatron-core. Pure.
+"""Finds the place of Hugging Face's tensors in the parameters of Megatron-core. Pure.
 
-Megatron has q, k and v in one parameter, the rows of one query group after those of another, and
-gate and up in one. The elements are the same: both turn the first half of a head against the
-second. Source: ``Attention.get_query_key_value_tensors`` and ``MLP`` of Megatron-core 0.16.
+These are Llama's, and those of models with its attention or DeepSeek's and with experts. Megatron
+has q, k and v in one parameter, the rows of one query group after those of another, and gate and up
+in one. The elements are the same: both turn the first half of a head against the second. The
+experts of a layer are one tensor in ``transformers`` 5, too, of the same shape. Source:
+``Attention.get_query_key_value_tensors``, ``MLP``, ``MLASelfAttention``, ``TopKRouter`` and
+``SequentialMLP.sharded_state_dict`` of Megatron-core 0.16.
 """
 
 from __future__ import annotations
@@ -12,6 +15,7 @@ from typing import TYPE_CHECKING, NamedTuple
 
 from ucp_core.errors import UcpError
 from ucp_core.formats.dcp import Rows
+from ucp_core.formats.shared import stacked_experts
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -43,6 +47,35 @@ _NAMES = tuple(
             f"{_IN_LAYER}mlp.linear_fc1.weight",
         ),
         (rf"{_LAYER}mlp\.down_proj\.weight", f"{_IN_LAYER}mlp.linear_fc2.weight"),
+        *(
+            (rf"{_LAYER}{theirs}", f"{_IN_LAYER}{name}")
+            for theirs, name in (
+                (r"mlp\.experts\.gate_up_proj", "mlp.experts.experts.linear_fc1.weight"),
+                (r"mlp\.experts\.down_proj", "mlp.experts.experts.linear_fc2.weight"),
+                (r"mlp\.gate\.weight", "mlp.router.weight"),
+                (r"mlp\.gate\.e_score_correction_bias", "mlp.router.expert_bias"),
+                (
+                    r"mlp\.shared_experts\.(?P<part>gate|up)_proj\.weight",
+                    "mlp.shared_experts.linear_fc1.weight",
+                ),
+                (
+                    r"mlp\.shared_experts\.down_proj\.weight",
+                    "mlp.shared_experts.linear_fc2.weight",
+                ),
+                (
+                    r"self_attn\.(?P<one>q|kv)_a_proj(_with_mqa)?\.weight",
+                    "self_attention.linear_{one}_down_proj.weight",
+                ),
+                (
+                    r"self_attn\.(?P<one>q|kv)_a_layernorm\.weight",
+                    "self_attention.{one}_layernorm.weight",
+                ),
+                (
+                    r"self_attn\.(?P<one>q|kv)_b_proj\.weight",
+                    "self_attention.linear_{one}_up_proj.weight",
+                ),
+            )
+        ),
     )
 )
 _PARTS = (("q", "k", "v"), ("gate", "up"))
@@ -63,8 +96,10 @@ def joined(shapes: Mapping[str, tuple[int, ...]], query_groups: int | None) -> d
         query_groups: How many heads k and v have.
 
     Raises:
-        UcpError: A part is missing, or the number of groups is, or does not divide the rows.
+        UcpError: A part is missing, or the number of groups is, or does not divide the rows; or
+            experts are arranged otherwise.
     """
+    stacked_experts(shapes)
     found: dict[str, Joined] = {}
     parts: dict[str, dict[str, str]] = {}
     for fqn, shape in shapes.items():

@@ -67,7 +67,8 @@ def write(
         query_groups: How many heads k and v have; None: what the source's ``config.json`` says.
     """
     check_memory(memory_bytes)
-    _check_experts(checkpoint, ep)
+    places = _places(checkpoint, query_groups)
+    _check_experts(places, ep)
     name = f"iter_{checkpoint.step:07d}"
     folder = join(directory, name)
     taken = [there for there in store.list(directory) if there in {TRACKER, name}]
@@ -77,7 +78,7 @@ def write(
             path=join(directory, taken[0]),
         )
     checkpoint.state_map.prove_coverage()
-    contents = _contents(checkpoint, query_groups)
+    contents = _contents(checkpoint, places)
     groups = _groups(checkpoint, memory_bytes, experts_apart=ep > 1)
     common = _common(checkpoint, contents, groups)
     with undone(store, directory) as written:
@@ -92,19 +93,25 @@ def write(
         store.write_atomic(written[-1], str(checkpoint.step).encode(), fsync=fsync)
 
 
-def _check_experts(checkpoint: Checkpoint, ep: int) -> None:
-    """Refuse a target whose ranks cannot have as many experts each."""
-    counts = {
-        entry.shape[0]
-        for key, entry in checkpoint.state_map.entries.items()
-        if key_names.has_experts(key.fqn) and key.slot == "weight"
+def _places(checkpoint: Checkpoint, query_groups: int | None) -> dict[str, Joined]:
+    """Return where in Megatron's parameters every tensor of the model is."""
+    shapes = {
+        key.fqn: entry.shape
+        for key, entry in sorted(checkpoint.state_map.entries.items())
+        if key.slot == "weight" and checkpoint.manifest.roles.get(key.fqn) != "extra"
     }
+    return joined(shapes, _query_groups(checkpoint) if query_groups is None else query_groups)
+
+
+def _check_experts(places: Mapping[str, Joined], ep: int) -> None:
+    """Refuse a target whose ranks cannot have as many experts each."""
+    counts = {one.shape[0] for one in places.values() if key_names.has_experts(one.fqn)}
     if ep < 1 or (ep > 1 and not counts) or any(count % ep for count in counts):
         has = f"{', '.join(map(str, sorted(counts))) or 'no'} experts in a layer"
         raise UcpError(f"ep={ep}: the source has {has}, which ep ranks cannot share", ep=ep)
 
 
-def _contents(checkpoint: Checkpoint, query_groups: int | None) -> Contents:
+def _contents(checkpoint: Checkpoint, places: Mapping[str, Joined]) -> Contents:
     """Return the key of every tensor, and the small objects beside them."""
     roles = checkpoint.manifest.roles
     entries = {
@@ -112,10 +119,6 @@ def _contents(checkpoint: Checkpoint, query_groups: int | None) -> Contents:
         for key, entry in sorted(checkpoint.state_map.entries.items())
         if roles.get(key.fqn) != "extra" and key.slot != "step"
     }
-    shapes = {key.fqn: entry.shape for key, entry in entries.items() if key.slot == "weight"}
-    if query_groups is None:
-        query_groups = _query_groups(checkpoint)
-    places = joined(shapes, query_groups)
     names = key_names.saved(_kinds(entries, places))
     trained = {key.fqn for key in entries if key.slot != "weight"}
     contents = Contents()

@@ -4,8 +4,8 @@
 ``groups`` one list of the optimizer's groups. ``values`` converts small values of pickles to JSON
 and back, and ``inline`` serves numbers as files. ``evidence`` and ``optimizer_order`` find the
 parameter that a master or a numbered slot belongs to. ``grouped_experts`` knows the order of
-Megatron's experts that are one parameter. ``copies`` finds a file that was copied over another
-rank's.
+Megatron's experts that are one parameter, and ``stacked_experts`` finds those of ``transformers``.
+``copies`` finds a file that was copied over another rank's.
 """
 
 from ucp_core.formats.shared import grouped_experts
@@ -27,6 +27,7 @@ from ucp_core.formats.shared.optimizer_order import (
     unclear,
 )
 from ucp_core.formats.shared.shards import FlatRun, Layouts, Rank, Shards
+from ucp_core.formats.shared.stacked_experts import stacked_experts
 from ucp_core.formats.shared.torch_files import THREADS_MAX, Files, reading_pool, refuse_renamed
 from ucp_core.formats.shared.values import (
     NUMBER_DTYPES,
@@ -69,6 +70,7 @@ __all__ = [
     "refusing_nonsense",
     "restored",
     "rounded",
+    "stacked_experts",
     "strides",
     "tells_padding",
     "unclear",

@@ -1,11 +1,12 @@
 """Parts of the writers of DeepSpeed's checkpoints.
 
-The state to write (``model``), its spread over ranks and files (``partitions``, ``pipeline``,
-``experts``, ``universal_info``), what each file holds (``trees``), its bytes as streams
-(``streams``), and how files come into a store (``output``).
+The state to write (``model``, ``fused_experts``), its spread over ranks and files (``partitions``,
+``pipeline``, ``experts``, ``universal_info``), what each file holds (``trees``), its bytes as
+streams (``streams``), and how files come into a store (``output``).
 """
 
 from ucp_core.formats.deepspeed.writing.experts import Experts, is_expert
+from ucp_core.formats.deepspeed.writing.fused_experts import with_single_experts
 from ucp_core.formats.deepspeed.writing.model import Group, Model, describe
 from ucp_core.formats.deepspeed.writing.output import Output
 from ucp_core.formats.deepspeed.writing.pipeline import Pipeline
@@ -28,4 +29,5 @@ __all__ = [
     "is_expert",
     "number",
     "universal_info",
+    "with_single_experts",
 ]

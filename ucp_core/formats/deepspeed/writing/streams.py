@@ -5,20 +5,20 @@ A stream needs two buffers of ``SLAB_BYTES_MAX``, whatever its ranges are.
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from math import prod
 from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
 
 from ucp_core.errors import UcpError
-from ucp_core.geometry import DTYPE_BYTES, Box, flat_range, slabs
+from ucp_core.geometry import DTYPE_BYTES, Box, TensorEntry, flat_range, slabs
 from ucp_core.native import Slab, SlabReader, TensorBox
 from ucp_core.numerics import FLOATS, cast, grouped
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator, Sequence
 
-    from ucp_core.geometry import TensorEntry
     from ucp_core.language import ShardPiece
     from ucp_core.native import Checkpoint
 
@@ -26,6 +26,19 @@ if TYPE_CHECKING:
 SLAB_BYTES_MAX = 8 << 20
 #: A slab, its scratch buffer, the gathered elements and the result of casting.
 _BUFFERS = 8
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Part(TensorEntry):
+    """Rows of one matrix of a stack, as a tensor of its own.
+
+    Attributes:
+        whole: The stack.
+        corner: Where the part begins in it.
+    """
+
+    whole: TensorEntry
+    corner: tuple[int, int, int]
 
 
 class RankShard(NamedTuple):
@@ -122,6 +135,11 @@ def _runs(ranges: Iterable[Range], dtype: str, slab_bytes: int) -> Iterator[_Box
 
 def _pieces(shard: RankShard, box: Box) -> tuple[tuple[TensorBox, Box], ...]:
     """Return the boxes of the whole tensor in ``box`` of the shard, with their places."""
+    if isinstance(shard.entry, Part):
+        matrix, row, column = shard.entry.corner
+        (top, left), (bottom, right) = box
+        start, stop = (matrix, row + top, column + left), (matrix + 1, row + bottom, column + right)
+        return ((TensorBox(shard.entry.whole, Box(start, stop)), box.relative_to(box)),)
     if shard.pieces is None:
         return ((TensorBox(shard.entry, box), box.relative_to(box)),)
     found: list[tuple[TensorBox, Box]] = []

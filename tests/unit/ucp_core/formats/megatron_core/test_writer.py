@@ -200,6 +200,39 @@ def test_parts_that_make_up_no_parameter_are_refused(
         _exported(source, query_groups=query_groups)
 
 
+#: By the names of transformers: Megatron's, behind ``decoder.layers.0.``.
+DEEPSEEK = {
+    "self_attn.q_a_proj.weight": ("self_attention.linear_q_down_proj.weight", (2, 4)),
+    "self_attn.q_a_layernorm.weight": ("self_attention.q_layernorm.weight", (2,)),
+    "self_attn.q_b_proj.weight": ("self_attention.linear_q_up_proj.weight", (6, 2)),
+    "self_attn.kv_a_proj_with_mqa.weight": ("self_attention.linear_kv_down_proj.weight", (3, 4)),
+    "self_attn.kv_a_layernorm.weight": ("self_attention.kv_layernorm.weight", (2,)),
+    "self_attn.kv_b_proj.weight": ("self_attention.linear_kv_up_proj.weight", (8, 2)),
+    "self_attn.o_proj.weight": ("self_attention.linear_proj.weight", (4, 4)),
+    "mlp.experts.gate_up_proj": ("mlp.experts.experts.linear_fc1.weight", (6, 10, 4)),
+    "mlp.experts.down_proj": ("mlp.experts.experts.linear_fc2.weight", (6, 4, 5)),
+    "mlp.gate.weight": ("mlp.router.weight", (6, 4)),
+    "mlp.gate.e_score_correction_bias": ("mlp.router.expert_bias", (6,)),
+    "mlp.shared_experts.down_proj.weight": ("mlp.shared_experts.linear_fc2.weight", (4, 5)),
+}
+
+
+def test_experts_of_transformers_are_megatrons() -> None:
+    """Those of DeepSeek, beside its attention: equal bits under other names."""
+    theirs = {f"model.layers.0.{name}": shape for name, (_, shape) in DEEPSEEK.items()}
+    source = _native(theirs, [{**HYPER, "params": [*theirs]}])
+
+    store, back = _exported(source, ep=2)
+
+    mine = {
+        f"model.layers.0.{one}": f"decoder.layers.0.{name}" for one, (name, _) in DEEPSEEK.items()
+    }
+    assert diff(replace(source, manifest=rename(source.manifest, mine)), back).tensors == ()
+    assert [*_common(store)["optimizer"]] == [0, 1]
+    with pytest.raises(UcpError, match="ep=4: the source has 6 experts in a layer"):
+        _exported(source, ep=4)
+
+
 def test_experts_of_several_ranks_have_an_optimizer_of_their_own() -> None:
     """Megatron has one for what is alike on all ranks, and one for what is not."""
     store, _ = _exported(_megatrons(experts=True), ep=2)

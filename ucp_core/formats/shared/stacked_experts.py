@@ -1,0 +1,40 @@
+"""Finds experts that are one tensor for a whole layer (``transformers`` 5). Pure.
+
+``gate_up_proj`` is ``[experts, 2 * rows, width]``, gate above up, and ``down_proj``
+``[experts, width, rows]``: Mixtral, Qwen3-MoE, DeepSeek-V3. Other models have them transposed, with
+gate and up in turn (GPT-OSS, Llama 4).
+"""
+
+from __future__ import annotations
+
+import re
+from typing import TYPE_CHECKING
+
+from ucp_core.errors import UcpError
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
+
+_KINDS = ("gate_up", "down")
+_DIMS = 3
+_NAME = re.compile(r"(?P<layer>.+)\.experts\.(?P<kind>gate_up|down)_proj")
+
+
+def stacked_experts(shapes: Mapping[str, tuple[int, ...]]) -> dict[str, re.Match[str]]:
+    """Return the names of such tensors, each with its ``layer`` and its ``kind``.
+
+    Raises:
+        UcpError: The shapes are those of another arrangement; names one.
+    """
+    found = {name: match for name in shapes if (match := _NAME.fullmatch(name))}
+    for name, match in found.items():
+        pair = [shapes.get(f"{match['layer']}.experts.{kind}_proj", ()) for kind in _KINDS]
+        up, down = pair
+        if len(up) != len(down) or len(up) != _DIMS or up != (down[0], 2 * down[2], down[1]):
+            raise UcpError(
+                f"{name}: experts with the shapes {list(up)} and {list(down)} of {_KINDS[0]}_proj "
+                f"and {_KINDS[1]}_proj are not those of Mixtral, Qwen3-MoE or DeepSeek-V3, which "
+                "have gate above up, and cannot be written",
+                fqn=name,
+            )
+    return found
