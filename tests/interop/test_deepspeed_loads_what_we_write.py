@@ -15,12 +15,15 @@ import numpy as np
 import pytest
 import safetensors.numpy
 
+from tests.support.deepspeed_folders import loaded
 from tests.support.forked_commands import ForkedCommands
+from tests.support.training_states import TrainingState
 from ucp_core.formats import open_source
 from ucp_core.formats.deepspeed import universal_writer as deepspeed_universal_writer
 from ucp_core.formats.deepspeed import writer as deepspeed_writer
 from ucp_core.language import Cut, Replicated, Rules
 from ucp_core.language.rules import Rule
+from ucp_core.native import Checkpoint
 from ucp_core.storage import LocalStore
 
 SCRIPT = "tests.support.train_deepspeed"
@@ -62,7 +65,8 @@ def _case(source: str, world_size: int, **target: Any) -> Any:
     layout += f"-pp{pp}" if "pp" in target else ""
     layout += f"-ep{target['ep']}" if "ep" in target else ""
     layout += f"-of-which-sp{target['sp']}" if "sp" in target else ""
-    name = f"{source}-to-{kind}-zero{target['stage']}-{layout}-{dtype}"
+    fused = "-fused" if "fused" in target else ""
+    name = f"{source}{fused}-to-{kind}-zero{target['stage']}-{layout}-{dtype}"
     target |= {"name": name, "source": source, "world_size": world_size}
     for key in ("groups", "optimizer", "model"):
         if key in SOURCES[source]:
@@ -105,6 +109,8 @@ CASES = [
     _case("zero1-experts-ep2", 2, stage=1, ep=1),
     _case("zero1-experts-ep2", 2, stage=2, ep=2),
     _case("zero1-experts-ep2", 4, stage=1, ep=2),
+    _case("zero1-experts-ep2", 2, stage=2, ep=2, fused=True),
+    _case("zero1-experts-ep2", 4, stage=1, ep=2, fused=True),
 ]
 
 pytestmark = [
@@ -128,11 +134,47 @@ def _tensors(out: Path, name: str) -> dict[str, Any]:
     return safetensors.numpy.load_file(out / f"{name}.safetensors")
 
 
+def _fused(source: Checkpoint, directory: str) -> Checkpoint:
+    """Save a state with the experts of its layer as ``transformers`` has them, in one tensor."""
+    whole: dict[str, dict[str, Any]] = {}
+    for (name, slot), value in sorted(loaded(source).items()):
+        whole.setdefault(slot, {})[name.replace("deepspeed_moe.gate.wg", "gate")] = value
+    for held in whole.values():
+        matrices = {
+            matrix: np.stack(
+                [
+                    held.pop(
+                        f"moe.deepspeed_moe.experts.deepspeed_experts.{number}.{matrix}.weight"
+                    )
+                    for number in range(4)
+                ]
+            )
+            for matrix in ("gate_proj", "up_proj", "down_proj")
+        }
+        held["moe.experts.gate_up_proj"] = np.concatenate(
+            [matrices["gate_proj"], matrices["up_proj"]], 1
+        )
+        held["moe.experts.down_proj"] = matrices["down_proj"]
+    groups: list[dict[str, Any]] = []
+    for group in source.param_groups:
+        names = [name.replace("deepspeed_moe.gate.wg", "gate") for name in group["params"]]
+        if not group.get("moe"):
+            groups.append({**group, "params": names})
+    groups[0]["params"] += ["moe.experts.gate_up_proj", "moe.experts.down_proj"]
+    weights = whole.pop("weight")
+    whole["step"] = {name: np.array(float(STEPS), np.float32) for name in weights}
+    extra = dict(source.extra)
+    state = TrainingState(weights=weights, slots=whole, groups=groups, extra=extra, step=STEPS)
+    return state.save(LocalStore(), directory)
+
+
 def _convert(case: dict[str, Any], out: Path) -> None:
     """Convert what DeepSpeed itself saved; nothing is copied on the way."""
     store, directory = LocalStore(), str(out / f"{case['name']}.ds")
     source = open_source(store, str(out / f"{case['source']}.ds"))
     case["directory"] = directory
+    if case.get("fused"):
+        source = _fused(source, str(out / f"{case['name']}.fused"))
     if case.get("universal"):
         deepspeed_universal_writer.write(
             source,

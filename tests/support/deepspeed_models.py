@@ -95,6 +95,21 @@ class Parallel(nn.Module):
         return mean_loss(self.head(hidden), labels)
 
 
+class Gated(nn.Module):
+    """An expert as those of Mixtral, Qwen3-MoE and DeepSeek-V3."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.gate_proj = nn.Linear(WIDTH, 5, bias=False)
+        self.up_proj = nn.Linear(WIDTH, 5, bias=False)
+        self.down_proj = nn.Linear(5, WIDTH, bias=False)
+
+    def forward(self, hidden: torch.Tensor) -> torch.Tensor:
+        gated = nn.functional.silu(self.gate_proj(hidden)) * self.up_proj(hidden)
+        output: torch.Tensor = self.down_proj(gated)
+        return output
+
+
 class Experts(nn.Module):
     """With a layer of four experts, which each rank of ``ep`` has some of.
 
@@ -105,15 +120,15 @@ class Experts(nn.Module):
     def __init__(self, ep: int = 2, *, balance: float = 0.01) -> None:
         super().__init__()
         self.embed = nn.Embedding(VOCABULARY, WIDTH)
-        expert = nn.Sequential(nn.Linear(WIDTH, 5), nn.ReLU(), nn.Linear(5, WIDTH))
+        self.norm = nn.LayerNorm(WIDTH)
         # Which tokens are dropped depends on the ranks' batches.
         options = {"k": 1, "min_capacity": 0, "drop_tokens": balance > 0}
-        self.moe = MoE(WIDTH, expert, num_experts=NUM_EXPERTS, ep_size=ep, **options)
+        self.moe = MoE(WIDTH, Gated(), num_experts=NUM_EXPERTS, ep_size=ep, **options)
         self.head = nn.Linear(WIDTH, VOCABULARY, bias=False)
         self.balance = balance
 
     def forward(self, tokens: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
-        hidden, loss, _ = self.moe(self.embed(tokens))
+        hidden, loss, _ = self.moe(self.norm(self.embed(tokens)))
         total: torch.Tensor = mean_loss(self.head(hidden), labels) + self.balance * loss
         return total
 
