@@ -128,6 +128,7 @@ def load_initial(
     need = [part for entry in need if (part := _common_rows(entry, rows)) is not None]
     try:
         size_bytes = load(checkpoint, need)
+        _refuse_not_finite(run, [one for one in need if not needed[one.fqn].is_optional])
         if not everywhere(_are_equal(checkpoint, need, doubles, load)):
             raise _untied(run, doubles)
         scalars = _scalars(checkpoint, needed.keys() - bare) if run.init_state == "all" else {}
@@ -179,6 +180,22 @@ def _other_rows(
     return rows
 
 
+def _refuse_not_finite(run: RunSettings, loaded: Sequence[StateEntry]) -> None:
+    """Refuse weights and moments that no step can mend; a buffer may hold an infinite mask."""
+    for entry in loaded:
+        values = entry.tensor
+        if values.is_floating_point() and values.itemsize > 1 and values.numel():
+            # Unlike ``isfinite``, this makes no tensor of the same size.
+            if torch.stack(torch.aminmax(values)).isfinite().all():
+                continue
+            raise TaskError(
+                f"run.init_from: {run.init_from}: {entry.fqn} ({entry.slot}) has values that are "
+                "not finite: use another checkpoint",
+                path=run.init_from,
+                fqn=entry.fqn,
+            )
+
+
 def _common_rows(entry: StateEntry, rows: Mapping[str, int]) -> StateEntry | None:
     """Return what this rank needs of the rows that the checkpoint has, in its shape."""
     if entry.fqn not in rows:
@@ -212,10 +229,7 @@ def _are_equal(
     ):
         return False
     load(checkpoint, [other for _, other in pairs])
-    return all(
-        torch.allclose(entry.tensor, other.tensor, rtol=0, atol=0, equal_nan=True)
-        for entry, other in pairs
-    )
+    return all(torch.equal(entry.tensor, other.tensor) for entry, other in pairs)
 
 
 def _untied(run: RunSettings, doubles: Mapping[str, str]) -> TaskError:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import shutil
 from collections.abc import Callable
@@ -19,6 +20,7 @@ from everstep import RunSettings, Session, Settings, TaskError, run
 from ucp_core.geometry import Box
 from ucp_core.native import LocalTensor, save_rank
 from ucp_core.storage import open_store
+from workers.errors import NotFiniteError
 from workers.settings import CheckpointSettings, problems
 
 INPUTS = torch.linspace(-1, 1, 32).reshape(16, 2)
@@ -170,14 +172,14 @@ def test_one_of_two_different_tensors_is_left_out_by_a_new_name(tmp_path: Path) 
 
 
 def test_equal_tensors_of_different_dtypes_are_one_parameter(tmp_path: Path) -> None:
-    """Values count, not bytes: nan is nan, and bfloat16 is widened."""
-    value = torch.tensor([[1.0, float("nan")], [-0.0, 4.0]])
+    """Values count, not bytes: bfloat16 is widened."""
+    value = torch.tensor([[1.0, 3.0], [-0.0, 4.0]])
     given = {**BOTH, "first__weight": value, "second__weight": value.bfloat16()}
     path = huggingface(tmp_path / "hub", **given)
     seen: dict[str, Tensor] = {}
     train(tmp_path / "run", lambda model, _: seen.update(weights(model)), init_from=path)
 
-    assert torch.equal(seen["first.weight"][1], value[1])
+    assert torch.equal(seen["first.weight"], value)
 
 
 def test_names_are_mapped_and_new_parts_begin_anew(tmp_path: Path) -> None:
@@ -289,6 +291,21 @@ def test_a_vocabulary_may_have_another_size(tmp_path: Path, size: int, *, tied: 
         assert torch.equal(value[:common], held[name][:common]), name
         rest = new.get(name, torch.zeros_like(value))
         assert torch.equal(value[common:], rest[common:]), name
+
+
+@pytest.mark.parametrize("value", [torch.nan, -torch.inf])
+def test_a_weight_that_is_not_finite_is_named(tmp_path: Path, value: float) -> None:
+    """The first step would blame its loss on the learning rate; a buffer may be a mask."""
+    weight = WEIGHT.clone()
+    tensors = {"first__weight": SHARED, "head__bias": BIAS, "scale": torch.tensor([-torch.inf])}
+    sound = huggingface(tmp_path / "sound", **tensors, head__weight=weight)
+    weight[1, 0] = value
+    spoiled = huggingface(tmp_path / "spoiled", **tensors, head__weight=weight)
+
+    with pytest.raises(TaskError, match=r"head\.weight \(weight\) has values that are not finite"):
+        train(tmp_path / "run", lambda *_: None, init_from=spoiled)
+    with contextlib.suppress(NotFiniteError):
+        train(tmp_path / "run", lambda *_: None, init_from=sound)
 
 
 def test_moments_without_their_step_are_refused(tmp_path: Path) -> None:
