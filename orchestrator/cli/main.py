@@ -11,6 +11,7 @@ from collections.abc import Callable
 from contextlib import nullcontext
 from dataclasses import asdict
 from functools import partial, wraps
+from shlex import quote
 from typing import Annotated, Any, NoReturn, ParamSpec, TypeVar
 
 import typer
@@ -223,19 +224,20 @@ def run(
     console = Console(stderr=as_json)
     say = partial(console.print, highlight=False, markup=False, soft_wrap=True)
     say(f"run directory {directory}")
+    place = quote(directory)
     try:
         with interrupts(raise_interrupt):
             launched = launch_run(settings, detach=detach, say=say)
     except Interrupt as interrupt:
-        _say_ended(interrupt, f"`everstep status {directory}` says whether a run was started")
+        _say_ended(interrupt, f"`everstep status {place}` says whether a run was started")
         raise
     if verbose:
         bounds_s = bounds_document(settings, limits_from(0.0, patience=settings.patience))
         print_bounds(bounds_s, settings.patience, console)
     if detach:
         say(
-            f"the run continues; look at it with `everstep status {directory}` or `everstep logs "
-            f"{directory} --follow`, stop it with `everstep stop {directory}`"
+            f"the run continues; look at it with `everstep status {place}` or `everstep logs "
+            f"{place} --follow`, stop it with `everstep stop {place}`"
         )
         if as_json:
             typer.echo(json.dumps({"run_directory": directory}))

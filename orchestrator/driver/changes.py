@@ -8,6 +8,7 @@ and the learning rate may change each time.
 from __future__ import annotations
 
 import json
+from shlex import quote
 from typing import Any
 
 from orchestrator.config import RunConfig
@@ -32,8 +33,8 @@ def require_same(config: RunConfig) -> None:
     url = config.run.directory
     changes = _changes(Run(url).settings(), config)
     _refuse(
-        f"the run in {url} is under way with other settings; stop it with `everstep stop {url}` "
-        "and run it again, or drop these changes:",
+        f"the run in {url} is under way with other settings; stop it with `everstep stop "
+        f"{quote(url)}` and run it again, or drop these changes:",
         [line for path, line in changes if path not in _ELSEWHERE],
     )
 

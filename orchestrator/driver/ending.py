@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from pathlib import Path
+from shlex import quote
 from typing import Any
 
 from orchestrator.driver.run import Run
@@ -40,10 +41,10 @@ def ending_lines(run: Run, summary: Mapping[str, Any]) -> Iterator[str]:
     yield (
         f"The report is {short_path(report)}."
         if report
-        else f"To draw the curve and all incidents: everstep report {where}"
+        else f"To draw the curve and all incidents: everstep report {quote(where)}"
     )
     if saves:
-        yield f"To use the weights: everstep export {where} --to DST --format huggingface"
+        yield f"To use the weights: everstep export {quote(where)} --to DST --format huggingface"
 
 
 def short_path(path: str) -> str:

@@ -12,6 +12,7 @@ import contextlib
 import secrets
 import time
 from collections.abc import Callable
+from shlex import quote
 from typing import Any
 
 import ray
@@ -131,9 +132,8 @@ class Launched(Run):
         """Return what becomes of the run when this process leaves it, for people."""
         if self.cluster is not None:
             return f"the simulated nodes are stopped. {self.safe_text()}"
-        return (
-            f"the run continues; the same command follows it, `everstep stop {self.url}` stops it"
-        )
+        stop = f"everstep stop {quote(self.url)}"
+        return f"the run continues; the same command follows it, `{stop}` stops it"
 
     def stop(self, reason: str) -> None:
         """Ask the run to stop at the next step boundary."""

@@ -6,6 +6,7 @@ import json
 import urllib.request
 from collections.abc import Sequence
 from http.client import HTTPException
+from shlex import quote
 from typing import Any
 
 from orchestrator.config import RunConfig, load
@@ -65,7 +66,8 @@ class Run:
         found = self.contact()
         if self.is_over():
             raise RunNotFoundError(
-                f"the run in {self.url} is over; see `everstep report {self.url}`", url=self.url
+                f"the run in {self.url} is over; see `everstep report {quote(self.url)}`",
+                url=self.url,
             )
         return found
 

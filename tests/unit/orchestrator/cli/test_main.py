@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import json
+import shlex
 import signal
 import subprocess
 import sys
@@ -85,6 +86,24 @@ def test_the_end_of_a_run_is_told_in_sentences_with_what_to_do_next(
         "The report is first/report.html.",
         "To use the weights: everstep export first --to DST --format huggingface",
     ]
+
+
+def test_commands_that_are_advised_can_be_pasted(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """A run directory may have a space in its name."""
+    monkeypatch.chdir(tmp_path)
+    save(LocalStore(), small_state(), step=2, root=str(tmp_path / "my run/checkpoints"))
+    text = "run: {directory: my run}\nworkers: {max: 2}\ntrain: {steps: 4}\n"
+    (tmp_path / "my run/config.yaml").write_text(load(text).to_yaml())
+    facts = {"outcome": "completed", "reason": "", "steps": 4, "attempts": 1, "lost_steps": 0}
+    summary = {**facts, "wall_s": 1.0, "goodput": 1.0, "cost_usd": 0.0, "phases_s": {}}
+
+    _finish(summary, str(tmp_path / "my run"), as_json=False)
+
+    advised = [shlex.split(line) for line in capsys.readouterr().out.splitlines()]
+    assert all("my run" in line for line in advised if "everstep" in line)
+    assert sum("everstep" in line for line in advised) == 2
 
 
 def test_bad_input_is_exit_code_2_and_one_message_on_stderr(tmp_path: Path) -> None:
