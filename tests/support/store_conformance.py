@@ -49,6 +49,17 @@ class StoreConformance(ABC):
             assert store.size(path) == len(data)
             assert store.exists(path)
 
+    def test_a_stamp_changes_with_each_write(self, place: tuple[Store, str]) -> None:
+        """Caches of what a file holds go by it, and a new file may be as long as the old one."""
+        store, root = place
+        path = join(root, "a")
+        store.write_atomic(path, b"one", fsync=False)
+        first = store.stamp(path)
+        assert (first.size_bytes, store.stamp(path)) == (3, first)
+        store.write_atomic(path, b"two", fsync=False)
+
+        assert store.stamp(path).text != first.text
+
     def test_a_file_is_replaced_at_once(self, place: tuple[Store, str]) -> None:
         """A shorter file over a longer one must not keep the longer one's end."""
         store, root = place

@@ -8,6 +8,7 @@ call a store at once. Sizes and offsets are in bytes.
 from __future__ import annotations
 
 import os
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Protocol, TypeAlias
 
 from ucp_core.errors import StorageError
@@ -20,6 +21,21 @@ Buffer: TypeAlias = bytes | bytearray | memoryview
 #: First byte, and the buffers to fill from there, one after the other. A plain tuple: named ones
 #: make reading rows one by one 5 % slower.
 ReadRange: TypeAlias = tuple[int, tuple[memoryview, ...]]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Stamp:
+    """What tells a file from one that takes its place.
+
+    Attributes:
+        size_bytes: Its size.
+        text: Another one after each write, of the same size too.
+        is_of_content: Whether it is the same on every machine that reads the file.
+    """
+
+    size_bytes: int
+    text: str
+    is_of_content: bool
 
 
 class Store(Protocol):
@@ -89,6 +105,9 @@ class Store(Protocol):
     def size(self, path: str) -> int:
         """Return the size of a file."""
 
+    def stamp(self, path: str) -> Stamp:
+        """Return what tells a file from another one that was put in its place."""
+
     def delete(self, path: str) -> None:
         """Remove a file, or a directory with all in it; do nothing if there is none."""
 
@@ -128,7 +147,7 @@ class RefusingStore:
     read = read_range = read_ranges = _refuse
     write_atomic = write_file = append = delete = delete_files = _refuse
     makedirs = lock = _refuse
-    list = sizes = exists = size = _refuse
+    list = sizes = exists = size = stamp = _refuse
 
 
 def ask_ahead(store: Store, path: str, ranges: Sequence[tuple[int, int]]) -> bool:

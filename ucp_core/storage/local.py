@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from ucp_core.errors import StorageError
-from ucp_core.storage.base import is_temporary, temporary_name
+from ucp_core.storage.base import Stamp, is_temporary, temporary_name
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator, Sequence
@@ -286,6 +286,15 @@ class LocalStore:
             status = Path(path).stat()
             _check_regular(path, status)
             return status.st_size
+
+    def stamp(self, path: str) -> Stamp:
+        """Return what tells a file from another one in its place."""
+        with _named(path):
+            status = Path(path).stat()
+            _check_regular(path, status)
+        # A copy may keep the time of its last change, but not that of its inode.
+        parts = (status.st_size, status.st_mtime_ns, status.st_ctime_ns, status.st_ino)
+        return Stamp(size_bytes=status.st_size, text="/".join(map(str, parts)), is_of_content=False)
 
     def delete(self, path: str) -> None:
         """Remove a file, or a directory with all in it."""

@@ -6,11 +6,11 @@ import builtins
 import posixpath
 from contextlib import contextmanager, suppress
 from functools import partial
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import TYPE_CHECKING, Any, Final, TypeVar
 
 from ucp_core.errors import StorageError
 from ucp_core.storage.appended import PieceWriter
-from ucp_core.storage.base import is_temporary, temporary_name
+from ucp_core.storage.base import Stamp, is_temporary, temporary_name
 from ucp_core.storage.service_errors import Retries
 
 if TYPE_CHECKING:
@@ -22,6 +22,10 @@ if TYPE_CHECKING:
 
 T = TypeVar("T")
 
+#: What services call the identity of an object's content (S3 and HTTP, GCS, Azure).
+_OF_CONTENT: Final = ("ETag", "md5Hash", "generation", "etag", "checksum")
+#: What others know of a file.
+_OF_TIME: Final = ("mtime", "modified", "last_modified", "LastModified", "created")
 #: Object stores: a file appears when it is complete. In fsspec's memory it appears at once.
 _ATOMIC_PROTOCOLS = {"s3", "s3a", "gs", "gcs", "abfs", "az", "oss"}
 #: Long reads become requests of this size, several at once: providers' guides say that one
@@ -204,6 +208,18 @@ class FsspecStore:
     def size(self, path: str) -> int:
         """Return the size of a file."""
         return int(self._info(path)["size"])
+
+    def stamp(self, path: str) -> Stamp:
+        """Return what tells a file from another one in its place, as its service names it."""
+        info = self._info(path)
+        named = next(((key, info[key]) for key in _OF_CONTENT if info.get(key)), None)
+        other = [(key, info[key]) for key in _OF_TIME if info.get(key)]
+        return Stamp(
+            size_bytes=int(info["size"]),
+            text=f"{info['size']} {named or other}",
+            # A web server may derive one from the file system of its machine.
+            is_of_content=named is not None and self._is_atomic,
+        )
 
     def delete(self, path: str) -> None:
         """Remove a file, or a directory with all in it."""

@@ -101,7 +101,7 @@ def _cache_directory(settings: DataSettings, source: Source, tokenizer: Tokenize
     depends = {
         **asdict(settings),
         "tokenizer": tokenizer.name,
-        "files": [(name, _stamp(source, path)) for name, path in source.files],
+        "files": [(name, _stamp(path)) for name, path in source.files],
     }
     for name in ("sequence_length", "validation_samples", "cache_directory"):
         del depends[name]
@@ -112,12 +112,9 @@ def _cache_directory(settings: DataSettings, source: Source, tokenizer: Tokenize
     return Path(root) / key
 
 
-def _stamp(source: Source, path: str) -> list[int]:
-    if source.is_remote:
-        store, at = open_store(path)
-        return [store.size(at)]
-    status = Path(path).stat()
-    return [status.st_size, status.st_mtime_ns]
+def _stamp(path: str) -> str:
+    store, at = open_store(path)
+    return store.stamp(at).text
 
 
 def _tokenize(

@@ -12,16 +12,19 @@ import tempfile
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, TypeAlias
+from typing import Any, Final, TypeAlias
 
 import numpy as np
 from numpy.typing import NDArray
 
 from ucp_core.errors import UcpError
-from ucp_core.storage import Store, open_store
+from ucp_core.storage import Stamp, Store, open_store
 from workers.errors import DataError
 
 Arrays: TypeAlias = dict[str, NDArray[np.int64]]
+#: A file that is not read whole is known by so many pieces of so many bytes.
+_NUM_PIECES: Final = 32
+_PIECE_BYTES: Final = 32 << 10
 
 
 @dataclass(frozen=True, slots=True)
@@ -30,15 +33,18 @@ class DataFile:
 
     Attributes:
         url: As the user would name it.
-        size_bytes: Its size when the dataset was opened.
-        stamp_ns: When a local file was changed last; 0 elsewhere.
+        stamp: Its size, and what identifies it, when the dataset was opened.
     """
 
     url: str
     store: Store
     path: str
-    size_bytes: int
-    stamp_ns: int
+    stamp: Stamp
+
+    @property
+    def size_bytes(self) -> int:
+        """Return its size when the dataset was opened."""
+        return self.stamp.size_bytes
 
     def read(self, offset_bytes: int, size_bytes: int) -> bytes:
         """Return bytes of the file.
@@ -50,6 +56,23 @@ class DataFile:
             return self.store.read_range(self.path, offset_bytes, size_bytes)
         except UcpError as error:
             raise DataError(f"{self.url} cannot be read: {error}", path=self.url) from error
+
+    def content(self) -> str:
+        """Return what identifies its content on any machine.
+
+        It is what the storage says of it, or a digest: of all, or of pieces from one end to the
+        other.
+        """
+        if self.stamp.is_of_content:
+            return self.stamp.text
+        last = max(0, self.size_bytes - _PIECE_BYTES)
+        starts = sorted({last * number // (_NUM_PIECES - 1) for number in range(_NUM_PIECES)})
+        if self.size_bytes <= _NUM_PIECES * _PIECE_BYTES:
+            starts = list(range(0, self.size_bytes, _PIECE_BYTES))
+        digest = hashlib.sha256()
+        for start in starts:
+            digest.update(self.read(start, min(_PIECE_BYTES, self.size_bytes - start)))
+        return digest.hexdigest()
 
     def open(self) -> Any:
         """Return the file as Python's file objects, for libraries that read those."""
@@ -124,8 +147,7 @@ def glob_files(pattern: str) -> list[str]:
 
 def _file(url: str) -> DataFile:
     store, path = open_store(url)
-    stamp_ns = 0 if "://" in url else Path(path).stat().st_mtime_ns
-    return DataFile(url, store, path, store.size(path), stamp_ns)
+    return DataFile(url, store, path, store.stamp(path))
 
 
 def cached_arrays(

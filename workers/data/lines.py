@@ -30,7 +30,8 @@ class JsonLines:
             temporary files.
 
     Attributes:
-        digest: Identifies the files, by names and sizes, and the number of their lines.
+        digest: Identifies the files, by their names and all that is in them.
+        stamps: Tell the files from others that take their place.
 
     Raises:
         DataError: A file cannot be read, or is compressed.
@@ -46,11 +47,12 @@ class JsonLines:
                 f"JsonLines: {', '.join(packed)}: a line of a compressed file cannot be read "
                 "without all before it; decompress the files, or give an iterable"
             )
-        stamps = [(one.url, one.size_bytes, one.stamp_ns) for one in self._files]
-        index = cached_arrays({"lines": 1, "files": stamps}, cache, self._index)
+        self.stamps = [(one.url, one.stamp.text) for one in self._files]
+        index = cached_arrays({"lines": 2, "files": self.stamps}, cache, self._index)
         self._starts, self._firsts = index["starts"], index["firsts"]
-        names = [(one.url.rsplit("/", 1)[-1], one.size_bytes) for one in self._files]
-        self.digest = hashlib.sha256(repr((names, len(self))).encode()).hexdigest()[:16]
+        names = [one.url.rsplit("/", 1)[-1] for one in self._files]
+        facts = (names, index["content"].tobytes())
+        self.digest = hashlib.sha256(repr(facts).encode()).hexdigest()[:16]
 
     def __len__(self) -> int:
         """Return the number of lines."""
@@ -80,14 +82,20 @@ class JsonLines:
             ) from error
 
     def _index(self) -> Arrays:
-        parts = [_starts(file) for file in self._files]
+        digests = [hashlib.sha256() for _ in self._files]
+        parts = [_starts(*each) for each in zip(self._files, digests, strict=True)]
         counts = np.array([0, *map(len, parts)], np.int64)
-        return {"starts": np.concatenate(parts), "firsts": np.cumsum(counts)}
+        content = np.frombuffer(b"".join(each.digest() for each in digests), np.int64)
+        return {
+            "starts": np.concatenate(parts),
+            "firsts": np.cumsum(counts),
+            "content": content,
+        }
 
 
-def _starts(file: DataFile) -> NDArray[np.int64]:
-    """Return where the lines begin that are not empty."""
-    ends = np.concatenate([*_newlines(file), np.array([file.size_bytes], np.int64)])
+def _starts(file: DataFile, digest: hashlib._Hash) -> NDArray[np.int64]:
+    """Return where the lines begin that are not empty; add the file to ``digest``."""
+    ends = np.concatenate([*_newlines(file, digest), np.array([file.size_bytes], np.int64)])
     starts = np.concatenate([np.zeros(1, np.int64), ends[:-1] + 1])
     # A line of two bytes may be "\r" and no more; a JSON value of one byte is a digit.
     sizes = ends - starts
@@ -98,7 +106,8 @@ def _starts(file: DataFile) -> NDArray[np.int64]:
     return found
 
 
-def _newlines(file: DataFile) -> Iterator[NDArray[np.int64]]:
+def _newlines(file: DataFile, digest: hashlib._Hash) -> Iterator[NDArray[np.int64]]:
     for start in range(0, file.size_bytes, _CHUNK_BYTES):
         data = file.read(start, min(_CHUNK_BYTES, file.size_bytes - start))
+        digest.update(data)
         yield np.flatnonzero(np.frombuffer(data, np.uint8) == _NEWLINE).astype(np.int64) + start

@@ -74,7 +74,8 @@ class PackedRows:
         known = getattr(dataset, "digest", "") or getattr(dataset, "_fingerprint", "")
         self.digest = f"{known}/{length}/{key}/{seed}" if known else ""
         if known:
-            facts = {"lengths": 1, "digest": known, "key": key}
+            stamps = getattr(dataset, "stamps", None)
+            facts = {"lengths": 2, "digest": known, "stamps": stamps, "key": key}
             lengths = cached_arrays(facts, None if cache is None else str(cache), self._lengths)
         else:
             lengths = self._lengths()

@@ -29,7 +29,9 @@ class ParquetRows:
         cache_bytes: Of decoded row groups, in each process that reads.
 
     Attributes:
-        digest: Identifies the files, by names, sizes and rows, and the columns.
+        digest: Identifies the files and columns: an object by its ETag, a local file by its footer
+            and 32 pieces of it.
+        stamps: Tell the files from others that take their place.
 
     Raises:
         DataError: A file cannot be read, has other columns, or ``pyarrow`` is not installed.
@@ -70,7 +72,8 @@ class ParquetRows:
                 self._groups.append((number, group))
                 counts.append(metadata.row_group(group).num_rows)
         self._firsts = np.cumsum(counts)
-        names = [(one.url.rsplit("/", 1)[-1], one.size_bytes) for one in self._files]
+        self.stamps = [(one.url, one.stamp.text) for one in self._files]
+        names = [(one.url.rsplit("/", 1)[-1], one.size_bytes, one.content()) for one in self._files]
         facts = (names, len(self), self._columns)
         self.digest = hashlib.sha256(repr(facts).encode()).hexdigest()[:16]
 

@@ -2,18 +2,23 @@
 
 from __future__ import annotations
 
+import io
 import json
+import os
 from collections.abc import Callable
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 
-from everstep import DataError, DataLoader, JsonLines, ParquetRows
+from everstep import DataError, DataLoader, JsonLines, ParquetRows, pack
+from tests.support.object_servers import s3_server, use_s3
 from ucp_core.storage import open_store
-from workers.data import DataOrder, lines
+from workers.data import DataOrder, lines, open_texts
 from workers.data.files import DataFile
+from workers.settings import DataSettings
 
 
 @pytest.fixture
@@ -69,6 +74,81 @@ def test_the_index_is_made_once_and_anew_for_other_files(
     other = opened(path, tmp_path)
     assert (len(first), len(again), len(other)) == (20, 20, 30)
     assert first.digest == again.digest != other.digest
+
+
+def test_a_file_replaced_by_one_as_long_and_as_old_is_another_one(
+    write: Callable[..., str], tmp_path: Path
+) -> None:
+    """``cp -p`` keeps the time; size and time alone left the index of the old lines."""
+    path = write("a.jsonl", "[10]\n[2]\n")
+    times = Path(path).stat()
+    first = opened(path, tmp_path)
+    write("a.jsonl", "[1]\n[20]\n")
+    os.utime(path, ns=(times.st_atime_ns, times.st_mtime_ns))
+    other = opened(path, tmp_path)
+
+    assert (other[0], other[1]) == ([1], [20])
+    assert first.digest != other.digest
+
+
+def test_the_same_lines_elsewhere_are_the_same_data(
+    write: Callable[..., str], tmp_path: Path
+) -> None:
+    """Each node may have a copy, with a time and an inode of its own."""
+    paths = [write(f"{node}/a.jsonl", "[1]\n[2]\n") for node in ("x", "y")]
+    store, path = open_store("memory://copy/a.jsonl")
+    store.write_atomic(path, Path(paths[0]).read_bytes(), fsync=False)
+
+    digests = {opened(one, tmp_path).digest for one in (*paths, "memory://copy/a.jsonl")}
+    assert len(digests) == 1
+
+
+@pytest.mark.parametrize("place", ["local", "s3"])
+def test_an_object_replaced_by_one_of_its_size_is_other_data(
+    place: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Tokens stayed those of the old object, and a message blamed the new one."""
+    arrow = pytest.importorskip("pyarrow", reason="the extra data is not installed")
+    from pyarrow import parquet
+
+    with ExitStack() as stack:
+        root = str(tmp_path)
+        if place == "s3":
+            pytest.importorskip("s3fs", reason="s3fs is not installed: pip install 'everstep[s3]'")
+            use_s3(monkeypatch, stack.enter_context(s3_server(tmp_path / "log")))
+            root = "s3://replaced/data"
+            open_store(root)[0].service.mkdir("replaced")  # type: ignore[attr-defined]
+
+        def put(name: str, data: bytes) -> str:
+            store, path = open_store(f"{root}/{name}")
+            store.write_atomic(path, data, fsync=False)
+            return f"{root}/{name}"
+
+        seen = []
+        for tokens, shift, text in (([1, 2, 3], 0, b"a"), ([7654321], 1000, b"b")):
+            line = json.dumps({"input_ids": tokens}).encode() + b"\n"
+            assert len(line) == 25
+            found = JsonLines(put("p.jsonl", line * 40), cache=str(tmp_path / "i"))
+            packed = pack(found, 16, cache=tmp_path / "i")
+            file = io.BytesIO()
+            rows = arrow.table({"a": arrow.array(range(shift, shift + 50), arrow.int64())})
+            parquet.write_table(
+                rows, file, compression="none", use_dictionary=False, write_statistics=False
+            )
+            opened_rows = ParquetRows(put("r.parquet", file.getvalue()))
+            for number in range(12):
+                put(f"{number}.txt", text * 400)
+            open_texts.cache_clear()
+            texts = open_texts(
+                DataSettings(
+                    source=f"{root}/*.txt", sequence_length=32, cache_directory=f"{tmp_path}/i"
+                )
+            )
+            opened_ = (len(packed), packed[0]["input_ids"][0], texts.train.tokens[0])
+            seen.append((opened_, opened_rows.digest, found.digest))
+    assert [one[0] for one in seen] == [(7, 1, ord("a")), (2, 7654321, ord("b"))]
+    assert seen[0][1] != seen[1][1], "rows"
+    assert seen[0][2] != seen[1][2], "lines"
 
 
 def test_lines_behind_a_url(tmp_path: Path) -> None:
