@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import itertools
 import json
+from collections import deque
 from collections.abc import Collection, Iterable, Iterator
 from typing import Any, Final
 
@@ -23,6 +24,10 @@ _STATE_BYTES_MAX: Final = 256 << 10
 #: The digest takes one of so many samples of a step, and the first of an epoch: a lost one shifts
 #: all that follow.
 _SAMPLES_EACH: Final = 8
+#: So many samples are read twice before the first step: an order of chance shows.
+_TWICE: Final = 8
+#: Seeds of NumPy's generators that are longer than this are those that it draws itself.
+_SEED_BITS: Final = 64
 #: The digest behind the next sample if there is none: the epoch ends.
 _NONE_LEFT: Final = 0
 _END: Final = object()
@@ -31,7 +36,8 @@ _END: Final = object()
 #: What is wrong with a stream that gives other samples when it is read again.
 KEEPS_ORDER: Final = (
     "Samples would be lost or seen twice. It must give the same samples whoever reads it, and "
-    "each time: keep no state from one reading to the next (a generator, a cursor), draw random "
+    "each time: keep no state from one reading to the next (a generator, a cursor), give shuffle a "
+    "fixed seed (seed=), draw random "
     "numbers by torch.rand, numpy.random or random, whose seeds are set here, or have the order "
     "depend on set_epoch(number) alone"
 )
@@ -55,7 +61,7 @@ class Stream:
         global_batch: Samples of a step.
 
     Raises:
-        DataError: It can be iterated only once.
+        DataError: It can be iterated only once, or is shuffled without a seed.
     """
 
     def __init__(self, dataset: Iterable[Any], *, seed: int, global_batch: int) -> None:
@@ -64,8 +70,11 @@ class Stream:
                 f"DataLoader: {type(dataset).__name__} can be iterated only once at most; give an "
                 "object whose __iter__ begins again, such as an IterableDataset"
             )
+        _refuse_unseeded(dataset)
         self._dataset: Any = dataset
         self._seed, self._global_batch = seed, global_batch
+        #: What the first samples must be, when nothing is lost yet if they are not.
+        self._first: deque[int] = deque()
         self._iterator: Any = iter(())
         self._epoch = self._taken = 0
         #: Over samples read so far, and where the epoch began.
@@ -88,6 +97,8 @@ class Stream:
         Raises:
             DataError: It was read again, and gave other samples.
         """
+        if not step:
+            self._first = self._first_samples()
         known = state or {"epoch": 0, "taken": step * self._global_batch, "dataset": None}
         begun, held = step * self._global_batch - known["taken"], known["dataset"]
         self._digest = known.get("epoch_digest", 0)
@@ -185,10 +196,26 @@ class Stream:
             self._begin_epoch(self._epoch + 1)
             return self._next(place)
         self._taken += 1
+        if self._first and fingerprint(sample) != self._first.popleft():
+            raise DataError(
+                f"DataLoader: the stream {type(self._dataset).__name__} was read twice before the "
+                f"first step, and its sample {self._taken} was another one. {KEEPS_ORDER}"
+            )
         if place % _SAMPLES_EACH == 0 or self._taken == 1:
             self._digest = fingerprint(sample, self._digest) if digest is None else digest
             self._check_next(self._digest)
         return sample
+
+    def _first_samples(self) -> deque[int]:
+        """Return fingerprints of the first samples of a reading of its own."""
+        other = Stream(self._dataset, seed=self._seed, global_batch=self._global_batch)
+        other._begin_epoch(0)
+        found: deque[int] = deque()
+        for number in range(_TWICE):
+            step, place = divmod(number, self._global_batch)
+            other._seed_place(step + 1, place)
+            found.append(fingerprint(other._next(place)))
+        return found
 
     def _begin_epoch(self, epoch: int) -> None:
         self._epoch, self._taken, self._epoch_digest = epoch, 0, self._digest
@@ -256,11 +283,28 @@ def _is_stateful(dataset: Any) -> bool:
 
 def _has_shuffle_buffer(dataset: Any) -> bool:
     """Return whether it is Hugging Face's, shuffled: its state lacks the samples in the buffer."""
-    parts = [getattr(dataset, "_ex_iterable", None)]
+    return any(type(part).__name__.startswith("BufferShuffled") for part in _parts(dataset))
+
+
+def _refuse_unseeded(dataset: Any) -> None:
+    """Raise ``DataError`` if Hugging Face's is shuffled in another order by each process."""
+    for part in _parts(dataset):
+        bits = getattr(getattr(part, "generator", None), "bit_generator", None)
+        entropy = getattr(getattr(bits, "seed_seq", None), "entropy", 0)
+        if isinstance(entropy, int) and entropy >> _SEED_BITS:
+            raise DataError(
+                f"DataLoader: the stream {type(dataset).__name__} is shuffled or interleaved "
+                "without a seed, so each worker and each resume would read another order. Give "
+                f"that call a seed= below 2 ** {_SEED_BITS}"
+            )
+
+
+def _parts(dataset: Any) -> list[Any]:
+    """Return what Hugging Face's stream is made of; nothing of another one."""
+    # Documents that are packed have one inside.
+    parts = [getattr(getattr(dataset, "_dataset", dataset), "_ex_iterable", None)]
     for part in parts:
-        if type(part).__name__.startswith("BufferShuffled"):
-            return True
         inner = getattr(part, "ex_iterable", None)
         # Interleaved and concatenated ones have several.
         parts += [*([inner] if inner is not None else ()), *getattr(part, "ex_iterables", ())]
-    return False
+    return parts

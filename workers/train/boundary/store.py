@@ -442,7 +442,7 @@ class _FencedStore:
         self.list = store.list
         self.sizes = store.sizes
         self.exists = store.exists
-        self.size = store.size
+        self.size, self.stamp = store.size, store.stamp
         self.lock = store.lock
         self.write_atomic = self._unless_fenced(store.write_atomic)
         self.append = self._unless_fenced(store.append)

@@ -18,6 +18,7 @@ from tests.support.object_servers import s3_server, use_s3
 from ucp_core.storage import open_store
 from workers.data import DataOrder, lines, open_texts
 from workers.data.files import DataFile
+from workers.data.packing import PackedRows
 from workers.settings import DataSettings
 
 
@@ -144,6 +145,7 @@ def test_an_object_replaced_by_one_of_its_size_is_other_data(
                     source=f"{root}/*.txt", sequence_length=32, cache_directory=f"{tmp_path}/i"
                 )
             )
+            assert isinstance(packed, PackedRows)
             opened_ = (len(packed), packed[0]["input_ids"][0], texts.train.tokens[0])
             seen.append((opened_, opened_rows.digest, found.digest))
     assert [one[0] for one in seen] == [(7, 1, ord("a")), (2, 7654321, ord("b"))]

@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 import torch
 
-from everstep import DataError, DataLoader, Session, TaskError, run
+from everstep import DataError, DataLoader, Session, TaskError, pack, run
 from workers.data import DataOrder
 
 GLOBAL_BATCH, MICRO_BATCH = 6, 2
@@ -337,19 +337,45 @@ def next_behind(loader: DataLoader, behind: int, states: list[dict[str, Any] | N
     return next(batches)
 
 
+class PythonsOwn(OwnGenerator):
+    """Its order comes from a generator without a seed."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.numbers = random.Random()
+
+    def __iter__(self) -> Iterator[dict[str, float]]:
+        for number in self.numbers.sample(range(self.num), self.num):
+            yield {"number": 1.0 * number, "noise": 0.0}
+
+
+@pytest.mark.parametrize("global_batch", [1, 6, 20])
 @pytest.mark.parametrize("num_workers", [0, 1])
-@pytest.mark.parametrize("kind", [OwnGenerator, CountsEpochs, KeepsCursor, Unseeded])
-def test_a_stream_with_an_order_of_its_own_is_found_when_it_is_read_again(
-    kind: type[Numbers], num_workers: int
+@pytest.mark.parametrize("kind", [OwnGenerator, PythonsOwn, CountsEpochs, KeepsCursor, Unseeded])
+def test_a_stream_with_an_order_of_its_own_is_refused_in_the_first_step(
+    kind: type[Numbers], num_workers: int, global_batch: int
 ) -> None:
-    """A survivor has read it before; so has a newcomer, if that is in a later epoch."""
-    survivor = kind()
-    _, states = take(survivor, 5, ranks=ONE)
-    loader = DataLoader(survivor, num_workers=num_workers)
-    list(itertools.islice(loader.batches(order(), seed=5, micro_batch=2, numbers=[0]), 3))
-    for dataset, behind in ((loader, 1), (DataLoader(kind(), num_workers=num_workers), 4)):
-        with pytest.raises(DataError, match=f"{kind.__name__} was read again up to step {behind}"):
-            next_behind(dataset, behind, states)
+    """One worker noticed it at its first resume, when all was lost."""
+    loader = DataLoader(kind(), num_workers=num_workers)
+    batches = loader.batches(
+        order(global_batch), seed=0, micro_batch=1, numbers=range(global_batch)
+    )
+    with pytest.raises(DataError, match=rf"{kind.__name__} was read twice .* \(seed=\)"):
+        list(itertools.islice(batches, 8))
+
+
+class Replaced(Numbers):
+    def __iter__(self) -> Iterator[dict[str, float]]:
+        return ({**row, "number": row["number"] + 0.5} for row in super().__iter__())
+
+
+@pytest.mark.parametrize("num_workers", [0, 1])
+def test_a_stream_that_has_changed_is_found_when_it_is_read_again(num_workers: int) -> None:
+    """Its files may be others than before."""
+    _, states = take(Numbers(), 5, ranks=ONE)
+    for behind in (1, 4):
+        with pytest.raises(DataError, match=f"Replaced was read again up to step {behind}"):
+            next_behind(DataLoader(Replaced(), num_workers=num_workers), behind, states)
 
 
 @pytest.mark.parametrize("behind", [1, 2, 3])
@@ -421,6 +447,9 @@ def test_the_digest_looks_at_each_sample_once(num_samples: int) -> None:
     LOOKED.clear()
     loader = DataLoader(OfLooked(num_samples), collate_fn=list)
     batches = loader.batches(order(), seed=5, micro_batch=MICRO_BATCH, numbers=[0, 1, 2])
+    # The first ones are looked at in both readings before the first step.
+    list(itertools.islice(batches, 2 * 3))
+    LOOKED.clear()
     list(itertools.islice(batches, 9 * 3))
     assert len(LOOKED) == len(set(LOOKED))
     assert len(LOOKED) >= 9
@@ -433,3 +462,19 @@ def test_states_of_earlier_releases_have_no_digest_and_continue() -> None:
         assert known is not None
         old = {name: known[name] for name in ("epoch", "taken", "dataset")}
         assert take(dataset, 2, ranks=ONE, first_step=3, state=old)[0] == expected[2:]
+
+
+def test_hugging_faces_shuffle_needs_a_seed() -> None:
+    """It copies its generator: a process reads one order always, and another process another."""
+    datasets = pytest.importorskip("datasets", reason="the extra hf is not installed")
+    rows = datasets.Dataset.from_dict({"input_ids": [[n, n] for n in range(50)]})
+    stream = rows.to_iterable_dataset()
+    unseeded = stream.shuffle(buffer_size=7)
+    mixed = datasets.interleave_datasets([stream, stream], probabilities=[0.5, 0.5])
+    for one in (unseeded, unseeded.map(lambda row: row), pack(unseeded, 4), mixed):
+        with pytest.raises(DataError, match=r"without a seed.*Give that call a seed="):
+            DataLoader(one)
+    seeded = stream.shuffle(seed=7, buffer_size=7)
+    for one in (seeded, pack(seeded, 4)):
+        batches = DataLoader(one).batches(order(6), seed=0, micro_batch=2, numbers=[0, 1, 2])
+        assert len([next(batches) for _ in range(6)]) == 6
