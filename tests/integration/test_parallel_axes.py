@@ -495,10 +495,19 @@ def keep_stage(network, number, num_stages):
             del network.layers[layer]
 
 
+def by_shape(named):
+    # As muP does, and others that do not decay small tensors.
+    groups = [
+        {"params": [one], "lr": 0.1 / one.shape[-1], "weight_decay": one.numel() / one.size(0)}
+        for one in named.values()
+    ]
+    return torch.optim.AdamW(groups)
+
+
 def train(session):
     styles = {"layers.*.0": ColwiseParallel(), "layers.*.2": RowwiseParallel()}
     model = session.model(Network, plan=everstep.ModelPlan(tensor=styles, keep_stage=keep_stage))
-    session.optimizer(lambda named: torch.optim.AdamW(named.values(), lr=1e-2))
+    session.optimizer(by_shape)
     inputs = torch.linspace(-1, 1, 512).reshape(64, 8)
 
     def loss_of(indices):
@@ -564,8 +573,8 @@ def test_a_plan_that_misses_a_module_is_refused_before_the_first_update(
         assert "down.bias" not in outcome.error
 
 
-def test_stages_draw_the_same_noise_as_one_process(run: Run, tmp_path: Path) -> None:
-    """The first stage got other noise than the last one compared its outputs with."""
+def test_noise_and_rules_by_shape_are_those_of_one_process(run: Run, tmp_path: Path) -> None:
+    """A stage drew noise of its own, and an optimizer was made for the shapes of parts."""
     curves = []
     for layout in (ParallelLayout(), ParallelLayout(dp_shard=2), TP, ParallelLayout(pp=2)):
         reset(run)

@@ -25,6 +25,7 @@ if TYPE_CHECKING:
     from workers.state.registered import Registered, Stateful, decode
     from workers.state.replica_shares import ReplicaShare, replicas_of
     from workers.state.twins import refuse_unsavable
+    from workers.state.whole_shapes import saying_whole_shapes
     from workers.state.whole_vectors import fitted, in_whole_vectors, reserve
 
 __all__ = [
@@ -48,6 +49,7 @@ __all__ = [
     "refuse_unsavable",
     "replicas_of",
     "reserve",
+    "saying_whole_shapes",
     "set_scalars",
     "take_whole_vectors",
 ]

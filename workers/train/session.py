@@ -32,6 +32,7 @@ from workers.state import (
     in_whole_vectors,
     local_parameters,
     refuse_unfit,
+    saying_whole_shapes,
     take_whole_vectors,
 )
 from workers.train.boundary import UNWRITTEN, Boundary, Marks, StorageWriter
@@ -171,8 +172,8 @@ class Session:
 
         Args:
             make: Builds a torch optimizer over parameters given by name, or a list of several over
-                different ones. They are this worker's shards, so an optimizer must treat every
-                element alike, as SGD and Adam do.
+                different ones. They say the shapes of the whole weights, and their values are this
+                worker's shards: an optimizer must treat every element alike, as SGD and Adam do.
             elementwise: Declares that it does, if its class is not torch's own. One that uses whole
                 matrices (Muon, LAMB, SOAP, Shampoo) would depend on the number of workers.
 
@@ -202,7 +203,8 @@ class Session:
         if deterministic and elementwise:
             in_whole_vectors(parameters.values())
         before = Marks(shards)
-        made = make(parameters)
+        with saying_whole_shapes(shards, parameters):
+            made = make(parameters)
         before.refuse_written()
         every = as_optimizers(made)
         for one in every:
