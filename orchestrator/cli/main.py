@@ -497,8 +497,9 @@ def diagnose(
     Reads record rings of everstep, dumps of torch's flight recorder (each file ends with its rank;
     nothing in it is executed), and JSON lines with one operation each: step, rank, dp, pp, tp, op,
     seq, comm, comm_ranks, t_enter, t_exit (null while in flight), bytes; of a rank's own work op is
-    data, forward, backward or optimizer, and comm null. Nothing is printed as a fault that the
-    records do not show: undecided says what is missing.
+    data, forward, backward or optimizer, and comm null. A call inside such a span counts as waiting
+    for others, and not as the rank's own work. Nothing is printed as a fault that the records do
+    not show: undecided says what is missing, and which file is cut short.
 
     --trace writes what Perfetto (ui.perfetto.dev) draws: each rank's own work, its calls by
     communicator, and the verdicts. --flight-recorder writes dumps for torch's own analyzer,

@@ -6,7 +6,7 @@ from collections import defaultdict
 
 from orchestrator.diagnosis.hang import hangs
 from orchestrator.diagnosis.programs import programs
-from orchestrator.diagnosis.records import Operation, Records
+from orchestrator.diagnosis.records import Operation, Records, overlap
 from orchestrator.diagnosis.slow import slow_ranks
 from orchestrator.diagnosis.transfers import slow_transfers
 from orchestrator.diagnosis.verdicts import Kind, Verdict
@@ -24,4 +24,17 @@ def diagnose(records: Records) -> tuple[Verdict, ...]:
     for one in sorted(records.operations, key=lambda each: (each.enter_s, each.seq)):
         rows[one.rank].append(one)
     stopped = programs(rows) or hangs(records)
+    found = next(filter(None, map(overlap, rows.values())), None)
+    if found is not None:
+        before, one = found
+        mixed = (
+            f"The times of steps overlap: rank {one.rank} begins {one.op} of step {one.step} at "
+            f"{one.enter_s:.3f} s, amid its {before.op} of step {before.step}, which lasts from "
+            f"{before.enter_s:.3f} s to {before.exit_s:.3f} s. So slow ranks are not looked for: "
+            "give each rank's times on one clock."
+        )
+        return (
+            *stopped,
+            Verdict(kind=Kind.UNDECIDED, confidence=1.0, since_s=None, evidence=mixed),
+        )
     return (*stopped, *slow_ranks(rows), *slow_transfers(rows))

@@ -78,6 +78,25 @@ class Records:
     now_s: float | None = None
 
 
+def overlap(rows: Sequence[Operation]) -> tuple[Operation, Operation] | None:
+    """Return two spans of a rank, of different steps, of which one begins amid the other.
+
+    A rank does one step after the other: such times are no times of day, and no durations can be
+    compared. None if there are none. Data may be read ahead. ``rows`` are by ``enter_s``.
+    """
+    before: Operation | None = None
+    for one in rows:
+        if not one.is_span or one.op == "data" or one.exit_s is None:
+            continue
+        if before is not None and before.exit_s is not None:
+            amid_s = (before.enter_s + before.exit_s) / 2
+            if one.step != before.step and one.enter_s < amid_s:
+                return before, one
+        if before is None or before.exit_s is None or one.exit_s >= before.exit_s:
+            before = one
+    return None
+
+
 def matched(operations: Iterable[Operation]) -> tuple[Operation, ...]:
     """Return them with the k-th send of a channel numbered as the k-th receive.
 

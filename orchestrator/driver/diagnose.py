@@ -12,7 +12,7 @@ import math
 import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any, Final
+from typing import Any, Final, NamedTuple
 
 from orchestrator.core import Incident
 from orchestrator.diagnosis import (
@@ -28,11 +28,20 @@ from orchestrator.diagnosis import (
 )
 from orchestrator.errors import ConfigError
 from orchestrator.policies import FaultKind
-from ucp_core.errors import ForeignClassError
+from ucp_core.errors import CheckpointCorruptError, ForeignClassError
 from ucp_core.torch_files import pickle_tree, read_pickle
 from workers.records import DTYPES, FINISHED, Record, Ring, is_ring, read_ring
 
 _INCIDENT: Final = "incident.json"
+#: What keepers last saw of the members, beside it.
+_REPORTS: Final = "reports.json"
+#: Letters of the kernel for a process, and what each says.
+_STATES: Final = {
+    "T": (Kind.FROZEN, "stopped"),
+    "t": (Kind.FROZEN, "stopped by a debugger"),
+    "Z": (Kind.DEAD, "dead"),
+    "X": (Kind.DEAD, "gone"),
+}
 _PICKLE: Final = b"\x80"
 _RANK: Final = re.compile(r"(\d+)(?:\.\w+)?$")
 _TRANSFER: Final = re.compile(r"(?:\w+:)?(send|recv) (\d+)(->|<-)(\d+)$")
@@ -53,6 +62,14 @@ _TOLD: Final = frozenset({Kind.DEAD, Kind.NOT_FINITE, Kind.DIVERGED})
 _PLANNED: Final = frozenset(kind for kind in FaultKind if kind.is_planned)
 _OF_LINKS: Final = frozenset({Kind.LINK_DEAD, Kind.SLOW_LINK, Kind.SLOW_SENDER, Kind.SLOW_RECEIVER})
 _LONG_AGO: Final = -math.inf
+
+
+class _Cut(NamedTuple):
+    """A file that ends in the middle: what a kill leaves."""
+
+    path: Path
+    rank: int | None
+    error: str
 
 
 class _NoClasses(dict[str, Any]):
@@ -89,18 +106,19 @@ def diagnose_paths(
     Raises:
         ConfigError: A path holds no records, or a file cannot be read or written.
     """
-    incidents = [
-        Incident.from_json(json.loads(path.read_bytes()), number=0)
+    incidents = {
+        path: Incident.from_json(json.loads(path.read_bytes()), number=0)
         for path, _ in _files(paths)
         if path.name == _INCIDENT
-    ]
-    told = tuple(one for incident in incidents for one in _told(incident))
-    records = _read(paths, now_s)
+    }
+    told = tuple(one for incident in incidents.values() for one in _told(incident))
+    records, cut = _read(paths, now_s)
     # Records are judged of the newest attempt alone, which is the one that failed last.
-    failed = [incident for incident in incidents if incident.kind not in _PLANNED]
-    is_found = bool(failed) and _verdict(failed[-1]) in _TOLD
+    failed = [path for path, incident in incidents.items() if incident.kind not in _PLANNED]
+    seen = tuple(_seen(failed[-1], told)) if failed else ()
+    is_found = bool(seen) or (bool(failed) and _verdict(incidents[failed[-1]]) in _TOLD)
     is_judged = not is_found and (records.operations or not told)
-    verdicts = told + (diagnose(records) if is_judged else ())
+    verdicts = (*told, *seen, *(diagnose(records) if is_judged else ()), *_left_out(cut))
     if trace_file is not None:
         _write(Path(trace_file), json.dumps(trace(records, verdicts)).encode())
     if dumps_folder is not None:
@@ -122,6 +140,38 @@ def _told(incident: Incident) -> Iterator[Verdict]:
             confidence=1.0 if ranks and incident.verdict else 0.5,
             since_s=None,
             evidence=incident.evidence,
+        )
+
+
+def _seen(incident: Path, told: Sequence[Verdict]) -> Iterator[Verdict]:
+    """Yield which members the kernel had for stopped or dead when the incident was found."""
+    path = incident.with_name(_REPORTS)
+    if not path.exists():
+        return
+    known = {(one.kind, rank) for one in told for rank in one.guilty.ranks}
+    rows: dict[tuple[Kind, str], list[int]] = {}
+    for row in json.loads(path.read_bytes())["workers"]:
+        found = _STATES.get(row["os_state"])
+        if found is not None and (found[0], row["rank"]) not in known:
+            rows.setdefault(found, []).append(row["rank"])
+    for (kind, word), ranks in rows.items():
+        named = ", ".join(f"rank {rank}" for rank in sorted(ranks))
+        yield Verdict(
+            kind=kind,
+            guilty=Guilty.of(ranks),
+            confidence=1.0,
+            since_s=None,
+            evidence=f"The kernel had the process of {named} for {word} (os_state in {path}).",
+        )
+
+
+def _left_out(cut: Sequence[_Cut]) -> Iterator[Verdict]:
+    for path, _, error in cut:
+        yield Verdict(
+            kind=Kind.UNDECIDED,
+            confidence=1.0,
+            since_s=None,
+            evidence=f"{path} is cut short and left out, all else was read: {error}",
         )
 
 
@@ -160,15 +210,16 @@ def _who(guilty: Any) -> str:
     return ", ".join(parts) or "nobody is named"
 
 
-def _read(paths: Sequence[str], now_s: float | None) -> Records:
+def _read(paths: Sequence[str], now_s: float | None) -> tuple[Records, list[_Cut]]:
     operations: list[Operation] = []
     rings: list[tuple[Path, Ring]] = []
     unknown: dict[int, str] = {}
+    cut: list[_Cut] = []
     for path, is_named in _files(paths):
         if is_ring(path):
             rings.append((path, read_ring(path)))
             continue
-        found = () if path.name == _INCIDENT else _read_file(path, unknown, is_named=is_named)
+        found = _read_file(path, unknown, cut, is_named=is_named)
         if found is None and is_named:
             raise ConfigError(
                 f"{path} is no record of a run: neither a record ring, nor a dump of torch's "
@@ -179,7 +230,10 @@ def _read(paths: Sequence[str], now_s: float | None) -> Records:
     newest = max((ring.attempt for _, ring in rings), default=0)
     for path, ring in rings:
         operations += _of_ring(path, ring, unknown) if ring.attempt == newest else ()
-    return Records(operations=matched(operations), unknown=unknown, now_s=now_s)
+    for path, rank, _ in cut:
+        if rank is not None:
+            unknown[rank] = f"{path} is cut short"
+    return Records(operations=matched(operations), unknown=unknown, now_s=now_s), cut
 
 
 def _files(paths: Iterable[str]) -> Iterator[tuple[Path, bool]]:
@@ -193,15 +247,43 @@ def _files(paths: Iterable[str]) -> Iterator[tuple[Path, bool]]:
             raise ConfigError(f"{name} does not exist")
 
 
-def _read_file(path: Path, unknown: dict[int, str], *, is_named: bool) -> list[Operation] | None:
+def _read_file(
+    path: Path, unknown: dict[int, str], cut: list[_Cut], *, is_named: bool
+) -> list[Operation] | None:
+    if path.name in (_INCIDENT, _REPORTS):
+        return []
     data = path.read_bytes()
     if data[:1] == _PICKLE:
-        return list(_of_dump(path, data))
+        try:
+            return list(_of_dump(path, data))
+        except CheckpointCorruptError as error:
+            cut.append(_Cut(path, _rank_of(path), str(error).partition(": ")[2]))
+            return []
     # A run directory has other lines of JSON, such as its metrics.
     is_row = data[:1] == b"{" and b'"t_enter"' in data.partition(b"\n")[0]
     if is_row or (is_named and path.suffix == ".jsonl"):
+        whole, end, rest = data.rpartition(b"\n")
+        if end and rest and not _is_json(rest):
+            number = whole.count(b"\n") + 2
+            cut.append(_Cut(path, None, f"its line {number}, the last one, is no JSON"))
+            data = whole
         return list(_of_lines(path, data, unknown))
     return None
+
+
+def _is_json(line: bytes) -> bool:
+    try:
+        json.loads(line)
+    except ValueError:
+        return False
+    return True
+
+
+def _rank_of(path: Path) -> int:
+    named = _RANK.search(path.name)
+    if named is None:
+        raise ConfigError(f"{path}: the name of a dump must end with its rank")
+    return int(named[1])
 
 
 def _of_lines(path: Path, data: bytes, unknown: dict[int, str]) -> Iterator[Operation]:
@@ -310,11 +392,9 @@ def _own_s(span: Record, *, on_device: bool) -> float:
 
 def _of_dump(path: Path, data: bytes) -> Iterator[Operation]:
     dump = read_pickle(data, where=str(path), allow=_NoClasses(path=path))
-    named = _RANK.search(path.name)
-    if named is None:
-        raise ConfigError(f"{path}: the name of a dump must end with its rank")
+    rank = _rank_of(path)
     try:
-        yield from _of_entries(int(named[1]), dump)
+        yield from _of_entries(rank, dump)
     except (AttributeError, IndexError, KeyError, TypeError, ValueError) as error:
         what = f"{type(error).__name__}: {error}"
         raise ConfigError(f"{path} is no dump of torch's flight recorder ({what})") from error

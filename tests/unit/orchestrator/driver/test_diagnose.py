@@ -49,6 +49,27 @@ def test_a_missing_dump_is_told_and_its_rank_is_not_named(tmp_path: Path) -> Non
     assert "rank 10: no record of it; rank 15: no record of it" in verdict.evidence
 
 
+def test_a_dump_that_is_cut_short_is_named_and_the_others_are_read(tmp_path: Path) -> None:
+    """A kill leaves one, and nothing of the fifteen others was told."""
+    for path in (DUMPS / "lock_gil_2nd").glob("_dump_*"):
+        (tmp_path / path.name).write_bytes(path.read_bytes())
+    cut = tmp_path / "_dump_5"
+    cut.write_bytes(cut.read_bytes()[:2000])
+
+    found, left_out = diagnose_paths([str(tmp_path)])
+
+    assert (found.kind, found.guilty.ranks) == (Kind.ABSENT, (10, 15))
+    assert (left_out.kind, left_out.guilty) == (Kind.UNDECIDED, Guilty())
+    assert left_out.evidence.startswith(f"{cut} is cut short and left out")
+
+    cut = tmp_path / "_dump_15"
+    cut.write_bytes(cut.read_bytes()[:-20])
+    found, *left = diagnose_paths([str(tmp_path)])
+
+    assert 15 not in found.guilty.ranks
+    assert len(left) == 2
+
+
 def ring(path: Path, rank: int, calls: int, *, waits: bool) -> RecordRing:
     """Write the ring of a rank that made ``calls``, of which the last is not over if it waits."""
     path.parent.mkdir(exist_ok=True)
@@ -386,6 +407,65 @@ def test_a_death_is_told_from_its_incident_and_not_from_what_it_cut_short(
 
     assert (told.kind, told.guilty) == (Kind.DEAD, Guilty.of([2], (), ["a"]))
     assert (told.confidence, told.evidence) == (confidence, "SIGKILL")
+
+
+@pytest.mark.parametrize(
+    ("kind", "verdict", "told"),
+    [
+        ("hang", "frozen", [(Kind.FROZEN, (0, 3))]),
+        # The second fault of the same instant.
+        ("crash", "dead", [(Kind.DEAD, (1,)), (Kind.FROZEN, (0, 3))]),
+    ],
+)
+def test_what_the_kernel_said_of_the_members_is_told_of_the_incident(
+    tmp_path: Path, kind: str, verdict: str, told: list[tuple[Kind, tuple[int, ...]]]
+) -> None:
+    """Two ranks were stopped at once. Records name the one that others waited for."""
+    found = Incident(kind=kind, verdict=verdict, evidence="1", places=((1, "w0002", "a"),))
+    (tmp_path / "incident.json").write_text(json.dumps(found.to_json()))
+    workers = [{"rank": rank, "os_state": state} for rank, state in enumerate("TRST")]
+    (tmp_path / "reports.json").write_text(json.dumps({"groups": {}, "workers": workers}))
+    rows = [_row(0, "all_reduce", 1, t_exit=None), _row(1, "all_reduce", 0)]
+    (tmp_path / "trace.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+
+    verdicts = diagnose_paths([str(tmp_path)])
+
+    assert [(one.kind, one.guilty.ranks) for one in verdicts] == told
+    assert "rank 0, rank 3 for stopped" in verdicts[-1].evidence
+
+
+def _spans(begin_s: float) -> list[dict[str, object]]:
+    """Return forwards of five steps of two ranks; each step begins ``begin_s`` after the last."""
+    return [
+        _row(rank, "forward", 0, comm=None, step=n, t_enter=n * begin_s, t_exit=n * begin_s + 1.0)
+        for rank in (0, 1)
+        for n in range(1, 6)
+    ]
+
+
+def test_steps_that_lie_on_each_other_are_not_judged_in_silence(tmp_path: Path) -> None:
+    """Times that begin at 0 in each step say nothing of who was slow, and one was found all the
+    same."""
+    file = tmp_path / "trace.jsonl"
+    for begin_s, num in ((1.0, 0), (0.0, 1)):
+        file.write_text("".join(json.dumps(row) + "\n" for row in _spans(begin_s)))
+
+        verdicts = diagnose_paths([str(file)])
+
+        assert len(verdicts) == num
+    assert verdicts[0].kind is Kind.UNDECIDED
+    assert verdicts[0].evidence.startswith("The times of steps overlap: rank 0 begins forward")
+
+
+def test_a_last_line_that_was_cut_is_named_and_the_others_are_read(tmp_path: Path) -> None:
+    """The process was killed while it wrote it."""
+    file = tmp_path / "trace.jsonl"
+    file.write_text("".join(json.dumps(row) + "\n" for row in _spans(1.0))[:-20])
+
+    (verdict,) = diagnose_paths([str(file)])
+
+    assert verdict.evidence.startswith(f"{file} is cut short")
+    assert verdict.evidence.endswith("line 10, the last one, is no JSON")
 
 
 def test_nothing_to_blame_is_said(tmp_path: Path) -> None:
