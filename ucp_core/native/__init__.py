@@ -20,6 +20,7 @@ from ucp_core.native.claims import CLAIM_NAME, claimed, in_use, is_of_export
 from ucp_core.native.opening import (
     MANIFEST_NAME,
     MEMORY_BYTES_MIN,
+    RELATIONS,
     UNFINISHED_NAME,
     WITHOUT_ELEMENTS,
     Checkpoint,
@@ -49,6 +50,7 @@ __all__ = [
     "MANIFEST_NAME",
     "MEMORY_BYTES_MIN",
     "NOT_FINITE",
+    "RELATIONS",
     "UNFINISHED_NAME",
     "WITHOUT_ELEMENTS",
     "Checkpoint",

@@ -6,7 +6,7 @@ import json
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field, replace
 from time import perf_counter
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Final
 
 from ucp_core.errors import (
     CheckpointCorruptError,
@@ -40,6 +40,10 @@ MEMORY_BYTES_MIN = 8 * BLOCK_BYTES
 UNFINISHED_NAME = ".tmp-convert"
 #: In ``extra``: dtype and shape of the tensors without elements, by name and slot.
 WITHOUT_ELEMENTS = "without_elements"
+#: What is frozen, a buffer, no part of the model, or tied.
+RELATIONS = "relations"
+#: Role by the key of its names there.
+_ROLES: Final = {"frozen": "frozen", "buffers": "buffer", "extra": "extra"}
 #: The manifest of 10 TB takes a quarter of it.
 MANIFEST_BYTES_MAX = 1 << 30
 
@@ -195,6 +199,8 @@ def open_checkpoint(store: Store, directory: str) -> Checkpoint:
         raise CheckpointCorruptError(f"{path} is the record of a rank, not a manifest", path=path)
     if manifest.kind is Kind.DISTRIBUTED and WITHOUT_ELEMENTS in manifest.extra:
         manifest = _with_empty(manifest, path)
+    if manifest.kind is Kind.DISTRIBUTED and RELATIONS in manifest.extra:
+        manifest = _with_relations(manifest, path)
     return Checkpoint(store=store, directory=directory, manifest=manifest)
 
 
@@ -215,6 +221,25 @@ def _with_empty(manifest: Manifest, path: str) -> Manifest:
         ) from error
     state_map = replace(manifest.state_map, entries=dict(sorted(entries.items())))
     return replace(manifest, state_map=state_map)
+
+
+def _with_relations(manifest: Manifest, path: str) -> Manifest:
+    """Return the manifest with the roles and ties in its small values."""
+    held = {key.fqn for key in manifest.state_map.entries}
+    try:
+        said = manifest.extra[RELATIONS]
+        roles = {name: role for key, role in _ROLES.items() for name in said.get(key, ())}
+        ties = dict(said.get("ties", {}))
+        return replace(
+            manifest,
+            roles={name: role for name, role in roles.items() if name in held},
+            ties={name: one for name, one in ties.items() if one in held and name not in held},
+        )
+    except (AttributeError, TypeError, ValueError) as error:
+        raise CheckpointCorruptError(
+            f"{path}: extra.{RELATIONS} must have lists of names ({', '.join(_ROLES)}) and ties",
+            path=path,
+        ) from error
 
 
 @contextmanager

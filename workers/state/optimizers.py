@@ -149,7 +149,8 @@ class Optimizers:
 
         Weights stay as they are, and so does what the optimizers keep beside it.
         """
-        self.unstarted = True
+        self.forget(parameter for _, parameter, _ in self._made)
+        self.unstarted, self._made = True, []
         for one in self.every:
             known = type(one) in _ELEMENTWISE
             for parameter, state in state_of_a_step(one, shares_weights=known).items():

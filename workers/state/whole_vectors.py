@@ -39,7 +39,7 @@ def reserve(shards: Iterable[LocalShard]) -> None:
 def in_whole_vectors(
     parameters: Iterable[nn.Parameter], state: Mapping[Any, dict[str, Any]] | None = None
 ) -> None:
-    """Give each parameter that is trained zeros behind its rows, up to whole vectors, in place.
+    """Give each parameter zeros behind its rows, up to whole vectors, in place.
 
     Dims but the first stay as they are. What an optimizer keeps for it, in ``state``, gets zeros,
     too.
@@ -51,7 +51,7 @@ def in_whole_vectors(
     for parameter in parameters:
         before = tuple(parameter.shape)
         shape = _whole(before)
-        if shape == before or not parameter.requires_grad:
+        if shape == before:
             continue
         flat = parameter.detach().as_strided((prod(shape),), (1,))
         flat[parameter.numel() :].zero_()

@@ -35,6 +35,7 @@ from workers.train.executor import (
     Reduction,
     ShardedModel,
     TensorReplicas,
+    Trained,
     WholeGradients,
     on_host,
     refuse_hooks,
@@ -62,12 +63,11 @@ def build_model(
     """
     with torch.device("meta"):
         model = build()
-    _check(model, averaged)
+    _check(model, averaged, mesh)
     described = documents(model) if mesh.rank == 0 else {}
     parameters = own_names(model.named_parameters())
-    refuse_hooks(parameters)
+    relations = _relations(model)
     names = [name for name, _ in model.named_modules()]
-    _refuse_averaged(mesh, averaged)
     called, pipeline = model, None
     if mesh.stages is not None:
         stages = Stages(model, plan, mesh.layout.pp, settings.parallel.stages_per_worker)
@@ -113,7 +113,22 @@ def build_model(
         mesh=mesh,
         device=device,
         documents=described,
+        relations=relations,
     )
+
+
+def _relations(model: nn.Module) -> dict[str, Any]:
+    """Return which of the names are buffers, and which are other names of parameters."""
+    first = {id(one): name for name, one in own_names(model.named_parameters()).items()}
+    every = own_names(model.named_parameters(remove_duplicate=False))
+    ties = {name: first[id(one)] for name, one in every.items() if first[id(one)] != name}
+    buffers = [
+        f"{name}.{key}" if name else key
+        for name, module in own_names(model.named_modules()).items()
+        for key in module._buffers  # noqa: SLF001
+        if key not in module._non_persistent_buffers_set  # noqa: SLF001
+    ]
+    return {"buffers": buffers, "ties": ties}
 
 
 def _refuse_averaged(mesh: Mesh, averaged: Sequence[str]) -> None:
@@ -201,6 +216,13 @@ def assemble(
         ),
         rank_calls=RankCalls(built.model),
         tensor_replicas=TensorReplicas(built.mesh),
+        trained=Trained(
+            built.shards,
+            parameters,
+            built.shapes,
+            lambda one: optimizers.owner(one) is not None,
+            built.device,
+        ),
     )
 
 
@@ -216,8 +238,10 @@ def as_optimizers(made: Any) -> list[torch.optim.Optimizer]:
     return every
 
 
-def _check(model: nn.Module, averaged: Sequence[str]) -> None:
+def _check(model: nn.Module, averaged: Sequence[str], mesh: Mesh) -> None:
     """Raise ``TaskError`` if ``model`` keeps state that differs between workers."""
+    refuse_hooks(own_names(model.named_parameters()))
+    _refuse_averaged(mesh, averaged)
     for name, module in own_names(model.named_modules()).items():
         if isinstance(module, nn.Embedding | nn.EmbeddingBag) and module.max_norm is not None:
             raise TaskError(

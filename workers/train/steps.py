@@ -8,6 +8,7 @@ import time
 from collections.abc import Generator, Iterable, Iterator, Mapping
 from typing import Any, Final
 
+from ucp_core.native import RELATIONS
 from workers import collectives
 from workers.data import DataLoader, DataOrder, Dataset, as_data, micro_batches_of
 from workers.errors import TaskError
@@ -124,6 +125,9 @@ class Steps:
     ) -> tuple[Iterator[Any], Quota]:
         """Return this rank's micro-batches from the next step on, and the passes of a step."""
         train, sharded, restored = self._settings.train, self.sharded, self._restored
+        relations = restored.get(RELATIONS)
+        frozen = relations.get("frozen", ()) if relations is not None else None
+        sharded.trained.begin(frozen, restored)
         agree_on_registered(sharded, restored.get(_REGISTERED, {}), step=self.step)
         read = as_data(data)
         loader = read if isinstance(read, DataLoader) else None
@@ -184,7 +188,8 @@ class Steps:
         if step.number > self._first_step:
             self._extend_timeout()
         self._open = step
-        if not self.sharded.registered and not self._boundary.best.settings.value:
+        is_waited_for = self.sharded.registered or self.sharded.trained.may_grow
+        if not is_waited_for and not self._boundary.best.settings.value:
             self._complete_open()
         self._progress.enter(WorkerPhase.SCRIPT)
 
@@ -222,6 +227,13 @@ class Steps:
             # The script's work after ``apply`` belongs to the step: a scheduler's step, say.
             self._complete_open()
             self._progress.enter(WorkerPhase.SCRIPT)
+        elif self.sharded.trained.has_changed():
+            text = (
+                f"parameters were frozen behind step.apply() of step {step.number}, which was "
+                "saved before: a run that resumes from it trains them. Freeze them before "
+                f"session.train_step, under `if step.number > {step.number}:`"
+            )
+            self._boundary.tell(step.number, text)
         if step.number == self._settings.train.steps:
             return False
         if self._boundary.ending.is_due(agreed=step.agreed.stops):

@@ -9,7 +9,7 @@ from typing import Any, Final
 import torch
 from torch import Tensor
 
-from ucp_core.native import WITHOUT_ELEMENTS
+from ucp_core.native import RELATIONS, WITHOUT_ELEMENTS
 from workers.errors import TaskError
 from workers.parallel import LocalShard
 from workers.snapshot import Captured
@@ -82,6 +82,8 @@ def capture(step: int, sharded: ShardedModel, extra: Mapping[str, Any]) -> Captu
             CHANGED: sharded.optimizers.changed(),
             **({UNSTARTED: True} if sharded.optimizers.unstarted else {}),
             **({WITHOUT_ELEMENTS: empty} if empty else {}),
+            RELATIONS: sharded.all_relations(),
+            **sharded.trained.values(),
         },
         param_groups=state.param_groups(),
     )

@@ -21,6 +21,7 @@ if TYPE_CHECKING:
     from workers.train.executor.signals import Signals, all_agree, on_host
     from workers.train.executor.step import Step
     from workers.train.executor.tensor_replicas import TensorReplicas
+    from workers.train.executor.trained import Trained
     from workers.train.executor.whole_gradients import WholeGradients
 
 __all__ = [
@@ -33,6 +34,7 @@ __all__ = [
     "Signals",
     "Step",
     "TensorReplicas",
+    "Trained",
     "WholeGradients",
     "all_agree",
     "described_numbers",

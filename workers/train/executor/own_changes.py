@@ -75,24 +75,6 @@ def refuse_clipped(step: int) -> NoReturn:
     )
 
 
-def refuse_unfrozen(
-    shards: Sequence[LocalShard], parameters: Mapping[str, nn.Parameter], step: int
-) -> None:
-    """Raise ``TaskError`` if a parameter trains that was frozen when the optimizer was made.
-
-    A run that resumes allocates no optimizer state for it, and would lose what a version has.
-    """
-    for shard in shards:
-        if shard.parameter.grad is not None and not parameters[shard.fqn].requires_grad:
-            raise TaskError(
-                f"step {step}: {shard.fqn} trains now, but was frozen when session.optimizer was "
-                "called: its optimizer state would be lost when the run resumes. Freeze it after "
-                "session.optimizer instead",
-                fqn=shard.fqn,
-                step=step,
-            )
-
-
 def _mark(shard: LocalShard) -> tuple[Tensor | None, int]:
     gradient, local = shard.parameter.grad, shard.gradient
     if gradient is None or local is None:

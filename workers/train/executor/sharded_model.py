@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import nn
@@ -19,6 +20,7 @@ from workers.state import (
 from workers.train.executor.rank_calls import RankCalls
 from workers.train.executor.reduction import Reduction
 from workers.train.executor.tensor_replicas import TensorReplicas
+from workers.train.executor.trained import Trained
 from workers.train.executor.whole_gradients import WholeGradients
 
 
@@ -38,6 +40,7 @@ class BuiltModel:
         reduction: State of the deterministic reduction.
         mesh: The ranks that the model is sharded over.
         documents: Files that Hugging Face keeps beside the weights of such a model.
+        relations: Persistent buffers of the whole model by name, and its parameters' other names.
     """
 
     model: nn.Module
@@ -52,6 +55,7 @@ class BuiltModel:
     mesh: Mesh
     device: torch.device
     documents: Mapping[str, bytes]
+    relations: Mapping[str, Any]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -66,6 +70,7 @@ class ShardedModel(BuiltModel):
         whole: Gradients of the parameters that are not sharded.
         rank_calls: Notes what the model asks about ranks.
         tensor_replicas: Compares gradients that must be equal.
+        trained: Which parameters train.
     """
 
     parameters: Mapping[str, nn.Parameter]
@@ -75,6 +80,7 @@ class ShardedModel(BuiltModel):
     whole: WholeGradients
     rank_calls: RankCalls
     tensor_replicas: TensorReplicas
+    trained: Trained
 
     def try_unknown(self) -> None:
         """Raise ``StateError`` if optimizers of other libraries have state that cannot be saved.
@@ -84,6 +90,12 @@ class ShardedModel(BuiltModel):
         with torch.compiler.set_stance("force_eager"):
             for optimizer in self.optimizers.unknown:
                 refuse_unsavable(optimizer, self.shards, self.parameters)
+
+    def all_relations(self) -> dict[str, Any]:
+        """Return what is frozen, a buffer or tied, as a version says it."""
+        beside = {name: one for name, one in self.relations.items() if one}
+        # An empty list says that all parameters train; older versions say nothing.
+        return {"frozen": list(self.trained.frozen), **beside}
 
     def prime(self) -> None:
         """Make the optimizers allocate their state, all zero; weights stay as they are.

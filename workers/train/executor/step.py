@@ -35,7 +35,7 @@ from workers.train.executor.norm import (
 )
 from workers.train.executor.not_finite import Finiteness
 from workers.train.executor.origin import Parts
-from workers.train.executor.own_changes import Changes, refuse_clipped, refuse_unfrozen
+from workers.train.executor.own_changes import Changes, refuse_clipped
 from workers.train.executor.quotas import Pass, Quota
 from workers.train.executor.sharded_model import ShardedModel
 from workers.train.executor.signals import Signals, reading, refuse_readings
@@ -363,7 +363,6 @@ class Step:
         self._sharded.rank_calls.refuse()
         self._sharded.sequence.refuse_unused()
         self._changes.refuse(self.number)
-        refuse_unfrozen(self._sharded.shards, self._sharded.parameters, self.number)
         self._sharded.optimizers.refuse_rates(self.number, self._sharded.registered.schedule)
         self._progress.enter(WorkerPhase.REDUCING)
         self._sharded.tensor_replicas.refuse(
@@ -432,7 +431,11 @@ class Step:
             squares = row_squares(sharded.shards, sharded.shapes, rank, device, column)
         else:
             squares = sum_of_squares(sharded.shards, rank, device).reshape(1)
-        signals = replace(self._boundary.signals(), buffers=sharded.buffers.have_changed)
+        signals = replace(
+            self._boundary.signals(),
+            buffers=sharded.buffers.have_changed,
+            freezes=sharded.trained.has_changed(),
+        )
         said = [tokens, *signals.numbers()]
         num_said, whole = len(said), sharded.whole
         said += whole.exist()
@@ -453,6 +456,8 @@ class Step:
         whole.drop(head[num_said : len(said)])
         self.tokens, self.agreed = int(head[0]), Signals.from_sums(head[1:num_said])
         refuse_readings(self.agreed, signals, step=self.number, device=device)
+        if self.agreed.freezes:
+            sharded.trained.agree(f"in step {self.number}")
         self.loss = math.fsum(head[first:]) / self.tokens if self.tokens else math.nan
         self.grad_norm = math.sqrt(squared) * (1.0 / (max(1, self.tokens) * scale))
 

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import torch
 from torch import nn
 
+from ucp_core.native import RELATIONS
 from workers.parallel import Mesh
 from workers.protocol import Assignment
 from workers.state import CHANGED, UNSTARTED, HostBuffer, StateEntry
@@ -74,7 +76,8 @@ class StateLoader:
             sharded.prime()
             return sharded.state.entries()
 
-        restored = restore_state(
+        read = partial(
+            restore_state,
             self._assignment,
             to_fill,
             context=self._context,
@@ -82,6 +85,12 @@ class StateLoader:
             device=self._device,
             replicas=self._mesh.replicas,
         )
+        restored = read()
+        relations = restored.extra.get(RELATIONS)
+        if relations is not None:
+            with sharded.trained.growing(relations.get("frozen", ())) as grown:
+                # What the optimizer keeps for a parameter that began to train later.
+                restored = read() if grown else restored
         self.step, self.extra = restored.step, restored.extra
         if restored.step:
             set_optimizer(

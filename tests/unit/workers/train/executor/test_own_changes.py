@@ -95,16 +95,6 @@ def hooked() -> nn.Module:
     return model
 
 
-def frozen() -> nn.Module:
-    model = nn.Linear(2, 2)
-    model.bias.requires_grad_(False)
-    return model
-
-
-def unfreeze(model: Any, _: Any, __: Any) -> None:
-    model.bias.requires_grad_(True)
-
-
 def hook_late(model: Any, *_: Any) -> None:
     model.weight.register_hook(lambda gradient: gradient * 0)
 
@@ -121,7 +111,6 @@ def hook_late(model: Any, *_: Any) -> None:
             {"schedule": lambda _, optimizer: LambdaLR(optimizer, lambda step: 1 / (1 + step))},
             "step 2: .*a scheduler that is not registered",
         ),
-        ({"build": frozen, "after_backward": unfreeze}, "step 2: bias trains now, but was frozen"),
         ({"build": hooked}, "parameter weight has a hook"),
         ({"after_backward": hook_late}, "parameter weight has a hook"),
     ],
@@ -132,7 +121,6 @@ def hook_late(model: Any, *_: Any) -> None:
         "rate",
         "tensor as rate",
         "not registered",
-        "unfrozen",
         "hook",
         "hook after build",
     ],

@@ -1,0 +1,139 @@
+"""Which parameters train: the same ones on all workers, and saved with each version."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from typing import Any, Final
+
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from workers.errors import TaskError
+from workers.parallel import LocalShard
+from workers.train.executor.signals import on_host
+
+#: A version keeps here the frozen parameters that a script began with, if others are frozen now.
+FROZEN_AT_FIRST: Final = "frozen_at_first"
+
+
+class Trained:
+    """Which parameters train, and which are frozen.
+
+    Args:
+        shards: This rank's shard of every parameter that it has a part of.
+        parameters: The shards as the optimizer's parameters, by name.
+        names: Of all parameters of the whole model.
+        is_updated: Whether an optimizer updates a parameter.
+        device: The device for tensors of collectives.
+
+    Attributes:
+        frozen: Names of the frozen ones of the whole model, as all workers have agreed last.
+        may_grow: Whether an optimizer has a frozen one, which may train later.
+    """
+
+    def __init__(
+        self,
+        shards: Sequence[LocalShard],
+        parameters: Mapping[str, nn.Parameter],
+        names: Collection[str],
+        is_updated: Callable[[nn.Parameter], bool],
+        device: torch.device,
+    ) -> None:
+        self._shards, self._parameters = shards, parameters
+        self._names, self._device = sorted(names), device
+        self._updated = {name for name, one in parameters.items() if is_updated(one)}
+        self.frozen: tuple[str, ...] = ()
+        self.may_grow = False
+        self._at_first: tuple[str, ...] = ()
+        self._noted: list[bool] = []
+
+    def values(self) -> dict[str, Any]:
+        """Return what a version keeps for ``begin``, beside the names of the frozen ones."""
+        is_changed = self._at_first != self.frozen
+        return {FROZEN_AT_FIRST: list(self._at_first)} if is_changed else {}
+
+    def begin(self, frozen: Collection[str] | None, values: Mapping[str, Any]) -> None:
+        """Agree on what a script freezes, and freeze what a version says; every worker calls it.
+
+        A script freezes what it begins with in each attempt again. If that is what it froze before
+        the version, the version counts; if not, the script was changed, and counts.
+
+        Args:
+            frozen: The frozen ones of the version; None if there is none, or if it does not say.
+            values: The small named values of the version.
+
+        Raises:
+            TaskError: A parameter trains on some workers only.
+        """
+        self.agree("before the first step")
+        self._at_first = self.frozen
+        known = set(self._names)
+        if frozen is None or known & set(values.get(FROZEN_AT_FIRST, frozen)) != set(self.frozen):
+            return
+        wanted = known & set(frozen)
+        for shard in self._shards:
+            shard.parameter.requires_grad_(shard.fqn not in wanted)
+        self.agree("before the first step")
+
+    @contextmanager
+    def growing(self, frozen: Collection[str]) -> Iterator[bool]:
+        """Have the optimizers take all parameters as trained but ``frozen``, in a block.
+
+        Every worker calls it. Yields whether any are frozen that a version has trained.
+        """
+        self.agree("in session.optimizer")
+        grown = set(self.frozen) - set(frozen)
+        mine = [one for name, one in self._parameters.items() if name in grown]
+        for one in mine:
+            one.requires_grad_(True)
+        yield bool(grown)
+        for one in mine:
+            one.requires_grad_(False)
+
+    def has_changed(self) -> bool:
+        """Return whether the script has frozen or unfrozen a parameter since the last agreement."""
+        return [shard.parameter.requires_grad for shard in self._shards] != self._noted
+
+    def agree(self, when: str) -> None:
+        """Agree on the parameters that train; every worker calls it. ``when`` is for people.
+
+        Raises:
+            TaskError: A parameter trains on some workers only, or cannot be trained.
+        """
+        mine = {shard.fqn: shard.parameter.requires_grad for shard in self._shards}
+        trains = [mine.get(name) is True for name in self._names]
+        freezes = [mine.get(name) is False for name in self._names]
+        updated = [name in self._updated for name in self._names]
+        said = torch.tensor([trains, freezes, updated], dtype=torch.int32, device=self._device)
+        dist.all_reduce(said, op=dist.ReduceOp.MAX)
+        found = on_host(said.reshape(-1))
+        num = len(self._names)
+        frozen: list[str] = []
+        for place, name in enumerate(self._names):
+            is_trained, is_frozen = found[place], found[num + place]
+            if is_trained and is_frozen:
+                here = (
+                    f" (it {'trains' if mine[name] else 'is frozen'} here)" if name in mine else ""
+                )
+                raise TaskError(
+                    f"parameter {name} trains on some workers only {when}{here}: "
+                    "call requires_grad_ on all workers in the same step",
+                    fqn=name,
+                )
+            if is_frozen:
+                frozen.append(name)
+        self.frozen = tuple(frozen)
+        both = zip(found[num : 2 * num], found[2 * num :], strict=True)
+        self.may_grow = any(is_frozen and is_updated for is_frozen, is_updated in both)
+        # The optimizer's parameters say the same.
+        self._noted = [shard.parameter.requires_grad for shard in self._shards]
+        for shard, is_trained in zip(self._shards, self._noted, strict=True):
+            if is_trained and shard.parameter.dtype != torch.float32:
+                raise TaskError(
+                    f"parameter {shard.fqn} is {shard.parameter.dtype} and trains now; masters are "
+                    "float32: build the model in float32, or leave it frozen",
+                    fqn=shard.fqn,
+                )
+            self._parameters[shard.fqn].requires_grad_(is_trained)
