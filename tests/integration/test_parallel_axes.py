@@ -394,6 +394,8 @@ def test_ranks_with_parts_train_along_the_curve_of_others(
 
 #: Queries are normed head by head, as in Qwen3: a rank has some of the heads.
 QUERIES = """\
+import sys
+
 import everstep
 import torch
 from torch import nn
@@ -404,6 +406,8 @@ class Queries(nn.Module):
     def __init__(self):
         super().__init__()
         self.up, self.norm, self.down = nn.Linear(8, 16), nn.RMSNorm(4), nn.Linear(16, 8)
+        if "zeros" in sys.argv:
+            nn.init.zeros_(self.down.weight)
 
     def forward(self, inputs):
         heads = self.up(inputs).unflatten(-1, (-1, 4))
@@ -560,14 +564,17 @@ def _scripted(tmp_path: Path, text: str) -> Settings:
     return Settings(run=RunSettings(directory="run", script=str(script)), train=train)
 
 
-def test_a_plan_that_misses_a_module_is_refused_before_the_first_update(
-    run: Run, tmp_path: Path
+@pytest.mark.parametrize(("how", "step"), [("drawn", 1), ("zeros", 2)])
+def test_a_plan_that_misses_a_module_is_refused_before_it_does_harm(
+    run: Run, tmp_path: Path, how: str, step: int
 ) -> None:
-    """Each rank computes the gradient of its own heads, so the ranks would train apart."""
-    for left in run.train(_scripted(tmp_path, QUERIES), num_workers=2, layout=TP):
+    """Each rank computes the gradient of its own heads; behind zeros it is 0 in the first step."""
+    chosen = _scripted(tmp_path, QUERIES)
+    chosen = replace(chosen, run=replace(chosen.run, arguments=(how,)))
+    for left in run.train(chosen, num_workers=2, layout=TP):
         outcome = left.outcome
         assert isinstance(outcome, Raised), outcome
-        assert (outcome.step, outcome.refuses) == (1, "tp")
+        assert (outcome.step, outcome.refuses) == (step, "tp")
         assert "parallel.tp=2: ranks 0, 1 have the same weights" in outcome.error
         assert " norm.weight (" in outcome.error
         assert "down.bias" not in outcome.error
