@@ -6,6 +6,7 @@ from ucp_core.lazy import lazy_door
 
 if TYPE_CHECKING:
     from workers.data.dataset import Split, open_texts
+    from workers.data.fingerprint import CONTENT_LENGTH, Content, are_alike, content_of
     from workers.data.lines import JsonLines
     from workers.data.loader import DataLoader, Dataset, as_data, micro_batches_of, num_tokens
     from workers.data.order import DataOrder
@@ -23,14 +24,18 @@ if TYPE_CHECKING:
     from workers.data.text import find_source
 
 __all__ = [
+    "CONTENT_LENGTH",
     "KEEPS_ORDER",
+    "Content",
     "DataLoader",
     "DataOrder",
     "Dataset",
     "JsonLines",
     "ParquetRows",
     "Split",
+    "are_alike",
     "as_data",
+    "content_of",
     "drawn",
     "find_source",
     "keeping_host_numbers",

@@ -1,14 +1,14 @@
 """Fingerprints of samples: a few microseconds each, whatever their size.
 
 They tell samples of a dataset apart, not every change to one: of a large array or a long text
-they take three pieces.
+they take three pieces. ``content_of`` looks at all of a sample, for a few of them.
 """
 
 from __future__ import annotations
 
 import zlib
-from collections.abc import Mapping
-from typing import Any, Final
+from collections.abc import Mapping, Sequence
+from typing import Any, Final, TypeAlias
 
 import numpy as np
 import torch
@@ -28,6 +28,15 @@ _OF_TORCH_ONLY: Final = {
 _PLAIN: Final = (bool, int, float, complex, type(None))
 #: Not unions, which would be made each time.
 _TEXT, _LISTS = (str, bytes), (list, tuple)
+#: Tensors of a sample whose numbers are compared.
+_FLOATS_MAX: Final = 4
+#: Machines of other kinds round otherwise. Norms and projections of other samples differ by more.
+_TOLERANCE: Final = 1e-3
+#: Numbers of a ``Content``.
+CONTENT_LENGTH: Final = 1 + 2 * _FLOATS_MAX
+
+#: A CRC-32 of what has no fractions, then a projection and the norm of each tensor that has.
+Content: TypeAlias = Sequence[float]
 
 
 def fingerprint(value: Any, before: int = 0, depth: int = 0) -> int:
@@ -95,3 +104,64 @@ def _of_array(array: NDArray[Any], before: int) -> int:
     for begin in (0, (size - each) // 2, size - each):
         before = zlib.crc32(flat[begin : begin + each].tobytes(), before)
     return before
+
+
+def content_of(value: Any) -> Content:
+    """Return what identifies all that a sample holds, the same on any machine but for rounding.
+
+    It waits for a device that holds tensors of it.
+    """
+    floats: list[NDArray[np.float64]] = []
+    found = [float(_exactly(value, 0, 0, floats))]
+    for array in floats[:_FLOATS_MAX]:
+        norm = float(np.linalg.norm(array))
+        # Signs by a hash of the place (Knuth's multiplier).
+        places = np.arange(array.size, dtype=np.uint64) * np.uint64(2654435761)
+        signs = 1.0 - 2.0 * ((places >> np.uint64(16)) & np.uint64(1)).astype(np.float64)
+        found += [float(signs @ array) / norm if norm else 0.0, norm]
+    return found + [0.0] * (CONTENT_LENGTH - len(found))
+
+
+def are_alike(one: Content, other: Content) -> bool:
+    """Return whether two samples are the same."""
+    near = np.isclose(one[1:], other[1:], rtol=_TOLERANCE, atol=_TOLERANCE)
+    return one[0] == other[0] and bool(near.all())
+
+
+def _exactly(value: Any, before: int, depth: int, floats: list[NDArray[np.float64]]) -> int:
+    """Return a CRC-32 over ``value`` without its fractions, which are added to ``floats``."""
+    if isinstance(value, Tensor):
+        if value.layout is not torch.strided or value.is_quantized:
+            return fingerprint(value, before)
+        value = (value.detach().double() if value.is_floating_point() else value).numpy(force=True)
+    elif hasattr(value, "__array__") or _is_of_numbers(value):
+        value = np.asarray(value)
+    if isinstance(value, np.ndarray) and not value.dtype.hasobject:
+        before = zlib.crc32(repr(value.shape).encode(), before)
+        if value.dtype.kind != "f":
+            return zlib.crc32(np.ascontiguousarray(value).tobytes(), before)
+        floats.append(np.nan_to_num(value.reshape(-1).astype(np.float64)))
+        return before
+    if isinstance(value, str):
+        # A path may begin otherwise on each node.
+        return zlib.crc32(value.rpartition("/")[2].encode(errors="replace"), before)
+    if isinstance(value, bytes):
+        return zlib.crc32(value, before)
+    if depth == _DEPTH_MAX or not isinstance(value, (*_LISTS, Mapping)):
+        return zlib.crc32(type(value).__name__.encode(), before)
+    items = value.values() if isinstance(value, Mapping) else value
+    for item in items:
+        before = _exactly(item, before, depth + 1, floats)
+    return before
+
+
+def _is_of_numbers(value: Any) -> bool:
+    """Return whether it is a number, or a list that begins with one."""
+    first = value[0] if isinstance(value, _LISTS) and value else value
+    return isinstance(first, bool | int | float) and not _is_ragged(value)
+
+
+def _is_ragged(value: Any) -> bool:
+    return isinstance(value, _LISTS) and not all(
+        isinstance(one, bool | int | float) for one in value
+    )

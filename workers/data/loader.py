@@ -23,6 +23,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
+from workers.data.fingerprint import Content, content_of
 from workers.data.order import DataOrder
 from workers.data.randomness import Keyed, random_seed, seed_all, seeded
 from workers.data.readers import Readers
@@ -239,6 +240,19 @@ class DataLoader:
             else:
                 yield read(samples.tolist())
 
+    def contents(self, indices: Sequence[int], *, seed: int) -> list[Content]:
+        """Return what samples hold, each with random numbers of its own.
+
+        A process that reads ahead does it, if there is one: files may be open there.
+        """
+        keys = [random_seed("data", seed, "content", index) for index in indices]
+        if self._num_workers:
+            readers = self._readers or self._begin_readers()
+            found: list[Content] = readers.result(readers.submit(_contents, keys, list(indices)))
+            return found
+        with seeded(0):
+            return _contents(_Reader(self.dataset, self._collate), keys, list(indices))
+
     def _of_stream(
         self, cut: _Cut, first_step: int, state: dict[str, Any] | None
     ) -> Iterator[_Call]:
@@ -298,12 +312,24 @@ class _Reader:
         self.stream: Stream | None = None
         self._read_many = getattr(dataset, "__getitems__", None)
 
+    def sample(self, index: int) -> Any:
+        """Return one sample."""
+        return self._read_many([index])[0] if self._read_many is not None else self.dataset[index]
+
     def read(self, indices: list[int]) -> Any:
         """Return the batch of samples by index."""
         if self._read_many is not None:
             return self.collate(self._read_many(indices))
         dataset = self.dataset
         return self.collate([dataset[index] for index in indices])
+
+
+def _contents(reader: _Reader, keys: list[int], indices: list[int]) -> list[Content]:
+    found = []
+    for key, index in zip(keys, indices, strict=True):
+        seed_all(key)
+        found.append(content_of(reader.sample(index)))
+    return found
 
 
 def _read_keyed(reader: _Reader, key: int, indices: list[int]) -> Any:

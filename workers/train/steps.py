@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import math
 import time
-from collections.abc import Generator, Iterable, Iterator, Mapping
+from collections.abc import Callable, Generator, Iterable, Iterator, Mapping
 from typing import Any, Final
 
 from ucp_core.native import RELATIONS
@@ -20,11 +20,14 @@ from workers.state import Stateful
 from workers.train.agreement import agree_on_data, agree_on_registered
 from workers.train.boundary import Boundary
 from workers.train.executor import Quota, ShardedModel, Step, quota
+from workers.train.same_samples import agree_on_inputs, agree_on_samples
 
 log = logging.getLogger(__name__)
 
 #: A version keeps here the state that a script registered.
 _REGISTERED: Final = "registered"
+#: A version keeps here what a few samples hold.
+_SAMPLES: Final = "samples"
 #: A version keeps here the place in a stream.
 _STREAM: Final = "stream"
 
@@ -70,6 +73,26 @@ class Steps:
         #: A step whose body has not ended, so that what is registered may still change.
         self._open: Step | None = None
         self._is_left = False
+        #: Indices whose inputs the workers have not compared yet.
+        self._uncompared: Any = None
+
+    def compare(self, loss_of: Callable[[Any], Any]) -> None:
+        """Check, in the first step, that the script reads the same for indices on every worker.
+
+        Raises:
+            DataError: It does not.
+        """
+        indices, self._uncompared = self._uncompared, None
+        if indices is not None:
+            sharded = self.sharded
+            agree_on_inputs(
+                loss_of,
+                sharded.called,
+                indices,
+                seed=self._settings.train.seed,
+                mesh=sharded.mesh,
+                device=sharded.device,
+            )
 
     def register(self, name: str, stateful: Stateful) -> None:
         """Save and load the state of ``stateful`` with the model from now on.
@@ -152,12 +175,33 @@ class Steps:
         numbers = [one.micro_batch for one in passes.passes]
         first = {"micro_batch": train.micro_batch, "first_step": self.step + 1}
         if loader is None:
+            # Stages are called by the schedule, and alone there is nothing to compare with.
+            if not digest and sharded.pipeline is None and sharded.mesh.layout.dp > 1:
+                self._uncompared = order.step(self.step + 1)[: train.micro_batch]
             upcoming = micro_batches_of(order, numbers=numbers, **first)
             return (samples for _, _, samples in upcoming), passes
         self._batches = loader.batches(
             order, seed=train.seed, numbers=numbers, state=restored.get(_STREAM), **first
         )
+        if not loader.is_stream:
+            self._batches = self._compared(loader, order, self._batches)
         return self._batches, passes
+
+    def _compared(self, loader: DataLoader, order: DataOrder, batches: Generator[Any]) -> Any:
+        """Yield the batches; first compare a few samples with other workers, and the version."""
+        sharded, step = self.sharded, self.step
+        kept = self._restored.get(_SAMPLES, {}) if not self._cursor["data_digest"] else {}
+        found = agree_on_samples(
+            loader,
+            order,
+            seed=self._settings.train.seed,
+            step=step,
+            kept=kept,
+            mesh=sharded.mesh,
+            device=sharded.device,
+        )
+        self._cursor = {**self._cursor, _SAMPLES: found}
+        yield from batches
 
     def close(self) -> None:
         """End the reading of data."""

@@ -1,0 +1,70 @@
+"""Workers that read other samples than others, or than before, are refused before they train."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from tests.support import train_samples
+from tests.support.trainers import Run
+from workers.protocol import Completed, Outcome, Raised
+from workers.settings import CheckpointSettings, RunSettings, Settings, TrainSettings
+
+
+def trained(
+    directory: Path, *arguments: str, steps: int = 3, num_workers: int = 2, behind: int = 0
+) -> Outcome:
+    """Run the script in new processes, behind a step of the first attempt; return rank 0's end."""
+    settings = Settings(
+        run=RunSettings(
+            directory="run",
+            script=str(train_samples.__file__),
+            arguments=(*arguments, str(directory / "other")),
+        ),
+        train=TrainSettings(steps=steps, global_batch=16, micro_batch=2),
+        checkpoint=CheckpointSettings(every_steps=1),
+    )
+    with Run(directory, lineage=((1, 0),) if behind else ()) as run:
+        resume = (behind, 1 if behind else 0)
+        return run.train(settings, num_workers=num_workers, resume=resume)[0].outcome
+
+
+@pytest.mark.parametrize("how", ["index", "loader"])
+def test_workers_with_other_orders_are_refused_by_name(how: str, tmp_path: Path) -> None:
+    """188 of 256 samples were seen in an epoch, and the run ended well."""
+    found = trained(tmp_path, how, "order")
+
+    assert isinstance(found, Raised)
+    assert found.step == 1
+    assert "the workers have different training data" in found.error
+    named = "for the indices" if how == "index" else "sample 0 of the data is"
+    assert named in found.error
+    assert " on rank 0 (node " in found.error
+    assert " on rank 1 (node " in found.error
+    assert "sort it" in found.error
+
+
+@pytest.mark.parametrize("how", ["index", "loader"])
+@pytest.mark.parametrize("wrong", ["nothing", "chance"])
+def test_what_differs_by_rounding_or_chance_convicts_nobody(
+    how: str, wrong: str, tmp_path: Path
+) -> None:
+    """Nodes may have other processors; and what is not the same twice says nothing of files."""
+    assert isinstance(trained(tmp_path, how, wrong), Completed)
+    again = trained(tmp_path, how, wrong, steps=6, num_workers=3, behind=3)
+    assert isinstance(again, Completed)
+    assert again.step == 6
+
+
+def test_other_content_of_the_same_length_after_a_resume_is_refused(tmp_path: Path) -> None:
+    """The length was all that was compared."""
+    assert isinstance(trained(tmp_path, "loader", "content", num_workers=1), Completed)
+    (tmp_path / "other").touch()
+    found = trained(tmp_path, "loader", "content", steps=6, behind=3)
+
+    assert isinstance(found, Raised)
+    assert "the data changed since the checkpoint of step 3: sample 0 of the data is" in found.error
+    assert "run.init_from" in found.error
+    (tmp_path / "other").unlink()
+    assert isinstance(trained(tmp_path, "loader", "content", steps=6, behind=3), Completed)
