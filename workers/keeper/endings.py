@@ -16,6 +16,7 @@ import select
 import signal
 import struct
 import threading
+import time
 from collections.abc import Iterable
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -36,6 +37,8 @@ _LIMITS: Final = ("memory.max", "memory.limit_in_bytes")
 _PEAKS: Final = ("memory.peak", "memory.max_usage_in_bytes", "memory.current")
 #: A process may join a control group late, and only a kill of these last seconds is its own.
 _REFRESH_S: Final = 5.0
+#: How often a process that is asked about is looked at.
+_LOOK_S: Final = 0.005
 #: What glog, faulthandler and torch write behind an error: frames of native code, and headings.
 _FRAMES: Final = re.compile(
     r"@ +0x[0-9a-f]|^#\d|^frame #|\[0x[0-9a-f]+\]$|\*\*\* (SIG|Aborted|Check failure)|PC: @"
@@ -111,9 +114,15 @@ class Endings:
         Nothing is said of a process that has not ended by then: it may still give back its memory.
         """
         with self._changed:
+            until_s = time.monotonic() + wait_s
+            while pid in self._followed and time.monotonic() < until_s:
+                self._changed.wait(_LOOK_S)
+                status = process_state(pid).exit_status
+                if pid in self._followed and status is not None:
+                    # It may give back its memory for seconds, which the recovery need not wait for.
+                    return _ending(self._followed[pid], status)
             if pid in self._followed:
-                self._changed.wait_for(lambda: pid in self._told, wait_s)
-                return self._told.get(pid, Ending(""))
+                return Ending("")
             if pid in self._told:
                 return self._told[pid]
         # It was gone before anybody followed it.
@@ -140,12 +149,10 @@ class Endings:
         status = _status_kept(descriptor) if status is None else status
         self._poll.unregister(descriptor)
         os.close(descriptor)
-        shortage = _shortage(process, status)
-        words = _last_words(process.outputs, is_killed=status == signal.SIGKILL)
-        text = _described(process.pid, status, shortage, words)
+        ending = _ending(process, status)
         with self._changed:
             del self._followed[process.pid], self._by_descriptor[descriptor]
-            self._told[process.pid] = Ending(text, bool(shortage))
+            self._told[process.pid] = ending
             self._changed.notify_all()
 
 
@@ -158,6 +165,12 @@ def _status_kept(descriptor: int) -> int | None:
         return None
     known, status = _INFO.unpack(info)
     return status if known & _INFO_EXIT else None
+
+
+def _ending(process: _Process, status: int | None) -> Ending:
+    shortage = _shortage(process, status)
+    words = _last_words(process.outputs, is_killed=status == signal.SIGKILL)
+    return Ending(_described(process.pid, status, shortage, words), bool(shortage))
 
 
 def _described(pid: int, status: int | None, shortage: str, lines: list[str]) -> str:

@@ -135,6 +135,24 @@ def test_of_a_process_that_has_not_ended_nothing_is_told() -> None:
     assert told.text == f"process {process.pid} died of SIGKILL"
 
 
+def test_a_signal_is_known_before_the_process_has_given_back_its_memory() -> None:
+    """That takes a second for a large trainer, and the recovery waits for the answer."""
+    code = "a = bytearray(b'1') * (1 << 28)\nprint(flush=True)\ninput()"
+    endings = Endings()
+    with subprocess.Popen(
+        [sys.executable, "-c", code], stdin=subprocess.PIPE, stdout=subprocess.PIPE
+    ) as process:
+        assert process.stdout is not None
+        process.stdout.readline()
+        process.send_signal(signal.SIGSTOP)
+        os.waitid(os.P_PID, process.pid, os.WSTOPPED | os.WNOWAIT)
+        endings.follow(process.pid)
+        # It has a status, and has not ended.
+        assert endings.of(process.pid, 0.1).text == ""
+        process.kill()
+        assert endings.of(process.pid, WAIT_S_MAX).text == f"process {process.pid} died of SIGKILL"
+
+
 @pytest.fixture
 def group() -> Iterator[Path]:
     """A control group that may have 64 MiB."""
