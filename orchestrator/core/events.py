@@ -368,6 +368,18 @@ class AttemptStalled:
 
 
 @value
+class StartsAdvanced:
+    """Processes that are not ready yet have computed since the last look: they load modules.
+
+    Attributes:
+        workers: All of which that is true.
+    """
+
+    at_s: float
+    workers: tuple[str, ...]
+
+
+@value
 class MembersAtWork:
     """Members of a fenced attempt have not left yet because they compute.
 
@@ -554,6 +566,7 @@ Event: TypeAlias = (
     | Suspected
     | AttemptStalled
     | MembersAtWork
+    | StartsAdvanced
     | LinksProbed
     | LinksTimed
     | TrafficMeasured

@@ -84,6 +84,7 @@ TABLE: dict[type, Row] = {
     # Capacity and processes
     ev.ReservationGranted: row(on_fleet.reservation_granted),
     ev.CapacityRefused: row(demand.capacity_refused),
+    ev.StartsAdvanced: row(on_fleet.starts_advanced),
     ev.WorkerReady: row(on_fleet.worker_ready),
     ev.WorkerExited: row(on_fleet.worker_exited),
     # Members of the attempt

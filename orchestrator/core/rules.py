@@ -34,8 +34,9 @@ class Bounds:
         grace_s: First attempt: wait this long for all ``max_workers``, then start with fewer.
         capacity_s: Fewer than ``min_workers`` for this long, or storage that says nothing while it
             is needed to resume: the run fails.
-        start_s: A worker process must be ready by then, or it is killed. The bound grows by as
-            much after each one that was not: a slow cluster must not restart them for ever.
+        start_s: A worker process must be ready by then, or it is killed. One that computes gets as
+            long again from then on, up to ten times as long in all. The bound grows by as much
+            after each one that was not ready: a slow cluster must not restart them for ever.
         form_s: All members must have formed, or the attempt is fenced and nobody is blamed. The
             bound doubles after each attempt without progress. Hangs are found much sooner.
         fence_s: A fenced member must have left, or it is killed. One that is at work is waited for
@@ -72,6 +73,11 @@ class Bounds:
     def as_seconds(self) -> dict[str, float]:
         """Return every bound by name."""
         return {field.name.removesuffix("_s"): getattr(self, field.name) for field in fields(self)}
+
+    @property
+    def start_s_max(self) -> float:
+        """Return after how long a process that is not ready hangs, whatever it computes."""
+        return self.start_s * _START_FACTOR_MAX
 
     def start_bound_s(self, num_failed: int) -> float:
         """Return ``start_s`` after so many processes in a row did not get ready."""

@@ -10,6 +10,7 @@ from orchestrator.core import (
     AttemptStalled,
     HangFound,
     MembersAtWork,
+    StartsAdvanced,
     StepCompleted,
     Suspected,
     TrafficMeasured,
@@ -22,6 +23,9 @@ from workers.settings import ParallelSettings
 
 #: A lost node that was silent for so long is forgotten when the next attempt starts.
 FORGET_S = 60.0
+
+#: How often processes that start are looked at: several times within the bound of a start.
+STARTS_S = 10.0
 
 #: Reports are judged this often at most: far more often than a keeper reports on a member that
 #: stands still, and less often in a large run, where a look at all members takes 5 us each.
@@ -81,6 +85,9 @@ class Observer:
         self._fenced: tuple[str, ...] = ()
         self._late_at_s = 0.0
         self._at_work: tuple[str, ...] = ()
+        #: The processor time of the thread that loads, by worker, at the last look.
+        self._loaded_s: dict[str, float] = {}
+        self._starts_at_s = float("-inf")
         self.reports: dict[str, WorkerReport] = {}
         self.seen_at_s: dict[str, float] = {}
         #: The last that each worker told of its own work.
@@ -171,6 +178,7 @@ class Observer:
         """
         at_s = self._inbox.at_s()
         self._look_who_leaves(at_s)
+        self._look_who_starts(at_s)
         period_s = JUDGE_S + JUDGE_S_EACH * len(self._members)
         if not self._members or self._judged or at_s - self._judged_at_s < period_s:
             return
@@ -281,6 +289,21 @@ class Observer:
         if working != self._at_work:
             self._at_work = working
             self._inbox.post(MembersAtWork(at_s=at_s, attempt=self._attempt, workers=working))
+
+    def _look_who_starts(self, at_s: float) -> None:
+        """Post which processes outside of the attempt have computed since the last look."""
+        if at_s - self._starts_at_s < STARTS_S:
+            return
+        self._starts_at_s, before = at_s, self._loaded_s
+        self._loaded_s = {
+            worker: row.trainer_s for worker, row in self.reports.items() if not row.attempt
+        }
+        # Another thread has another time: that is an advance, too.
+        advanced = tuple(
+            worker for worker, s in self._loaded_s.items() if before.get(worker, s) != s
+        )
+        if advanced:
+            self._inbox.post(StartsAdvanced(at_s=at_s, workers=advanced))
 
     def _forget(self, workers: Iterable[str]) -> None:
         for worker in workers:

@@ -120,6 +120,7 @@ _TELLING = (
     ev.CommittedRead,
     ev.StepCompleted,
     ev.MembersAtWork,
+    ev.StartsAdvanced,
     ev.NodeDraining,
     ev.NodeJoined,
 )

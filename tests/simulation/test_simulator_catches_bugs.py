@@ -248,6 +248,7 @@ BUGS = {
     "has no bound for starting": Bug(on_time, "_look_at_workers", _never_look, ("L1",)),
     "ignores a hang": Bug(TABLE, ev.HangFound, row(_never_look), ("L1",)),
     "kills who is at work": Bug(TABLE, ev.MembersAtWork, row(_never_look), ("S5",)),
+    "kills who is about to get ready": Bug(TABLE, ev.StartsAdvanced, row(_never_look), ("S5",)),
     "ignores a lost node": Bug(on_fleet, "lose_node", _never_look, ("L1", "S1", "S5")),
     "adopts blindly after a restart": Bug(survey, "_fences", _adopt_blindly, ("L1", "invariant")),
     "takes parts for versions": Bug(

@@ -9,6 +9,7 @@ from __future__ import annotations
 import itertools
 import logging
 import re
+import warnings
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -36,6 +37,8 @@ WRAPPERS: Final = re.compile(
     r"(?<![^.])(_orig_mod|_checkpoint_wrapped_module|base_layer)\."
     r"|^(_stage_\d+\.)?base_model\.model\.|^_stage_\d+\."
 )
+
+_VIEW_WARNING: Final = "FSDP2-wrapped module .* returned a view tensor"
 
 _T = TypeVar("_T")
 
@@ -135,7 +138,12 @@ def shard_model(
             mp_policy=policy,
             reshard_after_forward=reshard_after_forward and not is_small,
         )
-    for root in _roots(model):
+    roots = _roots(model)
+    if len(roots) == 1:
+        # It warns of `out += x` outside of the module. After that the backward pass of a unit
+        # raises, and that of the whole model gives no gradient, which the step refuses by name.
+        warnings.filterwarnings("ignore", _VIEW_WARNING)
+    for root in roots:
         for block in () if is_small or has_own else _blocks(root):
             fully_shard(
                 block,

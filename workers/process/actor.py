@@ -77,10 +77,16 @@ class Worker:
         # What imports make stays. To look for garbage among it again and again is a quarter of the
         # time until a worker is ready: 2.1 s of a core instead of 2.9 s.
         gc.disable()
+        from workers.keeper import progress_path
+        from workers.records import ProgressRecord
+
+        Path(directory).mkdir(parents=True, exist_ok=True)
+        # First: it shows from outside that a start which takes long gets on.
+        progress = ProgressRecord.create(progress_path(Path(directory), worker), worker=worker)
+        progress.trains_here()
         from workers.process.runner import AttemptRunner
 
         self._node: str = ray.get_runtime_context().get_node_id()
-        Path(directory).mkdir(parents=True, exist_ok=True)
         self._stacks = offer_stacks(stacks_path(Path(directory), worker))
         self._runner = AttemptRunner(
             worker=worker,
@@ -88,6 +94,7 @@ class Worker:
             run_url=run_url,
             settings=settings,
             node=self._node,
+            progress=progress,
         )
         self._outcomes: dict[int, Future[Outcome]] = {}
         self._ordered: set[int] = set()

@@ -85,6 +85,7 @@ class AttemptRunner:
         directory: Shared-memory directory for the progress record and the ring.
         settings: What the run is configured to do.
         node: Ray node id, hex.
+        progress: The record of its process; None makes one.
     """
 
     def __init__(
@@ -95,6 +96,7 @@ class AttemptRunner:
         run_url: str,
         settings: Settings,
         node: str = "",
+        progress: ProgressRecord | None = None,
     ) -> None:
         store, path = open_store(run_url)
         self._directory = directory
@@ -108,7 +110,9 @@ class AttemptRunner:
         self._lock = threading.Lock()
         self._held = HeldOutput()
         self.notes = Notes()
-        self._progress = ProgressRecord.create(progress_path(directory, worker), worker=worker)
+        self._progress = progress or ProgressRecord.create(
+            progress_path(directory, worker), worker=worker
+        )
         self._context = WorkerContext(
             worker=worker,
             settings=settings,
@@ -133,6 +137,7 @@ class AttemptRunner:
 
         No warm-up on GPUs: only the first reservation says which GPU it is.
         """
+        self._progress.trains_here()
         settings = self._context.settings
         if settings.run.script:
             import_for(settings.run.script)

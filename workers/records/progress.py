@@ -75,7 +75,7 @@ class ProgressView:
         facts: Its other figures.
         beat_ns: Last beat of the process.
         beater: The kernel's id of the beating thread; 0 before its first beat.
-        trainer: And of the thread that enters attempts and runs the script; 0 before its first.
+        trainer: And of the one that loads, enters attempts and runs the script; 0 before.
         place: Line of the script at which it has waited for others for long; "" if it does not.
     """
 
@@ -147,9 +147,13 @@ class ProgressRecord:
             self._micro_batch = self._moved_bytes = 0
             self._step_s, self._loss = 0.0, math.nan
             self._facts = NO_FACTS._replace(validation_loss=self._facts.validation_loss)
-            _WORD.pack_into(self._memory, _TRAINER_AT, threading.get_native_id())
             self._store()
+        self.trains_here()
         self.waits_at("")
+
+    def trains_here(self) -> None:
+        """Store that the calling thread is the one that loads and trains."""
+        _WORD.pack_into(self._memory, _TRAINER_AT, threading.get_native_id())
 
     def enter(self, phase: WorkerPhase) -> None:
         """Store that ``phase`` begins."""

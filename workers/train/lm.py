@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -36,8 +35,6 @@ def train_language_model(session: Session) -> None:
         DataError: The data cannot be used with this model.
     """
     settings = session.settings
-    # Nothing here changes the logits in place, of which that warns under tensor parallelism.
-    warnings.filterwarnings("ignore", "FSDP2-wrapped module .* returned a view tensor")
     texts = open_texts(settings.data)
     make = _from_folder if settings.model.folder else _decoder
     model, vocab_size, loss = make(session)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from math import inf
+from typing import Final
 
 from orchestrator.core.consequences import AttemptFailed, BoundReached, CapacityChanged
 from orchestrator.core.events import (
@@ -24,6 +25,9 @@ from orchestrator.core.network import search
 from orchestrator.core.state import RunOutcome, WorkerStatus
 from orchestrator.core.transition import Transition
 from orchestrator.policies import FaultKind
+
+#: The next process that is late is killed after this share of the usual bound.
+_SPARED_SHARE: Final = 0.25
 
 
 def ticked(transition: Transition, event: Ticked) -> None:
@@ -54,12 +58,23 @@ def _look_at_fleet(transition: Transition) -> None:
 
 
 def _look_at_workers(transition: Transition) -> None:
+    """Handle the bounds of processes; of those that are not ready kill one at a time.
+
+    What makes one late often does so to all, and passes.
+    """
+    spared_s = transition.now_s + transition.rules.bounds.start_s * _SPARED_SHARE
+    has_killed = False
     for number, worker in list(transition.run.fleet.workers.items()):
         if worker.deadline_s > transition.now_s:
             if worker.deadline_s != inf:
                 transition.wake_by(worker.deadline_s)
         elif worker.status is WorkerStatus.STARTING:
-            late = f"not ready after {transition.rules.bounds.start_s:g} s or more"
+            if has_killed:
+                fleet.put_worker(transition, number, worker._replace(deadline_s=spared_s))
+                transition.wake_by(spared_s)
+                continue
+            has_killed = True
+            late = f"not ready after {transition.now_s - worker.begun_s:.0f} s, so it was killed"
             fleet.kill_worker(transition, number, late)
             demand.note_failed_start(transition, worker.node, late)
         elif worker.status is WorkerStatus.DYING and not worker.inside:

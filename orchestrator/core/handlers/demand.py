@@ -325,7 +325,7 @@ def give_up_starting(transition: Transition) -> None:
     if not live and run.phase is Phase.WAITING:
         transition.finish(
             RunOutcome.FAILED,
-            f"{run.fleet.num_failed_starts} worker processes in a row died at start; "
+            f"{run.fleet.num_failed_starts} worker processes in a row did not start; "
             f"the last: {run.fleet.failed_start}",
         )
 

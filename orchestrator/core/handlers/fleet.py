@@ -107,7 +107,8 @@ def add_worker(transition: Transition, node_number: int) -> str:
         run.fleet.num_failed_starts
     )
     run.fleet.workers = run.fleet.workers.set(
-        number, Worker(name, node_number, WorkerStatus.STARTING, deadline_s)
+        number,
+        Worker(name, node_number, WorkerStatus.STARTING, deadline_s, begun_s=transition.now_s),
     )
     run.fleet.num_starting += 1
     node = run.fleet.nodes[node_number]

@@ -26,6 +26,7 @@ from orchestrator.core.events import (
     NodeJoined,
     NodeLost,
     ReservationGranted,
+    StartsAdvanced,
     WorkerExited,
     WorkerReady,
 )
@@ -178,6 +179,21 @@ def reservation_granted(transition: Transition, event: ReservationGranted) -> No
         fleet.revive_node(transition, number)
     fleet.place_reservation(transition, event.reservation, number)
     transition.follow(CapacityChanged())
+
+
+def starts_advanced(transition: Transition, event: StartsAdvanced) -> None:
+    """Give processes that compute more time to get ready, up to the largest bound."""
+    bounds = transition.rules.bounds
+    for name in event.workers:
+        found = fleet.find_worker(transition, name)
+        if found is not None and found[1].status is WorkerStatus.STARTING:
+            number, worker = found
+            by_s = min(
+                max(worker.deadline_s, event.at_s + bounds.start_s),
+                worker.begun_s + bounds.start_s_max,
+            )
+            fleet.put_worker(transition, number, worker._replace(deadline_s=by_s))
+            transition.wake_by(by_s)
 
 
 def worker_ready(transition: Transition, event: WorkerReady) -> None:

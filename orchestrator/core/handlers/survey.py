@@ -244,7 +244,8 @@ def _reconcile_workers(
             deadline_s = transition.now_s + (
                 bounds.kill_s if is_dying else bounds.start_bound_s(run.fleet.num_failed_starts)
             )
-            fleet.put_worker(transition, number, worker._replace(deadline_s=deadline_s))
+            renewed = worker._replace(deadline_s=deadline_s, begun_s=transition.now_s)
+            fleet.put_worker(transition, number, renewed)
             transition.wake_by(deadline_s)
             if is_dying:
                 transition.actions.append(

@@ -31,6 +31,7 @@ class Worker(NamedTuple):
         inside: Whether it is in the current attempt and has not left it.
         formed: Whether it has formed in the current attempt.
         pid: Process id, 0 before it was ready.
+        begun_s: When it was ordered to start.
     """
 
     name: str
@@ -41,6 +42,7 @@ class Worker(NamedTuple):
     inside: bool = False
     formed: bool = False
     pid: int = 0
+    begun_s: float = 0.0
 
 
 class Reservation(NamedTuple):

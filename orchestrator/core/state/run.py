@@ -323,7 +323,7 @@ def describe(state: RunState) -> dict[str, Any]:
 def _waits_for(state: RunState) -> str:
     """Return what the run cannot go on without; "" where nothing takes longer than usual."""
     if state.phase is Phase.WAITING and state.fleet.num_failed_starts:
-        died = f"{state.fleet.num_failed_starts} in a row died at start"
+        died = f"{state.fleet.num_failed_starts} in a row did not start"
         return f"a worker process that starts: {died}, the last: {state.fleet.failed_start}"
     is_held = state.phase is Phase.WAITING and state.deadline_s == state.hold_until_s
     if is_held and state.num_unexplained:

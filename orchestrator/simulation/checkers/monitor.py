@@ -20,6 +20,7 @@ from orchestrator.core import (
     RequestReservation,
     SetCadence,
     StartAttempt,
+    StartsAdvanced,
     StepCompleted,
     WorkerFormed,
     WorkerLeft,
@@ -48,6 +49,8 @@ class Monitor:
         self.fence_began_s = 0.0
         # Members that leave late because they compute, as the machine was told.
         self.at_work: tuple[int, tuple[str, ...]] = (0, ())
+        #: When a process that was not ready was last seen to compute.
+        self.advanced_s: dict[str, float] = {}
         self.timed = 0
         self.yielded: tuple[int, int] | None = None
         # When each was killed first, and whose kill was decided on and then lost.
@@ -184,6 +187,7 @@ class Monitor:
         | CommittedRead
         | StepCompleted
         | MembersAtWork
+        | StartsAdvanced
         | NodeDraining
         | NodeJoined,
     ) -> None:
@@ -191,6 +195,9 @@ class Monitor:
         if isinstance(event, NodeDraining | NodeJoined):
             until_s = event.deadline_s if isinstance(event, NodeDraining) else inf
             self.taken_by_s[event.node] = until_s
+            return
+        if isinstance(event, StartsAdvanced):
+            self.advanced_s.update(dict.fromkeys(event.workers, event.at_s))
             return
         if isinstance(event, MembersAtWork):
             self.at_work = (event.attempt, event.workers)
@@ -350,6 +357,10 @@ class Monitor:
         killed_before = action.worker in self.kill_ordered.keys() | self.kill_lost
         self.kill_ordered.setdefault(action.worker, world.now_s)
         worker = world.workers.get(action.worker)
+        if action.reason.startswith("not ready after"):
+            still_s = world.now_s - self.advanced_s.get(action.worker, -inf)
+            is_stuck = still_s >= world.rules.bounds.start_s - 1e-9
+            require(is_stuck, "S5", f"{action.worker} was about to get ready")
         if worker is None or worker.hung or not worker.ready or killed_before:
             return
         reachable = worker.node.alive and not worker.node.cut_off

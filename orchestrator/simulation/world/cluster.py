@@ -148,8 +148,25 @@ class SimCluster(World):
             self.monitor.troubled.add(worker.node.name)
             if self.chance(0.5):
                 self.die(worker, "crash")
+            elif self.chance(0.5):
+                until_s = self.now_s + 5.0 * self.rng.random() * self.rules.bounds.start_s
+                self._load_slowly(worker, until_s)
             # Otherwise it never gets ready: its bound has to end it.
             return
+        self._get_ready(worker)
+
+    def _load_slowly(self, worker: SimWorker, until_s: float) -> None:
+        """Have a process import modules for long, which its keeper sees."""
+        if not worker.alive:
+            return
+        if self.now_s >= until_s:
+            self._get_ready(worker)
+            return
+        if not worker.node.cut_off:
+            self.post(ev.StartsAdvanced, workers=(worker.name,))
+        self.at(self.rules.bounds.start_s / 4, self._load_slowly, worker, until_s)
+
+    def _get_ready(self, worker: SimWorker) -> None:
         worker.ready = True
         self.post(ev.WorkerReady, worker=worker.name, node=worker.node.name, pid=1)
 

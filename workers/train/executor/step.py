@@ -405,7 +405,8 @@ class Step:
         if all(shard.parameter.grad is None for shard in sharded.shards):
             raise TaskError(
                 f"step {self.number}: no parameter that an optimizer updates has a gradient; the "
-                "loss must depend on one with requires_grad"
+                "loss must depend on one with requires_grad, and not on an output of the model "
+                "that was changed in place (write `out = out + x` for `out += x`)"
             )
 
     def _reduce(self) -> None:

@@ -544,9 +544,46 @@ def test_a_start_that_fails_for_ever_ends_the_run_with_the_last_words() -> None:
         at_s += 100.0
         state = _fold(state, died, ev.Ticked(at_s=at_s), granted, rules=rules)
         waits_for.append(describe(state)["waits_for"])
-    assert any("2 in a row died at start, the last: no module torch" in w for w in waits_for)
+    assert any("2 in a row did not start, the last: no module torch" in w for w in waits_for)
     assert state.phase is Phase.FAILED
     assert "no module torch" in state.reason
+
+
+def _starting(num: int) -> RunState:
+    """Return a run whose processes begin to start at 0 s, and must be ready after 60 s."""
+    rules = replace(RULES, max_workers=num)
+    grants = (ev.ReservationGranted(at_s=0.0, reservation=n + 1, node="a") for n in range(num))
+    return _fold(RunState(), ev.ControllerStarted(at_s=0.0, incarnation=1), *grants, rules=rules)
+
+
+def _killed(state: RunState, at_s: float) -> tuple[RunState, list[tuple[str, str]]]:
+    state, actions = step(state, ev.Ticked(at_s=at_s), rules=RULES)
+    kills = (one for one in actions if isinstance(one, KillWorker))
+    return state, [(one.worker, one.reason) for one in kills]
+
+
+def test_a_process_that_loads_modules_is_waited_for_up_to_ten_times_the_bound() -> None:
+    """Eight workers that each needed 61 s to import were killed at 60 s, and began again."""
+    state = _starting(1)
+    for at_s in range(50, 610, 50):
+        state = _fold(state, ev.StartsAdvanced(at_s=float(at_s), workers=("w0001", "w0009")))
+        state, killed = _killed(state, at_s + 9.0)
+        assert killed == ([] if at_s < 600 else [("w0001", killed[0][1])]), at_s
+    assert killed[0][1] == "not ready after 609 s, so it was killed"
+
+
+def test_of_processes_that_are_late_together_one_is_killed_at_a_time() -> None:
+    """What makes all of them late is the machine: all would be late again."""
+    state = _starting(3)
+    assert _killed(state, 59.0)[1] == []
+    state, first = _killed(state, 60.0)
+    state, none = _killed(state, 74.0)
+    state, second = _killed(state, 75.0)
+    state = _fold(state, ev.WorkerReady(at_s=80.0, worker="w0003", node="a", pid=3))
+    _, ready = _killed(state, 100.0)
+
+    assert first == [("w0001", "not ready after 60 s, so it was killed")]
+    assert [name for name, _ in (*none, *second, *ready)] == ["w0002"]
 
 
 @pytest.mark.parametrize("order", [("w0001", "w0002"), ("w0002", "w0001")])

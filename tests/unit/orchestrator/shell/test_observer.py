@@ -13,6 +13,7 @@ from orchestrator.core import (
     Event,
     HangFound,
     MembersAtWork,
+    StartsAdvanced,
     Suspected,
     TrafficMeasured,
 )
@@ -208,3 +209,22 @@ def test_who_computes_in_a_fenced_attempt_is_told_when_it_changes() -> None:
     told = [event for event in posted if isinstance(event, MembersAtWork)]
     assert [event.workers for event in told] == [("w0",), ()]
     assert {event.attempt for event in told} == {ATTEMPT}
+
+
+def test_processes_that_load_modules_are_told_and_those_that_wait_are_not() -> None:
+    """An import that hangs uses no processor, and the threads of Ray beside it do."""
+    now_s = [100.0]
+    posted: list[Event] = []
+    observer = _observer(lambda: now_s[0], posted.append)
+    observer.begin(ATTEMPT, ("w0",), 0)
+    idle = replace(calm("w1", 1), attempt=0, rank=-1, trainer_s=1.0)
+
+    for number in range(25):
+        loading = replace(idle, worker="w2", trainer_s=1.0 + 0.1 * number)
+        rows = (calm("w0", 0), replace(idle, processor_s=0.1 * number), loading)
+        observer.on_report(NodeReport(node="n0", seq=number, workers=rows))
+        observer.judge()
+        now_s[0] += 1.0
+
+    told = [event for event in posted if isinstance(event, StartsAdvanced)]
+    assert [(event.at_s, event.workers) for event in told] == [(110.0, ("w2",)), (120.0, ("w2",))]
