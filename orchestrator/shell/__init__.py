@@ -14,6 +14,7 @@ if TYPE_CHECKING:
         kill_local_cluster,
         local_clusters,
         own_folder,
+        require_loopback,
     )
     from orchestrator.shell.names import CONTROLLER, NAMESPACE_PREFIX, RunNames, run_id
     from orchestrator.shell.serve import (
@@ -44,6 +45,7 @@ __all__ = [
     "own_folder",
     "progress_document",
     "read_segments",
+    "require_loopback",
     "run_id",
     "wall_time",
     "why_silent",

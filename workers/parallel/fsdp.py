@@ -138,12 +138,7 @@ def shard_model(
             mp_policy=policy,
             reshard_after_forward=reshard_after_forward and not is_small,
         )
-    roots = _roots(model)
-    if len(roots) == 1:
-        # It warns of `out += x` outside of the module. After that the backward pass of a unit
-        # raises, and that of the whole model gives no gradient, which the step refuses by name.
-        warnings.filterwarnings("ignore", _VIEW_WARNING)
-    for root in roots:
+    for root in _without_warning(_roots(model)):
         for block in () if is_small or has_own else _blocks(root):
             fully_shard(
                 block,
@@ -288,6 +283,17 @@ def _roots(model: nn.Module) -> list[nn.Module]:
                 models=names,
             )
     return list(model.values())
+
+
+def _without_warning(roots: list[nn.Module]) -> list[nn.Module]:
+    """Return ``roots``; hide FSDP2's warning of views where a mistake is no silent one.
+
+    It warns of `out += x` outside of a unit. The backward pass of a unit inside a model raises
+    then, and the step refuses a model without any gradient. Of several models one could go without.
+    """
+    if len(roots) == 1:
+        warnings.filterwarnings("ignore", _VIEW_WARNING)
+    return roots
 
 
 def _experts(model: nn.Module, mesh: Mesh) -> list[nn.Module]:

@@ -35,7 +35,7 @@ from orchestrator.driver.doctor.findings import (
     unserved,
 )
 from orchestrator.errors import CapacityError
-from orchestrator.shell import own_folder, wall_time
+from orchestrator.shell import own_folder, require_loopback, wall_time
 from ucp_core.errors import UcpError
 from ucp_core.storage import join, open_store
 from workers.keeper import FAILURES, no_answer, sources_of
@@ -105,8 +105,9 @@ def _settings(config: RunConfig) -> list[Finding]:
 
 
 def _simulated() -> Finding:
-    """Return whether this machine has a place for the files of simulated nodes."""
+    """Return whether simulated nodes can start on this machine."""
     try:
+        require_loopback()
         return Finding(Level.OK, "simulated nodes", f"their files would be in {own_folder()}")
     except CapacityError as error:
         return Finding(Level.FAIL, "simulated nodes", str(error))

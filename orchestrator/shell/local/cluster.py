@@ -66,6 +66,8 @@ START_S_MAX = 240.0
 STARTS_MAX = 3
 #: How often the host looks after its starter and after the run.
 LOOK_S = 0.5
+#: A connection within this machine takes microseconds.
+_CONNECT_S_MAX = 3.0
 
 _RAY_ENVIRONMENT = {"RAY_USAGE_STATS_ENABLED": "0", "RAY_AUTH_MODE": "disabled"}
 
@@ -141,6 +143,7 @@ class HostedCluster:
     """
 
     def __init__(self, *, num_nodes: int, cpus_per_node: int, gpus: Sequence[str] = ()) -> None:
+        require_loopback()
         deadline_s = time.monotonic() + START_S_MAX
         for number in range(1, STARTS_MAX + 1):
             self._start(num_nodes, cpus_per_node, gpus)
@@ -319,6 +322,22 @@ class _Host:
         if self._directory >= 0 and not is_there(self._directory, entry.run_directory):
             return True
         return entry.is_detached and is_over(entry.run_directory, self._old_summary)
+
+
+def require_loopback() -> None:
+    """Check that the processes of a node of Ray can reach one another.
+
+    Raises:
+        CapacityError: The machine lacks the address that Ray waits for in vain for 30 s.
+    """
+    try:
+        with socket.create_server(("127.0.0.1", 0)) as server:
+            socket.create_connection(server.getsockname(), timeout=_CONNECT_S_MAX).close()
+    except OSError as error:
+        raise CapacityError(
+            f"simulated nodes need 127.0.0.1 on this machine, also beside IPv6: {error}. Add it "
+            "with `ip address add 127.0.0.1/8 dev lo`, or name a cluster with --address"
+        ) from error
 
 
 def _last_words(log: Path) -> str:

@@ -12,7 +12,7 @@ import math
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
-from typing import Any, Protocol
+from typing import Any, Final, Protocol
 
 import torch
 import torch.distributed as dist
@@ -39,6 +39,12 @@ from workers.train.executor.own_changes import Changes, refuse_clipped
 from workers.train.executor.quotas import Pass, Quota
 from workers.train.executor.sharded_model import ShardedModel
 from workers.train.executor.signals import Signals, reading, refuse_readings
+
+#: Why FSDP2 gathers no parameters for a backward pass, or reduces no gradient.
+CHANGED_IN_PLACE: Final = (
+    "An output of the model, or of a layer, may not be changed in place: write `out = out + x` for "
+    "`out += x`"
+)
 
 
 class StepBoundary(Protocol):
@@ -301,7 +307,12 @@ class Step:
         self._progress.enter(WorkerPhase.BACKWARD)
         one = self._pass
         self._span("backward", self._number_of_pass)
-        self._weigh(loss, tokens).backward()
+        try:
+            self._weigh(loss, tokens).backward()
+        except RuntimeError as error:
+            if "out of bounds for storage of size 0" in str(error):
+                error.add_note(f"everstep: in step {self.number}: {CHANGED_IN_PLACE}")
+            raise
         self._span("")
         self._sharded.whole.end_pass(one.micro_batch if one.counts else None)
         if one is self._quota.passes[-1]:
@@ -405,8 +416,7 @@ class Step:
         if all(shard.parameter.grad is None for shard in sharded.shards):
             raise TaskError(
                 f"step {self.number}: no parameter that an optimizer updates has a gradient; the "
-                "loss must depend on one with requires_grad, and not on an output of the model "
-                "that was changed in place (write `out = out + x` for `out += x`)"
+                f"loss must depend on one with requires_grad. {CHANGED_IN_PLACE}"
             )
 
     def _reduce(self) -> None:

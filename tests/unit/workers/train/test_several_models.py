@@ -189,3 +189,35 @@ def test_an_optimizer_of_somebody_else_is_refused(tmp_path: Path) -> None:
 
     with pytest.raises(TaskError, match="SGD in optimizers is none of those"):
         train(tmp_path, task, steps=1)
+
+
+@pytest.mark.parametrize("in_place", [True, False], ids=["in place", "out of place"])
+def test_an_output_that_is_a_view_warns_nobody_and_is_refused_where_it_is_changed(
+    tmp_path: Path, recwarn: pytest.WarningsRecorder, *, in_place: bool
+) -> None:
+    """FSDP2 warns at every newcomer's `squeeze`, and hides the reason from one who writes `+=`."""
+
+    class Flat(torch.nn.Linear):
+        def forward(self, inputs: torch.Tensor) -> torch.Tensor:
+            return super().forward(inputs).view(-1)
+
+    def task(session: Session) -> None:
+        model = session.model(lambda: Flat(INPUTS.shape[1], 1))
+        session.optimizer(lambda named: torch.optim.SGD(named.values(), lr=1.0))
+
+        def loss_of(indices: Any) -> torch.Tensor:
+            outputs = model(INPUTS[indices])
+            if in_place:
+                outputs += 1.0
+            loss: torch.Tensor = outputs.square().mean()
+            return loss
+
+        for _ in session.steps(len(INPUTS)):
+            session.train_step(loss_of)
+
+    if in_place:
+        with pytest.raises(TaskError, match="may not be changed in place"):
+            train(tmp_path, task, steps=1)
+    else:
+        train(tmp_path, task, steps=1)
+    assert not [one for one in recwarn if "view tensor" in str(one.message)]

@@ -166,3 +166,15 @@ def test_nodes_of_another_user_are_left_out() -> None:
         for process in (theirs, mine):
             process.kill()
             process.wait()
+
+
+@pytest.mark.skipif(os.getuid() != 0, reason="only root makes a network of its own")
+def test_a_machine_without_an_ipv4_address_is_told_so_at_once() -> None:
+    """Ray's head waits three times for 30 s, and says that it waited for a file."""
+    program = "from orchestrator.shell import require_loopback; require_loopback()"
+    done = subprocess.run(
+        ["/usr/bin/unshare", "-n", sys.executable, "-c", program],
+        capture_output=True, text=True, timeout=60, check=False,
+    )  # fmt: skip
+
+    assert "CapacityError: simulated nodes need 127.0.0.1" in done.stderr.splitlines()[-1]
