@@ -221,7 +221,7 @@ class TrainingState:
         self._shards, self._parameters, self._optimizer = shards, parameters, optimizer
         self._rank, self._guards = rank, tuple(guards)
         self._elsewhere = elsewhere
-        self._buffers = [
+        self._beside = [
             StateEntry(
                 fqn=fqn,
                 slot="weight",
@@ -232,7 +232,7 @@ class TrainingState:
             )
             for fqn, tensor in (buffers or {}).items()
         ]
-        held = [*(s.replicas for s in shards), *(entry.replicas for entry in self._buffers)]
+        held = [*(s.replicas for s in shards), *(entry.replicas for entry in self._beside)]
         self._is_alone = all(len(replicas) <= 1 for replicas in held)
         self._entries: list[StateEntry] | None = None
         self._empty: list[StateEntry] = []
@@ -241,6 +241,11 @@ class TrainingState:
         self._addresses: list[int] = []
         self._held: list[_Held] = []
         self._names = {id(parameter): fqn for fqn, parameter in parameters.items()}
+
+    def add(self, entries: Sequence[StateEntry]) -> None:
+        """Save these beside weights and optimizer, too: always in the same memory."""
+        self._beside += entries
+        self._entries = None
 
     def entries(self) -> list[StateEntry]:
         """Return all tensors, for loading; the same list as long as they are the same tensors.
@@ -252,7 +257,7 @@ class TrainingState:
         """
         if self._entries is None or not all(map(self._is_as_before, self._held)):
             found = state_of(self._shards, self._parameters, self._optimizer)
-            self._entries = [entry for entry in found if 0 not in entry.shape] + self._buffers
+            self._entries = [entry for entry in found if 0 not in entry.shape] + self._beside
             self._empty = [entry for entry in found if 0 in entry.shape]
             self._addresses = []
             self._held = [self._look_up(fqn) for fqn in self._parameters]

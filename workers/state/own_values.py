@@ -86,8 +86,8 @@ def refusal(name: str, what: str) -> StateError:
     """Return what to raise for an optimizer that keeps what no version holds."""
     return StateError(
         f"optimizer {name} keeps {what}, beside the state of parameters: a run that resumes would "
-        'begin without it. Keep it in self.state[parameter]["..."], as a number or a tensor of '
-        "the parameter's shape, which is saved with the weight",
+        'begin without it. Make it in step() in self.state[parameter]["..."], as a number or a '
+        "tensor of the parameter's shape, which is saved with the weight",
         optimizer=name,
     )
 

@@ -6,7 +6,7 @@ import copy
 import random
 from collections import OrderedDict, deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from types import FunctionType, MethodType, ModuleType
+from types import CellType, FunctionType, MethodType, ModuleType
 from typing import Any, Final
 
 import numpy as np
@@ -66,15 +66,51 @@ def refuse_unsavable(
         StateError: It could not: there is a tensor beside the state of parameters, say.
     """
     own = [one for group in optimizer.param_groups for one in group["params"]]
+    # Changed or not: it may change in every tenth step.
+    for what, name in _like_weights(optimizer, own):
+        raise refusal(type(optimizer).__name__, f"{what} in {name}")
     twin, stand_ins = _twin(optimizer, copies=own)
     gradients = _step(twin, torch.ones_like)
     state_of(shards, {fqn: stand_ins.get(one, one) for fqn, one in parameters.items()}, twin)
+    for parameter, copied in stand_ins.items():
+        for name, value in vars(copied).items():
+            if isinstance(value, Tensor) and value is not vars(parameter).get(name):
+                what = f"a tensor of shape {tuple(value.shape)} in parameter.{name}"
+                raise refusal(type(optimizer).__name__, what)
     # What is in the memory of a weight or gradient is that weight or gradient.
     memory = {_memory(one) for one in (*stand_ins.values(), *gradients)}
     seen = {id(one) for one in stand_ins.values()}
     for told, before, after in _beside_parameters(optimizer, twin):
         for what, name in _unsavable(before, after, told, memory, seen):
             raise refusal(type(optimizer).__name__, f"{what} in {name}")
+
+
+def _like_weights(
+    optimizer: optim.Optimizer, own: Sequence[nn.Parameter]
+) -> Iterator[tuple[str, str]]:
+    """Yield ``(what, name)`` of tensors of a weight's shape beside the state of parameters."""
+    shapes = {one.shape for one in own if one.numel() > 1}
+    memory = {_memory(one) for one in own}
+    places = [("defaults.", optimizer.defaults)]
+    places += [(f"param_groups[{n}].", group) for n, group in enumerate(optimizer.param_groups)]
+    places += [("parameter.", vars(one)) for one in own]
+    left = [(f"{place}{key}", one) for place, held in places for key, one in held.items()]
+    left += [(str(key), one) for key, one in own_items(vars(optimizer))]
+    seen = {id(one) for one in own} | {id(group["params"]) for group in optimizer.param_groups}
+    for name, value in left:
+        if id(value) in seen or is_plain(value):
+            continue
+        seen.add(id(value))
+        if isinstance(value, Tensor):
+            if value.shape in shapes and _memory(value) not in memory:
+                yield f"a tensor of shape {tuple(value.shape)}", name
+        elif isinstance(value, FunctionType):
+            inside = zip(value.__code__.co_freevars, value.__closure__ or (), strict=True)
+            # A cell may have no value yet.
+            cells = [(key, cell) for key, cell in inside if cell != CellType()]
+            left += [(f"{name}: {key}", cell.cell_contents) for key, cell in cells]
+        elif not isinstance(value, optim.Optimizer):
+            left += [(f"{name}{key}", one) for key, _, one in _parts(None, value)]
 
 
 def _twin(

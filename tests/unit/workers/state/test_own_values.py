@@ -157,6 +157,49 @@ class MastersByParameter(Own):
         return held
 
 
+class OnParameter(Own):
+    def weight(self, one: Any) -> Tensor:
+        if not hasattr(one, "master"):
+            one.master = one.detach().clone()
+        held: Tensor = one.master
+        return held
+
+
+class OnParameterAtFirst(OnParameter):
+    def begin(self) -> None:
+        for one in self.every:
+            self.weight(one)
+
+
+class SlowWeights(Own):
+    """As Lookahead keeps them: the first step leaves them as they were."""
+
+    def begin(self) -> None:
+        self.slow, self.count = [one.detach().clone() for one in self.every], 0
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        super().step(closure)
+        self.count += 1
+        for one, slow in zip(self.every, self.slow, strict=True):
+            if self.count % 3 == 0:
+                one.copy_(slow.lerp_(one, 0.5))
+
+
+class InClosure(Own):
+    def begin(self) -> None:
+        masters = {one: one.detach().clone() for one in self.every}
+        self.master_of = lambda one: masters[one]
+
+    def weight(self, one: Tensor) -> Tensor:
+        return self.master_of(one)
+
+
+class InDefaults(Own):
+    def begin(self) -> None:
+        self.defaults["slow"] = [one.detach().clone() for one in self.every]
+
+
 class BufferInState(Own):
     def factor(self) -> float:
         state: Any = self.state
@@ -254,6 +297,11 @@ REFUSED = {
     MastersAsParameters: "a tensor of shape .* in masters",
     MastersInFirstStep: "a tensor of shape .* in masters",
     MastersByParameter: "a tensor of shape .* in masters",
+    OnParameter: "a tensor of shape .* in parameter.master",
+    OnParameterAtFirst: "a tensor of shape .* in parameter.master",
+    SlowWeights: r"a tensor of shape .* in slow\[0\]",
+    InClosure: "a tensor of shape .* in master_of: masters",
+    InDefaults: r"a tensor of shape .* in defaults.slow\[0\]",
     BufferInState: r"a tensor of shape \(3,\) in state.global\['buffer'\]",
     BufferInGroup: r"a tensor of shape \(3,\) in param_groups\[0\].buffer",
     InArray: "a ndarray in held",
