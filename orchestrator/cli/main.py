@@ -552,7 +552,7 @@ def convert(  # noqa: PLR0913 - options of a command
     epilog="Example: everstep export runs/small --to tuned --format huggingface --dtype bf16"
 )
 @_edge
-def export(
+def export(  # noqa: PLR0913 - options of a command
     run_dir: RunDirectory,
     *,
     to: Annotated[str, typer.Option(metavar="DST", help="New directory or URL.")],
@@ -561,6 +561,9 @@ def export(
     ] = "huggingface",
     step: Annotated[int | None, typer.Option(min=1, help="Default: the newest in storage.")] = None,
     best: Annotated[bool, typer.Option("--best", help="The best step (checkpoint.best).")] = False,
+    average: Annotated[
+        bool, typer.Option("--average", help="The average of the weights (session.average).")
+    ] = False,
     dtype: Annotated[str | None, typer.Option(help="Floats become fp32, fp16 or bf16.")] = None,
     memory: Annotated[str, typer.Option(help="Bound of the buffers.")] = "512MiB",
     as_json: Json = False,
@@ -573,7 +576,8 @@ def export(
     from orchestrator.driver import export_run
     from ucp_core.commands import memory_size
 
-    options = {} if dtype is None else {"dtype": dtype}
+    options: dict[str, Any] = {"average": average}
+    options |= {} if dtype is None else {"dtype": dtype}
     memory_bytes = memory_size(memory)
     document = export_run(
         run_dir, to, format=format, memory_bytes=memory_bytes, step=step, best=best, **options

@@ -13,8 +13,10 @@ from orchestrator.errors import RunNotFoundError
 from orchestrator.run_directory import CHECKPOINTS, CONFIG, METRICS
 from ucp_core.errors import CheckpointNotFoundError, UcpError
 from ucp_core.formats import export, left_behind, lies_beside, warnings_of
+from ucp_core.geometry import TensorKey
 from ucp_core.lineage import Lineage
 from ucp_core.native import (
+    AVERAGE,
     Checkpoint,
     best_steps,
     checkpoint_name,
@@ -26,6 +28,8 @@ from workers.protocol import BESIDE
 
 #: A run may commit a step and delete an older one while this looks; not so often in a row.
 _TRIES_MAX: Final = 10
+#: Length of what begins the names of averages.
+_MARK: Final = len(AVERAGE)
 _CONFIGURATION: Final = "config.json"
 #: The configuration of ``peft``'s adapters; it says where the base model is.
 _ADAPTERS: Final = "adapter_config.json"
@@ -51,6 +55,7 @@ def export_run(
     memory_bytes: int,
     step: int | None = None,
     best: bool = False,
+    average: bool = False,
     **options: Any,
 ) -> dict[str, Any]:
     """Write a committed step of the run in ``run_url`` as ``format``; return what was written.
@@ -65,13 +70,13 @@ def export_run(
         memory_bytes: Limit for the buffers.
         step: Which step; None for the newest.
         best: Take the best step that the run keeps (``checkpoint.best``).
+        average: Write the average of the weights (``Session.average``) in their place.
 
     Raises:
         RunNotFoundError: No run is there, or no step of it is in storage, or not that one.
         UcpError: As ``ucp_core.formats.export`` does.
     """
-    run = Run(run_url)
-    store, checkpoints = run.store, join(run.path, CHECKPOINTS)
+    store, checkpoints = (run := Run(run_url)).store, join(run.path, CHECKPOINTS)
     is_of_command = store.exists(join(run.path, CONFIG))
     _require_a_run(run, is_of_command=is_of_command)
     target_store, target = open_store(destination)
@@ -85,6 +90,7 @@ def export_run(
             if best:
                 step = _best_step(store, checkpoints, lineage, run_url)
             checkpoint = _open(store, checkpoints, lineage, step, run_url)
+            checkpoint = _averaged(checkpoint, run_url) if average else checkpoint
             if format == "huggingface":
                 checkpoint = _with_configuration(checkpoint, folders)
             export(
@@ -167,6 +173,30 @@ def _open(
         raise RunNotFoundError(
             f"{run_url} has no step {step} in storage; it has {there or 'none'}", url=run_url
         ) from error
+
+
+def _averaged(checkpoint: Checkpoint, run_url: str) -> Checkpoint:
+    """Return the checkpoint with the average of each weight in its place."""
+    manifest = checkpoint.manifest
+    entries = {k: e for k, e in checkpoint.state_map.entries.items() if k.fqn[:_MARK] != AVERAGE}
+    averages = {
+        TensorKey(key.fqn[_MARK:], key.slot): entry
+        for key, entry in checkpoint.state_map.entries.items()
+        if key.fqn[:_MARK] == AVERAGE
+    }
+    if not averages:
+        raise RunNotFoundError(
+            f"step {checkpoint.step} of {run_url} has no average of the weights: call "
+            "session.average(decay=0.999) in the script, or export without --average",
+            url=run_url,
+        )
+    entries |= {key: replace(entry, key=key) for key, entry in averages.items()}
+    manifest = replace(
+        manifest,
+        state_map=replace(manifest.state_map, entries=dict(sorted(entries.items()))),
+        roles={name: role for name, role in manifest.roles.items() if name[:_MARK] != AVERAGE},
+    )
+    return replace(checkpoint, manifest=manifest)
 
 
 def _with_configuration(checkpoint: Checkpoint, folders: Sequence[_Folder]) -> Checkpoint:

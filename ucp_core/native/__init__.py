@@ -18,6 +18,7 @@ from ucp_core.native.catalogue import (
 )
 from ucp_core.native.claims import CLAIM_NAME, claimed, in_use, is_of_export
 from ucp_core.native.opening import (
+    AVERAGE,
     MANIFEST_NAME,
     MEMORY_BYTES_MIN,
     RELATIONS,
@@ -45,6 +46,7 @@ if TYPE_CHECKING:
     )
 
 __all__ = [
+    "AVERAGE",
     "BEST",
     "CLAIM_NAME",
     "MANIFEST_NAME",

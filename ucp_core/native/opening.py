@@ -40,6 +40,8 @@ MEMORY_BYTES_MIN = 8 * BLOCK_BYTES
 UNFINISHED_NAME = ".tmp-convert"
 #: In ``extra``: dtype and shape of the tensors without elements, by name and slot.
 WITHOUT_ELEMENTS = "without_elements"
+#: Begins the names of averages of weights.
+AVERAGE: Final = "average/"
 #: What is frozen, a buffer, no part of the model, or tied.
 RELATIONS = "relations"
 #: Role by the key of its names there.

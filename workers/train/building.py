@@ -30,6 +30,7 @@ from workers.protocol import Assignment
 from workers.settings import Settings, TrainSettings
 from workers.state import Optimizers, PersistentBuffers, Registered, TrainingState, reserve
 from workers.train.executor import (
+    Average,
     BuiltModel,
     RankCalls,
     Reduction,
@@ -216,6 +217,7 @@ def assemble(
         ),
         rank_calls=RankCalls(built.model),
         tensor_replicas=TensorReplicas(built.mesh),
+        average=Average(built.shards),
         trained=Trained(
             built.shards,
             parameters,

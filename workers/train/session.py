@@ -39,7 +39,7 @@ from workers.train.boundary import UNWRITTEN, Boundary, Marks, StorageWriter
 from workers.train.building import as_optimizers, assemble, build_model
 from workers.train.context import WorkerContext
 from workers.train.evaluation import mean_over_samples
-from workers.train.executor import BuiltModel, ShardedModel, Step
+from workers.train.executor import AverageOfWeights, BuiltModel, ShardedModel, Step
 from workers.train.loading import Initialise, Restored, StateLoader
 from workers.train.state_dicts import guard_optimizer, guard_parts
 from workers.train.steps import Steps
@@ -251,6 +251,37 @@ class Session:
             )
         self._steps.register(name, stateful)
         return stateful
+
+    def average(self, *, decay: float, every: int = 1) -> AverageOfWeights:
+        """Return an exponential moving average of the weights, which the session keeps.
+
+        It is sharded as the weights are, in float32, saved with every version and loaded with it.
+        ``with average.swapped():`` has the model hold it, for an evaluation or ``session.save``;
+        ``everstep export RUN --average`` writes it. It begins with the weights of now.
+
+        Args:
+            decay: What stays of the average in an update, such as 0.999.
+            every: It is updated after each step whose number this divides, by its update.
+
+        Raises:
+            TaskError: The optimizer is not there yet, a step has begun, it was called before, or a
+                value is out of range.
+        """
+        if self._sharded is None or self._steps is None or self._steps.has_begun:
+            raise TaskError(
+                "session.average: call it after session.optimizer and before session.steps"
+            )
+        sharded = self._sharded
+        sharded.trained.agree("in session.average")
+        sharded.average.begin(decay, every, sharded.trained.updated)
+        self._state.restore_average(sharded)
+        sharded.state.add(sharded.average.entries())
+
+        def swap() -> None:
+            sharded.average.swap()
+            drop_gathered(sharded.model)
+
+        return AverageOfWeights(lambda: self._boundary.lent(swap))
 
     def keep_best(self, value: str, *, mode: Literal["min", "max"] = "min", keep: int = 1) -> None:
         """Keep checkpoints of the steps after which a value was best; see ``checkpoint.best``.

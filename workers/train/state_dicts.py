@@ -42,6 +42,7 @@ def guard_parts(model: nn.Module) -> None:
     Classes of torch that reduce gradients themselves raise where they are put around the model.
     """
     _guarded.add(model)
+    vars(model)["__deepcopy__"] = _refuse_copy
     for wrapper, made in _WRAPPERS.items():
         wrapper.__init__ = _refusing(made)
     if not collectives.places().are_several:
@@ -53,6 +54,14 @@ def guard_parts(model: nn.Module) -> None:
     setattr(DTensor, "__reduce_ex__", _refuse_pickling)  # noqa: B010  mypy takes no assignment
     for name in _NUMBERS:
         setattr(DTensor, name, _whole_number(getattr(Tensor, name)))
+
+
+def _refuse_copy(_memo: Any) -> NoReturn:
+    raise TaskError(
+        "a copy of the model would be of this worker's parts, beside what the session saves. For "
+        "an average of the weights (torch's AveragedModel) call session.average(decay=0.999) after "
+        "session.optimizer; for a second model have build return an nn.ModuleDict of both"
+    )
 
 
 def guard_optimizer(optimizer: torch.optim.Optimizer) -> None:

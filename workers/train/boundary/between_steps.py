@@ -10,7 +10,8 @@ import json
 import logging
 import math
 import time
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import replace
 from typing import Any, Final, NoReturn, cast
 
@@ -116,6 +117,7 @@ class Boundary:
         self._is_taken = False
         self._live: LiveState | None = None
         self._loaded: Marks | None = None
+        self._is_lent = False
         self._reported_step = 0
         resumed = (assignment.resume_attempt, assignment.resume_step)
         self._fallback = Fallback(assignment.attempt, resumed)
@@ -192,6 +194,11 @@ class Boundary:
         Raises:
             TaskError: Something other than loading and the last update changed them already.
         """
+        if self._is_lent:
+            raise TaskError(
+                "a step trains inside `with average.swapped()`, where the weights are the average; "
+                "train outside of it"
+            )
         # During the update the state belongs to no step.
         live, self._live = self._live, None
         loaded, self._loaded = self._loaded, None
@@ -201,6 +208,28 @@ class Boundary:
             self._check_loaded(loaded)
         if self._writer is not None:
             self._writer.hold_update()
+
+    @contextmanager
+    def lent(self, swap: Callable[[], None]) -> Iterator[None]:
+        """Have ``swap`` put other weights into the model for a block, of which nothing is saved.
+
+        Raises:
+            TaskError: It is within such a block.
+        """
+        if self._is_lent:
+            raise TaskError("average.swapped() is entered within another one; leave that first")
+        if self._writer is not None:
+            # A copy of the last step may be under way.
+            self._writer.hold_update()
+        (live, self._live), (loaded, self._loaded) = (self._live, None), (self._loaded, None)
+        self._is_lent = True
+        swap()
+        try:
+            yield
+        finally:
+            swap()
+            self._is_lent = False
+            self._live, self._loaded = live, loaded
 
     def _check_loaded(self, loaded: Marks) -> None:
         """Refuse weights that the script wrote over loaded ones; warn if there were none yet."""

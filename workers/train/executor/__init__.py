@@ -5,6 +5,7 @@ from typing import TYPE_CHECKING
 from ucp_core.lazy import lazy_door
 
 if TYPE_CHECKING:
+    from workers.train.executor.average import Average, AverageOfWeights
     from workers.train.executor.not_finite import Finiteness
     from workers.train.executor.origin import described_numbers
     from workers.train.executor.own_changes import refuse_hooks
@@ -25,6 +26,8 @@ if TYPE_CHECKING:
     from workers.train.executor.whole_gradients import WholeGradients
 
 __all__ = [
+    "Average",
+    "AverageOfWeights",
     "BuiltModel",
     "Finiteness",
     "Quota",

@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from ucp_core.native import AVERAGE
 from workers.parallel import LocalShard, Mesh, Pipeline, SequenceParts
 from workers.state import (
     Optimizers,
@@ -17,6 +18,7 @@ from workers.state import (
     TrainingState,
     refuse_unsavable,
 )
+from workers.train.executor.average import Average
 from workers.train.executor.rank_calls import RankCalls
 from workers.train.executor.reduction import Reduction
 from workers.train.executor.tensor_replicas import TensorReplicas
@@ -71,6 +73,7 @@ class ShardedModel(BuiltModel):
         rank_calls: Notes what the model asks about ranks.
         tensor_replicas: Compares gradients that must be equal.
         trained: Which parameters train.
+        average: Of the weights, if the script has one.
     """
 
     parameters: Mapping[str, nn.Parameter]
@@ -81,6 +84,7 @@ class ShardedModel(BuiltModel):
     rank_calls: RankCalls
     tensor_replicas: TensorReplicas
     trained: Trained
+    average: Average
 
     def try_unknown(self) -> None:
         """Raise ``StateError`` if optimizers of other libraries have state that cannot be saved.
@@ -93,7 +97,9 @@ class ShardedModel(BuiltModel):
 
     def all_relations(self) -> dict[str, Any]:
         """Return what is frozen, a buffer or tied, as a version says it."""
-        beside = {name: one for name, one in self.relations.items() if one}
+        averages = [f"{AVERAGE}{name}" for name in self.average.names]
+        beside = {**self.relations, "extra": averages}
+        beside = {name: one for name, one in beside.items() if one}
         # An empty list says that all parameters train; older versions say nothing.
         return {"frozen": list(self.trained.frozen), **beside}
 

@@ -481,6 +481,7 @@ class Step:
             self._adapt(sharded.registered.scaler)
         if not self.is_skipped:
             self._step_optimizers()
+            sharded.average.update(self.number)
         for shard in sharded.shards:
             sharded.parameters[shard.fqn].grad = shard.parameter.grad = None
         drop_gathered(sharded.model)

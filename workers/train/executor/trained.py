@@ -30,6 +30,7 @@ class Trained:
 
     Attributes:
         frozen: Names of the frozen ones of the whole model, as all workers have agreed last.
+        updated: Names of those that an optimizer has.
         may_grow: Whether an optimizer has a frozen one, which may train later.
     """
 
@@ -45,6 +46,7 @@ class Trained:
         self._names, self._device = sorted(names), device
         self._updated = {name for name, one in parameters.items() if is_updated(one)}
         self.frozen: tuple[str, ...] = ()
+        self.updated: tuple[str, ...] = ()
         self.may_grow = False
         self._at_first: tuple[str, ...] = ()
         self._noted: list[bool] = []
@@ -125,6 +127,7 @@ class Trained:
             if is_frozen:
                 frozen.append(name)
         self.frozen = tuple(frozen)
+        self.updated = tuple(n for n, yes in zip(self._names, found[2 * num :], strict=True) if yes)
         both = zip(found[num : 2 * num], found[2 * num :], strict=True)
         self.may_grow = any(is_frozen and is_updated for is_frozen, is_updated in both)
         # The optimizer's parameters say the same.

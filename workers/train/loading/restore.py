@@ -21,6 +21,7 @@ import torch.distributed as dist
 from ucp_core.errors import CheckpointCorruptError, UcpError
 from ucp_core.geometry import TensorEntry, TensorKey
 from ucp_core.native import (
+    AVERAGE,
     Checkpoint,
     LocalTensor,
     checkpoint_name,
@@ -276,6 +277,7 @@ def misfits(
             lines.append(f"{key} is {entry.dtype}{list(entry.shape)} in it, needed is {needed}")
     if same_weights:
         weights = [key for key, one in held.items() if key.slot == WEIGHT and 0 not in one.shape]
+        weights = [key for key in weights if not key.fqn.startswith(AVERAGE)]
         others = sorted(key for key in weights if key not in keys)
         lines += [f"it has {key}, which the model lacks" for key in others]
     if len(lines) > MISFITS_TOLD:

@@ -102,6 +102,26 @@ class StateLoader:
             )
         return restored
 
+    def restore_average(self, sharded: ShardedModel) -> None:
+        """Load the average of the weights from the version, as far as that has it.
+
+        Every worker calls it.
+
+        Raises:
+            UnloadableSignal: It cannot be read.
+        """
+        saved = set(self.extra.get(RELATIONS, {}).get("extra", ()))
+        if not self.step or not saved:
+            return
+        restore_state(
+            self._assignment,
+            lambda: [entry for entry in sharded.average.entries() if entry.fqn in saved],
+            context=replace(self._context, same_weights=False),
+            buffer=self._buffer,
+            device=self._device,
+            replicas=self._mesh.replicas,
+        )
+
     def fill_rest(self, sharded: ShardedModel, restored: Restored) -> Restored:
         """Fill what neither ``fill_new`` nor ``restore`` did; return what was loaded in all."""
         if restored.step:
