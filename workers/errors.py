@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 from ucp_core.errors import FactsError
 
 #: Packages of the extra ``ray``, by the name under which they are imported.
@@ -22,6 +24,21 @@ class DataError(WorkerError):
 
 class StateError(WorkerError):
     """Saved state does not fit the model, or no saved state could be read."""
+
+
+class MisfitError(StateError):
+    """A checkpoint is sound and of another model or optimizer than the one that is to resume it."""
+
+    @classmethod
+    def of(cls, path: str, misfits: Sequence[str]) -> MisfitError:
+        """Return the error for a checkpoint, with how it differs and what the user can do."""
+        return cls(
+            f"{path} is a checkpoint of another model or optimizer: {'; '.join(misfits)}. Nothing "
+            "was changed: resume with the model and optimizer that made it, or name another "
+            "run.directory; run.init_from starts there from the weights that fit",
+            path=path,
+            misfits=tuple(misfits),
+        )
 
 
 class TaskError(WorkerError):

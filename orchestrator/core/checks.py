@@ -44,9 +44,12 @@ def check(state: RunState, passed: RunState | None = None) -> None:
 
 def _check_attempt(state: RunState) -> None:
     attempts = [attempt for attempt, _ in state.lineage]
-    assert attempts == list(range(1, state.attempt.number + 1)), (
-        f"attempts {attempts} are not consecutive"
+    # A resume leaves out earlier ones that trained nothing.
+    last = [attempt for attempt in attempts if attempt > state.trained]
+    assert last == list(range(state.trained + 1, state.attempt.number + 1)), (
+        f"attempts {attempts} are not consecutive behind {state.trained}"
     )
+    assert attempts == sorted(set(attempts)), f"attempts {attempts} are not in order"
     if state.phase in _BOUNDED and state.attempt.number:
         assert not isinf(state.deadline_s), f"{state.phase} has no bound"
     assert 0 <= state.reads.pending <= state.reads.num, f"reads_pending={state.reads.pending}"

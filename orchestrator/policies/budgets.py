@@ -29,7 +29,9 @@ DATA_ERRORS = frozenset(
 OF_ALL = frozenset({"NotFiniteError"})
 #: All ranks raise these when a machine is at fault.
 DIVERGED = "DivergedError"
-PROVEN = frozenset({"ApartError", *OF_ALL})
+#: The model is not the one that made the checkpoint: the next attempt would meet the same.
+MISFIT = "MisfitError"
+PROVEN = frozenset({"ApartError", MISFIT, *OF_ALL})
 
 
 class FaultClass(StrEnum):
@@ -108,6 +110,11 @@ class UserError:
     def is_proven(self) -> bool:
         """Return whether no machine can be at fault."""
         return self.error_type in PROVEN
+
+    @property
+    def is_misfit(self) -> bool:
+        """Return whether the checkpoint is of another model."""
+        return self.error_type == MISFIT
 
     @property
     def is_of_copies(self) -> bool:

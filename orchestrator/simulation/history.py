@@ -349,9 +349,15 @@ class History:
         self._drop(drawing.reset_connections)
         self.resets_until_s = 0.0
         cluster.num_incarnations += 1
-        cluster.inbox.append(
-            resume_event(before, at_s=cluster.now_s, incarnation=cluster.num_incarnations)
+        commits = cluster.storage.commits
+        resumed = resume_event(
+            before,
+            at_s=cluster.now_s,
+            incarnation=cluster.num_incarnations,
+            last_attempt=max((attempt for _, attempt in commits), default=0),
         )
+        self.monitor.resumed(resumed.lineage, commits)
+        cluster.inbox.append(resumed)
 
     def _take_in(self) -> None:
         """Let the machine hear what arrived."""

@@ -44,6 +44,7 @@ _RESERVING_TYPES = {"ext4", "xfs", "btrfs"}
 #: Advice to the user after a system error, behind the path.
 ADVICE = {
     errno.ENOENT: "does not exist",
+    errno.ENOTDIR: "lies below a file, which should be a folder: move that file away",
     errno.EACCES: "is not permitted: check the owner and mode of the directory",
     errno.EPERM: "is not permitted: check the owner and mode of the directory",
     errno.EROFS: "is on a read-only file system",
@@ -557,7 +558,7 @@ def _storage_error(path: str, error: OSError) -> StorageError:
         f"{path} {advice}",
         path=path,
         errno=error.errno,
-        missing=isinstance(error, FileNotFoundError),
+        missing=isinstance(error, FileNotFoundError | NotADirectoryError),
     )
 
 

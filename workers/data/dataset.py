@@ -7,11 +7,9 @@ the tokens depend on; every process maps the file, and opens it once for all att
 from __future__ import annotations
 
 import functools
-import getpass
 import hashlib
 import json
 import os
-import tempfile
 from collections.abc import Iterable
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -20,6 +18,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from ucp_core.storage import open_store
+from workers.data.files import own_cache
 from workers.data.text import Source, find_source, is_held_out
 from workers.data.tokens import Tokenizer, open_tokenizer
 from workers.errors import DataError
@@ -106,10 +105,7 @@ def _cache_directory(settings: DataSettings, source: Source, tokenizer: Tokenize
     for name in ("sequence_length", "validation_samples", "cache_directory"):
         del depends[name]
     key = hashlib.sha256(json.dumps(depends, sort_keys=True).encode()).hexdigest()[:24]
-    root = settings.cache_directory or str(
-        Path(tempfile.gettempdir()) / f"everstep-data-{getpass.getuser()}"
-    )
-    return Path(root) / key
+    return Path(settings.cache_directory or own_cache()) / key
 
 
 def _stamp(path: str) -> str:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import fnmatch
-import getpass
 import hashlib
 import io
 import json
@@ -150,6 +149,14 @@ def _file(url: str) -> DataFile:
     return DataFile(url, store, path, store.stamp(path))
 
 
+def own_cache() -> str:
+    """Return this user's folder for prepared data, among temporary files.
+
+    By the number of the user: containers run under one that has no name.
+    """
+    return f"{tempfile.gettempdir()}/everstep-data-{os.getuid()}"
+
+
 def cached_arrays(
     depends: Mapping[str, Any], cache: str | None, make: Callable[[], Arrays]
 ) -> Arrays:
@@ -163,7 +170,7 @@ def cached_arrays(
         DataError: The directory cannot be written.
     """
     key = hashlib.sha256(json.dumps(depends, sort_keys=True).encode()).hexdigest()[:24]
-    root = cache or Path(tempfile.gettempdir()) / f"everstep-data-{getpass.getuser()}"
+    root = cache or own_cache()
     directory = Path(root) / key
     done = directory / "names.json"
     try:

@@ -27,7 +27,7 @@ from ucp_core.native import (
     unloadable,
 )
 from ucp_core.storage import Store, join, open_store
-from workers.errors import SettingsError, StateError, TaskError
+from workers.errors import MisfitError, SettingsError, StateError, TaskError
 from workers.protocol import (
     CHECKPOINTS,
     Assignment,
@@ -49,7 +49,7 @@ log = logging.getLogger(__name__)
 def run(
     train: Task,
     *,
-    directory: str = "run",
+    directory: str | None = None,
     settings: Settings | None = None,
     init_from: str = "",
     **train_settings: Any,
@@ -90,6 +90,7 @@ def run(
     if settings.train.deterministic:
         # Sums of more threads have another order, and a worker has one unless it is given more.
         torch.set_num_threads(1)
+    directory = directory or settings.run.directory
     outcome = _train(train, settings, directory)
     if isinstance(outcome, Raised):
         raise TaskError(f"training failed in step {outcome.step}\n{outcome.traceback}")
@@ -161,13 +162,7 @@ def _warn(name: str, reason: str, skipped: dict[str, str]) -> None:
 def _raise_unless_damaged(directory: str, bad: FoundBad) -> None:
     """Raise ``StateError`` unless the checkpoint is proven to be damaged."""
     if bad.misfits:
-        raise StateError(
-            f"{directory} is a checkpoint of another model or optimizer: "
-            f"{'; '.join(bad.misfits)}. Nothing was changed: resume with the model and optimizer "
-            "that made it, or train this one in another directory",
-            path=directory,
-            misfits=bad.misfits,
-        )
+        raise MisfitError.of(directory, bad.misfits)
     if not bad.damaged:
         raise StateError(
             f"{directory} cannot be read now, and may be sound ({'; '.join(bad.reasons)}); run "

@@ -91,6 +91,7 @@ def step_completed_fencing(transition: Transition, event: StepCompleted) -> None
         run.stored, run.reads.stored_from = event.stored, run.reads.num + 1
     if not run.attempt.stepped:
         run.attempt.stepped = True
+        run.trained = run.attempt.number
         if transition.rules.standby_per_node:
             run.fleet.short = tuple(range(len(run.fleet.node_ids)))
         run.attempt.trained_since_s = event.at_s

@@ -43,7 +43,9 @@ def resume_event(
         at_s=at_s,
         incarnation=incarnation,
         attempt=max(state.attempt.number + num_unknown, last_attempt),
-        lineage=state.lineage,
+        # An attempt that trained nothing has no history of its own: newer versions than the one it
+        # resumed from count as if it had never been, when somebody finds out why it chose that.
+        lineage=tuple(one for one in state.lineage if one[0] <= max(state.trained, last_attempt)),
         # Where the run failed for it, a person was asked to put a sound copy back.
         bad=() if state.lost and state.phase in TERMINAL else state.bad,
         next_worker=state.fleet.next_worker,
@@ -84,6 +86,8 @@ def run_resumed(transition: Transition, event: RunResumed) -> None:
         phase=Phase.FENCING,
         incarnation=event.incarnation,
         attempt=Attempt(number=event.attempt),
+        # What the event carries counts, a way back that the user named as well.
+        trained=event.attempt,
         fleet=Fleet(next_worker=event.next_worker, next_reservation=event.next_reservation),
         lineage=event.lineage,
         bad=event.bad,

@@ -120,6 +120,7 @@ class MutableRunState(Part):
     Attributes:
         incarnation: Which incarnation of the controller this is.
         lineage: ``(attempt, resume_step)`` of every attempt, oldest first.
+        trained: The last attempt that is known to have trained a step, or to have left files.
         attempt: The current or last one.
         reads: What was asked of keepers and storage since it started.
         sharing: What it leaves to other runs on the cluster.
@@ -172,6 +173,7 @@ class MutableRunState(Part):
     phase: Phase = Phase.WAITING
     incarnation: int = 0
     lineage: tuple[tuple[int, int], ...] = ()
+    trained: int = 0
     attempt: Attempt = field(default_factory=Attempt)
     reads: Reads = field(default_factory=Reads)
     fleet: Fleet = field(default_factory=Fleet)

@@ -23,7 +23,10 @@ from orchestrator.shell.capacity.keepers import Keepers
 from orchestrator.shell.capacity.nodes import Nodes
 from orchestrator.shell.inbox import Inbox
 from orchestrator.shell.threads import Tasks
+from ucp_core.native import checkpoint_name
+from ucp_core.storage import join
 from workers import protocol
+from workers.errors import MisfitError
 
 _HOW = {
     protocol.Completed: core.Leaving.COMPLETED,
@@ -355,6 +358,17 @@ def _left(at_s: float, worker: str, outcome: protocol.Outcome, unreached: str) -
             traceback=outcome.traceback,
             refuses=outcome.refuses,
             ranks=outcome.ranks,
+        )
+    if isinstance(outcome, protocol.Unloadable) and outcome.found.misfits:
+        name = join(protocol.CHECKPOINTS, checkpoint_name(outcome.step))
+        error = f"{MisfitError.__name__}: {MisfitError.of(name, outcome.found.misfits)}"
+        return core.WorkerRaised(
+            at_s=at_s,
+            attempt=outcome.attempt,
+            worker=worker,
+            step=outcome.step + 1,
+            error=error,
+            traceback=error,
         )
     left = core.WorkerLeft(
         at_s=at_s,

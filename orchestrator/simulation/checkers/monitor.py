@@ -6,6 +6,7 @@ never asks the machine what it thinks.
 
 from __future__ import annotations
 
+from collections.abc import Collection
 from math import inf
 
 from orchestrator.core import (
@@ -28,6 +29,7 @@ from orchestrator.core import (
 from orchestrator.policies import Preference, Share, bad_sources, complete, versions
 from orchestrator.simulation.violation import Violation, require
 from orchestrator.simulation.world import STEP_S, SimNode, World, answers
+from ucp_core.lineage import Lineage
 from workers.protocol import Source, stored_source
 
 #: What so many attempts could not read is not to be tried again.
@@ -43,6 +45,8 @@ class Monitor:
 
     def __init__(self) -> None:
         self.starts: list[tuple[int, int]] = []
+        # The newest that was started.
+        self.attempt = 0
         # What the newest of them resumed from, and the claim under which it began.
         self.named, self.named_by = (0, 0), 1
         self.last_step = 0
@@ -89,10 +93,12 @@ class Monitor:
         self.is_shared = False
         self.heard_unread: dict[Source, set[int]] = {}
 
-    @property
-    def attempt(self) -> int:
-        """Return the newest attempt that was started."""
-        return self.starts[-1][0] if self.starts else 0
+    def resumed(self, lineage: Lineage, commits: Collection[tuple[int, int]]) -> None:
+        """Check that a resume forgets only attempts that have committed nothing."""
+        left_out = {number for number, _ in self.starts} - {number for number, _ in lineage}
+        lost = sorted(left_out & {attempt for _, attempt in commits})
+        require(not lost, "S3", f"a resume forgets attempts {lost}, which have committed")
+        self.starts = [one for one in self.starts if one[0] not in left_out]
 
     def started(self, name: str) -> None:
         """Check the start of a worker process."""
@@ -122,7 +128,7 @@ class Monitor:
             late_s = world.now_s - self.taken_by_s.get(node, inf)
             is_taken = -lead_s <= late_s < lead_s - 1e-9
             require(not is_taken, "L3", f"{node} is taken as {number} begins")
-        if self.starts:
+        if self.attempt:
             old = world.attempts[self.attempt].members
             given_up = self.kill_ordered.keys() | self.kill_lost
             self.cut_off[self.attempt] = given_up.issuperset(old)
@@ -131,6 +137,7 @@ class Monitor:
         self.starts += unperformed
         self._check_resume(world, action)
         self.starts.append((number, action.resume_step))
+        self.attempt = number
         self.named = (action.resume_step, action.resume_attempt)
         self.named_by = world.storage.claim
         if list(action.lineage) != self.starts:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import signal
 from collections.abc import Callable
 from pathlib import Path
@@ -16,7 +17,7 @@ from orchestrator.driver.changes import require_resumable
 from orchestrator.driver.faults import signal_rank, wait_for
 from orchestrator.driver.launch import Launched
 from orchestrator.errors import ConfigError
-from tests.support import train_field
+from tests.support import train_field, train_width
 from ucp_core.native import open_checkpoint
 from ucp_core.storage import LocalStore
 
@@ -73,6 +74,40 @@ def test_a_nan_a_save_and_an_early_stop_with_a_kill_between(
         ConfigError, match=rf"is complete, the script stopped it behind step {last}"
     ):
         require_resumable(config)
+
+
+def test_a_start_with_another_model_costs_no_checkpoint(
+    nodes: Any, make_config: Callable[..., RunConfig]
+) -> None:
+    """It took the newest for damaged, then the older ones, and the next start began behind those.
+
+    A file that is named like a newer checkpoint is passed over.
+    """
+
+    def start(width: int, steps: int) -> dict[str, Any]:
+        config = make_config(
+            run__script=train_width.__file__, run__arguments=f'["{width}"]', workers__max=2,
+            workers__standby_per_node=0, train__steps=steps, train__global_batch=8,
+            train__micro_batch=2, checkpoint__every_steps=5,
+        )  # fmt: skip
+        checkpoints = Path(config.run.directory) / "checkpoints"
+        if checkpoints.exists():
+            (checkpoints / "step-00000099").touch()
+        return dict(Launched(config, nodes).follow(lambda _: None))
+
+    assert start(5, 12)["outcome"] == "completed"
+    slip = start(6, 20)
+    last = start(5, 20)
+
+    assert (slip["outcome"], slip["attempts"]) == ("failed", 2)
+    assert "step-00000012 is a checkpoint of another model" in slip["reason"]
+    assert re.search(r"0\.bias .* is F32\[5\] in it, needed is F32\[6\]", slip["reason"])
+    assert "run.init_from" in slip["reason"]
+    assert last["outcome"] == "completed"
+    assert last["attempts"] == 3
+    text = (Path(make_config().run.directory) / "metrics/rank0.jsonl").read_text()
+    rows = [json.loads(one) for one in text.splitlines()]
+    assert [row["step"] for row in rows] == list(range(1, 21))
 
 
 @pytest.mark.chaos

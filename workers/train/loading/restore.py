@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from typing import Any, Final
 
 import torch
@@ -166,6 +166,11 @@ def _from_storage(
         checkpoint = _opened(store, join(context.directory, CHECKPOINTS), assignment)
     except UcpError as error:
         found = _found(assignment, error)
+    if checkpoint is not None:
+        # Before a byte is read: a version of another model is not damaged.
+        lines = target.misfits(checkpoint, same_weights=context.same_weights)
+        if lines:
+            checkpoint, found = None, FoundBad(misfits=lines, reasons=lines)
     if transport is not None:
         # No rank may wait for the share of a rank that could not open the checkpoint.
         _leave_unless_all(checkpoint is not None, found, device)
@@ -175,9 +180,6 @@ def _from_storage(
             extra = checkpoint.extra
         except UcpError as error:
             found = _found(assignment, error)
-        if found.reasons or context.same_weights:
-            lines = target.misfits(checkpoint, same_weights=context.same_weights)
-            found = replace(found, misfits=lines, reasons=found.reasons or lines)
     _leave_unless_all(not found.reasons, found, device)
     sources = ((STORAGE, size_bytes),)
     return Restored(

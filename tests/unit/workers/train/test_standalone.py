@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 from pathlib import Path
 
 import pytest
@@ -12,6 +13,7 @@ from torch import nn
 
 from everstep import (
     CheckpointSettings,
+    RunSettings,
     Session,
     Settings,
     StateError,
@@ -19,6 +21,8 @@ from everstep import (
     TrainSettings,
     run,
 )
+from workers.data.files import own_cache
+from workers.errors import MisfitError
 
 
 class Fit:
@@ -160,7 +164,7 @@ def test_another_model_is_refused_and_does_not_resume_from_an_older_version(
     """A checkpoint that does not fit looks like a damaged one to the loader."""
     train(tmp_path, Fit(depth=2), steps=2)
 
-    with pytest.raises(StateError, match=f"step-00000002 is a checkpoint of another .*{what}"):
+    with pytest.raises(MisfitError, match=f"step-00000002 is a checkpoint of another .*{what}"):
         train(tmp_path, other, steps=3)
 
     assert other.resumed == []
@@ -183,3 +187,21 @@ def test_a_network_error_of_the_script_is_reported_as_itself(tmp_path: Path) -> 
 
     with pytest.raises(TaskError, match="after step 0: DistNetworkError: the store of the script"):
         run(train, directory=str(tmp_path), steps=1)
+
+
+def test_settings_name_the_directory_and_no_user_needs_a_name(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It trained in ./run. Containers run under numbers that have no user's name."""
+    monkeypatch.chdir(tmp_path)
+    settings = Settings(
+        run=RunSettings(directory="named"),
+        train=TrainSettings(steps=1, global_batch=4, micro_batch=4),
+    )
+    run(Fit(), settings=settings)
+    assert [path.name for path in tmp_path.iterdir()] == ["named"]
+
+    for name in ("USER", "LOGNAME", "USERNAME", "LNAME"):
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setattr(os, "getuid", lambda: 54321)
+    assert own_cache().endswith("-54321")

@@ -247,6 +247,29 @@ def test_the_numbers_go_on_and_nothing_stays_open() -> None:
     assert (stats.outcome, stats.step, stats.attempt, stats.lost_steps) == ("", 3, 2, 0)
 
 
+def test_a_start_that_trained_nothing_makes_no_newer_version_count_less() -> None:
+    """The version it should have loaded was unreadable that day; it is the newest again.
+
+    What the start left in storage shows that it trained, though no step was heard of.
+    """
+    stopped, _, _ = _journal(RunState(), STOPPED, RULES, seq=0)
+    event = resume_event(stopped, at_s=2.7, incarnation=2)
+    older = ev.CommittedRead(
+        at_s=3.0, attempt=1, step=1, committed_by=1, skipped=(), number=1, stored=1, damaged=(2,)
+    )
+    events = (event, older, *_went_on(2)[1:4], ev.StopRequested(at_s=4.7, reason="a slip"))
+    left, actions, _ = _journal(RunState(), events, RULES, seq=0)
+    (start,) = (action for action in actions if isinstance(action, act.StartAttempt))
+    assert start.lineage == ((1, 0), (2, 1))
+
+    again = resume_event(left, at_s=5.0, incarnation=3)
+    assert (again.lineage, again.attempt) == (((1, 0),), 2)
+    heard = resume_event(left, at_s=5.0, incarnation=3, last_attempt=2)
+    assert heard.lineage == ((1, 0), (2, 1))
+    trained, _, _ = _journal(left, _went_on(2)[4:], RULES, seq=0)
+    assert resume_event(trained, at_s=5.0, incarnation=3).lineage == ((1, 0), (2, 1))
+
+
 def test_a_run_goes_back_to_the_version_that_the_user_names() -> None:
     """Newer ones are not finite: they do not count any more, in storage or wherever they are."""
     stopped, _, _ = _journal(RunState(), STOPPED, RULES, seq=0)
