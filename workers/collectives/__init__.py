@@ -24,7 +24,7 @@ from workers.collectives.errors import AbortedError, CollectiveError, GroupError
 from workers.collectives.forming import abort, check, form, leave, locate, places, set_timeout, span
 from workers.collectives.group import connect_pairs
 from workers.collectives.nccl import share_device
-from workers.collectives.places import Places, described, script_line
+from workers.collectives.places import Places, described, script_frame, script_line
 
 __all__ = [
     "AbortedError",
@@ -39,6 +39,7 @@ __all__ = [
     "leave",
     "locate",
     "places",
+    "script_frame",
     "script_line",
     "set_timeout",
     "share_device",

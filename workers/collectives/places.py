@@ -186,14 +186,20 @@ class Places:
             self._store.set(key, text)
 
 
-def script_line(frame: FrameType | None) -> str:
-    """Return the script's line that a frame is in, as ``train.py:57``; "" if there is none."""
+def script_frame(frame: FrameType | None) -> FrameType | None:
+    """Return the innermost frame of the script that called a frame; None if there is none."""
     while frame is not None:
         file = frame.f_code.co_filename
         if file == _BUILT_IN or not file.startswith((_OURS, *_LIBRARIES)):
-            return f"{Path(file).name}:{frame.f_lineno}"
+            break
         frame = frame.f_back
-    return ""
+    return frame
+
+
+def script_line(frame: FrameType | None) -> str:
+    """Return the script's line that a frame is in, as ``train.py:57``; "" if there is none."""
+    frame = script_frame(frame)
+    return f"{Path(frame.f_code.co_filename).name}:{frame.f_lineno}" if frame is not None else ""
 
 
 def described(places: Mapping[int, str] | Iterable[tuple[int, str]]) -> str:

@@ -127,6 +127,10 @@ class Registered:
             )
         return found
 
+    def states(self) -> dict[str, Any]:
+        """Return what each object gives for its state, by name."""
+        return {name: one.state_dict() for name, one in self._objects.items()}
+
     def _value(self, name: str, one: Stateful) -> dict[str, Any]:
         groups: list[Any] = []
         if _is_scheduler(one):

@@ -21,6 +21,7 @@ from workers.train.agreement import agree_on_data, agree_on_registered
 from workers.train.boundary import Boundary
 from workers.train.executor import Quota, ShardedModel, Step, quota
 from workers.train.same_samples import agree_on_inputs, agree_on_samples
+from workers.train.script_locals import ScriptLocals
 
 log = logging.getLogger(__name__)
 
@@ -73,6 +74,7 @@ class Steps:
         #: A step whose body has not ended, so that what is registered may still change.
         self._open: Step | None = None
         self._is_left = False
+        self._locals = ScriptLocals()
         #: Indices whose inputs the workers have not compared yet.
         self._uncompared: Any = None
 
@@ -276,6 +278,14 @@ class Steps:
                 f"parameters were frozen behind step.apply() of step {step.number}, which was "
                 "saved before: a run that resumes from it trains them. Freeze them before "
                 f"session.train_step, under `if step.number > {step.number}:`"
+            )
+            self._boundary.tell(step.number, text)
+        for name in self._locals.look(self.sharded) if self._first_step == 1 else ():
+            text = (
+                f"`{name}` changes in each step and is not registered: it begins again after a "
+                "fault. For an average of the weights call session.average(decay=0.999); keep "
+                "anything else in an object with state_dict and load_state_dict, and "
+                f'session.register("{name}", ...) it'
             )
             self._boundary.tell(step.number, text)
         if step.number == self._settings.train.steps:
