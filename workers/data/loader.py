@@ -51,7 +51,7 @@ def as_data(data: Any) -> int | DataLoader:
     if not isinstance(data, Real):
         return DataLoader(data)
     if not isinstance(data, Integral) or data < 1:
-        raise DataError(f"session.steps({data!r}): a number of samples is a whole one, at least 1")
+        raise DataError(f"{data!r}: a number of samples is a whole one, at least 1")
     return int(data)
 
 
@@ -239,6 +239,10 @@ class DataLoader:
                 yield keyed(random_seed("data", seed, step, number), read, samples.tolist())
             else:
                 yield read(samples.tolist())
+
+    def read(self, indices: list[int]) -> Any:
+        """Return the batch of these samples, read here and now."""
+        return _Reader(self.dataset, self._collate).read(indices)
 
     def contents(self, indices: Sequence[int], *, seed: int) -> list[Content]:
         """Return what samples hold, each with random numbers of its own.

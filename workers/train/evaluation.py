@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 import torch
@@ -13,6 +13,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from workers.data import random_seed, seed_all, seeded
+from workers.errors import TaskError
 from workers.parallel import PassHooks
 from workers.state import DTYPES
 from workers.train.executor import ShardedModel, on_host, quota
@@ -20,7 +21,7 @@ from workers.train.whole_weights import exchanged, summed
 
 
 def mean_over_samples(
-    loss_of: Callable[[NDArray[Any]], tuple[Tensor, int]],
+    loss_of: Callable[[NDArray[Any]], Any],
     num_samples: int,
     *,
     micro_batch: int,
@@ -37,7 +38,7 @@ def mean_over_samples(
     none.
 
     Args:
-        loss_of: Returns the mean loss over samples, and its number of tokens.
+        loss_of: Returns the mean loss over samples, and its number of tokens if they differ.
         num_samples: At least 1.
         micro_batch: Samples of a micro-batch; the last one has what is left.
         sharded: The model; it is in evaluation mode meanwhile.
@@ -90,6 +91,19 @@ def _gathered(
     return found
 
 
+def _read(returned: Any, num_samples: int) -> tuple[Any, ...]:
+    """Return the mean loss of a micro-batch, its weight, and what was returned behind them."""
+    match returned:
+        case Tensor():
+            return returned, num_samples
+        case (Tensor(), int() | Tensor(), *_):
+            return tuple(returned)
+    raise TaskError(
+        "session.evaluate: the function must return the mean loss of the samples that it gets, or "
+        f"that and its number of tokens; it returned {type(returned).__name__}"
+    )
+
+
 class _Passes:
     """Forward passes over micro-batches, shared by all workers.
 
@@ -100,7 +114,7 @@ class _Passes:
 
     def __init__(
         self,
-        loss_of: Callable[[NDArray[Any]], tuple[Tensor, int]],
+        loss_of: Callable[[NDArray[Any]], Any],
         batches: Sequence[NDArray[Any]],
         sharded: ShardedModel,
         done: Callable[[int], None],
@@ -120,14 +134,13 @@ class _Passes:
 
         def take(number: int, returned: Any) -> Tensor:
             micro_batch, counts = passes[number]
-            loss: Tensor
-            loss, tokens, *others = returned
+            loss, tokens, *others = _read(returned, len(self._batches[micro_batch]))
             if counts and mesh.counts and others:
                 self.outputs[micro_batch] = others[0]
             if counts and mesh.counts and tokens:
                 self.sums[0, micro_batch] = loss.double() * tokens
                 self.sums[1, micro_batch] = tokens
-            return loss
+            return cast("Tensor", loss)
 
         def begin(_stage: int, number: int) -> None:
             self._num_begun += 1

@@ -14,13 +14,12 @@ from functools import partial
 from typing import Any, Literal, TypeVar
 
 import torch
-from numpy.typing import NDArray
 from torch import Tensor, nn
 
 from ucp_core.storage import join
 from workers import collectives
-from workers.data import DataLoader, Dataset
-from workers.errors import LayoutRefusedError, TaskError
+from workers.data import DataLoader, Dataset, as_data
+from workers.errors import DataError, LayoutRefusedError, TaskError
 from workers.parallel import Mesh, ModelPlan, drop_gathered
 from workers.protocol import BESIDE, VALIDATION, VALUES, Assignment, Formed, WorkerPhase
 from workers.settings import VALIDATION_LOSS, Settings
@@ -366,28 +365,31 @@ class Session:
 
     def evaluate(
         self,
-        loss_of: Callable[[NDArray[Any]], tuple[Any, ...]],
-        num_samples: int,
+        loss_of: Callable[[Any], Any],
+        data: int | DataLoader | Dataset,
         *,
         outputs: dict[int, list[Tensor]] | None = None,
     ) -> float:
-        """Return the mean loss per token over samples ``0 .. num_samples - 1``, on every worker.
+        """Return the mean loss per token, or per sample, over held-out data, on every worker.
 
         Every worker calls it. The result does not depend on their number.
 
         Args:
-            loss_of: Returns the mean loss over a micro-batch, and its number of tokens.
-            num_samples: Held-out samples, at least 1. The last micro-batch may be smaller.
+            loss_of: Returns the mean loss over a micro-batch; or that and its number of tokens, if
+                micro-batches have different ones.
+            data: The number of held-out samples, each of which is an index below this; or a
+                ``DataLoader`` with their batches, or a dataset for one. Each sample is read once,
+                in order. The last micro-batch may be smaller.
             outputs: Filled on every worker, by micro-batch in the order of the samples, with the
                 tensors of a list that ``loss_of`` then returns behind the tokens, on the host. Not
                 with ``parallel.pp`` or ``parallel.cp`` above 1.
 
         Raises:
             LayoutRefusedError: No worker has the whole outputs.
-            TaskError: ``num_samples`` is less than 1.
+            DataError: It is a stream, or nothing that can be read by index.
+            TaskError: ``loss_of`` returned something else.
         """
-        if num_samples < 1:
-            raise TaskError(f"evaluate: num_samples={num_samples} must be at least 1")
+        loss_of, num_samples = _by_index(loss_of, data)
         for axis in ("pp", "cp") if outputs is not None else ():
             if getattr(self._mesh.layout, axis) > 1:
                 raise LayoutRefusedError(
@@ -542,3 +544,18 @@ class Session:
             progress=self._context.progress,
         )
         return restored
+
+
+def _by_index(
+    loss_of: Callable[[Any], Any], data: int | DataLoader | Dataset
+) -> tuple[Callable[[Any], Any], int]:
+    """Return a function of the loss of samples by their indices, and how many there are."""
+    read = as_data(data)
+    if isinstance(read, int):
+        return loss_of, read
+    if read.is_stream:
+        raise DataError(
+            "session.evaluate reads samples by index, and a stream has none: hand over a list of "
+            "held-out samples"
+        )
+    return lambda indices: loss_of(read.read(indices.tolist())), len(read)

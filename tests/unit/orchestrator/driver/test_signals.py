@@ -25,6 +25,9 @@ def test_a_signal_of_a_scheduler_ends_a_command_as_sigterm_does(
 ) -> None:
     """Slurm's ``--signal`` sends SIGUSR1 before the time limit; its default is exit 138 at once."""
 
+    # One that is ignored, as under nohup, stays ignored.
+    signal.signal(number, signal.SIG_DFL)
+
     def end() -> None:
         with interrupts(raise_interrupt):
             os.kill(os.getpid(), number)

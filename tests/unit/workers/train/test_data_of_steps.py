@@ -132,3 +132,24 @@ def test_an_evaluation_counts_every_sample(tmp_path: Path) -> None:
 
     assert counted == list(range(21))
     assert found == [10.0]
+
+
+def test_an_evaluation_takes_what_training_takes(tmp_path: Path) -> None:
+    """ "iteration over a 0-d tensor" answered the function of the loss that trains."""
+    rows = torch.arange(21.0)
+    found: list[float] = []
+
+    def task(session: Session) -> None:
+        model = session.model(lambda: nn.Linear(2, 2))
+        session.optimizer(lambda named: torch.optim.SGD(named.values()))
+        for _ in session.steps(len(ROWS)):
+            session.train_step(lambda indices: model(ROWS[indices]).square().mean())
+            found.append(session.evaluate(lambda indices: rows[indices].mean(), len(rows)))
+            found.append(session.evaluate(torch.mean, rows))
+            found.append(session.evaluate(torch.mean, DataLoader(list(rows), num_workers=1)))
+            session.evaluate(lambda indices: {"loss": rows[indices].mean()}, len(rows))
+
+    with pytest.raises(TaskError, match=r"session\.evaluate: the function must return .* dict"):
+        run(task, directory=str(tmp_path), steps=1, global_batch=4, micro_batch=2)
+
+    assert found == [10.0] * 3

@@ -168,7 +168,7 @@ def evaluate(session: Session, model: nn.Module) -> None:
             functional.mse_loss(model(INPUTS[samples]), INPUTS[samples]),
             len(samples),
         ),
-        num_samples=8,
+        8,
     )
 
 
