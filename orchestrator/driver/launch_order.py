@@ -23,12 +23,11 @@ import socket
 import threading
 import time
 from collections.abc import Callable, Iterator
-from pathlib import Path
 
 from orchestrator.errors import CapacityError
 from orchestrator.shell import monotonic_s
 from ucp_core.errors import StorageError
-from ucp_core.storage import LocalStore, Store, join, open_store
+from ucp_core.storage import LocalStore, Store, join, open_store, retried
 
 #: Folder in the run directory.
 _LAUNCHES = "launches"
@@ -50,8 +49,8 @@ def one_launch(directory: str, *, say: Callable[[str], None]) -> Iterator[Callab
     """
     store, path = open_store(directory)
     if isinstance(store, LocalStore):
-        Path(path).mkdir(parents=True, exist_ok=True)
-        place = os.open(path, os.O_RDONLY)
+        store.makedirs(path)
+        place = retried(lambda: os.open(path, os.O_RDONLY))
         try:
             if _is_locked(place, lambda: say(_waiting(directory))):
                 yield lambda: None

@@ -19,7 +19,7 @@ from tests.support.object_servers import Fault, Proxy, proxied, s3_server, use_s
 from tests.support.snapshots import body_bytes, eventually, snapshot
 from ucp_core.layout import ParallelLayout
 from ucp_core.storage import claim, open_store, read_appended
-from ucp_core.storage.service_errors import Retries
+from ucp_core.storage.passing import Retries
 from workers.keeper.arena_table import ArenaTable
 from workers.keeper.node_memory import Problems
 from workers.keeper.persister import Persister

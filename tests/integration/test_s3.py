@@ -37,8 +37,8 @@ from ucp_core.storage import (
     read_appended,
     service_errors,
 )
+from ucp_core.storage.passing import Retries
 from ucp_core.storage.s3 import S3Store
-from ucp_core.storage.service_errors import Retries
 
 pytest.importorskip("moto", reason="moto is not installed: pip install 'everstep[dev]'")
 s3fs = pytest.importorskip("s3fs", reason="s3fs is not installed: pip install 'everstep[s3]'")

@@ -186,6 +186,12 @@ class Conversion:
 def _check_destination(checkpoint: Checkpoint, store: Store, directory: str) -> None:
     path = join(directory, MANIFEST_NAME)
     if store.exists(path):
+        if not store.size(path):
+            raise UcpError(
+                f"{path} is empty: a process was killed before it wrote it, or writes it now; if "
+                "none does, remove it and give the same command again",
+                path=path,
+            )
         raise UcpError(
             f"{directory} holds a committed checkpoint already: give another destination or "
             "remove it",

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import stat
 from contextlib import contextmanager, suppress
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple
 
@@ -13,7 +14,7 @@ from ucp_core.conversion.work_items import Result, Worker, WorkItem
 from ucp_core.errors import StorageError, UcpError
 from ucp_core.formats import TargetFile
 from ucp_core.numerics import BLOCK_BYTES, crc32
-from ucp_core.storage import may_reserve
+from ucp_core.storage import may_reserve, retried
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
@@ -63,7 +64,8 @@ class Placed(NamedTuple):
             path = self.paths[item.target] if item.target >= 0 else os.devnull
             offset_bytes = item.start
             with _told(path):
-                fd = os.open(path, os.O_WRONLY | os.O_NOFOLLOW | os.O_CLOEXEC)
+                flags = os.O_WRONLY | os.O_NOFOLLOW | os.O_CLOEXEC
+                fd = retried(partial(os.open, path, flags))
             try:
                 for chunk in worker.chunks(item):
                     with _told(path):
@@ -185,13 +187,13 @@ class LocalFiles:
         for number, target in enumerate(self.targets):
             path = self.paths[number]
             if fsync:
-                fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+                fd = retried(partial(os.open, path, os.O_RDONLY | os.O_CLOEXEC))
                 os.fsync(fd)
                 os.close(fd)
             Path(path).replace(self._directory / target.name)
         if fsync:
             # The manifest must not be there without the names.
-            fd = os.open(self._directory, os.O_RDONLY | os.O_CLOEXEC)
+            fd = retried(partial(os.open, self._directory, os.O_RDONLY | os.O_CLOEXEC))
             os.fsync(fd)
             os.close(fd)
 
@@ -234,8 +236,11 @@ def _not_ours(path: str) -> UcpError:
 
 
 def _allocate(path: Path, target: TargetFile) -> None:
-    path.unlink(missing_ok=True)
-    fd = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o644)
+    def create() -> int:
+        path.unlink(missing_ok=True)
+        return os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o644)
+
+    fd = retried(create)
     try:
         if may_reserve(fd):
             # A full disk shows now; and writing is 30 % faster on ext4.

@@ -6,7 +6,6 @@ hashes again what the journal says was written.
 
 from __future__ import annotations
 
-import fcntl
 import json
 import os
 import re
@@ -19,6 +18,7 @@ from ucp_core.errors import StorageError, UcpError
 from ucp_core.native import CLAIM_NAME, UNFINISHED_NAME, in_use
 from ucp_core.numerics import crc32
 from ucp_core.reading import Check, Note
+from ucp_core.storage import flock, retried
 
 if TYPE_CHECKING:
     from collections.abc import Iterable
@@ -108,7 +108,8 @@ class Journal:
                     path=str(self.folder),
                 )
             self.folder.mkdir(parents=True, exist_ok=True)
-            self._fd = os.open(self.folder / _NAME, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)
+            flags = os.O_RDWR | os.O_CREAT | os.O_CLOEXEC
+            self._fd = retried(lambda: os.open(self.folder / _NAME, flags, 0o644))
         except OSError as error:
             raise StorageError(
                 f"{self.folder} cannot be written: {error.strerror}", path=str(self.folder)
@@ -133,12 +134,20 @@ class Journal:
             self._begin(identity)
 
     def _lock(self) -> bool:
+        held = flock(self._fd, shared=False)
+        if held is None:
+            self.close()
+            raise StorageError(
+                f"{self.folder} is on a file system without locks, so two conversions to it could "
+                "mix their files: convert to another file system and copy the result",
+                path=str(self.folder),
+            )
         try:
-            fcntl.flock(self._fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
             # The process that held the lock may have deleted the file that was opened here.
-            return os.path.samestat(os.fstat(self._fd), (self.folder / _NAME).stat())
-        except OSError:
+            there = retried((self.folder / _NAME).stat)
+        except FileNotFoundError:
             return False
+        return held and os.path.samestat(os.fstat(self._fd), there)
 
     def _read(self, identity: str) -> list[Result]:
         data = b""

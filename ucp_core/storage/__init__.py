@@ -17,6 +17,7 @@ from ucp_core.storage.base import (
 )
 from ucp_core.storage.local import (
     LocalStore,
+    flock,
     is_full,
     is_link,
     is_local,
@@ -26,6 +27,7 @@ from ucp_core.storage.local import (
 )
 from ucp_core.storage.memory import MemoryStore
 from ucp_core.storage.ownership import RECENT_S, Owner, claim, next_claim
+from ucp_core.storage.passing import retried
 from ucp_core.storage.undoing import tidied, undone
 from ucp_core.storage.url import open_store
 
@@ -43,6 +45,7 @@ __all__ = [
     "appended_sizes",
     "ask_ahead",
     "claim",
+    "flock",
     "is_full",
     "is_link",
     "is_local",
@@ -53,6 +56,7 @@ __all__ = [
     "open_store",
     "read_all_appended",
     "read_appended",
+    "retried",
     "tidied",
     "undone",
     "within",

@@ -10,15 +10,16 @@ import shutil
 import stat
 import sys
 from contextlib import contextmanager, suppress
-from functools import cache
+from functools import cache, partial, wraps
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any, TypeVar, cast
 
 from ucp_core.errors import StorageError
 from ucp_core.storage.base import Stamp, is_temporary, temporary_name
+from ucp_core.storage.passing import retried
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Iterator, Sequence
+    from collections.abc import Callable, Iterable, Iterator, Sequence
 
     from ucp_core.storage.base import Buffer, ReadRange, Store
 
@@ -58,6 +59,22 @@ _KINDS = {stat.S_IFDIR: "a folder", stat.S_IFIFO: "a named pipe", stat.S_IFSOCK:
 #: Errors of mounts without locks.
 _NO_LOCKS = {errno.EBADF, errno.EINVAL, errno.ENOLCK, errno.ENOSYS, errno.ENOTSUP}
 
+_Method = TypeVar("_Method", bound="Callable[..., Any]")
+
+
+def _repeatable(method: _Method) -> _Method:
+    """Repeat a method of a path while its error passes; turn the last one into a StorageError."""
+
+    @wraps(method)
+    def call(store: LocalStore, path: str, /, *args: Any, **options: Any) -> Any:
+        # No ``_named``: a generator costs 2 us, half of a read of 64 KiB.
+        try:
+            return retried(partial(method, store, path, *args, **options))
+        except OSError as error:
+            raise _storage_error(path, error) from error
+
+    return cast("_Method", call)
+
 
 class LocalStore:
     """Files of this machine or of a mounted file system; paths are file paths.
@@ -92,18 +109,19 @@ class LocalStore:
         store._roots, store._given, store._inside = (real, *beside), directory, set()  # noqa: SLF001
         return store
 
+    @_repeatable
     def open_file(self, path: str) -> int:
         """Return a descriptor to read a regular file.
 
         Raises:
             StorageError: There is none, or it is outside of ``within``.
         """
+        return self._open(path)
+
+    def _open(self, path: str) -> int:
         # Without O_NONBLOCK a named pipe would wait for a writer.
         flags = os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK
-        try:
-            fd = self._open_inside(path, flags) if self._roots else os.open(path, flags)
-        except OSError as error:
-            raise _storage_error(path, error) from error
+        fd = self._open_inside(path, flags) if self._roots else os.open(path, flags)
         try:
             _check_regular(path, os.fstat(fd))
         except BaseException:
@@ -140,11 +158,13 @@ class LocalStore:
                 path=path,
             )
 
+    @_repeatable
     def read(self, path: str) -> bytes:
         """Return the whole file."""
         with _opened(self, path) as fd, open(fd, "rb", closefd=False) as file:
             return file.read()
 
+    @_repeatable
     def read_range(self, path: str, offset_bytes: int, size_bytes: int) -> bytes:
         """Return exactly ``size_bytes`` from ``offset_bytes``."""
         data = bytearray(size_bytes)
@@ -152,6 +172,7 @@ class LocalStore:
             _fill(fd, path, offset_bytes, [memoryview(data)])
         return bytes(data)
 
+    @_repeatable
     def read_ranges(self, path: str, ranges: Sequence[ReadRange]) -> None:
         """Fill the buffers of every range."""
         with _opened(self, path) as fd:
@@ -173,14 +194,8 @@ class LocalStore:
     ) -> bool:
         """Put ``data`` at ``path`` at once."""
         with _named(path):
-            temporary, fd = _create(path)
+            temporary = retried(lambda: _written(path, data, fsync=fsync))
             try:
-                try:
-                    _write_all(fd, [memoryview(data)])
-                    if fsync:
-                        os.fsync(fd)
-                finally:
-                    os.close(fd)
                 if fsync:
                     self._sync_above(path)
                 placed = _place(temporary, path, exclusive=exclusive)
@@ -225,10 +240,10 @@ class LocalStore:
         A synced file is lost if the name of its directory is.
         """
         for directory in Path(path).absolute().parents:
-            status = directory.stat()
+            status = retried(directory.stat)
             known = (str(directory), status.st_ino)
             # A mount point has its name from the mount.
-            is_mount = status.st_dev != directory.parent.stat().st_dev
+            is_mount = status.st_dev != retried(directory.parent.stat).st_dev
             if known in self._durable or is_mount or directory == directory.parent:
                 return
             # This process has not made what it may not read.
@@ -240,11 +255,8 @@ class LocalStore:
         """Add ``data`` at the end of the file, in one call if it is small."""
         with _named(path):
             flags = os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC
-            try:
-                fd = os.open(path, flags, 0o644)
-            except FileNotFoundError:
-                Path(path).parent.mkdir(parents=True, exist_ok=True)
-                fd = os.open(path, flags, 0o644)
+            # Only the opening is repeated: bytes may have gone out before an error.
+            fd = retried(lambda: _open_new(path, flags))
             try:
                 _write_all(fd, [memoryview(data)])
                 if fsync:
@@ -252,54 +264,55 @@ class LocalStore:
             finally:
                 os.close(fd)
 
+    @_repeatable
     def list(self, directory: str) -> tuple[str, ...]:
         """Return the names in ``directory``, sorted."""
-        with _named(directory):
-            try:
-                names = [entry.name for entry in Path(directory).iterdir()]
-            except (FileNotFoundError, NotADirectoryError):
-                return ()
+        try:
+            names = [entry.name for entry in Path(directory).iterdir()]
+        except (FileNotFoundError, NotADirectoryError):
+            return ()
         return tuple(sorted(name for name in names if not is_temporary(name)))
 
+    @_repeatable
     def sizes(self, directory: str) -> dict[str, int]:
         """Return the size of every file of ``list``."""
         found: dict[str, int] = {}
-        with _named(directory):
-            try:
-                entries = sorted(os.scandir(directory), key=lambda entry: entry.name)
-            except (FileNotFoundError, NotADirectoryError):
-                return {}
-            for entry in entries:
-                # Somebody may delete a file between the listing and ``stat``.
-                with suppress(FileNotFoundError):
-                    if not is_temporary(entry.name) and entry.is_file():
-                        found[entry.name] = entry.stat().st_size
+        try:
+            entries = sorted(os.scandir(directory), key=lambda entry: entry.name)
+        except (FileNotFoundError, NotADirectoryError):
+            return {}
+        for entry in entries:
+            # Somebody may delete a file between the listing and ``stat``.
+            with suppress(FileNotFoundError):
+                if not is_temporary(entry.name) and entry.is_file():
+                    found[entry.name] = entry.stat().st_size
         return found
 
+    @_repeatable
     def exists(self, path: str) -> bool:
         """Return whether a file or directory is there."""
-        with _named(path):
-            return Path(path).exists()
+        return Path(path).exists()
 
+    @_repeatable
     def size(self, path: str) -> int:
         """Return the size of a file."""
-        with _named(path):
-            status = Path(path).stat()
-            _check_regular(path, status)
-            return status.st_size
+        status = Path(path).stat()
+        _check_regular(path, status)
+        return status.st_size
 
+    @_repeatable
     def stamp(self, path: str) -> Stamp:
         """Return what tells a file from another one in its place."""
-        with _named(path):
-            status = Path(path).stat()
-            _check_regular(path, status)
+        status = Path(path).stat()
+        _check_regular(path, status)
         # A copy may keep the time of its last change, but not that of its inode.
         parts = (status.st_size, status.st_mtime_ns, status.st_ctime_ns, status.st_ino)
         return Stamp(size_bytes=status.st_size, text="/".join(map(str, parts)), is_of_content=False)
 
+    @_repeatable
     def delete(self, path: str) -> None:
         """Remove a file, or a directory with all in it."""
-        with _named(path), suppress(FileNotFoundError):
+        with suppress(FileNotFoundError):
             # Only the link itself is removed.
             if Path(path).is_dir() and not Path(path).is_symlink():
                 shutil.rmtree(path)
@@ -310,22 +323,23 @@ class LocalStore:
         """Remove files."""
         for path in paths:
             with _named(path):
-                Path(path).unlink(missing_ok=True)
+                _remove(path)
 
+    @_repeatable
     def makedirs(self, path: str) -> None:
         """Make a directory and its parents."""
-        with _named(path):
-            Path(path).mkdir(parents=True, exist_ok=True)
+        Path(path).mkdir(parents=True, exist_ok=True)
 
     @contextmanager
     def lock(self, path: str, *, shared: bool) -> Iterator[bool | None]:
         """Lock a file with ``flock``; the kernel releases the lock when the process ends."""
         with _named(path):
             # NFS grants an exclusive lock only on a file that is open for writing.
-            fd = os.open(path, (os.O_RDONLY if shared else os.O_RDWR) | os.O_CLOEXEC)
+            flags = (os.O_RDONLY if shared else os.O_RDWR) | os.O_CLOEXEC
+            fd = retried(lambda: os.open(path, flags))
         try:
             with _named(path):
-                held = _flock(fd, shared=shared)
+                held = flock(fd, shared=shared)
                 # The file may have been replaced between ``open`` and ``flock``.
                 if held and not os.path.samestat(os.fstat(fd), Path(path).stat()):
                     raise FileNotFoundError(errno.ENOENT, "replaced", path)
@@ -340,7 +354,8 @@ def _check_regular(path: str, status: os.stat_result) -> None:
         raise StorageError(f"{path} is {what}, not a file", path=path)
 
 
-def _flock(fd: int, *, shared: bool) -> bool | None:
+def flock(fd: int, *, shared: bool) -> bool | None:
+    """Lock an open file; return whether it is locked, None if its file system has no locks."""
     try:
         fcntl.flock(fd, (fcntl.LOCK_SH if shared else fcntl.LOCK_EX) | fcntl.LOCK_NB)
     except BlockingIOError:
@@ -355,26 +370,54 @@ def _flock(fd: int, *, shared: bool) -> bool | None:
 def _create(path: str) -> tuple[str, int]:
     """Open a new temporary file beside ``path``, so that a rename stays in one file system."""
     directory, name = os.path.split(path)
-    temporary = f"{directory or '.'}/{temporary_name(name)}"
     flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC
+
+    def create() -> tuple[str, int]:
+        # Another name each time: an attempt that failed may have made its file.
+        temporary = f"{directory or '.'}/{temporary_name(name)}"
+        return temporary, _open_new(temporary, flags)
+
+    return retried(create)
+
+
+def _open_new(path: str, flags: int) -> int:
+    """Open a file that may not be there yet, nor its folder."""
     try:
-        return temporary, os.open(temporary, flags, 0o644)
+        return os.open(path, flags, 0o644)
     except FileNotFoundError:
-        Path(directory).mkdir(parents=True, exist_ok=True)
-        return temporary, os.open(temporary, flags, 0o644)
+        Path(path).parent.mkdir(parents=True, exist_ok=True)
+        return os.open(path, flags, 0o644)
+
+
+def _written(path: str, data: Buffer, *, fsync: bool) -> str:
+    """Return a new temporary file beside ``path`` that holds ``data``."""
+    temporary, fd = _create(path)
+    try:
+        try:
+            _write_all(fd, [memoryview(data)])
+            if fsync:
+                os.fsync(fd)
+        finally:
+            os.close(fd)
+    except BaseException:
+        _remove(temporary)
+        raise
+    return temporary
 
 
 def _place(temporary: str, path: str, *, exclusive: bool) -> bool:
     """Rename ``temporary`` to ``path``; if ``exclusive``, only where nothing is there."""
+    made = retried(Path(temporary).stat)
     if not exclusive:
-        Path(temporary).replace(path)
+        retried(lambda: _rename(temporary, path, made))
         return True
+    placed = True
     try:
         # A rename would replace; a hard link fails where the name is taken, atomically.
-        os.link(temporary, path)
+        retried(lambda: os.link(temporary, path))
     except FileExistsError:
-        _remove(temporary)
-        return False
+        # The answer to the link may have been lost: the file that is there is this one.
+        placed = _is_file(path, made)
     except OSError as error:
         if error.errno not in {errno.EPERM, errno.ENOTSUP, errno.EMLINK, errno.ENOSYS}:
             raise
@@ -382,22 +425,37 @@ def _place(temporary: str, path: str, *, exclusive: bool) -> bool:
         try:
             os.close(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o644))
         except FileExistsError:
-            _remove(temporary)
-            return False
-        Path(temporary).replace(path)
-        return True
+            placed = False
+        else:
+            retried(lambda: _rename(temporary, path, made))
     _remove(temporary)
-    return True
+    return placed
+
+
+def _rename(temporary: str, path: str, made: os.stat_result) -> None:
+    try:
+        Path(temporary).replace(path)
+    except FileNotFoundError:
+        # The answer to a rename may have been lost.
+        if not _is_file(path, made):
+            raise
+
+
+def _is_file(path: str, made: os.stat_result) -> bool:
+    """Return whether the file at ``path`` is the one of this status."""
+    try:
+        return os.path.samestat(retried(Path(path).stat), made)
+    except FileNotFoundError:
+        return False
 
 
 def _remove(path: str) -> None:
-    with suppress(FileNotFoundError):
-        Path(path).unlink()
+    retried(lambda: Path(path).unlink(missing_ok=True))
 
 
 def _sync_directory(directory: Path) -> None:
     """Make the names in a directory durable: fsync of a file does not do that."""
-    fd = os.open(directory, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+    fd = retried(lambda: os.open(directory, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC))
     try:
         os.fsync(fd)
     finally:
@@ -534,13 +592,11 @@ class _opened:  # noqa: N801 - used as a function
         self._store, self._path = store, path
 
     def __enter__(self) -> int:
-        self._fd = self._store.open_file(self._path)
+        self._fd = self._store._open(self._path)  # noqa: SLF001  in one module
         return self._fd
 
     def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
         os.close(self._fd)
-        if isinstance(error, OSError):
-            raise _storage_error(self._path, error) from error
 
 
 @contextmanager

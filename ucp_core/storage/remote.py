@@ -11,7 +11,8 @@ from typing import TYPE_CHECKING, Any, Final, TypeVar
 from ucp_core.errors import StorageError
 from ucp_core.storage.appended import PieceWriter
 from ucp_core.storage.base import Stamp, is_temporary, temporary_name
-from ucp_core.storage.service_errors import Retries
+from ucp_core.storage.passing import Retries
+from ucp_core.storage.service_errors import request
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -65,7 +66,7 @@ class FsspecStore:
 
     def read(self, path: str) -> bytes:
         """Return the whole file."""
-        data: bytes = self._retries.call(path, lambda: self._fs.cat_file(path))
+        data: bytes = request(self._retries, path, lambda: self._fs.cat_file(path))
         return data
 
     def read_range(self, path: str, offset_bytes: int, size_bytes: int) -> bytes:
@@ -96,7 +97,7 @@ class FsspecStore:
         for index in range(0, len(pieces), _REQUESTS_AT_ONCE):
             window = pieces[index : index + _REQUESTS_AT_ONCE]
             fetch = _Fetch(self._fs, path, window)
-            self._retries.call(path, fetch)
+            request(self._retries, path, fetch)
             for start, stop in window:
                 data = fetch.done[start, stop]
                 if len(data) != stop - start:
@@ -224,7 +225,7 @@ class FsspecStore:
     def delete(self, path: str) -> None:
         """Remove a file, or a directory with all in it."""
         try:
-            self._retries.call(path, lambda: self._fs.rm(path, recursive=True))
+            request(self._retries, path, lambda: self._fs.rm(path, recursive=True))
         except StorageError as error:
             if not error.facts.get("missing"):
                 raise
@@ -234,7 +235,7 @@ class FsspecStore:
         if not paths:
             return
         try:
-            self._retries.call(paths[0], lambda: self._fs.rm(builtins.list(paths)))
+            request(self._retries, paths[0], lambda: self._fs.rm(builtins.list(paths)))
         except StorageError as error:
             if not error.facts.get("missing"):
                 raise
@@ -260,18 +261,18 @@ class FsspecStore:
     def _call(self, path: str, act: Callable[[], T], *, once: bool = False) -> T:
         """Make a request that writes; ``once`` if a retry would do harm."""
         retries = Retries(attempts=1) if once else self._retries
-        return retries.call(path, act, needs_bucket=self._is_atomic)
+        return request(retries, path, act, needs_bucket=self._is_atomic)
 
     def _info(self, path: str) -> dict[str, Any]:
         self._fs.invalidate_cache(posixpath.dirname(path))
-        info: dict[str, Any] = self._retries.call(path, lambda: self._fs.info(path))
+        info: dict[str, Any] = request(self._retries, path, lambda: self._fs.info(path))
         return info
 
     def _entries(self, directory: str) -> builtins.list[dict[str, Any]]:
         # A cached listing would hide what another process committed.
         self._fs.invalidate_cache(directory)
         try:
-            found = self._retries.call(directory, lambda: self._fs.ls(directory, detail=True))
+            found = request(self._retries, directory, lambda: self._fs.ls(directory, detail=True))
         except StorageError as error:
             if error.facts.get("missing") or isinstance(error.__cause__, NotADirectoryError):
                 return []

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 from ucp_core.errors import StorageError
 from ucp_core.storage.remote import FsspecStore
+from ucp_core.storage.service_errors import request
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Mapping
@@ -34,7 +35,9 @@ class S3Store(FsspecStore):
 
     def read(self, path: str) -> bytes:
         """Return the whole file, by one request: s3fs would ask for the size first."""
-        data: bytes = self._retries.call(path, lambda: self._fs.cat_file(path, max_concurrency=1))
+        data: bytes = request(
+            self._retries, path, lambda: self._fs.cat_file(path, max_concurrency=1)
+        )
         return data
 
     def write_file(self, path: str, chunks: Iterable[Buffer], *, fsync: bool) -> int:

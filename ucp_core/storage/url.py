@@ -61,9 +61,9 @@ def _options(scheme: str) -> dict[str, Any]:
 
 
 def _store_of(scheme: str, filesystem: Any) -> Store:
+    from ucp_core.storage.passing import Retries
     from ucp_core.storage.remote import FsspecStore
     from ucp_core.storage.s3 import S3Store
-    from ucp_core.storage.service_errors import Retries
 
     if _EXTRAS.get(scheme) == "s3":
         filesystem.retries = 1

@@ -38,7 +38,7 @@ from orchestrator.shell.local.registry import (
 )
 from ucp_core.errors import StorageError
 from ucp_core.numerics import counted
-from ucp_core.storage import join, open_store
+from ucp_core.storage import join, open_store, retried
 from workers.launchers import ignore_schedulers
 from workers.process import gpus_of_node, tuned
 
@@ -292,7 +292,7 @@ class _Host:
                 case "serve_run" | "serve_run_detached":
                     self._old_summary = _content(join(argument, SUMMARY))
                     if "://" not in argument:
-                        self._directory = os.open(argument, os.O_RDONLY)
+                        self._directory = retried(lambda: os.open(argument, os.O_RDONLY))
                     self._register(run_directory=argument, is_detached=command != "serve_run")
                 case "shutdown":
                     pass

@@ -7,7 +7,7 @@ import secrets
 from pathlib import Path
 
 from orchestrator.run_directory import TOKEN
-from ucp_core.storage import LocalStore, Store, join
+from ucp_core.storage import LocalStore, Store, join, retried
 
 
 def run_token(store: Store, run_path: str) -> str:
@@ -20,7 +20,7 @@ def run_token(store: Store, run_path: str) -> str:
     if not store.exists(path):
         made = secrets.token_hex(16).encode()
         if isinstance(store, LocalStore):
-            _write_private(Path(path), made)
+            retried(lambda: _write_private(Path(path), made))
         else:
             store.write_atomic(path, made, fsync=False, exclusive=True)
     return store.read(path).decode().strip()
@@ -35,6 +35,7 @@ def _write_private(path: Path, data: bytes) -> None:
         os.write(fd, data)
     finally:
         os.close(fd)
+    # A repeated call finds the token of the first one, and both are read from the file.
     if path.exists():
         temporary.unlink()
     else:

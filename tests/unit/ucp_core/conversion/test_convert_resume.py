@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import errno
+import fcntl
 import json
 import os
 import random
@@ -12,6 +14,7 @@ import time
 from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -28,8 +31,8 @@ from tests.support.conversions import (
     native_source,
 )
 from ucp_core.conversion import convert
-from ucp_core.errors import UcpError
-from ucp_core.native import UNFINISHED_NAME, Checkpoint, open_checkpoint
+from ucp_core.errors import StorageError, UcpError
+from ucp_core.native import MANIFEST_NAME, UNFINISHED_NAME, Checkpoint, open_checkpoint
 from ucp_core.numerics import crc32
 from ucp_core.storage import Buffer, LocalStore, MemoryStore
 
@@ -485,3 +488,32 @@ def test_a_stream_takes_over_a_file_though_another_one_came_between(tmp_path: Pa
     assert _files(store) == {n for n in result.checkpoint.manifest.files if "/" not in n} | {
         "manifest.json"
     }
+
+
+def test_a_destination_is_not_blamed_on_another_process(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """Waiting for a process that does not exist would never end."""
+    source = native_source(tmp_path, large_state(num_tensors=1))
+    empty = tmp_path / "empty"
+    empty.mkdir()
+    (empty / MANIFEST_NAME).touch()
+    with pytest.raises(UcpError, match=r"is empty: a process was killed .* remove it"):
+        convert_to(source, empty)
+
+    def lost(link: Callable[..., None], *args: Any) -> None:
+        link(*args)
+        raise OSError(errno.ESTALE, os.strerror(errno.ESTALE))
+
+    with monkeypatch.context() as patch:
+        patch.setattr(os, "link", partial(lost, os.link))
+        convert_to(source, tmp_path / "lost")
+    assert open_checkpoint(LocalStore(), str(tmp_path / "lost")).manifest.files
+
+    def none(fd: int, operation: int) -> None:
+        del fd, operation
+        raise OSError(errno.ENOSYS, os.strerror(errno.ENOSYS))
+
+    monkeypatch.setattr(fcntl, "flock", none)
+    with pytest.raises(StorageError, match=r"without locks.*another file system"):
+        convert_to(source, tmp_path / "unlocked")

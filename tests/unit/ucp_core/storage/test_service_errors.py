@@ -5,7 +5,8 @@ import random
 import pytest
 
 from ucp_core.errors import StorageError
-from ucp_core.storage.service_errors import Retries
+from ucp_core.storage.passing import Retries
+from ucp_core.storage.service_errors import request
 
 
 def test_a_pause_takes_no_random_number_of_the_script() -> None:
@@ -16,6 +17,6 @@ def test_a_pause_takes_no_random_number_of_the_script() -> None:
         raise TimeoutError("away")
 
     with pytest.raises(StorageError):
-        Retries(attempts=3, first_s=0.001).call("bucket/key", refuse)
+        request(Retries(attempts=3, first_s=0.001), "bucket/key", refuse)
 
     assert random.getstate() == before

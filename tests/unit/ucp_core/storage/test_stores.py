@@ -6,8 +6,9 @@ import errno
 import os
 import resource
 import uuid
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
+from typing import Any
 
 import fsspec
 import pytest
@@ -280,3 +281,114 @@ def test_a_url_that_nobody_serves_is_refused(url: str) -> None:
     """With our own error, not with fsspec's or an import's."""
     with pytest.raises(StorageError):
         open_store(url)
+
+
+#: Errors that pass by themselves; a mount gives the first one when its server restarted.
+_PASSING = [errno.ESTALE, errno.EINTR, errno.EAGAIN, errno.EBUSY, errno.ETIMEDOUT]
+
+
+class _Mount:
+    """Stands for a mount: a call of ``os`` fails once for each path, before or after its effect."""
+
+    def __init__(
+        self, patch: pytest.MonkeyPatch, root: Path, number: int, *names: str, after: bool
+    ) -> None:
+        self.root, self.num_failed = str(root), 0
+        for name in names:
+            patch.setattr(os, name, self._failing(getattr(os, name), number, after=after))
+
+    def _failing(self, call: Callable[..., Any], number: int, *, after: bool) -> Callable[..., Any]:
+        failed: set[str] = set()
+
+        def fail(path: Any, *args: Any, **options: Any) -> Any:
+            # The random part of a temporary name would make every name a new one.
+            kind = f"{path}".partition(".tmp")[0]
+            first = kind not in failed
+            failed.add(kind)
+            if not first or not kind.startswith(self.root):
+                return call(path, *args, **options)
+            self.num_failed += 1
+            if after:
+                result = call(path, *args, **options)
+                if isinstance(result, int):
+                    os.close(result)
+            raise OSError(number, os.strerror(number), path)
+
+        return fail
+
+
+@pytest.mark.parametrize("number", _PASSING)
+@pytest.mark.parametrize("after", [False, True])
+def test_an_error_that_passes_is_not_told(
+    monkeypatch: pytest.MonkeyPatch,
+    tmp_path: Path,
+    number: int,
+    after: bool,  # noqa: FBT001
+) -> None:
+    """Each path fails once, and its effect may be there: nothing is done twice or refused."""
+    store, path = LocalStore(), str(tmp_path / "a" / "file")
+    mount = _Mount(
+        monkeypatch,
+        tmp_path,
+        number,
+        "open",
+        "link",
+        "replace",
+        "scandir",
+        "mkdir",
+        "unlink",
+        after=after,
+    )
+
+    assert store.write_atomic(path, b"one", fsync=True, exclusive=True), "its own link"
+    assert not store.write_atomic(path, b"two", fsync=True, exclusive=True)
+    assert store.read(path) == b"one"
+    assert store.write_atomic(path, b"three", fsync=True)
+    assert store.write_file(f"{path}s", [b"fo", b"ur"], fsync=True) == 4
+    store.append(f"{path}-lines", b"x\n")
+    store.append(f"{path}-lines", b"y\n")
+
+    names = ("file", "file-lines", "files")
+    assert store.list(str(tmp_path / "a")) == names
+    assert [store.read(str(tmp_path / "a" / name)) for name in names] == [
+        b"three",
+        b"x\ny\n",
+        b"four",
+    ]
+    store.delete(str(tmp_path / "a"))
+    assert not store.exists(path)
+    assert mount.num_failed > 6
+
+
+def test_bytes_that_went_out_are_not_appended_twice(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """An append that is repeated whole would write a record of the journal twice."""
+    write, path = os.writev, tmp_path / "lines"
+
+    def writev(fd: int, buffers: Sequence[memoryview]) -> int:
+        write(fd, buffers)
+        raise OSError(errno.ESTALE, os.strerror(errno.ESTALE))
+
+    monkeypatch.setattr(os, "writev", writev)
+    with pytest.raises(StorageError, match="Stale file handle"):
+        LocalStore().append(str(path), b"line\n")
+
+    assert path.read_bytes() == b"line\n"
+
+
+def test_an_error_that_stays_is_told_after_some_attempts(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """A directory that was removed on the server is stale for good: no call waits for ever."""
+    calls: list[object] = []
+
+    def stale(path: object, *_: object, **__: object) -> int:
+        calls.append(path)
+        raise OSError(errno.ESTALE, os.strerror(errno.ESTALE), path)
+
+    monkeypatch.setattr(os, "open", stale)
+    with pytest.raises(StorageError, match="Stale file handle"):
+        LocalStore().read(str(tmp_path / "file"))
+
+    assert 2 <= len(calls) <= 10
