@@ -19,6 +19,7 @@ if TYPE_CHECKING:
     from workers.parallel.mesh import Mesh, build_mesh
     from workers.parallel.pipeline import PassHooks, Pipeline, StageModel, Stages
     from workers.parallel.tensor import ModelPlan, apply_tensor_plan
+    from workers.parallel.units import Units, Used
 
 __all__ = [
     "LocalShard",
@@ -29,6 +30,8 @@ __all__ = [
     "SequenceParts",
     "StageModel",
     "Stages",
+    "Units",
+    "Used",
     "apply_sequence_plan",
     "apply_tensor_plan",
     "build_mesh",

@@ -2,7 +2,43 @@
 
 from __future__ import annotations
 
+from typing import Any
+
+import torch
+from torch.distributed.fsdp import FSDPModule
+from torch.distributed.fsdp._fully_shard._fsdp_param_group import FSDPParamGroup as Group
 from torch.distributed.tensor.placement_types import _StridedShard as StridedShard
 from torch.utils._pytree import tree_map
 
-__all__ = ["StridedShard", "tree_map"]
+__all__ = ["Group", "NoGroup", "StridedShard", "in_backward", "param_group", "tree_map"]
+
+
+class NoGroup:
+    """Stands for the group of a module without parameters of its own."""
+
+    fsdp_params: tuple[Any, ...] = ()
+    reduce_grads = False
+
+    def pre_forward(self, _module: Any, args: Any, kwargs: Any) -> Any:
+        """Change nothing."""
+        return args, kwargs
+
+    def post_forward(self, _module: Any, _given: Any, output: Any) -> Any:
+        """Change nothing."""
+        return output
+
+    def pre_backward(self, *_how: Any) -> None:
+        """Do nothing."""
+
+    def post_backward(self, *_unused: Any) -> None:
+        """Do nothing."""
+
+
+def param_group(module: FSDPModule) -> Group | None:
+    """Return the parameters of a unit; None if all are in units inside of it."""
+    return module._get_fsdp_state()._fsdp_param_group  # noqa: SLF001
+
+
+def in_backward() -> bool:
+    """Return whether a backward pass runs: a forward pass in it repeats one."""
+    return torch._C._current_graph_task_id() != -1  # noqa: SLF001

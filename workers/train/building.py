@@ -19,6 +19,8 @@ from workers.parallel import (
     ModelPlan,
     Pipeline,
     Stages,
+    Units,
+    Used,
     apply_sequence_plan,
     apply_tensor_plan,
     local_shards,
@@ -101,16 +103,23 @@ def build_model(
     for shard in shards:
         # Sharding makes new parameters, without what the script has noted on them.
         vars(shard.parameter).update(vars(parameters[shard.fqn]))
+    shapes = {name: tuple(one.shape) for name, one in parameters.items()}
+    used = Used(shards, shapes)
+    called_models = {0: model}
+    if pipeline is not None:
+        called_models = {one: pipeline.model.stage(one) for one in pipeline.model.numbers}
     return BuiltModel(
         model=model,
         called=called,
-        shapes={name: tuple(one.shape) for name, one in parameters.items()},
+        shapes=shapes,
         shards=shards,
         buffers=PersistentBuffers(model, averaged),
         keeps_gathered=keeps_gathered,
         sequence=sequence,
         pipeline=pipeline,
         reduction=reduction,
+        units={number: Units(part, used) for number, part in called_models.items()},
+        used=used,
         mesh=mesh,
         device=device,
         documents=described,

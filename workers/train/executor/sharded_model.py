@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 from ucp_core.native import AVERAGE
-from workers.parallel import LocalShard, Mesh, Pipeline, SequenceParts
+from workers.parallel import LocalShard, Mesh, Pipeline, SequenceParts, Units, Used
 from workers.state import (
     Optimizers,
     PersistentBuffers,
@@ -40,6 +40,8 @@ class BuiltModel:
         sequence: This rank's parts of sequences.
         pipeline: Runs micro-batches through the stages; None if the model is whole.
         reduction: State of the deterministic reduction.
+        units: What is gathered and reduced as one, by the number of this rank's stage.
+        used: The parameters that the step used.
         mesh: The ranks that the model is sharded over.
         documents: Files that Hugging Face keeps beside the weights of such a model.
         relations: Persistent buffers of the whole model by name, and its parameters' other names.
@@ -54,6 +56,8 @@ class BuiltModel:
     sequence: SequenceParts
     pipeline: Pipeline | None
     reduction: Reduction
+    units: Mapping[int, Units]
+    used: Used
     mesh: Mesh
     device: torch.device
     documents: Mapping[str, bytes]

@@ -12,7 +12,7 @@ import math
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
-from typing import Any, Final, Protocol
+from typing import Any, Final, NoReturn, Protocol
 
 import torch
 import torch.distributed as dist
@@ -208,6 +208,7 @@ class Step:
         seed_all(random_seed(*key, *self._sharded.mesh.random_key))
         self._progress.enter(WorkerPhase.FORWARD)
         self._span("forward", number)
+        self._sharded.units[stage].begin_forward(number)
 
     def _begin_backward(self, model: nn.Module, number: int) -> None:
         """Say what FSDP2 does with a model's gradients of a pass, and with gathered parameters."""
@@ -264,10 +265,12 @@ class Step:
 
         def begin_backward(stage: int, number: int) -> None:
             self._begin_backward(pipeline.model.stage(stage), number)
+            self._sharded.units[stage].begin_backward(number)
             self._progress.enter(WorkerPhase.BACKWARD)
             self._span("backward", number)
 
         def end(stage: int, number: int) -> None:
+            self._sharded.units[stage].end_backward()
             self._span("")
             one = passes[number]
             self._sharded.whole.end_pass(one.micro_batch if one.counts else None)
@@ -307,12 +310,15 @@ class Step:
         self._progress.enter(WorkerPhase.BACKWARD)
         one = self._pass
         self._span("backward", self._number_of_pass)
+        units = self._sharded.units[0]
+        units.begin_backward(self._number_of_pass)
         try:
             self._weigh(loss, tokens).backward()
         except RuntimeError as error:
             if "out of bounds for storage of size 0" in str(error):
                 error.add_note(f"everstep: in step {self.number}: {CHANGED_IN_PLACE}")
             raise
+        units.end_backward()
         self._span("")
         self._sharded.whole.end_pass(one.micro_batch if one.counts else None)
         if one is self._quota.passes[-1]:
@@ -414,10 +420,13 @@ class Step:
             if not any(owner is one for one in chosen or ()):
                 shard.parameter.grad = None
         if all(shard.parameter.grad is None for shard in sharded.shards):
-            raise TaskError(
-                f"step {self.number}: no parameter that an optimizer updates has a gradient; the "
-                f"loss must depend on one with requires_grad. {CHANGED_IN_PLACE}"
-            )
+            self._refuse_unused()
+
+    def _refuse_unused(self) -> NoReturn:
+        raise TaskError(
+            f"step {self.number}: no parameter that an optimizer updates has a gradient; the "
+            f"loss must depend on one with requires_grad. {CHANGED_IN_PLACE}"
+        )
 
     def _reduce(self) -> None:
         """Set loss, tokens, grad_norm and agreed; scale the gradients.
@@ -450,9 +459,10 @@ class Step:
         said = [tokens, *signals.numbers()]
         num_said, whole = len(said), sharded.whole
         said += whole.exist()
-        counts = torch.tensor(said, dtype=torch.float64, device=sharded.device)
-        changed, first = self._changes.are_seen(device), len(said) + 1
-        end = first + num_places
+        counts = torch.tensor(said, dtype=torch.float64)
+        counts = torch.cat((counts, sharded.used.numbers())).to(device)
+        num_counts, first = len(counts), len(counts) + 1
+        changed, end = self._changes.are_seen(device), first + num_places
         numbers = torch.cat((counts, changed, losses, whole.sums(), squares))
         dist.all_reduce(numbers)
         square = whole.put(numbers[end : end + whole.num_sums])
@@ -462,9 +472,11 @@ class Step:
         scale = scaler.get_scale() if scaler is not None else 1.0
         scale_gradients(sharded.shards, square, numbers[0] * scale, self._train.clip_norm)
         *head, squared = read()
-        if head[len(said)]:
+        if head[num_counts]:
             refuse_clipped(self.number)
         whole.drop(head[num_said : len(said)])
+        if not sharded.used.drop_unused(head[len(said) : num_counts]) and sharded.pipeline is None:
+            self._refuse_unused()
         self.tokens, self.agreed = int(head[0]), Signals.from_sums(head[1:num_said])
         refuse_readings(self.agreed, signals, step=self.number, device=device)
         if self.agreed.freezes:
