@@ -90,13 +90,7 @@ def build_model(
     materialize(model, device)
     if pipeline is not None:
         pipeline.model.share_buffers()
-    reduction = Reduction()
-    if settings.train.deterministic:
-        use_tree(model, reduction)
-    elif device.type == "cpu":
-        use_all_to_all(model, reduction)
-    else:
-        use_own(model, reduction)
+    reduction = _reduction(model, settings.train, device)
     shards = local_shards(model, mesh)
     if settings.train.deterministic:
         reserve(shards)
@@ -105,9 +99,6 @@ def build_model(
         vars(shard.parameter).update(vars(parameters[shard.fqn]))
     shapes = {name: tuple(one.shape) for name, one in parameters.items()}
     used = Used(shards, shapes)
-    called_models = {0: model}
-    if pipeline is not None:
-        called_models = {one: pipeline.model.stage(one) for one in pipeline.model.numbers}
     return BuiltModel(
         model=model,
         called=called,
@@ -118,7 +109,7 @@ def build_model(
         sequence=sequence,
         pipeline=pipeline,
         reduction=reduction,
-        units={number: Units(part, used) for number, part in called_models.items()},
+        units=_units(model, pipeline, used),
         used=used,
         mesh=mesh,
         device=device,
@@ -139,6 +130,25 @@ def _relations(model: nn.Module) -> dict[str, Any]:
         if key not in module._non_persistent_buffers_set  # noqa: SLF001
     ]
     return {"buffers": buffers, "ties": ties}
+
+
+def _reduction(model: nn.Module, train: TrainSettings, device: torch.device) -> Reduction:
+    """Have the units of a sharded model reduce in the way of this run."""
+    reduction = Reduction()
+    if train.deterministic:
+        use_tree(model, reduction)
+    elif device.type == "cpu":
+        use_all_to_all(model, reduction)
+    else:
+        use_own(model, reduction)
+    return reduction
+
+
+def _units(model: nn.Module, pipeline: Pipeline | None, used: Used) -> dict[int, Units]:
+    if pipeline is None:
+        return {0: Units(model, used)}
+    stages = pipeline.model
+    return {number: Units(stages.stage(number), used) for number in stages.numbers}
 
 
 def _refuse_averaged(mesh: Mesh, averaged: Sequence[str]) -> None:

@@ -201,7 +201,7 @@ class Step:
         """Record that ``op`` of a pass begins, or with "" that the last one ends."""
         collectives.span(op, step=self.number, micro_batch=number)
 
-    def _begin_forward(self, _stage: int, number: int) -> None:
+    def _begin_forward(self, stage: int, number: int) -> None:
         # A fence ends a step here at the latest: not every pass has a collective.
         collectives.check()
         key = (self._train.seed, self.number, self._quota.passes[number].micro_batch)
@@ -436,15 +436,7 @@ class Step:
         device scales the gradients.
         """
         sharded, deterministic = self._sharded, self._train.deterministic
-        # In deterministic mode each loss and each row has its own element: a sum over ranks adds
-        # zeros to it, and the elements are then added in an order that ignores the ranks.
-        num_places = self._train.num_micro_batches if deterministic else 1
-        losses = torch.zeros(num_places, dtype=torch.float64, device=sharded.device)
-        tokens = 0
-        sums = sorted(self._sums.items()) if sharded.mesh.counts else []
-        for micro_batch, (loss, count) in sums:
-            losses[micro_batch if deterministic else 0] += loss
-            tokens += count
+        losses, tokens = self._own_losses()
         rank, device = sharded.mesh.rank, sharded.device
         if deterministic:
             column = sharded.mesh.tensor_rank, sharded.mesh.layout.tp
@@ -462,7 +454,7 @@ class Step:
         counts = torch.tensor(said, dtype=torch.float64)
         counts = torch.cat((counts, sharded.used.numbers())).to(device)
         num_counts, first = len(counts), len(counts) + 1
-        changed, end = self._changes.are_seen(device), first + num_places
+        changed, end = self._changes.are_seen(device), first + len(losses)
         numbers = torch.cat((counts, changed, losses, whole.sums(), squares))
         dist.all_reduce(numbers)
         square = whole.put(numbers[end : end + whole.num_sums])
@@ -483,6 +475,22 @@ class Step:
             sharded.trained.agree(f"in step {self.number}")
         self.loss = math.fsum(head[first:]) / self.tokens if self.tokens else math.nan
         self.grad_norm = math.sqrt(squared) * (1.0 / (max(1, self.tokens) * scale))
+
+    def _own_losses(self) -> tuple[Tensor, int]:
+        """Return the sums of this rank's losses, float64, and its tokens.
+
+        In deterministic mode each loss and each row has its own element: a sum over ranks adds
+        zeros to it, and the elements are then added in an order that ignores the ranks.
+        """
+        deterministic = self._train.deterministic
+        num_places = self._train.num_micro_batches if deterministic else 1
+        losses = torch.zeros(num_places, dtype=torch.float64, device=self._sharded.device)
+        tokens = 0
+        for micro_batch, (loss, count) in sorted(self._sums.items()):
+            if self._sharded.mesh.counts:
+                losses[micro_batch if deterministic else 0] += loss
+                tokens += count
+        return losses, tokens
 
     def _update(self) -> None:
         sharded = self._sharded
