@@ -14,6 +14,7 @@
     + MemoryBudgetError
     + StorageError
     + SupersededError
+    + HeldError
 
 They are about the input and the world; a mistake in the caller's code is an ``AssertionError``.
 """
@@ -129,3 +130,7 @@ class StorageError(UcpError):
 
 class SupersededError(UcpError):
     """A later claim on the run's directory counts: the caller must write nothing more and end."""
+
+
+class HeldError(UcpError):
+    """Another process trains in the run's directory; nothing was written there."""

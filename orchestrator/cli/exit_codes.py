@@ -6,7 +6,7 @@ import signal
 from enum import IntEnum
 
 from orchestrator.errors import CapacityError, ConfigError, RunNotFoundError, TokenError
-from ucp_core.errors import StorageError
+from ucp_core.errors import HeldError, StorageError
 from workers.launchers import SCHEDULERS
 
 
@@ -43,7 +43,7 @@ def code_of_error(error: Exception) -> ExitCode:
     """Return the code for one of our errors."""
     if isinstance(error, CapacityError):
         return ExitCode.NO_CAPACITY
-    if isinstance(error, ConfigError | RunNotFoundError | TokenError):
+    if isinstance(error, ConfigError | HeldError | RunNotFoundError | TokenError):
         return ExitCode.BAD_INPUT
     if isinstance(error, StorageError):
         return ExitCode.NO_STORAGE

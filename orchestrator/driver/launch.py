@@ -37,7 +37,7 @@ from orchestrator.errors import CapacityError, RunNotFoundError
 from orchestrator.shell import CONTROLLER, OPTIONS, Controller, HostedCluster, RunNames, run_id
 from ucp_core.errors import StorageError
 from ucp_core.numerics import counted
-from ucp_core.storage import RECENT_S, Owner, next_claim
+from ucp_core.storage import RECENT_S, Owner, held, next_claim, open_store
 
 
 class Launched(Run):
@@ -184,12 +184,14 @@ def launch_run(
     Raises:
         ConfigError: All its steps are done, or a setting changed that may not change now.
         CapacityError: No cluster answers.
+        HeldError: A script trains alone in the directory.
     """
     with one_launch(config.run.directory, say=say) as require_alone:
         if _is_under_way(config, say):
             require_same(config)
             return Launched(config, None, attach=True)
-        require_resumable(config)
+        with held(*open_store(config.run.directory), shared=True):
+            require_resumable(config)
         if config.cluster.address is None:
             nodes = counted(config.cluster.local_nodes, "simulated node")
             say(f"starting {nodes} on this machine ...")

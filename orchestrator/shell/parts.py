@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from contextlib import ExitStack
 from typing import Any
 
 import ray
@@ -27,7 +28,7 @@ from orchestrator.shell.memory import CadenceWatch, Orders, ProtectionWatch, Sna
 from orchestrator.shell.names import RunNames
 from orchestrator.shell.observer import Observer
 from orchestrator.shell.others import Others
-from ucp_core.storage import Owner, join, open_store
+from ucp_core.storage import Owner, held, join, open_store
 from workers import keeper, process
 
 
@@ -50,6 +51,10 @@ class Parts:
         self.rules = config.rules()
         self.store, self.path = open_store(config.run.directory)
         self.owner = Owner(self.store, self.path, claim)
+        # Where a script that runs alone has taken the run over, its claim says so.
+        self.owner.require()
+        self._held = ExitStack()
+        self._held.enter_context(held(self.store, self.path, shared=True))
         spool = self.names.spool(ray.get_runtime_context().get_actor_id() or "")
         self.begun = storage.begin_incarnation(
             self.store, self.path, config, claim_number=claim, token=token, spool=spool

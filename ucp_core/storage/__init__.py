@@ -15,6 +15,7 @@ from ucp_core.storage.base import (
     ask_ahead,
     join,
 )
+from ucp_core.storage.holding import held
 from ucp_core.storage.local import (
     LocalStore,
     flock,
@@ -46,6 +47,7 @@ __all__ = [
     "ask_ahead",
     "claim",
     "flock",
+    "held",
     "is_full",
     "is_link",
     "is_local",

@@ -9,14 +9,18 @@ most one checkpoint interval.
 from __future__ import annotations
 
 import logging
+import secrets
+import socket
 import tempfile
 from dataclasses import replace
+from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed as dist
 
+from ucp_core.errors import SupersededError
 from ucp_core.layout import ParallelLayout
 from ucp_core.native import (
     MANIFEST_NAME,
@@ -26,7 +30,7 @@ from ucp_core.native import (
     last_attempt,
     unloadable,
 )
-from ucp_core.storage import Store, join, open_store
+from ucp_core.storage import Store, claim, held, join, next_claim, open_store
 from workers.errors import MisfitError, SettingsError, StateError, TaskError
 from workers.protocol import (
     CHECKPOINTS,
@@ -36,6 +40,7 @@ from workers.protocol import (
     Outcome,
     PeerLost,
     Raised,
+    Superseded,
     Unloadable,
 )
 from workers.records import ProgressRecord
@@ -72,6 +77,8 @@ def run(
     Raises:
         SettingsError: The settings cannot work; names every problem.
         StateError: The newest checkpoint is of another model, or no checkpoint can be loaded.
+        HeldError: Another process trains in the directory.
+        SupersededError: Another one began to, in a storage without locks; this one has ended.
         StorageError: The storage refused to list the checkpoints.
         TaskError: ``train`` raised; the message ends with its traceback.
     """
@@ -91,18 +98,22 @@ def run(
         # Sums of more threads have another order, and a worker has one unless it is given more.
         torch.set_num_threads(1)
     directory = directory or settings.run.directory
-    outcome = _train(train, settings, directory)
+    store, path = open_store(directory)
+    with held(store, path, shared=False):
+        outcome = _train(train, settings, store, path)
     if isinstance(outcome, Raised):
         raise TaskError(f"training failed in step {outcome.step}\n{outcome.traceback}")
     if isinstance(outcome, PeerLost):
         # The script has a store or a group of its own, or the device's transport failed.
         raise TaskError(f"training failed after step {outcome.step}: {outcome.detail}")
+    if isinstance(outcome, Superseded):
+        raise SupersededError(outcome.why, path=directory)
     assert isinstance(outcome, Completed), f"nobody can end this attempt early: {outcome}"
 
 
-def _train(train: Task, settings: Settings, directory: str) -> Outcome:
+def _train(train: Task, settings: Settings, store: Store, path: str) -> Outcome:
     """Train as the only worker, from the newest checkpoint that loads; return the outcome."""
-    store, path = open_store(directory)
+    claimed = _claimed(store, path)
     checkpoints = join(path, CHECKPOINTS)
     skipped: dict[str, str] = {}
     while True:
@@ -113,7 +124,12 @@ def _train(train: Task, settings: Settings, directory: str) -> Outcome:
         known = found.attempt if found else 0
         attempt = max(known, last_attempt(store, checkpoints, names)) + 1
         resume = (found.step, found.attempt) if found is not None else (0, 0)
-        outcome = attempt_alone(settings, store, path, attempt=attempt, resume=resume, task=train)
+        if found is not None:
+            # As a warning: a script that runs alone has set up no logging.
+            log.warning("resumes at step %s from %s", found.step, path)
+        outcome = attempt_alone(
+            settings, store, path, attempt=attempt, resume=resume, task=train, claimed=claimed
+        )
         if not isinstance(outcome, Unloadable):
             return outcome
         assert found is not None, f"there was nothing to load: {outcome}"
@@ -121,6 +137,15 @@ def _train(train: Task, settings: Settings, directory: str) -> Outcome:
         name = found.directory.rpartition("/")[2]
         reasons = (reason.removeprefix(f"{name}: ") for reason in outcome.found.reasons)
         _warn(name, "; ".join(reasons), skipped)
+
+
+def _claimed(store: Store, path: str) -> int:
+    """Claim the directory; workers of an older claim commit nothing more. Return the number."""
+    now = datetime.now(UTC).isoformat(timespec="seconds")
+    record = {"token": secrets.token_hex(8), "host": socket.gethostname(), "since": now}
+    number = next_claim(store, path)
+    claim(store, path, number, record)
+    return number
 
 
 def _skip_damaged(
@@ -179,12 +204,14 @@ def attempt_alone(
     attempt: int,
     resume: tuple[int, int] = (0, 0),
     task: Task | None = None,
+    claimed: int = 0,
 ) -> Outcome:
     """Run one attempt as its only worker, in this process; return its outcome.
 
     Args:
         resume: Step and attempt of the checkpoint to load; (0, 0) to start from step 0.
         task: What to train; None for the settings' script, or the built-in training.
+        claimed: The claim on the directory; 0 for one that is not shared.
     """
     rendezvous = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
     with tempfile.TemporaryDirectory(prefix="everstep-") as scratch:
@@ -202,6 +229,7 @@ def attempt_alone(
         )
         assignment = Assignment(
             attempt=attempt,
+            claim=claimed,
             rank=0,
             layout=ParallelLayout(),
             store_host="127.0.0.1",

@@ -6,18 +6,22 @@ import json
 import re
 import signal
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 from safetensors.torch import load_file
 
+from everstep import run as run_alone
 from orchestrator.config import RunConfig
 from orchestrator.driver.changes import require_resumable
 from orchestrator.driver.faults import signal_rank, wait_for
-from orchestrator.driver.launch import Launched
+from orchestrator.driver.launch import Launched, launch_run
 from orchestrator.errors import ConfigError
 from tests.support import train_field, train_width
+from tests.support.endless import endless
+from ucp_core.errors import HeldError
 from ucp_core.native import open_checkpoint
 from ucp_core.storage import LocalStore
 
@@ -108,6 +112,32 @@ def test_a_start_with_another_model_costs_no_checkpoint(
     text = (Path(make_config().run.directory) / "metrics/rank0.jsonl").read_text()
     rows = [json.loads(one) for one in text.splitlines()]
     assert [row["step"] for row in rows] == list(range(1, 21))
+
+
+def test_a_run_and_a_script_that_runs_alone_refuse_each_other(
+    nodes: Any, make_config: Callable[..., RunConfig], tmp_path: Path
+) -> None:
+    """Both trained, and wrote into one another."""
+    config = make_config(
+        run__script=train_width.__file__, run__arguments='["5"]', workers__max=1,
+        workers__standby_per_node=0, train__steps=100_000, train__global_batch=8,
+        train__micro_batch=2,
+    )  # fmt: skip
+    run = Launched(config, nodes)
+    assert wait_for(run, lambda s: s["step"] >= 1, timeout_s=ACT_S_MAX), run.summary()
+    with pytest.raises(
+        HeldError, match=rf"another process trains in .*: pid {run.controller_pid()}, host "
+    ):
+        run_alone(lambda _: None, directory=config.run.directory, steps=1)
+    run.stop("enough")
+    assert run.follow(lambda _: None)["outcome"] == "stopped"
+
+    other = tmp_path / "alone"
+    with endless(other) as process:
+        settings = replace(config.run, directory=str(other))
+        with pytest.raises(HeldError, match=f"pid {process.pid}, host "):
+            launch_run(config.model_copy(update={"run": settings}))
+    assert [path.name for path in other.iterdir()] == ["claims"]
 
 
 @pytest.mark.chaos

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import logging
 import os
 from pathlib import Path
 
@@ -21,6 +22,9 @@ from everstep import (
     TrainSettings,
     run,
 )
+from tests.support.endless import endless
+from ucp_core.errors import HeldError, SupersededError
+from ucp_core.storage import claim, next_claim, open_store
 from workers.data.files import own_cache
 from workers.errors import MisfitError
 
@@ -205,3 +209,44 @@ def test_settings_name_the_directory_and_no_user_needs_a_name(
         monkeypatch.delenv(name, raising=False)
     monkeypatch.setattr(os, "getuid", lambda: 54321)
     assert own_cache().endswith("-54321")
+
+
+def test_a_second_process_is_refused_until_the_first_is_killed(tmp_path: Path) -> None:
+    """Both trained, and wrote into one another. A forked process inherits what is open."""
+    with endless(tmp_path) as other:
+        before = {path: path.stat().st_mtime_ns for path in tmp_path.rglob("*")}
+        with pytest.raises(
+            HeldError, match=rf"another process trains in {tmp_path}: pid {other.pid}, host "
+        ):
+            train(tmp_path, Fit(), steps=2)
+        assert {path: path.stat().st_mtime_ns for path in tmp_path.rglob("*")} == before
+
+        other.kill()
+        other.wait()
+        train(tmp_path, Fit(), steps=2)
+
+
+def test_without_locks_the_process_that_began_later_trains() -> None:
+    """A bucket cannot say whether the process of a claim lives."""
+    store, path = open_store("memory://alone")
+    fit = Fit()
+
+    def train_until_another_begins(session: Session) -> None:
+        claim(store, path, next_claim(store, path), {"token": "other", "host": "there"})
+        fit(session)
+
+    with pytest.raises(SupersededError, match=r"claim 2 was made at .* on there"):
+        run(train_until_another_begins, directory="memory://alone", steps=2, global_batch=1,
+            micro_batch=1)  # fmt: skip
+    assert not store.list(f"{path}/checkpoints")
+
+
+def test_a_resume_says_from_which_step_first(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Somebody who changes a script and starts it again expects a new run."""
+    train(tmp_path, Fit(), steps=2)
+    assert caplog.messages == []
+    train(tmp_path, Fit(), steps=3)
+    assert caplog.messages == [f"resumes at step 2 from {tmp_path}"]
+    assert caplog.records[0].levelno >= logging.WARNING, "Python shows no less without a setup"
