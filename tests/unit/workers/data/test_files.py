@@ -5,6 +5,9 @@ from __future__ import annotations
 import io
 import json
 import os
+import subprocess
+import sys
+import tempfile
 from collections.abc import Callable
 from contextlib import ExitStack
 from pathlib import Path
@@ -274,3 +277,44 @@ def test_lists_of_numbers_become_tensors(parquet: list[str]) -> None:
     assert firsts == order.samples(0, 4).tolist()
     assert np.issubdtype(ParquetRows(parquet)[0]["tokens"].dtype, np.integer)
     assert json.dumps(ParquetRows(parquet)[0]["n"]) == "0"
+
+
+_NAMELESS = """
+import os
+import pwd
+from pathlib import Path
+from everstep import DataSettings, JsonLines
+from workers.data import open_texts
+
+Path("d.jsonl").write_text('{"a": 1}\\n' * 10)
+for number in range(30):
+    Path(f"{number}.txt").write_text(f"{number:02d}" * 50)
+
+def read(cache):
+    settings = DataSettings(
+        source="*.txt", sequence_length=8, validation_share=0.3, cache_directory=cache
+    )
+    texts = open_texts(settings)
+    return len(JsonLines("d.jsonl", cache=cache or None)), texts.train.num_samples
+
+# Modules may lie where others cannot read.
+before = read("root")
+os.setgroups([])
+os.setgid(54321)
+os.setuid(54321)
+try:
+    raise SystemExit(f"it has a name: {pwd.getpwuid(os.getuid())}")
+except KeyError:
+    pass
+assert read("") == before
+"""
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="only root may become another user")
+def test_a_user_whose_number_has_no_name_reads_data() -> None:
+    """Containers run under such numbers, without a home."""
+    # The folders above ``tmp_path`` are closed to other users.
+    with tempfile.TemporaryDirectory() as place:
+        Path(place).chmod(0o777)
+        environment = {"TMPDIR": place, "PYTHONPATH": os.pathsep.join(filter(None, sys.path))}
+        subprocess.run([sys.executable, "-c", _NAMELESS], cwd=place, env=environment, check=True)
