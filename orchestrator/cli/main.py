@@ -610,23 +610,30 @@ def plan(
         str | None, typer.Option(help="Model instead of the settings' one, as llama-70b.")
     ] = None,
     recompute: Annotated[
-        bool, typer.Option("--recompute", help="Layers are computed again in the backward pass.")
-    ] = False,
+        bool | None,
+        typer.Option(help="Layers are computed again in the backward pass, or not; else both."),
+    ] = None,
     as_json: Json = False,
 ) -> None:
     """Say what would happen now if machines were lost: version, lost steps, sources, workers.
 
     Without --lose, says it for the loss of each single node. With --gpus, says which layouts such
-    GPUs could train CONFIG in: step time, memory, bubbles, state to move, and why.
+    GPUs could train CONFIG in: step time, memory, bubbles, state to move, and why. Degrees of
+    parallel that CONFIG names are kept.
     """
     from orchestrator.driver import plan_each_node, plan_losses, print_node_plans, print_plan
 
     if gpus is not None:
-        from orchestrator.config import load
         from orchestrator.driver import plan_layouts, print_layouts
 
-        settings = load(target, overrides or [])
-        layouts = plan_layouts(settings, gpus, gpu, model, recomputes=recompute)
+        layouts = plan_layouts(
+            target,
+            overrides or [],
+            gpus=gpus,
+            gpu=gpu,
+            model=model,
+            recomputes=recompute,
+        )
         if as_json:
             typer.echo(json.dumps(layouts.to_json()))
         else:

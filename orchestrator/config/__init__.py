@@ -6,7 +6,7 @@ from ucp_core.lazy import lazy_door
 
 if TYPE_CHECKING:
     from orchestrator.config.documented import commented_yaml, json_schema
-    from orchestrator.config.loading import demo_config, load
+    from orchestrator.config.loading import demo_config, load, load_for_gpus
     from orchestrator.config.preflight import job_of, run_preflight
     from orchestrator.config.schema import RunConfig
     from orchestrator.config.sections import Alternative, MlflowSection, WandbSection
@@ -21,6 +21,7 @@ __all__ = [
     "job_of",
     "json_schema",
     "load",
+    "load_for_gpus",
     "run_preflight",
 ]
 

@@ -21,12 +21,16 @@ from workers.models import PRESETS
 from workers.settings import AUTO, between_keys, model_shape
 
 
-def cross_problems(config: RunConfig) -> list[Problem]:
-    """Return what is wrong with values and between keys."""
+def cross_problems(config: RunConfig, num_experts: int = 0) -> list[Problem]:
+    """Return what is wrong with values and between keys.
+
+    Args:
+        num_experts: Those of a layer of the built-in model.
+    """
     lines = [line.partition(": ") for line in between_keys(config.settings())]
     found = [Problem(path, message) for path, _, message in lines]
     found += _worker_problems(config)
-    found += _axis_problems(config)
+    found += _axis_problems(config, num_experts)
     found += _sequence_problems(config)
     found += _capacity_problems(config)
     found += _notice_problems(config.notices)
@@ -88,7 +92,7 @@ def _topology_problems(topology: TopologySection) -> Iterator[Problem]:
                 yield Problem("topology.zones", f"{rack} is no rack; topology.racks names {known}")
 
 
-def _axis_problems(config: RunConfig) -> Iterator[Problem]:
+def _axis_problems(config: RunConfig, num_experts: int) -> Iterator[Problem]:
     """Yield what tensor parallelism cannot cut, and what gives stages too little to do."""
     parallel = config.parallel
     dp = max(config.workers.max // (parallel.cp * parallel.tp * parallel.pp), 1)
@@ -114,9 +118,11 @@ def _axis_problems(config: RunConfig) -> Iterator[Problem]:
         )
     if config.run.script or config.model.preset not in PRESETS:
         return
-    if parallel.ep > 1:
-        message = f"model.preset={config.model.preset} has no experts: write parallel.ep: 1"
-        yield Problem("parallel.ep", message)
+    if (num_experts or 1) % parallel.ep:
+        message = f"{parallel.ep} does not divide the {num_experts} experts"
+        preset = f"model.preset={config.model.preset}"
+        none = f"{preset} has no experts: write parallel.ep: 1"
+        yield Problem("parallel.ep", message if num_experts else none)
     shape = model_shape(config.model)
     sizes = {name: getattr(shape, name) for name in ("num_kv_heads", "ffn_dim", "vocab_size")}
     uneven = [f"model.{name}={size}" for name, size in sizes.items() if size % parallel.tp]

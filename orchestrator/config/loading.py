@@ -7,7 +7,7 @@ The rest of the project reads neither its YAML nor environment variables, but is
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import fields, is_dataclass, replace
 from difflib import get_close_matches
 from importlib.resources import files
@@ -52,6 +52,51 @@ def load(
     if config is None:
         raise _refused(source)
     return _resolved(config)
+
+
+def load_for_gpus(
+    path_or_text: str,
+    overrides: Sequence[str],
+    *,
+    num_workers: int,
+    model: Mapping[str, Any] | None = None,
+    num_experts: int = 0,
+) -> tuple[RunConfig, frozenset[str]]:
+    """Return a configuration as if it ran on other machines, and the keys that it names.
+
+    Args:
+        path_or_text: As for ``load``.
+        overrides: As for ``load``; those of the model override ``model``.
+        num_workers: On all machines, which replace those of the configuration.
+        model: Replaces the model, or the script, of the configuration.
+        num_experts: Those of its layers.
+
+    Raises:
+        ConfigError: As for ``load``.
+    """
+    source = _read(path_or_text)
+    if model is not None:
+        source.document["model"] = dict(model)
+        for key in ("script", "arguments"):
+            _section(source, "run").pop(key, None)
+    source.override(overrides)
+    named = {
+        f"{name}.{key}"
+        for name, section in source.document.items()
+        for key in (section if isinstance(section, dict) else ())
+    }
+    source.document.pop("capacity", None)
+    source.assign(("cluster",), {"address": "auto"})
+    source.assign(("workers", "max"), num_workers)
+    config = _validate(source, num_experts=num_experts)
+    if config is None:
+        raise _refused(source)
+    return _resolved(config), frozenset(named)
+
+
+def _section(source: Source, name: str) -> dict[str, Any]:
+    found = source.document.get(name)
+    return found if isinstance(found, dict) else {}
 
 
 def demo_config(directory: str, overrides: Sequence[str] = ()) -> RunConfig:
@@ -121,7 +166,7 @@ def _apply_environment(source: Source) -> None:
         source.places["cluster", "address"] = Place("RAY_ADDRESS")
 
 
-def _validate(source: Source, look: Look | None = None) -> RunConfig | None:
+def _validate(source: Source, look: Look | None = None, num_experts: int = 0) -> RunConfig | None:
     """Return the configuration, or None with every problem added to ``source``."""
     if any(not problem.path for problem in source.problems):
         return None  # a text that is no mapping has no keys to check
@@ -133,7 +178,8 @@ def _validate(source: Source, look: Look | None = None) -> RunConfig | None:
     broken = {dotted(detail["loc"][:2]) for detail in details}
     # Without a valid workers.max nothing bounds workers.min.
     broken |= {"workers.min"} if "workers.max" in broken else set()
-    found = [problem for problem in cross_problems(config) if problem.path not in broken]
+    crossed = cross_problems(config, num_experts)
+    found = [problem for problem in crossed if problem.path not in broken]
     if look is not None:
         doubtful = _doubtful(broken) | {problem.path for problem in found}
         found += look(_resolved(config), doubtful)

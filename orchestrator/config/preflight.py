@@ -9,6 +9,7 @@ import math
 import uuid
 import warnings
 from collections.abc import Collection, Iterator
+from dataclasses import replace
 from importlib.util import find_spec
 from pathlib import Path
 
@@ -75,7 +76,8 @@ def worker_memory_bytes(config: RunConfig, num_workers: int) -> int:
     """Return the least memory in bytes that training needs on each of ``num_workers``."""
     layout = choose(one_node(num_workers), num_workers, config.layout_rules())
     assert layout is not None, f"{num_workers} workers make no layout"
-    return memory_bytes(layout, job_of(config, model_shape(config.model)))
+    job = job_of(config, model_shape(config.model))
+    return memory_bytes(layout, replace(job, reduces=True))
 
 
 def job_of(config: RunConfig, shape: ModelShape) -> Job:
@@ -88,6 +90,7 @@ def job_of(config: RunConfig, shape: ModelShape) -> Job:
         compute_bytes=2 if config.train.precision == "bf16" else 4,
         reshards=config.parallel.reshard_after_forward,
         stages_per_worker=config.parallel.stages_per_worker,
+        in_tree=config.train.deterministic,
     )
 
 

@@ -20,7 +20,7 @@ from rich.text import Text
 from orchestrator.core import ACTIVE
 from orchestrator.driver.layout_plan import LayoutPlan
 from orchestrator.driver.traffic_plan import TrafficPlan
-from orchestrator.policies import RecoveryPlan
+from orchestrator.policies import Forecast, RecoveryPlan
 from orchestrator.report import what_it_does
 from ucp_core.numerics import counted, format_bytes
 
@@ -276,20 +276,23 @@ def print_layouts(plan: LayoutPlan, console: Console) -> None:
     say(
         console,
         f"{plan.num_parameters / 1e9:.1f} B parameters, {batch:,} tokens a step, "
-        f"{plan.num_nodes} x {plan.node_size} {plan.gpu}; from data sheets, nothing was measured",
+        f"{plan.num_nodes} x {plan.node_size} {plan.gpu}; from data sheets, nothing was measured"
+        + (f"; kept: {plan.kept}" if plan.kept else ""),
     )
     rows = [
         (
             str(one.layout),
             _duration(one.step_s),
+            f"{one.mfu:.0%}",
             f"{format_bytes(one.memory_bytes)} of {format_bytes(room)}",
             f"{one.bubble:.0%}",
             format_bytes(one.state_bytes),
+            _options_text(one),
             why,
         )
         for one, why in plan.layouts
     ]
-    columns = ("layout", "step", "memory", "stages wait", "state each", "why")
+    columns = ("layout", "step", "MFU", "memory", "stages wait", "state each", "with", "why")
     say(console, "\n".join(_table((columns, *rows))))
     after = plan.after_loss
     if after is None:
@@ -301,8 +304,20 @@ def print_layouts(plan: LayoutPlan, console: Console) -> None:
             f"loads at most {format_bytes(after.state_bytes)}, {_duration(plan.load_s)} by the "
             "network",
         )
+    say(console, plan.loss_text)
     if plan.traffic is not None:
         _print_traffic(plan.traffic, console)
+
+
+def _options_text(one: Forecast) -> str:
+    """Return how a layout is as good as that, where it is not by the defaults."""
+    options = {
+        "recompute": one.recomputes,
+        "reshard_after_forward: false": not one.reshards,
+        f"stages_per_worker: {one.stages_per_worker}": one.stages_per_worker > 1,
+        "a sum after each pass": one.reduces,
+    }
+    return ", ".join(text for text, is_used in options.items() if is_used) or "-"
 
 
 def _print_traffic(plan: TrafficPlan, console: Console) -> None:

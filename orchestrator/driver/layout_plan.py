@@ -3,23 +3,25 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass, replace
+from math import prod
 from typing import Any
 
-from orchestrator.config import RunConfig, job_of
+from orchestrator.config import RunConfig, job_of, load_for_gpus
 from orchestrator.driver.traffic_plan import TrafficPlan, plan_traffic
 from orchestrator.errors import ConfigError
 from orchestrator.policies import (
+    AWAY_H,
     GPUS,
     MIXTURES,
+    Asked,
     Forecast,
-    Gpu,
     Job,
-    LayoutRules,
-    choose,
-    forecast,
+    Nodes,
+    Weighed,
     forecasts,
-    rooms_of,
+    weigh,
 )
 from ucp_core.numerics import format_bytes
 from workers.models import PRESETS
@@ -28,6 +30,8 @@ from workers.settings import model_shape
 #: Below this share two layouts are as fast, as far as data sheets can tell.
 _ALIKE = 0.03
 _NUM_SHOWN = 8
+_HOURS_FEW = 48
+_AXES = ("pp", "dp_replicate", "cp", "tp", "ep")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -38,8 +42,10 @@ class LayoutPlan:
         job: The model, and the batch that it trains on.
         gpu: Kind of GPU, as ``GPUS`` names it.
         layouts: Each with why it is taken or not.
+        kept: What the configuration fixes, as it names it; "" for nothing.
         after_loss: None if the run would wait for another node.
         load_s: How long the workers would take to load their shares then, by the network.
+        loss_every_h: Hours between two losses of a node, in the mean.
         traffic: What the best layout sends over the links of ``topology``; None without one.
     """
 
@@ -49,9 +55,23 @@ class LayoutPlan:
     num_nodes: int
     node_size: int
     layouts: tuple[tuple[Forecast, str], ...]
+    kept: str
     after_loss: Forecast | None
     load_s: float
+    loss_every_h: float
     traffic: TrafficPlan | None
+
+    @property
+    def loss_text(self) -> str:
+        """Return what the loss of a node costs, for people."""
+        hours = self.loss_every_h
+        often = f"{hours / 24:,.0f} days" if hours > _HOURS_FEW else f"{hours:,.0f} hours"
+        text = f"at the rate of Llama 3's a node is lost about every {often}; until one is back"
+        after, before = self.after_loss, self.layouts[0][0]
+        if after is None:
+            return f"{text}, {AWAY_H:.0f} hours say, the run waits"
+        slower = after.step_s / before.step_s - 1
+        return f"{text}, {AWAY_H:.0f} hours say, steps take {slower:.0%} longer"
 
     def to_json(self) -> dict[str, Any]:
         """Return the plan as JSON values."""
@@ -61,90 +81,154 @@ class LayoutPlan:
             "nodes": self.num_nodes,
             "gpus_per_node": self.node_size,
             "parameters": self.num_parameters,
+            "kept": self.kept,
             "layouts": [{**_values(one), "why": why} for one, why in self.layouts],
             "after_loss": None if after is None else {**_values(after), "load_s": self.load_s},
+            "loss_every_h": self.loss_every_h,
             "traffic": None if self.traffic is None else self.traffic.to_json(),
         }
 
 
 def plan_layouts(
-    config: RunConfig, gpus: str, gpu: str, model: str | None, *, recomputes: bool
+    target: str,
+    overrides: Sequence[str],
+    *,
+    gpus: str,
+    gpu: str,
+    model: str | None = None,
+    recomputes: bool | None = None,
 ) -> LayoutPlan:
     """Return the layouts that ``gpus`` of a kind could train in.
 
     Args:
-        config: Batch, sequence length, precision and, without ``model``, the model.
+        target: A configuration: batch, sequence length, precision, ``parallel`` and, without
+            ``model``, the model. Its machines are not used.
+        overrides: As ``section.key=value``.
         gpus: Nodes and GPUs of each, as ``8x8``.
         gpu: A key of ``GPUS``.
         model: A preset, with or without "llama-" before it, or a key of ``MIXTURES``.
-        recomputes: Whether layers are computed again in the backward pass.
+        recomputes: Whether layers are computed again in the backward pass; None for where that is
+            better.
 
     Raises:
-        ConfigError: One of these is unknown.
+        ConfigError: One of these is unknown or wrong, or no layout is as the configuration fixes.
     """
     sizes = re.fullmatch(r"([1-9]\d*)x([1-9]\d*)", gpus)
     if sizes is None:
         raise ConfigError(f"--gpus {gpus}: write nodes x GPUs of each, as 8x8")
     if gpu not in GPUS:
         raise ConfigError(f"--gpu {gpu}: known are {', '.join(GPUS)}")
-    job = replace(_job(config, model), recomputes=recomputes)
     num_nodes, node_size = map(int, sizes.groups())
-    found = forecasts(job, GPUS[gpu], num_nodes, node_size)
-    best = found[0]
-    after = _after_loss(job, best, GPUS[gpu], num_nodes, node_size)
-    rate = GPUS[gpu].network_gbit_s / 8 * 1e9
+    config, named, job = _loaded(target, overrides, model, num_nodes * node_size)
+    job = replace(job, recomputes=bool(recomputes))
+    kept = _kept(config, named)
+    asked = Asked(
+        degrees=kept,
+        reshards="parallel.reshard_after_forward" not in named,
+        recomputes=recomputes is None,
+        stages="parallel.stages_per_worker" not in named,
+    )
+    found = forecasts(job, GPUS[gpu], num_nodes, node_size, asked)
+    text = " x ".join(f"parallel.{axis}={degree}" for axis, degree in kept.items())
+    if not found:
+        raise ConfigError(_why_none(config, kept, text, num_nodes, node_size))
+    fixed, least = config.parallel.fixed, config.workers.min
+    nodes = Nodes(gpu=GPUS[gpu], num=num_nodes, size=node_size, fixed=fixed, num_min=least)
+    weighed = weigh(found, job, nodes)
+    best, after = weighed[0].forecast, weighed[0].after
     return LayoutPlan(
         job=job,
         num_parameters=job.num_parameters,
         gpu=gpu,
         num_nodes=num_nodes,
         node_size=node_size,
-        layouts=tuple((one, _why(one, best)) for one in found[:_NUM_SHOWN]),
+        layouts=tuple((one.forecast, _why(one, weighed)) for one in weighed[:_NUM_SHOWN]),
+        kept=text,
         after_loss=after,
-        load_s=0.0 if after is None else after.state_bytes / rate,
+        load_s=0.0 if after is None else after.state_bytes / (GPUS[gpu].network_gbit_s / 8 * 1e9),
+        loss_every_h=nodes.loss_every_h,
         traffic=plan_traffic(config, job, best.layout, node_size, best.state_bytes),
     )
 
 
-def _job(config: RunConfig, model: str | None) -> Job:
-    if model is None:
-        if config.run.script or config.model.folder:
-            raise ConfigError("the model is the script's own: name its sizes by --model llama-8b")
-        return job_of(config, model_shape(config.model))
-    if model in MIXTURES:
-        shape, experts = MIXTURES[model]
-        return replace(job_of(config, shape), experts=experts)
-    preset = model.removeprefix("llama-")
-    if preset not in PRESETS:
+def _loaded(
+    target: str, overrides: Sequence[str], model: str | None, num_workers: int
+) -> tuple[RunConfig, frozenset[str], Job]:
+    """Return the configuration on the machines, the keys that it names, and what it trains."""
+    preset = (model or "").removeprefix("llama-")
+    mixture = MIXTURES.get(preset)
+    sizes: dict[str, Any] | None = None
+    if mixture is not None:
+        # Any preset will do: each of its sizes is given.
+        sizes = {"preset": "8b", **asdict(mixture.shape)}
+        del sizes["rope_theta"]
+    elif preset in PRESETS:
+        sizes = {"preset": preset}
+    elif model is not None:
         raise ConfigError(f"--model {model}: known are {', '.join((*PRESETS, *MIXTURES))}")
-    return job_of(config, PRESETS[preset])
-
-
-def _after_loss(
-    job: Job, best: Forecast, gpu: Gpu, num_nodes: int, node_size: int
-) -> Forecast | None:
-    layout, num_left = best.layout, (num_nodes - 1) * node_size
-    rules = LayoutRules(
-        cp=layout.cp,
-        tp=layout.tp,
-        pp=layout.pp,
-        ep=layout.ep,
-        num_micro_batches=job.num_micro_batches,
+    config, named = load_for_gpus(
+        target,
+        overrides,
+        num_workers=num_workers,
+        model=sizes,
+        num_experts=0 if mixture is None else mixture.experts.num,
     )
-    chosen = choose(rooms_of([node_size] * (num_nodes - 1)), num_left, rules)
-    found = None if chosen is None else forecast(chosen, job, gpu, node_size)
-    return found if found is not None and found.fits else None
+    if config.run.script or config.model.folder:
+        raise ConfigError("the model is the script's own: name its sizes by --model llama-8b")
+    job = job_of(config, model_shape(config.model))
+    if mixture is not None:
+        experts = mixture.experts
+        if experts.ffn_dim == mixture.shape.ffn_dim:
+            experts = replace(experts, ffn_dim=job.shape.ffn_dim)
+        job = replace(job, experts=experts, attention=mixture.attention)
+    return config, named, job
 
 
-def _why(one: Forecast, best: Forecast) -> str:
-    if not one.fits:
-        return f"needs {format_bytes(one.memory_bytes)}"
+def _kept(config: RunConfig, named: frozenset[str]) -> dict[str, int]:
+    """Return the degrees that the configuration names or fixes, by axis."""
+    parallel = config.parallel
+    return {
+        axis: getattr(parallel, axis)
+        for axis in _AXES
+        if f"parallel.{axis}" in named or axis in parallel.fixed
+    }
+
+
+def _why_none(
+    config: RunConfig, kept: dict[str, int], text: str, num_nodes: int, node_size: int
+) -> str:
+    num_gpus, multiple = num_nodes * node_size, prod(kept.values())
+    if node_size % kept.get("tp", 1):
+        return f"parallel.tp: {kept['tp']} does not divide the {node_size} GPUs of a node"
+    if num_gpus % multiple:
+        return f"{text} takes GPUs in multiples of {multiple}, and there are {num_gpus}"
+    return (
+        f"no layout of {num_gpus} GPUs has {text} with train.global_batch="
+        f"{config.train.global_batch} and train.micro_batch={config.train.micro_batch}: leave out "
+        "a key of parallel, or give each pipeline as many micro-batches as it has stages"
+    )
+
+
+def _why(one: Weighed, weighed: Sequence[Weighed]) -> str:
+    best, found = weighed[0], one.forecast
+    if not found.fits:
+        return f"needs {format_bytes(found.memory_bytes)}"
+    fastest = min((each.forecast.step_s for each in weighed if each.forecast.fits), default=0.0)
     if one is best:
-        return "the fastest that fits"
-    slower = one.step_s / best.step_s - 1
+        if found.step_s == fastest:
+            return "the fastest that fits"
+        return "the fastest with the loss of nodes" if one.after else "the fastest for its parts"
+    if found.is_short and not best.forecast.is_short:
+        return "cuts sequences in short parts"
+    if one.after is None and best.after is not None:
+        return "waits without a node"
+    slower = found.step_s / best.forecast.step_s - 1
+    if slower <= 0:
+        return "slower with the loss of nodes"
     if slower < _ALIKE:
         return "as fast, with other memory"
-    causes = {"stages wait": one.bubble - best.bubble, "passes repeat": one.idle - best.idle}
+    first = best.forecast
+    causes = {"stages wait": found.bubble - first.bubble, "passes repeat": found.idle - first.idle}
     cause = max(causes, key=causes.__getitem__)
     return f"{slower:.0%} slower: {cause if causes[cause] > _ALIKE else 'it sends more'}"
 

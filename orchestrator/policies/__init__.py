@@ -17,15 +17,19 @@ from orchestrator.policies.capacity import CapacityRules
 from orchestrator.policies.fault_kinds import FaultKind
 from orchestrator.policies.growth import GrowthRules
 from orchestrator.policies.layout import (
+    AWAY_H,
     GPUS,
     MIXTURES,
     WHOLE,
+    Asked,
     Forecast,
     Gpu,
     Job,
     LayoutRules,
+    Nodes,
     Refused,
     Rooms,
+    Weighed,
     choose,
     expected_step_s,
     forecast,
@@ -39,6 +43,7 @@ from orchestrator.policies.layout import (
     spread,
     step_ratio,
     step_text,
+    weigh,
 )
 from orchestrator.policies.saving import (
     CadenceFacts,
@@ -82,11 +87,13 @@ from orchestrator.policies.whatif import (
 )
 
 __all__ = [
+    "AWAY_H",
     "GPUS",
     "MEMORY",
     "MIXTURES",
     "STORAGE",
     "WHOLE",
+    "Asked",
     "BudgetRules",
     "CadenceFacts",
     "CadenceRules",
@@ -103,6 +110,7 @@ __all__ = [
     "LayoutRules",
     "LossFacts",
     "Mechanism",
+    "Nodes",
     "ParityHolding",
     "Preference",
     "Protection",
@@ -122,6 +130,7 @@ __all__ = [
     "Tier",
     "UserError",
     "Version",
+    "Weighed",
     "WorkerPlace",
     "alert",
     "bad_sources",
@@ -157,4 +166,5 @@ __all__ = [
     "step_text",
     "taken_steps",
     "versions",
+    "weigh",
 ]

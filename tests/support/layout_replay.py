@@ -22,6 +22,7 @@ from orchestrator.policies import (
     choose,
     forecast,
     growth,
+    memory_bytes,
     rooms_of,
     step_ratio,
 )
@@ -69,8 +70,14 @@ class Cluster:
 
     @lru_cache  # noqa: B019 - there are few clusters, and tests end
     def forecast(self, layout: ParallelLayout) -> Forecast:
-        """Return what a layout really does."""
-        return forecast(layout, self.job, self.gpu, node_size=1)
+        """Return what a layout really does.
+
+        One that would have to sum gradients after each pass is as good as one that does not fit:
+        over the network of these machines a pass would take several times as long.
+        """
+        found = forecast(layout, self.job, self.gpu, node_size=1)
+        needed = memory_bytes(layout, self.job)
+        return replace(found, memory_bytes=needed) if found.reduces else found
 
     def pause_s(self, layout: ParallelLayout, *, is_loss: bool) -> float:
         """Return how long all stand still to change to a layout."""

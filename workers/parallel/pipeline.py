@@ -357,9 +357,42 @@ class Pipeline:
 
 
 class _Stage(PipelineStage):
-    """torch's stage, which says the number of each pass."""
+    """torch's stage, which says the number of each pass, and receives into memory of that pass.
+
+    torch's own has a buffer for all that any micro-batch receives, forward and backward, for as
+    long as the schedule lives. Here they are on the meta device but for the passes that are open.
+    """
 
     submod: _Passes
+
+    def _prepare_forward_infra(self, *args: Any, **kwargs: Any) -> Any:
+        with self._on_meta():
+            return super()._prepare_forward_infra(*args, **kwargs)
+
+    def _prepare_backward_infra(self, *args: Any, **kwargs: Any) -> Any:
+        with self._on_meta():
+            return super()._prepare_backward_infra(*args, **kwargs)
+
+    @contextmanager
+    def _on_meta(self) -> Iterator[None]:
+        self.device, device = torch.device("meta"), self.device
+        try:
+            yield
+        finally:
+            self.device = device
+
+    def _get_recv_ops(self, recv_infos: tuple[Any, ...]) -> Any:
+        self._put_buffers(recv_infos, self.device)
+        return super()._get_recv_ops(recv_infos)
+
+    @staticmethod
+    def _put_buffers(recv_infos: Sequence[Any], device: torch.device | str) -> None:
+        for info in recv_infos:
+            buffer: Tensor | None = getattr(info, "buffer", None)
+            if buffer is not None:
+                info.buffer = torch.empty_like(buffer, device=device).requires_grad_(
+                    buffer.requires_grad and buffer.is_leaf
+                )
 
     def forward_one_chunk(
         self,
@@ -369,7 +402,10 @@ class _Stage(PipelineStage):
         save_forward_output: bool = True,  # noqa: FBT001, FBT002
     ) -> Any:
         self.submod.number = fwd_chunk_id
-        return super().forward_one_chunk(fwd_chunk_id, args, kwargs, save_forward_output)
+        found = super().forward_one_chunk(fwd_chunk_id, args, kwargs, save_forward_output)
+        if not self.has_backward:
+            self._put_buffers(self.args_recv_info[fwd_chunk_id], "meta")
+        return found
 
     def backward_one_chunk(
         self,
@@ -382,6 +418,8 @@ class _Stage(PipelineStage):
             self.submod.hooks.begin_backward(self.stage_index, bwd_chunk_id)
         super().backward_one_chunk(bwd_chunk_id, loss, full_backward, last_backward)
         if self.has_backward:
+            for infos in (self.args_recv_info, self.grad_recv_info):
+                self._put_buffers(infos.get(bwd_chunk_id, ()), "meta")
             self.submod.hooks.end(self.stage_index, bwd_chunk_id)
 
 

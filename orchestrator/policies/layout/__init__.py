@@ -3,23 +3,22 @@
 The user names the degrees for the full size. For every other size the planner takes those degrees,
 or divisors of them: ``candidates`` lists them, ``fit`` sizes one to the room on each node, and
 ``choose`` decides; ``speed`` says what a change would win,
-and ``hardware`` what to expect of GPUs that are not here.
+and ``forecasts`` what to expect of GPUs that are not here.
 """
 
 from orchestrator.policies.layout.candidates import WHOLE, LayoutRules, Refused, candidates
 from orchestrator.policies.layout.choose import choose, other_layouts
 from orchestrator.policies.layout.fit import Rooms, num_workers, one_node, rooms_of, spread
-from orchestrator.policies.layout.hardware import (
-    GPUS,
-    MIXTURES,
+from orchestrator.policies.layout.forecasts import (
+    Asked,
     Forecast,
-    Gpu,
-    Job,
     forecast,
     forecasts,
-    memory_bytes,
     sent_bytes,
 )
+from orchestrator.policies.layout.hardware import GPUS, MIXTURES, Gpu, Job
+from orchestrator.policies.layout.losses import AWAY_H, Nodes, Weighed, after_loss, weigh
+from orchestrator.policies.layout.memory import memory_bytes
 from orchestrator.policies.layout.speed import (
     expected_step_s,
     relative_step,
@@ -28,15 +27,20 @@ from orchestrator.policies.layout.speed import (
 )
 
 __all__ = [
+    "AWAY_H",
     "GPUS",
     "MIXTURES",
     "WHOLE",
+    "Asked",
     "Forecast",
     "Gpu",
     "Job",
     "LayoutRules",
+    "Nodes",
     "Refused",
     "Rooms",
+    "Weighed",
+    "after_loss",
     "candidates",
     "choose",
     "expected_step_s",
@@ -52,4 +56,5 @@ __all__ = [
     "spread",
     "step_ratio",
     "step_text",
+    "weigh",
 ]

@@ -1,31 +1,19 @@
-"""The memory that a layout needs on each worker, and the time of its steps, before anything runs.
-
-Arithmetic on the sizes of a decoder and on data sheets. Memory is the least that training needs:
-it leaves out the process itself, fragmentation and the buffers of collectives. Step times assume
-that a GPU reaches a usual share of its peak, so their order says more than their values.
-"""
+"""GPUs by their data sheets, and what trains on them: the sizes of a model and of its batch."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
-from itertools import product
+from functools import lru_cache
 from types import MappingProxyType
 from typing import Final
 
 from ucp_core.layout import ParallelLayout
-from workers.models import ModelShape, block_parameters, num_parameters, stage_layers
+from workers.models import ModelShape, block_parameters, stage_layers
 
-#: float32 master, its gradient, and AdamW's two moments: bytes of state per parameter.
-STATE_BYTES: Final = 4 + 4 + 4 + 4
-#: The part of the state that a checkpoint has: all but gradients.
-SAVED_BYTES: Final = 4 + 4 + 4
-_BF16_BYTES: Final = 2
-#: Share of a GPU's peak that matrix products of large models reach (Llama 3: 0.38 to 0.43).
-_REACHED: Final = 0.4
-#: Share of a GPU's memory that tensors may take: the rest is NCCL's, CUDA's and lost in pieces.
-_USABLE: Final = 0.92
+BF16_BYTES: Final = 2
+_NARROW: Final = 256
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,21 +25,27 @@ class Gpu:
         tflops: Dense bfloat16 products, in 1e12 operations a second.
         node_gb_s: To the others of its node, one way, in 1e9 bytes a second.
         network_gbit_s: Its share of the node's network, one way.
+        reached: Share of its peak that a layer of a large model reaches, without communication and
+            bubbles.
     """
 
     memory_gb: float
     tflops: float
     node_gb_s: float
     network_gbit_s: float
+    reached: float = 0.5
 
 
+#: What H100s reach is between Llama 3 (41 % in a pipeline that idles 12 %, with sums over tp;
+#: arXiv 2407.21783, table 4) and NVIDIA's recipes (dgxc-benchmarking); what A100s do is that of
+#: torchtitan's 70B, which repeats the forward pass (docs/performance.md: 51.7 %).
 GPUS: Mapping[str, Gpu] = MappingProxyType(
     {
         "b200": Gpu(180, 2250, 900, 400),
-        "h200": Gpu(141, 989, 450, 400),
-        "h100": Gpu(80, 989, 450, 400),
-        "a100": Gpu(80, 312, 300, 200),
-        "a100-40gb": Gpu(40, 312, 300, 200),
+        "h200": Gpu(141, 989, 450, 400, 0.54),
+        "h100": Gpu(80, 989, 450, 400, 0.54),
+        "a100": Gpu(80, 312, 300, 200, 0.67),
+        "a100-40gb": Gpu(40, 312, 300, 200, 0.67),
         "l40s": Gpu(48, 362, 32, 50),
         "a10g": Gpu(24, 70, 32, 25),
         "l4": Gpu(24, 121, 32, 25),
@@ -60,38 +54,71 @@ GPUS: Mapping[str, Gpu] = MappingProxyType(
 )
 
 
-def _mixtral(
-    vocab_size: int, dim: int, num_layers: int, num_heads: int, ffn_dim: int
-) -> ModelShape:
+@dataclass(frozen=True, slots=True)
+class Experts:
+    """The experts in place of each layer's feed-forward part.
+
+    Attributes:
+        num: Experts of a layer.
+        num_used: Those that compute a token.
+        ffn_dim: The width of each.
+        num_shared: Experts beside them that compute every token.
+        num_dense: The first layers, which have one feed-forward part instead.
+    """
+
+    num: int
+    num_used: int
+    ffn_dim: int
+    num_shared: int = 0
+    num_dense: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class Attention:
+    """An attention whose matrices do not follow from the shape, such as multi-head latent ones.
+
+    Attributes:
+        parameters: Those of a layer.
+        width: All heads' queries and values of a token, halved: what pairs of tokens multiply.
+    """
+
+    parameters: int
+    width: int
+
+
+@dataclass(frozen=True, slots=True)
+class Mixture:
+    """A model with experts."""
+
+    shape: ModelShape
+    experts: Experts
+    attention: Attention | None = None
+
+
+def _shape(*sizes: int) -> ModelShape:
+    vocab_size, dim, num_layers, num_heads, num_kv_heads, ffn_dim = sizes
     return ModelShape(
         vocab_size=vocab_size,
         dim=dim,
         num_layers=num_layers,
         num_heads=num_heads,
-        num_kv_heads=8,
+        num_kv_heads=num_kv_heads,
         ffn_dim=ffn_dim,
         tied=False,
     )
 
 
-@dataclass(frozen=True, slots=True)
-class Experts:
-    """The experts in place of each layer's feed-forward part, all of its size.
-
-    Attributes:
-        num: Experts of a layer.
-        num_used: Those that compute a token.
-    """
-
-    num: int
-    num_used: int
-
-
-#: Models with experts, which are no presets: everstep trains those of ``transformers``.
-MIXTURES: Mapping[str, tuple[ModelShape, Experts]] = MappingProxyType(
+#: Models with experts, which are no presets: everstep trains those of ``transformers``. DeepSeek-V3
+#: has latents of 1,536 and 512, and heads of 128 + 64 and 128 (arXiv 2412.19437, 4.2).
+MIXTURES: Mapping[str, Mixture] = MappingProxyType(
     {
-        "mixtral-8x7b": (_mixtral(32_000, 4096, 32, 32, 14_336), Experts(8, 2)),
-        "mixtral-8x22b": (_mixtral(32_768, 6144, 56, 48, 16_384), Experts(8, 2)),
+        "mixtral-8x7b": Mixture(_shape(32_000, 4096, 32, 32, 8, 14_336), Experts(8, 2, 14_336)),
+        "mixtral-8x22b": Mixture(_shape(32_768, 6144, 56, 48, 8, 16_384), Experts(8, 2, 16_384)),
+        "deepseek-v3": Mixture(
+            _shape(129_280, 7168, 61, 128, 128, 18_432),
+            Experts(256, 8, 2048, num_shared=1, num_dense=3),
+            Attention(187_105_280, 128 * (192 + 128) // 2),
+        ),
     }
 )
 
@@ -102,23 +129,32 @@ class Job:
 
     Attributes:
         experts: None if each layer has one feed-forward part.
+        attention: None for the usual one.
         num_micro_batches: Those of a step, all workers together.
         compute_bytes: Size of an element in the passes: 2 for bfloat16, 4 for float32.
         reshards: Whether a unit's gathered parameters are dropped after its forward pass.
+        reduces: Whether gradients are reduced after each pass. Else they are added up whole.
         recomputes: Whether layers keep their inputs alone and are computed again (activation
             checkpointing).
         stages_per_worker: Pipeline stages of each worker; with more than 1 they are interleaved.
+        cuts_sequences: Whether tensor parallelism cuts what lies between products, and the logits,
+            too (sequence and loss parallelism).
+        in_tree: Whether gradients are summed in the order of one tree (``train.deterministic``).
     """
 
     shape: ModelShape
     experts: Experts | None = None
+    attention: Attention | None = None
     sequence_length: int
     micro_batch: int
     num_micro_batches: int
     compute_bytes: int = 4
     reshards: bool = True
+    reduces: bool = False
     recomputes: bool = False
     stages_per_worker: int = 1
+    cuts_sequences: bool = False
+    in_tree: bool = False
 
     @property
     def num_tokens(self) -> int:
@@ -131,252 +167,124 @@ class Job:
         return self.shape.vocab_size * self.shape.dim
 
     @property
-    def feed_forward(self) -> int:
-        """Return the parameters of one feed-forward part, or expert."""
-        return 3 * self.shape.ffn_dim * self.shape.dim
+    def dense_block(self) -> int:
+        """Return the parameters of a layer with one feed-forward part."""
+        block, shape = block_parameters(self.shape), self.shape
+        if self.attention is None:
+            return block
+        return self.attention.parameters + 3 * shape.ffn_dim * shape.dim + 2 * shape.dim
+
+    @property
+    def expert(self) -> int:
+        """Return the parameters of an expert."""
+        return 3 * self.experts.ffn_dim * self.shape.dim if self.experts is not None else 0
 
     @property
     def expert_block(self) -> int:
-        """Return the parameters of the experts of a layer."""
-        return self.experts.num * self.feed_forward if self.experts is not None else 0
+        """Return the parameters of the experts of a layer, without those that are shared."""
+        return self.experts.num * self.expert if self.experts is not None else 0
 
     @property
     def block(self) -> int:
         """Return the parameters of a layer."""
-        block = block_parameters(self.shape)
         if self.experts is None:
-            return block
+            return self.dense_block
+        feed_forward = 3 * self.shape.ffn_dim * self.shape.dim
         router = self.experts.num * self.shape.dim
-        return block - self.feed_forward + router + self.expert_block
+        whole = router + self.experts.num_shared * self.expert
+        return self.dense_block - feed_forward + whole + self.expert_block
+
+    @property
+    def used_block(self) -> int:
+        """Return the parameters of a layer that a token is multiplied with."""
+        idle = self.experts.num - self.experts.num_used if self.experts is not None else 0
+        return self.block - idle * self.expert
+
+    def narrow(self, tp: int) -> int:
+        """Return what a layer's experts take longer, in parameters, as their products are narrow.
+
+        They take twice as long at ``_NARROW`` columns.
+        """
+        assert self.experts is not None, "the job has experts"
+        return self.experts.num_used * self.expert * _NARROW * tp // self.experts.ffn_dim
+
+    @property
+    def width(self) -> int:
+        """Return what a layer multiplies for each pair of tokens, forward, in products."""
+        return self.attention.width if self.attention is not None else self.shape.dim
 
     @property
     def num_parameters(self) -> int:
         """Return the parameters of the model."""
-        layers = self.shape.num_layers * (self.block - block_parameters(self.shape))
-        return num_parameters(self.shape) + layers
+        embeddings = self.embedding * (1 if self.shape.tied else 2)
+        return embeddings + self._layers(self.block) + self.shape.dim
 
     @property
     def num_used(self) -> int:
         """Return the parameters that a token is multiplied with."""
-        idle = self.experts.num - self.experts.num_used if self.experts is not None else 0
-        lookups = 0 if self.shape.tied else self.embedding
-        return self.num_parameters - lookups - self.shape.num_layers * idle * self.feed_forward
+        return self.embedding + self._layers(self.used_block) + self.shape.dim
+
+    @property
+    def _num_dense(self) -> int:
+        return self.experts.num_dense if self.experts is not None else 0
+
+    def _layers(self, block: int) -> int:
+        num = self.shape.num_layers - self._num_dense
+        return self._num_dense * self.dense_block + num * block
 
     def stages(self, layout: ParallelLayout) -> int:
         """Return the stages of each worker."""
         return self.stages_per_worker if layout.pp > 1 else 1
 
-    def stage(self, layout: ParallelLayout) -> int:
-        """Return the parameters of the worker with the most layers of a pipeline."""
-        if layout.pp == 1:
-            return self.num_parameters
-        return self.embedding + self.num_layers(layout) * self.block
+    def layers(self, layout: ParallelLayout) -> tuple[int, ...]:
+        """Return the layers of each worker of a pipeline."""
+        per_rank = self.stages(layout)
+        return _cut(self.shape.num_layers, layout.pp, per_rank, self.embedding / self.block)
 
     def num_layers(self, layout: ParallelLayout) -> int:
         """Return the layers of the worker that has the most."""
-        head, num = self.embedding / self.block, self.shape.num_layers
-        total = layout.pp * self.stages(layout)
-        sizes = [len(stage_layers(num, stage, total, head)) for stage in range(total)]
-        return max(sum(sizes[rank :: layout.pp]) for rank in range(layout.pp))
+        return max(self.layers(layout))
+
+    def stage(self, layout: ParallelLayout, rank: int) -> int:
+        """Return the parameters of a worker of a pipeline."""
+        if layout.pp == 1:
+            return self.num_parameters
+        ends = self.embedding * (rank == 0) + (self.embedding + self.shape.dim) * (
+            rank == layout.pp - 1
+        )
+        num = self.layers(layout)[rank]
+        num_dense = min(self._num_dense, num) if rank == 0 else 0
+        return ends + num_dense * self.dense_block + (num - num_dense) * self.block
+
+    def own_experts(self, layout: ParallelLayout, rank: int) -> float:
+        """Return the parameters of the experts that a worker of a pipeline computes."""
+        num = self.layers(layout)[rank] - (self._num_dense if rank == 0 else 0)
+        return max(num, 0) * self.expert_block / (layout.ep * layout.tp)
+
+    def whole(self, layout: ParallelLayout, rank: int) -> float:
+        """Return the parameters that a worker of a pipeline gathers: not those of all experts."""
+        others = self.own_experts(layout, rank) * (layout.ep - 1)
+        return self.stage(layout, rank) / layout.tp - others
+
+    def foreign(self, layout: ParallelLayout, rank: int) -> float:
+        """Return how many of the parameters that a worker gathers other ranks have."""
+        shards, experts = layout.dp_shard * layout.cp, self.own_experts(layout, rank)
+        others = self.whole(layout, rank) - experts
+        return others * (1 - 1 / shards) + experts * (1 - layout.ep / shards)
 
     def num_passes(self, layout: ParallelLayout) -> int:
-        """Return the micro-batches that each data-parallel rank computes in a step."""
-        return math.ceil(self.num_micro_batches / layout.dp)
+        """Return the passes of each data-parallel rank in a step.
+
+        Interleaved stages take them in equal rounds of at least as many as there are workers.
+        """
+        num = math.ceil(self.num_micro_batches / layout.dp)
+        while self.stages(layout) > 1 and num % max(1, num // layout.pp):
+            num += 1
+        return num
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Forecast:
-    """The memory and the speed that a layout is expected to have.
-
-    Attributes:
-        memory_bytes: The least that each worker needs.
-        room_bytes: How much it has for tensors.
-        step_s: Duration of a step.
-        bubble: Share of it in which a stage waits for others.
-        idle: Share of the passes that repeat a micro-batch, as there are fewer than ranks.
-        state_bytes: Each worker's share of a checkpoint, which a change of layout moves at most.
-    """
-
-    layout: ParallelLayout
-    memory_bytes: int
-    room_bytes: int
-    step_s: float
-    bubble: float
-    idle: float
-    state_bytes: int
-
-    @property
-    def fits(self) -> bool:
-        """Return whether the worker's memory is enough."""
-        return self.memory_bytes <= self.room_bytes
-
-
-def memory_bytes(layout: ParallelLayout, job: Job) -> int:
-    """Return the least memory that training needs on each worker.
-
-    Counts parameters, gradients and optimizer state of the shard, the parameters that are gathered
-    at one time, the activations that the backward pass reads, and the logits.
-    """
-    stage, tokens = job.stage(layout), job.num_tokens // layout.cp
-    gathered = stage
-    num_layers, num_gathered = job.num_layers(layout), job.num_layers(layout)
-    if job.reshards:
-        # The embeddings stay gathered; one block is computed and one is prefetched.
-        num_gathered = min(num_layers, 2)
-        gathered -= job.block * (num_layers - num_gathered)
-    # A rank gathers its own experts alone.
-    gathered -= num_gathered * job.expert_block * (layout.ep - 1) // layout.ep
-    if layout.dp_shard * layout.cp == 1:
-        gathered = 0
-    # 1F1B keeps as many micro-batches as there are stages, on the first one; interleaved, those
-    # and a stage's share of them for each other worker (Megatron-LM, arXiv 2104.04473, 2.2).
-    num_open = min(
-        layout.pp + _waited(layout, job) * (job.stages(layout) > 1), job.num_passes(layout)
-    )
-    block = _block_activations(job, layout.tp)
-    activations = math.ceil(num_layers * num_open * block)
-    if job.recomputes:
-        activations = math.ceil(num_layers * num_open * job.shape.dim) + block
-    # The loss is computed in float32: logits, their logarithms and their gradients.
-    logit_bytes = 3 * 4 + (job.compute_bytes if job.compute_bytes == _BF16_BYTES else 0)
-    return (
-        math.ceil(stage * STATE_BYTES / (layout.dp_shard * layout.cp * layout.tp))
-        + gathered * job.compute_bytes // layout.tp
-        + tokens * activations * job.compute_bytes
-        + tokens * job.shape.vocab_size * logit_bytes // layout.tp
-    )
-
-
-def _waited(layout: ParallelLayout, job: Job) -> float:
-    """Return how many passes a stage waits in a step."""
-    return (layout.pp - 1) / job.stages(layout)
-
-
-def _block_activations(job: Job, tp: int) -> int:
-    """Return the values that a token keeps for the backward pass of a layer.
-
-    The inputs of both norms, of the attention's and of the feed-forward products, whole on each
-    tensor-parallel rank; and what is cut: queries, keys, values, the attention's output, and three
-    of the feed-forward part. Each expert that a token has keeps its input and its output, too. In
-    float32 no fused attention takes fewer heads of keys than of queries: its weights are kept.
-    """
-    shape = job.shape
-    kv_dim = shape.num_kv_heads * shape.head_dim
-    num_used = job.experts.num_used if job.experts is not None else 1
-    copies = 2 * num_used * shape.dim if job.experts is not None else 0
-    cut = 2 * shape.dim + 2 * kv_dim + 3 * num_used * shape.ffn_dim
-    if shape.num_kv_heads < shape.num_heads and job.compute_bytes > _BF16_BYTES:
-        cut += shape.num_heads * job.sequence_length
-    return 4 * shape.dim + copies + cut // tp
-
-
-def forecast(layout: ParallelLayout, job: Job, gpu: Gpu, node_size: int) -> Forecast:
-    """Return what to expect of a layout on nodes of ``node_size`` such GPUs.
-
-    Traffic of activations hides behind nothing, that of weights behind the passes.
-    """
-    num_passes, shards = job.num_passes(layout), layout.dp_shard * layout.cp
-    sent = sent_bytes(layout, job)
-    within_s, across_s = gpu.node_gb_s * 1e9, gpu.network_gbit_s / 8 * 1e9
-    inner = layout.tp * layout.cp
-
-    def rate(num_ranks: int) -> float:
-        return within_s if num_ranks <= node_size else across_s
-
-    pass_s = _products_s(layout, job, gpu)
-    pass_s += (
-        sent["tp"] / within_s
-        + sent["pp"] / across_s
-        + sent["cp"] / rate(inner)
-        + sent["ep"] / rate(inner * layout.ep)
-    ) / num_passes
-    data_s = sent["dp_shard"] / rate(layout.tp * shards) + sent["dp_replicate"] / across_s
-    num_waited = _waited(layout, job)
-    return Forecast(
-        layout=layout,
-        memory_bytes=memory_bytes(layout, job),
-        room_bytes=int(gpu.memory_gb * 1e9 * _USABLE),
-        step_s=max(pass_s * (num_passes + num_waited), data_s),
-        bubble=num_waited / (num_passes + num_waited),
-        idle=1 - job.num_micro_batches / (num_passes * layout.dp),
-        state_bytes=job.num_parameters * SAVED_BYTES // (shards * layout.tp * layout.pp),
-    )
-
-
-def _products_s(layout: ParallelLayout, job: Job, gpu: Gpu) -> float:
-    """Return how long the products of a pass take on the slowest rank.
-
-    Forward once and backward twice, each a product and a sum; attention sees half of all pairs. If
-    heads cannot be shared out among the parts of sequences, the last part has nearly twice as many.
-    """
-    shape = job.shape
-    pairs = shape.num_layers * shape.dim * job.sequence_length
-    if not _shares_heads(layout, shape):
-        pairs = pairs * (2 * layout.cp - 1) // layout.cp
-    flops = (8 if job.recomputes else 6) * job.num_tokens * (job.num_used + pairs)
-    peak = gpu.tflops * 1e12 * _BF16_BYTES / job.compute_bytes
-    return flops / (peak * _REACHED * layout.tp * layout.pp * layout.cp)
-
-
-def _shares_heads(layout: ParallelLayout, shape: ModelShape) -> bool:
-    return not (
-        shape.num_heads // layout.tp % layout.cp or shape.num_kv_heads // layout.tp % layout.cp
-    )
-
-
-def sent_bytes(layout: ParallelLayout, job: Job) -> dict[str, float]:
-    """Return how much each worker sends to others on each axis in a step; sums go as rings.
-
-    With ``pp`` it is what a stage in the middle sends, half of it each way.
-    """
-    shape, num_passes, tp, cp = job.shape, job.num_passes(layout), layout.tp, layout.cp
-    num_layers, num_layer_passes = job.num_layers(layout), job.num_layers(layout) * num_passes
-    value_bytes = job.num_tokens // cp * job.compute_bytes
-    stream_bytes = value_bytes * shape.dim
-    kv_dim = shape.num_kv_heads * shape.head_dim
-    # Queries, keys, values and outputs change places; or keys and values come of all parts.
-    width = 2 * (shape.dim + kv_dim) / cp if _shares_heads(layout, shape) else 2 * kv_dim
-    num_used = job.experts.num_used if job.experts is not None else 0
-    part = job.stage(layout) - num_layers * job.expert_block * (layout.ep - 1) // layout.ep
-    part_bytes = part / tp
-    num_gathers = 2 * num_passes if job.reshards else 1
-    shards, copies = layout.dp_shard * cp, layout.dp_replicate
-    return {
-        # Two sums forward and two backward in each layer.
-        "tp": 4 * num_layer_passes * 2 * (tp - 1) / tp * stream_bytes,
-        "pp": 2 * job.stages(layout) * stream_bytes * num_passes if layout.pp > 1 else 0.0,
-        "cp": 2 * num_layer_passes * (cp - 1) * width / tp * value_bytes,
-        # There and back, forward and backward; each tensor-parallel rank sends a part.
-        "ep": 4 * num_layer_passes * num_used * (1 - 1 / layout.ep) * stream_bytes / tp,
-        "dp_shard": (shards - 1) / shards * part_bytes * (num_gathers * job.compute_bytes + 4),
-        "dp_replicate": 2 * (copies - 1) / copies * 4 * part_bytes / shards,
-    }
-
-
-def forecasts(job: Job, gpu: Gpu, num_nodes: int, node_size: int) -> list[Forecast]:
-    """Return the layouts of all GPUs, the best first: those that fit, then the fastest."""
-    found = (
-        forecast(layout, job, gpu, node_size)
-        for layout in _layouts(job, num_nodes * node_size, node_size)
-        if job.num_passes(layout) >= layout.pp
-    )
-    return sorted(found, key=lambda one: (0, one.step_s) if one.fits else (1, one.memory_bytes))
-
-
-def _layouts(job: Job, num_gpus: int, node_size: int) -> Iterator[ParallelLayout]:
-    """Yield the layouts that use all GPUs, with tensor-parallel groups inside of a node."""
-    shape = job.shape
-    heads = math.gcd(shape.num_heads, shape.num_kv_heads, shape.ffn_dim)
-    stages = [1] if shape.tied else _divisors(shape.num_layers)
-    for tp, pp in product(_divisors(math.gcd(heads, node_size)), stages):
-        if num_gpus % (tp * pp) or (pp > 1 and shape.num_layers % (pp * job.stages_per_worker)):
-            continue
-        ranks = num_gpus // (tp * pp)
-        for cp in _divisors(math.gcd(ranks, job.sequence_length)):
-            dp_shard = ranks // cp
-            for ep in _divisors(math.gcd(dp_shard, job.experts.num if job.experts else 1)):
-                yield ParallelLayout(pp=pp, dp_shard=dp_shard, cp=cp, tp=tp, ep=ep)
-
-
-def _divisors(number: int) -> list[int]:
-    return [each for each in range(1, number + 1) if number % each == 0]
+@lru_cache(maxsize=4096)
+def _cut(num_layers: int, num_ranks: int, per_rank: int, head: float) -> tuple[int, ...]:
+    total = num_ranks * per_rank
+    sizes = [len(stage_layers(num_layers, stage, total, head)) for stage in range(total)]
+    return tuple(sum(sizes[rank::num_ranks]) for rank in range(num_ranks))

@@ -9,7 +9,17 @@ from typing import Any
 
 import pytest
 
-from orchestrator.policies.layout import GPUS, MIXTURES, Job, forecast, forecasts, memory_bytes
+from orchestrator.policies.layout import (
+    GPUS,
+    MIXTURES,
+    Asked,
+    Job,
+    Nodes,
+    forecast,
+    forecasts,
+    memory_bytes,
+    weigh,
+)
 from ucp_core.layout import ParallelLayout
 from workers.models import PRESETS, num_parameters
 
@@ -40,7 +50,8 @@ def test_a_step_takes_its_products() -> None:
 
     products = num_parameters(shape) - shape.vocab_size * shape.dim
     pairs = shape.num_layers * shape.dim * 1024
-    assert alone.step_s == pytest.approx(6 * 65_536 * (products + pairs) / (0.4 * 989e12))
+    assert alone.step_s == pytest.approx(6 * 65_536 * (products + pairs) / (0.54 * 989e12))
+    assert alone.mfu == pytest.approx(0.54)
     again = forecast(ParallelLayout(), replace(SMALL, recomputes=True), GPUS["h100"], 1)
     assert again.step_s == pytest.approx(alone.step_s * 4 / 3)
     assert again.memory_bytes < alone.memory_bytes
@@ -54,15 +65,46 @@ def test_each_axis_takes_its_part_of_the_memory() -> None:
     tensor = memory_bytes(ParallelLayout(tp=8), SMALL)
     stages = memory_bytes(ParallelLayout(pp=8), SMALL)
 
-    # Sharding gathers two blocks and the embeddings.
+    # Sharding gathers two blocks and the embeddings, and adds up whole gradients.
     gathered = 2 * (2 * SMALL.block + 2 * SMALL.embedding + SMALL.shape.dim)
+    gathered += 4 * num_parameters(SMALL.shape) * 7 // 8
     assert whole - sharded == pytest.approx(state * 7 / 8 - gathered, rel=1e-6)
-    assert tensor < sharded
+    assert tensor < whole
     # Parts of sequences cut activations, too, and the model as shards do.
     parts = memory_bytes(ParallelLayout(cp=8), SMALL)
     assert parts == memory_bytes(ParallelLayout(dp_shard=8), replace(SMALL, sequence_length=128))
     assert state / 8 < stages < whole
     assert memory_bytes(ParallelLayout(pp=8), replace(SMALL, num_micro_batches=8)) == stages
+
+
+def test_gradients_that_are_added_up_are_whole_on_every_rank() -> None:
+    """FSDP2 keeps them in float32 between passes, a tree of sums several times.
+
+    One pass has nothing to add to, and what is reduced after each pass is cut at once.
+    """
+    layout = ParallelLayout(dp_shard=8)
+    two = replace(SMALL, num_micro_batches=16)
+    jobs = replace(SMALL, num_micro_batches=8), two, replace(two, reduces=True)
+    once, often, least = (memory_bytes(layout, job) for job in jobs)
+    tree = memory_bytes(layout, replace(two, in_tree=True))
+    whole = 4 * num_parameters(SMALL.shape)
+    assert often - once == pytest.approx(whole * 7 / 8, rel=1e-6)
+    assert least == once
+    assert tree - once == pytest.approx(whole * 2, rel=1e-6)
+    # A rank alone with its stage has the sum as its gradient.
+    stage = ParallelLayout(pp=8)
+    assert memory_bytes(stage, replace(SMALL, reduces=True)) == memory_bytes(stage, SMALL)
+
+
+def test_every_rank_of_a_tensor_group_has_all_logits() -> None:
+    """The loss takes them whole, in float32 three times, unless a plan cuts it."""
+    job = replace(SMALL, sequence_length=65_536)
+    cut = replace(job, cuts_sequences=True)
+    logits = 14 * job.num_tokens * job.shape.vocab_size
+    alone, eight = (memory_bytes(ParallelLayout(tp=ways), job) for ways in (1, 8))
+    assert eight > logits
+    assert memory_bytes(ParallelLayout(tp=8), cut) < eight - logits * 3 / 4
+    assert memory_bytes(ParallelLayout(), cut) == alone
 
 
 @pytest.mark.parametrize("card", MEASURED)
@@ -90,27 +132,41 @@ def test_a_pipeline_waits_and_ranks_that_are_too_many_repeat() -> None:
 
 
 def test_what_fits_comes_first_and_then_what_is_fast() -> None:
-    """A tensor-parallel group is inside a node, and each stage has as many layers."""
+    """A tensor-parallel group is inside a node; 80 layers may be on 32 stages."""
     found = forecasts(LLAMA, GPUS["a100-40gb"], 8, 4)
 
-    keys = [(not one.fits, one.step_s if one.fits else one.memory_bytes) for one in found]
+    keys = [one.order for one in found]
     assert keys == sorted(keys)
     assert {one.layout.world_size for one in found} == {32}
     assert {one.layout.tp for one in found} == {1, 2, 4}
-    assert all(80 % one.layout.pp == 0 for one in found)
-    assert any(one.layout.pp > 1 for one in found)
+    assert {one.layout.pp for one in found} == {1, 2, 4, 8, 16, 32}
 
 
 def mixture(name: str, **more: Any) -> Job:
-    shape, experts = MIXTURES[name]
-    return replace(LLAMA, shape=shape, experts=experts, **more)
+    found = MIXTURES[name]
+    return replace(
+        LLAMA, shape=found.shape, experts=found.experts, attention=found.attention, **more
+    )
 
 
 def test_experts_are_those_that_are_published() -> None:
-    """Mixtral 8x7B and 8x22B: 46.7 and 141 billion parameters, 12.9 and 39 of them for a token."""
-    jobs = [mixture("mixtral-8x7b"), mixture("mixtral-8x22b")]
-    assert [round(job.num_parameters / 1e9, 1) for job in jobs] == [46.7, 140.6]
-    assert [round((job.num_used + job.embedding) / 1e9, 1) for job in jobs] == [12.9, 39.2]
+    """Mixtral 8x7B and 8x22B: 46.7 and 141 billion parameters, 12.9 and 39 of them for a token.
+
+    DeepSeek-V3: 671 and 37 billion.
+    """
+    jobs = [mixture(name) for name in ("mixtral-8x7b", "mixtral-8x22b", "deepseek-v3")]
+    assert [round(job.num_parameters / 1e9, 1) for job in jobs] == [46.7, 140.6, 671.0]
+    assert [round((job.num_used + job.embedding) / 1e9, 1) for job in jobs] == [12.9, 39.2, 37.6]
+
+
+def test_experts_are_shared_out_with_the_layers_that_have_them() -> None:
+    """DeepSeek-V3's first three layers have none; 61 layers are on 16 stages."""
+    job, layout = mixture("deepseek-v3", num_micro_batches=15_360), ParallelLayout(pp=16)
+    assert sum(job.layers(layout)) == 61
+    assert sum(job.stage(layout, rank) for rank in range(16)) == job.num_parameters
+    apart = ParallelLayout(dp_shard=64, ep=64)
+    own = job.num_parameters - 58 * job.expert_block * 63 / 64
+    assert job.whole(apart, 0) == pytest.approx(own)
 
 
 def test_ranks_with_some_of_the_experts_gather_less_and_send_tokens() -> None:
@@ -122,8 +178,8 @@ def test_ranks_with_some_of_the_experts_gather_less_and_send_tokens() -> None:
     quick = replace(job, sequence_length=64)
     steps = [forecast(one, quick, GPUS["h100"], 8).step_s for one in (apart, together)]
     assert steps[0] < steps[1] / 3, "weights take longer than tokens"
-    # There and back, forward and backward: seven of eight tokens, each to two experts.
-    sent_bytes = 4 * 32 * 2 * 7 / 8 * 8192 * 4096 * 2
+    # There and back, forward twice and backward: seven of eight tokens, each to two experts.
+    sent_bytes = 6 * 32 * 2 * 7 / 8 * 8192 * 4096 * 2
     within, across = (forecast(apart, job, GPUS["h100"], size).step_s for size in (8, 1))
     assert across - within == pytest.approx(sent_bytes * (1 / 50e9 - 1 / 450e9))
 
@@ -137,8 +193,10 @@ def test_interleaved_stages_wait_less_and_keep_more() -> None:
     layout = ParallelLayout(pp=8)
     one, two = (forecast(layout, each, GPUS["h100"], 8) for each in (job, pairs))
     assert two.bubble == pytest.approx(3.5 / 67.5)
-    assert two.step_s < one.step_s
-    kept = job.num_layers(layout) * SMALL.shape.dim * 1024 * SMALL.compute_bytes
+    deep = (replace(each, shape=PRESETS["70b"]) for each in (job, pairs))
+    steps = [forecast(layout, each, GPUS["h100"], 8).step_s for each in deep]
+    assert steps[1] < steps[0]
+    kept = pairs.layers(layout)[0] * SMALL.shape.dim * 1024 * SMALL.compute_bytes
     assert two.memory_bytes - one.memory_bytes == pytest.approx(3.5 * kept)
     assert forecast(ParallelLayout(tp=8), pairs, GPUS["h100"], 8).bubble == 0
 
@@ -155,3 +213,47 @@ def test_long_sequences_are_cut_and_short_ones_are_not() -> None:
     # Eight key heads are shared out; sixteen parts gather keys, and the last one looks at all.
     eight, sixteen = (forecast(ParallelLayout(cp=n), long, GPUS["h100"], n) for n in (8, 16))
     assert sixteen.step_s > 0.7 * eight.step_s
+
+
+def test_the_first_choice_goes_on_without_a_node() -> None:
+    """One that is 6 % faster and then waits for four hours is no choice for an elastic run.
+
+    Sixteen ways of tensor parallelism on two nodes leave nothing for one.
+    """
+    job = replace(LLAMA, num_micro_batches=64)
+    found = forecasts(job, GPUS["h100"], 8, 8, Asked(reshards=True, stages=True))
+    nodes = Nodes(gpu=GPUS["h100"], num=8, size=8)
+    weighed = weigh(found, job, nodes)
+
+    assert weighed[0].after is not None
+    assert weighed[0].after.layout.world_size <= 56
+    goes_on = [one.after is not None for one in weighed if not one.forecast.is_short]
+    assert goes_on == sorted(goes_on, reverse=True)
+    # A run that may not shrink waits in every layout, so the fastest is first.
+    whole = weigh(found, job, replace(nodes, num_min=64))
+    assert whole[0].after is None
+    assert whole[0].forecast == found[0]
+    # With 2,048 nodes one is nearly always away: two passes must not become three.
+    assert replace(nodes, num=2048).away > 0.7
+
+
+def test_what_is_asked_for_is_in_every_layout() -> None:
+    """A wish that the answer leaves out, without a word, is an answer to another question."""
+    degrees = {"tp": 8, "pp": 2, "dp_replicate": 2}
+    found = forecasts(LLAMA, GPUS["h100"], 8, 8, Asked(degrees=degrees))
+    assert found
+    for one in found:
+        assert {axis: getattr(one.layout, axis) for axis in degrees} == degrees
+    assert not forecasts(LLAMA, GPUS["h100"], 8, 8, Asked(degrees={"pp": 81}))
+
+
+def test_each_layout_is_shown_as_it_is_best() -> None:
+    """Gathers once a step are faster where they fit, repeated layers where nothing else fits."""
+    tried = Asked(reshards=True, recomputes=True, stages=True)
+    job = replace(LLAMA, recomputes=False)
+    found = {one.layout: one for one in forecasts(job, GPUS["h100"], 64, 8, tried)}
+    plain = {one.layout: one for one in forecasts(job, GPUS["h100"], 64, 8)}
+    assert all(one.order <= plain[layout].order for layout, one in found.items())
+    for choice in ("reshards", "recomputes", "reduces"):
+        assert {getattr(one, choice) for one in found.values()} == {True, False}
+    assert max(one.stages_per_worker for one in found.values()) > 1
