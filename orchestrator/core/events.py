@@ -331,6 +331,7 @@ class HangFound:
         rule: Name of the rule that fired.
         verdict: Kind of the verdict, as ``orchestrator.diagnosis`` names it.
         at_odds: Ranks whose calls are not those of most: the program is to blame, not a machine.
+        maybe_well: Those of ``guilty`` that may only work for long: their nodes get no strike.
     """
 
     at_s: float
@@ -341,6 +342,7 @@ class HangFound:
     rule: str = ""
     verdict: str = ""
     at_odds: tuple[int, ...] = ()
+    maybe_well: tuple[str, ...] = ()
 
 
 @value

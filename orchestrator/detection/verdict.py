@@ -71,6 +71,7 @@ class Verdict:
         waited_s: For how long no member was seen to progress.
         is_program: Whether ranks are proven to have called different collectives.
         at_odds: The ranks whose calls are not those of most.
+        maybe_well: The guilty that may only work for long: no proof against their machines.
     """
 
     attempt: int
@@ -82,6 +83,7 @@ class Verdict:
     kind: Kind = Kind.UNDECIDED
     is_program: bool = False
     at_odds: tuple[int, ...] = ()
+    maybe_well: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -160,7 +162,18 @@ class _Case:
             evidence=f"{rule}: {evidence}; no progress for {self.still_s:.2f} s",
             waited_s=self.still_s,
             kind=kind,
+            maybe_well=tuple(
+                sorted(self.members[rank] for rank in guilty if self._may_be_well(rank))
+            ),
         )
+
+    def _may_be_well(self, rank: int) -> bool:
+        row, sign = self.rows[rank], self.signs.get(rank)
+        # A process may compute while it waits for a device that stands still.
+        if row is None or sign not in {Sign.COMPUTING, Sign.IDLE} or device_behind(row):
+            return sign is Sign.HELD
+        is_at_work = _is_in_own_code(self, rank) and self.idle_s[rank] < self.limits.pause_s
+        return sign is Sign.COMPUTING or is_at_work
 
 
 def judge(
@@ -237,9 +250,10 @@ def _silent_node(
         if silent_s < limits.node_silent_s:
             continue
         elsewhere = [one for one in known.values() if one is not None and one.node != node]
-        # A step that others completed had its workers in it: only its keeper is slow.
+        # A step that others completed had its workers in it: only its keeper is slow. Without
+        # members elsewhere no step is proof: its machine and its keeper have their own bounds.
         is_missed = all(state.still_s(one) >= limits.hang_s for one in elsewhere)
-        if is_missed:
+        if elsewhere and is_missed:
             workers = sorted(
                 members[rank] for rank, one in known.items() if one and one.node == node
             )

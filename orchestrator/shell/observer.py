@@ -206,6 +206,7 @@ class Observer:
                     rule=verdict.rule,
                     verdict=str(verdict.kind),
                     at_odds=verdict.at_odds,
+                    maybe_well=verdict.maybe_well,
                 )
             )
         waited_s = verdict.waited_s if isinstance(verdict, detection.Stalled) else 0.0

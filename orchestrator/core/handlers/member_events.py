@@ -314,7 +314,8 @@ def _kill_guilty(transition: Transition, event: HangFound) -> tuple[str, ...]:
             number, worker = found
             guilty.append(name)
             fleet.kill_worker(transition, number, f"hang: {event.evidence}")
-            fleet.strike(transition, worker.node)
+            if name not in event.maybe_well:
+                fleet.strike(transition, worker.node)
     return tuple(guilty)
 
 

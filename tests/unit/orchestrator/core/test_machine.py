@@ -170,6 +170,17 @@ def test_evidence_of_a_hang_is_taken_before_anything_dies() -> None:
     assert actions[0] == CollectEvidence(attempt=1, nodes=("a", "b"), is_awaited=True)
 
 
+@pytest.mark.parametrize(("maybe_well", "num_strikes"), [((), 1), (("w0001",), 0)])
+def test_a_worker_that_may_be_well_costs_its_node_no_strike(
+    maybe_well: tuple[str, ...], num_strikes: int
+) -> None:
+    """It is replaced either way, but a read that holds the interpreter accuses no machine."""
+    hang = ev.HangFound(at_s=3.0, attempt=1, guilty=("w0001",), evidence="", maybe_well=maybe_well)
+    state, actions = step(_running(), hang, rules=RULES)
+    assert KillWorker in _kinds(actions)
+    assert sum(len(node.strikes) for node in state.fleet.nodes.values()) == num_strikes
+
+
 def test_a_crash_does_not_wait_for_evidence() -> None:
     """It explains itself; what its peers did is taken beside the recovery."""
     crashed = ev.WorkerExited(at_s=3.0, worker="w0001", cause="crash", detail="SIGKILL")

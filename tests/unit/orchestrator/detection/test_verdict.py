@@ -351,7 +351,7 @@ def test_a_silent_beat_is_named_while_another_beats() -> None:
 
     verdict = verdict_on(rows_with(w2=frozen), for_s=1.25)
 
-    assert (verdict.guilty, verdict.rule) == (("w2",), "silent")
+    assert (verdict.guilty, verdict.rule, verdict.maybe_well) == (("w2",), "silent", ())
 
 
 def test_a_rank_that_sleeps_in_c_is_given_the_time_that_another_process_takes() -> None:
@@ -371,6 +371,7 @@ def test_a_rank_that_sleeps_in_c_is_given_the_time_that_another_process_takes() 
         "held",
         Kind.INTERPRETER_HELD,
     )
+    assert verdict.maybe_well == ("w2",)
 
 
 def test_a_beat_of_which_nothing_more_is_known_is_not_taken_for_frozen() -> None:
@@ -553,6 +554,17 @@ def test_a_silent_node_whose_workers_are_in_every_step_is_not_lost() -> None:
     assert state.silent_s("n1") > LIMITS.node_silent_s
 
 
+def test_a_node_with_all_members_is_not_lost_because_its_keeper_is_late() -> None:
+    """A standby elsewhere reports, but it is in no step: it cannot tell whether they train."""
+    node_of = dict.fromkeys(("w0", "w1", "w2", "w3"), "n1")
+    state, at_s = watch(rows_with(), for_s=1.0, node_of=node_of)
+    for _ in range(16):
+        state, at_s = watch([calm("w9", -1)], for_s=0.0, state=state, from_s=at_s + 0.25)
+        assert judged(state, at_s) is None
+
+    assert state.silent_s("n1") > LIMITS.node_silent_s
+
+
 def test_a_save_has_more_time_than_a_step() -> None:
     """Storage has a duration of its own; a slow write is not a hang."""
     saving = replace(absent("w2", 2), phase=WorkerPhase.SAVING)
@@ -617,7 +629,7 @@ def test_who_computes_is_not_named_before_the_others_give_up(
     assert judged(state, at_s) is None
     found = judged(state, at_s, collectives_fail_s=300.0)
     assert isinstance(found, Verdict)
-    assert (found.guilty, found.rule) == (("w2",), "missing")
+    assert (found.guilty, found.rule, found.maybe_well) == (("w2",), "missing", ("w2",))
     assert "raise parallel.collective_timeout_s" in found.evidence
 
 
