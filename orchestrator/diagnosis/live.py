@@ -64,6 +64,8 @@ _SILENT_S: Final = 1.0
 _STOPPED: Final = frozenset("Tt")
 _RUNS: Final = frozenset("RD")
 
+_ALONE: Final = " It is alone on its stage, whose work may have grown."
+
 SLOW: Final = frozenset({Kind.SLOW_COMPUTE, Kind.SLOW_DATA})
 
 
@@ -84,6 +86,8 @@ class _Costs:
 
     def __init__(self, roles: Sequence[Hashable]) -> None:
         self._roles = dict(enumerate(roles))
+        self._stages = {rank: stage_of(role) for rank, role in self._roles.items()}
+        self._on_stage = Counter(self._stages.values())
         self._num_peers = Counter(roles)
         self._by_past = frozenset(
             rank for rank, role in enumerate(roles) if self._num_peers[role] <= NUM_PEERS_FEW
@@ -101,7 +105,9 @@ class _Costs:
         for rank, kept in self._kept.items() if not self.lags else ():
             if len(kept) >= NUM_PAST:
                 self._past[rank] = median(list(kept.values())[:NUM_PAST])
-        for rank, ratio in logs(costs, self._roles, self._num_peers, self._past).items():
+        for rank, ratio in logs(
+            costs, self._roles, self._num_peers, self._past, self._stages
+        ).items():
             _keep(self._logs.setdefault(rank, {}), step, ratio)
             if ratio > LEAST_LOG:
                 self._raised[rank] = step
@@ -110,11 +116,11 @@ class _Costs:
             for rank, cost in costs.items():
                 _keep(self._kept.setdefault(rank, {}), step, cost)
 
-    def judge(self) -> None:
-        """Find who is slow now."""
+    def judge(self, nodes: Mapping[int, str]) -> None:
+        """Find who is slow now; ``nodes`` has that of each rank."""
         oldest = self._step - NUM_RECENT
         self._raised = {rank: step for rank, step in self._raised.items() if step > oldest}
-        found = lagging(self._logs, self._by_past, now=self._raised)
+        found = lagging(self._logs, self._by_past, now=self._raised, nodes=nodes)
         for rank in found.keys() & self.lags.keys():
             since_step = min(self.lags[rank].since_step, found[rank].since_step)
             found[rank] = found[rank]._replace(since_step=since_step)
@@ -128,6 +134,10 @@ class _Costs:
             step >= lag.since_step and ratio > LEAST_LOG and abs(ratio - usual) < _STEADY_LOG
             for step, ratio in newest
         )
+
+    def may_be_work(self, rank: int) -> bool:
+        """Return whether a rank is its whole stage, whose work may have grown."""
+        return self._on_stage[self._stages[rank]] == 1 < len(self._roles)
 
     def peers(self, rank: int) -> list[int]:
         """Return those whom the rank was compared with; none if that was its own past."""
@@ -229,8 +239,9 @@ class Live:
         self._close(at_s)
         if at_s - self._judged_at_s >= _JUDGE_S + _JUDGE_S_EACH * self._num_ranks:
             self._judged_at_s = at_s
-            self._compute.judge()
-            self._data.judge()
+            nodes = {rank: node for rank, (_, node) in self._rows.items()}
+            self._compute.judge(nodes)
+            self._data.judge(nodes)
             # Hashes that differ once differ for good.
             self._at_odds = self._at_odds or self._other_calls(at_s)
         found = [*self._slow(at_s), *self._held_up(at_s, graph), *self._at_odds]
@@ -308,8 +319,10 @@ class Live:
                         since_s=since_s,
                         times=lag.times,
                         is_steady=costs.is_steady(rank),
+                        may_be_work=costs.may_be_work(rank),
                         evidence=f"{_who(rank, row, node)} {does} {lag.times:.2f} times as long as "
-                        f"{beside}, from step {lag.since_step} on.",
+                        f"{beside}, from step {lag.since_step} on."
+                        + (_ALONE if costs.may_be_work(rank) else ""),
                     )
                 )
         return found
@@ -372,6 +385,11 @@ class Live:
                 )
             )
         return found
+
+
+def stage_of(role: Hashable) -> Hashable:
+    """Return the stage of a role as ``roles_of`` returns it."""
+    return role[0] if isinstance(role, tuple) and role else role
 
 
 def roles_of(layout: ParallelLayout) -> list[tuple[int, ...]]:

@@ -96,6 +96,7 @@ def logs(
     roles: Mapping[K, Hashable],
     num_peers: Mapping[Hashable, int],
     past: Mapping[K, float],
+    stages: Mapping[K, Hashable] | None = None,
 ) -> dict[K, float]:
     """Return the logarithm of each cost of a step by what it should be.
 
@@ -103,6 +104,7 @@ def logs(
         costs: Of each key.
         num_peers: Keys of each role, whether or not they are in ``costs``.
         past: The usual cost of a key before; without one, those with few peers are not judged.
+        stages: Of each key: what its own past says is no fault where its whole stage grew alike.
     """
     same: dict[Hashable, list[float]] = defaultdict(list)
     for key, cost in costs.items():
@@ -112,6 +114,13 @@ def logs(
     # A step that is slow for everybody is no fault of one.
     is_few = any(num_peers[role] <= NUM_PEERS_FEW for role in same)
     grown = sorted(cost / past[key] for key, cost in costs.items() if key in past) if is_few else []
+    by_stage = stages if is_few and stages else {}
+    of_stage: dict[Hashable, list[float]] = defaultdict(list)
+    for key, stage in by_stage.items():
+        if key in past and key in costs:
+            of_stage[stage].append(costs[key] / past[key])
+    for each in of_stage.values():
+        each.sort()
     found: dict[K, float] = {}
     for key, cost in costs.items():
         ordered = same[roles[key]]
@@ -122,7 +131,9 @@ def logs(
         elif key in past:
             mine = cost / past[key]
             all_s = _median_without(grown, (mine,)) if len(grown) > 1 else 1.0
-            found[key] = math.log(mine / max(1.0, all_s))
+            alike = of_stage[by_stage[key]] if key in by_stage else []
+            stage_s = _median_without(alike, (mine,)) if len(alike) > 1 else 1.0
+            found[key] = math.log(mine / max(1.0, all_s, stage_s))
     return found
 
 
@@ -132,6 +143,7 @@ def lagging(
     least_times: float = 1.0,
     *,
     now: Collection[K] | None = None,
+    nodes: Mapping[K, Hashable] | None = None,
 ) -> dict[K, Lag]:
     """Return whose logarithms stand out from the noise of the others.
 
@@ -140,6 +152,7 @@ def lagging(
         by_past: Keys that are compared with their own past: that of few steps has noise of its own.
         now: Name only those of them whose newest window, a whole one, stands out. None: any whose
             window did.
+        nodes: Of each key. A fault of a node slows all its ranks: others are those elsewhere.
     """
     found: dict[K, Lag] = {}
     is_live = now is not None
@@ -160,11 +173,18 @@ def lagging(
         ordered = sorted(value for each in levels.values() for value in each)
         spreads = {key: _spread(list(by.values())) for key, by in compared.items()}
         ordered_spreads = sorted(spreads.values())
+        on_node: dict[Hashable, list[K]] = defaultdict(list)
+        for key in compared:
+            on_node[nodes.get(key) if nodes else key].append(key)
         for key in apart:
-            num_others = len(ordered) - len(levels[key])
+            mates = on_node[nodes.get(key) if nodes else key]
+            if len(mates) == len(compared):
+                mates = [key]
+            without = [value for mate in mates for value in levels[mate]]
+            num_others = len(ordered) - len(without)
             place = int(_NOISE_QUANTILE * (num_others - 1))
-            level = _without(ordered, levels[key], place) if num_others else 0.0
-            own = [spreads[key]] if len(spreads) > 1 else []
+            level = _without(ordered, without, place) if num_others else 0.0
+            own = [spreads[mate] for mate in mates] if len(spreads) > 1 else []
             shares = 1.0 / width + (1.0 / NUM_PAST if key in by_past else 0.0)
             noise = _median_without(ordered_spreads, own) * math.sqrt(shares)
             bound = max(floor, math.log(least_times), _APART_TIMES * level, _NOISE_TIMES * noise)

@@ -105,12 +105,14 @@ class Suspicion(Verdict):
             0.0 if that is not known.
         is_steady: It was about as slow in each of the last steps. A pause, a recompile or another
             program on its machine is not.
+        may_be_work: Nothing tells a slow machine from work that has grown: no conviction.
     """
 
     since_s: float
     worker: str = ""
     times: float = 0.0
     is_steady: bool = False
+    may_be_work: bool = False
 
     def to_json(self) -> dict[str, Any]:
         """Return the entry of ``everstep status``."""

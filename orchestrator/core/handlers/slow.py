@@ -34,7 +34,7 @@ def consider(transition: Transition) -> Found | None:
     """Convict who is slow for long enough; return why the members are to leave, if they are."""
     run = transition.run
     for one in run.attempt.suspects:
-        if one.times:
+        if one.times and not one.may_be_work:
             _judge(transition, one)
     left = _nodes(transition)
     return _leave(transition, left) if left else None

@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import replace
+from random import Random
 
 import pytest
 
-from orchestrator.diagnosis import Guilty, Kind, Live, Suspicion, WaitGraph, wait_graph
+from orchestrator.diagnosis import Guilty, Kind, Live, Suspicion, WaitGraph, roles_of, wait_graph
 from tests.support.histories import calm, group
 from tests.support.traces import Trace, clean, place_of, planted, step_costs
+from ucp_core.layout import ParallelLayout
 from workers.protocol import Digest, StepCost, WorkerReport
 
 NOBODY = WaitGraph.of({})
@@ -95,6 +97,86 @@ def test_a_suspicion_tells_since_when_and_lasts_until_the_rank_is_well(num: int)
     )
     assert not closed
     assert 60 <= last <= 75, "it was well again"
+
+
+def suspects_of(
+    layout: ParallelLayout, times: Callable[[int, int], float], seed: int, on_node: int = 1
+) -> list[tuple[int, tuple[Suspicion, ...]]]:
+    """Return who was suspected after each step from 21 on of a run with noise of a fiftieth."""
+    draw = Random(seed)
+    live = Live(roles_of(layout), 0)
+    told = []
+    for step in range(1, 90):
+        for rank in range(layout.world_size):
+            cost = StepCost(step, 0.1 * times(rank, step) * draw.gauss(1.0, 0.02), 0.001)
+            live.take(rank, reported(rank, cost), f"node{rank // on_node}", 2.0 * step)
+        live.look(2.0 * step, lambda: NOBODY)
+        told.append((step, live.suspicions))
+    return told[20:]
+
+
+@pytest.mark.parametrize(
+    ("layout", "by_stage"),
+    [
+        (ParallelLayout(pp=2), (6.0, 4.5)),
+        (ParallelLayout(pp=2), (1.0, 1.4)),
+        (ParallelLayout(pp=2, dp_shard=2), (3.0, 1.0)),
+        (ParallelLayout(pp=2, tp=2), (1.0, 1.4)),
+        (ParallelLayout(tp=2, dp_shard=2), (4.0,)),
+        (ParallelLayout(dp_shard=2), (4.0,)),
+    ],
+    ids=str,
+)
+def test_work_that_grows_on_a_whole_stage_convicts_no_rank(
+    layout: ParallelLayout, by_stage: tuple[float, ...]
+) -> None:
+    """Longer sequences, a second head, layers that begin to train: stages do not grow alike."""
+    for seed in range(3):
+        began = Random(seed).randrange(12, 40)
+
+        def times(rank: int, step: int, began: int = began) -> float:
+            return by_stage[layout.coordinates(rank)["pp"]] if step >= began else 1.0
+
+        told = suspects_of(layout, times, seed)
+        assert all(one.may_be_work for _, each in told for one in each), seed
+        is_alone = layout.world_size == layout.pp
+        assert is_alone or not any(each for _, each in told), seed
+
+
+@pytest.mark.parametrize(
+    "layout",
+    [ParallelLayout(dp_shard=2), ParallelLayout(tp=2), ParallelLayout(pp=2, dp_shard=2)],
+    ids=str,
+)
+def test_one_slow_rank_of_a_stage_is_no_work_that_grew(layout: ParallelLayout) -> None:
+    for seed in range(3):
+        told = suspects_of(
+            layout, lambda rank, step: 1.5 if rank and step >= 20 and rank < 2 else 1, seed
+        )
+        named = {(one.guilty.ranks, one.may_be_work) for _, each in told for one in each}
+        assert named == {((1,), False)}, seed
+        assert next(step for step, each in told if each) < 35
+
+
+@pytest.mark.parametrize(("num_nodes", "on_node"), [(2, 8), (3, 8), (2, 2), (3, 4)])
+@pytest.mark.parametrize(("factor", "began"), [(3.0, 0), (1.5, 0), (1.5, 20)])
+def test_a_slow_node_is_found_and_stays_suspected(
+    num_nodes: int, on_node: int, factor: float, began: int
+) -> None:
+    """Its own ranks are a large part of all: they were taken for the noise of the others."""
+    layout = ParallelLayout(dp_shard=num_nodes * on_node)
+    last = (num_nodes - 1) * on_node
+    for seed in range(2):
+        told = suspects_of(
+            layout,
+            lambda rank, step: factor if rank >= last and step >= began else 1.0,
+            seed,
+            on_node,
+        )
+        assert {rank for _, each in told for one in each for rank in one.guilty.ranks} == {
+            *range(last, layout.world_size)
+        }
+        assert all(each for step, each in told if step >= 35), "it is not withdrawn"
 
 
 @pytest.mark.parametrize(
