@@ -327,36 +327,28 @@ def test_an_error_that_passes_is_not_told(
 ) -> None:
     """Each path fails once, and its effect may be there: nothing is done twice or refused."""
     store, path = LocalStore(), str(tmp_path / "a" / "file")
-    mount = _Mount(
-        monkeypatch,
-        tmp_path,
-        number,
-        "open",
-        "link",
-        "replace",
-        "scandir",
-        "mkdir",
-        "unlink",
-        after=after,
-    )
+    # pytest itself opens files if an assertion fails.
+    with monkeypatch.context() as patch:
+        names = ("open", "link", "replace", "scandir", "mkdir", "unlink")
+        mount = _Mount(patch, tmp_path, number, *names, after=after)
 
-    assert store.write_atomic(path, b"one", fsync=True, exclusive=True), "its own link"
-    assert not store.write_atomic(path, b"two", fsync=True, exclusive=True)
-    assert store.read(path) == b"one"
-    assert store.write_atomic(path, b"three", fsync=True)
-    assert store.write_file(f"{path}s", [b"fo", b"ur"], fsync=True) == 4
-    store.append(f"{path}-lines", b"x\n")
-    store.append(f"{path}-lines", b"y\n")
+        assert store.write_atomic(path, b"one", fsync=True, exclusive=True), "its own link"
+        assert not store.write_atomic(path, b"two", fsync=True, exclusive=True)
+        assert store.read(path) == b"one"
+        assert store.write_atomic(path, b"three", fsync=True)
+        assert store.write_file(f"{path}s", [b"fo", b"ur"], fsync=True) == 4
+        store.append(f"{path}-lines", b"x\n")
+        store.append(f"{path}-lines", b"y\n")
 
-    names = ("file", "file-lines", "files")
-    assert store.list(str(tmp_path / "a")) == names
-    assert [store.read(str(tmp_path / "a" / name)) for name in names] == [
-        b"three",
-        b"x\ny\n",
-        b"four",
-    ]
-    store.delete(str(tmp_path / "a"))
-    assert not store.exists(path)
+        files = ("file", "file-lines", "files")
+        assert store.list(str(tmp_path / "a")) == files
+        assert [store.read(str(tmp_path / "a" / name)) for name in files] == [
+            b"three",
+            b"x\ny\n",
+            b"four",
+        ]
+        store.delete(str(tmp_path / "a"))
+        assert not store.exists(path)
     assert mount.num_failed > 6
 
 
@@ -387,8 +379,10 @@ def test_an_error_that_stays_is_told_after_some_attempts(
         calls.append(path)
         raise OSError(errno.ESTALE, os.strerror(errno.ESTALE), path)
 
-    monkeypatch.setattr(os, "open", stale)
-    with pytest.raises(StorageError, match="Stale file handle"):
-        LocalStore().read(str(tmp_path / "file"))
+    store = LocalStore()
+    with monkeypatch.context() as patch:
+        patch.setattr(os, "open", stale)
+        with pytest.raises(StorageError, match="Stale file handle"):
+            store.read(str(tmp_path / "file"))
 
     assert 2 <= len(calls) <= 10
