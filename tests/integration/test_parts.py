@@ -122,6 +122,7 @@ def test_parts_train_to_the_bit_alike_for_any_number_of_workers(
     compare((losses, state), plain_torch(tmp_path / "taken"))
 
 
+@pytest.mark.parametrize("parts", [small_units], indirect=True, ids=["units"])
 @pytest.mark.parametrize("precision", ["fp32", "bf16"])
 def test_copies_and_shards_train_along_one_curve(
     parts: Run, tmp_path: Path, precision: str
@@ -139,6 +140,7 @@ def test_copies_and_shards_train_along_one_curve(
         assert found[0] == pytest.approx(alone[0], abs=2e-2)
 
 
+@pytest.mark.parametrize("parts", [small_units], indirect=True, ids=["units"])
 def test_cut_layers_and_stages_train_along_one_curve(parts: Run, tmp_path: Path) -> None:
     """Each stage has units of its own, and several micro-batches are open at a time.
 

@@ -181,7 +181,8 @@ def test_a_run_resumes_from_its_compacted_journal(run: Journaled) -> None:
     whole = run.begin().first
     assert isinstance(whole, RunResumed)
 
-    assert first.lineage == whole.lineage == run.state.lineage
+    trained = tuple(one for one in run.state.lineage if one[0] <= run.state.trained)
+    assert first.lineage == whole.lineage == trained
     assert (first.next_worker, first.why) == (whole.next_worker, whole.why)
 
 
