@@ -121,6 +121,7 @@ class Suspicion(Verdict):
             "worker": self.worker,
             "times": self.times,
             "is_steady": self.is_steady,
+            "may_be_work": self.may_be_work,
         }
 
 
