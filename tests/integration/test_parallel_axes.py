@@ -528,6 +528,8 @@ everstep.run(train)
 """
 #: Its metrics need outputs that no worker has, in an evaluation after steps of training.
 METRICS = """\
+from pathlib import Path
+
 import torch
 from everstep.integrations.transformers import ElasticTrainer
 from transformers import LlamaConfig, LlamaForCausalLM, TrainingArguments
@@ -535,7 +537,8 @@ from transformers import LlamaConfig, LlamaForCausalLM, TrainingArguments
 sizes = {"hidden_size": 8, "intermediate_size": 8, "num_attention_heads": 1}
 model = LlamaForCausalLM(LlamaConfig(vocab_size=8, num_hidden_layers=2, **sizes))
 rows = [{"input_ids": torch.arange(4), "labels": torch.arange(4)}] * 8
-arguments = TrainingArguments("out", eval_strategy="steps", eval_steps=50, use_cpu=True)
+out = str(Path(__file__).with_name("out"))
+arguments = TrainingArguments(out, eval_strategy="steps", eval_steps=50, use_cpu=True)
 ElasticTrainer(
     model=model, args=arguments, train_dataset=rows, eval_dataset=rows,
     compute_metrics=lambda found: {},

@@ -6,10 +6,11 @@ from pathlib import Path
 
 import pytest
 
-from tests.support import train_samples
 from tests.support.trainers import Run
 from workers.protocol import Completed, Outcome, Raised
 from workers.settings import CheckpointSettings, RunSettings, Settings, TrainSettings
+
+SCRIPT = Path(__file__).parents[1] / "support/train_samples.py"
 
 
 def trained(
@@ -19,7 +20,7 @@ def trained(
     settings = Settings(
         run=RunSettings(
             directory="run",
-            script=str(train_samples.__file__),
+            script=str(SCRIPT),
             arguments=(*arguments, str(directory / "other")),
         ),
         train=TrainSettings(steps=steps, global_batch=16, micro_batch=2),

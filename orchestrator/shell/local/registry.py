@@ -87,8 +87,9 @@ def local_clusters() -> list[LocalEntry]:
     """
     found: list[tuple[float, LocalEntry]] = []
     for folder, entry, began_s in _entries():
-        if _group_lives(entry.host_pid):
-            is_hosted = _accepts(str(folder / "control"))
+        # Processes of another container that shares this folder have other numbers here.
+        is_hosted = _accepts(str(folder / "control"))
+        if is_hosted or _group_lives(entry.host_pid):
             found.append((began_s, replace(entry, is_hosted=is_hosted)))
         else:
             remove_traces(folder)

@@ -53,6 +53,18 @@ def test_a_cluster_whose_host_answers_is_known_as_it_is(entry: LocalEntry, tmp_p
         assert local_clusters() == [entry]
 
 
+def test_a_cluster_of_another_container_is_left_alone(entry: LocalEntry, tmp_path: Path) -> None:
+    """Its processes have other numbers here, and its folder was deleted while it lived."""
+    there = asdict(entry) | {"host_pid": 2**22 + 1}
+    (tmp_path / "cluster-x/cluster.json").write_text(json.dumps(there))
+    with socket.socket(socket.AF_UNIX) as control:
+        control.bind(str(tmp_path / "cluster-x/control"))
+        control.listen()
+
+        assert [one.host_pid for one in local_clusters()] == [2**22 + 1]
+    assert (tmp_path / "cluster-x").exists()
+
+
 def test_a_cluster_that_outlived_its_host_is_listed_with_the_way_to_end_it(
     entry: LocalEntry, monkeypatch: pytest.MonkeyPatch
 ) -> None:
