@@ -48,14 +48,22 @@ def _count(module: Any, _: Any) -> None:
     module.passes += 1
 
 
-@pytest.mark.parametrize("scheduler", ["linear", "cosine_with_restarts"])
-def test_alone_it_learns_as_trainer_does(tmp_path: Path, scheduler: str) -> None:
+@pytest.mark.parametrize(
+    "given",
+    [
+        {"lr_scheduler_type": "linear"},
+        # It looks up the name of the model's class.
+        {"lr_scheduler_type": "cosine_with_restarts", "label_smoothing_factor": 0.1},
+    ],
+    ids=["linear", "restarts and smoothing"],
+)
+def test_alone_it_learns_as_trainer_does(tmp_path: Path, given: dict[str, Any]) -> None:
     """Each step takes all samples, so that the order, which differs, does not count."""
     from everstep.integrations.transformers import ElasticTrainer
 
     runs = []
     for kind in (transformers.Trainer, ElasticTrainer):
-        trainer = _trainer(kind, tmp_path / kind.__name__, lr_scheduler_type=scheduler)
+        trainer = _trainer(kind, tmp_path / kind.__name__, **given)
         output = trainer.train()
         held = {name: one.detach().clone() for name, one in trainer.model.named_parameters()}
         runs.append((_history(trainer), output, held, trainer.evaluate()["eval_loss"]))
@@ -451,7 +459,7 @@ def test_what_cannot_be_kept_is_refused_by_name(tmp_path: Path) -> None:
 
     trainer = _trainer(
         Mine, tmp_path, train_sampling_strategy="sequential", auto_find_batch_size=True,
-        batch_eval_metrics=True,
+        batch_eval_metrics=True, optim="adafactor",
     )  # fmt: skip
     trainer.get_train_dataloader = list
     with pytest.raises(TaskError, match=r"not supported: train\(resume_from") as raised:
@@ -463,6 +471,7 @@ def test_what_cannot_be_kept_is_refused_by_name(tmp_path: Path) -> None:
         "args.batch_eval_metrics (compute_metrics gets all batches at once)",
         "args.auto_find_batch_size (set per_device_train_batch_size)",
         "args.train_sampling_strategy=sequential (the order is random)",
+        "args.optim=adafactor (its sums over rows cannot be saved; use adamw_torch)",
     ]
     assert overridden.startswith("overriding get_train_dataloader, create_optimizer, training_step")
 

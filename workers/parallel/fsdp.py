@@ -158,6 +158,9 @@ def shard_model(
             ignored_params=whole,
         )
     for module in fsdp_modules(model):
+        # Libraries look up a model by its class's name, which FSDP2 changes.
+        kind, (_, theirs) = type(module), type(module).__bases__
+        kind.__name__, kind.__qualname__ = theirs.__name__, theirs.__qualname__
         # Gradients are sums over tokens; the training step divides by the number of tokens. For a
         # rank alone torch would copy them once more, to divide by 1.
         if mesh.sharding.size() > 1:

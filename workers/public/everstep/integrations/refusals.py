@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any, Final
 
 from transformers import Trainer
+from transformers.training_args import OptimizerNames
 
 #: Arguments that are refused if they are set, and what to do instead.
 _ARGUMENTS: Final = {
@@ -67,6 +68,9 @@ def refusals(
         },
         f"args.train_sampling_strategy={args.train_sampling_strategy} (the order is random)": (
             args.train_sampling_strategy != "random"
+        ),
+        "args.optim=adafactor (its sums over rows cannot be saved; use adamw_torch)": (
+            args.optim == OptimizerNames.ADAFACTOR
         ),
         "args.include_num_input_tokens_seen (metrics/rank0.jsonl has tokens)": counted != "no",
     }
