@@ -14,12 +14,13 @@ from workers.parallel import ModelPlan, build_mesh
 from workers.settings import ModelSettings, Settings
 from workers.state import TrainingState, local_parameters
 from workers.train.building import build_model
+from workers.train.executor import BuiltModel
 
 
-def state_of(
+def built_of(
     build: Callable[[], nn.Module], plan: ModelPlan, layout: ParallelLayout, rank: int, attempt: int
-) -> TrainingState:
-    """Return the state of a rank, after a step of its optimizer.
+) -> BuiltModel:
+    """Return the model of a rank.
 
     It leaves a default group behind; another attempt's is ended first.
     """
@@ -27,13 +28,20 @@ def state_of(
         dist.destroy_process_group()
     dist.init_process_group("fake", store=FakeStore(), rank=rank, world_size=layout.world_size)
     mesh = build_mesh(layout, device_type="cpu", attempt=attempt, rank=rank)
-    built = build_model(
+    return build_model(
         build,
         plan,
         mesh=mesh,
         settings=Settings(model=ModelSettings(preset="tiny")),
         device=torch.device("cpu"),
     )
+
+
+def state_of(
+    build: Callable[[], nn.Module], plan: ModelPlan, layout: ParallelLayout, rank: int, attempt: int
+) -> TrainingState:
+    """Return the state of a rank, after a step of its optimizer; see ``built_of``."""
+    built = built_of(build, plan, layout, rank, attempt)
     own = local_parameters(built.shards)
     optimizer = torch.optim.AdamW(own.values())
     for parameter in own.values():

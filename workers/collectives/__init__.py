@@ -25,6 +25,7 @@ from workers.collectives.forming import abort, check, form, leave, locate, place
 from workers.collectives.group import connect_pairs
 from workers.collectives.nccl import share_device
 from workers.collectives.places import Places, described, script_frame, script_line
+from workers.collectives.results import on_host, reading, settled
 
 __all__ = [
     "AbortedError",
@@ -38,10 +39,13 @@ __all__ = [
     "form",
     "leave",
     "locate",
+    "on_host",
     "places",
+    "reading",
     "script_frame",
     "script_line",
     "set_timeout",
+    "settled",
     "share_device",
     "span",
     "unreached",

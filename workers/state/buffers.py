@@ -20,6 +20,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
 
+from workers.collectives import on_host, settled
 from workers.errors import TaskError
 from workers.parallel import own_names
 from workers.state.entries import DTYPES
@@ -149,10 +150,10 @@ class PersistentBuffers:
 
     def _check_equal(self, step: int) -> None:
         low, high = self._bounds or (self._digests(()), self._digests(()))
-        ends = torch.stack((low, -high))
+        ends = torch.cat((low, -high))
         dist.all_reduce(ends, op=dist.ReduceOp.MIN)
-        least, negative = ends.tolist()
-        for held, one, other in zip(self._equal, least, negative, strict=True):
+        found, num = on_host(ends), len(low)
+        for held, one, other in zip(self._equal, found[:num], found[num:], strict=True):
             if one != -other:
                 advice = (
                     "if it is a mean over samples, have it averaged: session.model(build, "
@@ -193,7 +194,8 @@ class PersistentBuffers:
         for micro_batch, values in sorted(self._sums.items()):
             sums[micro_batch if in_order else 0] += values
         dist.all_reduce(sums)
-        total = sums[0]
+        # A snapshot after this step has them.
+        total = settled(sums)[0]
         for row in sums[1:]:
             total = total + row
         return list((total / num_micro_batches).split(sizes))

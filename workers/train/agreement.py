@@ -11,9 +11,10 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from workers.collectives import on_host
 from workers.data import DataLoader, DataOrder
 from workers.errors import DataError, TaskError
-from workers.train.executor import ShardedModel, on_host
+from workers.train.executor import ShardedModel
 
 log = logging.getLogger(__name__)
 

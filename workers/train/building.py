@@ -11,6 +11,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
+from workers.collectives import on_host
 from workers.data import numbers_of_stage
 from workers.errors import LayoutRefusedError, TaskError
 from workers.models import documents
@@ -40,7 +41,6 @@ from workers.train.executor import (
     TensorReplicas,
     Trained,
     WholeGradients,
-    on_host,
     refuse_hooks,
     use_all_to_all,
     use_own,

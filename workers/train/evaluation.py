@@ -12,11 +12,12 @@ import torch.distributed as dist
 from numpy.typing import NDArray
 from torch import Tensor
 
+from workers.collectives import on_host
 from workers.data import random_seed, seed_all, seeded
 from workers.errors import TaskError
 from workers.parallel import PassHooks
 from workers.state import DTYPES
-from workers.train.executor import ShardedModel, on_host, quota
+from workers.train.executor import ShardedModel, quota
 from workers.train.whole_weights import exchanged, summed
 
 

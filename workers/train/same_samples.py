@@ -19,6 +19,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
+from workers.collectives import on_host
 from workers.data import (
     CONTENT_LENGTH,
     Content,
@@ -31,7 +32,6 @@ from workers.data import (
 )
 from workers.errors import DataError
 from workers.parallel import Mesh
-from workers.train.executor import on_host
 
 log = logging.getLogger(__name__)
 

@@ -24,7 +24,7 @@ from workers.errors import ApartError, TaskError
 from workers.parallel import drop_gathered, own_names
 from workers.protocol import SAVED
 from workers.state import DTYPES
-from workers.train.executor import ShardedModel, all_agree, on_host
+from workers.train.executor import ShardedModel, all_agree
 
 #: Names that a script may give to a file that it saves.
 _PLAIN_NAME: Final = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.-]*")
@@ -140,11 +140,11 @@ def exchanged(value: Any, sharded: ShardedModel) -> list[Any]:
     lengths = torch.zeros(size, dtype=torch.int64, device=device)
     lengths[rank] = len(text)
     dist.all_reduce(lengths)
-    found = list(map(int, on_host(lengths)))
+    found = list(map(int, collectives.on_host(lengths)))
     texts = torch.zeros(size, max(found), dtype=torch.uint8, device=device)
     texts[rank, : len(text)] = torch.frombuffer(bytearray(text), dtype=torch.uint8)
     dist.all_reduce(texts)
-    rows = texts.cpu()
+    rows = collectives.settled(texts).cpu()
     return [json.loads(bytes(rows[at, :length].numpy())) for at, length in enumerate(found)]
 
 
@@ -173,7 +173,7 @@ def summed(whole: Tensor) -> Tensor:
     """Return what one rank has of each element; the others have zeros."""
     # As bytes: a sum of one rank's bits and zeros changes none, whatever they stand for.
     dist.all_reduce(whole.reshape(-1).view(torch.uint8))
-    return whole
+    return collectives.settled(whole)
 
 
 def _bytes(whole: Tensor) -> memoryview:

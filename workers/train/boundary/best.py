@@ -15,9 +15,9 @@ import torch
 import torch.distributed as dist
 
 from ucp_core.native import BEST
+from workers.collectives import on_host
 from workers.errors import TaskError
 from workers.settings import VALIDATION_LOSS, BestSettings
-from workers.train.executor import on_host
 
 #: A step and the value after it.
 _Measured = tuple[int, float]

@@ -15,8 +15,8 @@ from typing import Final
 import torch
 import torch.distributed as dist
 
+from workers.collectives import on_host
 from workers.snapshot import Captured, SnapshotWriter
-from workers.train.executor import on_host
 
 #: Preparing memory for the small preset took 5 to 60 ms, copying it 10 to 50 ms (busy machine).
 _WAIT_S_MIN: Final = 1.0

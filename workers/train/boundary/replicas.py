@@ -15,6 +15,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from ucp_core.layout import ParallelLayout
+from workers.collectives import on_host
 from workers.errors import DivergedError
 from workers.train.executor import ShardedModel
 
@@ -39,7 +40,7 @@ def refuse_diverged(step: int, sharded: ShardedModel) -> None:
     every = torch.zeros(layout.world_size, dtype=torch.int64, device=device)
     every[sharded.mesh.rank] = sums.sum()
     dist.all_reduce(every)
-    ranks = odd_ones(layout, every.tolist())
+    ranks = odd_ones(layout, on_host(every))
     if not ranks:
         return
     names = _differing(sharded, sums[1:])
@@ -56,7 +57,7 @@ def refuse_diverged(step: int, sharded: ShardedModel) -> None:
     )
 
 
-def odd_ones(layout: ParallelLayout, sums: Sequence[int]) -> tuple[int, ...]:
+def odd_ones(layout: ParallelLayout, sums: Sequence[float]) -> tuple[int, ...]:
     """Return the ranks whose sums differ from those of most of their copies. Pure.
 
     Where no sum has a majority, all ranks with copies of that state are returned.
@@ -87,9 +88,11 @@ def _differing(sharded: ShardedModel, sums: Tensor) -> list[str]:
     least, most = sums.clone(), sums.clone()
     dist.all_reduce(least, op=dist.ReduceOp.MIN, group=sharded.mesh.replicas)
     dist.all_reduce(most, op=dist.ReduceOp.MAX, group=sharded.mesh.replicas)
+    differ = [one != other for one, other in zip(on_host(least), on_host(most), strict=True)]
     places = {name: at for at, name in enumerate(sorted(sharded.shapes))}
     flags = torch.zeros(len(places), device=sharded.device)
-    for shard, differs in zip(sharded.shards, (least != most).tolist(), strict=True):
+    for shard, differs in zip(sharded.shards, differ, strict=True):
         flags[places[shard.fqn]] += float(differs)
     dist.all_reduce(flags)
-    return [name for name, at in places.items() if flags[at]]
+    found = on_host(flags)
+    return [name for name, at in places.items() if found[at]]

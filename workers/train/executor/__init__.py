@@ -19,7 +19,7 @@ if TYPE_CHECKING:
         use_tree,
     )
     from workers.train.executor.sharded_model import BuiltModel, ShardedModel
-    from workers.train.executor.signals import Signals, all_agree, on_host
+    from workers.train.executor.signals import Signals, all_agree
     from workers.train.executor.step import Step
     from workers.train.executor.tensor_replicas import TensorReplicas
     from workers.train.executor.trained import Trained
@@ -41,7 +41,6 @@ __all__ = [
     "WholeGradients",
     "all_agree",
     "described_numbers",
-    "on_host",
     "quota",
     "refuse_hooks",
     "use_all_to_all",

@@ -15,9 +15,9 @@ import torch.distributed as dist
 from torch import Tensor
 
 from ucp_core.layout import ParallelLayout
+from workers.collectives import on_host
 from workers.train.executor.quotas import Pass
 from workers.train.executor.sharded_model import ShardedModel
-from workers.train.executor.signals import on_host
 
 #: So many micro-batches, or ranks, are named.
 _TOLD: Final = 8

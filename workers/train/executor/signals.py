@@ -2,15 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass, fields
 from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch import Tensor
 
-from workers import collectives
+from workers.collectives import on_host
 from workers.data import KEEPS_ORDER
 from workers.errors import DataError
 
@@ -59,37 +57,6 @@ class Signals:
             for field, value in zip(fields(cls), sums, strict=True)
         }
         return cls(**values)
-
-
-def on_host(numbers: Tensor) -> list[float]:
-    """Return the result of a collective, read from its device.
-
-    Raises:
-        AbortedError: The collective ran on a device and was aborted.
-    """
-    return reading(numbers)()
-
-
-def reading(numbers: Tensor) -> Callable[[], list[float]]:
-    """Begin to read the result of a collective; return what waits for it, as ``on_host`` does.
-
-    It does not wait for what the device is asked for in between.
-    """
-    if not numbers.is_cuda:
-        # On the host, waiting for the collective has raised already.
-        return numbers.tolist
-    held = torch.empty(numbers.shape, dtype=numbers.dtype, pin_memory=True)
-    held.copy_(numbers, non_blocking=True)
-    there = torch.cuda.Event()
-    there.record()
-
-    def read() -> list[float]:
-        there.synchronize()
-        collectives.check()
-        found: list[float] = held.tolist()
-        return found
-
-    return read
 
 
 def refuse_readings(agreed: Signals, mine: Signals, *, step: int, device: torch.device) -> None:

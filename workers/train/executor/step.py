@@ -38,7 +38,7 @@ from workers.train.executor.origin import Parts
 from workers.train.executor.own_changes import Changes, refuse_clipped
 from workers.train.executor.quotas import Pass, Quota
 from workers.train.executor.sharded_model import ShardedModel
-from workers.train.executor.signals import Signals, reading, refuse_readings
+from workers.train.executor.signals import Signals, refuse_readings
 
 #: Why FSDP2 gathers no parameters for a backward pass, or reduces no gradient.
 CHANGED_IN_PLACE: Final = (
@@ -459,7 +459,7 @@ class Step:
         dist.all_reduce(numbers)
         square = whole.put(numbers[end : end + whole.num_sums])
         square = square + ordered_sum(numbers[end + whole.num_sums :])
-        read = reading(torch.cat((numbers[:end], square.reshape(1))))
+        read = collectives.reading(torch.cat((numbers[:end], square.reshape(1))))
         scaler = sharded.registered.scaler
         scale = scaler.get_scale() if scaler is not None else 1.0
         scale_gradients(sharded.shards, square, numbers[0] * scale, self._train.clip_norm)

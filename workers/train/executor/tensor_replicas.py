@@ -14,9 +14,9 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from workers.collectives import on_host
 from workers.errors import LayoutRefusedError
 from workers.parallel import LocalShard, Mesh
-from workers.train.executor.signals import on_host
 
 #: Equal gradients may be summed in another order on a device; those of a part differ by much more.
 _RTOL: Final = 1e-2

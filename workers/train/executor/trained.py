@@ -10,9 +10,9 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
+from workers.collectives import on_host
 from workers.errors import TaskError
 from workers.parallel import LocalShard
-from workers.train.executor.signals import on_host
 
 #: A version keeps here the frozen parameters that a script began with, if others are frozen now.
 FROZEN_AT_FIRST: Final = "frozen_at_first"

@@ -30,7 +30,7 @@ from ucp_core.native import (
     open_checkpoint,
 )
 from ucp_core.storage import LocalStore, Store, join
-from workers.collectives import GroupError
+from workers.collectives import GroupError, settled
 from workers.keeper import MemorySources
 from workers.protocol import (
     CHECKPOINTS,
@@ -381,5 +381,5 @@ class GroupTransport:
             return
         staged = torch.empty((self.size, len(mine)), dtype=torch.uint8, device=self._device)
         dist.all_gather_single(staged, sent.to(self._device), group=self._group)
-        for row, buffer in zip(staged, received, strict=True):
+        for row, buffer in zip(settled(staged), received, strict=True):
             buffer.copy_(row)

@@ -1,0 +1,57 @@
+"""Results of collectives, checked before the host uses them or they become state.
+
+An abort ends a collective on a device by force, and its result is then arbitrary. It sets the flag
+of the attempt first, so whoever looks at the flag behind the result knows.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+from torch import Tensor
+
+from workers.collectives.forming import check
+
+
+def on_host(numbers: Tensor) -> list[float]:
+    """Return the result of a collective, read from its device.
+
+    Raises:
+        AbortedError: The collective ran on a device and was aborted.
+    """
+    return reading(numbers)()
+
+
+def reading(numbers: Tensor) -> Callable[[], list[float]]:
+    """Begin to read the result of a collective; return what waits for it, as ``on_host`` does.
+
+    It does not wait for what the device is asked for in between.
+    """
+    if not numbers.is_cuda:
+        # On the host, waiting for the collective has raised already.
+        return numbers.tolist
+    held = torch.empty(numbers.shape, dtype=numbers.dtype, pin_memory=True)
+    held.copy_(numbers, non_blocking=True)
+    there = torch.cuda.Event()
+    there.record()
+
+    def read() -> list[float]:
+        there.synchronize()
+        check()
+        found: list[float] = held.tolist()
+        return found
+
+    return read
+
+
+def settled(result: Tensor) -> Tensor:
+    """Return the result of a collective, once its device has it.
+
+    Raises:
+        AbortedError: The collective ran on a device and was aborted.
+    """
+    if result.is_cuda:
+        torch.cuda.current_stream(result.device).synchronize()
+        check()
+    return result
