@@ -15,12 +15,16 @@ class DeviceWork:
 
     Attributes:
         broken: The device's own failure, with which every question about it fails from then on.
+        num_waited: How often streams were made to wait for it.
+        outputs: What it keeps alive.
     """
 
     has_begun: bool = False
     has_ended: bool = False
     error: Exception | None = None
     broken: RuntimeError | None = None
+    num_waited: int = 0
+    outputs: Any = None
 
     def is_reached(self) -> bool:
         if self.broken is not None:
@@ -33,6 +37,7 @@ class DeviceWork:
         return self.has_ended or self.error is not None
 
     def wait(self) -> bool:
+        self.num_waited += 1
         if self.error is not None:
             raise dist.DistBackendError(str(self.error))
         return True

@@ -23,7 +23,7 @@ beside a lost timeout. Figures: ``tests/benchmarks/RESULTS.md``.
 from workers.collectives.errors import AbortedError, CollectiveError, GroupError, unreached
 from workers.collectives.forming import abort, check, form, leave, locate, places, set_timeout, span
 from workers.collectives.group import connect_pairs
-from workers.collectives.nccl import share_device
+from workers.collectives.nccl import is_recording_graph, share_device
 from workers.collectives.places import Places, described, script_frame, script_line
 from workers.collectives.results import on_host, reading, settled
 
@@ -37,6 +37,7 @@ __all__ = [
     "connect_pairs",
     "described",
     "form",
+    "is_recording_graph",
     "leave",
     "locate",
     "on_host",

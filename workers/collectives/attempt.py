@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 import socket
 import threading
@@ -39,11 +40,15 @@ class _Group(Protocol):
 
 
 class _OnDevice(Protocol):
-    """Work on a device; see ``workers.collectives.work.StreamWork``."""
+    """Work on a device; see ``workers.collectives.work.InFlight``."""
 
     def is_reached(self) -> bool: ...
 
-    def settle(self) -> bool: ...
+    def failure(self) -> BaseException | None: ...
+
+    def give_up(self) -> None: ...
+
+    def settle(self, error: BaseException | None) -> bool: ...
 
 
 class Attempt:
@@ -175,6 +180,12 @@ class Attempt:
         """Note work of a group whose begin and end on the device are still to be recorded."""
         self._on_device.setdefault(group, deque()).append(work)
 
+    def note_begun(self, group: int) -> None:
+        """Note that the newest work of a group has begun: that before it need not be kept."""
+        # Others may have been settled meanwhile.
+        with contextlib.suppress(IndexError):
+            self._on_device[group][-2].give_up()
+
     def add(self, group: _Group) -> None:
         """Add a group of this attempt."""
         with self._lock:
@@ -255,8 +266,11 @@ class Attempt:
         try:
             for queue in list(self._on_device.values()):
                 # The first one that was not reached holds up the later ones.
-                all(work.is_reached() for work in list(queue))
-                while queue and queue[0].settle():
+                works = list(queue)
+                all(work.is_reached() for work in works)
+                failures = (work.failure() for work in reversed(works[-2:]))
+                error = next((one for one in failures if one is not None), None)
+                while queue and queue[0].settle(error):
                     queue.popleft()
         finally:
             self._looking.release()

@@ -164,8 +164,10 @@ class RecordedGroup(dist.ProcessGroup):
             # By the name of the group's backend torch takes it for one on the host.
             opts.device = torch.device("cuda")
         call = self._enter("barrier", (0, 0), on_device=on_device)
-        _return_work(opts, on_device=on_device)
-        return self._begun(call, lambda: self._inner.barrier(opts), on_device=on_device)
+        waits = on_device and _return_work(opts)
+        return self._begun(
+            call, lambda: self._inner.barrier(opts), on_device=on_device, waits_at_once=waits
+        )
 
     def reduce_scatter_single(self, output: Any, value: Any, opts: Any = None) -> dist.Work:
         """Reduce ``value`` over the members and leave this rank's part in ``output``."""
@@ -193,11 +195,12 @@ class RecordedGroup(dist.ProcessGroup):
         opts = opts if opts is not None else dist.ReduceScatterOptions()
         on_device = outputs[0].is_cuda
         call = self._enter("reduce_scatter", _payload(values), on_device=on_device)
-        _return_work(opts, on_device=on_device)
+        waits = on_device and _return_work(opts)
         return self._begun(
             call,
             lambda: self._inner.reduce_scatter(outputs, values, opts),
             on_device=on_device,
+            waits_at_once=waits,
             keep=(outputs, values),
             sliced=False,
         )
@@ -235,11 +238,17 @@ class RecordedGroup(dist.ProcessGroup):
         *,
         on_device: bool = False,
         pair: int | None = None,
-    ) -> Call:
+    ) -> Call | None:
+        """Record a call; return None if it is recorded in a CUDA graph, which runs later.
+
+        An event of a graph cannot be asked about: that would pass for a failed device.
+        """
         size_bytes, dtype = payload
         attempt = self._attempt
         if attempt.aborted.is_set():
             raise attempt.error(f"; {op} was not started", op)
+        if on_device and nccl.is_recording_graph():
+            return None
         index = pair if pair is not None else self._index
         if index is None:
             index = self._index = attempt.ring.group(self._named(), self._ranks)
@@ -257,12 +266,15 @@ class RecordedGroup(dist.ProcessGroup):
         on_device = outputs[0].is_cuda
         call = self._enter("reduce_scatter", _payload(values), on_device=on_device)
         if on_device:
-            _return_work(opts, on_device=True)
+            waits = _return_work(opts)
             if single:
                 reduce, tensors = getattr(self._inner, REDUCE_SCATTER), (outputs[0], values[0])
             else:
                 reduce, tensors = getattr(self._inner, REDUCE_SCATTER_COALESCED), (outputs, values)
-            return self._begun(call, lambda: reduce(*tensors, opts), on_device=True)
+            return self._begun(
+                call, lambda: reduce(*tensors, opts), on_device=True, waits_at_once=waits
+            )
+        assert call is not None, "graphs are recorded on devices"
         # Like gloo's own (torch 2.13, ProcessGroupGloo::reduce_scatter_tensor_coalesced): an
         # all-reduce of a copy, but one that can be waited for in slices.
         buffers = [value.clone(memory_format=torch.contiguous_format) for value in values]
@@ -299,6 +311,8 @@ class RecordedGroup(dist.ProcessGroup):
             )
         except RuntimeError as error:
             # gloo refuses at once when the peer's connection is closed.
+            if call is None:
+                raise
             raise call.failed(error) from error
 
     def described(self) -> str:
@@ -317,26 +331,32 @@ class RecordedGroup(dist.ProcessGroup):
 
     def _begun(
         self,
-        call: Call,
+        call: Call | None,
         begin: Callable[[], Any],
         *,
         on_device: bool,
+        waits_at_once: bool = False,
         keep: Any = None,
         sliced: bool = True,
     ) -> dist.Work:
+        if call is None:
+            return cast("dist.Work", begin())
         if not on_device:
             return RecordedWork(call, [begin()], keep=keep, sliced=sliced)
         if self._coalesced is not None:
             # It is launched, and there is something to wait for, when the coalescing ends.
             self._coalesced.append(call)
             return cast("dist.Work", begin())
-        return self._launched([call], begin)
+        return self._launched([call], begin, waits_at_once=waits_at_once)
 
-    def _launched(self, calls: list[Call], begin: Callable[[], Any]) -> dist.Work:
-        launched = StreamWork(calls)
+    def _launched(
+        self, calls: list[Call], begin: Callable[[], Any], *, waits_at_once: bool = False
+    ) -> dist.Work:
+        launched = StreamWork(calls, waits_at_once=waits_at_once)
         # First: NCCL may make this rank's host wait for the others before it returns.
-        self._attempt.note_launched(calls[0].group, launched)
+        self._attempt.note_launched(calls[0].group, launched.in_flight)
         launched.begin(begin)
+        self._attempt.note_begun(calls[0].group)
         return launched
 
 
@@ -347,13 +367,13 @@ def _collective(method: str, op: str) -> Callable[..., dist.Work]:
         payload = args[payload_at]
         on_device = "cuda" in self._backends and _on_device(payload)
         entered = self._enter(op, _payload(payload), on_device=on_device)
+        waits = False
         if on_device:
-            for option in (*args, *kwargs.values()):
-                _return_work(option, on_device=True)
+            waits = any(_return_work(option) for option in (*args, *kwargs.values()))
             if method in _SPLIT:
                 args = _with_splits(args, len(self._ranks))
         begin = functools.partial(getattr(self._inner, method), *args, **kwargs)
-        return self._begun(entered, begin, on_device=on_device, keep=args)
+        return self._begun(entered, begin, on_device=on_device, waits_at_once=waits, keep=args)
 
     call.__name__ = method
     call.__doc__ = f"Record an {op} and pass it to the inner group."
@@ -381,14 +401,19 @@ def group_name(description: str, ranks: tuple[int, ...], world_size: int) -> str
     return f"{axis}[{','.join(map(str, ranks))}]"
 
 
-def _return_work(option: Any, *, on_device: bool) -> None:
+def _return_work(option: Any) -> bool:
     """Have NCCL return the work of a call; without one nothing shows where the device is.
+
+    Return whether torch waits for the work in the call.
 
     Since torch 2.8 a synchronous call returns none. torch waits for the work of such a call itself:
     the current stream then waits for the device, as it would have.
     """
-    if on_device and hasattr(option, "asyncOp"):
-        option.asyncOp = True
+    if not hasattr(option, "asyncOp"):
+        return False
+    waits = not option.asyncOp
+    option.asyncOp = True
+    return waits
 
 
 def _with_splits(args: tuple[Any, ...], num_ranks: int) -> tuple[Any, ...]:

@@ -133,6 +133,12 @@ def _abort(backend: Any) -> None:
         log.warning("not_aborted", extra={"reason": str(error)})
 
 
+def is_recording_graph() -> bool:
+    """Return whether this thread records a CUDA graph, which runs later."""
+    # Without a device the second call fails.
+    return torch.cuda.is_initialized() and torch.cuda.is_current_stream_capturing()
+
+
 class Start:
     """A place in the stream that calls a collective: where the device comes to the call.
 

@@ -18,9 +18,9 @@ from typing import Any, Final
 import torch
 import torch.distributed as dist
 
+from workers.collectives import nccl
 from workers.collectives.attempt import Attempt
 from workers.collectives.errors import AbortedError, CollectiveError
-from workers.collectives.nccl import Start
 from workers.collectives.waiting import helpers
 from workers.records import ABORTED, FAILED, FINISHED
 
@@ -46,7 +46,7 @@ class Call:
         op: str,
         number: int,
         seq: int,
-        start: Start | None = None,
+        start: nccl.Start | None = None,
     ) -> None:
         self.attempt = attempt
         self.group = group
@@ -234,53 +234,33 @@ class RecordedWork(dist.Work):
             raise self._call.aborted()
 
 
-class StreamWork(dist.Work):
-    """Collectives in flight on a device. ``wait`` only orders streams, as NCCL's does.
+class InFlight:
+    """Collectives that their device has not passed; the attempt polls ``is_reached``, ``settle``.
 
-    The host does not learn from ``wait`` where the device is; the attempt polls ``is_reached`` and
-    ``settle``, from before ``begin`` on.
+    NCCL's work holds the outputs of its collective, and the host is some forty layers ahead of the
+    device. So ``give_up`` lets go of it where a mark in the caller's stream says the same. The
+    newest work of a group is kept: an error is one of the communicator, and only a work words it.
 
     Args:
         calls: Their names and numbers; several for coalesced ones.
     """
 
     def __init__(self, calls: Sequence[Call]) -> None:
-        super().__init__()
-        self._calls = calls
-        self._inner: Any = None
-        self._is_refused = False
+        self.calls = calls
+        self.inner: Any = None
+        #: Where the caller's stream goes on behind them; None if that may be later than their end.
+        self.end: nccl.Start | None = None
+        self.is_refused = False
 
-    def begin(self, begin: Callable[[], Any]) -> None:
-        """Call NCCL, which returns its work.
-
-        Raises:
-            AbortedError: The attempt was aborted while NCCL made the host wait for the others.
-            RuntimeError: NCCL refuses.
-        """
-        try:
-            self._inner = begin()
-        except RuntimeError as error:
-            self._is_refused = True
-            call = self._calls[-1]
-            if call.attempt.aborted.is_set():
-                raise call.aborted() from error
-            raise
-
-    def wait(self, timeout: timedelta | None = None) -> bool:
-        """Make the current stream wait for the collective; return True."""
-        call = self._calls[-1]
-        if call.attempt.aborted.is_set():
-            raise call.aborted()
-        call.attempt.note_call()
-        try:
-            return bool(self._inner.wait(timeout) if timeout else self._inner.wait())
-        except RuntimeError as error:
-            raise call.failed(error) from error
+    def give_up(self) -> None:
+        """Let go of NCCL's work, if a mark tells the end."""
+        if self.end is not None:
+            self.inner = None
 
     def is_reached(self) -> bool:
         """Record which calls the device has reached; return whether all."""
         try:
-            for call in self._calls:
+            for call in self.calls:
                 if call.start is not None:
                     if not call.start.is_reached():
                         return False
@@ -290,27 +270,89 @@ class StreamWork(dist.Work):
             return False
         return True
 
-    def settle(self) -> bool:
-        """Record the end if the device is done; return whether it is.
+    def failure(self) -> BaseException | None:
+        """Return the error of the group that its work tells, if it has failed."""
+        inner = self.inner
+        try:
+            return _failure(inner) if inner is not None and inner.is_completed() else None
+        except RuntimeError as error:
+            return error
+
+    def settle(self, error: BaseException | None) -> bool:
+        """Record the end if the device is done, or its group has failed; return whether it is so.
 
         A failure aborts the attempt: nothing else would end what the device waits for.
         """
-        error: BaseException | None
-        if self._inner is None:
-            return self._is_refused
-        try:
-            if not self._inner.is_completed():
-                return False
-            error = self._failure()
-        except RuntimeError as failure:
-            error = failure
-        aborted = self._calls[-1].attempt.aborted.is_set()
-        for call in self._calls:
+        # In this order: the training thread sets the mark before it lets go of the work.
+        inner, end = self.inner, self.end
+        if inner is None and end is None:
+            return self.is_refused
+        if error is None:
+            try:
+                if not (inner.is_completed() if end is None else end.is_reached()):
+                    return False
+            except RuntimeError as failure:
+                error = failure
+            else:
+                error = self.failure()
+        aborted = self.calls[-1].attempt.aborted.is_set()
+        for call in self.calls:
             if error is None:
                 call.end(ABORTED if aborted else FINISHED)
             elif isinstance(found := call.failed(error), CollectiveError):
                 call.attempt.fail(found)
         return True
+
+
+class StreamWork(dist.Work):
+    """Collectives in flight on a device. ``wait`` only orders streams, as NCCL's does.
+
+    The host does not learn from ``wait`` where the device is; the attempt polls ``in_flight``, from
+    before ``begin`` on.
+
+    Args:
+        calls: Their names and numbers; several for coalesced ones.
+        waits_at_once: Whether torch waits for them in the call, so that the caller's stream has
+            nothing between their begin and their end.
+    """
+
+    def __init__(self, calls: Sequence[Call], *, waits_at_once: bool = False) -> None:
+        super().__init__()
+        self.in_flight = InFlight(calls)
+        self._last = calls[-1]
+        self._waits_at_once = waits_at_once
+        self._inner: Any = None
+
+    def begin(self, begin: Callable[[], Any]) -> None:
+        """Call NCCL, which returns its work.
+
+        Raises:
+            AbortedError: The attempt was aborted while NCCL made the host wait for the others.
+            RuntimeError: NCCL refuses.
+        """
+        try:
+            self._inner = self.in_flight.inner = begin()
+        except RuntimeError as error:
+            self.in_flight.is_refused = True
+            if self._last.attempt.aborted.is_set():
+                raise self._last.aborted() from error
+            raise
+
+    def wait(self, timeout: timedelta | None = None) -> bool:
+        """Make the current stream wait for the collective; return True."""
+        call = self._last
+        if call.attempt.aborted.is_set():
+            raise call.aborted()
+        call.attempt.note_call()
+        try:
+            done = bool(self._inner.wait(timeout) if timeout else self._inner.wait())
+        except RuntimeError as error:
+            raise call.failed(error) from error
+        # Only behind the caller's own wait may the work go. torch drops the inputs that it keeps
+        # for NCCL as soon as any stream has waited, and the caller's could then reuse their memory.
+        if self._waits_at_once and self.in_flight.end is None:
+            self.in_flight.end = nccl.Start()
+        return done
 
     def is_completed(self) -> bool:
         """Return whether the device is done."""
@@ -318,25 +360,11 @@ class StreamWork(dist.Work):
 
     def is_success(self) -> bool:
         """Return whether the device is done and nothing failed."""
-        return self.is_completed() and self._failure() is None
+        return self.is_completed() and _failure(self._inner) is None
 
     def exception(self) -> Any:
         """Return the device's error, or None."""
-        return self._failure() if self.is_completed() else None
-
-    def _failure(self) -> BaseException | None:
-        """Return the error of work that has ended, or None.
-
-        NCCL's work has ``exception`` and ``is_success`` too, but a call from Python always raises.
-        """
-        result = self._inner.get_future_result()
-        if not result.done() or result.value() == _SUCCESS:
-            return None
-        try:
-            self._inner.wait()
-        except RuntimeError as error:
-            return error
-        return RuntimeError(f"NCCL says {result.value()}")
+        return _failure(self._inner) if self.is_completed() else None
 
     def result(self) -> list[torch.Tensor]:
         """Return the inner work's tensors."""
@@ -344,13 +372,28 @@ class StreamWork(dist.Work):
 
     def synchronize(self) -> None:
         """Order the current stream behind the collective."""
-        self._calls[-1].attempt.note_call()
+        self._last.attempt.note_call()
         self._inner.synchronize()
 
     def get_future(self) -> torch.futures.Future[Any]:
         """Return the inner work's future: it keeps the stream semantics."""
         future: torch.futures.Future[Any] = self._inner.get_future()
         return future
+
+
+def _failure(inner: Any) -> BaseException | None:
+    """Return the error of NCCL's work that has ended, or None.
+
+    It has ``exception`` and ``is_success`` too, but a call from Python always raises.
+    """
+    result = inner.get_future_result()
+    if not result.done() or result.value() == _SUCCESS:
+        return None
+    try:
+        inner.wait()
+    except RuntimeError as error:
+        return error
+    return RuntimeError(f"NCCL says {result.value()}")
 
 
 def _first_line(error: Any) -> str:

@@ -35,7 +35,7 @@ from workers.memory.retention import (
 if TYPE_CHECKING:
     from workers.memory.arena_store import ArenaStore
     from workers.memory.checksums import Checksums, Question
-    from workers.memory.cuda import CopyStream, CudaStream, Mark, is_recording_graph
+    from workers.memory.cuda import CopyStream, CudaStream, Mark
     from workers.memory.versions import (
         LocalPart,
         MemoryTier,
@@ -75,7 +75,6 @@ __all__ = [
     "is_copy",
     "is_guard",
     "is_parity",
-    "is_recording_graph",
     "mapped_part",
     "notice_socket",
     "notify",

@@ -96,12 +96,6 @@ class _Event:
         return float(other.event.elapsed_time(self.event)) / 1000
 
 
-def is_recording_graph() -> bool:
-    """Return whether this thread records a CUDA graph, which runs later."""
-    # Without a device the second call fails.
-    return torch.cuda.is_initialized() and torch.cuda.is_current_stream_capturing()
-
-
 def register(arena: Arena) -> None:
     """Pin the buffers with the CUDA driver: copies into them run at the full speed of the bus.
 

@@ -11,7 +11,7 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor, nn
 
-from workers.memory import is_recording_graph
+from workers.collectives import is_recording_graph
 from workers.snapshot.torch_names import (
     NO_BACKWARD,
     call_behind_backward,

@@ -5,6 +5,8 @@ The device is simulated: a test says where it is.
 
 from __future__ import annotations
 
+import gc
+import weakref
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -12,7 +14,7 @@ from typing import Any
 import pytest
 
 from tests.support.device_work import DeviceWork
-from workers.collectives import AbortedError, CollectiveError
+from workers.collectives import AbortedError, CollectiveError, nccl
 from workers.collectives.attempt import Attempt
 from workers.collectives.work import Call, StreamWork
 from workers.protocol import GroupState
@@ -38,9 +40,29 @@ def called(attempt: Attempt, group: int, op: str = "all_reduce") -> DeviceWork:
     start: Any = device
     call = Call(attempt, group, "a group", op, number, seq, start)
     launched = StreamWork([call])
-    attempt.note_launched(group, launched)
+    attempt.note_launched(group, launched.in_flight)
     launched.begin(lambda: device)
+    attempt.note_begun(group)
     return device
+
+
+class Held:
+    """An output of a collective."""
+
+
+def waited(attempt: Attempt, group: int) -> weakref.ref[Held]:
+    """Call a collective, wait for it as torch does for a synchronous one, and drop its output."""
+    held = Held()
+    device = DeviceWork(has_begun=True, outputs=held)
+    seq, number = attempt.ring.enter(group, "all_gather", 64, on_device=True)
+    launched = StreamWork(
+        [Call(attempt, group, "a group", "all_gather", number, seq)], waits_at_once=True
+    )
+    attempt.note_launched(group, launched.in_flight)
+    launched.begin(lambda: device)
+    attempt.note_begun(group)
+    launched.wait()
+    return weakref.ref(held)
 
 
 def state(path: Path, group: str) -> GroupState | None:
@@ -130,3 +152,101 @@ def test_what_an_abort_ends_has_not_finished(attempt: Attempt, path: Path) -> No
     assert found is not None
     assert (found.entered_seq, found.finished_seq) == (1, 0)
     assert isinstance(attempt.error("", "all_reduce"), AbortedError)
+
+
+class Stream:
+    """The caller's stream: its marks, and whether the device has come to them."""
+
+    def __init__(self) -> None:
+        self.is_there = False
+
+    def mark(self) -> Any:
+        return self
+
+    def is_reached(self) -> bool:
+        return self.is_there
+
+
+@pytest.fixture
+def stream(monkeypatch: pytest.MonkeyPatch) -> Stream:
+    found = Stream()
+    monkeypatch.setattr(nccl, "Start", found.mark)
+    return found
+
+
+def test_a_collective_keeps_its_outputs_no_longer_than_the_caller_does(
+    attempt: Attempt, path: Path, stream: Stream
+) -> None:
+    """The host is some forty layers ahead, and each gather of FSDP2 would stay allocated.
+
+    The newest one of a group is kept: it words an error of the communicator.
+    """
+    world = attempt.ring.group("world", (0, 1))
+    outputs = [waited(attempt, world) for _ in range(5)]
+    gc.collect()
+
+    assert [output() is not None for output in outputs] == [False] * 4 + [True]
+
+    attempt.look_at_devices()
+    assert attempt.ring.num_in_flight() == 5
+    stream.is_there = True
+    attempt._on_device[world][-1].inner.has_ended = True  # type: ignore[attr-defined]
+    attempt.look_at_devices()
+
+    found = state(path, "world")
+    assert found is not None
+    assert (found.finished_seq, attempt.ring.num_in_flight()) == (5, 0)
+
+
+@pytest.mark.usefixtures("stream")
+def test_an_error_is_worded_though_the_collective_that_meets_it_was_let_go_of(
+    attempt: Attempt,
+) -> None:
+    """Its text names the address that cannot be reached; the group's own state has no text."""
+    world = attempt.ring.group("world", (0, 1))
+    for _ in range(3):
+        waited(attempt, world)
+    newest: Any = attempt._on_device[world][-1]
+    newest.inner.error = RuntimeError("NCCL remote error: connection to 10.0.0.2 timed out")
+    attempt.look_at_devices()
+
+    assert attempt.aborted.is_set()
+    error = attempt.error("", "all_gather")
+    assert isinstance(error, CollectiveError)
+    assert "all_gather number 1 of group a group failed" in str(error)
+    assert "10.0.0.2" in str(error)
+
+
+@pytest.mark.usefixtures("stream")
+def test_an_error_is_seen_while_the_next_call_keeps_the_host(attempt: Attempt) -> None:
+    """NCCL may have the host wait for the others in it, and its own work is not there yet."""
+    world = attempt.ring.group("world", (0, 1))
+    for _ in range(2):
+        waited(attempt, world)
+    last: Any = attempt._on_device[world][-1]
+    seq, number = attempt.ring.enter(world, "all_gather", 64, on_device=True)
+    waiting = StreamWork([Call(attempt, world, "a group", "all_gather", number, seq)])
+    attempt.note_launched(world, waiting.in_flight)
+    last.inner.error = RuntimeError("NCCL remote error")
+    attempt.look_at_devices()
+
+    assert attempt.aborted.is_set()
+
+
+def test_a_collective_that_the_caller_waits_for_later_ends_when_it_ends(
+    attempt: Attempt, path: Path
+) -> None:
+    """A mark behind the wait is behind the caller's own work, too: a healthy link looks slow.
+
+    And torch keeps inputs for NCCL until any stream has waited: none may wait before the caller's.
+    """
+    world = attempt.ring.group("world", (0, 1))
+    devices = [called(attempt, world) for _ in range(2)]
+    for device in devices:
+        device.has_begun = device.has_ended = True
+
+    assert [device.num_waited for device in devices] == [0, 0]
+    attempt.look_at_devices()
+    found = state(path, "world")
+    assert found is not None
+    assert found.finished_seq == 2

@@ -160,6 +160,49 @@ def test_a_synchronous_call_on_a_device_is_seen_to_its_end(attempt: Attempt, nam
     assert attempt.ring.num_in_flight() == 0
 
 
+@pytest.mark.parametrize(
+    "name", sorted(set(SYNCHRONOUS) - {"broadcast", "coalesced", "send", "recv"})
+)
+def test_a_synchronous_call_lets_go_of_its_work(attempt: Attempt, name: str) -> None:
+    """NCCL's work holds the outputs until the device has passed it, and a step has hundreds."""
+    with FakeTensorMode():
+        for _ in range(3):
+            SYNCHRONOUS[name]()
+    ((first, second, third),) = attempt._on_device.values()
+
+    held = [one.inner is not None for one in (first, second, third)]  # type: ignore[attr-defined]
+
+    assert held == [False, False, True]
+
+
+def test_a_call_that_is_waited_for_later_keeps_its_work(attempt: Attempt) -> None:
+    """A mark of such a wait is behind the caller's own work: only NCCL's work tells the end."""
+    with FakeTensorMode():
+        for _ in range(2):
+            work = dist.all_reduce(device(), async_op=True)
+            assert work is not None
+            work.wait()
+    ((first, second),) = attempt._on_device.values()
+
+    assert [one.inner is not None for one in (first, second)] == [True, True]  # type: ignore[attr-defined]
+
+
+def test_calls_of_a_graph_that_is_recorded_are_not_asked_about(
+    attempt: Attempt, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """An event of a graph cannot be queried, which passes for a failed device: an abort."""
+    monkeypatch.setattr(nccl, "is_recording_graph", lambda: True)
+    with FakeTensorMode():
+        for call in SYNCHRONOUS.values():
+            call()
+        exchange()
+    attempt.look_at_devices()
+
+    assert attempt.ring.num_in_flight() == 0
+    assert not attempt._on_device
+    assert not attempt.aborted.is_set()
+
+
 def test_functional_collectives_and_their_futures_are_seen_to_their_end(attempt: Attempt) -> None:
     """DTensor calls them; torch makes their calls in C++."""
     with FakeTensorMode():
