@@ -13,6 +13,7 @@ from torch.distributed.tensor import DTensor
 
 from ucp_core.layout import AXES, ParallelLayout
 from workers.parallel.placements import Cut, cuts_of, replicas_over
+from workers.parallel.torch_names import draw_by_own_states
 
 #: The axes along which FSDP2 shards and copies a model.
 _DATA_AXES: Final = ("dp_replicate", "dp_shard")
@@ -134,6 +135,7 @@ def build_mesh(layout: ParallelLayout, *, device_type: str, attempt: int, rank: 
         tuple(degrees[axis] for axis in used),
         mesh_dim_names=tuple(names.values()),
     )
+    draw_by_own_states(mesh)
     data = tuple(names[axis] for axis in used if axis in _DATA_AXES)
     return Mesh(
         sharding=mesh[data] if len(data) < len(used) else mesh,

@@ -5,12 +5,22 @@ from __future__ import annotations
 from typing import Any
 
 import torch
+from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.fsdp._fully_shard._fsdp_param_group import FSDPParamGroup as Group
+from torch.distributed.tensor import _random
 from torch.distributed.tensor.placement_types import _StridedShard as StridedShard
 from torch.utils._pytree import tree_map
 
-__all__ = ["Group", "NoGroup", "StridedShard", "in_backward", "param_group", "tree_map"]
+__all__ = [
+    "Group",
+    "NoGroup",
+    "StridedShard",
+    "draw_by_own_states",
+    "in_backward",
+    "param_group",
+    "tree_map",
+]
 
 
 class NoGroup:
@@ -42,3 +52,14 @@ def param_group(module: FSDPModule) -> Group | None:
 def in_backward() -> bool:
     """Return whether a backward pass runs: a forward pass in it repeats one."""
     return torch._C._current_graph_task_id() != -1  # noqa: SLF001
+
+
+def draw_by_own_states(mesh: DeviceMesh) -> None:
+    """Have DTensor draw by the random state of each rank, which a pass seeds.
+
+    Otherwise the first random operation of a process broadcasts rank 0's state over all ranks. The
+    ranks with other samples would draw the same then, and a new process would broadcast alone.
+    """
+    has_states = hasattr(_random._get_device_handle(mesh.device_type), "set_rng_state")  # noqa: SLF001
+    if has_states and _random._rng_tracker is None:  # noqa: SLF001
+        _random._rng_tracker = _random.OffsetBasedRNGTracker(mesh, run_state_sync=False)  # noqa: SLF001

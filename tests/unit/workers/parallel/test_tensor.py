@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Iterator
 from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
+from torch.distributed.tensor import Replicate, _dispatch, _random, distribute_tensor
 from torch.distributed.tensor.parallel import ColwiseParallel
+from torch.nn import functional
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from ucp_core.geometry import Box
@@ -87,3 +90,43 @@ def test_a_plan_that_does_not_fit_the_model_is_refused(
     """torch warns of a name that fits nothing, and every rank would compute the whole matrix."""
     with pytest.raises(TaskError, match=told):
         cut(0, plan, resolve("tiny", sizes))
+
+
+class RandomStates:
+    """Stands for the random states of a device, as ``torch.cuda`` has them."""
+
+    @staticmethod
+    def is_available() -> bool:
+        return True
+
+    @staticmethod
+    def get_rng_state() -> torch.Tensor:
+        return torch.zeros(16, dtype=torch.uint8)
+
+    @staticmethod
+    def set_rng_state(state: torch.Tensor) -> None:
+        """Keep nothing."""
+
+
+def test_a_random_operation_on_tensors_over_the_mesh_calls_no_other_rank(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """torch's first one in a process broadcasts: a newcomer would do so among survivors."""
+    monkeypatch.setattr(_random, "_rng_tracker", None)
+    for room in (_random, _dispatch):
+        monkeypatch.setattr(room, "is_rng_supported_mesh", lambda _mesh: True)
+    monkeypatch.setattr(_random, "_get_device_handle", lambda _kind: RandomStates)
+    monkeypatch.setattr(_random, "_resolve_device", lambda **_mesh: torch.device("meta"))
+    called: list[str] = []
+    monkeypatch.setattr(dist, "broadcast", lambda *_args: called.append("broadcast"))
+    dist.init_process_group("fake", store=FakeStore(), rank=1, world_size=2)
+
+    mesh = build_mesh(ParallelLayout(tp=2), device_type="cpu", attempt=1, rank=1).tensor
+    assert mesh is not None
+    whole = distribute_tensor(torch.ones(4), mesh, [Replicate()], src_data_rank=None)
+    # A meta device has no states to set; torch has chosen its tracker by then.
+    with contextlib.suppress(RuntimeError):
+        functional.dropout(whole, 0.5)
+
+    assert isinstance(_random._rng_tracker, _random.OffsetBasedRNGTracker)
+    assert called == []
