@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.metadata
 import inspect
 import json
 import sys
@@ -26,11 +25,15 @@ from orchestrator.cli.exit_codes import (
     code_of_signal,
     is_final,
 )
-from orchestrator.driver import DEFAULT_CONFIG, Interrupt, interrupts, raise_interrupt
+from orchestrator.driver import Interrupt, interrupts, raise_interrupt
 from orchestrator.errors import ConfigError, OrchestratorError
 from ucp_core.errors import UcpError
 from workers.errors import missing_extra
 
+#: ``everstep run`` reads it where no configuration is named.
+DEFAULT_CONFIG = "everstep.yaml"
+#: The part of ``everstep --help`` for commands that few runs need.
+_TOOLS = "Tools"
 #: Names that people type for a command of another name.
 _MEANT = {
     "attach": "run",
@@ -130,7 +133,9 @@ def _edge(command: Callable[P, R]) -> Callable[P, R]:
 
 def _version(*, wanted: bool) -> None:
     if wanted:
-        typer.echo(f"everstep {importlib.metadata.version('everstep')}")
+        from importlib.metadata import version
+
+        typer.echo(f"everstep {version('everstep')}")
         raise typer.Exit
 
 
@@ -175,7 +180,7 @@ def init(
         typer.echo(f"wrote {to}; edit it, then: everstep run{named}")
 
 
-@app.command(epilog="Example: everstep schema > everstep.schema.json")
+@app.command(rich_help_panel=_TOOLS, epilog="Example: everstep schema > everstep.schema.json")
 @_edge
 def schema(*, as_json: Json = False) -> None:
     """Print the JSON schema of a configuration, for editors."""
@@ -297,7 +302,7 @@ def watch(
     raise typer.Exit(code_of_outcome(watched.summary["outcome"]))
 
 
-@app.command(epilog="Example: everstep demo --json")
+@app.command(rich_help_panel=_TOOLS, epilog="Example: everstep demo --json")
 @_edge
 def demo(
     *,
@@ -349,11 +354,21 @@ def list_(
 
 @app.command("open", epilog="Example: everstep open runs/small")
 @_edge
-def open_(run_dir: RunDirectory, *, as_json: Json = False) -> None:
-    """Say where the live page of a run is, and how to reach it from elsewhere."""
+def open_(
+    run_dir: RunDirectory,
+    *,
+    only_print: Annotated[
+        bool, typer.Option("--print", help="Open no browser, only print the address.")
+    ] = False,
+    as_json: Json = False,
+) -> None:
+    """Open the live page of a run in a browser, and say how to reach it from elsewhere.
+
+    Where no browser is, as on a server, it prints the address.
+    """
     from orchestrator.driver import open_page
 
-    _print(open_page(run_dir), as_json=as_json)
+    _print(open_page(run_dir, browser=not only_print and not as_json), as_json=as_json)
 
 
 @app.command(epilog="Example: everstep status runs/small --watch")
@@ -460,7 +475,7 @@ def report(
     _print({"report": str(write_report(run_dir, compare=compare))}, as_json=as_json)
 
 
-@app.command(epilog="Example: everstep replay runs/small --json")
+@app.command(rich_help_panel=_TOOLS, epilog="Example: everstep replay runs/small --json")
 @_edge
 def replay(run_dir: RunDirectory, *, as_json: Json = False) -> None:
     """Fold the journal again and check that it leads to the same decisions."""
@@ -515,7 +530,10 @@ def diagnose(
             typer.echo(line)
 
 
-@app.command(epilog="Example: everstep convert s3://runs/step-00001200 /shared/out --json")
+@app.command(
+    rich_help_panel=_TOOLS,
+    epilog="Example: everstep convert s3://runs/step-00001200 /shared/out --json",
+)
 @_edge
 def convert(  # noqa: PLR0913 - options of a command
     source: Annotated[str, typer.Argument(metavar="SRC", help="Checkpoint of any format.")],
@@ -680,7 +698,7 @@ def doctor(
         raise typer.Exit(ExitCode.FAILED)
 
 
-@app.command(epilog="Example: everstep simulate --histories 1000 --seed 7")
+@app.command(rich_help_panel=_TOOLS, epilog="Example: everstep simulate --histories 1000 --seed 7")
 @_edge
 def simulate(
     *,
@@ -735,11 +753,14 @@ def _say_ended(interrupt: Interrupt, what_then: str) -> None:
 
 
 def _print(document: dict[str, Any], *, as_json: bool) -> None:
+    """Print all of it for programs; for people what is not empty, a line each."""
     if as_json:
         typer.echo(json.dumps(document))
-    else:
-        for key, value in document.items():
-            typer.echo(f"{key}: {value}")
+        return
+    for key, value in document.items():
+        text = ", ".join(map(str, value)) if isinstance(value, list) else str(value)
+        if text:
+            typer.echo(f"{key.replace('_', ' ')}: {text}")
 
 
 def _finish(summary: dict[str, Any], directory: str, *, as_json: bool) -> None:

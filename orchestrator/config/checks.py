@@ -16,6 +16,7 @@ from orchestrator.config.schema import RunConfig
 from orchestrator.config.sections import NoticesSection, TopologySection
 from orchestrator.policies import choose, one_node
 from ucp_core.errors import Problem
+from ucp_core.numerics import counted
 from workers.keeper import CLOUDS
 from workers.models import PRESETS
 from workers.settings import AUTO, between_keys, model_shape
@@ -113,7 +114,7 @@ def _axis_problems(config: RunConfig, num_experts: int) -> Iterator[Problem]:
     if config.cluster.address is None and parallel.tp > room:
         yield Problem(
             "parallel.tp",
-            f"{parallel.tp} is more than the {room} workers that cluster.local_nodes="
+            f"{parallel.tp} is more than the {counted(room, 'worker')} that cluster.local_nodes="
             f"{config.cluster.local_nodes} leaves each node: at most {room}, or fewer nodes",
         )
     if config.run.script or config.model.preset not in PRESETS:

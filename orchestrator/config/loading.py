@@ -19,6 +19,7 @@ from orchestrator.config.schema import RunConfig
 from orchestrator.config.source_text import COMMAND_LINE, KeyPath, Source, why_absent
 from orchestrator.errors import ConfigError
 from ucp_core.errors import Place, Problem, UcpError
+from ucp_core.numerics import counted
 from ucp_core.storage import open_store
 from ucp_core.yaml_places import did_you_mean, dotted
 from workers.process import gpus_here, share_of_gpu
@@ -189,9 +190,11 @@ def _validate(source: Source, look: Look | None = None, num_experts: int = 0) ->
 
 def _refused(source: Source) -> ConfigError:
     lines = [str(problem) for problem in source.problems]
-    count = f"{len(lines)} problems" if len(lines) > 1 else "1 problem"
+    places = dict.fromkeys(problem.place.file or source.name for problem in source.problems)
+    what = " and ".join("the command line" if one == COMMAND_LINE.file else one for one in places)
+    count = f"{'has' if len(places) == 1 else 'have'} {counted(len(lines), 'problem')}"
     listing = "".join(f"\n  {line}" for line in lines)
-    return ConfigError(f"{source.name} has {count}:{listing}", problems=lines)
+    return ConfigError(f"{what} {count}:{listing}", problems=lines)
 
 
 #: What a required key may look like.

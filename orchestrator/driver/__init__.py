@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     from orchestrator.driver.ending import ending_lines
     from orchestrator.driver.export import export_run
     from orchestrator.driver.follow import follow_run
-    from orchestrator.driver.init import DEFAULT_CONFIG, init_config
+    from orchestrator.driver.init import init_config
     from orchestrator.driver.launch import launch_run
     from orchestrator.driver.layout_plan import plan_layouts
     from orchestrator.driver.listing import list_runs
@@ -38,7 +38,6 @@ if TYPE_CHECKING:
 
 
 __all__ = [
-    "DEFAULT_CONFIG",
     "Interrupt",
     "Run",
     "RunIndex",

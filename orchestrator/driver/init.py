@@ -11,14 +11,12 @@ from typing import Any, Final
 from orchestrator.config import commented_yaml, json_schema
 from orchestrator.errors import ConfigError
 
-#: ``everstep run`` reads it where no configuration is named.
-DEFAULT_CONFIG: Final = "everstep.yaml"
 _SCHEMA: Final = "everstep.schema.json"
 #: Settings that a script decides on as long as it runs alone.
 _OF_RUN: Final = {"directory": "run.directory", "init_from": "run.init_from"}
 
 
-def init_config(script: str | None, to: str = DEFAULT_CONFIG) -> dict[str, str]:
+def init_config(script: str | None, to: str) -> dict[str, str]:
     """Write a commented configuration to ``to``, and its schema beside it; return both paths.
 
     Args:

@@ -190,8 +190,10 @@ def launch_run(
         if _is_under_way(config, say):
             require_same(config)
             return Launched(config, None, attach=True)
-        with held(*open_store(config.run.directory), shared=True):
-            require_resumable(config)
+        store, path = open_store(config.run.directory)
+        if store.list(path):  # else it is new, or a launch was refused in it
+            with held(store, path, shared=True):
+                require_resumable(config)
         if config.cluster.address is None:
             nodes = counted(config.cluster.local_nodes, "simulated node")
             say(f"starting {nodes} on this machine ...")

@@ -23,6 +23,7 @@ import socket
 import threading
 import time
 from collections.abc import Callable, Iterator
+from pathlib import Path
 
 from orchestrator.errors import CapacityError
 from orchestrator.shell import monotonic_s
@@ -49,14 +50,10 @@ def one_launch(directory: str, *, say: Callable[[str], None]) -> Iterator[Callab
     """
     store, path = open_store(directory)
     if isinstance(store, LocalStore):
-        store.makedirs(path)
-        place = retried(lambda: os.open(path, os.O_RDONLY))
-        try:
-            if _is_locked(place, lambda: say(_waiting(directory))):
+        with _locked(store, path, lambda: say(_waiting(directory))) as has_locks:
+            if has_locks:
                 yield lambda: None
                 return
-        finally:
-            os.close(place)
     launches = NumberedLaunches(store, join(path, _LAUNCHES))
     with launches.next(
         lambda: say(f"{_waiting(directory)} (a minute if that command has died)")
@@ -66,6 +63,32 @@ def one_launch(directory: str, *, say: Callable[[str], None]) -> Iterator[Callab
 
 def _waiting(directory: str) -> str:
     return f"another command is launching the run in {directory}; waiting for it ..."
+
+
+@contextlib.contextmanager
+def _locked(store: LocalStore, path: str, on_wait: Callable[[], None]) -> Iterator[bool]:
+    """Make a directory, and lock it while the block runs; yield whether its file system has locks.
+
+    If the block raises, remove the directories that were made and hold nothing.
+    """
+    made = [each for each in (Path(path), *Path(path).parents) if not each.exists()]
+    while True:
+        store.makedirs(path)
+        with contextlib.suppress(FileNotFoundError):
+            place = retried(lambda: os.open(path, os.O_RDONLY))
+            has_locks = _is_locked(place, on_wait)
+            if not has_locks or os.path.samestat(os.fstat(place), Path(path).stat()):
+                break
+            os.close(place)
+    try:
+        yield has_locks
+    except BaseException:
+        with contextlib.suppress(OSError):
+            for each in made if has_locks else ():
+                each.rmdir()
+        raise
+    finally:
+        os.close(place)
 
 
 def _is_locked(place: int, on_wait: Callable[[], None]) -> bool:

@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import html
+import os
+import sys
 import threading
+import webbrowser
 from collections.abc import Callable, Mapping, Sequence
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from typing import Any
@@ -29,8 +32,10 @@ border-bottom: 1px solid #8884 }}</style></head><body><h1>Runs</h1>{content}</bo
 """
 
 
-def open_page(url: str) -> dict[str, str]:
+def open_page(url: str, *, browser: bool = False) -> dict[str, str]:
     """Return where the page of the run in ``url`` is, and how to reach it from elsewhere.
+
+    With ``browser`` the page is opened, where there is a browser that reaches it.
 
     Keys: ``page``, ``tunnel`` (a command for another machine), ``kubernetes`` (one for a cluster of
     pods), ``token`` (the file that actions need).
@@ -46,12 +51,15 @@ def open_page(url: str) -> dict[str, str]:
     host, port = where.hostname or "", where.port
     # Only the machine of the controller reaches its loopback.
     gate = contact["ray_address"].rpartition(":")[0]
-    if host not in _LOOPBACK and run.ask("status") is None:
+    answers = run.ask("status") is not None
+    if host not in _LOOPBACK and not answers:
         raise CapacityError(
             f"the controller does not answer at {page} from here; it is on {gate}: "
             f"ssh -N -L {port}:{host}:{port} {gate} leads there, or ask again if it restarts",
             address=page,
         )
+    if browser and answers and _has_screen():
+        webbrowser.open(page)
     pod = f"kubectl port-forward POD {port}:{port}"
     needs = "" if host in _LOOPBACK else "  (needs cluster.metrics_host: loopback)"
     return {
@@ -60,6 +68,12 @@ def open_page(url: str) -> dict[str, str]:
         "kubernetes": f"{pod}  (the pod of the Ray head){needs}",
         "token": join(url, TOKEN),
     }
+
+
+def _has_screen() -> bool:
+    """Return whether a browser would have a window: one in a terminal cannot show the page."""
+    windows = ("BROWSER", "DISPLAY", "WAYLAND_DISPLAY")
+    return sys.platform in ("darwin", "win32") or any(map(os.environ.get, windows))
 
 
 class RunIndex:

@@ -73,3 +73,41 @@ def test_workers_do_not_need_the_orchestrator() -> None:
     assert (
         _loaded_after("import workers.protocol, workers.process.actor", ("orchestrator",)) == set()
     )
+
+
+#: What ``everstep --help`` may load of ours: its lines of help, exit codes and errors.
+HELP_MAY_LOAD = {
+    "orchestrator",
+    "orchestrator.cli",
+    "orchestrator.cli.exit_codes",
+    "orchestrator.cli.main",
+    "orchestrator.driver",
+    "orchestrator.driver.signals",
+    "orchestrator.errors",
+    "ucp_core",
+    "ucp_core.errors",
+    "ucp_core.lazy",
+    "workers",
+    "workers.errors",
+    "workers.launchers",
+}
+
+
+def test_help_loads_no_framework_and_little_of_ours() -> None:
+    """The default name of a file stood beside the schema, and brought pydantic and the core."""
+    probe = (
+        "import contextlib, io, sys\nfrom orchestrator.cli.main import app\n"
+        "with contextlib.redirect_stdout(io.StringIO()), contextlib.suppress(SystemExit):\n"
+        "    app(['--help'])\n"
+        "print(*sys.modules)"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", probe], cwd=ROOT, capture_output=True, check=True, text=True
+    )
+    loaded = set(done.stdout.split())
+
+    ours = {
+        name for name in loaded if name.split(".")[0] in ("orchestrator", "workers", "ucp_core")
+    }
+    assert ours <= HELP_MAY_LOAD, ours - HELP_MAY_LOAD
+    assert not loaded & {*FRAMEWORKS, "psutil", "prometheus_client", "aiohttp"}

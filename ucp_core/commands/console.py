@@ -155,9 +155,10 @@ def print_json(value: Any) -> None:
 
 
 def print_facts(facts: dict[str, Any]) -> None:
-    """Print named values for people, one a line."""
+    """Print named values for people, one a line; leave out what is empty or not known."""
     for name, value in facts.items():
-        typer.echo(f"{name:<13} {_fact(value)}")
+        if value not in (None, "", [], {}):
+            typer.echo(f"{name:<13} {_fact(value)}")
 
 
 def _fact(value: Any) -> str:

@@ -23,6 +23,9 @@ from ucp_core.manifest import Kind
 from ucp_core.numerics import format_bytes
 
 if TYPE_CHECKING:
+    from collections.abc import Iterable
+
+    from ucp_core.geometry import TensorEntry
     from ucp_core.native import Checkpoint
 
 
@@ -112,22 +115,28 @@ def _facts(opened: Checkpoint, url: str) -> dict[str, Any]:
     return {
         "checkpoint": url,
         "format": _format(opened),
-        "step": manifest.step,
-        "attempt": manifest.attempt,
-        "ranks": manifest.world_size,
+        # None where the checkpoint does not say: steps, attempts and ranks count from 1.
+        "step": manifest.step or None,
+        "attempt": manifest.attempt or None,
+        "ranks": manifest.world_size or None,
         "parameters": sum(1 for key in entries if key.slot == "weight"),
         "slots": sorted({key.slot for key in entries}),
         "bytes": manifest.state_map.num_bytes,
         "fragments": sum(len(entry.fragments) for entry in entries.values()),
-        "files": len(manifest.files),
+        "files": len(manifest.files) or len(_files_of_tensors(entries.values())),
         "groups": len(manifest.param_groups),
         "ties": dict(manifest.ties),
         "frozen": sorted(n for n, role in manifest.roles.items() if role == "frozen"),
         "buffers": sorted(n for n, role in manifest.roles.items() if role == "buffer"),
         "extra_tensors": sorted(n for n, role in manifest.roles.items() if role == "extra"),
         "extra": sorted(manifest.extra),
-        "source": dict(manifest.source),
+        "source": {name: value for name, value in manifest.source.items() if value},
     }
+
+
+def _files_of_tensors(entries: Iterable[TensorEntry]) -> set[str]:
+    """Return the files that hold tensors; a foreign checkpoint has no table of files."""
+    return {fragment.file for entry in entries for fragment in entry.fragments}
 
 
 def _tensor_facts(opened: Checkpoint) -> list[dict[str, Any]]:

@@ -200,8 +200,8 @@ def left_behind(checkpoint: Checkpoint, *, format: str) -> list[str]:  # noqa: A
     if format not in _WEIGHTS_ONLY:
         return found
     slots = sorted({key.slot for key in checkpoint.state_map.entries} - {"weight"})
-    found += [f"slot {slot}" for slot in slots]
-    if checkpoint.param_groups:
-        found.append("param_groups")
-    found += [f"extra {name}" for name in sorted(checkpoint.extra) if name != format]
+    values = sorted(name for name in checkpoint.extra if name != format)
+    found += [f"state of the optimizer ({', '.join(slots)})"] if slots else []
+    found += ["settings of the optimizer's groups"] if checkpoint.param_groups else []
+    found += [f"values of the run ({', '.join(values)})"] if values else []
     return found

@@ -201,3 +201,20 @@ def test_inspect_imports_neither_torch_nor_fsspec() -> None:
     done = subprocess.run([sys.executable, "-c", probe], capture_output=True, check=True, text=True)
 
     assert done.stdout.strip() == "set()"
+
+
+def test_what_a_file_does_not_say_is_not_told_as_a_number(tmp_path: Path) -> None:
+    """A folder of weights was said to be of step 0, from attempt 0, in 0 files."""
+    header = b'{"w":{"dtype":"F32","shape":[1],"data_offsets":[0,4]}}'
+    data = len(header).to_bytes(8, "little") + header + bytes(4)
+    (tmp_path / "model.safetensors").write_bytes(data)
+
+    shown = ucp("inspect", str(tmp_path))
+    found = json.loads(ucp("inspect", str(tmp_path), "--json").stdout)
+
+    told = dict(line.split(maxsplit=1) for line in shown.stdout.splitlines())
+    assert told.keys() >= {"format", "parameters", "files"}
+    assert not told.keys() & {"step", "attempt", "ranks", "ties", "frozen"}
+    assert told["files"] == "1"
+    assert told["source"] == "format=huggingface"
+    assert found["step"] is found["attempt"] is found["ranks"] is None

@@ -411,3 +411,29 @@ def test_only_a_text_that_is_wrong_ends_a_watch_after_its_first_try(tmp_path: Pa
     assert _is_final(str(path), ["workers.max=none"], 2, 1)
     path.unlink()  # its storage is away, too
     assert not _is_final(str(path), [], 2, 1)
+
+
+def test_a_file_is_not_blamed_for_what_stands_beside_it(tmp_path: Path) -> None:
+    """People look for the fault in the file that is named first."""
+    path = tmp_path / "good.yaml"
+    path.write_text("run: {directory: x}\nworkers: {max: 2}\n", encoding="utf-8")
+    bad = tmp_path / "bad.yaml"
+    bad.write_text("run: {directory: x}\nworkers: {max: 0}\n", encoding="utf-8")
+
+    beside = CliRunner().invoke(app, ["run", str(path), "train.nope=3"])
+    both = CliRunner().invoke(app, ["run", str(bad), "train.nope=3"])
+
+    assert beside.stderr.startswith("everstep: the command line has 1 problem:\n")
+    assert both.stderr.startswith("everstep: bad.yaml and the command line have 2 problems:\n")
+
+
+def test_commands_that_few_runs_need_stand_in_a_part_of_their_own() -> None:
+    """Eighteen commands in one list hide the five that everybody uses."""
+    shown = CliRunner().invoke(app, ["--help"], env={"NO_COLOR": "1", "COLUMNS": "100"}).stdout
+
+    commands, tools = shown.split(" Tools ")
+    for name in ("schema", "replay", "convert", "demo", "simulate"):
+        assert f"\n│ {name} " in tools
+        assert f"\n│ {name} " not in commands
+    for name in ("run", "status", "open", "stop", "export"):
+        assert f"\n│ {name} " in commands

@@ -68,5 +68,5 @@ def test_what_is_no_script_is_refused(text: str | None) -> None:
         Path("train.py").write_text(text)
 
     with pytest.raises(ConfigError, match=r"train\.py cannot be read as a script"):
-        init_config("train.py")
+        init_config("train.py", "everstep.yaml")
     assert not Path("everstep.yaml").exists()

@@ -21,7 +21,7 @@ def address() -> Iterator[str]:
 @pytest.mark.parametrize(
     "arguments",
     [
-        ("run", "run: {directory: {here}}\ntrain: {steps: 20}\nworkers: {max: 2}\n"),
+        ("run", "run: {directory: {here}/run}\ntrain: {steps: 20}\nworkers: {max: 2}\n"),
         ("doctor",),
     ],
 )
@@ -35,6 +35,7 @@ def test_an_address_where_nothing_answers_is_named_at_once(
 
     assert answer.exit_code == 3
     assert f"no Ray cluster answers at {address}" in answer.stderr
+    assert not list(tmp_path.iterdir()), "of a run that was refused nothing is left"
 
 
 def test_a_run_that_is_over_or_whose_cluster_is_gone_cannot_be_stopped(

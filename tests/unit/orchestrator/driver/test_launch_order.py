@@ -6,7 +6,7 @@ import sys
 import threading
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import AbstractContextManager, contextmanager, suppress
 from pathlib import Path
 
 import pytest
@@ -160,3 +160,38 @@ def test_of_two_that_find_no_launch_at_once_one_begins() -> None:
         commands = [pool.submit(command) for _ in range(2)]
 
     assert [one.result() for one in commands] == [True, True]
+
+
+def test_a_launch_that_is_refused_leaves_no_directory(tmp_path: Path) -> None:
+    """An empty folder beside the real ones looks like a run that was lost."""
+    (tmp_path / "runs/kept").mkdir(parents=True)
+    for directory in ("runs/kept", "runs/new", "other/new"):
+        with (
+            pytest.raises(CapacityError),
+            one_launch(str(tmp_path / directory), say=print),
+        ):
+            raise CapacityError("no cluster")
+
+    assert sorted(path.name for path in tmp_path.rglob("*")) == ["kept", "runs"]
+
+
+def test_a_command_that_waited_for_a_refused_launch_has_the_directory(tmp_path: Path) -> None:
+    """A lock on a folder that was removed meanwhile keeps no third command out."""
+    directory, waits, entered = str(tmp_path / "run"), threading.Event(), threading.Event()
+
+    def wait_and_launch() -> None:
+        with one_launch(directory, say=lambda _: waits.set()):
+            entered.set()
+            assert Path(directory).is_dir()
+
+    with ThreadPoolExecutor() as pool:
+        refused = suppress(CapacityError)
+        with refused, one_launch(directory, say=print):
+            second = pool.submit(wait_and_launch)
+            assert waits.wait(60)
+            raise CapacityError("no cluster")
+        second.result(60)
+
+    assert entered.is_set()
+    with holder(directory):
+        pass

@@ -3,11 +3,17 @@
 from __future__ import annotations
 
 import json
+import threading
 import urllib.request
+from collections.abc import Iterator
+from contextlib import contextmanager
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 
 import pytest
+from typer.testing import CliRunner
 
+from orchestrator.cli.main import app
 from orchestrator.driver import open_page
 from orchestrator.driver.pages import RunIndex, index_page
 from orchestrator.errors import CapacityError, RunNotFoundError
@@ -47,6 +53,51 @@ def test_an_address_that_does_not_answer_comes_with_the_tunnel(tmp_path: Path) -
         open_page(str(_run_at(tmp_path, "http://192.0.2.1:9")))
     with pytest.raises(RunNotFoundError):
         open_page(str(tmp_path / "nowhere"))
+
+
+def test_a_browser_opens_the_page_where_there_is_one(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A command named open printed an address; a browser in a terminal would hide all else."""
+    opened = tmp_path / "opened"
+    browser = tmp_path / "browser"
+    browser.write_text(f'#!/bin/sh\necho "$1" >> {opened}\n')
+    browser.chmod(0o755)
+    monkeypatch.setenv("BROWSER", str(browser))
+    for name in ("DISPLAY", "WAYLAND_DISPLAY"):
+        monkeypatch.delenv(name, raising=False)
+    (tmp_path / "run").mkdir()
+    status = {"directory": str(tmp_path / "run")}
+    with _serving(status) as url:
+        run = str(_run_at(tmp_path / "run", url))
+        printed = CliRunner().invoke(app, ["open", run, "--print"])
+        assert not opened.exists()
+        shown = CliRunner().invoke(app, ["open", run])
+        monkeypatch.delenv("BROWSER")
+        CliRunner().invoke(app, ["open", run])
+
+    assert opened.read_text() == f"{url}/\n"
+    assert printed.stdout == shown.stdout
+    assert f"page: {url}/\n" in shown.stdout
+
+
+@contextmanager
+def _serving(status: object) -> Iterator[str]:
+    """Answer as a controller does that is asked for its status."""
+
+    class Handler(BaseHTTPRequestHandler):
+        def do_GET(self) -> None:
+            self.send_response(200)
+            self.end_headers()
+            self.wfile.write(json.dumps(status).encode())
+
+        def log_message(self, format: str, *args: object) -> None:  # noqa: A002  its name there
+            pass
+
+    with ThreadingHTTPServer(("127.0.0.1", 0), Handler) as server:
+        threading.Thread(target=server.serve_forever, daemon=True).start()
+        yield f"http://127.0.0.1:{server.server_port}"
+        server.shutdown()
 
 
 def test_the_index_links_each_run_to_its_page() -> None:

@@ -112,7 +112,10 @@ def test_export_says_what_a_format_has_no_place_for(checkpoint: str, tmp_path: P
     shown = ucp("export", checkpoint, str(tmp_path / "hf"), "--format", "huggingface")
     whole = ucp("export", checkpoint, str(tmp_path / "dcp"), "--format", "dcp", "--json")
 
-    assert "not in this format: slot exp_avg, param_groups, extra cursor" in shown.stdout
+    assert (
+        "not in this format: state of the optimizer (exp_avg), settings of the optimizer's groups, "
+        "values of the run (cursor)\n"
+    ) in shown.stdout
     assert json.loads(whole.stdout)["left_behind"] == []
 
 
