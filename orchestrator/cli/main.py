@@ -222,11 +222,11 @@ def run(
 
     require_unfinished(settings)  # before Ray is even imported
     from orchestrator.detection import limits_from
-    from orchestrator.driver import RunView, follow_run, launch_run, print_bounds
+    from orchestrator.driver import RunView, follow_run, launch_run, open_console, print_bounds
     from orchestrator.shell import bounds_document
 
     directory = settings.run.directory
-    console = Console(stderr=as_json)
+    console = open_console(stderr=as_json)
     say = partial(console.print, highlight=False, markup=False, soft_wrap=True)
     say(f"run directory {directory}")
     place = quote(directory)
@@ -314,11 +314,11 @@ def demo(
 ) -> None:
     """Train a small LM twice: undisturbed, and with a worker and a node killed meanwhile."""
     from orchestrator.config import demo_config
-    from orchestrator.driver import demo_directories, layout_overrides, run_demo
+    from orchestrator.driver import demo_directories, layout_overrides, open_console, run_demo
 
     overrides = [] if layout is None else layout_overrides(layout)
     undisturbed, disturbed = (demo_config(each, overrides) for each in demo_directories(directory))
-    result = run_demo(undisturbed, disturbed, console=Console(stderr=as_json))
+    result = run_demo(undisturbed, disturbed, console=open_console(stderr=as_json))
     if as_json:
         typer.echo(json.dumps(asdict(result)))
     if not result.is_same:
@@ -385,11 +385,11 @@ def status(
     """Show how a run is: phase, step, loss, workers, nodes, what is safe."""
     from rich.live import Live
 
-    from orchestrator.driver import print_status, read_status, status_view
+    from orchestrator.driver import open_console, print_status, read_status, status_view
 
-    console = Console()
+    console = open_console()
     in_place = Live(console=console, auto_refresh=False, vertical_overflow="crop")
-    with in_place if watch and console.is_terminal and not as_json else nullcontext():
+    with in_place if watch and console.is_interactive and not as_json else nullcontext():
         while True:
             document = read_status(run_dir)
             if as_json:

@@ -8,6 +8,7 @@ if TYPE_CHECKING:
     from orchestrator.driver.changes import require_unfinished
     from orchestrator.driver.console import (
         RunView,
+        open_console,
         print_bounds,
         print_layouts,
         print_node_plans,
@@ -57,6 +58,7 @@ __all__ = [
     "launch_run",
     "layout_overrides",
     "list_runs",
+    "open_console",
     "open_page",
     "plan_each_node",
     "plan_layouts",

@@ -7,6 +7,7 @@ document each: the status, a recovery plan, the bounds of waits, a list of runs.
 from __future__ import annotations
 
 import re
+import sys
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from datetime import datetime
@@ -40,6 +41,15 @@ _DOUBTFUL = r"\b(slow|draining|dying)\b|^(suspected|notice|passed over):|refused
 _SECONDS_SHORT = 100
 
 
+def open_console(*, stderr: bool = False) -> Console:
+    """Return a console that redraws lines in a terminal only.
+
+    Notebooks and CI set FORCE_COLOR, and rich then takes every stream for a terminal.
+    """
+    stream = sys.stderr if stderr else sys.stdout
+    return Console(stderr=stderr, force_interactive=None if stream.isatty() else False)
+
+
 def say(console: Console, text: str) -> None:
     """Print ``text`` as it is: messages of peers and of the system contain brackets."""
     console.print(text, highlight=False, markup=False, soft_wrap=True)
@@ -65,7 +75,7 @@ class RunView:
             console=console,
             expand=True,
             transient=True,
-            disable=not console.is_terminal,
+            disable=not console.is_interactive,
         )
         self._task = self._progress.add_task(title, total=total_steps, facts="")
 
@@ -111,7 +121,7 @@ class RunView:
             self._say("attempt", _attempt_line(status), key=status["attempt"])
         now_s = time.monotonic()
         is_news = status["step"] != self._step and now_s - self._printed_s >= PLAIN_LINE_S
-        if not self._console.is_terminal and is_news:
+        if not self._console.is_interactive and is_news:
             self._printed_s, self._step = now_s, status["step"]
             self.say(f"step {status['step']}/{self._total}  {_facts(status)}")
 

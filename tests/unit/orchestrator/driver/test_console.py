@@ -3,12 +3,13 @@ import re
 from dataclasses import replace
 from typing import Any
 
+import pytest
 from rich.console import Console
 
 from orchestrator.config import load
 from orchestrator.core import Bounds
 from orchestrator.detection import Limits, limits_from
-from orchestrator.driver import RunView, print_bounds, print_node_plans, print_plan
+from orchestrator.driver import RunView, open_console, print_bounds, print_node_plans, print_plan
 from orchestrator.policies import RecoveryPlan
 from orchestrator.policies.whatif import PartSource
 from orchestrator.shell import bounds_document
@@ -179,6 +180,21 @@ def test_the_bar_has_rate_time_left_validation_and_money_on_one_line_of_80_colum
 
     assert "loss 2.266 val 2.310 3.9/s ETA 1:18 $1.50 1 worker" in bars[-1]
     assert max(len(re.sub(r"\x1b\[[0-9;?]*[A-Za-z]", "", line)) for line in bars) <= 80
+
+
+def test_a_pipe_gets_plain_lines_though_colours_are_forced(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Notebooks and CI set FORCE_COLOR, and got the bar again with each of its changes."""
+    monkeypatch.setenv("FORCE_COLOR", "1")
+    with RunView(open_console(), title="char4", total_steps=400) as view:
+        view.show(status_document(cause=None))
+        view._progress.refresh()
+    shown = capsys.readouterr().out
+
+    assert "step 95/400" in shown
+    assert "\r" not in shown
+    assert "\x1b[2K" not in shown
 
 
 def test_every_wait_is_told_at_the_start_the_shortest_first() -> None:
