@@ -7,6 +7,7 @@ PYTHONS := $(or $(PYTHON),python3 python3.11 python3.12 python3.13)
 STAMP  := $(VENV)/.everstep-installed
 PEERS  := $(VENV)/.everstep-peers-installed
 BENCH  := $(VENV)/.everstep-bench-installed
+EXTRA  := dev
 # The oldest and the newest release that the tests pass with.
 TORCHES := 2.11.0 2.15.0
 # One compute thread per process: tests and the demo start several on few cores.
@@ -22,7 +23,7 @@ COMPILE := { $(BIN)/python -m compileall -qq -j 0 $(VENV)/lib 2>/dev/null || tru
 
 .DEFAULT_GOAL := help
 .PHONY: help venv demo test test-fast test-py312 test-ray test-torch test-peerless test-gpu test-chaos \
-  chaos-network check check-form check-types rooms format bench bench-quick clean
+  chaos-network check check-form check-types rooms format docs site bench bench-quick clean
 
 help:
 	@echo "make demo        train twice, once with faults, and compare (under 5 minutes on 2 cores)"
@@ -36,6 +37,7 @@ help:
 	@echo "make test-gpu    what only a GPU can show, on one that ranks share (PARTS=\"kills groups\", PARTS=--full)"
 	@echo "make test-chaos  long runs under random faults"
 	@echo "make chaos-network  faults of networks and machines on a real cluster (root; half an hour)"
+	@echo "make docs        the documentation as a site with search, in build/site (pages, API reference)"
 	@echo "make bench       every measurement, beside its peers (hours; tests/benchmarks/RESULTS.md)"
 	@echo "make bench-quick every benchmark with its smallest setting: do they run?"
 	@echo "make format      let ruff format and fix"
@@ -62,9 +64,9 @@ $(STAMP): pyproject.toml constraints.txt
 	    echo "make: $$found cannot make a virtual environment; on Debian: apt-get install python3-venv" >&2; \
 	    exit 1; }; \
 	fi; \
-	echo "venv: installing everstep with constraints.txt (first time: some minutes, about 2 GB)"; \
+	echo "venv: installing everstep[$(EXTRA)] with constraints.txt (dev: some minutes, about 2 GB)"; \
 	sed '$(if $(TORCH),s/^torch==.*/torch==$(TORCH)/)' constraints.txt > $(VENV)/constraints.txt; \
-	$(INSTALL) -c $(VENV)/constraints.txt -e '.[dev]'; \
+	$(INSTALL) -c $(VENV)/constraints.txt -e '.[$(EXTRA)]'; \
 	$(COMPILE)
 	@touch $@
 
@@ -133,6 +135,14 @@ format: $(STAMP)
 	$(BIN)/ruff format .
 	$(BIN)/ruff check --fix .
 
+# In an environment of its own, without torch and Ray: the reference is read from the sources.
+docs:
+	$(MAKE) VENV=.venv-docs EXTRA=docs site
+
+site: $(STAMP)
+	$(BIN)/mkdocs build --config-file dashboards/site/mkdocs.yml
+	@echo "docs: open build/site/index.html"
+
 # A comparison without its peers says little, so here a failed installation fails.
 $(BENCH): $(STAMP)
 	@echo "venv: installing the peers of tests/benchmarks"
@@ -146,5 +156,5 @@ bench-quick: $(BENCH)
 	$(BIN)/python -m tests.benchmarks --quick
 
 clean:
-	rm -rf $(VENV) .venv-py312 .venv-torch-* build dist .pytest_cache .mypy_cache .ruff_cache .hypothesis .import_linter_cache
+	rm -rf $(VENV) .venv-docs .venv-py312 .venv-torch-* build dist .pytest_cache .mypy_cache .ruff_cache .hypothesis .import_linter_cache
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +
