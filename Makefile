@@ -141,7 +141,7 @@ docs:
 
 site: $(STAMP)
 	$(BIN)/mkdocs build --config-file dashboards/site/mkdocs.yml
-	@echo "docs: open build/site/index.html"
+	@echo "docs: python -m http.server --directory build/site, then open http://localhost:8000"
 
 # A comparison without its peers says little, so here a failed installation fails.
 $(BENCH): $(STAMP)
