@@ -12,6 +12,7 @@ from tests.arch.tree import ROOT
 from tests.support.installed import Installed, build_wheel
 
 pytest.importorskip("hatchling", reason="hatchling is not installed: pip install 'everstep[dev]'")
+pytest.importorskip("matplotlib", reason="matplotlib is not installed: pip install 'everstep[dev]'")
 
 NOTEBOOK = ROOT / "workers/guide/kill_a_worker.ipynb"
 TOLD = """
