@@ -8,6 +8,7 @@ from typing import Any
 from orchestrator import core
 from orchestrator.errors import ActionError
 from orchestrator.shell.parts import Parts
+from ucp_core.numerics import counted
 
 #: A drained node is left within this; its replacement may come meanwhile.
 DRAIN_S = 30.0
@@ -98,7 +99,17 @@ class Actions:
             raise ActionError(f"no layout of this run fits on {num} workers")
         self._parts.inbox.post(core.WorkersSet(at_s=self._at_s, num=num))
         least = "" if fits == num else f"; its layout fits on {fits}"
-        return f"The run has at most {num} workers from now on{least}."
+        tolerance, groups = (
+            self._parts.rules.redundancy.tolerance,
+            fits // self._parts.rules.layout.tp,
+        )
+        price = (
+            f" On fewer than {tolerance + 1} nodes snapshots do not survive "
+            f"{counted(tolerance, 'lost node')}: a step that is not in storage may be lost."
+            if groups <= tolerance
+            else ""
+        )
+        return f"The run has at most {counted(num, 'worker')} from now on{least}.{price}"
 
     def _kill(self, what: Mapping[str, Any]) -> str:
         if "node" in what:

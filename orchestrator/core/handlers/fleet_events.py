@@ -150,7 +150,7 @@ def node_draining(transition: Transition, event: NodeDraining) -> None:
     number = fleet.find_node(transition, event.node)
     node = transition.run.fleet.nodes[number]
     if node.leave_by_s != event.deadline_s:
-        drained = node._replace(leave_by_s=event.deadline_s, slow=Slow())
+        drained = node._replace(leave_by_s=event.deadline_s, notice=event.notice, slow=Slow())
         fleet.put_node(transition, number, drained)
         demand.renew_pending(transition)
         transition.follow(CapacityChanged())

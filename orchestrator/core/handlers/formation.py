@@ -193,7 +193,8 @@ def best_workers(transition: Transition, layout: ParallelLayout, *, leaving: boo
 
     Survivors keep their order, so that their state stays near. Workers of a node are neighbours;
     new workers follow the survivors of their node, and new nodes come last. Racks that are known,
-    and slow links, may put nodes in another order (``policies.order``).
+    and slow links, may put nodes in another order (``policies.order``). If there are too many,
+    enough nodes keep a worker that one may be lost (``snapshot.tolerance``).
 
     Args:
         leaving: Whether nodes that are about to leave are used, as the last ones.
@@ -213,15 +214,17 @@ def best_workers(transition: Transition, layout: ParallelLayout, *, leaving: boo
             if is_in and node.draining == draining:
                 ready[number] = _ready_on(transition, node, ranks)
     # If there are too many, nodes that stay come first, then preferred capacity; ties keep order.
-    preferred = sorted(
-        ready,
-        key=lambda number: (
-            run.fleet.nodes[number].draining,
-            fleet.alternative_of(transition, number),
-        ),
-    )
-    num_used = spread([len(ready[number]) for number in preferred], layout)
-    used = dict(zip(preferred, num_used, strict=True))
+    places = {
+        number: (run.fleet.nodes[number].draining, fleet.alternative_of(transition, number))
+        for number in ready
+    }
+    preferred = sorted(ready, key=lambda number: places[number])
+    rooms = [len(ready[number]) for number in preferred]
+    last = max(at for at, num in enumerate(spread(rooms, layout)) if num)
+    # Protection takes no node that the user likes less than all that are needed.
+    alike = [places[number] <= places[preferred[last]] for number in preferred]
+    num_nodes = min(sum(alike), transition.rules.redundancy.tolerance + 1)
+    used = dict(zip(preferred, spread(rooms, layout, num_nodes), strict=True))
     numbers = [number for number in ready if used[number]]
     if not leaving:
         numbers = _in_order(transition, [(number, used[number]) for number in numbers])

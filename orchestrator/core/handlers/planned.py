@@ -115,11 +115,12 @@ def _leaves_draining_nodes(transition: Transition, num_after: int) -> bool:
     leave_at_s = min(node.leave_by_s for node in draining) - lead_s
     is_replaced = is_enough and num_after >= len(run.attempt.members)
     if is_replaced or transition.now_s >= leave_at_s:
-        names = ", ".join(sorted(node.name for node in draining))
-        rest = "" if is_enough else "; the rest are too few and wait, with the state in storage"
-        yield_attempt(
-            transition, FaultKind.DRAIN, f"leaving {names} before the provider takes it{rest}"
+        names = ", ".join(
+            f"{node.name[:8]} ({node.notice or 'its provider takes it'})"
+            for node in sorted(draining, key=lambda node: node.name)
         )
+        rest = "" if is_enough else "; the rest are too few and wait, with the state in storage"
+        yield_attempt(transition, FaultKind.DRAIN, f"leaving node {names}{rest}")
         return True
     run.deadline_s = min(run.deadline_s, leave_at_s)
     return False

@@ -114,6 +114,7 @@ class Node(NamedTuple):
         joined_s: When it was first, or again, in the cluster.
         slow: The worker that was convicted of being slow here: the run leaves the node as if the
             provider took it, and uses it again after ``leave_by_s``.
+        notice: The drain notice, for people.
     """
 
     name: str
@@ -133,6 +134,7 @@ class Node(NamedTuple):
     is_kept: bool = False
     joined_s: float = 0.0
     slow: Slow = Slow()
+    notice: str = ""
 
     @property
     def is_slow(self) -> bool:

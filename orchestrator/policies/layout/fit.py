@@ -57,11 +57,19 @@ def fit(
     return None
 
 
-def spread(rooms: Sequence[int], layout: ParallelLayout) -> list[int]:
-    """Return how many workers train on each node, given the room on each, the best node first."""
-    left, used = layout.world_size, []
-    for room in rooms:
-        used.append(min(room // layout.tp * layout.tp, left))
-        left -= used[-1]
-    assert not left, f"{layout} lacks {left} workers of {sum(rooms)}"
-    return used
+def spread(rooms: Sequence[int], layout: ParallelLayout, num_nodes: int = 1) -> list[int]:
+    """Return how many workers train on each node, given the room on each, the best node first.
+
+    Few nodes are used, so that their workers are near, but ``num_nodes`` of them where that many
+    can have a part: snapshots on one node only would be lost with it.
+    """
+    room = [each // layout.tp for each in rooms]
+    left = layout.world_size // layout.tp
+    assert left <= sum(room), f"{layout} lacks workers of {sum(rooms)}"
+    apart = [0] * len(room)
+    for at in [at for at, each in enumerate(room) if each][: min(num_nodes, left)]:
+        apart[at], left = 1, left - 1
+    for at, each in enumerate(room):
+        more = min(each - apart[at], left)
+        apart[at], left = apart[at] + more, left - more
+    return [each * layout.tp for each in apart]

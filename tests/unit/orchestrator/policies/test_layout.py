@@ -77,6 +77,17 @@ def test_a_tensor_parallel_group_is_on_one_node() -> None:
     assert spread([3, 2, 1], ParallelLayout(dp_shard=2, tp=2)) == [2, 2, 0]
 
 
+def test_workers_that_need_few_nodes_use_as_many_as_protect_each_other() -> None:
+    """Two workers of four on two nodes came together on one, and snapshots had no second place."""
+    two = ParallelLayout(dp_shard=2)
+    assert spread([2, 2], two) == [2, 0]
+    assert spread([2, 2], two, 2) == [1, 1]
+    assert spread([2, 2, 2], two, 3) == [1, 1, 0]
+    assert spread([8, 8], ParallelLayout(dp_shard=8), 2) == [7, 1]
+    assert spread([4, 4, 1], ParallelLayout(dp_shard=2, tp=2), 2) == [2, 2, 0]
+    assert spread([4, 4], ParallelLayout(tp=4), 2) == [4, 0]
+
+
 def test_a_fixed_axis_keeps_its_degree() -> None:
     pinned = LayoutRules(tp=2, pp=2, fixed=("tp",))
     assert chosen([2, 1], pinned) == "tp=2"
@@ -175,11 +186,12 @@ def test_a_layout_fits_its_nodes_and_what_was_asked_for(
     assert layout.ep == rules.ep or "ep" not in rules.fixed
     if layout.pp > 1 and rules.num_micro_batches:
         assert -(-rules.num_micro_batches // layout.dp) >= layout.pp
-    used = spread(workers, layout)
-    assert sum(used) == layout.world_size
-    assert all(
-        num <= room and num % layout.tp == 0 for num, room in zip(used, workers, strict=True)
-    )
+    for num_nodes in (1, 3):
+        used = spread(workers, layout, num_nodes)
+        assert sum(used) == layout.world_size
+        assert all(
+            num <= room and num % layout.tp == 0 for num, room in zip(used, workers, strict=True)
+        )
     others = other_layouts(layout, rooms, num_max, rules, num_min)
     assert len(others) == min(2, len(candidates(rules)) - 1)
 

@@ -28,8 +28,8 @@ snapshot: {every_steps: SNAPSHOT}
 class Person:
     """Asks a run for actions; ``posted`` has the events, ``stopped`` the reasons to stop."""
 
-    def __init__(self, snapshot: int = 1, in_memory: int = 3) -> None:
-        config = load(CONFIG.replace("SNAPSHOT", str(snapshot)))
+    def __init__(self, snapshot: int = 1, in_memory: int = 3, workers_min: int = 2) -> None:
+        config = load(CONFIG.replace("SNAPSHOT", str(snapshot)), [f"workers.min={workers_min}"])
         rules = config.rules()
         state, _ = step(RunState(), ev.ControllerStarted(at_s=0.0, incarnation=1), rules=rules)
         self.posted: list[Event] = []
@@ -75,6 +75,17 @@ def test_each_action_is_an_event() -> None:
     assert workers == ev.WorkersSet(at_s=7.0, num=3)
     assert drain == ev.NodeDraining(
         at_s=7.0, node=NODE, deadline_s=7.0 + DRAIN_S, notice="drained from the page"
+    )
+
+
+def test_fewer_workers_than_protection_needs_have_their_price_said() -> None:
+    """A person asks for fewer workers, and not for less safety."""
+    person = Person(workers_min=1)
+
+    assert person("workers", num=2) == "The run has at most 2 workers from now on."
+    assert person("workers", num=1) == (
+        "The run has at most 1 worker from now on. On fewer than 2 nodes snapshots do not survive "
+        "1 lost node: a step that is not in storage may be lost."
     )
 
 

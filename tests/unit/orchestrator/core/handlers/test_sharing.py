@@ -8,7 +8,7 @@ from orchestrator.core import Leaving, RunRules, RunState, check, describe, own_
 from orchestrator.core import actions as act
 from orchestrator.core import events as ev
 from orchestrator.core.actions import Action
-from orchestrator.policies import CapacityRules, Share, SharingRules
+from orchestrator.policies import CapacityRules, RedundancyRules, Share, SharingRules
 
 NEEDS = (("CPU", 1.0),)
 RULES = RunRules(
@@ -288,3 +288,51 @@ def test_a_step_to_stop_at_ends_no_run_that_waits_or_forms() -> None:
     assert (run.state.outcome, run.state.stop_reason) == (None, "")
     run.make_step(3.0)
     assert run.state.stop_reason == "at 2"
+
+
+def test_fewer_workers_keep_as_many_nodes_as_protect_them() -> None:
+    """A person who wanted two workers of four got both on one node, and no protection."""
+    places = []
+    for tolerance in (0, 1):
+        run = Fold(replace(RULES, redundancy=RedundancyRules(tolerance=tolerance)))
+        run.train(1.0, {1: "a", 2: "a", 3: "b", 4: "b"})
+        run(ev.WorkersSet(at_s=100.0, num=2))
+        actions = run.leave(101.0)
+        (started,) = [each for each in actions if isinstance(each, act.StartAttempt)]
+        places.append([node for _, node, _ in started.members])
+        run.make_step(102.0)
+        run(ev.Ticked(at_s=200.0))
+        assert len(run.state.fleet.reservations) == 2
+        assert not run.state.attempt.yield_asked, "it stays so"
+
+    assert places == [["a", "a"], ["a", "b"]]
+
+
+def test_protection_takes_no_capacity_that_the_user_likes_less() -> None:
+    """A second node of the dear kind costs more than what a loss of the cheap one would."""
+    run = Fold(replace(CHOICE, redundancy=RedundancyRules(tolerance=1)))
+    run(
+        ev.ReservationGranted(at_s=1.0, reservation=1, node="cheap"),
+        ev.ReservationGranted(at_s=1.0, reservation=2, node="cheap"),
+        ev.CapacityRefused(at_s=1.5, alternative=0, why="sold out"),
+    )
+    dear = [n for n, reservation in run.state.fleet.reservations.items() if reservation.alternative]
+    run.train(2.0, dict.fromkeys(dear, "dear"))
+    assert len(run.members()) == 4
+    run(ev.WorkersSet(at_s=100.0, num=2))
+    actions = run.leave(101.0)
+
+    (started,) = [each for each in actions if isinstance(each, act.StartAttempt)]
+    assert [node for _, node, _ in started.members] == ["cheap", "cheap"]
+
+
+def test_a_drain_says_who_asked_for_it_and_no_id_that_fills_a_line() -> None:
+    """The provider was blamed for what a person had asked for on the page."""
+    node = "aeed281d" * 7
+    run = Fold()
+    run.train(1.0, {1: node, 2: node, 3: "b", 4: "b"})
+    run(ev.NodeDraining(at_s=90.0, node=node, deadline_s=120.0, notice="drained from the page"))
+    asked = run(ev.Ticked(at_s=119.0))
+
+    (left,) = [each for each in asked if isinstance(each, act.YieldAttempt)]
+    assert left.reason == "leaving node aeed281d (drained from the page)"
