@@ -66,6 +66,7 @@ from orchestrator.core.handlers import (
     resume_without_journal,
 )
 from orchestrator.core.log import (
+    BY_OTHER_WORK,
     PHASES,
     Basis,
     Compaction,
@@ -96,6 +97,7 @@ from orchestrator.core.state import (
 
 __all__ = [
     "ACTIVE",
+    "BY_OTHER_WORK",
     "PHASES",
     "TERMINAL",
     "UNKNOWN_ATTEMPT",

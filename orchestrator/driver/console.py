@@ -18,11 +18,11 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn
 from rich.table import Column
 from rich.text import Text
 
-from orchestrator.core import ACTIVE
+from orchestrator.core import ACTIVE, BY_OTHER_WORK
 from orchestrator.driver.layout_plan import LayoutPlan
 from orchestrator.driver.traffic_plan import TrafficPlan
 from orchestrator.policies import Forecast, RecoveryPlan
-from orchestrator.report import what_it_does
+from orchestrator.report import what_it_does, what_survives
 from ucp_core.numerics import counted, format_bytes
 
 #: Without a terminal, a line of progress is printed this often.
@@ -154,8 +154,8 @@ class RunView:
 
     def _say_problems(self, status: Mapping[str, Any]) -> None:
         """Print what is wrong when that changes; the numbers in it change all the time."""
-        for one in status.get("suspects", ()):
-            self._say(f"suspects {one['guilty']}", f"suspected: {one['evidence']}", key=one["kind"])
+        for what, line in _suspected(status).items():
+            self._say(f"suspects {what}", f"suspected: {line}")
         for topic in ("redundancy", "cadence"):
             found = status.get(topic, {}).get("problems", ())
             kinds = {re.sub(r"[0-9a-f]*\d[0-9a-f]*", "", problem): problem for problem in found}
@@ -481,20 +481,28 @@ def _details(status: Mapping[str, Any], *, verbose: bool) -> Iterator[str]:
     if status["shared"]:
         runs, most = ", ".join(status["shared"]["runs"]), status["shared"]["limit"]
         yield f"at most {counted(most, 'worker')}: other runs need the rest ({runs})"
-    yield from (f"suspected: {one['evidence']}" for one in status.get("suspects", ()))
+    yield from map("suspected: {}".format, _suspected(status).values())
     yield from _why(status)
     if verbose and status["bounds_s"]:
         yield f"bounds of waits: {_bounds_text(status['bounds_s'])}"
+
+
+def _suspected(status: Mapping[str, Any]) -> dict[str, str]:
+    """Return what is suspected now, by what it is: busy machines in place of each rank on them."""
+    busy = status.get("busy", "")
+    shown = {
+        f"{one['kind']} {one['guilty']}": one["evidence"]
+        for one in status.get("suspects", ())
+        if not busy or one["kind"] not in BY_OTHER_WORK
+    }
+    return {"busy": busy, **shown} if busy else shown
 
 
 def _safety(status: Mapping[str, Any]) -> Iterator[str]:
     """Yield where the newest steps are, and how often they are saved."""
     redundancy, cadence = status["redundancy"], status["cadence"]
     if redundancy["step"]:
-        losses = redundancy["node_losses_survived"]
-        survives = f"survives the loss of {counted(losses, 'node')}"
-        survives = survives if losses else "would not survive a node loss"
-        yield f"in memory: step {redundancy['step']}, {survives}"
+        yield f"in memory: step {redundancy['step']}, {what_survives(redundancy)[0]}"
     yield from map("notice: {}".format, _notices(status).values())
     stored_step = redundancy["stored_step"]
     yield f"in storage: {f'step {stored_step}' if stored_step else 'nothing yet'}"

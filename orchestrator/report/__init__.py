@@ -7,7 +7,7 @@ from ucp_core.lazy import lazy_door
 if TYPE_CHECKING:
     from orchestrator.report.document import Scale, rate, run_document
     from orchestrator.report.html import live_page, write_report
-    from orchestrator.report.situation import what_it_does
+    from orchestrator.report.situation import what_it_does, what_survives
 
 __all__ = [
     "Scale",
@@ -15,6 +15,7 @@ __all__ = [
     "rate",
     "run_document",
     "what_it_does",
+    "what_survives",
     "write_report",
 ]
 

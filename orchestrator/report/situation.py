@@ -6,6 +6,7 @@ from collections import Counter
 from collections.abc import Mapping
 from typing import Any
 
+from orchestrator.policies import Mechanism
 from ucp_core.numerics import counted
 
 
@@ -33,6 +34,22 @@ def what_it_does(status: Mapping[str, Any]) -> str:
         return f"Looks for the newest step that is safe.{waits} {why}"
     reason = status["reason"] or "it is over"
     return f"{'Has failed' if phase == 'failed' else 'Has ended'}: {reason}."
+
+
+def what_survives(redundancy: Mapping[str, Any]) -> tuple[str, bool]:
+    """Return what the loss of a node would leave in memory, and whether that is well.
+
+    Args:
+        redundancy: That key of the document of ``/status``.
+    """
+    losses, mechanism = redundancy["node_losses_survived"], redundancy["mechanism"]
+    if not losses:
+        return "would not survive a node loss", False
+    nodes = counted(losses, "node")
+    if mechanism == Mechanism.NONE:
+        # Other nodes still hold what workers copied there before they left them.
+        return f"survives the loss of {nodes} by older copies, and new steps get none", False
+    return f"survives the loss of {nodes}" + (f" ({mechanism})" if mechanism else ""), True
 
 
 def _members(status: Mapping[str, Any]) -> list[dict[str, Any]]:

@@ -63,6 +63,7 @@ def status_document(**changes: Any) -> dict[str, Any]:
             "step": 95,
             "stored_step": 90,
             "node_losses_survived": 1,
+            "mechanism": "partner copy",
             "reason": "partner copy [of all]",
             "problems": ["storage has been silent for 12 s"],
         },

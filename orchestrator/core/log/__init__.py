@@ -12,8 +12,10 @@ from orchestrator.core.log.journal_lines import (
     without_late_lines,
 )
 from orchestrator.core.log.stats import RunStats
+from orchestrator.core.log.suspected import BY_OTHER_WORK
 
 __all__ = [
+    "BY_OTHER_WORK",
     "PHASES",
     "Basis",
     "Compaction",

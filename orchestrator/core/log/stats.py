@@ -15,6 +15,7 @@ from dataclasses import dataclass, field
 from typing import Any, ClassVar
 
 from orchestrator.core.log.incident import Incident, incident_folder, suspicion
+from orchestrator.core.log.suspected import busy, in_few_lines
 from orchestrator.core.log.time_parts import TimeParts
 from orchestrator.diagnosis import Suspicion
 from orchestrator.policies import cost_share
@@ -46,7 +47,6 @@ class RunStats:
         asked: Requests for reservations so far, by alternative of capacity.
         refused: Those that were taken for refused; they stay asked for.
         suspicions: How many there were, by kind.
-        suspected: ``(since_s, sentence)`` of the last of them.
         cost_usd: What the reservations of the run have cost so far, 0.0 if no price is known.
         progress: ``(at_s, step)`` of completed steps, redone ones too; the older, the sparser.
         sizes: ``(at_s, workers)`` at each change of the number of workers that train.
@@ -70,7 +70,6 @@ class RunStats:
     granted: dict[str, int] = field(default_factory=dict)
     refused: dict[str, int] = field(default_factory=dict)
     suspicions: dict[str, int] = field(default_factory=dict)
-    suspected: list[tuple[float, str]] = field(default_factory=list)
     cost_usd: float = 0.0
     progress: list[tuple[float, int]] = field(default_factory=list)
     sizes: list[tuple[float, int]] = field(default_factory=list)
@@ -80,8 +79,9 @@ class RunStats:
     #: ``(reservation, alternative, dollars an hour)``: requested ones, and those that it has.
     _pending: list[tuple[int, str, float]] = field(default_factory=list)
     _held: list[tuple[int, str, float]] = field(default_factory=list)
-    #: Those that are open.
+    #: Those that are open, and the last of all.
     _suspects: list[Suspicion] = field(default_factory=list)
+    _suspected_last: list[Suspicion] = field(default_factory=list)
     _began_s: float | None = None
     _now_s: float = 0.0
     _phase_since_s: float = 0.0
@@ -194,6 +194,15 @@ class RunStats:
         """Return what tokens of the history have cost; None while no price, or none, is known."""
         tokens = self.step * tokens_per_step
         return 1e6 * self.cost_usd / tokens if tokens and self.cost_usd else None
+
+    @property
+    def suspected(self) -> list[tuple[float, str]]:
+        """Return ``(since_s, sentence)`` of what was suspected last, in few lines."""
+        return in_few_lines(self._suspected_last)
+
+    def busy(self, at_s: float) -> str:
+        """Return that machines are busy, by suspicions that go round; "" if none do."""
+        return busy(self._suspected_last, at_s)
 
     def summary(self) -> dict[str, Any]:
         """Return what the journal contributes to ``summary.json``."""
@@ -446,8 +455,8 @@ class RunStats:
         for one in self._suspects:
             if (one.kind, one.guilty) not in before:
                 _add(self.suspicions, [(str(one.kind), 1)])
-                self.suspected.append((one.since_s, one.evidence))
-        del self.suspected[:-_SUSPICIONS_KEPT]
+                self._suspected_last.append(one)
+        del self._suspected_last[:-_SUSPICIONS_KEPT]
 
     def _worker_left(self, record: Mapping[str, Any], at_s: float) -> None:
         if record["attempt"] == self.attempt:

@@ -12,7 +12,7 @@ from typing import Any
 
 from orchestrator.config import RunConfig
 from orchestrator.core import RunStats
-from orchestrator.report import Scale, run_document, what_it_does
+from orchestrator.report import Scale, run_document, what_it_does, what_survives
 from orchestrator.run_directory import log_tail
 from orchestrator.shell.capacity import NodeView
 from orchestrator.shell.clock import monotonic_s
@@ -167,16 +167,9 @@ def _suspect(one: Mapping[str, Any]) -> dict[str, Any]:
 
 def _safe(redundancy: Mapping[str, Any]) -> list[list[str]]:
     """Return what a fault now would leave: rows of name, text and level."""
-    step, stored, survived = (
-        redundancy[name] for name in ("step", "stored_step", "node_losses_survived")
-    )
-    how = f" ({redundancy['mechanism']})" if redundancy["mechanism"] else ""
-    survives = (
-        f"survives the loss of {survived} node{'' if survived == 1 else 's'}{how}"
-        if survived
-        else "would not survive the loss of a node"
-    )
-    memory = [f"step {step}: {survives}", "good" if survived else "warn"] if step else ["nothing"]
+    step, stored = redundancy["step"], redundancy["stored_step"]
+    survives, is_well = what_survives(redundancy)
+    memory = [f"step {step}: {survives}", "good" if is_well else "warn"] if step else ["nothing"]
     return [
         ["in memory", *memory],
         ["in storage", f"step {stored}" if stored else "nothing yet"],

@@ -118,10 +118,10 @@ def capacity_rows(
 def progress_document(stats: RunStats, goal: int, *, at_s: float | None) -> dict[str, Any]:
     """Return how far a run is and what happened to it last.
 
-    Keys: ``goal`` (its last step), ``steps_per_s`` (null before there is one), ``phase_for_s`` and
-    ``incidents[{number, kind, who, evidence, lost_steps, recovery_s, found_s}]``, the newest last,
-    with the seconds since it was found. A value that depends on ``at_s``, now on the run's clock,
-    is null without it.
+    Keys: ``goal`` (its last step), ``steps_per_s`` (null before there is one), ``phase_for_s``,
+    ``busy`` (that machines are; "" if they do not seem so) and ``incidents[{number, kind, who,
+    evidence, lost_steps, recovery_s, found_s}]``, the newest last, with the seconds since it was
+    found. A value that depends on ``at_s``, now on the run's clock, is null or "" without it.
     """
 
     def ago(instant_s: float | None) -> float | None:
@@ -132,6 +132,7 @@ def progress_document(stats: RunStats, goal: int, *, at_s: float | None) -> dict
         "goal": goal,
         "steps_per_s": round(rate(stats), 4) or None,
         "phase_for_s": ago(stats.phase_since_s),
+        "busy": "" if at_s is None else stats.busy(at_s),
         "incidents": [
             {
                 "number": one.number,

@@ -41,7 +41,7 @@ def test_what_is_safe_and_what_is_wrong_has_a_line_each() -> None:
         first,
         "capacity 1 on-demand: asked 2, granted 0, for 11 s",
         "cost: $1.50, $0.80 an hour, $0.25 per million tokens",
-        "in memory: step 95, survives the loss of 1 node",
+        "in memory: step 95, survives the loss of 1 node (partner copy)",
         "in storage: step 90",
         "redundancy: partner copy [of all]",
         "saves: a snapshot each step, a checkpoint every 10 steps; 0.71% of step time, at most 2%",
@@ -190,3 +190,14 @@ def test_a_live_status_fits_its_terminal_and_shows_what_is_lost() -> None:
     assert "\x1b[2J" not in text  # which takes what was there before
     assert "\x1b[1;31mlost\x1b[0m" in text
     assert max(map(len, re.sub(r"\x1b\[[0-9;?]*[A-Za-z]", "", text).splitlines())) <= 80
+
+
+def test_ranks_that_seem_slow_in_turn_are_one_line_about_the_machine() -> None:
+    """Each rank had a line of its own, and a link that is slow must not be hidden by them."""
+    slow = {"kind": "slow_compute", "guilty": {"ranks": [1]}, "evidence": "Rank 1 is slow"}
+    link = {"kind": "slow_link", "guilty": {"links": [[0, 1]]}, "evidence": "a link is slow"}
+    for busy, expected in (("", "Rank 1 is slow"), ("the machines are busy", None)):
+        lines = _lines(status_document(suspects=[slow, link], busy=busy))
+        found = [line for line in lines if line.startswith("suspected: ")]
+        assert found[0] == f"suspected: {expected or busy}"
+        assert found[1:] == ["suspected: a link is slow"]

@@ -7,11 +7,35 @@ from typing import Any
 import pytest
 
 from orchestrator.core import RunState, describe
-from orchestrator.report import what_it_does
+from orchestrator.report import what_it_does, what_survives
 
 
 def _worker(state: str) -> dict[str, Any]:
     return {"worker": "w1", "node": "n", "state": state}
+
+
+@pytest.mark.parametrize(
+    ("losses", "mechanism", "said", "is_well"),
+    [
+        (0, "partner copy", "would not survive a node loss", False),
+        (0, "no redundancy", "would not survive a node loss", False),
+        (1, "partner copy", "survives the loss of 1 node (partner copy)", True),
+        (2, "", "survives the loss of 2 nodes", True),
+        (
+            1,
+            "no redundancy",
+            "survives the loss of 1 node by older copies, and new steps get none",
+            False,
+        ),
+    ],
+)
+def test_what_a_lost_node_would_leave_is_one_sentence_for_all_views(
+    losses: int, mechanism: str, said: str, *, is_well: bool
+) -> None:
+    """Right after a drain the page said in green that a loss is survived, by no redundancy."""
+    redundancy = {"node_losses_survived": losses, "mechanism": mechanism}
+
+    assert what_survives(redundancy) == (said, is_well)
 
 
 CAUSE = {"kind": "node_loss", "guilty": ["w0002"], "evidence": "node aeed: it hung up"}

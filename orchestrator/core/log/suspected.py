@@ -1,0 +1,75 @@
+"""What a run has suspected, in few lines. Pure."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from itertools import pairwise
+
+from orchestrator.diagnosis import Kind, Suspicion, listed
+
+#: Suspicions that follow one another within this are of one spell: with a load of 15 on 2 cores
+#: they came 80 s apart.
+TOGETHER_S = 300.0
+#: What another program on a machine makes of a rank that is well.
+BY_OTHER_WORK = frozenset({Kind.SLOW_COMPUTE, Kind.SLOW_DATA, Kind.ABSENT})
+
+
+def in_few_lines(suspicions: Sequence[Suspicion]) -> list[tuple[float, str]]:
+    """Return ``(since_s, sentence)`` of suspicions, oldest first.
+
+    Those of a spell that went round several ranks are one line, and so is what was repeated.
+    """
+    lines: list[tuple[float, str]] = []
+    for spell in _spells(suspicions):
+        if _goes_round(spell):
+            lines.append((spell[0].since_s, _busy(spell)))
+            continue
+        alike: dict[object, list[Suspicion]] = {}
+        for one in spell:
+            alike.setdefault((one.kind, one.guilty), []).append(one)
+        for first, *more in alike.values():
+            times = f" ({len(more)} times more in {_minutes(more[-1], first)})" if more else ""
+            lines.append((first.since_s, first.evidence + times))
+    return sorted(lines, key=lambda line: line[0])
+
+
+def busy(suspicions: Sequence[Suspicion], at_s: float) -> str:
+    """Return that machines are busy at ``at_s``; "" unless a suspicion goes round."""
+    spells = [spell for spell in _spells(suspicions) if spell[-1].since_s >= at_s - TOGETHER_S]
+    return next((_busy(spell) for spell in spells if _goes_round(spell)), "")
+
+
+def _spells(suspicions: Sequence[Suspicion]) -> list[list[Suspicion]]:
+    """Return the suspicions as spells; each other kind, with whom it names, is one of its own."""
+    spells: list[list[Suspicion]] = []
+    open_spells: dict[object, list[Suspicion]] = {}
+    for one in sorted(suspicions, key=lambda one: one.since_s):
+        key = "work" if one.kind in BY_OTHER_WORK else (one.kind, one.guilty)
+        spell = open_spells.get(key)
+        if spell is None or one.since_s - spell[-1].since_s > TOGETHER_S:
+            spells.append(spell := [])
+            open_spells[key] = spell
+        spell.append(one)
+    return spells
+
+
+def _goes_round(spell: Sequence[Suspicion]) -> bool:
+    """Return whether most suspicions name other ranks than the one before.
+
+    One slow worker is named again and again, with another one in between at times.
+    """
+    num_turns = sum(one.guilty != after.guilty for one, after in pairwise(spell))
+    return num_turns >= max(2, (len(spell) - 1) / 2)
+
+
+def _busy(spell: Sequence[Suspicion]) -> str:
+    ranks = listed(rank for one in spell for rank in one.guilty.ranks)
+    return (
+        f"R{ranks[1:]} seemed slow in turn, {len(spell)} times in {_minutes(spell[-1], spell[0])}: "
+        "other work keeps the machines busy, and no single worker is slow"
+    )
+
+
+def _minutes(last: Suspicion, first: Suspicion) -> str:
+    took_s = last.since_s - first.since_s
+    return f"{took_s:.0f} s" if took_s < TOGETHER_S else f"{took_s / 60.0:.0f} min"
