@@ -6,7 +6,14 @@ paths. The paths of NCCL's own flows are not planned: its environment sets no so
 switch can do that (adaptive routing, or C4P's own allocation, arXiv 2406.04594).
 """
 
-from orchestrator.traffic.flows import Flow, Sent, copy_flows, measured, step_flows
+from orchestrator.traffic.flows import (
+    FLOW_AXES,
+    Flow,
+    Sent,
+    copy_flows,
+    measured,
+    step_flows,
+)
 from orchestrator.traffic.maxmin import fill
 from orchestrator.traffic.plans import (
     Load,
@@ -19,6 +26,7 @@ from orchestrator.traffic.plans import (
 from orchestrator.traffic.topology import Link, Topology
 
 __all__ = [
+    "FLOW_AXES",
     "Flow",
     "Link",
     "Load",

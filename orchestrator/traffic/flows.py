@@ -4,12 +4,16 @@ from __future__ import annotations
 
 from collections import Counter, defaultdict
 from collections.abc import Iterable, Mapping, Sequence
-from itertools import pairwise
+from itertools import pairwise, permutations
 from typing import Final, NamedTuple
 
 from ucp_core.layout import AXES, ParallelLayout
 from workers.protocol import GroupState
 
+#: Axes along which ranks send. With expert parallelism, experts have shards of their own.
+FLOW_AXES: Final = (*AXES, "efsdp", "ep")
+#: Axes that cut the same tensors further, or the samples of the same weights: one group with them.
+_TOGETHER: Final = {"dp_shard": {"cp"}, "efsdp": {"cp", "tp"}}
 #: Digits of what was measured: less is no news.
 _DIGITS: Final = 2
 
@@ -41,11 +45,12 @@ def step_flows(
     """Return what each axis sends between nodes in a step.
 
     Sums go round rings in the order of ranks, as gloo's and NCCL's do; stages send activations to
-    the next one and gradients back. A ring through several ranks of a node uses the rails of all.
+    the next one and gradients back; a rank sends tokens to each other one with experts. What goes
+    through several ranks of a node uses the rails of all.
 
     Args:
         nodes: Of each rank.
-        sent: How much each rank sends in a step, by axis of ``AXES``; for ``pp`` both ways
+        sent: How much each rank sends in a step, by axis of ``FLOW_AXES``; for ``pp`` both ways
             together.
     """
     local, seen = list[int](), Counter[str]()
@@ -53,22 +58,16 @@ def step_flows(
         local.append(seen[node] % rails)
         seen[node] += 1
     found: dict[str, list[Flow]] = {}
-    for axis in AXES:
-        if not sent.get(axis):
+    for axis in FLOW_AXES:
+        if not sent.get(axis) or (axis in ("efsdp", "ep") and layout.ep == 1):
             continue
         flows = found.setdefault(axis, [])
-        # Parts of sequences share the shards of the weights.
-        axes = {axis, "cp"} if axis == "dp_shard" else {axis}
         for first in range(layout.world_size):
-            place = layout.coordinates(first)
-            if any(place[each] for each in axes):
+            group = layout.ranks_along(first, {axis, *_TOGETHER.get(axis, ())})
+            if group[0] != first:
                 continue
-            group = layout.ranks_along(first, axes)
-            if axis == "pp":
-                pairs = [*pairwise(group), *pairwise(reversed(group))]
-            else:
-                pairs = list(zip(group, (*group[1:], group[0]), strict=True))
-            each = sent[axis] / 2 if axis == "pp" else sent[axis]
+            pairs, num_targets = _pairs(axis, group)
+            each = sent[axis] / num_targets
             for one, other in pairs:
                 if nodes[one] != nodes[other]:
                     used = {local[rank] for rank in group if nodes[rank] == nodes[one]}
@@ -79,8 +78,17 @@ def step_flows(
     return found
 
 
+def _pairs(axis: str, group: Sequence[int]) -> tuple[list[tuple[int, int]], int]:
+    """Return who sends to whom in a group, and to how many others each rank sends."""
+    if axis == "pp":
+        return [*pairwise(group), *pairwise(reversed(group))], 2
+    if axis == "ep":
+        return list(permutations(group, 2)), len(group) - 1
+    return list(zip(group, (*group[1:], group[0]), strict=True)), 1
+
+
 def measured(ranks: Iterable[tuple[Sent, Sent]]) -> dict[str, float]:
-    """Return how much a rank sent in a step, by axis of ``AXES``, as ``step_flows`` takes it.
+    """Return how much a rank sent in a step, by axis of ``FLOW_AXES``, as ``step_flows`` takes it.
 
     Args:
         ranks: For each rank what its records said at two times. One that made no step between
@@ -93,10 +101,10 @@ def measured(ranks: Iterable[tuple[Sent, Sent]]) -> dict[str, float]:
         num_ranks += 1
         known = {group.group: group.sent_bytes for group in before.groups}
         for group in after.groups:
-            axis = next((axis for axis in AXES if group.group.startswith(axis)), "")
+            axis = next((axis for axis in FLOW_AXES if group.group.startswith(axis)), "")
             sent = group.sent_bytes - known.get(group.group, 0)
             sums[axis] += sent / (after.step - before.step)
-    means = {axis: sums[axis] / num_ranks for axis in AXES if sums[axis]}
+    means = {axis: sums[axis] / num_ranks for axis in FLOW_AXES if sums[axis]}
     return {axis: float(f"{mean:.{_DIGITS - 1}e}") for axis, mean in means.items()}
 
 

@@ -12,8 +12,8 @@ from orchestrator.core.events import MemoryMeasured, MemoryProtected
 from orchestrator.core.handlers import fleet
 from orchestrator.core.transition import Transition
 from orchestrator.policies import RedundancyFacts, RedundancyPlan, plan_redundancy, revise
-from orchestrator.traffic import Link, Topology, load_of, step_flows, way_cost
-from ucp_core.layout import AXES, ParallelLayout
+from orchestrator.traffic import FLOW_AXES, Link, Topology, load_of, step_flows, way_cost
+from ucp_core.layout import ParallelLayout
 
 
 def plan(
@@ -96,7 +96,7 @@ def _met(
         racks={node.name: node.rack for node in used if node.rack},
         slow={_link(sender, receiver): rate for sender, receiver, rate in run.network.slow},
     )
-    sent = dict(run.sent) or dict.fromkeys(AXES, 1.0)
+    sent = dict(run.sent) or dict.fromkeys(FLOW_AXES, 1.0)
     copy_bytes = run.state_bytes / len(set(nodes)) if run.sent else 0.0
     flows = step_flows(layout, [node.name for node in used], sent, topology.rails)
     return way_cost(

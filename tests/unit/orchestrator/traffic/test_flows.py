@@ -4,8 +4,9 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from orchestrator.traffic import Sent, measured
+from orchestrator.traffic import Flow, Sent, measured, step_flows
 from tests.support.histories import group
+from ucp_core.layout import ParallelLayout
 
 
 def _sent(step: int, **num_bytes: int) -> Sent:
@@ -24,6 +25,34 @@ def test_what_a_rank_sends_in_a_step_is_told_by_axis() -> None:
     last = (_sent(11, dp_shard_of_2=0), _sent(21, dp_shard_of_2=1046))
 
     assert measured([first, last]) == {"pp": 30.0, "dp_shard": 100.0}
+
+
+def test_what_experts_send_has_axes_of_its_own() -> None:
+    """Tokens go through groups ``ep``; weights of experts through those of ranks with the same."""
+    sent = {"ep_2_of_0": 30, "efsdp+cp_2_of_0": 20, "efsdp_2_of_0": 1, "dp_replicate_2_of_0": 10}
+    before = _sent(1, **dict.fromkeys(sent, 0))
+
+    assert measured([(before, _sent(2, **sent))]) == {
+        "ep": 30.0, "efsdp": 21.0, "dp_replicate": 10.0,
+    }  # fmt: skip
+
+
+def test_a_rank_sends_tokens_to_each_other_one_with_experts() -> None:
+    """Two nodes of two: neighbours have other experts, and ranks of both nodes have the same."""
+    layout = ParallelLayout(dp_shard=4, ep=2)
+    found = step_flows(layout, ["a", "a", "b", "b"], {"ep": 8.0, "efsdp": 4.0})
+
+    assert found["ep"] == [], "inside of a node"
+    assert sorted(found["efsdp"]) == [Flow("a", "b", 4.0)] * 2 + [Flow("b", "a", 4.0)] * 2
+    apart = step_flows(layout, ["a", "b", "c", "d"], {"ep": 8.0})["ep"]
+    assert {(one.source, one.target, one.num_bytes) for one in apart} == {
+        ("a", "b", 8.0), ("b", "a", 8.0), ("c", "d", 8.0), ("d", "c", 8.0),
+    }  # fmt: skip
+    all_apart = replace(layout, ep=4)
+    third = step_flows(all_apart, ["a", "b", "c", "d"], {"ep": 9.0})["ep"]
+    assert [one.num_bytes for one in third] == [3.0] * 12
+    # Without experts such axes are none.
+    assert step_flows(ParallelLayout(dp_shard=4), ["a", "b", "c", "d"], {"ep": 9.0}) == {}
 
 
 def test_who_made_no_step_or_has_left_says_nothing() -> None:
