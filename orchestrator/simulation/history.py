@@ -78,6 +78,7 @@ _RESETS_S = 160.0
 _OUTAGE = 0.1
 #: Share of histories in which the model cannot have some layouts.
 _REFUSES = 0.3
+_SHORT = 0.2
 #: Share of those in which another run comes to the cluster, and goes again.
 _SHARED = 0.25
 #: Share of those in which workers get slow, compile, or share a machine with something.
@@ -268,6 +269,7 @@ class History:
         degrees = [(axis, one) for axis, top in wish for one in range(2, top + 1) if top % one == 0]
         slow = frozenset(pace.sample(degrees, k=min(len(degrees), pace.randint(0, 2))))
         self.cluster.model = SimModel(slow=slow)
+        self.cluster.is_short = Random(f"short {self.seed}").random() < _SHORT  # noqa: S311
         if model.random() > _REFUSES:
             return
         cannot = frozenset(model.sample(degrees, k=min(len(degrees), model.randint(0, 2))))
@@ -541,6 +543,9 @@ class History:
             require(replayed == self.state, "L1", "a replay does not lead to the state")
         outcome, cluster = self.monitor.outcome, self.cluster
         assert outcome is not None
+        for one in self.state.refused:
+            fits = one.axis or cluster.model.refuses(one.layout)
+            require(bool(fits), "L1", f"{one.layout} was refused for ever for want of memory once")
         kept = {reservation for reservation, node in cluster.granted.items() if node} | set(
             cluster.pending
         )

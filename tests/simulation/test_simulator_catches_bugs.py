@@ -306,6 +306,9 @@ BUGS = {
         sharing, "own_share", _need_no_workers, ("L1", "invariant")
     ),
     "blames a healthy rank for being slow": Bug(live, "lagging", _first_lags, ("S5",)),
+    "refuses a layout that lacked memory once": Bug(
+        on_members, "_is_short_first", _never_look, ("L1",)
+    ),
     "starts no worker processes": Bug(demand, "_staff", _never_look, ("L1",)),
 }
 

@@ -21,7 +21,17 @@ beside a lost timeout. Figures: ``tests/benchmarks/RESULTS.md``.
 """
 
 from workers.collectives.errors import AbortedError, CollectiveError, GroupError, unreached
-from workers.collectives.forming import abort, check, form, leave, locate, places, set_timeout, span
+from workers.collectives.forming import (
+    abort,
+    check,
+    form,
+    leave,
+    locate,
+    places,
+    set_timeout,
+    span,
+    wait_for_leftovers,
+)
 from workers.collectives.group import connect_pairs
 from workers.collectives.nccl import is_recording_graph, share_device
 from workers.collectives.places import Places, described, script_frame, script_line
@@ -50,4 +60,5 @@ __all__ = [
     "share_device",
     "span",
     "unreached",
+    "wait_for_leftovers",
 ]

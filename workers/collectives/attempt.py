@@ -284,6 +284,7 @@ class Leftovers:
 
     def __init__(self, held: list[Any], *, of: _Group | None = None) -> None:
         self._held = held
+        self._dropped = threading.Event()
         self._group = weakref.ref(of) if of is not None else lambda: None
 
     @property
@@ -294,6 +295,11 @@ class Leftovers:
     def drop(self) -> None:
         """Drop them, which may take until the timeout; torch releases the GIL for it."""
         self._held.clear()
+        self._dropped.set()
+
+    def wait(self, timeout_s: float) -> None:
+        """Block until they are dropped, or for ``timeout_s``."""
+        self._dropped.wait(timeout_s)
 
 
 def _own_address(host: str, port: int) -> str:

@@ -37,6 +37,7 @@ class _Process:
         self.current: Attempt | None = None
         self.aborted: set[int] = set()
         self.leftovers: list[tuple[float, Leftovers]] = []
+        self.dropping: list[Leftovers] = []
         self.excepthook: Any = None
         self.frozen = False
 
@@ -202,11 +203,18 @@ def leave() -> None:
         # Objects that C++ held for a cycle, as autograd does for hooks, need a second collection.
         gc.collect()
     deadline_s = time.monotonic() + current.timeout.total_seconds() + _LEFTOVER_SLACK_S
-    for each in leftovers:
-        if each.are_referred_to:
-            _process.leftovers.append((deadline_s, each))
-        else:
-            helpers.submit(each.drop)
+    _process.dropping = [each for each in leftovers if not each.are_referred_to]
+    _process.leftovers += [(deadline_s, each) for each in leftovers if each.are_referred_to]
+    for each in _process.dropping:
+        helpers.submit(each.drop)
+
+
+def wait_for_leftovers(timeout_s: float) -> None:
+    """Block until the memory of the attempt that was left is free, or for ``timeout_s``."""
+    until_s = time.monotonic() + timeout_s
+    for each in _process.dropping:
+        each.wait(until_s - time.monotonic())
+    _process.dropping = []
 
 
 def _register() -> None:

@@ -55,6 +55,8 @@ log = logging.getLogger(__name__)
 _OURS: Final = str(Path(__file__).parents[1])
 #: The built-in training counts as the user's code.
 _BUILT_IN: Final = str(Path(__file__).with_name("lm.py"))
+#: For so long an attempt waits for memory of the one before, if that ran out of it.
+_LEFTOVERS_S: Final = 5.0
 
 
 class _Process:
@@ -63,6 +65,7 @@ class _Process:
     buffer = HostBuffer()
     memory: SnapshotMemory | None = None
     hand_over: HandOver | None = None
+    is_short = False
 
 
 def run_attempt(
@@ -82,12 +85,20 @@ def run_attempt(
     if _Process.hand_over is not None:
         _Process.hand_over.end()
         _Process.hand_over = None
+    if _Process.is_short:
+        # Connections of the last attempt may hold what this one lacks.
+        collectives.wait_for_leftovers(_LEFTOVERS_S)
+        _free_device_memory()
     try:
         outcome = _Attempt(assignment, context).run(task)
+        _Process.is_short = isinstance(outcome, Raised) and outcome.refuses == DEVICE_MEMORY
     finally:
         context.progress.enter(WorkerPhase.LEAVING)
         collectives.leave()
         _free_device_memory()
+    if torch.cuda.is_initialized() and not _Process.is_short:
+        # A peak that met the end of memory counts in the next attempt, too.
+        torch.cuda.reset_peak_memory_stats()
     if is_of_script and isinstance(outcome, Completed):
         return _run_behind(outcome, assignment, context)
     return outcome

@@ -23,6 +23,7 @@ from orchestrator.core.network import search
 from orchestrator.core.state import MutableRunState, Phase, Worker
 from orchestrator.core.transition import Transition
 from orchestrator.policies import STORAGE, FaultKind, Refused, UserError
+from ucp_core.layout import ParallelLayout
 from workers.protocol import DEVICE_MEMORY
 
 #: Weight of the newest step in the smoothed duration: about the last ten steps count.
@@ -242,12 +243,24 @@ def _refuse(transition: Transition, event: WorkerRaised) -> bool:
     refused = Refused(layout, "" if out_of_memory else event.refuses, why)
     if any(refused.rules_out(each) for each in run.fits):
         return False
-    if run.attempt.refused is None:
+    if out_of_memory and _is_short_first(run, layout):
+        why = f"{why}; it is tried once more"
+    elif run.attempt.refused is None:
         run.attempt.refused = refused
         run.refused = (*run.refused, refused)
     kind = FaultKind.DEVICE_MEMORY if out_of_memory else FaultKind.LAYOUT
     transition.follow(AttemptFailed(kind, (), f"{layout}: {why}"))
     return True
+
+
+def _is_short_first(run: MutableRunState, layout: ParallelLayout) -> bool:
+    """Return whether this is the first attempt that ran out of memory in a layout.
+
+    Connections of the attempt before may have filled the device.
+    """
+    if layout not in (one for _, one in run.short):
+        run.short = (*run.short, (run.attempt.number, layout))
+    return (run.attempt.number, layout) in run.short
 
 
 def _leave(transition: Transition, number: int, worker: Worker, step: int) -> None:

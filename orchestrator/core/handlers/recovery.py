@@ -573,7 +573,8 @@ def _is_free(run: MutableRunState, kind: FaultKind) -> bool:
     if kind is FaultKind.UNLOADABLE:
         return len(run.bad) > run.attempt.num_bad_at_start
     is_refusal = kind in (FaultKind.LAYOUT, FaultKind.DEVICE_MEMORY)
-    return is_refusal and run.attempt.refused is not None
+    is_short = any(number == run.attempt.number for number, _ in run.short)
+    return is_refusal and (run.attempt.refused is not None or is_short)
 
 
 def _dead_end(transition: Transition) -> str:

@@ -138,6 +138,7 @@ class MutableRunState(Part):
         raised_before: Errors of earlier attempts, the newest last.
         fits: Layouts that have trained.
         refused: Layouts that could not.
+        short: ``(attempt, layout)`` of the first attempt in each that ran out of device memory.
         steps: Layouts that trained, each with the seconds of a step, to a few percent.
         convicted: ``(when, node)`` of each node that was to be left for a slow worker.
         faults: Charged to the budgets, within the window.
@@ -188,6 +189,7 @@ class MutableRunState(Part):
     raised_before: tuple[UserError, ...] = ()
     fits: tuple[ParallelLayout, ...] = ()
     refused: tuple[Refused, ...] = ()
+    short: tuple[tuple[int, ParallelLayout], ...] = ()
     steps: tuple[tuple[ParallelLayout, float], ...] = ()
     convicted: tuple[tuple[float, str], ...] = ()
     faults: tuple[Fault, ...] = ()

@@ -17,7 +17,7 @@ from typing import Any
 from orchestrator.core import RunRules
 from orchestrator.core import actions as act
 from orchestrator.core import events as ev
-from orchestrator.policies import bad_sources, versions
+from orchestrator.policies import Refused, bad_sources, versions
 from orchestrator.simulation.world import loading
 from orchestrator.simulation.world.memory import answers
 from orchestrator.simulation.world.parts import STEP_S, SimAttempt, SimNode, SimWorker, Tiers
@@ -471,6 +471,7 @@ class SimCluster(World):
         if self._raise(attempt, members, step):
             return
         attempt.step = step
+        self.trained.append(attempt.layout)
         for worker in members:
             worker.completed = step
         self.monitor.stepped(attempt.number, step)
@@ -544,6 +545,12 @@ class SimCluster(World):
             for worker in members:
                 self.raise_in(attempt, worker, step, refuses)
             return True
+        wants = Refused(attempt.layout, "", "")
+        if self.is_short and not any(wants.rules_out(one) for one in self.trained):
+            self.is_short = False
+            self.raise_in(attempt, members[-1], step, DEVICE_MEMORY)
+            self._lose_peers(attempt, members)
+            return True
         if step not in self.raises_at:
             return False
         ranks = [rank for rank in self.raises_at[step] if rank < len(members)]
@@ -551,10 +558,14 @@ class SimCluster(World):
             del self.raises_at[step]
         for rank in ranks:
             self.raise_in(attempt, members[rank], step)
+        self._lose_peers(attempt, members)
+        return bool(ranks)
+
+    def _lose_peers(self, attempt: SimAttempt, members: list[SimWorker]) -> None:
+        """Let most of those that are left see that others are gone."""
         for worker in members:
             if worker.attempt == attempt.number and self.chance(0.7):
                 self.at(0.02 * self.rng.random(), self._peer_lost, worker.name, attempt.number)
-        return bool(ranks)
 
     def raise_in(
         self, attempt: SimAttempt, worker: SimWorker, step: int, refuses: str = ""

@@ -16,6 +16,7 @@ from orchestrator.policies import Share, state_bytes
 from orchestrator.simulation.world.memory import Memory, Part
 from orchestrator.simulation.world.parts import SimAttempt, SimModel, SimNode, SimWorker, Tiers
 from orchestrator.simulation.world.storage import Storage
+from ucp_core.layout import ParallelLayout
 from workers.protocol import Source
 
 
@@ -140,6 +141,9 @@ class World:
         # The step that the script makes the last one, and those whose numbers are not finite.
         self.ends_at: float = inf
         self.not_finite_at: set[int] = set()
+        #: Whether the next first step in a layout lacks memory, once.
+        self.is_short = False
+        self.trained: list[ParallelLayout] = []
 
     def at(self, delay_s: float, do: Callable[..., None], *args: Any) -> None:
         """Do something after ``delay_s``."""

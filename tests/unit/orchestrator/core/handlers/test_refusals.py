@@ -6,7 +6,7 @@ from dataclasses import replace
 
 import pytest
 
-from orchestrator.core import Bounds, RunRules
+from orchestrator.core import Bounds, RunRules, resume_event
 from orchestrator.core import events as ev
 from orchestrator.policies import LayoutRules
 from tests.support.obedient_cluster import Cluster, Refuses
@@ -72,7 +72,8 @@ def test_a_run_that_has_trained_takes_another_layout_or_waits(
 
     assert cluster.finished is None
     assert cluster.state.faults == cluster.state.faults[:1], "only the node is charged"
-    assert [each.incident for each in cluster.incidents] == ["node_loss", kind]
+    tries = 1 if after else 2
+    assert [each.incident for each in cluster.incidents] == ["node_loss", *[kind] * tries]
     if after:
         assert cluster.layouts == ["pp=4", "pp=2", after]
         assert cluster.started[-1].other_layouts == (
@@ -82,7 +83,7 @@ def test_a_run_that_has_trained_takes_another_layout_or_waits(
     else:
         assert cluster.state.phase == "waiting"
         cluster.add(5, 6)
-        assert cluster.layouts == ["pp=4", "pp=2", "dp_shard=3", "pp=4"]
+        assert cluster.layouts == ["pp=4", "pp=2", "pp=2", *["dp_shard=3"] * 2, "pp=4"]
 
 
 def test_a_layout_that_was_refused_is_never_offered_again() -> None:
@@ -93,7 +94,7 @@ def test_a_layout_that_was_refused_is_never_offered_again() -> None:
         cluster.lose(node)
 
     refused = [start.layout for start in cluster.started if cluster.refuses(start.layout)]
-    assert len(refused) == len(set(refused)) <= 2
+    assert len(refused) == 2 * len(set(refused)) <= 4
     assert cluster.finished is None
 
 
@@ -124,9 +125,37 @@ def test_a_model_that_fits_no_device_ends_the_run() -> None:
     cluster = Cluster(RULES, share(100))
     cluster.start(4)
 
-    assert cluster.layouts == ["pp=2 x tp=2"]
+    assert cluster.layouts == ["pp=2 x tp=2"] * 2
     assert cluster.finished is not None
     assert cluster.finished.reason == "pp=2 x tp=2 was refused: CUDA out of memory"
+
+
+def test_memory_that_lacks_once_refuses_nothing() -> None:
+    """Connections of the attempt before are freed by and by: the next one has the room."""
+    cluster = Cluster(replace(RULES, layout=LayoutRules(pp=4)))
+    cluster.start(4)
+    # Every rank says it, in one attempt.
+    answers = [TOO_LARGE]
+    cluster.refuses = lambda _: answers.pop() if answers else None
+    cluster.lose("n1")
+
+    assert cluster.layouts == ["pp=4", "pp=2", "pp=2"]
+    assert cluster.state.refused == ()
+    assert cluster.state.faults == cluster.state.faults[:1], "only the node is charged"
+    assert cluster.incidents[-1].evidence == ("pp=2: CUDA out of memory; it is tried once more")
+
+
+def test_a_run_that_resumes_with_other_settings_tries_again() -> None:
+    """With a smaller micro-batch a layout may fit that did not."""
+    cluster = Cluster(replace(RULES, layout=LayoutRules(pp=4)))
+    cluster.start(4)
+    cluster.refuses = share(4)
+    cluster.lose("n1")
+    assert [one.layout.pp for one in cluster.state.refused] == [2]
+
+    cluster.send(resume_event(cluster.state, at_s=cluster.at_s, incarnation=2))
+
+    assert (cluster.state.refused, cluster.state.short) == ((), ())
 
 
 def raises(axis: str, degree: int) -> Refuses:
