@@ -12,7 +12,7 @@ import logging
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass
-from typing import Any, TypeAlias
+from typing import Any, Final, TypeAlias
 
 import torch
 from torch import Tensor, nn
@@ -36,6 +36,8 @@ _Schedule = PipelineScheduleSingle | PipelineScheduleMulti
 
 # torch logs the whole schedule with every error in it, which a lost peer is, too.
 logging.getLogger("torch.distributed.pipelining.schedules").setLevel(logging.CRITICAL)
+#: An evaluation computes so many micro-batches a round for each rank of a pipeline.
+_ROUND: Final = 2
 #: Returns what surrounds the forward pass of a stage, given its number.
 Around: TypeAlias = Callable[[int], AbstractContextManager[Any]]
 
@@ -314,10 +316,20 @@ class Pipeline:
     def evaluate(
         self, batches: Sequence[Any], loss_of: Callable[[Any], Any], hooks: PassHooks
     ) -> None:
-        """Run a forward pass of every micro-batch."""
-        schedule, passes = self._schedule(ScheduleGPipe, ScheduleLoopedBFS, batches, loss_of)
-        with torch.no_grad(), _running(passes, batches, loss_of, hooks):
-            schedule.eval(target=torch.arange(len(batches)), return_outputs=False)
+        """Run a forward pass of every micro-batch.
+
+        They go in rounds: a schedule keeps what its micro-batches send until its end.
+        """
+        in_round = _ROUND * self._mesh.layout.pp
+        schedules: dict[int, tuple[_Schedule, list[_Passes]]] = {}
+        for first in range(0, len(batches), in_round):
+            part = batches[first : first + in_round]
+            if len(part) not in schedules:
+                kinds = ScheduleGPipe, ScheduleLoopedBFS
+                schedules[len(part)] = self._schedule(*kinds, part, loss_of)
+            schedule, passes = schedules[len(part)]
+            with torch.no_grad(), _running(passes, batches, loss_of, hooks, first):
+                schedule.eval(target=torch.arange(len(part)), return_outputs=False)
 
     def _schedule(
         self,
@@ -431,6 +443,7 @@ class _Passes(nn.Module):
     """
 
     number: int
+    first: int
     hooks: PassHooks
 
     def __init__(self, model: StageModel, stage: int, outputs: tuple[Tensor, ...]) -> None:
@@ -444,10 +457,10 @@ class _Passes(nn.Module):
 
     @contextmanager
     def running(
-        self, batches: Sequence[Any], loss_of: Callable[[Any], Any], hooks: PassHooks
+        self, batches: Sequence[Any], loss_of: Callable[[Any], Any], hooks: PassHooks, first: int
     ) -> Iterator[None]:
-        """Compute these micro-batches, and raise what a pass raised, as it was."""
-        self._batches, self._loss_of, self.hooks = batches, loss_of, hooks
+        """Compute micro-batches, from ``first`` on, and raise what a pass raised, as it was."""
+        self._batches, self._loss_of, self.hooks, self.first = batches, loss_of, hooks, first
         try:
             yield
         except RuntimeError:
@@ -467,7 +480,7 @@ class _Passes(nn.Module):
             raise
 
     def _forward(self, received: tuple[Tensor, ...]) -> Any:
-        number = self.number
+        number = self.first + self.number
         self.hooks.begin(self._stage, number)
         returned = self._compute(
             self._stage, lambda: self._loss_of(self._batches[number]), received
@@ -496,10 +509,11 @@ def _running(
     batches: Sequence[Any],
     loss_of: Callable[[Any], Any],
     hooks: PassHooks,
+    first: int = 0,
 ) -> Iterator[None]:
     with ExitStack() as stack:
         for one in passes:
-            stack.enter_context(one.running(batches, loss_of, hooks))
+            stack.enter_context(one.running(batches, loss_of, hooks, first))
         yield
 
 
