@@ -20,6 +20,8 @@ from workers.models import BYTE_VOCAB_SIZE, PRESETS, ModelShape, resolve, shape_
 SKIP, STOP, IGNORE = "skip", "stop", "ignore"
 #: An interval chosen from measured costs and failures.
 AUTO: Final = "auto"
+#: Share of a GPU's memory that tensors may take: the rest is NCCL's, CUDA's and lost in pieces.
+USABLE_MEMORY: Final = 0.92
 #: The intervals before anything was measured.
 _SNAPSHOT_STEPS, _CHECKPOINT_STEPS = 1, 10
 STDLIB: Final = "stdlib"
@@ -175,6 +177,10 @@ class TrainSettings:
         seed: Seed of initial weights and dropout.
         deterministic: Sum gradients in one order for any number of workers, so that the weights
             are bit-identical.
+        reduce_gradients: "once" a step, which adds up those of a worker's micro-batches whole (4
+            bytes a parameter), or after "every_pass", which keeps a worker's part of them and sends
+            as often. "auto" measures in the first step whether whole ones fit. In deterministic
+            mode sums have an order of their own.
         validation_every: Steps between two validations; 0 to validate at the end only.
         not_finite: Updates that are NaN or infinite.
     """
@@ -193,6 +199,7 @@ class TrainSettings:
     precision: Literal["fp32", "bf16"] = "fp32"
     seed: _Count = 0
     deterministic: bool = False
+    reduce_gradients: Literal["auto", "once", "every_pass"] = "auto"
     validation_every: _Count = 0
     not_finite: NotFiniteSettings = field(default_factory=NotFiniteSettings)
 
@@ -448,6 +455,11 @@ def between_keys(settings: Settings) -> list[str]:
     if train.num_warmup_steps > train.steps:
         found.append(
             f"train.warmup_steps: {train.warmup_steps} must be from 0 to train.steps={train.steps}"
+        )
+    if train.deterministic and train.reduce_gradients == "every_pass":
+        found.append(
+            "train.reduce_gradients: every_pass changes nothing with train.deterministic, whose "
+            "sums have an order of their own; leave one of them out"
         )
     if len(train.betas) != _NUM_BETAS:
         found.append(f"train.betas: {list(train.betas)} must be two numbers")

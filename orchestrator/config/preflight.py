@@ -77,7 +77,7 @@ def worker_memory_bytes(config: RunConfig, num_workers: int) -> int:
     layout = choose(one_node(num_workers), num_workers, config.layout_rules())
     assert layout is not None, f"{num_workers} workers make no layout"
     job = job_of(config, model_shape(config.model))
-    return memory_bytes(layout, replace(job, reduces=True))
+    return memory_bytes(layout, replace(job, reduces=job.reduces is not False))
 
 
 def job_of(config: RunConfig, shape: ModelShape) -> Job:
@@ -89,6 +89,7 @@ def job_of(config: RunConfig, shape: ModelShape) -> Job:
         num_micro_batches=config.train.num_micro_batches,
         compute_bytes=2 if config.train.precision == "bf16" else 4,
         reshards=config.parallel.reshard_after_forward,
+        reduces={"auto": None, "once": False, "every_pass": True}[config.train.reduce_gradients],
         stages_per_worker=config.parallel.stages_per_worker,
         in_tree=config.train.deterministic,
     )

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import runpy
 from collections.abc import Iterator, Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -127,17 +128,22 @@ def test_parts_train_to_the_bit_alike_for_any_number_of_workers(
 def test_copies_and_shards_train_along_one_curve(
     parts: Run, tmp_path: Path, precision: str
 ) -> None:
-    """Copies are summed in another way than shards. In bf16 earlier passes have float32 sums."""
+    """Copies are summed in another way than shards. In bf16 earlier passes have float32 sums.
+
+    Reduced after every pass, ranks must agree in each of them which parts have a gradient.
+    """
     taken = tmp_path / "taken"
     chosen = settings(f"taken={taken}", reshard=True, deterministic=False, precision=precision)
     alone = trained(parts, chosen)
     if precision == "fp32":
         compare(alone, plain_torch(taken))
+    often = replace(chosen, train=replace(chosen.train, reduce_gradients="every_pass"))
     for layout in ({"dp_replicate": 2}, {"dp_replicate": 2, "dp_shard": 2}, {"dp_shard": 3}):
-        found = trained(parts, chosen, **layout)
-        if precision == "fp32":
-            compare(found, alone)
-        assert found[0] == pytest.approx(alone[0], abs=2e-2)
+        for how in (chosen, often):
+            found = trained(parts, how, **layout)
+            if precision == "fp32":
+                compare(found, alone)
+            assert found[0] == pytest.approx(alone[0], abs=2e-2)
 
 
 @pytest.mark.parametrize("parts", [small_units], indirect=True, ids=["units"])
@@ -152,4 +158,6 @@ def test_cut_layers_and_stages_train_along_one_curve(parts: Run, tmp_path: Path)
         found = trained(parts, chosen, **layout)
         assert found[0] == alone[0]
         assert all(torch.equal(found[1][key], alone[1][key]) for key in alone[1])
-    compare(trained(parts, settings("by=data", deterministic=False), tp=2, dp_shard=2), alone)
+    often = settings("by=data", deterministic=False, reduce_gradients="every_pass")
+    compare(trained(parts, often, tp=2, dp_shard=2), alone)
+    compare(trained(parts, often, pp=2, dp_shard=2), alone)

@@ -13,6 +13,7 @@ if TYPE_CHECKING:
         is_whole,
         local_shards,
         materialize,
+        num_foreign,
         own_names,
         shard_model,
     )
@@ -40,6 +41,7 @@ __all__ = [
     "is_whole",
     "local_shards",
     "materialize",
+    "num_foreign",
     "own_names",
     "shard_model",
 ]

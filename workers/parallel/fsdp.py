@@ -25,6 +25,7 @@ from ucp_core.geometry import Box
 from workers.errors import TaskError
 from workers.parallel.mesh import Mesh
 from workers.parallel.placements import boxes_of, replicas_over
+from workers.parallel.torch_names import param_group
 
 log = logging.getLogger(__name__)
 
@@ -260,6 +261,19 @@ def fsdp_modules(model: nn.Module) -> Iterator[FSDPModule]:
     for module in model.modules():
         if isinstance(module, FSDPModule):
             yield module
+
+
+def num_foreign(model: nn.Module) -> int:
+    """Return how many elements of trained parameters this rank gathers from others."""
+    groups = [param_group(module) for module in fsdp_modules(model)]
+    trained = [
+        one
+        for group in groups
+        if group is not None
+        for one in group.fsdp_params
+        if one.sharded_param.requires_grad
+    ]
+    return sum(one._orig_size.numel() - one.sharded_size.numel() for one in trained)  # noqa: SLF001
 
 
 def drop_gathered(model: nn.Module) -> None:

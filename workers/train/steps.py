@@ -19,7 +19,7 @@ from workers.settings import Settings
 from workers.state import Stateful
 from workers.train.agreement import agree_on_data, agree_on_registered
 from workers.train.boundary import Boundary
-from workers.train.executor import Quota, ShardedModel, Step, quota
+from workers.train.executor import GradientSums, ShardedModel, Step, room_of
 from workers.train.same_samples import agree_on_inputs, agree_on_samples
 from workers.train.script_locals import ScriptLocals
 
@@ -115,7 +115,7 @@ class Steps:
             TaskError: A step was left without ``apply``, or workers registered different state.
         """
         self.has_begun = True
-        samples, passes = self._read(data, digest)
+        samples, gradient_sums = self._read(data, digest)
         self._boundary.reads(self._stream)
         train = self._settings.train
         if self._boundary.ending.resumed():
@@ -131,7 +131,7 @@ class Steps:
             self.current = step = Step(
                 self.step + 1,
                 samples=samples,
-                quota=passes,
+                gradient_sums=gradient_sums,
                 train=train,
                 sharded=self.sharded,
                 progress=self._progress,
@@ -147,8 +147,8 @@ class Steps:
 
     def _read(
         self, data: int | DataLoader | Dataset | Iterable[Any], digest: str
-    ) -> tuple[Iterator[Any], Quota]:
-        """Return this rank's micro-batches from the next step on, and the passes of a step."""
+    ) -> tuple[Iterator[Any], GradientSums]:
+        """Return this rank's micro-batches from the next step on, and the passes of each step."""
         train, sharded, restored = self._settings.train, self.sharded, self._restored
         relations = restored.get(RELATIONS)
         frozen = relations.get("frozen", ()) if relations is not None else None
@@ -167,27 +167,32 @@ class Steps:
         )
         self._cursor = cursor | adapter_documents(sharded.model)
         self._stream = loader if loader is not None and loader.is_stream else None
-        passes = quota(
-            train.num_micro_batches,
-            sharded.mesh.layout.dp,
+        layout = sharded.mesh.layout
+        sums = GradientSums(
+            train,
+            sharded.model,
+            sharded.shapes,
+            layout,
             sharded.mesh.data_rank,
-            fixed_tree=train.deterministic,
-            round_of=sharded.mesh.layout.pp if self._settings.parallel.stages_per_worker > 1 else 1,
+            round_of=layout.pp if self._settings.parallel.stages_per_worker > 1 else 1,
+            room=lambda: room_of(
+                sharded.device, share=self._settings.gpu_share, num_workers=layout.world_size
+            ),
         )
-        numbers = [one.micro_batch for one in passes.passes]
+        numbers = [one.micro_batch for one in sums.quota.passes]
         first = {"micro_batch": train.micro_batch, "first_step": self.step + 1}
         if loader is None:
             # Stages are called by the schedule, and alone there is nothing to compare with.
-            if not digest and sharded.pipeline is None and sharded.mesh.layout.dp > 1:
+            if not digest and sharded.pipeline is None and layout.dp > 1:
                 self._uncompared = order.step(self.step + 1)[: train.micro_batch]
             upcoming = micro_batches_of(order, numbers=numbers, **first)
-            return (samples for _, _, samples in upcoming), passes
+            return (samples for _, _, samples in upcoming), sums
         self._batches = loader.batches(
             order, seed=train.seed, numbers=numbers, state=restored.get(_STREAM), **first
         )
         if not loader.is_stream:
             self._batches = self._compared(loader, order, self._batches)
-        return self._batches, passes
+        return self._batches, sums
 
     def _compared(self, loader: DataLoader, order: DataOrder, batches: Generator[Any]) -> Any:
         """Yield the batches; first compare a few samples with other workers, and the version."""

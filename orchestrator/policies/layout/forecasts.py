@@ -16,11 +16,10 @@ from orchestrator.policies.layout.hardware import BF16_BYTES, Gpu, Job
 from orchestrator.policies.layout.memory import memory_bytes
 from ucp_core.layout import ParallelLayout
 from workers.models import ModelShape
+from workers.settings import USABLE_MEMORY
 
 #: The part of the state that a checkpoint has: all but gradients.
 SAVED_BYTES: Final = 4 + 4 + 4
-#: Share of a GPU's memory that tensors may take: the rest is NCCL's, CUDA's and lost in pieces.
-_USABLE: Final = 0.92
 #: Tokens of a part of a sequence below which it is too short to be worth cutting: Llama 3 cut
 #: 131,072 tokens in 16 and 8,192 not at all (arXiv 2407.21783, table 4).
 PART_TOKENS: Final = 8192
@@ -91,12 +90,11 @@ class Asked:
 def forecast(layout: ParallelLayout, job: Job, gpu: Gpu, node_size: int) -> Forecast:
     """Return what to expect of a layout on nodes of ``node_size`` such GPUs.
 
-    Traffic of activations hides behind nothing, that of weights behind the passes. Gradients are
-    reduced after each pass where they would not fit otherwise.
+    Traffic of activations hides behind nothing, that of weights behind the passes.
     """
-    room = int(gpu.memory_gb * 1e9 * _USABLE)
+    room = int(gpu.memory_gb * 1e9 * USABLE_MEMORY)
     needed = memory_bytes(layout, job)
-    if needed > room and not job.reduces:
+    if needed > room and job.reduces is None:
         least = replace(job, reduces=True)
         if memory_bytes(layout, least) <= room:
             job, needed = least, memory_bytes(layout, least)
@@ -115,7 +113,7 @@ def forecast(layout: ParallelLayout, job: Job, gpu: Gpu, node_size: int) -> Fore
         state_bytes=job.num_parameters * SAVED_BYTES // (shards * layout.tp * layout.pp),
         is_short=layout.cp > 1 and job.sequence_length < layout.cp * PART_TOKENS,
         reshards=job.reshards,
-        reduces=job.reduces,
+        reduces=bool(job.reduces),
         recomputes=job.recomputes,
         stages_per_worker=job.stages(layout),
     )
@@ -148,13 +146,13 @@ def _step_s(layout: ParallelLayout, job: Job, gpu: Gpu, node_size: int) -> float
     part = max(job.foreign(layout, rank) for rank in {0, layout.pp - 1})
     gather_s = part * job.compute_bytes / rate(layout.tp * shards) + called_s
     sum_s = part * 4 / rate(layout.tp * shards) + called_s
-    sum_s += sent["dp_replicate"] / across_s / (num_passes if job.reduces else 1)
+    copies_s = sent["dp_replicate"] / across_s
     again_s = gather_s if job.reshards else 0.0
     each_s = max(forward_s, again_s)
     first_s = max(forward_s, gather_s) - each_s
-    is_each = job.reduces or job.in_tree
+    is_each = bool(job.reduces) or job.in_tree
     back_s = max(backward_s, again_s + sum_s * is_each)
-    last_s = max(backward_s, again_s + sum_s) - back_s
+    last_s = max(backward_s, again_s + sum_s + copies_s) - back_s
     return (each_s + back_s) * (num_passes + _waited(layout, job)) + first_s + last_s
 
 
@@ -213,8 +211,12 @@ def sent_bytes(layout: ParallelLayout, job: Job) -> dict[str, float]:
     num_gathers = 2 * num_passes if job.reshards else 1
     num_sums = num_passes if job.reduces or job.in_tree else 1
     ends = {0, layout.pp - 1}
-    part = max(job.foreign(layout, rank) for rank in ends)
+    part, expert_part = (
+        max(each[kind] for each in (job.foreign_parts(layout, rank) for rank in ends))
+        for kind in (0, 1)
+    )
     whole = max(job.whole(layout, rank) for rank in ends)
+    per_parameter = num_gathers * job.compute_bytes + 4 * num_sums
     shards, copies = layout.dp_shard * cp, layout.dp_replicate
     # Two sums forward and two backward in each layer; forward twice to compute it again.
     per_layer = 6 if job.recomputes else 4
@@ -225,8 +227,9 @@ def sent_bytes(layout: ParallelLayout, job: Job) -> dict[str, float]:
         "cp": 2 * num_layer_passes * (cp - 1) * width / tp * value_bytes,
         # There and back, forward and backward; each tensor-parallel rank sends a part.
         "ep": per_layer * num_layer_passes * num_used * (1 - 1 / layout.ep) * stream_bytes / tp,
-        "dp_shard": part * (num_gathers * job.compute_bytes + 4 * num_sums),
-        "dp_replicate": 2 * (copies - 1) / copies * 4 * num_sums * whole / shards,
+        "dp_shard": part * per_parameter,
+        "efsdp": expert_part * per_parameter,
+        "dp_replicate": 2 * (copies - 1) / copies * 4 * whole / shards,
     }
 
 

@@ -133,7 +133,8 @@ class Job:
         num_micro_batches: Those of a step, all workers together.
         compute_bytes: Size of an element in the passes: 2 for bfloat16, 4 for float32.
         reshards: Whether a unit's gathered parameters are dropped after its forward pass.
-        reduces: Whether gradients are reduced after each pass. Else they are added up whole.
+        reduces: Whether gradients are reduced after each pass. Else they are added up whole. None
+            to reduce where whole ones would not fit (``train.reduce_gradients``).
         recomputes: Whether layers keep their inputs alone and are computed again (activation
             checkpointing).
         stages_per_worker: Pipeline stages of each worker; with more than 1 they are interleaved.
@@ -150,7 +151,7 @@ class Job:
     num_micro_batches: int
     compute_bytes: int = 4
     reshards: bool = True
-    reduces: bool = False
+    reduces: bool | None = None
     recomputes: bool = False
     stages_per_worker: int = 1
     cuts_sequences: bool = False
@@ -268,9 +269,14 @@ class Job:
 
     def foreign(self, layout: ParallelLayout, rank: int) -> float:
         """Return how many of the parameters that a worker gathers other ranks have."""
+        return sum(self.foreign_parts(layout, rank))
+
+    def foreign_parts(self, layout: ParallelLayout, rank: int) -> tuple[float, float]:
+        """Return the same apart: those that all shards have, and those of experts on some ranks."""
         shards, experts = layout.dp_shard * layout.cp, self.own_experts(layout, rank)
         others = self.whole(layout, rank) - experts
-        return others * (1 - 1 / shards) + experts * (1 - layout.ep / shards)
+        parts = others * (1 - 1 / shards), experts * (1 - layout.ep / shards)
+        return parts if layout.ep > 1 else (sum(parts), 0.0)
 
     def num_passes(self, layout: ParallelLayout) -> int:
         """Return the passes of each data-parallel rank in a step.

@@ -6,10 +6,11 @@ from ucp_core.lazy import lazy_door
 
 if TYPE_CHECKING:
     from workers.train.executor.average import Average, AverageOfWeights
+    from workers.train.executor.gradient_sums import GradientSums, room_of
     from workers.train.executor.not_finite import Finiteness
     from workers.train.executor.origin import described_numbers
     from workers.train.executor.own_changes import refuse_hooks
-    from workers.train.executor.quotas import Quota, quota
+    from workers.train.executor.quotas import quota
     from workers.train.executor.rank_calls import RankCalls
     from workers.train.executor.reduction import (
         Reduction,
@@ -30,7 +31,7 @@ __all__ = [
     "AverageOfWeights",
     "BuiltModel",
     "Finiteness",
-    "Quota",
+    "GradientSums",
     "RankCalls",
     "Reduction",
     "ShardedModel",
@@ -43,6 +44,7 @@ __all__ = [
     "described_numbers",
     "quota",
     "refuse_hooks",
+    "room_of",
     "use_all_to_all",
     "use_deterministic_kernels",
     "use_own",

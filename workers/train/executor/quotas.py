@@ -51,7 +51,13 @@ def blocks(num_micro_batches: int, num_ranks: int) -> tuple[tuple[int, int], ...
 
 
 def quota(
-    num_micro_batches: int, num_ranks: int, rank: int, *, fixed_tree: bool, round_of: int = 1
+    num_micro_batches: int,
+    num_ranks: int,
+    rank: int,
+    *,
+    fixed_tree: bool,
+    every_pass: bool = False,
+    round_of: int = 1,
 ) -> Quota:
     """Return the quota of ``rank``.
 
@@ -61,6 +67,7 @@ def quota(
         fixed_tree: Whether sums must be nodes of one binary tree. If not, each rank adds up its
             gradients, and they are reduced once, after the last pass. If so, they are reduced
             after every pass, or after two passes if all ranks have siblings of the tree there.
+        every_pass: Whether gradients are reduced after every pass where there is no tree, too.
         round_of: Passes come in equal rounds of at least so many, as the schedule of interleaved
             stages needs them; repeated passes fill the rounds.
     """
@@ -68,7 +75,8 @@ def quota(
     num_passes = max(stop - start for start, stop in parts)
     while num_passes % max(1, num_passes // round_of):
         num_passes += 1
-    syncs = _tree_syncs(parts, num_passes) if fixed_tree else frozenset({num_passes - 1})
+    first = 0 if every_pass else num_passes - 1
+    syncs = _tree_syncs(parts, num_passes) if fixed_tree else frozenset(range(first, num_passes))
     start, stop = parts[rank]
     spare = min(max(stop - 1, start), num_micro_batches - 1)
     passes = tuple(

@@ -20,6 +20,7 @@ class Signals:
     Attributes:
         buffers: A pass changed a persistent buffer.
         freezes: Its script froze or unfroze a parameter.
+        lacks_room: It has no memory for whole gradients.
         stops: Its script asked to end the run.
         leaves: It was asked to leave.
         leaves_durably: The state that it leaves with must be in storage.
@@ -34,6 +35,7 @@ class Signals:
 
     buffers: bool = False
     freezes: bool = False
+    lacks_room: bool = False
     stops: bool = False
     leaves: bool = False
     leaves_durably: bool = False

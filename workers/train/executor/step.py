@@ -27,6 +27,7 @@ from workers.protocol import WorkerPhase
 from workers.records import ProgressRecord
 from workers.settings import TrainSettings
 from workers.state import fitted
+from workers.train.executor.gradient_sums import GradientSums
 from workers.train.executor.norm import (
     ordered_sum,
     row_squares,
@@ -36,7 +37,7 @@ from workers.train.executor.norm import (
 from workers.train.executor.not_finite import Finiteness
 from workers.train.executor.origin import Parts
 from workers.train.executor.own_changes import Changes, refuse_clipped
-from workers.train.executor.quotas import Pass, Quota
+from workers.train.executor.quotas import Pass
 from workers.train.executor.sharded_model import ShardedModel
 from workers.train.executor.signals import Signals, refuse_readings
 
@@ -88,7 +89,7 @@ class Step:
         number: int,
         *,
         samples: Iterator[Any],
-        quota: Quota,
+        gradient_sums: GradientSums,
         train: TrainSettings,
         sharded: ShardedModel,
         progress: ProgressRecord,
@@ -108,7 +109,7 @@ class Step:
         self.agreed = Signals()
         self._samples = samples
         self._has_begun = False
-        self._quota = quota
+        self._gradient_sums, self._quota = gradient_sums, gradient_sums.quota
         self._train = train
         self._sharded = sharded
         self._progress = progress
@@ -218,8 +219,12 @@ class Step:
         if number == 0 or syncs is not passes[number - 1].syncs:
             for module in modules:
                 module.set_requires_gradient_sync(syncs, recurse=False)
+        is_last = number == len(passes) - 1
+        if syncs and sharded.mesh.replicas is not None and not self._quota.nodes:
+            # What a copy of the model has of a gradient is added up: copies are summed once.
+            for module in modules:
+                module.set_requires_all_reduce(is_last, recurse=False)
         if sharded.keeps_gathered:
-            is_last = number == len(passes) - 1
             for module in modules:
                 module.set_reshard_after_backward(is_last, recurse=False)
         if syncs:
@@ -447,6 +452,7 @@ class Step:
             self._boundary.signals(),
             buffers=sharded.buffers.have_changed,
             freezes=sharded.trained.has_changed(),
+            lacks_room=self._gradient_sums.lacks_room(),
         )
         said = [tokens, *signals.numbers()]
         num_said, whole = len(said), sharded.whole
@@ -470,6 +476,7 @@ class Step:
         if not sharded.used.drop_unused(head[len(said) : num_counts]) and sharded.pipeline is None:
             self._refuse_unused()
         self.tokens, self.agreed = int(head[0]), Signals.from_sums(head[1:num_said])
+        self._gradient_sums.agree(lacks_room=self.agreed.lacks_room)
         refuse_readings(self.agreed, signals, step=self.number, device=device)
         if self.agreed.freezes:
             sharded.trained.agree(f"in step {self.number}")
