@@ -74,7 +74,7 @@ def hold(host: str, size_bytes: int) -> None:
 def copy(host: str, port: int, *, plain_from: int) -> None:
     """Copy from the holder: as a mirror, or over one connection from a source port."""
     if not plain_from:
-        mirrors = Mirrors(ArenaTable(budget_bytes=1 << 40), print)
+        mirrors = Mirrors(ArenaTable(budget_bytes=1 << 40))
         mirrors.follow([Peer(node="holder", host=host, port=port, secret=SECRET)])
         sys.stdin.read()
         mirrors.stop()

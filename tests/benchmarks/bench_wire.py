@@ -203,7 +203,7 @@ def measure_copies(process: subprocess.Popen[str], port: int, number: int) -> di
     """Return how long the copies of ``number`` small snapshots took, in milliseconds."""
     assert process.stdin is not None
     assert process.stdout is not None
-    mirrors = Mirrors(ArenaTable(budget_bytes=1 << 30), print)
+    mirrors = Mirrors(ArenaTable(budget_bytes=1 << 30))
     process.stdin.write(f"{number}\n")
     process.stdin.flush()
     mirrors.follow([Peer(node=NODE, host="127.0.0.1", port=port, secret=SECRET)])

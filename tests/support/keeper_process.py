@@ -102,7 +102,7 @@ def _main(directory: Path) -> None:
     door = DescriptorServer(descriptor_socket(directory), table)
     secret = os.urandom(32)
     server = WireServer(table, host="127.0.0.1", secret=secret)
-    mirrors = Mirrors(table, sys.stderr.write)
+    mirrors = Mirrors(table)
     _say(json.dumps([*server.address, secret.hex()]))
     parity_mirrors: list[ParityMirror] = []
     for line in sys.stdin:
@@ -115,7 +115,7 @@ def _main(directory: Path) -> None:
                 for fields, ranks in order.pop("places")
             )
             group = ParityGroup(places=places, **order)
-            parity_mirrors.append(ParityMirror(table, group, sys.stderr.write))
+            parity_mirrors.append(ParityMirror(table, group))
         _say("done")
     for mirror in parity_mirrors:
         mirror.stop()

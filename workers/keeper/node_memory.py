@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import os
 import threading
-import time
 from collections.abc import Collection
 from functools import partial
 from pathlib import Path
@@ -34,8 +33,6 @@ _SECRET_BYTES: Final = 32
 _NICENESS_SENDING: Final = 15
 _NICENESS_COPYING: Final = 19
 
-#: How long an event is reported.
-_TOLD_S: Final = 60.0
 #: The most lines of a report: people read them.
 _NUM_MAX: Final = 32
 
@@ -85,7 +82,7 @@ class NodeMemory:
             niceness=_NICENESS_SENDING,
         )
         self.address = self._wire.address
-        self._mirrors = Mirrors(self._table, self._problems.tell, _NICENESS_COPYING)
+        self._mirrors = Mirrors(self._table, _NICENESS_COPYING)
         self._persister = Persister(
             self._table, store, path, settings.checkpoint, self._problems.note
         )
@@ -121,7 +118,8 @@ class NodeMemory:
     def problems(self) -> tuple[str, ...]:
         """Return what protects less than was asked for, a line each."""
         silence = self._persister.silence
-        return (*([silence] if silence else []), *self._problems.lines())
+        found = (silence, *self._problems.lines(), *self._mirrors.problems())
+        return tuple(line for line in found if line)[:_NUM_MAX]
 
     def fence(self, order: KeeperOrder) -> bool:
         """Refuse everything older than the order; return whether to obey the order."""
@@ -178,7 +176,6 @@ class Problems:
     def __init__(self) -> None:
         self._lock = threading.Lock()
         self._lines: dict[str, str] = {}
-        self._told: dict[str, float] = {}
 
     def note(self, subject: str, line: str) -> None:
         """Set the problem of a subject; "" clears it."""
@@ -187,18 +184,10 @@ class Problems:
             if line:
                 self._lines[subject] = line
 
-    def tell(self, line: str) -> None:
-        """Add an event; it is forgotten after a while."""
-        with self._lock:
-            self._told[line] = time.monotonic()
-
     def lines(self) -> tuple[str, ...]:
-        """Return the problems and events, newest first, at most 32."""
+        """Return the problems, newest first."""
         with self._lock:
-            now_s = time.monotonic()
-            self._told = {k: at_s for k, at_s in self._told.items() if now_s - at_s < _TOLD_S}
-            lines = dict.fromkeys([*self._lines.values(), *self._told])
-        return tuple(reversed(lines))[:_NUM_MAX]
+            return tuple(reversed(self._lines.values()))
 
 
 def _parity(name: str, arena: Arena, held: Held) -> HeldParity | None:

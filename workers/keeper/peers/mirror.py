@@ -12,7 +12,7 @@ Counterparts: ``workers.keeper.peers.server`` lists and sends, ``workers.memory.
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Final, TypeAlias
 
 from ucp_core.errors import StorageError
@@ -48,14 +48,13 @@ class Mirror(Replication):
         table: ArenaTable,
         peer: Peer,
         secret: bytes,
-        on_problem: Callable[[str], object],
         niceness: int = 0,
     ) -> None:
         address = (peer.host, peer.port)
         self._client = WireClient(address, secret=secret)
         self._streams = Streams(self._client, address, secret=secret, niceness=niceness)
         what = f"copying what the ranks of node {peer.node} write"
-        super().__init__(what, [self._client], on_problem, niceness)
+        super().__init__(what, [self._client], niceness)
         self._table = table
         self._peer = peer
         #: Copies that the peer knows of, by arena, and over how many connections it was told.
@@ -87,6 +86,8 @@ class Mirror(Replication):
             )
             news = listing.news
             self._table.note_listed(self._peer.node, listing.arenas)
+            for gone in self.problems.keys() - listing.arenas.keys():
+                self._note_problem(gone, "")
             arenas = listing.arenas.items()
             there = [name for name, x in arenas if name not in without and self._copy(name, x)]
             copied = self._news_of({name: listing.arenas[name].parts[-1] for name in there})
@@ -125,11 +126,11 @@ class Mirror(Replication):
         try:
             arena = self._table.reserve(copy_name(self._peer.node, name), body_bytes=body_bytes)
         except ArenaError as error:
-            self._report_problem(name, f"{name} of node {self._peer.node} is not copied: {error}")
+            self._note_problem(name, f"{name} of node {self._peer.node} is not copied: {error}")
             self._refused[name] = time.monotonic() + _REFUSED_S
             return None
-        self._refused.pop(name, None)
-        self._reported.pop(name, None)
+        if self._refused.pop(name, None) is not None:
+            self._note_problem(name, "")
         return arena
 
     def _read(self, name: str, source: Held, target: Arena, kept: tuple[int, int] | None) -> bool:
@@ -150,8 +151,8 @@ class Mirror(Replication):
                 self._note_overtaken(name, source)
                 return False
             raise
-        self._overtaken.pop(name, None)
-        self._reported.pop(name, None)
+        if self._overtaken.pop(name, None) is not None:
+            self._note_problem(name, "")
         target.finish(buffer, data_bytes=source.data_bytes, record_bytes=source.record_bytes)
         return True
 
@@ -159,7 +160,7 @@ class Mirror(Replication):
         """Report ranks that no longer wait. A new attempt may do so once."""
         self._overtaken[name] = self._overtaken.get(name, 0) + 1
         if self._overtaken[name] >= _OVERTAKEN_MAX:
-            self._report_problem(
+            self._note_problem(
                 name,
                 f"{name} of node {self._peer.node} is written faster than it can be copied, last "
                 f"after step {source.step}: if that node is lost, the run goes back to an older "
@@ -170,12 +171,9 @@ class Mirror(Replication):
 class Mirrors:
     """The mirrors and the parity mirror of one keeper, as its newest order names them."""
 
-    def __init__(
-        self, table: ArenaTable, on_problem: Callable[[str], object], niceness: int = 0
-    ) -> None:
+    def __init__(self, table: ArenaTable, niceness: int = 0) -> None:
         self._niceness = niceness
         self._table = table
-        self._on_problem = on_problem
         self._running: dict[Peer | ParityGroup, Replication] = {}
 
     def follow(self, peers: Sequence[Peer], group: ParityGroup | None = None) -> None:
@@ -188,12 +186,15 @@ class Mirrors:
         for each in wanted_now:
             if each not in self._running:
                 # If no thread can be started, a repeated order tries again.
-                common = self._on_problem, self._niceness
                 self._running[each] = (
-                    Mirror(self._table, each, each.secret, *common)
+                    Mirror(self._table, each, each.secret, self._niceness)
                     if isinstance(each, Peer)
-                    else ParityMirror(self._table, each, *common)
+                    else ParityMirror(self._table, each, self._niceness)
                 )
+
+    def problems(self) -> list[str]:
+        """Return what keeps copies and parities from being made now, a line each."""
+        return [line for one in list(self._running.values()) for line in one.problems.values()]
 
     def stop(self) -> None:
         """Follow nothing any more; copies and parities stay."""

@@ -15,7 +15,7 @@ Counterpart: ``workers.parity.rebuild`` reads parts from what is left of a group
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Final
 
@@ -57,20 +57,14 @@ _Versions = Mapping[int, Mapping[int, _Found]]
 class ParityMirror(Replication):
     """Keeps this node's parities of a group, under ``parity_name``, until ``stop``."""
 
-    def __init__(
-        self,
-        table: ArenaTable,
-        group: ParityGroup,
-        on_problem: Callable[[str], object],
-        niceness: int = 0,
-    ) -> None:
+    def __init__(self, table: ArenaTable, group: ParityGroup, niceness: int = 0) -> None:
         self._peers = {
             index: WireClient((place.peer.host, place.peer.port), secret=place.peer.secret)
             for index, place in enumerate(group.places)
             if place.peer is not None and place.ranks
         }
         what = f"protecting a group of {len(group.places)} nodes by parity"
-        super().__init__(what, list(self._peers.values()), on_problem, niceness)
+        super().__init__(what, list(self._peers.values()), niceness)
         self._table = table
         self._group = group
         #: The newest version that all ranks, and all nodes with parities of it, have.

@@ -5,7 +5,7 @@ from __future__ import annotations
 import threading
 import time
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Final
 
 from ucp_core.errors import StorageError
@@ -20,34 +20,27 @@ _PAUSE_S_MIN: Final = 0.05
 _PAUSE_S_MAX: Final = 2.0
 #: Failures are reported only after this long: a connection may break once.
 _PROBLEM_S: Final = 1.0
-#: Period of repeating a report: ``Problems.tell`` forgets after twice that.
-_REPEAT_S: Final = 30.0
 
 
 class Replication(ABC):
     """Common part of the mirrors: ``_thread``, which they start when they are complete.
 
     Args:
-        what: What is done for the peers; a report appends "fails".
-        on_problem: Called from the thread with a line for each problem, every 30 s while it lasts.
+        what: What is done for the peers; a problem appends "fails".
+
+    Attributes:
+        problems: What is wrong now, a line by subject; "" is the peers themselves. Replaced at each
+            change, so that any thread may read it.
     """
 
-    def __init__(
-        self,
-        what: str,
-        clients: Sequence[WireClient],
-        on_problem: Callable[[str], object],
-        niceness: int = 0,
-    ) -> None:
+    def __init__(self, what: str, clients: Sequence[WireClient], niceness: int = 0) -> None:
         self._niceness = niceness
         self._what = what
         self._clients = tuple(clients)
-        self._on_problem = on_problem
+        self.problems: dict[str, str] = {}
         self._stopping = threading.Event()
         self._num_failures = 0
         self._failing_s = float("inf")
-        #: When a problem was reported last, by subject; "" is the peers themselves.
-        self._reported: dict[str, float] = {}
         self._thread = threading.Thread(target=self._run, name="mirror", daemon=True)
 
     @abstractmethod
@@ -72,7 +65,7 @@ class Replication(ABC):
                 self._num_failures += 1
                 self._failing_s = min(self._failing_s, time.monotonic())
                 if time.monotonic() - self._failing_s >= _PROBLEM_S:
-                    self._report_problem("", f"{self._what} fails: {error}; trying on")
+                    self._note_problem("", f"{self._what} fails: {error}; trying on")
             self._hang_up()
             pause_s = _PAUSE_S_MIN * 2 ** min(self._num_failures, 16)
             self._stopping.wait(min(pause_s, _PAUSE_S_MAX))
@@ -85,10 +78,10 @@ class Replication(ABC):
     def _is_well(self) -> None:
         """Note that the peers answer."""
         self._num_failures, self._failing_s = 0, float("inf")
-        self._reported.pop("", None)
+        self._note_problem("", "")
 
-    def _report_problem(self, subject: str, line: str) -> None:
-        now_s = time.monotonic()
-        if now_s - self._reported.get(subject, float("-inf")) >= _REPEAT_S:
-            self._reported[subject] = now_s
-            self._on_problem(line)
+    def _note_problem(self, subject: str, line: str) -> None:
+        """Set the problem of a subject; "" says that it has passed."""
+        if self.problems.get(subject, "") != line:
+            others = {name: told for name, told in self.problems.items() if name != subject}
+            self.problems = {**others, subject: line} if line else others

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from contextlib import ExitStack, closing
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import pytest
@@ -63,7 +63,7 @@ class _Replica:
     group: tuple[int, ...]
     node: Node
     turned: bool = False
-    problems: list[str] = field(default_factory=list)
+    mirror: ParityMirror | None = None
 
     def __post_init__(self) -> None:
         self.wire = WireServer(self.node.table, host="127.0.0.1", secret=SECRET)
@@ -129,6 +129,10 @@ def _replicas(
     return made
 
 
+def _problems(one: _Replica) -> list[str]:
+    return [] if one.mirror is None else list(one.mirror.problems.values())
+
+
 def _protect(replicas: Sequence[_Replica], stack: ExitStack) -> None:
     for own in replicas:
         places = tuple(
@@ -136,8 +140,8 @@ def _protect(replicas: Sequence[_Replica], stack: ExitStack) -> None:
             for rank in own.group
         )
         group = ParityGroup(attempt=1, num_parities=1, places=places, over_replicas=True)
-        mirror = ParityMirror(own.node.table, group, own.problems.append)
-        stack.callback(mirror.stop)
+        own.mirror = ParityMirror(own.node.table, group)
+        stack.callback(own.mirror.stop)
     arenas = [one.arena(parity=False) for one in replicas]
     assert eventually(lambda: all(map(Arena.is_followed, arenas)))
 
@@ -238,7 +242,7 @@ def test_what_any_replica_saved_comes_back_to_the_bit_from_the_others(
                 window = bytearray(size_bytes - low - 5)
                 part.fill(low, [memoryview(window)[:2], memoryview(window)[2:]])
                 assert window == _whole(expected)[low : size_bytes - 5]
-        assert not any(one.problems for one in replicas)
+        assert not any(map(_problems, replicas))
 
 
 def test_a_damaged_share_gives_way_to_the_parities_of_the_others(tmp_path: Path) -> None:
@@ -307,7 +311,7 @@ def test_memory_that_is_refused_for_a_parity_costs_no_snapshot_and_holds_nobody_
             one.take(1)
         poor = replicas[2]
         assert not poor.writer.wait_copied(1, until_s=0.0)
-        assert eventually(lambda: any("no parity of step 1" in line for line in poor.problems))
+        assert eventually(lambda: any("no parity of step 1" in line for line in _problems(poor)))
         assert eventually(lambda: not replicas[0].arena(parity=False).copy_behind())
 
         poor.node.table.budget_bytes = 64 << 20

@@ -102,19 +102,14 @@ def server(theirs: ArenaTable) -> Iterator[WireServer]:
     server.close()
 
 
-@pytest.fixture
-def problems() -> list[str]:
-    return []
-
-
 def _peer(server: WireServer) -> Peer:
     host, port = server.address
     return Peer(node=NODE, host=host, port=port, secret=SECRET)
 
 
 @pytest.fixture
-def mirrors(ours: ArenaTable, problems: list[str]) -> Iterator[Mirrors]:
-    mirrors = Mirrors(ours, problems.append)
+def mirrors(ours: ArenaTable) -> Iterator[Mirrors]:
+    mirrors = Mirrors(ours)
     yield mirrors
     mirrors.stop()
 
@@ -246,21 +241,21 @@ def test_what_a_dead_peer_wrote_is_served_from_here(
 
 
 def test_a_peer_that_comes_back_elsewhere_is_followed_into_the_same_copies(
-    theirs: ArenaTable, ours: ArenaTable, server: WireServer, mirrors: Mirrors, problems: list[str]
+    theirs: ArenaTable, ours: ArenaTable, server: WireServer, mirrors: Mirrors
 ) -> None:
     """Its keeper was restarted: another port, another secret, the ranks' memory as before."""
     mirrors.follow([_peer(server)])
     _write(theirs, 1)
     assert eventually(lambda: _copies(ours) == [(1, 1)])
     server.close()
-    assert eventually(lambda: bool(problems))
-    assert f"node {NODE} write fails: the keeper at 127.0.0.1" in problems[0]
+    assert eventually(lambda: bool(mirrors.problems()))
+    assert f"node {NODE} write fails: the keeper at 127.0.0.1" in mirrors.problems()[0]
     _write(theirs, 2)
 
     again = WireServer(theirs, host="127.0.0.1", secret=b"another")
     mirrors.follow([replace(_peer(again), secret=b"another")])
     assert eventually(lambda: _copies(ours) == [(1, 1), (1, 2)])
-    assert len(problems) == 1, "once, not with every try"
+    assert not mirrors.problems(), "what has passed is no problem"
     mirrors.stop()
     again.close()
 
@@ -271,7 +266,6 @@ def test_a_broken_connection_is_made_again(
     ours: ArenaTable,
     server: WireServer,
     mirrors: Mirrors,
-    problems: list[str],
 ) -> None:
     """Networks do that; nobody need be told."""
     mirrors.follow([_peer(server)])
@@ -279,8 +273,8 @@ def test_a_broken_connection_is_made_again(
         _write(theirs, step)
         assert eventually(lambda: source.is_followed() and not source.copy_behind())
         server.disconnect()
+        assert not mirrors.problems()
     assert _copies(ours)[-1] == (1, 5)
-    assert not problems
 
 
 def test_a_peer_that_forgot_what_was_copied_is_told_again(
@@ -308,7 +302,7 @@ def test_a_follower_is_told_again_what_was_copied_over_a_new_connection(
     first = _write(theirs, 1)
     other.list_arenas(after=-1, timeout_s=0.0)
     others = set(slow._open)
-    mirror = Mirror(ours, _peer(slow), SECRET, pytest.fail)
+    mirror = Mirror(ours, _peer(slow), SECRET)
     assert eventually(lambda: len(slow._open) == 2)
     (follower,) = slow._open - others
     assert eventually(lambda: slow._liveness._got.get(follower, {}).get(NAME) == first)
@@ -354,7 +348,7 @@ def test_nothing_half_is_ever_a_copy(
 
 
 def test_ranks_that_do_not_wait_keep_what_the_copy_has_and_it_is_told(
-    theirs: ArenaTable, source: Arena, ours: ArenaTable, mirrors: Mirrors, problems: list[str]
+    theirs: ArenaTable, source: Arena, ours: ArenaTable, mirrors: Mirrors
 ) -> None:
     """A peer too slow for good: the one version that both have must outlive all that are not."""
     slow = WireServer(theirs, host="127.0.0.1", secret=SECRET, bytes_per_s=10 * SIZE)
@@ -368,10 +362,10 @@ def test_ranks_that_do_not_wait_keep_what_the_copy_has_and_it_is_told(
         assert copy is not None
         assert (1, 1) in _check_whole(copy)
         assert (1, 1) in _check_whole(source)
-        if problems:
+        if told := mirrors.problems():
             break
         time.sleep(0.01)
-    assert "w0001.0 of node 0123456789abcdef is written faster than it can be copied" in problems[0]
+    assert "w0001.0 of node 0123456789abcdef is written faster than it can be copied" in told[0]
     mirrors.stop()
     slow.close()
 
@@ -380,7 +374,6 @@ def test_memory_that_is_refused_is_a_problem_and_holds_nobody_up(
     theirs: ArenaTable,
     source: Arena,
     server: WireServer,
-    problems: list[str],
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """Training goes on without the copy; it is made once there is room."""
@@ -391,26 +384,25 @@ def test_memory_that_is_refused_is_a_problem_and_holds_nobody_up(
     small.reserve("w0007.0", body_bytes=SIZE)
     _write(theirs, 1)
     _write(theirs, 1, name="w0002.0")
-    mirror = Mirror(small, _peer(server), SECRET, problems.append)
+    mirror = Mirror(small, _peer(server), SECRET)
     second = theirs.arena("w0002.0")
     assert second is not None
 
-    assert eventually(lambda: bool(problems))
-    assert problems[0].startswith(f"w0002.0 of node {NODE} is not copied: snapshots of ")
+    assert eventually(lambda: bool(mirror.problems))
+    told = mirror.problems["w0002.0"]
+    assert told.startswith(f"w0002.0 of node {NODE} is not copied: snapshots of ")
     assert eventually(lambda: source.is_followed() and not source.copy_behind())
     assert eventually(lambda: not second.is_followed())
     small.drop("w0007.0")
     assert eventually(lambda: second.is_followed() and not second.copy_behind())
-    assert len(problems) == 1
+    assert eventually(lambda: not mirror.problems), "what has passed is no problem"
     mirror.stop()
 
 
-def test_a_peer_with_another_secret_is_a_problem(
-    ours: ArenaTable, server: WireServer, problems: list[str]
-) -> None:
+def test_a_peer_with_another_secret_is_a_problem(ours: ArenaTable, server: WireServer) -> None:
     """It is not the keeper that the order meant."""
-    mirror = Mirror(ours, _peer(server), b"wrong", problems.append)
-    assert eventually(lambda: bool(problems))
+    mirror = Mirror(ours, _peer(server), b"wrong")
+    assert eventually(lambda: bool(mirror.problems))
     mirror.stop()
     assert not ours.versions()
 
@@ -420,7 +412,7 @@ def test_a_mirror_stops_at_once_while_it_waits_for_news(
     source: Arena, ours: ArenaTable, server: WireServer
 ) -> None:
     """Every order may end it, and the keeper has reports to send."""
-    mirror = Mirror(ours, _peer(server), SECRET, _ignore)
+    mirror = Mirror(ours, _peer(server), SECRET)
     assert eventually(source.is_followed)
     begun_s = time.monotonic()
     mirror.stop()
@@ -437,15 +429,11 @@ def test_a_mirror_stops_at_once_while_it_connects(ours: ArenaTable) -> None:
         address = deaf.getsockname()
         with socket.create_connection(address):
             peer = Peer(node=NODE, host=address[0], port=address[1], secret=SECRET)
-            mirror = Mirror(ours, peer, SECRET, _ignore)
+            mirror = Mirror(ours, peer, SECRET)
             assert eventually(lambda: _is_connecting(address[1]))
             begun_s = time.monotonic()
             mirror.stop()
             assert time.monotonic() - begun_s < LONG_S
-
-
-def _ignore(_line: str) -> None:
-    """Take problem that is not what the test is about."""
 
 
 def _is_connecting(port: int) -> bool:
@@ -456,12 +444,12 @@ def _is_connecting(port: int) -> bool:
 
 
 def test_copying_takes_what_trainers_leave(
-    theirs: ArenaTable, ours: ArenaTable, server: WireServer, problems: list[str]
+    theirs: ArenaTable, ours: ArenaTable, server: WireServer
 ) -> None:
     """The keeper itself is above them, and no thread of it but those that copy may be below."""
     # What tests before this one had may end meanwhile.
     before, usual = set(threading.enumerate()), os.getpriority(os.PRIO_PROCESS, 0)
-    mirrors = Mirrors(ours, problems.append, usual + 2)
+    mirrors = Mirrors(ours, usual + 2)
     mirrors.follow([_peer(server)])
     _write(theirs, 1)
     _wait_for_copy(ours, 1)
@@ -473,24 +461,22 @@ def test_copying_takes_what_trainers_leave(
     mirrors.stop()
 
 
-def test_no_thread_and_no_connection_is_left(
-    theirs: ArenaTable, ours: ArenaTable, problems: list[str]
-) -> None:
+def test_no_thread_and_no_connection_is_left(theirs: ArenaTable, ours: ArenaTable) -> None:
     """Fifty orders, fifty mirrors: a run has many attempts."""
     threads, files = set(threading.enumerate()), _files()
     for number in range(50):
         server = WireServer(theirs, host="127.0.0.1", secret=SECRET)
-        mirrors = Mirrors(ours, problems.append)
+        mirrors = Mirrors(ours)
         mirrors.follow([_peer(server)])
         _write(theirs, number + 1)
         _wait_for_copy(ours, number + 1)
+        assert not mirrors.problems()
         mirrors.stop()
         server.close()
     # By identity: what tests before this one had may go meanwhile, and must hide nothing.
     assert eventually(lambda: threads.issuperset(threading.enumerate()))
     # The copy's own memory.
     assert eventually(lambda: len(_files() - files) <= 1), _files() - files
-    assert not problems
 
 
 def _files() -> set[str]:

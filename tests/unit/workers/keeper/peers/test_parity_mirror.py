@@ -6,7 +6,7 @@ import socket
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import partial
 
 import pytest
@@ -41,7 +41,11 @@ class _Node:
     server: WireServer
     arenas: dict[int, Arena]
     client: WireClient
-    problems: list[str] = field(default_factory=list)
+    mirror: ParityMirror | None = None
+
+    @property
+    def problems(self) -> list[str]:
+        return [] if self.mirror is None else list(self.mirror.problems.values())
 
     @property
     def peer(self) -> Peer:
@@ -87,7 +91,8 @@ def _protecting(
             GroupPlace(peer=None if node is own else node.peer, ranks=node.ranks) for node in nodes
         )
         group = ParityGroup(attempt=attempt, num_parities=num_parities, places=places)
-        mirrors.append(ParityMirror(own.table, group, own.problems.append))
+        own.mirror = ParityMirror(own.table, group)
+        mirrors.append(own.mirror)
     yield mirrors
     for mirror in mirrors:
         mirror.stop()
