@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any
 
 from orchestrator.config import RunConfig
@@ -28,7 +29,8 @@ def read_status(url: str) -> dict[str, Any]:
     """
     run = Run(url)
     run.contact()
-    over = run.is_over()
+    summary = run.summary()
+    over = summary is not None
     answer = None if over else run.ask("status")
     config = run.settings()
     if answer is not None:
@@ -44,7 +46,8 @@ def read_status(url: str) -> dict[str, Any]:
     step, loss = run.last_step()
     copied = ("layout", "other_layouts", "shared", "cause", "suspects", "waits_for", "reason")
     return {
-        **{name: described[name] for name in ("phase", "attempt", *copied)},
+        **{name: described[name] for name in ("attempt", *copied)},
+        "phase": _phase(described["phase"], summary or {}),
         "directory": config.run.directory,
         "step": step or described["step"],
         "loss": loss,
@@ -66,6 +69,11 @@ def read_status(url: str) -> dict[str, Any]:
         "logging": {},
         "controller": "over" if over else "down",
     }
+
+
+def _phase(phase: str, summary: Mapping[str, Any]) -> str:
+    """Return the phase for people: a run that was stopped did not come to its end."""
+    return "stopped" if summary.get("outcome") == "stopped" else phase
 
 
 def replay_run(url: str) -> dict[str, Any]:

@@ -7,12 +7,15 @@ from collections.abc import Iterator, Sequence
 from typing import NamedTuple
 
 from orchestrator.core import Incident, RunStats
+from orchestrator.run_directory import Point
 from ucp_core.numerics import counted
 
 #: Less of the time than this is not worth a sentence.
 _SHARE_MIN = 0.1
 #: A machine that was named less often may have been unlucky.
 _NAMED_MIN = 3
+#: A loss that rises is above its least value in so many evaluations, and by so much at the end.
+_RISES_MIN, _RISES_SHARE = 3, 0.02
 #: Characters of a node's id that people see.
 NODE_CHARACTERS = 8
 
@@ -42,6 +45,7 @@ def advice(
     *,
     goal: int,
     why_refused: str = "",
+    validation: Sequence[Point] = (),
 ) -> list[str]:
     """Return what to do about the run, the most urgent first.
 
@@ -50,11 +54,13 @@ def advice(
         incidents: Those of the run.
         goal: The last step; 0 if it is not known.
         why_refused: Why the last request for capacity was refused.
+        validation: Validation loss by step.
     """
     return [
         *_end(stats, goal),
         *_open_places(stats, why_refused),
         *_failures(incidents),
+        *_validation(validation),
         # Start-up is nearly all of the time of a run that has just begun.
         *(_time(stats, incidents) if stats.outcome else ()),
     ]
@@ -80,8 +86,22 @@ def _open_places(stats: RunStats, why_refused: str) -> Iterator[str]:
     places = f"{num_open} of {most} places {'is' if num_open == 1 else 'are'} open"
     why = f" The last refusal: {why_refused}." if why_refused else ""
     what = "Add a node, or lower workers.max to what there is."
-    subject = f"Node {names} never came back: " if names else ""
+    gone = "never came back" if stats.outcome else "is gone"
+    subject = f"Node {names} {gone}: " if names else ""
     yield f"{subject}{places}.{why} {what}"
+
+
+def _validation(points: Sequence[Point]) -> Iterator[str]:
+    best = min(range(len(points)), key=lambda at: points[at][1], default=0)
+    if len(points) - best <= _RISES_MIN:
+        return
+    (step, least), (last_step, last) = points[best], points[-1]
+    if last - least > _RISES_SHARE * abs(least):
+        yield (
+            f"The validation loss rises since step {step:.0f}: from {least:.4g} to {last:.4g} at "
+            f"step {last_step:.0f}. The best weights are those of step {step:.0f}: checkpoint.best "
+            "keeps such a step, `everstep export --best` writes it."
+        )
 
 
 def _failures(incidents: Sequence[Incident]) -> Iterator[str]:

@@ -88,7 +88,9 @@ def run_document(
         "kinds": kinds(incidents),
         "named": [one._asdict() for one in named_nodes(incidents)],
         "suspected": [(_since(at_s, began_s), text) for at_s, text in stats.suspected],
-        "advice": advice(stats, incidents, goal=scale.goal, why_refused=why_refused),
+        "advice": advice(
+            stats, incidents, goal=scale.goal, why_refused=why_refused, validation=validation
+        ),
         **more,
     }
 

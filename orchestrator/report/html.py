@@ -9,7 +9,7 @@ from __future__ import annotations
 import contextlib
 import datetime as dt
 import json
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import replace
 from importlib.resources import files
 from typing import Any, NamedTuple
@@ -18,7 +18,7 @@ from orchestrator.config import load
 from orchestrator.core import RunStats
 from orchestrator.errors import ConfigError
 from orchestrator.report.document import Scale, progress, run_document
-from orchestrator.run_directory import RunOutline, log_tail, read_outline, thin
+from orchestrator.run_directory import Curve, RunOutline, log_tail, read_outline, thin
 from ucp_core.storage import Store, join, open_store
 from workers.protocol import CHECKPOINTS
 
@@ -44,6 +44,10 @@ _FACTS = {
     "goodput since start-up": "goodput_since_start",
     "start-up, s": "startup_s",
     "wall time, s": "wall_s",
+}
+_CURVES: dict[str, Callable[[RunOutline], Curve]] = {
+    "final_loss": lambda run: run.curve,
+    "validation_loss": lambda run: run.validation,
 }
 _ROUNDED = frozenset({"goodput", "goodput_since_start", "startup_s", "wall_s"})
 
@@ -213,6 +217,10 @@ def _safe(store: Store, path: str) -> list[list[str]]:
 def _fact(run: RunOutline, name: str) -> str:
     """Return a number of a run's summary for people."""
     found = run.summary.get(name)
+    if found is None and name in _CURVES:
+        # A run that was stopped has no result, but has lines of its last steps.
+        points = _CURVES[name](run).points()
+        found = points[-1][1] if points else None
     if isinstance(found, float):
         return f"{found:.6g}" if name in _ROUNDED else f"{found:.9f}"
     return _UNKNOWN if found is None else f"{found}"

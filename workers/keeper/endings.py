@@ -27,6 +27,8 @@ from workers.records import process_state
 
 #: At most so much of a process's last words is told.
 _LINES_MAX, _LINE_CHARS = 2, 160
+#: What a killed process said before is of something else: it had no time to speak of the kill.
+_RECENT_S: Final = 5.0
 _TAIL_BYTES: Final = 1 << 16
 _OUT, _ERR = 1, 2
 #: Version 1 of control groups writes about 2^63 for none.
@@ -261,11 +263,15 @@ def _outputs(pid: int) -> tuple[Path, ...]:
 def _last_words(paths: Iterable[Path], *, is_killed: bool = False) -> list[str]:
     """Return what a process said of its end in the first of ``paths`` that has something.
 
-    One that was killed from outside said nothing of it, unless an error came before.
+    One that was killed from outside said nothing of it, unless an error came just before.
     """
     for path in paths:
         with contextlib.suppress(OSError), path.open("rb") as file:
-            file.seek(max(0, path.stat().st_size - _TAIL_BYTES))
+            found = path.stat()
+            now_s = time.time()  # noqa: TID251  as files have it
+            if is_killed and now_s - found.st_mtime > _RECENT_S:
+                continue
+            file.seek(max(0, found.st_size - _TAIL_BYTES))
             words = _words(file.read().decode(errors="replace"), is_killed=is_killed)
             if words or is_killed:
                 # Its errors come first. What else it prints are results.
@@ -279,7 +285,7 @@ def _words(text: str, *, is_killed: bool) -> list[str]:
     lines = [line.strip() for line in text.splitlines() if not line.startswith(":")]
     said = [line for line in lines if line and not _FRAMES.search(line)]
     spoken = [line for line in said if not line.startswith('File "')]
-    errors = [line for line in spoken if _ERRORS.search(line)]
+    errors = [line for line in spoken[-_LINES_MAX if is_killed else 0 :] if _ERRORS.search(line)]
     places = [line for line in said if _PLACE.match(line)]
     if not errors and (is_killed or not places):
         return [] if is_killed else [_cut(line) for line in spoken[-_LINES_MAX:]]

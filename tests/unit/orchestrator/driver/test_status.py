@@ -72,6 +72,20 @@ def test_what_is_not_known_of_a_process_is_no_number(tmp_path: Path) -> None:
     assert [node["keeper_pid"] for node in document["nodes"]] == [None] * NUM_WORKERS
 
 
+def test_a_run_that_was_stopped_is_not_called_finished(tmp_path: Path) -> None:
+    """It has steps left, and the same command resumes it."""
+    _run_in(tmp_path)
+    phases = []
+    for outcome in ("stopped", "completed"):
+        (tmp_path / SUMMARY).write_text(json.dumps({"outcome": outcome}))
+        phases.append(read_status(str(tmp_path))["phase"])
+    told = CliRunner().invoke(app, ["status", str(tmp_path)]).stdout
+
+    assert phases[0] == "stopped"
+    assert phases[1] != "stopped"
+    assert told.startswith(phases[1])
+
+
 def test_a_node_whose_keeper_has_not_said_who_it_is_has_no_process_yet() -> None:
     """The controller that answers knows no more than its keepers have told."""
     document = status_document(

@@ -69,6 +69,35 @@ def test_each_trouble_has_its_sentence(
     assert len(lines) <= 1
 
 
+def test_a_validation_loss_that_rises_names_the_step_to_keep() -> None:
+    """A page showed it rise from 1.42 to 1.83 over a thousand steps, and advised nothing."""
+    rising = [
+        (80.0, 2.1),
+        (160.0, 1.6),
+        (320.0, 1.4244),
+        (480.0, 1.5),
+        (640.0, 1.6),
+        (1899.0, 1.83),
+    ]
+    noisy = [(80.0, 1.5), (160.0, 1.42), (320.0, 1.43), (480.0, 1.44), (640.0, 1.425)]
+
+    (said,) = advice(_stats(), [], goal=400, validation=rising)
+    assert said.startswith(
+        "The validation loss rises since step 320: from 1.424 to 1.83 at step 1899."
+    )
+    assert "`everstep export --best`" in said
+    for quiet in (noisy, rising[:4], rising[:3], []):
+        assert advice(_stats(), [], goal=400, validation=quiet) == []
+
+
+def test_a_node_is_gone_while_the_run_may_get_it_back() -> None:
+    """Three seconds after a kill a page said that the node never came back."""
+    stats = _stats(num_workers=2, lost_nodes=["aeed281d"], outcome="")
+
+    (said,) = advice(stats, [], goal=400)
+    assert said.startswith("Node aeed281d is gone: 2 of 4 places are open.")
+
+
 def test_a_place_whose_worker_is_starting_is_not_open() -> None:
     """A second after each recovery a page told people to add a node."""
     stats = _stats(num_workers=3, outcome="")

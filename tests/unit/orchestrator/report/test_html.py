@@ -313,3 +313,17 @@ def test_a_loss_that_is_not_a_number_hides_no_other() -> None:
 
     assert thin(points) == thin([point for point in points if not isnan(point[1])])
     assert 40.0 in {loss for _, loss in thin(points)}
+
+
+def test_the_facts_of_a_stopped_run_have_its_last_losses(tmp_path: Path) -> None:
+    """It has no result of a last step, and its tiles had the numbers that its facts lacked."""
+    path = write_run(tmp_path)
+    _change(path / "summary.json", outcome="stopped", final_loss=None, validation_loss=None)
+    last = json.loads((path / "metrics/rank0.jsonl").read_text().splitlines()[-1])
+    (path / "metrics/validation.jsonl").write_text('{"step": 50, "loss": 2.5, "attempt": 1}\n')
+
+    facts = dict(_document(path)["facts"])
+
+    assert facts["final training loss"] == f"{last['loss']:.9f}"
+    assert facts["validation loss"] == "2.500000000"
+    assert facts["weights digest"] != ""

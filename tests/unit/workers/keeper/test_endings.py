@@ -52,6 +52,14 @@ def end_of(code: str, folder: Path, *, before: str = "") -> tuple[Ending, int]:
             "print('Error: no room\\nI retry', file=sys.stderr); os.kill(os.getpid(), 9)",
             "died of SIGKILL; it said last: Error: no room",
         ),
+        (
+            "print('Error: once\\nstep 1\\nstep 2', file=sys.stderr); os.kill(os.getpid(), 9)",
+            "died of SIGKILL",
+        ),
+        (
+            "print('Error', file=sys.stderr); os.utime(2, (1, 1)); os.kill(os.getpid(), 9)",
+            "died of SIGKILL",
+        ),
         (f"sys.exit('Error: {'long ' * 40}')", f"it said last: Error: {'long ' * 29}long ..."),
         (
             "print('out', flush=True); print('err', file=sys.stderr, flush=True); os._exit(1)",
