@@ -38,8 +38,18 @@ def test_every_link_leads_to_a_file_and_a_heading(document: Path) -> None:
     assert broken == []
 
 
+@pytest.mark.parametrize("document", DOCUMENTS, ids=NAMES)
+def test_a_list_begins_behind_an_empty_line(document: Path) -> None:
+    """GitHub shows a list without one as well, mkdocs a paragraph with dashes in it."""
+    joined = re.findall(
+        r"^(?! |[-*] |\d+\. |\|).+\n((?:[-*]|\d+\.) .*)", _prose(document), re.MULTILINE
+    )
+
+    assert joined == []
+
+
 def test_every_document_is_a_page_of_the_site() -> None:
-    """A page outside of the navigation is found by nobody, and `make docs` fails for it."""
+    """A reader finds no page outside of the navigation, and `make docs` fails for it."""
     settings = yaml.safe_load((SITE / "mkdocs.yml").read_text(encoding="utf-8"))
     made = [path.relative_to(PAGES).as_posix() for path in PAGES.rglob("*.md")]
 
