@@ -50,12 +50,10 @@ class TorchFile:
     Attributes:
         tree: Its value; tensors are ``TensorRef``, foreign objects ``Opaque``.
         extents: The storages of the tree's tensors with torch's checksums, in order.
-        saved_as: The name that ``torch.save`` got, without its suffix; ``archive`` if it got none.
     """
 
     tree: Any
     extents: tuple[Extent, ...]
-    saved_as: str
 
 
 def read_torch_file(store: Store, directory: str, file: str) -> TorchFile:
@@ -85,10 +83,10 @@ def read_torch_part(
     into one file.
     """
     records = zip_reader.read_records(read, size, where=where)
-    names, tree, storages = _read_tree(read, records, file, offset_bytes, where)
+    _, tree, storages = _read_tree(read, records, file, offset_bytes, where)
     found = (storage.extent for storage in storages if storage.num_bytes)
     extents = tuple(sorted(extent for extent in found if extent is not None))
-    return TorchFile(tree, extents, names[0].partition("/")[0])
+    return TorchFile(tree, extents)
 
 
 def _small_names(records: Mapping[str, zip_reader.Record], where: str) -> list[str]:

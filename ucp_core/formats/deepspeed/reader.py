@@ -28,9 +28,6 @@ from ucp_core.formats.deepspeed.reading import (
     param_shapes,
     read_layer_files,
     read_rank,
-    refuse_copied,
-    refuse_swapped,
-    refuse_swapped_models,
     resolve_ties,
     tied_weight,
     weights_of,
@@ -119,24 +116,16 @@ def _add_zero(
         for rank, name in native.optim.items()
     }
     _check_steps(native, read)
-    if is_zero3:
-        refuse_swapped_models(native)
     config = native.first.get("ds_config")
     before = bool(config.get("use_data_before_expert_parallelism")) if config else False
-    zero = config.get("zero_optimization") if config else None
     for mp in range(native.tp * native.pp):
         states = [read[dp, mp] for dp in range(native.dp)]
-        refuse_copied(native.files.store, native.files.directory, states)
         where = native.model[0, mp]
         shapes = param_shapes(native.files.trees[where], where)
         if shapes is None:
             shapes = _shapes_by_mappings(native, mp, states)
         stage = Stage(native.rank(mp), states, shapes, where, data_before_expert=before)
-        stage.in_order = isinstance(zero, dict) and not zero.get("round_robin_gradients")
         (add_zero3 if is_zero3 else add_zero12)(stage, shards, scalars)
-        files = native.files
-        if is_zero3:
-            refuse_swapped(files.store, files.directory, stage)
         saved, names = states[0].groups, stage.names
         more = len(names) - len(saved)
         groups.add([*saved, *[{}] * more], [*names, *[[]] * -more], native.optim[0, mp])

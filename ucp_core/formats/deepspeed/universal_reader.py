@@ -33,7 +33,6 @@ from ucp_core.formats.shared import (
     Shards,
     number,
     reading_pool,
-    refuse_renamed,
     whole_tensor,
 )
 from ucp_core.geometry import Extent, StateMap, TensorEntry, TensorKey
@@ -137,7 +136,6 @@ def _open(store: Store, directory: str) -> _Folder:
             wanted.append(f"{ZERO}/{_OPTIMIZER}")
         read = list(pool.map(lambda file: read_torch_file(store, directory, file), wanted))
     opened = dict(zip(wanted, read, strict=True))
-    refuse_renamed(directory, {name: file.saved_as for name, file in opened.items()})
     extras = Extras(store, directory)
     beside = sort_names(name for name in store.list(directory) if name != ZERO)
     for name in beside.others:

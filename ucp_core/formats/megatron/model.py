@@ -90,7 +90,6 @@ class Model:
         ties: Owner by alias.
         frozen: Names that no optimizer has.
         mastered: Rank, expert-parallel rank and name of the weights that the optimizer has.
-        moments: Slots other than weights, by rank and expert-parallel rank.
     """
 
     experts: Experts
@@ -99,9 +98,6 @@ class Model:
     frozen: set[str] = field(default_factory=set)
     items: dict[str, Item] = field(default_factory=dict)
     mastered: set[tuple[Rank, int, str]] = field(default_factory=set)
-    moments: dict[tuple[Rank, int], list[tuple[TensorKey, TensorRef]]] = field(
-        default_factory=lambda: defaultdict(list)
-    )
 
     def number_layers(self) -> None:
         """Give layers their numbers in the whole model: every chunk counts from 0."""
@@ -149,8 +145,6 @@ class Model:
         self, shards: Shards, key: TensorKey, place: RankFile | ModelPart, ref: TensorRef
     ) -> None:
         """Add one rank's shard of a tensor."""
-        if key.slot != WEIGHT:
-            self.moments[place.rank, place.expert].append((key, ref))
         if is_fused(key.fqn):
             part, first = self.experts.part(key, place.expert, ref)
             shards.add_rows(key, place.rank, part, first, self.experts.total or 0)

@@ -16,7 +16,7 @@ from ucp_core.errors import (
     ForeignClassError,
     UnsupportedVersionError,
 )
-from ucp_core.formats.megatron.agreement import arguments_of, check_agreement, check_copies
+from ucp_core.formats.megatron.agreement import arguments_of, check_agreement
 from ucp_core.formats.megatron.experts import Experts
 from ucp_core.formats.megatron.model import (
     Model,
@@ -85,13 +85,6 @@ def _read(store: Store, path: str, rules: Rules | None) -> Checkpoint:
     model.add(shards)
     layouts = pattern_rules(arguments, rules, tp, files.trees[ranks[0].file])
     entries = {**shards.entries(layouts), **scalars.entries}
-    tied = set(model.ties.values())
-    check_copies(
-        store,
-        path,
-        model.moments.values(),
-        lambda key: key.fqn in tied or "replicated" in shards.patterns.get(key, ()),
-    )
     first = files.trees[ranks[0].file]
     extra, items = _extras(files, ranks[0].file, len(ranks))
     used = {f.file for entry in entries.values() for f in entry.fragments}

@@ -23,8 +23,8 @@ from ucp_core.errors import (
 from ucp_core.formats.dcp import Container, State, read_container
 from ucp_core.formats.megatron_core import flat_buffers, key_names
 from ucp_core.formats.megatron_core.recognition import COMMON, CONFIG, NAME, TRACKER, located
-from ucp_core.formats.shared import rounded, tells_padding, vocabulary_of
-from ucp_core.geometry import DTYPE_BYTES, Fragment, TensorEntry, TensorKey
+from ucp_core.formats.shared import tells_padding, vocabulary_of
+from ucp_core.geometry import TensorKey
 from ucp_core.language import Cut, place, strip_padding
 from ucp_core.manifest import Item
 from ucp_core.storage import Store, join
@@ -40,9 +40,6 @@ _COMMON_KEY = "common_state/shard_0_1"
 _BACKENDS = ("torch_dist",)
 #: Objects of the distributed optimizer that describe the buffers of the run that saved.
 _LAYOUTS = (".per_bucket_numel", ".per_bucket_numel_unpadded", ".param_state_sharding_type")
-#: Tensors whose masters are compared with the model's copies, and elements of each of their boxes.
-_COMPARED_MAX = 4
-_SAMPLE = 32
 #: The whole state of one model-parallel rank, pickled (``dp_zero_gather_scatter``).
 _GATHERED = ".param_state"
 
@@ -198,7 +195,6 @@ class _Reader:
         copies = [key for key in models if key in mastered]
         keys |= {key: TensorKey(key, "weight") for key in models if key not in mastered}
         entries, self.result.extents = self.container.entries(keys)
-        self._refuse_mixed(entries, copies)
         for entry in entries.values():
             for layer in key_names.unstacked(entry, is_local=self.is_local):
                 self.result.put(layer)
@@ -211,45 +207,6 @@ class _Reader:
         if mastered:
             note = f"{len(mastered)} parameters, fp32 weights among them"
             self.result.items["optimizer.state"] = Item("reshard", note)
-
-    def _refuse_mixed(self, entries: Mapping[TensorKey, TensorEntry], copies: list[str]) -> None:
-        """Refuse masters that round to the model's copy in some boxes of a tensor only.
-
-        Files that were swapped, or copied over another, are each sound. Parameters in fp8 are saved
-        as something else than their masters, in all boxes alike.
-        """
-        compared, covered = list[str](), set[str]()
-        for key in copies:
-            files = {f.file for f in entries[TensorKey(key, "weight")].fragments}
-            if len(files) > 1 and not files <= covered and len(compared) < _COMPARED_MAX:
-                compared.append(key)
-                covered |= files
-        found, _ = self.container.entries({key: TensorKey(key, "copy") for key in compared})
-        for key in compared:
-            masters, copy = entries[TensorKey(key, "weight")], found[TensorKey(key, "copy")]
-            boxes = {f.box: f for f in copy.fragments if f.strides is None}
-            pairs = [
-                (f, boxes[f.box]) for f in masters.fragments if f.box in boxes and not f.strides
-            ]
-            fits = {
-                pair: rounded(self._sample(pair[0], masters.dtype), masters.dtype, copy.dtype)
-                == self._sample(pair[1], copy.dtype)
-                for pair in pairs
-                if {masters.dtype, copy.dtype} <= {"F32", "F16", "BF16"}
-            }
-            for master, other in (pair for pair in fits if not fits[pair] and any(fits.values())):
-                raise CheckpointCorruptError(
-                    f"{self.container.where}: in box {master.box} of {key}, the masters in "
-                    f"{master.file} do not round to the weights in {other.file}, elsewhere they "
-                    "do: data files were swapped or copied over others, or two saves are mixed",
-                    fqn=key,
-                    files=(master.file, other.file),
-                )
-
-    def _sample(self, fragment: Fragment, dtype: str) -> bytes:
-        path = join(self.container.directory, fragment.file)
-        size = min(fragment.num_bytes, _SAMPLE * DTYPE_BYTES[dtype])
-        return self.container.store.read_range(path, fragment.offset_bytes, size)
 
     def _refuse_flattened(self, keys: dict[str, TensorKey]) -> None:
         """Refuse masters of another shape: each rank flattened its shard."""

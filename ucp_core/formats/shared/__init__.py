@@ -5,11 +5,9 @@
 and back, and ``inline`` serves numbers as files. ``evidence`` and ``optimizer_order`` find the
 parameter that a master or a numbered slot belongs to. ``grouped_experts`` knows the order of
 Megatron's experts that are one parameter, and ``stacked_experts`` finds those of ``transformers``.
-``copies`` finds a file that was copied over another rank's.
 """
 
 from ucp_core.formats.shared import grouped_experts
-from ucp_core.formats.shared.copies import refuse_equal
 from ucp_core.formats.shared.evidence import (
     interchangeable,
     is_master_of,
@@ -28,7 +26,7 @@ from ucp_core.formats.shared.optimizer_order import (
 )
 from ucp_core.formats.shared.shards import FlatRun, Layouts, Rank, Shards
 from ucp_core.formats.shared.stacked_experts import stacked_experts
-from ucp_core.formats.shared.torch_files import THREADS_MAX, Files, reading_pool, refuse_renamed
+from ucp_core.formats.shared.torch_files import THREADS_MAX, Files, reading_pool
 from ucp_core.formats.shared.values import (
     NUMBER_DTYPES,
     Scalars,
@@ -65,8 +63,6 @@ __all__ = [
     "number",
     "number_of",
     "reading_pool",
-    "refuse_equal",
-    "refuse_renamed",
     "refusing_nonsense",
     "restored",
     "rounded",

@@ -12,7 +12,7 @@ from ucp_core.storage import join
 from ucp_core.torch_files import TorchFile, current_budget, read_torch_file, use_budget
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Mapping
+    from collections.abc import Iterable
 
     from ucp_core.geometry import Extent
     from ucp_core.storage import Store
@@ -28,14 +28,12 @@ class Files:
     Attributes:
         trees: Values by file.
         extents: Checksums of storages by file.
-        saved_as: The names that torch wrote into them, without suffix.
     """
 
     store: Store
     directory: str
     trees: dict[str, Any] = field(default_factory=dict)
     extents: dict[str, tuple[Extent, ...]] = field(default_factory=dict)
-    saved_as: dict[str, str] = field(default_factory=dict)
 
     def open(self, names: Iterable[str], *, kinds: tuple[type, ...] = (dict,)) -> None:
         """Read the pickles of more files, in parallel; no tensor is read.
@@ -53,10 +51,8 @@ class Files:
             with reading_pool(len(wanted)) as pool:
                 found = list(pool.map(self._read, wanted, repeat(kinds)))
         for name, file in zip(wanted, found, strict=True):
-            self.saved_as[name] = file.saved_as
             self.trees[name] = file.tree
             self.extents[name] = file.extents
-        refuse_renamed(self.directory, self.saved_as)
 
     def _read(self, name: str, kinds: tuple[type, ...]) -> TorchFile:
         file = read_torch_file(self.store, self.directory, name)
@@ -77,24 +73,3 @@ def reading_pool(num_files: int) -> ThreadPoolExecutor:
     """Return a pool for so many files, whose threads draw from the caller's budget."""
     threads = min(THREADS_MAX, max(1, num_files))
     return ThreadPoolExecutor(threads, initializer=use_budget, initargs=(current_budget(),))
-
-
-def refuse_renamed(directory: str, saved_as: Mapping[str, str]) -> None:
-    """Raise ``CheckpointCorruptError`` if a file lies under the name of another one.
-
-    Args:
-        directory: The folder, for errors.
-        saved_as: By file, the name without suffix that torch wrote into it.
-    """
-    for name, stem in saved_as.items():
-        folder, slash, own = name.rpartition("/")
-        other = f"{folder}{slash}{stem}.{own.rpartition('.')[2]}"
-        if other != name and other in saved_as:
-            path = join(directory, name)
-            raise CheckpointCorruptError(
-                f"{path} was saved as {other}, which is in the folder too: the two were swapped, "
-                "or one was copied over the other; put each under its own name again",
-                path=path,
-                file=name,
-                swapped_with=other,
-            )

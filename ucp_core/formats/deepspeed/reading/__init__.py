@@ -6,11 +6,6 @@ are cut over tensor parallel ranks (``tensor_parallel``).
 """
 
 from ucp_core.formats.deepspeed.reading.extras import Extras
-from ucp_core.formats.deepspeed.reading.misplaced import (
-    refuse_copied,
-    refuse_swapped,
-    refuse_swapped_models,
-)
 from ucp_core.formats.deepspeed.reading.partitions import RankState, read_rank
 from ucp_core.formats.deepspeed.reading.pipeline_without_zero import read_layer_files
 from ucp_core.formats.deepspeed.reading.tensor_parallel import Info, TensorParallelLayouts
@@ -45,9 +40,6 @@ __all__ = [
     "param_shapes",
     "read_layer_files",
     "read_rank",
-    "refuse_copied",
-    "refuse_swapped",
-    "refuse_swapped_models",
     "resolve_ties",
     "tied_weight",
     "weights_of",

@@ -33,7 +33,6 @@ class Partition(NamedTuple):
         num_ranks: Ranks that share the group; 0 if unknown.
         group: Number of the optimizer's group.
         num_held: Elements without the padding after the last parameter; None in old versions.
-        num_padding: Elements of padding in the flat buffer; 0 in old versions.
         momentum: Muon's momentum, and whether it can be flat like the masters. Otherwise it is that
             of whole parameters, one after the other, for each one of which the partition has a
             part.
@@ -47,7 +46,6 @@ class Partition(NamedTuple):
     num_ranks: int
     group: int
     num_held: int | None = None
-    num_padding: int = 0
     momentum: tuple[TensorRef, bool] | None = None
 
     @property
@@ -121,7 +119,6 @@ def _zero12(state: dict[str, Any], file: str) -> RankState:
                 num_ranks=int(counts[index]),
                 group=index,
                 num_held=_num_held(state, weight.shape[0], paddings[index]),
-                num_padding=paddings[index] or 0,
                 momentum=momentum,
             )
         )

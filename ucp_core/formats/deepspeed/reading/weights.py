@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 from ucp_core.errors import CheckpointCorruptError
 from ucp_core.formats.deepspeed.reading.topology import Native
 from ucp_core.formats.deepspeed.reading.zero import EXPERT
-from ucp_core.formats.shared import FlatRun, Rank, Shards, refuse_equal
+from ucp_core.formats.shared import FlatRun, Rank, Shards
 from ucp_core.geometry import DTYPE_BYTES, TensorKey
 from ucp_core.manifest import Item
 from ucp_core.torch_files import TensorRef, current_budget, extents_of
@@ -274,7 +274,6 @@ def _add_frozen_fragments(native: Native, modules: Modules) -> None:
     """Add the frozen parameters of stage 3; each rank has a part."""
     if native.stage != _ZERO3:
         return
-    held: dict[int, dict[int, list[TensorRef]]] = {}
     for (dp_rank, mp), file in sorted(native.model.items()):
         tree = native.files.trees[file]
         shapes = tree.get("frozen_param_shapes") or {}
@@ -295,17 +294,11 @@ def _add_frozen_fragments(native: Native, modules: Modules) -> None:
             offset = ref.offset_bytes
             if ref.num_elements == total and native.dp > 1 and piece != total:
                 offset += begin * DTYPE_BYTES[ref.dtype]
-            elif piece != total:
-                held.setdefault(mp, {}).setdefault(dp_rank, []).append(ref)
             run = FlatRun(file, offset, begin, end)
             key = TensorKey(name, WEIGHT)
             modules.shards.add_run(key, native.rank(mp), ref.dtype, shape, run)
             if name not in modules.trained:
                 modules.roles[name] = "frozen"
-    for pieces in held.values():
-        # Nothing else in a model file of stage 3 is only one rank's.
-        store, directory = native.files.store, native.files.directory
-        refuse_equal(store, directory, pieces.values(), "pieces of frozen parameters")
 
 
 def _add_layers(native: Native, modules: Modules) -> None:

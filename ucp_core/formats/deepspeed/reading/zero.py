@@ -11,7 +11,7 @@ from collections import defaultdict
 from dataclasses import dataclass, field
 from itertools import chain
 from math import prod
-from typing import TYPE_CHECKING, Any, NoReturn
+from typing import TYPE_CHECKING, Any
 
 from ucp_core.errors import CheckpointCorruptError, UnsupportedVersionError
 from ucp_core.formats.deepspeed.reading.partitions import MOMENTUM
@@ -30,10 +30,6 @@ if TYPE_CHECKING:
 EXPERT = re.compile(r"(.*\.deepspeed_experts\.)(\d+)(\..*)")
 
 
-#: Numbers of sequence-parallel ranks to try as the cause of missing parts.
-_LOST_MAX = 64
-
-
 @dataclass(slots=True)
 class Stage:
     """One model-parallel rank: the open files of its data-parallel ranks.
@@ -44,7 +40,6 @@ class Stage:
         shapes: Shapes of the parameters by group, in the order of flattening.
         where: The file with the shapes, for errors.
         data_before_expert: Whether expert-parallel ranks are not neighbours.
-        in_order: Whether the flat buffers have the parameters in the order of ``shapes``.
     """
 
     rank: Rank
@@ -52,7 +47,6 @@ class Stage:
     shapes: Sequence[Mapping[str, tuple[int, ...]]]
     where: str
     data_before_expert: bool = False
-    in_order: bool = False
     names: list[list[str]] = field(default_factory=list)
 
 
@@ -173,7 +167,6 @@ def _add_group(
         else part.mapping
         for number, part in enumerate(parts)
     ]
-    _check_places(stage, parts, mappings, shapes)
     for part, mapping in zip(parts, mappings, strict=True):
         starts = _momentum_starts(part, mapping, shapes)
         for name, (start, count) in mapping.items():
@@ -199,61 +192,6 @@ def _add_group(
                 file=stage.where,
                 fqn=name,
             )
-
-
-def _check_places(
-    stage: Stage,
-    parts: Sequence[Partition],
-    mappings: Sequence[Mapping[str, tuple[int, int]]],
-    shapes: Mapping[str, tuple[int, ...]],
-) -> None:
-    """Check that the parts, one after the other, are the flat buffer.
-
-    Files under one another's names, and edited places, show where a parameter crosses the border
-    of two parts, in the order of the parameters, in overlaps and gaps, and in the padding, which
-    the last ranks have.
-    """
-    between = stage.states[0].rest.get("param_alignment_paddings") or []
-    group = parts[0].group
-    has_gaps = group < len(between) and any(between[group])
-    place_of = {name: place for place, name in enumerate(shapes)}
-    done: dict[str, int] = defaultdict(int)
-    previous = parts[0]
-    latest = -1
-    for part, mapping in zip(parts, mappings, strict=True):
-        stop, size = 0, part.weight.shape[0]
-        for name, (start, count) in sorted(mapping.items(), key=lambda item: item[1]):
-            if name not in shapes or not count:
-                continue
-            if start < stop or (start > stop and not has_gaps):
-                _misplaced(part, name, f"begins at element {start}, not at {stop}")
-            stop = start + count
-            if done[name] and start:
-                _misplaced(part, name, f"begins at element {start}, but {previous.file} begins it")
-            if stage.in_order and place_of[name] < latest:
-                _misplaced(part, name, "comes after parameters that it should come before")
-            latest = place_of[name]
-            done[name] += count
-            if done[name] < prod(shapes[name]) and stop != size:
-                _misplaced(part, name, f"goes on in another file, but ends before element {size}")
-        if part.num_padding < previous.num_padding:
-            raise CheckpointCorruptError(
-                f"{previous.file} has {previous.num_padding} elements of padding in group {group}, "
-                f"{part.file}, which comes after it, {part.num_padding}: the two were swapped; "
-                "swap them back or use another checkpoint",
-                file=previous.file,
-                swapped_with=part.file,
-            )
-        previous = part
-
-
-def _misplaced(part: Partition, name: str, what: str) -> NoReturn:
-    raise CheckpointCorruptError(
-        f"{part.file}: {name} {what} of the rank's part of group {part.group}: the files of two "
-        "ranks were swapped, or this one is damaged; use another copy",
-        file=part.file,
-        fqn=name,
-    )
 
 
 def _add_momentum(
@@ -353,7 +291,6 @@ def _add_scalars(scalars: Scalars, part: Partition, fqn: str) -> None:
 def add_zero3(stage: Stage, shards: Shards, scalars: Scalars) -> None:
     """Add the runs of stage 3; ``stage.names`` gets the parameters of each group."""
     dp = len(stage.states)
-    _refuse_lost_ranks(stage)
     for dp_rank, state in enumerate(stage.states):
         names: dict[int, list[str]] = defaultdict(list)
         for part, left, is_last in _subgroups(stage, state):
@@ -413,30 +350,6 @@ def _add_empty(
         _add(stage, shards, part, name, shape, 0, 0, 0)
         _add_scalars(scalars, part, name)
         yield name
-
-
-def _refuse_lost_ranks(stage: Stage) -> None:
-    """Raise if the parameters were cut over more ranks than there are files.
-
-    With ``mesh_param`` DeepSpeed (0.19.8) also shards parameters over sequence-parallel ranks, but
-    names the files by the data-parallel rank: ranks overwrite each other's files.
-    """
-    sizes = [prod(shape) for shapes in stage.shapes for shape in shapes.values()]
-    held = sum(part.weight.shape[0] for part in stage.states[0].partitions)
-    dp = len(stage.states)
-    if held == sum(-(-size // dp) for size in sizes):
-        return
-    for times in range(2, _LOST_MAX + 1):
-        if held == sum(-(-size // (times * dp)) for size in sizes):
-            file = stage.states[0].partitions[0].file
-            raise CheckpointCorruptError(
-                f"{file} holds one of {times * dp} parts of the parameters, but there are files of "
-                f"{dp} ranks only: with mesh_param, sequence parallel ranks of DeepSpeed's stage 3 "
-                "overwrite each other's files, and the other parts are lost; use a checkpoint of "
-                "stage 1 or 2, or one saved with an mpu",
-                file=file,
-                ranks=times * dp,
-            )
 
 
 def _add_subgroup(

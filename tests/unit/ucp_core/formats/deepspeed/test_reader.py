@@ -475,3 +475,14 @@ def test_the_arguments_of_megatron_are_kept(tmp_path: Path) -> None:
     kept = manifest.extra["client_state"]["args"]["state"]
     assert (kept["num_layers"], kept["params_dtype"]) == (2, "torch.float16")
     assert manifest.items["rng_state"].policy == "replicate"
+
+
+def test_parameters_that_were_dealt_out_in_turns_are_in_another_order(tmp_path: Path) -> None:
+    """``round_robin_gradients`` flattens them so, and names their shapes in the model's order."""
+    model = [Param("a", (8,)), Param("b", (8,))]
+    folder = native(model[::-1], dp=2)
+    tree = folder.trees["mp_rank_00_model_states.pt"]
+    tree["param_shapes"] = [dict(reversed(tree["param_shapes"][0].items()))]
+    tree["ds_config"] = {"zero_optimization": {"stage": 1, "round_robin_gradients": True}}
+
+    assert_equal(loaded(read(folder.write(tmp_path))), folder.expected)

@@ -4,9 +4,7 @@ from __future__ import annotations
 
 import io
 import json
-import shutil
 from collections import defaultdict
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -366,24 +364,6 @@ def test_a_lost_configuration_does_not_make_it_a_checkpoint_of_plain_dcp() -> No
 
     with pytest.raises(CheckpointCorruptError, match=r"common\.pt .* lacks metadata\.json"):
         open_source(store, "c")
-
-
-@pytest.mark.parametrize("rank", [0, 1])
-@pytest.mark.parametrize("way", ["swapped", "copied over"])
-def test_a_data_file_under_the_name_of_another_is_refused(
-    tmp_path: Path, rank: int, way: str
-) -> None:
-    """Both have items of the same sizes at the same places; the model's own weights tell."""
-    source = tmp_path / "c"
-    shutil.copytree(checkpoint_fixture("megatron_core_tp2") / "checkpoint", source)
-    one, other = (source / f"__{rank}_{number}.distcp" for number in (0, 1))
-    kept = other.read_bytes()
-    shutil.copy(one, other)
-    if way == "swapped":
-        one.write_bytes(kept)
-
-    with pytest.raises(CheckpointCorruptError, match="do not round to the weights"):
-        open_source(LocalStore(), str(source))
 
 
 def test_weights_that_are_nowhere_their_rounded_masters_are_no_sign_of_damage() -> None:
