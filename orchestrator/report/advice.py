@@ -80,7 +80,8 @@ def _open_places(stats: RunStats, why_refused: str) -> Iterator[str]:
     num_open = min(most - stats.num_workers, stats.num_pending)
     names = " and ".join(sorted(node[:NODE_CHARACTERS] for node in stats.lost_nodes))
     if num_open <= 0:
-        if names and not stats.outcome:
+        # Between the two, workers are on the way to places that have been granted.
+        if names and not stats.outcome and stats.num_workers >= most:
             yield f"Node {names} is gone; the run has as many workers as before."
         return
     places = f"{num_open} of {most} places {'is' if num_open == 1 else 'are'} open"

@@ -100,10 +100,14 @@ def test_a_node_is_gone_while_the_run_may_get_it_back() -> None:
 
 def test_a_place_whose_worker_is_starting_is_not_open() -> None:
     """A second after each recovery a page told people to add a node."""
-    stats = _stats(num_workers=3, outcome="")
+    stats = _stats(num_workers=3, lost_nodes=["aeed281d"], outcome="")
     stats._pending = []
 
     assert advice(stats, [], goal=400) == []
+    stats.num_workers = 4
+    assert advice(stats, [], goal=400) == [
+        "Node aeed281d is gone; the run has as many workers as before."
+    ]
 
 
 def test_of_a_run_that_trains_start_up_is_no_news() -> None:
