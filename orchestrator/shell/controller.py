@@ -69,7 +69,7 @@ class Controller:
         except StorageError as error:
             # An actor whose constructor raised is not started again, and the run would be lost.
             if ray.get_runtime_context().was_current_actor_reconstructed:
-                _give_way("cannot_begin", error)
+                _give_way("the controller ends, it cannot begin", error)
             raise
         threading.Thread(target=self._serve, name="run", daemon=True).start()
 
@@ -108,7 +108,7 @@ class Controller:
         except Exception as error:  # noqa: BLE001  whatever ended the loop
             # As where the journal cannot be written. A process whose loop has ended would be taken
             # for a controller for ever: it is ended, so that Ray starts the next one.
-            _give_way("controller_failed", error)
+            _give_way("the controller ends, its loop failed", error)
         ray.kill(self._self, no_restart=True)
 
 

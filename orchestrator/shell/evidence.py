@@ -108,7 +108,7 @@ class Evidence:
                 for name in (STACKS, RINGS, REPORTS):
                     self._store.delete(join(old, name))
         except StorageError as error:
-            log.warning("evidence_not_stored", extra={"incident": number, "error": str(error)})
+            log.warning("the evidence of incident %s is not stored: %s", number, error)
 
 
 def _document(rows: Sequence[WorkerReport]) -> dict[str, Any]:

@@ -49,6 +49,7 @@ from orchestrator.shell.threads import JOURNAL, RAY, STORAGE, LoopWatch, Tasks, 
 from ucp_core.errors import StorageError, SupersededError
 from ucp_core.storage import RECENT_S
 from workers.protocol import NodeReport
+from workers.repeated import Repeated
 
 log = logging.getLogger(__name__)
 
@@ -85,6 +86,7 @@ class Run:
         self._reads = Reads(self._parts, self._spawn)
         self._watch = LoopWatch()
         self._over = asyncio.Event()
+        self._owner_failures = Repeated(log)
         self._outcome = self._url = ""
         self._background = Tasks()
         self._performers = self._all_performers()
@@ -168,11 +170,14 @@ class Run:
         """Return whether nothing shows that another claim on the run directory counts."""
         try:
             await in_thread(STORAGE, self._parts.owner.require)
+            self._owner_failures.passed()
         except SupersededError as error:
-            log.critical("superseded", extra={"why": str(error)})
+            log.critical("this controller ends, the run continues elsewhere: %s", error)
             return False
         except StorageError as error:
-            log.warning("owner_not_known", extra={"why": str(error)})
+            self._owner_failures.failed(
+                "whether this controller still has the run is not known", error
+            )
         return True
 
     async def _losses(self) -> dict[str, Any]:
@@ -409,5 +414,5 @@ class Run:
 def _finished(task: asyncio.Task[Any]) -> None:
     """A background task that fails is a bug of ours: say so and let Ray restart the process."""
     if not task.cancelled() and task.exception() is not None:
-        log.critical("background_task_failed", exc_info=task.exception())
+        log.critical("this controller ends, a background task failed", exc_info=task.exception())
         os._exit(1)

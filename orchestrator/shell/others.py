@@ -79,7 +79,7 @@ class Others:
         try:
             self._said[namespace] = (monotonic_s(), Share(**said))
         except (AttributeError, TypeError) as error:  # of a version that says other things
-            log.warning("run_not_understood", extra={"run": namespace, "error": str(error)})
+            log.warning("what run %s says of its needs is not understood: %s", namespace, error)
 
     def _forget(self, namespaces: list[str]) -> None:
         oldest_s = monotonic_s() - KEPT_S

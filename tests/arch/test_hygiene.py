@@ -77,3 +77,16 @@ def test_only_two_processes_start_clusters() -> None:
 
     assert all(any(name.startswith(folder) for name in found) for folder in folders)
     assert not [name for name in found if not name.startswith(places)]
+
+
+def test_warnings_are_sentences() -> None:
+    """Without a set-up Python prints the message alone; ``not_stored`` says no reason."""
+    bare = re.compile(r"\blog\.(?:warning|error|critical|exception)\(\s*\"\w*\"")
+    found = [
+        f"{relative(path)}: {match[0]}"
+        for package in PACKAGES
+        for path in python_files(package)
+        for match in bare.finditer(path.read_text(encoding="utf-8"))
+    ]
+
+    assert found == []

@@ -130,7 +130,7 @@ def _abort(backend: Any) -> None:
         backend.abort()
     except RuntimeError as error:
         # What then still runs on the device fails there, or the process is ended as hung.
-        log.warning("not_aborted", extra={"reason": str(error)})
+        log.warning("a group of NCCL could not be aborted: %s", error)
 
 
 def is_recording_graph() -> bool:

@@ -204,7 +204,7 @@ class Keeper:
             store, path = open_store(self._run_url)
             taken.store(store, join(path, folder))
         except StorageError as error:
-            log.warning("evidence_not_stored", extra={"folder": folder, "error": str(error)})
+            log.warning("the evidence for %s is not stored: %s", folder, error)
             return False
         return True
 
@@ -277,7 +277,7 @@ class Keeper:
                 if not _is_short(error):
                     raise
                 # Copies of other nodes' snapshots must survive a shortage of descriptors.
-                log.warning("no_report", extra={"reason": str(error)})
+                log.warning("the keeper makes no report now: %s", error)
             await asyncio.sleep(LOOK_STEPPING_S if self._watch.is_stepping() else LOOK_S)
 
     async def _look(self, now_s: float) -> None:
@@ -329,7 +329,7 @@ class Keeper:
 
         What it holds in memory stays, for the controller to find when it is back.
         """
-        log.critical("cut_off", extra={"ended": self._watch.workers})
+        log.critical("no other node is reached: ending %s", ", ".join(self._watch.workers))
         for worker in self._watch.workers:
             self._watch.kill(worker)
 
@@ -337,7 +337,7 @@ class Keeper:
     def _ended(task: asyncio.Task[None]) -> None:
         """Exit if the reports failed, which is a bug: Ray then starts another keeper."""
         if not task.cancelled() and task.exception() is not None:
-            log.critical("reports_failed", exc_info=task.exception())
+            log.critical("the keeper ends, its reports failed", exc_info=task.exception())
             os._exit(1)
 
     async def _tend(self, report: NodeReport) -> None:

@@ -26,6 +26,7 @@ from ucp_core.storage import Owner, Store, join
 from workers.keeper.arena_table import ArenaTable, be_nice
 from workers.memory import Arena, counts, is_parity
 from workers.protocol import CHECKPOINTS, Held
+from workers.repeated import Repeated
 from workers.settings import CheckpointSettings
 
 #: Fits the second-level cache: it is checked and written from there.
@@ -72,6 +73,7 @@ class Persister:
         self._on_problem = on_problem
         self._pauses_s = tuple(pauses_s)
         self._stored = (0, 0)
+        self._failures = Repeated(log)
         self._under_way: dict[int, tuple[Held, float]] = {}
         self._closing = threading.Event()
         self._thread = threading.Thread(target=self._run, name="persister", daemon=True)
@@ -170,7 +172,7 @@ class Persister:
                 self._end(error)
                 return False
             except Exception as error:  # noqa: BLE001  whatever a store raises, it is an event
-                self._say(held, f"{type(error).__name__}: {error}")
+                self._say(held, f"{type(error).__name__}: {error}", is_tried_again=True)
             else:
                 self._settle(held, committed=committed)
                 return committed
@@ -182,6 +184,7 @@ class Persister:
         return False
 
     def _settle(self, held: Held, *, committed: bool) -> None:
+        self._failures.passed()
         self._on_problem(_SUBJECT, "")
         if committed:
             self._stored = max(self._stored, (held.attempt, held.step))
@@ -198,7 +201,7 @@ class Persister:
 
     def _end(self, error: SupersededError) -> None:
         """Store nothing any more: the directory belongs to somebody else."""
-        log.critical("superseded", extra={"why": str(error)})
+        log.critical("this keeper stores nothing more, the run continues elsewhere: %s", error)
         self._closing.set()
         self._on_problem(_SUBJECT, str(error))
 
@@ -211,11 +214,13 @@ class Persister:
             self._owner.require()
             self._owned_attempt = attempt
 
-    def _say(self, held: Held, why: str) -> None:
-        log.warning("not_stored", extra={"step": held.step, "rank": held.rank, "why": why})
-        self._on_problem(
-            _SUBJECT, f"the part of rank {held.rank} after step {held.step} is not stored: {why}"
-        )
+    def _say(self, held: Held, why: str, *, is_tried_again: bool = False) -> None:
+        what = f"the part of rank {held.rank} after step {held.step} is not stored"
+        if is_tried_again:
+            self._failures.failed(what, why)
+        else:
+            log.warning("%s: %s", what, why)
+        self._on_problem(_SUBJECT, f"{what}: {why}")
 
     def _put(self, arena: Arena, held: Held, *, may_be_there: bool) -> bool:
         """Write the missing files of the part; commit if they were the last of the version."""

@@ -222,7 +222,7 @@ class MemorySources:
             what = f"of rank {held.rank}" if held.rank >= 0 else f"({place.arena})"
             name = f"step {held.step} {what} in the memory of node {place.node[:12]}"
             self.skipped.append((name, f"{type(error).__name__}: {error}"))
-            log.warning("snapshot_skipped", extra={"part": name, "reason": str(error)})
+            log.warning("%s is not used: %s", name, error)
         # A silent node is not asked for its other parts: each would take as long.
         lost = [place for place in self._left if place in places or place.node in away]
         self._left = [place for place in self._left if place not in lost]

@@ -133,7 +133,7 @@ class Checksums:
         try:
             yield
         except OSError as error:
-            log.warning("no_checksum_process", extra={"reason": str(error)})
+            log.warning("checksums are made in the trainer, their process failed: %s", error)
             self._is_given_up = True
             self._end()
 

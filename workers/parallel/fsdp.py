@@ -342,11 +342,9 @@ def _blocks(model: nn.Module) -> list[nn.Module]:
             blocks.append(block)
     if not blocks:
         log.warning(
-            "one_unit",
-            extra={
-                "reason": f"model {type(model).__name__} keeps no layers in an nn.ModuleList, "
-                "nn.ModuleDict or nn.Sequential: every worker gathers all its parameters at once"
-            },
+            "model %s keeps no layers in an nn.ModuleList, nn.ModuleDict or nn.Sequential: every "
+            "worker gathers all its parameters at once",
+            type(model).__name__,
         )
     return blocks
 

@@ -191,7 +191,7 @@ class Worker:
             self._future(assignment.attempt).set_result(outcome)
             if isinstance(outcome, Superseded):
                 # No controller takes this process back, and its device is wanted elsewhere.
-                log.critical("superseded", extra={"why": outcome.why})
+                log.critical("this worker ends, the run continues elsewhere: %s", outcome.why)
                 time.sleep(_ANSWER_S)
                 os._exit(1)
             if isinstance(outcome, Yielded) and outcome.why:

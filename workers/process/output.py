@@ -111,7 +111,7 @@ class OutputLog:
             self._was_refused = False
         except Exception as error:  # noqa: BLE001  output is not worth a run
             if not self._was_refused:
-                log.warning("output_not_written", extra={"path": self._path, "error": str(error)})
+                log.warning("output is not written to %s, tried again: %s", self._path, error)
             self._was_refused = True
             with self._lock:
                 self._pending[:0] = data

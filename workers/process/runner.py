@@ -256,7 +256,7 @@ class AttemptRunner:
         if self._signal:
             self.yield_at_boundary(attempt, durable=False)
         if attempt not in self._yielding and has_run_out(self._directory):
-            log.warning("lease_ran_out", extra={"attempt": attempt})
+            log.warning("no controller answers for too long: attempt %s is left", attempt)
             self.yield_at_boundary(attempt, durable=True)
         return attempt in self._yielding
 

@@ -309,7 +309,7 @@ class SnapshotWriter:
         try:
             is_ended = self._copy.end(_CLOSE_S_MAX)
         except Exception as error:  # noqa: BLE001  a device that failed is no news by now
-            log.warning("copy_lost", extra={"reason": str(error)})
+            log.warning("the last snapshot is lost, its device failed: %s", error)
             is_ended = True
         return is_ended and not self._is_left
 
@@ -341,8 +341,7 @@ class SnapshotWriter:
         self._ready.clear()
         self._broken_until_s = time.monotonic() + _RETRY_S
         if why != self._why_not:
-            attempt = self._assignment.attempt
-            log.warning("no_snapshots", extra={"attempt": attempt, "reason": why})
+            log.warning("no snapshots are taken for a while, storage serves instead: %s", why)
         self._why_not = why
 
     def _run(self) -> None:

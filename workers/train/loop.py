@@ -219,7 +219,7 @@ class _Attempt:
                 try:
                     collectives.abort(self._assignment.attempt)
                 except Exception as error:  # noqa: BLE001  a device that failed, for one
-                    log.warning("not_aborted", extra={"reason": str(error)})
+                    log.warning("the collectives of the attempt could not be aborted: %s", error)
             self._session.take_final()
 
     def _close(self) -> None:
@@ -253,7 +253,7 @@ def _free_device_memory() -> None:
             torch.cuda.empty_cache()
         except RuntimeError as error:
             # A device that failed; ``workers.process`` deals with it.
-            log.warning("no_memory_freed", extra={"reason": str(error)})
+            log.warning("device memory of the attempt is not freed: %s", error)
 
 
 def _place(assignment: Assignment) -> tuple[int, int, int]:

@@ -110,7 +110,7 @@ class Notices:
                 draining = NodeDraining(at_s=at_s, node=node, deadline_s=now.by_s, notice=now.what)
                 self._inbox.post(draining)
         if node == self._here and is_news:
-            log.critical("controller_draining", extra={"notice": now.what, "by_s": now.by_s})
+            log.critical("the machine of the controller is taken: %s", now.what or "no more")
             self._inbox.post(ControllerDraining(at_s=at_s, deadline_s=now.by_s, notice=now.what))
 
 

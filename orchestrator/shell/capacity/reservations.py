@@ -207,7 +207,7 @@ class Capacity:
         try:
             return tuple(await asyncio.wait_for(asked, GPU_S_MAX))
         except (RayError, TimeoutError) as error:
-            log.warning("no_gpu_ids", extra={"group": group.id.hex(), "reason": str(error)})
+            log.warning("Ray does not say which GPUs a reservation has: %s", error)
             with contextlib.suppress(RayError, ValueError):
                 ray.cancel(asked)
             return None

@@ -21,6 +21,7 @@ from orchestrator.shell.loggers.curve import FILES, Curve, Point
 from orchestrator.shell.loggers.services import SERVICES, Service, first_ids
 from ucp_core.errors import StorageError, SupersededError
 from ucp_core.storage import RECENT_S, Owner, Store, join, read_appended
+from workers.repeated import Repeated
 
 #: The files are looked at this often.
 _LOOK_S: Final = 2.0
@@ -72,7 +73,7 @@ class Loggers:
         if self._thread.is_alive():
             self._thread.join(timeout_s)
             if self._thread.is_alive():
-                log.warning("logging_not_finished", extra={"services": sorted(self._channels)})
+                log.warning("%s may lack the last steps", ", ".join(sorted(self._channels)))
 
     def document(self) -> dict[str, str]:
         """Return for each service what is wrong with it, "" if nothing is."""
@@ -80,6 +81,7 @@ class Loggers:
 
     def _follow(self) -> None:
         is_loaded = is_last = False
+        failures = Repeated(log)
         while not is_last:
             is_last = self._ends.wait(self._look_s)
             try:
@@ -87,11 +89,12 @@ class Loggers:
                     self._load()
                     is_loaded = True
                 self._round(is_final=is_last and bool(self._outcome))
+                failures.passed()
             except SupersededError:
                 # Another claim on the directory counts, and writes the curve now.
                 break
             except StorageError as error:
-                log.warning("metrics_not_read", extra={"error": str(error)})
+                failures.failed("metrics are not read for services of curves", error)
         for channel in self._channels.values():
             channel.close(self._outcome)
 
@@ -197,6 +200,6 @@ class _Channel:
     def _failed(self, error: Exception) -> None:
         problem = f"{type(error).__name__}: {error}"
         if problem != self.problem:
-            log.warning("logging_failed", extra={"service": self._name, "error": problem})
+            log.warning("%s gets nothing now, tried again: %s", self._name, problem)
         self.problem = problem
         self._rounds_left = _ROUNDS

@@ -106,5 +106,5 @@ class CadenceWatch:
         share = self._share(costs)
         problem = over_budget(share, self._rules, steps=self._steps)
         if problem and not self._problem:
-            log.warning("saving_over_budget", extra={"reason": problem})
+            log.warning("%s", problem)
         self._problem = problem

@@ -190,7 +190,7 @@ class Snapshots:
         try:
             found, passed_over, lost = stored.result()
         except UcpError as error:
-            log.warning("storage_refused", extra={"error": str(error)})
+            log.warning("which steps are in storage is not known: %s", error)
             return answer(held) if held is not None and not is_behind else None
         if found is None:
             told = () if held is not None else lost

@@ -11,6 +11,7 @@ from orchestrator.shell.clock import monotonic_s
 from orchestrator.shell.threads import STORAGE, Tasks, in_thread
 from ucp_core.errors import StorageError
 from ucp_core.storage import LocalStore, Store, appended_sizes, join, read_appended
+from workers.repeated import Repeated
 
 log = logging.getLogger(__name__)
 
@@ -40,6 +41,7 @@ class Curves:
         self._read_bytes: dict[str, int] = {}
         self._rests: dict[str, bytes] = {}
         self._curves = {name: Curve() for name in (METRICS, VALIDATION)}
+        self._failures = Repeated(log)
         self.loss: list[Point] = []
         self.validation: list[Point] = []
 
@@ -65,9 +67,10 @@ class Curves:
     async def _look(self) -> None:
         try:
             self.loss, self.validation = await in_thread(STORAGE, self._read)
+            self._failures.passed()
         except StorageError as error:
             # The page shows what it knows; the next look finds the rest.
-            log.warning("curves_not_read", extra={"error": str(error)})
+            self._failures.failed("the page lacks the newest points of its curves", error)
 
     def _read(self) -> list[list[Point]]:
         for name, curve in self._curves.items():

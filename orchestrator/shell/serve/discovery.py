@@ -31,7 +31,7 @@ def announce(run_id: str, *, run: str, url: str) -> None:
     try:
         LocalStore().write_atomic(str(path), json.dumps([target]).encode(), fsync=False)
     except UcpError as error:
-        log.warning("metrics_not_announced", extra={"path": str(path), "error": str(error)})
+        log.warning("Prometheus does not learn of the run from %s: %s", path, error)
 
 
 def withdraw(run_id: str) -> None:

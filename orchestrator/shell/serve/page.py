@@ -88,7 +88,7 @@ class StatusPage:
             await web.TCPSite(self._runner, self._host, self._port).start()
         except OSError as error:
             # Two runs may share a machine; a run must not end for its metrics.
-            log.warning("port_in_use", extra={"port": self._port, "error": str(error)})
+            log.warning("port %s is not to be had, another one is taken: %s", self._port, error)
             await web.TCPSite(self._runner, self._host, 0).start()
         port = self._runner.addresses[0][1]
         host = f"[{self._host}]" if ":" in self._host else self._host

@@ -59,8 +59,8 @@ def read_journal(store: Store, run_path: str, rules: core.RunRules) -> Reading:
         # If the journal itself is damaged, folding all of it says so.
         num_bytes = sum(segment_sizes(store, run_path))
         if num_bytes >= SPACING_BYTES:
-            extra = {"reason": str(error), "journal_bytes": num_bytes}
-            log.warning("compacted_journal_not_used", extra=extra)
+            told = "the compacted journal is not used, all %s bytes are read: %s"
+            log.warning(told, num_bytes, error)
     return Reading(core.fold_on(core.Folded(), read_segments(store, run_path), rules))
 
 
@@ -137,6 +137,6 @@ class CompactionFile:
             # In a thread: storage may be slow, and nothing waits for this.
             await in_thread(STORAGE, self._store.write_atomic, self._path, document, fsync=False)
         except StorageError as error:
-            log.warning("compacted_journal_not_written", extra={"error": str(error)})
+            log.warning("the compacted journal is not written: %s", error)
         finally:
             self._is_writing = False

@@ -115,7 +115,7 @@ class JournalFile:
                 if not is_full(error):
                     raise
                 if not self.trouble:
-                    log.warning("journal_waits", extra={"error": str(error)})
+                    log.warning("the run waits for room for its journal: %s", error)
                 self.trouble = str(error)
             else:
                 self.trouble = ""

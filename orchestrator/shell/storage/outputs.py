@@ -86,7 +86,7 @@ class RunOutputs:
             document["report"] = write_report(url, summary=document, stats=self.stats)
         except (UcpError, OrchestratorError) as error:
             # `everstep report` writes it, too: the run ends without.
-            log.warning("report_not_written", extra={"error": str(error)})
+            log.warning("report.html is not written, `everstep report` does it: %s", error)
         self._store.write_atomic(join(self._path, SUMMARY), _printed(document), fsync=False)
 
     def _write_incidents(self, *, final: bool) -> None:

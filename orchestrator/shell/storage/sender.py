@@ -143,7 +143,7 @@ class Sender:
             self._is_failing = False
         except StorageError as error:
             if error.facts.get("taken"):
-                log.critical("journal_has_another_writer", extra={"error": str(error)})
+                log.critical("another controller writes the journal: %s", error)
                 self._refusal = error
                 return True
             self._failed("journal", error)
@@ -152,7 +152,7 @@ class Sender:
 
     def _failed(self, what: str, error: StorageError) -> None:
         if not self._is_failing:
-            log.warning("not_written_yet", extra={"what": what, "error": str(error)})
+            log.warning("the %s is not written yet, tried again: %s", what, error)
         self._is_failing = True
 
 

@@ -58,7 +58,7 @@ class NoticeWatch:
                 self._said[source.name] = source.look()
             except FAILURES as error:
                 if self._failing.get(source.name) is None:
-                    log.warning("notices", extra={"source": source.name, "why": str(error)})
+                    log.warning("notices of %s are not read, tried again: %s", source.name, error)
                 self._failing[source.name] = no_answer(source, error)
                 wait_s = min(2 * wait_s, _ASK_S_MAX)
             else:

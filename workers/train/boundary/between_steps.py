@@ -420,7 +420,7 @@ class Boundary:
             is_taken = writer.take_final(state, self._fallback)
         except Exception as error:  # noqa: BLE001  a device that failed, for one
             is_taken = False
-            log.warning("no_final_snapshot", extra={"step": number, "reason": str(error)})
+            log.warning("step %s gets no last snapshot: %s", number, error)
         log.info("final_snapshot", extra={"step": number, "taken": is_taken})
 
     def _append_late(self, live: LiveState) -> None:

@@ -40,6 +40,7 @@ from ucp_core.native import (
 from ucp_core.storage import RECENT_S, Buffer, Owner, Store, is_full, join
 from workers.collectives import AbortedError, CollectiveError
 from workers.protocol import CHECKPOINTS, RESULT, Assignment
+from workers.repeated import Repeated
 from workers.settings import CheckpointSettings
 from workers.snapshot import source_of
 
@@ -118,7 +119,7 @@ class StorageWriter:
         #: Why nothing can be saved now.
         self.trouble = ""
         self._ends_line: set[str] = set()
-        self._refuses_lines = False
+        self._late_lines, self._full = Repeated(log), Repeated(log)
         self._thread = threading.Thread(target=self._run, name="storing", daemon=True)
         self._thread.start()
 
@@ -175,7 +176,7 @@ class StorageWriter:
                 for name in sorted(files.keys() - set(there)):
                     self._store.write_atomic(join(path, name), files[name], fsync=False)
             except StorageError as error:
-                log.warning("not_written", extra={"folder": folder, "error": str(error)})
+                log.warning("%s is not written, left to the next attempt: %s", folder, error)
 
         self._tasks.put(write)
 
@@ -324,12 +325,9 @@ class StorageWriter:
         try:
             self._write_lines()
         except StorageError as error:
-            if not self._refuses_lines:
-                extra = {"line": self._lines[0], "error": str(error)}
-                log.warning("lines_not_written", extra=extra)
-            self._refuses_lines = True
+            self._late_lines.failed("lines of metrics are not written", error)
         else:
-            self._refuses_lines = False
+            self._late_lines.passed()
 
     def _write_lines(self) -> None:
         while self._lines and self._writes_lines and not self._is_closed_to_lines():
@@ -356,8 +354,9 @@ class StorageWriter:
                 if not is_full(error):
                     raise
                 self.trouble = f"{what} is not stored, which is tried again: {error}"
-                log.warning("not_stored", extra={"what": what, "error": str(error)})
+                self._full.failed(f"{what} is not stored", error)
             else:
+                self._full.passed()
                 return
             # It stands still for a reason: no rank is to be taken for hung.
             self._moved(1)
@@ -400,7 +399,7 @@ class StorageWriter:
                 raise
             except UcpError as error:
                 # The checkpoint is committed all the same; the next one retries.
-                log.warning("not_collected", extra={"reason": str(error)})
+                log.warning("old checkpoints are not deleted, the next one tries again: %s", error)
 
 
 def _of_one_file(lines: Iterable[tuple[str, str]]) -> list[str]:

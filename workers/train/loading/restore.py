@@ -228,7 +228,7 @@ def _leave_unless_all(
         # The others learned of the failure, left, and were fenced before this rank voted.
         agreed = False
     if not agreed:
-        log.warning("not_loaded", extra={"reasons": found.reasons})
+        log.warning("the state is not loaded: %s", "; ".join(found.reasons) or "by another rank")
         raise UnloadableSignal(found)
 
 

@@ -240,7 +240,7 @@ def test_a_service_that_does_not_answer_is_told_once_and_takes_nothing_back(
         server.say(AWS_ACTION, "<html>busy</html>")
         _wait(lambda: bool(watch.problems()))
         assert _what(watch) == "aws: spot instance, stop"
-        told = [record for record in caplog.records if record.message == "notices"]
+        told = [record for record in caplog.records if record.message.startswith("notices of ")]
         num_asked = len(server.asked)
         _wait(lambda: len(server.asked) >= num_asked + 2)
         assert len(told) == 2
