@@ -27,6 +27,7 @@ from workers.data.fingerprint import Content, content_of
 from workers.data.order import DataOrder
 from workers.data.randomness import Keyed, random_seed, seed_all, seeded
 from workers.data.readers import Readers
+from workers.data.sampler import Sampled, Sampler
 from workers.data.stream import Stream, is_stream
 from workers.errors import DataError
 
@@ -146,9 +147,13 @@ class DataLoader:
             any worker. False saves 15 us a batch; it has no effect with ``num_workers`` above 0.
         digest: Identifies the data; by default ``dataset.digest`` if there is one. Workers, and a
             run and its checkpoint, must have the same.
+        sampler: The indices of an epoch, of all workers together: a sampler of torch, or a function
+            of the epoch's number. Random numbers are seeded by the epoch meanwhile. By default
+            each epoch has every sample once, in an order of its own.
 
     Attributes:
         epoch: See ``DataOrder``; positions without a sample are read as index -1.
+        sampled: The epochs of ``sampler``; None without one.
 
     Raises:
         DataError: The dataset has no samples, can be iterated only once, or makes batches.
@@ -162,6 +167,7 @@ class DataLoader:
         num_workers: int = 0,
         draws: bool = True,
         digest: str = "",
+        sampler: Sampler | None = None,
     ) -> None:
         _refuse_batches(dataset)
         self.dataset = cast("Any", dataset)
@@ -171,6 +177,9 @@ class DataLoader:
             Stream(self.dataset, seed=0, global_batch=1)
         elif not len(self.dataset):
             raise DataError("DataLoader: the dataset has no samples")
+        if self.is_stream and sampler is not None:
+            raise DataError("DataLoader: a stream has an order of its own; leave out the sampler")
+        self.sampled = None if sampler is None else Sampled(sampler, len(self.dataset))
         if num_workers < 0:
             raise DataError(f"DataLoader: num_workers={num_workers} must be at least 0")
         self.digest = digest or str(getattr(dataset, "digest", ""))

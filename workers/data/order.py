@@ -1,7 +1,8 @@
 """The data order: which samples a step sees, as a pure function of (seed, step).
 
 The order is an endless sequence of positions. Position ``p`` is in epoch ``p // num_samples``, and
-each epoch is its own permutation of all samples; a step may span two epochs. Step ``s``, counted
+each epoch is its own permutation of all samples, or what a sampler gives for it; a step may span
+two epochs. Step ``s``, counted
 from 1, takes ``global_batch`` positions starting at ``(s - 1) * global_batch``. Nothing depends on
 the number of workers.
 
@@ -12,6 +13,7 @@ arbitrary finite domains"): constant memory, at most 4 rounds expected.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Final
 
@@ -32,19 +34,22 @@ class DataOrder:
         global_batch: Samples per step, at least 1; may exceed ``num_samples``.
         epoch: Samples that an epoch takes, and its positions: those beyond have no sample (-1). So
             an epoch ends with a step. None to take all, in as many positions.
+        given: Returns the samples of an epoch, in place of a permutation of all; with ``epoch``.
     """
 
     seed: int
     num_samples: int
     global_batch: int
     epoch: tuple[int, int] | None = None
+    given: Callable[[int], NDArray[np.int64]] | None = None
 
     def __post_init__(self) -> None:
         assert self.num_samples >= 1, "an order needs at least one sample"
         assert self.global_batch >= 1, "a step needs at least one sample"
         if self.epoch is not None:
             taken, length = self.epoch
-            assert 1 <= taken <= min(self.num_samples, length), f"an epoch of {self.epoch}"
+            most = length if self.given is not None else min(self.num_samples, length)
+            assert 1 <= taken <= most, f"an epoch of {self.epoch}"
 
     def positions(self, step: int) -> tuple[int, int]:
         """Return the half-open range of positions that ``step`` (from 1) takes."""
@@ -70,6 +75,12 @@ class DataOrder:
         taken, length = self.epoch or (self.num_samples, self.num_samples)
         epochs, places = np.divmod(positions, length)
         is_there = places < taken
+        if self.given is not None:
+            found = np.full(positions.shape, -1, np.int64)
+            for epoch in np.unique(epochs).tolist():
+                mine = is_there & (epochs == epoch)
+                found[mine] = self.given(epoch)[places[mine]]
+            return found
         first, last = int(epochs.flat[0]), int(epochs.flat[-1])
         # (rounds, epochs); those of a position are a column.
         keys = np.array(

@@ -48,6 +48,10 @@ def agree_on_data(
     }
     if order.epoch is not None:
         cursor["epoch"] = list(order.epoch)
+    loaded = loader.sampled if loader is not None else None
+    if loaded is not None or "sampler" in restored:
+        cursor["sampler"] = loaded.digest() if loaded is not None else 0
+        restored = {"sampler": 0, **restored} if restored else restored
     before = {name: restored.get(name, value) for name, value in cursor.items()}
     changed = [
         f"{name} is {value} but the checkpoint of step {step} was made with {before[name]}"

@@ -28,6 +28,7 @@ def mean_over_samples(
     micro_batch: int,
     sharded: ShardedModel,
     done: Callable[[int], None],
+    of_means: bool = False,
     outputs: dict[int, list[Tensor]] | None = None,
 ) -> tuple[float, str]:
     """Return the mean loss per token over samples ``0 .. num_samples - 1``, on every worker.
@@ -44,6 +45,7 @@ def mean_over_samples(
         micro_batch: Samples of a micro-batch; the last one has what is left.
         sharded: The model; it is in evaluation mode meanwhile.
         done: Called before each pass with the number of passes that this rank has begun.
+        of_means: Whether to return the mean over samples of the means of their micro-batches.
         outputs: Gets by micro-batch, in their order, what ``loss_of`` returned behind the tokens.
     """
     starts = range(0, num_samples, micro_batch)
@@ -62,11 +64,18 @@ def mean_over_samples(
     if outputs is not None:
         outputs |= _gathered(passes.outputs, sharded)
     found = on_host(passes.sums.reshape(-1))
-    losses, tokens = found[: len(starts)], math.fsum(found[len(starts) :])
+    losses, counts = found[: len(starts)], found[len(starts) :]
     for batch, loss in zip(batches, losses, strict=True):
         if not math.isfinite(loss):
             return math.nan, f"samples {batch[0]} to {batch[-1]}"
-    return (math.fsum(losses) / tokens if tokens else math.nan), ""
+    if of_means:
+        losses = [
+            loss / count * len(batch) if count else 0.0
+            for loss, count, batch in zip(losses, counts, batches, strict=True)
+        ]
+        counts = [len(batch) if count else 0 for count, batch in zip(counts, batches, strict=True)]
+    weight = math.fsum(counts)
+    return (math.fsum(losses) / weight if weight else math.nan), ""
 
 
 def _gathered(

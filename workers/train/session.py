@@ -149,6 +149,23 @@ class Session:
         guard_parts(self._built.model)
         return self._built.called
 
+    def continue_from(self, earlier: str | int) -> None:
+        """Have a new run go on behind a step of another training; call it before ``model``.
+
+        A run that has steps of its own goes on from those.
+
+        Args:
+            earlier: A version of a run, ``RUN/checkpoints/step-...``: its weights, its optimizers,
+                what was registered and its place in the data are loaded. Or the number of steps
+                that were done elsewhere, whose state the script brings.
+
+        Raises:
+            TaskError: There is no such version, or no step is left to train.
+        """
+        if self._built is not None:
+            raise TaskError("call session.continue_from before session.model")
+        self._state.continue_from(earlier)
+
     def export_with(self, files: Mapping[str, bytes]) -> None:
         """Have files lie beside the weights in every export of the run to Hugging Face.
 
@@ -368,6 +385,8 @@ class Session:
         loss_of: Callable[[Any], Any],
         data: int | DataLoader | Dataset,
         *,
+        micro_batch: int | None = None,
+        of_means: bool = False,
         outputs: dict[int, list[Tensor]] | None = None,
     ) -> float:
         """Return the mean loss per token, or per sample, over held-out data, on every worker.
@@ -379,7 +398,11 @@ class Session:
                 micro-batches have different ones.
             data: The number of held-out samples, each of which is an index below this; or a
                 ``DataLoader`` with their batches, or a dataset for one. Each sample is read once,
-                in order. The last micro-batch may be smaller.
+                in order; with a sampler those of its first epoch. The last micro-batch may be
+                smaller.
+            micro_batch: Samples of a micro-batch; by default ``train.micro_batch``.
+            of_means: Whether samples count alike, with the mean loss of their micro-batch, and not
+                tokens.
             outputs: Filled on every worker, by micro-batch in the order of the samples, with the
                 tensors of a list that ``loss_of`` then returns behind the tokens, on the host. Not
                 with ``parallel.pp`` or ``parallel.cp`` above 1.
@@ -389,7 +412,7 @@ class Session:
             DataError: It is a stream, or nothing that can be read by index.
             TaskError: ``loss_of`` returned something else.
         """
-        loss_of, num_samples = _by_index(loss_of, data)
+        loss_of, num_samples = _by_index(loss_of, data, self.settings.data.seed)
         for axis in ("pp", "cp") if outputs is not None else ():
             if getattr(self._mesh.layout, axis) > 1:
                 raise LayoutRefusedError(
@@ -402,9 +425,10 @@ class Session:
         loss, bad = mean_over_samples(
             loss_of,
             num_samples,
-            micro_batch=min(self.settings.train.micro_batch, num_samples),
+            micro_batch=min(micro_batch or self.settings.train.micro_batch, num_samples),
             sharded=sharded,
             done=progress.micro_batch,
+            of_means=of_means,
             outputs=outputs,
         )
         if bad and not self._evaluates_badly:
@@ -547,7 +571,7 @@ class Session:
 
 
 def _by_index(
-    loss_of: Callable[[Any], Any], data: int | DataLoader | Dataset
+    loss_of: Callable[[Any], Any], data: int | DataLoader | Dataset, seed: int
 ) -> tuple[Callable[[Any], Any], int]:
     """Return a function of the loss of samples by their indices, and how many there are."""
     read = as_data(data)
@@ -558,4 +582,7 @@ def _by_index(
             "session.evaluate reads samples by index, and a stream has none: hand over a list of "
             "held-out samples"
         )
+    if read.sampled is not None:
+        chosen = read.sampled.begin(seed)
+        return lambda places: loss_of(read.read(chosen[places].tolist())), len(chosen)
     return lambda indices: loss_of(read.read(indices.tolist())), len(read)

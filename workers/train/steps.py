@@ -103,7 +103,8 @@ class Steps:
             TaskError: The name is taken, or the state cannot be saved or loaded.
         """
         saved = self._restored.get(_REGISTERED, {}).get(name)
-        if saved is None and self.step and self.sharded.mesh.rank == 0:
+        # What was trained elsewhere has no version.
+        if saved is None and self._restored and self.sharded.mesh.rank == 0:
             log.warning("step %s was saved without the state of %s", self.step, name)
         self.sharded.registered.add(name, stateful, saved)
 
@@ -156,11 +157,15 @@ class Steps:
         agree_on_registered(sharded, restored.get(_REGISTERED, {}), step=self.step)
         read = as_data(data)
         loader = read if isinstance(read, DataLoader) else None
+        sampled = loader.sampled if loader is not None else None
+        length = len(sampled.begin(self._settings.data.seed)) if sampled is not None else 0
         order = DataOrder(
             seed=self._settings.data.seed,
             num_samples=read if isinstance(read, int) else 1 if read.is_stream else len(read),
             global_batch=train.global_batch,
-            epoch=loader.epoch if loader is not None else None,
+            epoch=(loader.epoch if loader is not None else None)
+            or ((length, length) if length else None),
+            given=sampled.epoch if sampled is not None else None,
         )
         cursor = agree_on_data(
             read, order, digest, restored=restored, step=self.step, sharded=sharded

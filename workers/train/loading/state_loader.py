@@ -10,15 +10,18 @@ from typing import Any
 import torch
 from torch import nn
 
-from ucp_core.native import RELATIONS
+from ucp_core.errors import UcpError
+from ucp_core.native import RELATIONS, checkpoint_name, open_checkpoint
+from ucp_core.storage import join, open_store
+from workers.errors import TaskError
 from workers.parallel import Mesh
-from workers.protocol import Assignment
+from workers.protocol import CHECKPOINTS, Assignment
 from workers.state import CHANGED, UNSTARTED, HostBuffer, StateEntry
 from workers.train.context import WorkerContext
 from workers.train.executor import ShardedModel
 from workers.train.loading.filling import Initialise, fill, set_optimizer, start_from
 from workers.train.loading.init_from import INITIAL, Initial
-from workers.train.loading.restore import Restored, restore_state
+from workers.train.loading.restore import Restored, UnloadableSignal, restore_state
 
 
 class StateLoader:
@@ -43,6 +46,9 @@ class StateLoader:
         self.step = assignment.resume_step
         self.extra: dict[str, Any] = {}
         self._assignment, self._context = assignment, context
+        #: Where a version to load is, and in which directory.
+        self._source = assignment, context
+        self._num_done = 0
         self._mesh, self._buffer, self._device = mesh, buffer, device
         self._build: Callable[[], nn.Module] | None = None
         self._initialise: Initialise | None = None
@@ -52,13 +58,43 @@ class StateLoader:
         """Note how the model gets values that no checkpoint holds; see ``Session.model``."""
         self._build, self._initialise = build, initialise
 
+    def continue_from(self, earlier: str | int) -> None:
+        """Begin a new run behind a step of another training; see ``Session.continue_from``."""
+        assignment, context = self._source
+        if assignment.resume_step:
+            return
+        if isinstance(earlier, int):
+            self._num_done = step = earlier
+        else:
+            try:
+                store, path = open_store(earlier)
+                version = open_checkpoint(store, path)
+            except UcpError as error:
+                raise TaskError(f"session.continue_from: {error}", path=earlier) from error
+            step = version.step
+            directory = path.rpartition("/")[0].rpartition("/")[0]
+            if join(directory, CHECKPOINTS, checkpoint_name(step)) != path:
+                raise TaskError(
+                    f"session.continue_from: {earlier} is no version in the {CHECKPOINTS} of a run",
+                    path=earlier,
+                )
+            self._source = (
+                replace(assignment, resume_step=step, resume_attempt=version.attempt),
+                replace(context, store=store, directory=directory),
+            )
+        if step >= context.settings.train.steps:
+            raise TaskError(
+                f"session.continue_from: {step} steps are done there, and train.steps="
+                f"{context.settings.train.steps}: raise it to train on"
+            )
+
     def fill_new(self, assemble: Callable[[], ShardedModel]) -> None:
         """Fill the weights of a new run, unless they come with the state of an optimizer.
 
         ``assemble`` returns the model without optimizers.
         """
         start = self._context.settings.start
-        if self._assignment.resume_step or (start.init_from and start.init_state == "all"):
+        if self._source[0].resume_step or (start.init_from and start.init_state == "all"):
             return
         sharded = assemble()
         if start.init_from:
@@ -76,22 +112,29 @@ class StateLoader:
             sharded.prime()
             return sharded.state.entries()
 
+        assignment, context = self._source
         read = partial(
             restore_state,
-            self._assignment,
+            assignment,
             to_fill,
-            context=self._context,
+            context=context,
             buffer=self._buffer,
             device=self._device,
             replicas=self._mesh.replicas,
         )
-        restored = read()
+        try:
+            restored = read()
+        except UnloadableSignal as signal:
+            if assignment is self._assignment:
+                raise
+            # No version of the run is bad.
+            raise TaskError(f"session.continue_from: {signal}") from None
         relations = restored.extra.get(RELATIONS)
         if relations is not None:
             with sharded.trained.growing(relations.get("frozen", ())) as grown:
                 # What the optimizer keeps for a parameter that began to train later.
                 restored = read() if grown else restored
-        self.step, self.extra = restored.step, restored.extra
+        self.step, self.extra = restored.step or self._num_done, restored.extra
         if restored.step:
             set_optimizer(
                 sharded,
@@ -113,10 +156,11 @@ class StateLoader:
         saved = set(self.extra.get(RELATIONS, {}).get("extra", ()))
         if not self.step or not saved:
             return
+        assignment, context = self._source
         restore_state(
-            self._assignment,
+            assignment,
             lambda: [entry for entry in sharded.average.entries() if entry.fqn in saved],
-            context=replace(self._context, same_weights=False),
+            context=replace(context, same_weights=False),
             buffer=self._buffer,
             device=self._device,
             replicas=self._mesh.replicas,
@@ -147,6 +191,6 @@ class StateLoader:
             self._build,
             self._initialise,
             seed=self._context.settings.train.seed,
-            is_new=self.step == 0,
+            is_new=self.step in (0, self._num_done),
             initial=self._initial,
         )

@@ -10,7 +10,12 @@ import pytest
 import torch
 from torch import nn
 from torch.utils.data import DataLoader as TorchLoader
-from torch.utils.data import IterableDataset, TensorDataset
+from torch.utils.data import (
+    IterableDataset,
+    SubsetRandomSampler,
+    TensorDataset,
+    WeightedRandomSampler,
+)
 
 from everstep import DataError, DataLoader, Session, TaskError, run
 
@@ -153,3 +158,52 @@ def test_an_evaluation_takes_what_training_takes(tmp_path: Path) -> None:
         run(task, directory=str(tmp_path), steps=1, global_batch=4, micro_batch=2)
 
     assert found == [10.0] * 3
+
+
+def test_a_sampler_gives_the_order_through_a_resume(tmp_path: Path) -> None:
+    """It is asked again for the epoch that the run was in; another one would lose samples."""
+
+    def train(name: str, steps: int, sampler: Any) -> list[Any]:
+        seen: list[Any] = []
+
+        def task(session: Session) -> None:
+            model = session.model(lambda: nn.Linear(2, 2))
+            session.optimizer(lambda named: torch.optim.SGD(named.values()))
+
+            def loss_of(batch: Any) -> Any:
+                seen.extend(batch.tolist())
+                return model(ROWS[batch]).square().mean()
+
+            for _ in session.steps(DataLoader(range(16), sampler=sampler)):
+                session.train_step(loss_of)
+
+        run(task, directory=str(tmp_path / name), steps=steps, global_batch=4, micro_batch=2)
+        return seen
+
+    def weighted() -> Any:
+        return WeightedRandomSampler([1.0] * 15 + [9.0], 6)
+
+    whole = train("whole", 6, weighted())
+    parts = train("parts", 2, weighted()) + train("parts", 6, weighted())
+    assert parts == whole
+    assert len(whole) == 24
+    with pytest.raises(TaskError, match="sampler is 0 but the checkpoint of step 6"):
+        train("parts", 7, None)
+    with pytest.raises(TaskError, match="sampler is"):
+        train("parts", 7, SubsetRandomSampler(range(6)))
+
+
+def test_an_evaluation_takes_what_a_sampler_chooses(tmp_path: Path) -> None:
+    found: list[float] = []
+
+    def task(session: Session) -> None:
+        model = session.model(lambda: nn.Linear(2, 2))
+        session.optimizer(lambda named: torch.optim.SGD(named.values()))
+        for _ in session.steps(16):
+            session.train_step(lambda at: model(ROWS[at]).square().mean())
+        held_out = DataLoader(range(16), sampler=SubsetRandomSampler([1, 3, 5, 7, 9]))
+        found.append(session.evaluate(lambda batch: batch.double().mean(), held_out))
+
+    run(task, directory=str(tmp_path), steps=1, global_batch=4, micro_batch=2)
+
+    assert found == [5.0]
