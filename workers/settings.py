@@ -56,7 +56,8 @@ class RunSettings:
         priority: A run that lacks workers takes them from those of lower priority on its cluster,
             down to their ``workers.min``, and gives them back; runs of one priority share evenly.
         script: A training script that calls ``everstep.run``. Without one the built-in language
-            model is trained.
+            model is trained. It is asked for what the configuration leaves out, if that is
+            ``train.steps``, ``train.global_batch``, ``train.micro_batch``, or one of Trainer's.
         arguments: The script's ``sys.argv[1:]``, each as one text: ``["--width", "512"]``.
         resume_from: The version that a resume continues from: "newest", or "finite" for the newest
             with finite weights, behind which steps are trained again.

@@ -217,9 +217,10 @@ def run(
     from orchestrator.config import load, run_preflight
 
     config, overrides = _named(config, overrides)
-    settings = load(config, _extra(overrides, address, local_nodes), look=run_preflight)
-    from orchestrator.driver import require_unfinished
+    from orchestrator.driver import require_unfinished, settings_of_script
 
+    ask = partial(settings_of_script, say=partial(typer.echo, err=as_json))
+    settings = load(config, _extra(overrides, address, local_nodes), look=run_preflight, ask=ask)
     require_unfinished(settings)  # before Ray is even imported
     from orchestrator.detection import limits_from
     from orchestrator.driver import RunView, follow_run, launch_run, open_console, print_bounds

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from functools import cache
 from textwrap import wrap
 from typing import Any, Final
@@ -50,12 +50,15 @@ def _schema() -> dict[str, Any]:
     return schema
 
 
-def commented_yaml(values: Mapping[str, Any], *, schema_file: str) -> str:
+def commented_yaml(
+    values: Mapping[str, Any], *, schema_file: str, of_script: Collection[str] = ()
+) -> str:
     """Return a configuration with every key, its meaning, and its default behind a ``#``.
 
     Args:
         values: Settings to write into it, by ``section.key``; required keys are among them.
         schema_file: The file with ``json_schema()``, relative to the configuration.
+        of_script: Settings that are left to the script.
     """
     schema = _schema()
     lines = [
@@ -63,7 +66,7 @@ def commented_yaml(values: Mapping[str, Any], *, schema_file: str) -> str:
         "# A line with # and no blank after it is a key and its default: remove the # to set it.",
     ]
     for name, key in schema["properties"].items():
-        lines += ["", *_key(schema, name, key, name, values)]
+        lines += ["", *_key(schema, name, key, name, values, of_script)]
     return "\n".join(lines) + "\n"
 
 
@@ -88,6 +91,7 @@ def _key(
     key: Mapping[str, Any],
     path: str,
     values: Mapping[str, Any],
+    of_script: Collection[str],
 ) -> Iterator[str]:
     """Yield the lines of one key, and of those inside if it is a section."""
     indent = "  " * path.count(".")
@@ -101,7 +105,10 @@ def _key(
         # An empty section is one with its defaults.
         yield f"{indent}{'#' if indent else ''}{name}:"
         for inner, one in section["properties"].items():
-            yield from _key(schema, inner, one, f"{path}.{inner}", values)
+            yield from _key(schema, inner, one, f"{path}.{inner}", values, of_script)
+    elif path in of_script:
+        yield f"{indent}# Left out: the script's own argument decides."
+        yield f"{indent}#{name}: {_value(key.get('default', {}))}"
     elif path in values:
         yield f"{indent}{name}: {_value(values[path])}"
     else:

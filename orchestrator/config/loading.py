@@ -29,9 +29,16 @@ from workers.settings import STDLIB, value_problem, well_formed
 #: whose value is missing or wrong. They are reported elsewhere, so it must ignore them.
 Look: TypeAlias = Callable[["RunConfig", Collection[str]], Sequence[Problem]]
 
+#: Returns values by ``section.key`` for what a document leaves out.
+Ask: TypeAlias = Callable[[Mapping[str, Any]], Mapping[str, Any]]
+
 
 def load(
-    path_or_text: str, overrides: Sequence[str] = (), *, look: Look | None = None
+    path_or_text: str,
+    overrides: Sequence[str] = (),
+    *,
+    look: Look | None = None,
+    ask: Ask | None = None,
 ) -> RunConfig:
     """Return the configuration in a YAML file, or in YAML text, under ``overrides``.
 
@@ -42,6 +49,7 @@ def load(
             text of more than one line.
         overrides: ``section.key=value`` in order; values are read as YAML.
         look: Checks more than the text, such as ``orchestrator.config.run_preflight``.
+        ask: Returns values for keys that the text and the overrides leave out.
 
     Raises:
         ConfigError: With every problem at once, each with its place and what would be right.
@@ -49,6 +57,12 @@ def load(
     source = _read(path_or_text)
     source.override(overrides)
     _apply_environment(source)
+    if ask is not None and not source.problems:
+        script = Place(str(_section(source, "run").get("script")))
+        for key, value in ask(source.document).items():
+            path = tuple(key.split("."))
+            source.assign(path, value)
+            source.places[path] = script
     config = _validate(source, look)
     if config is None:
         raise _refused(source)

@@ -5,6 +5,7 @@ from typing import TYPE_CHECKING
 from ucp_core.lazy import lazy_door
 
 if TYPE_CHECKING:
+    from orchestrator.driver.asking import settings_of_script
     from orchestrator.driver.changes import require_unfinished
     from orchestrator.driver.console import (
         RunView,
@@ -76,6 +77,7 @@ __all__ = [
     "report",
     "require_unfinished",
     "run_demo",
+    "settings_of_script",
     "status_view",
     "stop_run",
     "verdict_lines",

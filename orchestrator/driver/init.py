@@ -9,11 +9,15 @@ from pathlib import Path
 from typing import Any, Final
 
 from orchestrator.config import commented_yaml, json_schema
+from orchestrator.driver.asking import DECIDED, TRAINER
 from orchestrator.errors import ConfigError
 
 _SCHEMA: Final = "everstep.schema.json"
 #: Settings that a script decides on as long as it runs alone.
-_OF_RUN: Final = {"directory": "run.directory", "init_from": "run.init_from"}
+_OF_RUN: Final = {
+    "directory": "run.directory", "output_dir": "run.directory", "init_from": "run.init_from",
+}  # fmt: skip
+_CALLS: Final = ("run", "TrainingArguments")
 
 
 def init_config(script: str | None, to: str) -> dict[str, str]:
@@ -37,23 +41,28 @@ def init_config(script: str | None, to: str) -> dict[str, str]:
         "train.global_batch": 16,
         "train.micro_batch": 2,
     }
+    left_out: list[str] = []
     if script is not None:
         values |= {"run.script": script, **_arguments(Path(script))}
+        left_out = [key for key, value in values.items() if value is None]
+        values = {key: value for key, value in values.items() if value is not None}
     place.parent.mkdir(parents=True, exist_ok=True)
     schema = place.with_name(_SCHEMA)
     schema.write_text(json.dumps(json_schema(), indent=1) + "\n", encoding="utf-8")
-    place.write_text(commented_yaml(values, schema_file=_SCHEMA), encoding="utf-8")
+    text = commented_yaml(values, schema_file=_SCHEMA, of_script=left_out)
+    place.write_text(text, encoding="utf-8")
     return {"config": to, "schema": str(schema)}
 
 
 def _arguments(script: Path) -> dict[str, Any]:
     """Return the settings in a script's call of ``everstep.run``, by ``section.key``.
 
-    Under everstep the configuration decides instead of them. Names of the module count if they
-    stand for literals.
+    Names of the module count if they stand for literals. What is none, and what Trainer's arguments
+    decide, is None: the script is asked for it when it is run.
     """
     try:
-        tree = ast.parse(script.read_text(encoding="utf-8"))
+        text = script.read_text(encoding="utf-8")
+        tree = ast.parse(text)
     except (OSError, SyntaxError, UnicodeDecodeError) as error:
         raise ConfigError(f"{script} cannot be read as a script: {error}") from error
     names = {
@@ -64,9 +73,12 @@ def _arguments(script: Path) -> dict[str, Any]:
         if isinstance(target, ast.Name)
     }
     known = json_schema()["$defs"]["TrainSettings"]["properties"]
-    found: dict[str, Any] = {}
+    found: dict[str, Any] = dict.fromkeys(DECIDED) if TRAINER in text else {}
     for call in ast.walk(tree):
-        if not isinstance(call, ast.Call) or ast.unparse(call.func) not in ("run", "everstep.run"):
+        if (
+            not isinstance(call, ast.Call)
+            or ast.unparse(call.func).rpartition(".")[2] not in _CALLS
+        ):
             continue
         for given in call.keywords:
             key = _OF_RUN.get(given.arg or "", f"train.{given.arg}" if given.arg in known else "")
@@ -74,4 +86,6 @@ def _arguments(script: Path) -> dict[str, Any]:
             value = names.get(value.id, value) if isinstance(value, ast.Name) else value
             with contextlib.suppress(ValueError):
                 found |= {key: ast.literal_eval(value)} if key else {}
+                continue
+            found |= {key: None} if key in DECIDED else {}
     return found

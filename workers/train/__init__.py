@@ -9,7 +9,13 @@ if TYPE_CHECKING:
     from workers.train.executor import Step, all_agree
     from workers.train.finished import FinishedRun, fill, registered_state
     from workers.train.loop import run_attempt, task_of
-    from workers.train.script import Task, finished_run, hand_over
+    from workers.train.script import (
+        Task,
+        finished_run,
+        hand_over,
+        runs_alone,
+        script_settings,
+    )
     from workers.train.session import Session
     from workers.train.standalone import attempt_alone, run
 
@@ -27,6 +33,8 @@ __all__ = [
     "registered_state",
     "run",
     "run_attempt",
+    "runs_alone",
+    "script_settings",
     "task_of",
 ]
 

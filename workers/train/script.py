@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Final
 
 from workers.errors import TaskError
+from workers.settings import Settings
 from workers.train.finished import FinishedRun
 from workers.train.session import Session
 
@@ -31,11 +32,14 @@ _OURS: Final = ("workers", "everstep", "orchestrator")
 
 
 class _Handed(BaseException):
-    """Ends the script at its call of ``run``; ``goes_on`` says whether code follows it."""
+    """Ends the script at its call of ``run``; ``goes_on`` says whether code follows it.
 
-    def __init__(self, task: Task, *, goes_on: bool) -> None:
+    ``settings`` returns those that the script would train with alone.
+    """
+
+    def __init__(self, task: Task, settings: Callable[[], Settings], *, goes_on: bool) -> None:
         super().__init__()
-        self.task, self.goes_on = task, goes_on
+        self.task, self.settings, self.goes_on = task, settings, goes_on
 
 
 def load_task(path: str, arguments: Sequence[str] = ()) -> tuple[Task, bool]:
@@ -49,6 +53,24 @@ def load_task(path: str, arguments: Sequence[str] = ()) -> tuple[Task, bool]:
     Raises:
         TaskError: There is no such file, or it exits or ends before it calls ``run``.
     """
+    handed = _run_to_call(path, arguments)
+    return handed.task, handed.goes_on
+
+
+def script_settings(path: str, arguments: Sequence[str] = ()) -> Settings:
+    """Return the settings that the script at ``path`` passes to ``everstep.run``.
+
+    It runs up to there, as for ``load_task``.
+
+    Raises:
+        TaskError: As for ``load_task``.
+        SettingsError: They are none.
+    """
+    return _run_to_call(path, arguments).settings()
+
+
+def _run_to_call(path: str, arguments: Sequence[str]) -> _Handed:
+    """Run the script up to its call of ``everstep.run``."""
     before = sys.modules["__main__"]
     handed: _Handed | None = None
     _reading.active = True
@@ -72,7 +94,7 @@ def load_task(path: str, arguments: Sequence[str] = ()) -> tuple[Task, bool]:
             f"script: {path} ended without calling everstep.run(train); see `pydoc everstep`",
             path=path,
         )
-    return handed.task, handed.goes_on
+    return handed
 
 
 def finish_script(path: str, arguments: Sequence[str], run: FinishedRun) -> None:
@@ -99,13 +121,18 @@ def finished_run() -> FinishedRun | None:
     return found
 
 
-def hand_over(task: Task) -> bool:
+def runs_alone() -> bool:
+    """Return whether no worker runs the script of this process."""
+    return not getattr(_reading, "active", False) and finished_run() is None
+
+
+def hand_over(task: Task, settings: Callable[[], Settings]) -> bool:
     """Pass ``task`` to ``load_task`` if that runs the script; else return whether the run is over.
 
-    In a script that runs alone that is False.
+    In a script that runs alone that is False. ``settings`` returns its settings then.
     """
     if getattr(_reading, "active", False):
-        raise _Handed(task, goes_on=_goes_on(inspect.currentframe()))
+        raise _Handed(task, settings, goes_on=_goes_on(inspect.currentframe()))
     return finished_run() is not None
 
 

@@ -82,22 +82,20 @@ def run(
         StorageError: The storage refused to list the checkpoints.
         TaskError: ``train`` raised; the message ends with its traceback.
     """
-    if hand_over(train):
+
+    def given() -> Settings:
+        return _given(settings or Settings(), directory, init_from, train_settings)
+
+    if hand_over(train, given):
         return
-    settings = settings or Settings()
-    try:
-        settings = replace(settings, train=replace(settings.train, **train_settings))
-    except TypeError as error:
-        raise SettingsError(f"run: {error}", problems=[str(error)]) from error
-    if init_from:
-        settings = replace(settings, run=replace(settings.run, init_from=init_from))
+    settings = given()
     found = problems(settings)
     if found:
         raise SettingsError("; ".join(found), problems=found)
     if settings.train.deterministic:
         # Sums of more threads have another order, and a worker has one unless it is given more.
         torch.set_num_threads(1)
-    directory = directory or settings.run.directory
+    directory = settings.run.directory
     store, path = open_store(directory)
     with held(store, path, shared=False):
         outcome = _train(train, settings, store, path)
@@ -109,6 +107,25 @@ def run(
     if isinstance(outcome, Superseded):
         raise SupersededError(outcome.why, path=directory)
     assert isinstance(outcome, Completed), f"nobody can end this attempt early: {outcome}"
+
+
+def _given(
+    settings: Settings, directory: str | None, init_from: str, train_settings: dict[str, Any]
+) -> Settings:
+    """Return settings under the other arguments of ``run``."""
+    run = settings.run
+    try:
+        return replace(
+            settings,
+            train=replace(settings.train, **train_settings),
+            run=replace(
+                run,
+                directory=directory or run.directory,
+                init_from=init_from or run.init_from,
+            ),
+        )
+    except TypeError as error:
+        raise SettingsError(f"run: {error}", problems=[str(error)]) from error
 
 
 def _train(train: Task, settings: Settings, store: Store, path: str) -> Outcome:

@@ -25,8 +25,9 @@ under everstep with ``run.script: train.py`` in the configuration::
 
 The contract:
 
-- Under everstep the configuration decides. The arguments of ``run`` apply only when the script
-  runs alone.
+- Under everstep the configuration decides. If it leaves out ``train.steps``, ``train.global_batch``
+  or ``train.micro_batch``, ``everstep run`` asks the script first, and the arguments of ``run``
+  decide on all that the configuration does not say.
 - Every attempt calls ``train`` again, in the same process. When a worker dies or joins, an
   exception ends the loop and passes through ``train``. Do not catch ``BaseException``. Keep what
   must outlive an attempt outside ``train``.
