@@ -81,3 +81,54 @@ def test_a_node_that_is_lost_before_the_first_step_is_told_at_once(tmp_path: Pat
     (trains,) = (at for at, line in enumerate(lines) if "attempt 1 trains on 1 worker " in line)
     assert lost < trains
     assert "lost is complete after step 4 of 4" in "\n".join(lines)
+
+
+TRAINER = """
+import time
+import torch
+from transformers import AutoModelForCausalLM, TrainerCallback, TrainingArguments
+from everstep.integrations.transformers import ElasticTrainer
+from tests.support.ports.trainer_elastic import make_model, make_samples
+
+class Paced(TrainerCallback):
+    def on_step_begin(self, *_, **__):
+        time.sleep(1.0)
+
+if __name__ == "__main__":
+    trainer = ElasticTrainer(
+        make_model(),
+        TrainingArguments(
+            output_dir="runs/tuned", num_train_epochs=6, per_device_train_batch_size=4,
+            learning_rate=0.01, eval_strategy="epoch", save_strategy="epoch", report_to="none",
+            load_best_model_at_end=True, use_cpu=True, disable_tqdm=True,
+        ),
+        train_dataset=make_samples(16, 1), eval_dataset=make_samples(6, 2), callbacks=[Paced()],
+    )
+    trainer.train()
+    AutoModelForCausalLM.from_pretrained(trainer.state.best_model_checkpoint)
+    last = trainer.state.log_history[-1]
+    print("BEHIND", trainer.state.global_step, last["train_runtime"] > 0, last["total_flos"] > 0)
+"""
+
+
+def test_the_arguments_of_trainer_decide_under_the_command(tmp_path: Path) -> None:
+    """The 200 steps of the new configuration won over six epochs. It names what is changed."""
+    script, folder = tmp_path / "train.py", "runs/tuned"
+    script.write_text(TRAINER)
+    subprocess.run([*EVERSTEP, "init", "train.py"], check=True)
+    run = subprocess.Popen([*EVERSTEP, "run"], stdout=subprocess.PIPE, text=True)
+    wait(lambda: last_step(folder) >= 6, "it trains", run)
+    workers = json.loads(everstep("status", folder, "--json").stdout)["workers"]
+    os.kill(workers[0]["pid"], signal.SIGKILL)
+    told, _ = run.communicate(timeout=ACT_S_MAX)
+    summary = json.loads(Path(folder, "summary.json").read_text())
+    script.write_text(TRAINER.replace("epochs=6", "epochs=7").replace("0.01", "0.02"))
+    again = subprocess.run([*EVERSTEP, "run"], stdout=subprocess.PIPE, text=True, check=False)
+
+    assert "train.steps=24, train.global_batch=4, train.micro_batch=2" in told
+    assert "tuned is complete after step 24 of 24" in told
+    assert "crash" in {incident["kind"] for incident in summary["incidents"]}
+    assert "BEHIND 24 True True" in told
+    assert "at step 24 with other arguments than it had before: num_train_epochs=7" in again.stdout
+    assert "learning_rate=0.02 (was 0.01)" in again.stdout
+    assert "BEHIND 28 True True" in again.stdout

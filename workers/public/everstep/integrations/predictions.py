@@ -50,7 +50,8 @@ class Predictions:
 
     def whole(self) -> EvalPrediction:
         """Return those of all samples, in their order."""
-        every = [EvalLoopContainer(do_nested_concat=True, padding_index=_PADDING) for _ in range(2)]
+        joins = self._trainer.args.eval_do_concat_batches
+        every = [EvalLoopContainer(joins, padding_index=_PADDING) for _ in range(2)]
         for number in sorted(self.gathered):
             for one, part in zip(
                 every, _rebuilt(self._like, iter(self.gathered[number])), strict=True

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any, Final
 
+import torch
 from transformers import Trainer
 from transformers.training_args import OptimizerNames
 
@@ -26,14 +27,15 @@ _ARGUMENTS: Final = {
 #: Methods that may be overridden because training calls them.
 _CALLED: Final = (
     "compute_loss", "create_scheduler", "evaluate", "get_decay_parameter_names",
-    "get_optimizer_cls_and_kwargs", "log",
+    "get_optimizer_cls_and_kwargs", "log", "_get_train_sampler", "_get_eval_sampler",
+    "floating_point_ops",
 )  # fmt: skip
 #: Others that are called, or only by the script or by ``Trainer.__init__``.
 _KEPT: Final = frozenset(
     (
         *_CALLED, "train", "predict", "save_model", "_save", "push_to_hub", "create_model_card",
         "add_callback", "pop_callback", "remove_callback", "is_local_process_zero",
-        "is_world_process_zero", "floating_point_ops", "store_flos", "num_examples",
+        "is_world_process_zero", "num_examples",
         "get_test_dataloader", "call_model_init", "init_hf_repo", "_prepare_input",
         "_prepare_inputs", "_get_collator_with_removed_columns",
         "_set_signature_columns_if_needed", "_move_model_to_device", "_validate_args",
@@ -49,7 +51,6 @@ def refusals(
     args: Any = trainer.args
     counted = args.include_num_input_tokens_seen
     given = {
-        "train(resume_from_checkpoint=PATH) (set run.init_from)": isinstance(resume, str),
         "train(resume_from_checkpoint=False) (for a new run, delete args.output_dir)": resume
         is False,
         "train(trial=...) (start a run for each trial)": trial is not None,
@@ -66,11 +67,14 @@ def refusals(
             f"args.{name} ({advice})": bool(getattr(args, name, None))
             for name, advice in _ARGUMENTS.items()
         },
-        f"args.train_sampling_strategy={args.train_sampling_strategy} (the order is random)": (
-            args.train_sampling_strategy != "random"
+        "args.train_sampling_strategy=batch_rebalance (it makes batches for ranks)": (
+            args.train_sampling_strategy == "batch_rebalance"
         ),
         "args.optim=adafactor (its sums over rows cannot be saved; use adamw_torch)": (
             args.optim == OptimizerNames.ADAFACTOR
+        ),
+        "args.use_cpu on a machine with a GPU (set CUDA_VISIBLE_DEVICES= to hide it)": (
+            args.use_cpu and torch.cuda.is_available()
         ),
         "args.include_num_input_tokens_seen (metrics/rank0.jsonl has tokens)": counted != "no",
     }

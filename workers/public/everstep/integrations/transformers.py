@@ -2,15 +2,15 @@
 
     from everstep.integrations.transformers import ElasticTrainer as Trainer
 
-The script runs alone as before. Under everstep the configuration decides on steps and batches, and
-the script is run up to ``trainer.train()``.
+The script runs alone as before. Under everstep it is run up to ``trainer.train()``, and its
+arguments decide on what the configuration leaves out.
 
 Kept: the data collator, ``compute_loss`` and ``compute_loss_func``, the optimizer and scheduler of
 the arguments, callbacks, logging, evaluation with ``compute_metrics``, the best model, ``state``.
-An epoch takes each sample once, in an order of everstep's, and its last step takes what is left. A
-callback may end the training. Checkpoints are everstep's. The rest is refused by name when
-``train`` is called (see ``refusals``). Weights are sharded in float32; ``bf16=True`` computes in
-bfloat16.
+An epoch takes each sample once, in an order of everstep's or of the arguments' sampler, and its
+last step takes what is left. A callback may end the training. Checkpoints are everstep's. The rest
+is refused by name when ``train`` is called (see ``refusals``). Weights are sharded in float32;
+``bf16=True`` computes in bfloat16.
 
 Code behind ``train`` runs once, when the run is complete, with the trained weights in ``model``.
 Under everstep rank 0 runs the script again for that, from its top.
@@ -38,6 +38,7 @@ from transformers.integrations.neftune import activate_neftune, deactivate_neftu
 from transformers.trainer_callback import ExportableState
 from transformers.trainer_utils import (
     IntervalStrategy,
+    SaveStrategy,
     TrainOutput,
     align_special_tokens,
     denumpify_detensorize,
@@ -57,12 +58,29 @@ from everstep import (
 from everstep.integrations.epochs import Epoch, Samples
 from everstep.integrations.predictions import Predictions
 from everstep.integrations.refusals import refusals
-from ucp_core.storage import open_store
+from everstep.integrations.resuming import (
+    CHANGED,
+    Earlier,
+    differing,
+    require_work,
+    training_arguments,
+)
+from ucp_core.native import checkpoint_name
+from ucp_core.storage import join, open_store
+from workers.collectives import on_host
 from workers.errors import LayoutRefusedError
 from workers.launchers import forget_place
 from workers.models import saved_by
 from workers.parallel import drop_gathered, own_names
-from workers.train import FinishedRun, all_agree, fill, finished_run, registered_state
+from workers.protocol import CHECKPOINTS
+from workers.train import (
+    FinishedRun,
+    all_agree,
+    fill,
+    finished_run,
+    registered_state,
+    runs_alone,
+)
 
 #: Lines of ``state.log_history`` that are saved; older ones are in the logs of the callbacks.
 _HISTORY: Final = 500
@@ -115,12 +133,23 @@ class ElasticTrainer(Trainer):
         )
         if refused:
             raise TaskError(f"ElasticTrainer: not supported: {'; '.join(refused)}", refused=refused)
+        args, resume = self.args, resume_from_checkpoint
+        self._resume = resume if isinstance(resume, str) else ""
+        # A script that runs alone hears the difference first, and from workers rank 0 tells it.
+        self._is_told = runs_alone()
+        if self._is_told:
+            self._resume = require_work(args, self._settings().train.steps, resume)
         self._prepare_source()
         self._source = self.model
-        run(self._train_elastically, directory=self.args.output_dir, settings=self._settings())
+        run(self._train_elastically, directory=args.output_dir, settings=self._settings())
         self._take_results()
-        loss = self._sums.total / max(1, self.state.global_step)
-        return TrainOutput(self.state.global_step, loss, {"train_loss": loss})
+        if finished_run() is not None:
+            # Where it was trained it was logged behind the last version.
+            done = {"epoch": self.state.epoch, "step": self.state.global_step}
+            self.state.log_history.append(self._train_metrics() | done)
+        history = reversed(self.state.log_history)
+        metrics = dict(next(line for line in history if "train_runtime" in line))
+        return TrainOutput(metrics.pop("step"), metrics["train_loss"], metrics)
 
     def evaluate(
         self,
@@ -142,28 +171,32 @@ class ElasticTrainer(Trainer):
         collate, read = self._reader(dataset, "evaluation")
 
         number, predictions = len(dataset), self._predictions()
+        # All in their order, or those of like length together.
+        order = list(self._get_eval_sampler(dataset) or range(number))
 
         def loss_of(indices: NDArray[Any]) -> tuple[Any, ...]:
-            inputs = collate(read(indices.tolist()))
+            inputs = collate(read([order[index] for index in indices]))
             outputs = predictions.add if predictions is not None else None
             found = self._loss(self.model, inputs, len(indices), outputs)
             self._tell("on_prediction_step")
             return found if predictions is None else (*found, predictions.last)
 
-        begun_s = time.monotonic()
+        begun_s, batch = time.monotonic(), self.args.per_device_eval_batch_size
         loss = session.evaluate(
-            loss_of, number, outputs=predictions.gathered if predictions is not None else None
+            loss_of,
+            number,
+            micro_batch=batch,
+            of_means=True,
+            outputs=predictions.gathered if predictions is not None else None,
         )
-        taken_s = time.monotonic() - begun_s
-        metrics = {
-            f"{metric_key_prefix}_loss": loss,
-            f"{metric_key_prefix}_runtime": taken_s,
-            f"{metric_key_prefix}_samples_per_second": number / taken_s,
-        }
+        metrics = {f"{metric_key_prefix}_loss": loss}
         if predictions is not None:
             told = denumpify_detensorize(self.compute_metrics(predictions.whole()))
             prefix = f"{metric_key_prefix}_"
             metrics |= {prefix + name.removeprefix(prefix): one for name, one in told.items()}
+        num_batches = math.ceil(number / batch)
+        taken_s = time.monotonic() - begun_s
+        metrics |= _speed(metric_key_prefix, taken_s, number, num_batches)
         self.log(metrics)
         self.control = self.callback_handler.on_evaluate(
             self.args, self.state, self.control, metrics
@@ -185,6 +218,36 @@ class ElasticTrainer(Trainer):
         return self._session.rank == 0 if self._session is not None else True
 
     is_local_process_zero = is_world_process_zero
+
+    def floating_point_ops(self, inputs: Any) -> int:
+        """Do as ``Trainer.floating_point_ops``; the weights of the whole model are counted once."""
+        if self._session is None:
+            return int(super().floating_point_ops(inputs))
+        taken = inputs.get(getattr(self.model, "main_input_name", "input_ids"))
+        return 6 * taken.numel() * self._num_weights if taken is not None else 0
+
+    def store_flos(self) -> None:
+        """Do as ``Trainer.store_flos``; all workers call it in training."""
+        session = self._session
+        if session is not None and session.world_size > 1:
+            counted = torch.tensor([self.current_flos], dtype=torch.float64, device=session.device)
+            torch.distributed.all_reduce(counted)
+            parallel = session.settings.parallel
+            # Those of a group compute the same batch.
+            self.current_flos = on_host(counted)[0] / (parallel.cp * parallel.tp * parallel.pp)
+        self.state.total_flos += self.current_flos
+        self.current_flos = 0.0
+
+    def _train_metrics(self) -> dict[str, float]:
+        """Return the last line of the log, as ``Trainer`` has it, of all attempts together."""
+        sums, state = self._sums, self.state
+        trained = state.global_step - sums.first
+        epochs = (state.epoch or 0.0) * trained / max(1, state.global_step)
+        num_samples = epochs * len(self.train_dataset)
+        return _speed("train", sums.seconds, num_samples, trained) | {
+            "total_flos": state.total_flos,
+            "train_loss": sums.total / max(1, trained),
+        }
 
     def _refuse_in_training(self, what: str) -> None:
         if self._session is not None:
@@ -227,12 +290,15 @@ class ElasticTrainer(Trainer):
             self.state, self._sums = TrainerState(), _Sums()
             self.state.compute_steps(args, newest.step)
             self.state.max_steps = newest.step
-            saved = _Saved(self.state, self._sums, self.callback_handler.callbacks)
+            saved = _Saved(self.state, self._sums, self.callback_handler.callbacks, {})
             saved.load_state_dict(registered_state(newest, "trainer"))
             self.state.global_step = newest.step
-        if done is not None or (best and self.state.best_global_step):
-            step = self.state.best_global_step if best else None
+        step = self.state.best_global_step if best else None
+        if done is not None or step:
             fill(_values(self.model), here.checkpoint(step))
+        if step:
+            self.state.best_model_checkpoint = join(args.output_dir, f"best-{step}")
+            self.save_model(self.state.best_model_checkpoint)
 
     def _settings(self) -> Settings:
         """Return the settings of a script that runs alone, from its arguments."""
@@ -243,7 +309,13 @@ class ElasticTrainer(Trainer):
         steps = args.max_steps
         if steps <= 0:
             steps = math.ceil(args.num_train_epochs * epoch.num_steps)
-        saves = args.save_strategy == "steps" and args.save_steps >= 1
+        saves: dict[Any, float] = {
+            SaveStrategy.EPOCH: epoch.num_steps,
+            SaveStrategy.STEPS: args.save_steps
+            if args.save_steps >= 1
+            else args.save_steps * steps,
+        }
+        every = saves.get(args.save_strategy)
         return Settings(
             data=DataSettings(seed=args.seed if args.data_seed is None else args.data_seed),
             train=TrainSettings(
@@ -258,14 +330,32 @@ class ElasticTrainer(Trainer):
                 schedule="constant",
             ),
             checkpoint=CheckpointSettings(
-                every_steps=int(args.save_steps) if saves else "auto",
+                every_steps="auto" if every is None else math.ceil(every),
                 keep=max(2, args.save_total_limit or 3),
             ),
         )
 
     def _train_elastically(self, session: Session) -> None:
-        source, args, train = self._source, self.args, session.settings.train
+        source, alpha = self._source, self.neftune_noise_alpha
         self._session, self.lr_scheduler = session, None
+        noise = None if alpha is None else activate_neftune(source, alpha, self.accelerator)
+        try:
+            self._train_steps(session, self._build(session))
+            if session.world_size == 1:
+                _copy_values(self.model, source)
+        finally:
+            self._session = self.optimizer = self.lr_scheduler = None
+            self.model = self.model_wrapped = source
+            self._show_callbacks()
+            if noise is not None:
+                deactivate_neftune(source, noise, self.accelerator)
+
+    def _build(self, session: Session) -> LRScheduler:
+        """Make what is trained, with the state that it goes on from; return the scheduler."""
+        source = self._source
+        self._earlier = Earlier.at(self._resume) if self._resume and not session.step else None
+        if self._earlier is not None:
+            self._earlier.begin(self, session)
         # Deep copies take this for the parameter with its values, so a tied one stays tied.
         empty = {
             id(one): nn.Parameter(torch.empty_like(one, dtype=torch.float32, device="meta"))
@@ -278,43 +368,39 @@ class ElasticTrainer(Trainer):
         def initialise(fqn: str, _shape: tuple[int, ...]) -> Tensor:
             return named[fqn].detach().float()
 
-        alpha = self.neftune_noise_alpha
-        noise = None if alpha is None else activate_neftune(source, alpha, self.accelerator)
-        try:
-            model = session.model(lambda: copy.deepcopy(source, dict(empty)), initialise)
-            optimizer = session.optimizer(self._make_optimizer)
-            self.model = self.model_wrapped = model
-            self.optimizer = optimizer
-            scheduler = self.create_scheduler(train.steps, optimizer)
-            if not isinstance(scheduler, LRScheduler):
-                raise TaskError(
-                    f"ElasticTrainer: not supported: {type(scheduler).__name__}, which is no "
-                    "LRScheduler of torch; set another args.lr_scheduler_type"
-                )
-            session.register("lr_scheduler", scheduler)
-            self._begin_state(session)
-            self._show_callbacks()
-            optimizer.register_step_pre_hook(lambda *_: self._tell("on_pre_optimizer_step"))
-            optimizer.register_step_post_hook(lambda *_: self._tell("on_optimizer_step"))
-            self._tell("on_train_begin")
-            if args.eval_on_start and not session.step:
-                self.evaluate()
-            begins_epoch = True
-            for step in session.steps(self._loader()):
-                if begins_epoch:
-                    self._tell("on_epoch_begin")
-                begins_epoch = self._step(step, model, scheduler)
-                if self.control.should_training_stop and step.number < train.steps:
-                    session.stop("a callback of the trainer asked for it (should_training_stop)")
-            self._tell("on_train_end")
-            if session.world_size == 1:
-                _copy_values(model, source)
-        finally:
-            self._session = self.optimizer = self.lr_scheduler = None
-            self.model = self.model_wrapped = source
-            self._show_callbacks()
-            if noise is not None:
-                deactivate_neftune(source, noise, self.accelerator)
+        model = session.model(lambda: copy.deepcopy(source, dict(empty)), initialise)
+        optimizer = session.optimizer(self._make_optimizer)
+        self.model = self.model_wrapped = model
+        self.optimizer = optimizer
+        scheduler = self.create_scheduler(session.settings.train.steps, optimizer)
+        if not isinstance(scheduler, LRScheduler):
+            raise TaskError(
+                f"ElasticTrainer: not supported: {type(scheduler).__name__}, which is no "
+                "LRScheduler of torch; set another args.lr_scheduler_type"
+            )
+        if self._earlier is not None:
+            self._earlier.fill(self._locals, self, model, scheduler)
+        session.register("lr_scheduler", scheduler)
+        self._begin_state(session)
+        self._show_callbacks()
+        optimizer.register_step_pre_hook(lambda *_: self._tell("on_pre_optimizer_step"))
+        optimizer.register_step_post_hook(lambda *_: self._tell("on_optimizer_step"))
+        return scheduler
+
+    def _train_steps(self, session: Session, scheduler: LRScheduler) -> None:
+        self._clock_s = time.monotonic()
+        self._tell("on_train_begin")
+        if self.args.eval_on_start and not session.step:
+            self.evaluate()
+        begins_epoch = True
+        for step in session.steps(self._loader()):
+            if begins_epoch:
+                self._tell("on_epoch_begin")
+            begins_epoch = self._step(step, self.model, scheduler)
+            if self.control.should_training_stop and step.number < session.settings.train.steps:
+                session.stop("a callback of the trainer asked for it (should_training_stop)")
+        self.log(self._train_metrics())
+        self._tell("on_train_end")
 
     def _prepare_source(self) -> None:
         """Change the script's model as ``Trainer.train`` does."""
@@ -361,8 +447,21 @@ class ElasticTrainer(Trainer):
             session.keep_best(self._best_name(), mode=mode)
         self._tell_ignored(session)
         self._sums = _Sums()
+        self.current_flos, self._num_weights = 0.0, _num_weights(self._source)
+        if self._earlier is not None:
+            self._sums.first = self._earlier.load_state(self.state, but=_OWN)
         callbacks = self.callback_handler.callbacks
-        session.register("trainer", _Saved(self.state, self._sums, callbacks))
+        saved = _Saved(self.state, self._sums, callbacks, training_arguments(args))
+        session.register("trainer", saved)
+        if saved.differing and session.rank == 0 and not self._is_told:
+            log.warning(CHANGED, session.step, ", ".join(saved.differing))
+        if self._resume and self._earlier is None and self._sums.origin != self._resume:
+            raise TaskError(
+                f"ElasticTrainer: train(resume_from_checkpoint={self._resume!r}): the run "
+                f"directory has steps up to {session.step} that did not begin there; name another "
+                "one, or leave the argument out to go on from its newest step"
+            )
+        self._sums.origin = self._resume
         # What transformers' own callbacks ask for follows from the state, which is the same on all.
         self._votes = any(not type(one).__module__.startswith("transformers.") for one in callbacks)
 
@@ -404,11 +503,15 @@ class ElasticTrainer(Trainer):
         state.global_step, state.epoch = step.number, self._epoch.at(step.number)
         filters = args.logging_nan_inf_filter and not math.isfinite(step.loss)
         self._sums.add(self._sums.mean if filters else step.loss)
+        now_s = time.monotonic()
+        self._sums.seconds, self._clock_s = self._sums.seconds + now_s - self._clock_s, now_s
         self._tell("on_step_end")
         self._log_evaluate_save(step, scheduler)
         ends_epoch = step.number % self._epoch.num_steps == 0 or step.number == train.steps
         self._agree_on_control(step, is_last=step.number == train.steps)
         if ends_epoch or self.control.should_training_stop:
+            # The version of the last step has all of them.
+            self.store_flos()
             self._tell("on_epoch_end")
             self._log_evaluate_save(step, scheduler)
             self._agree_on_control(step, is_last=step.number == train.steps)
@@ -434,6 +537,7 @@ class ElasticTrainer(Trainer):
         """Do what the callbacks have asked for."""
         if self.control.should_log and self._sums.steps:
             loss = self._sums.take_mean()
+            self.store_flos()
             self.log({"loss": loss, "grad_norm": step.grad_norm, "learning_rate": step.lr})
         if self.control.should_evaluate:
             metrics = self.evaluate()
@@ -444,8 +548,12 @@ class ElasticTrainer(Trainer):
             if self.args.save_strategy == "best":
                 self.control.should_save = is_best
             if isinstance(scheduler, ReduceLROnPlateau):
-                scheduler.step(metrics["eval_loss"])
+                scheduler.step(metrics[self._best_name()])
         if self.control.should_save:
+            if self.state.best_global_step:
+                best = checkpoint_name(self.state.best_global_step)
+                directory = self._session.settings.run.directory
+                self.state.best_model_checkpoint = join(directory, CHECKPOINTS, best)
             self._tell("on_save")
 
     def _loss(
@@ -461,11 +569,13 @@ class ElasticTrainer(Trainer):
         """
         inputs = self._prepare_inputs(inputs)
         assert self._session is not None, "it trains"
+        is_evaluation = not model.training
+        if num_samples and not is_evaluation:
+            self.current_flos += float(self.floating_point_ops(inputs))
         degree = self._session.settings.parallel.cp
         if degree > 1:
             inputs = self._session.part(inputs)
         labels = inputs.get("shift_labels", inputs.get("labels"))
-        is_evaluation = not model.training
         # A mean over batches is what Trainer makes of them; an evaluation is one over samples.
         tokens = num_samples if is_evaluation else self._session.settings.train.micro_batch
         counts = self.model_accepts_loss_kwargs or self.compute_loss_func is not None
@@ -486,6 +596,9 @@ class ElasticTrainer(Trainer):
             batch = dict(inputs)
             loss, returned = self.compute_loss(model, inputs, return_outputs=True)
             outputs(batch, returned)
+        filters = is_evaluation and self.args.logging_nan_inf_filter
+        if filters and not loss.isfinite():
+            tokens = 0
         # The mean over no labels is no number, and counts for nothing.
         return loss if tokens else loss.nan_to_num(nan=0.0), tokens
 
@@ -495,9 +608,16 @@ class ElasticTrainer(Trainer):
             Samples(self.train_dataset, read),
             collate_fn=lambda held: (held.num_samples, collate(held)),
             num_workers=self.args.dataloader_num_workers,
+            sampler=self._sampler(),
         )
         loader.epoch = self._epoch.taken, self._epoch.num_positions
         return loader
+
+    def _sampler(self) -> Any:
+        """Return what gives the order; None for the one of everstep, which is random."""
+        is_own = type(self)._get_train_sampler is not ElasticTrainer._get_train_sampler  # noqa: SLF001  of its class
+        is_random = self.args.train_sampling_strategy == "random"
+        return None if is_random and not is_own else self._get_train_sampler(self.train_dataset)
 
     def _reader(
         self, dataset: Any, what: str
@@ -517,6 +637,13 @@ class ElasticTrainer(Trainer):
             raise TaskError(f"ElasticTrainer: args.optim={self.args.optim} needs whole matrices")
         decaying = own_names((name, name) for name in self.get_decay_parameter_names(self._source))
         trained = {name: one for name, one in named.items() if one.requires_grad}
+        every = [name for name in own_names(self._source.named_parameters()) if name in trained]
+        self._locals = {
+            name: trained[name]
+            for decays in (True, False)
+            for name in every
+            if (name in decaying) == decays
+        }
         groups = [
             {
                 "params": [one for name, one in trained.items() if (name in decaying) == decays],
@@ -530,11 +657,22 @@ class ElasticTrainer(Trainer):
 
 @dataclass(slots=True)
 class _Sums:
-    """Losses of steps: of all, and since the last line of the log."""
+    """What adds up over the steps.
+
+    Attributes:
+        total: Losses of all steps.
+        loss: Losses of the ``steps`` since the last line of the log.
+        seconds: Time for which attempts trained, up to the step that was saved.
+        first: Steps that were done elsewhere.
+        origin: Where they were done, as the script says it.
+    """
 
     total: float = 0.0
     loss: float = 0.0
     steps: int = 0
+    seconds: float = 0.0
+    first: int = 0
+    origin: str = ""
 
     def add(self, loss: float) -> None:
         self.total, self.loss, self.steps = self.total + loss, self.loss + loss, self.steps + 1
@@ -550,10 +688,21 @@ class _Sums:
 
 
 class _Saved:
-    """What is saved of a trainer beside model, optimizer and scheduler."""
+    """What is saved of a trainer beside model, optimizer and scheduler.
 
-    def __init__(self, state: TrainerState, sums: _Sums, callbacks: Sequence[Any]) -> None:
-        self._state, self._sums = state, sums
+    Attributes:
+        differing: What of ``arguments`` was otherwise when it was saved, for people.
+    """
+
+    def __init__(
+        self,
+        state: TrainerState,
+        sums: _Sums,
+        callbacks: Sequence[Any],
+        arguments: Mapping[str, Any],
+    ) -> None:
+        self._state, self._sums, self._arguments = state, sums, arguments
+        self.differing: list[str] = []
         stateful = [one for one in callbacks if isinstance(one, ExportableState)]
         self._callbacks = {
             f"{number} {type(one).__name__}": one for number, one in enumerate(stateful)
@@ -564,7 +713,10 @@ class _Saved:
         state = json.loads(json.dumps(reached, default=str))
         state["log_history"] = state["log_history"][-_HISTORY:]
         counted = {name: dict(one.state()["attributes"]) for name, one in self._callbacks.items()}
-        return {"state": state, "sums": asdict(self._sums), "callbacks": counted}
+        return {
+            "state": state, "sums": asdict(self._sums), "callbacks": counted,
+            "arguments": self._arguments,
+        }  # fmt: skip
 
     def load_state_dict(self, saved: dict[str, Any]) -> None:
         state = {name: value for name, value in saved["state"].items() if name not in _OWN}
@@ -573,6 +725,7 @@ class _Saved:
             setattr(self._sums, name, value)
         for name, callback in self._callbacks.items():
             vars(callback).update(saved["callbacks"].get(name, {}))
+        self.differing = differing(saved.get("arguments", {}), self._arguments)
 
 
 def _copy_values(model: nn.Module, source: nn.Module) -> None:
@@ -583,6 +736,22 @@ def _copy_values(model: nn.Module, source: nn.Module) -> None:
         for name, one in _values(source).items():
             value = trained[name]
             one.copy_(value.full_tensor() if isinstance(value, DTensor) else value)
+
+
+def _speed(split: str, taken_s: float, num_samples: float, num_steps: int) -> dict[str, float]:
+    """Return what ``transformers.trainer_utils.speed_metrics`` does, of a duration."""
+    per_s = 1.0 / max(taken_s, 1e-9)
+    return {
+        f"{split}_runtime": round(taken_s, 4),
+        f"{split}_samples_per_second": round(num_samples * per_s, 3),
+        f"{split}_steps_per_second": round(num_steps * per_s, 3),
+    }
+
+
+def _num_weights(model: nn.Module) -> int:
+    """Return the weights that ``Trainer.floating_point_ops`` counts."""
+    count = getattr(model, "num_parameters", None)
+    return int(count(exclude_embeddings=True)) if count is not None else 0
 
 
 def _values(model: nn.Module) -> dict[str, Tensor]:
