@@ -537,11 +537,14 @@ class StepCost(NamedTuple):
         compute_s: Forward and backward of its fastest micro-batch; on a device the fastest of each
             of those that hold no collective.
         data_s: Wait for the data of a micro-batch, the mean of the step.
+        tokens: Those of the micro-batch that ``compute_s`` is of, the larger number if it is of
+            two; 0 if unknown.
     """
 
     step: int
     compute_s: float
     data_s: float
+    tokens: int = 0
 
 
 class StepFacts(NamedTuple):
@@ -593,7 +596,7 @@ class Digest:
         return _unpacked, (costs, self.span, self.span_s)
 
 
-_COST: Final = struct.Struct("<Iff")
+_COST: Final = struct.Struct("<IffI")
 
 
 def _unpacked(costs: bytes, span: str, span_s: float) -> Digest:

@@ -26,13 +26,19 @@ from typing import Final
 from orchestrator.diagnosis.graph import WaitGraph
 from orchestrator.diagnosis.programs import outnumbered
 from orchestrator.diagnosis.slow import (
+    ALONE,
     LEAST_LOG,
     NUM_PAST,
     NUM_PEERS_FEW,
     NUM_RECENT,
     Lag,
+    Moments,
+    is_whole_stage,
     lagging,
     logs,
+    moments,
+    power,
+    stage_of,
 )
 from orchestrator.diagnosis.verdicts import Alternative, Guilty, Kind, Suspicion, listed
 from ucp_core.layout import ParallelLayout
@@ -53,6 +59,8 @@ _TIMES_NEWS: Final = 0.25
 #: A rank is steadily slow if each of so many last steps was within this factor of the usual one.
 _NUM_STEADY: Final = 4
 _STEADY_LOG: Final = log(1.5)
+#: One that is slow by different factors may compile: in so many steps it does not.
+_NUM_ERRATIC: Final = 8
 #: A rank is held up if it waits longer than this, and than so many times the usual wait.
 _HELD_S: Final = 3.0
 _HELD_TIMES: Final = 3.0
@@ -63,8 +71,6 @@ _USUAL_PLACE: Final = -3
 _SILENT_S: Final = 1.0
 _STOPPED: Final = frozenset("Tt")
 _RUNS: Final = frozenset("RD")
-
-_ALONE: Final = " It is alone on its stage, whose work may have grown."
 
 SLOW: Final = frozenset({Kind.SLOW_COMPUTE, Kind.SLOW_DATA})
 
@@ -87,7 +93,6 @@ class _Costs:
     def __init__(self, roles: Sequence[Hashable]) -> None:
         self._roles = dict(enumerate(roles))
         self._stages = {rank: stage_of(role) for rank, role in self._roles.items()}
-        self._on_stage = Counter(self._stages.values())
         self._num_peers = Counter(roles)
         self._by_past = frozenset(
             rank for rank, role in enumerate(roles) if self._num_peers[role] <= NUM_PEERS_FEW
@@ -136,8 +141,11 @@ class _Costs:
         )
 
     def may_be_work(self, rank: int) -> bool:
-        """Return whether a rank is its whole stage, whose work may have grown."""
-        return self._on_stage[self._stages[rank]] == 1 < len(self._roles)
+        """Return whether a rank is its whole stage, or may compile."""
+        since_step, by_step = self.lags[rank].since_step, self._logs[rank]
+        num_slow = sum(step >= since_step and ratio > LEAST_LOG for step, ratio in by_step.items())
+        is_short = num_slow < _NUM_ERRATIC and not self.is_steady(rank)
+        return is_short or is_whole_stage(rank, self._roles)
 
     def peers(self, rank: int) -> list[int]:
         """Return those whom the rank was compared with; none if that was its own past."""
@@ -145,6 +153,32 @@ class _Costs:
             return []
         role = self._roles[rank]
         return [other for other, one in self._roles.items() if one == role and other != rank]
+
+
+class _Sizes:
+    """How the compute of each role grows with the tokens of a micro-batch, in the last steps."""
+
+    def __init__(self, roles: Sequence[Hashable]) -> None:
+        self._roles = roles
+        self._first: dict[Hashable, int] = {}
+        self._known: dict[Hashable, deque[Moments]] = {}
+
+    def evened(self, costs: Mapping[int, StepCost]) -> dict[int, float]:
+        """Return what the compute would be with as many tokens for all ranks of a role."""
+        by_role: dict[Hashable, dict[int, StepCost]] = defaultdict(dict)
+        for rank, one in costs.items():
+            if one.compute_s > 0.0:
+                by_role[self._roles[rank]][rank] = one
+        found: dict[int, float] = {}
+        for role, each in by_role.items():
+            first = self._first.get(role) or next(iter(each.values())).tokens
+            self._first[role] = first
+            known = self._known.setdefault(role, deque(maxlen=_NUM_STEPS))
+            known.append(moments((one.tokens, one.compute_s) for one in each.values()))
+            grows = power(known)
+            for rank, one in each.items():
+                found[rank] = one.compute_s / ((one.tokens / first) ** grows if grows else 1.0)
+        return found
 
 
 def _keep(by_step: dict[int, float], step: int, value: float) -> None:
@@ -202,7 +236,9 @@ class Live:
         self._compute = _Costs(roles)
         self._data = _Costs(roles)
         self._roles = roles
+        self._role_of = dict(enumerate(roles))
         self._usual: dict[Hashable, deque[float]] = defaultdict(lambda: deque(maxlen=_NUM_STEPS))
+        self._sizes = _Sizes(roles)
         self._waits = _Waits()
         self._pending: dict[int, _Step] = {}
         self._ended_s: dict[int, float] = {}
@@ -258,6 +294,7 @@ class Live:
         is_news = is_new or any(
             abs(one.times - before[_key(one)].times) > _TIMES_NEWS * one.times
             or one.is_steady != before[_key(one)].is_steady
+            or one.may_be_work != before[_key(one)].may_be_work
             for one in found
         )
         if is_news:
@@ -277,7 +314,7 @@ class Live:
             self._ended_s[step] = pending.first_s
             compute = {r: one.compute_s for r, one in pending.costs.items() if one.compute_s > 0.0}
             usual_s = self._usual_compute_s(compute)
-            self._compute.take(step, compute)
+            self._compute.take(step, self._sizes.evened(pending.costs))
             self._data.take(
                 step,
                 {
@@ -322,7 +359,7 @@ class Live:
                         may_be_work=costs.may_be_work(rank),
                         evidence=f"{_who(rank, row, node)} {does} {lag.times:.2f} times as long as "
                         f"{beside}, from step {lag.since_step} on."
-                        + (_ALONE if costs.may_be_work(rank) else ""),
+                        + (ALONE if is_whole_stage(rank, self._role_of) else ""),
                     )
                 )
         return found
@@ -385,11 +422,6 @@ class Live:
                 )
             )
         return found
-
-
-def stage_of(role: Hashable) -> Hashable:
-    """Return the stage of a role as ``roles_of`` returns it."""
-    return role[0] if isinstance(role, tuple) and role else role
 
 
 def roles_of(layout: ParallelLayout) -> list[tuple[int, ...]]:

@@ -19,7 +19,7 @@ from bisect import bisect_left
 from collections import Counter, defaultdict
 from collections.abc import Collection, Hashable, Iterable, Iterator, Mapping, Sequence
 from statistics import fmean, median, median_low
-from typing import Final, NamedTuple, TypeVar
+from typing import Final, NamedTuple, TypeAlias, TypeVar
 
 from orchestrator.diagnosis.records import Operation
 from orchestrator.diagnosis.verdicts import Guilty, Kind, Verdict, listed
@@ -43,12 +43,18 @@ _NOISE_TIMES: Final = 7.0
 #: Noise is told from so many others.
 _OTHERS_MAX: Final = 500
 #: Attention grows with the square.
-_POWER_MAX: Final = 2.0
+POWER_MAX: Final = 2.0
+#: Sizes that differ by less, about a millionth, say nothing.
+_ACROSS_MIN: Final = 1e-12
 _COMPUTE: Final = ("forward", "backward")
+
+ALONE: Final = " It is alone on its stage, whose work may have grown."
 
 K = TypeVar("K", bound=Hashable)
 #: Cost of each key in each step.
 Series = Mapping[K, Mapping[int, float]]
+#: The number of costs; sums of the logarithms of sizes and costs, of squares and products.
+Moments: TypeAlias = tuple[float, float, float, float, float]
 
 
 class Lag(NamedTuple):
@@ -60,18 +66,46 @@ class Lag(NamedTuple):
 
 def growth(sizes_costs: Iterable[tuple[float, float]], most: float) -> float:
     """Return by which power of the size a cost grows, 0 to ``most``; 0 if a size is unknown."""
-    points = list(sizes_costs)
-    if not points or any(size <= 0.0 for size, _ in points):
-        return 0.0
-    logs = [(math.log(size), math.log(cost)) for size, cost in points if cost > 0.0]
-    middle, level = (fmean(each) for each in zip(*logs, strict=True))
-    across = sum((x - middle) ** 2 for x, _ in logs)
-    along = sum((x - middle) * (y - level) for x, y in logs)
-    return min(max(along / across, 0.0), most) if across else 0.0
+    return power([moments(sizes_costs)], most)
 
 
-def lags(series: Series[K], roles: Mapping[K, Hashable], least_times: float = 1.0) -> dict[K, Lag]:
-    """Return which keys cost more, ``least_times``, than those of their role, or than they did."""
+def moments(sizes_costs: Iterable[tuple[float, float]]) -> Moments:
+    """Return what ``power`` needs of some costs; nan if a size is unknown."""
+    logs = [
+        (math.log(size) if size > 0.0 else math.nan, math.log(cost))
+        for size, cost in sizes_costs
+        if cost > 0.0
+    ]
+    return (
+        len(logs),
+        sum(x for x, _ in logs),
+        sum(y for _, y in logs),
+        sum(x * x for x, _ in logs),
+        sum(x * y for x, y in logs),
+    )
+
+
+def power(parts: Iterable[Moments], most: float = POWER_MAX) -> float:
+    """Return ``growth`` of all costs of which ``parts`` are."""
+    num, x, y, xx, xy = (sum(each) for each in zip(*parts, strict=True))
+    across = xx - x * x / num if num else 0.0
+    return min(max((xy - x * y / num) / across, 0.0), most) if across > _ACROSS_MIN * num else 0.0
+
+
+def lags(
+    series: Series[K],
+    roles: Mapping[K, Hashable],
+    least_times: float = 1.0,
+    *,
+    stages: Mapping[K, Hashable] | None = None,
+    nodes: Mapping[K, Hashable] | None = None,
+) -> dict[K, Lag]:
+    """Return which keys cost more, ``least_times``, than those of their role, or than they did.
+
+    Args:
+        stages: Of each key, as for ``logs``.
+        nodes: Of each key, as for ``lagging``.
+    """
     num_peers = Counter(roles[key] for key in series)
     past = {
         key: (steps[NUM_PAST - 1], median(costs[step] for step in steps[:NUM_PAST]))
@@ -85,10 +119,15 @@ def lags(series: Series[K], roles: Mapping[K, Hashable], least_times: float = 1.
     slower: dict[K, dict[int, float]] = {key: {} for key in series}
     for step, of_step in by_step.items():
         known = {key: usual for key, (last, usual) in past.items() if step > last}
-        for key, log in logs(of_step, roles, num_peers, known).items():
+        for key, log in logs(of_step, roles, num_peers, known, stages).items():
             slower[key][step] = log
     by_past = {key for key in series if num_peers[roles[key]] <= NUM_PEERS_FEW}
-    return lagging(slower, by_past, least_times)
+    return lagging(slower, by_past, least_times, nodes=nodes)
+
+
+def stage_of(role: Hashable) -> Hashable:
+    """Return the stage of a role: ranks of a stage get more work together."""
+    return role[0] if isinstance(role, tuple) and role else role
 
 
 def logs(
@@ -232,6 +271,12 @@ def _windows(
         yield window, median_low([by_step[step] for step in window])
 
 
+def is_whole_stage(rank: int, roles: Mapping[int, Hashable]) -> bool:
+    """Return whether a rank is alone on its stage, whose work may have grown."""
+    stage = stage_of(roles[rank])
+    return sum(stage_of(one) == stage for one in roles.values()) == 1 < len(roles)
+
+
 def slow_ranks(rows: Mapping[int, list[Operation]]) -> list[Verdict]:
     """Return who computes or loads data slowly.
 
@@ -244,19 +289,21 @@ def slow_ranks(rows: Mapping[int, list[Operation]]) -> list[Verdict]:
     for rank, by_span in spans.items():
         for (_, op), each in by_span.items():
             points[roles[rank], op] += [(size, own_s) for _, own_s, size in each]
-    powers = {key: growth(each, _POWER_MAX) for key, each in points.items() if key[1] in _COMPUTE}
+    powers = {key: growth(each, POWER_MAX) for key, each in points.items() if key[1] in _COMPUTE}
     compute = {
         rank: _compute(by, {op: powers[role, op] for role, op in powers if role == roles[rank]})
         for rank, by in spans.items()
     }
-    found = lags(_known(compute), roles)
+    nodes = {rank: operations[0].node or rank for rank, operations in rows.items()}
+    stages = {rank: stage_of(role) for rank, role in roles.items()}
+    found = lags(_known(compute), roles, stages=stages, nodes=nodes)
     usual_s: dict[Hashable, float] = {}
     for rank, by in spans.items():
         if compute[rank]:
             mine_s = median(_compute(by, {}).values())
             usual_s[roles[rank]] = min(mine_s, usual_s.get(roles[rank], mine_s))
     data = _known({rank: _data(spans[rank], usual_s.get(roles[rank], 0.0)) for rank in rows})
-    starved = lags(data, roles)
+    starved = lags(data, roles, stages=stages, nodes=nodes)
     return [
         *_verdicts(Kind.SLOW_COMPUTE, "computes", found, rows, roles),
         *_verdicts(Kind.SLOW_DATA, "waits for data, beside its computing,", starved, rows, roles),
@@ -272,15 +319,16 @@ def _verdicts(
 ) -> Iterator[Verdict]:
     for rank, lag in sorted(found.items()):
         same = [other for other in roles if other != rank and roles[other] == roles[rank]]
+        is_alone = is_whole_stage(rank, roles)
         beside = listed(same) if len(same) >= NUM_PEERS_FEW else "it did before"
         began = [one.enter_s for one in rows[rank] if one.step == lag.since_step]
         yield Verdict(
             kind=kind,
             guilty=Guilty.of([rank], (), {node for one in rows[rank][:1] if (node := one.node)}),
-            confidence=0.9,
+            confidence=0.5 if is_alone else 0.9,
             since_s=min(began),
             evidence=f"Rank {rank} {does} {lag.times:.2f} times as long as {beside}, from step "
-            f"{lag.since_step} on.",
+            f"{lag.since_step} on." + (ALONE if is_alone else ""),
         )
 
 

@@ -166,10 +166,10 @@ class Attempt:
         """Keep ``what`` alive while the transport may use it."""
         self._kept.append(what)
 
-    def span(self, op: str, *, step: int, micro_batch: int) -> None:
+    def span(self, op: str, *, step: int, micro_batch: int, tokens: int = 0) -> None:
         """Record that the training thread begins work of its own, or with "" that it ends it."""
         record = self.ring.span if self.device_spans is None else self.device_spans.span
-        record(op, step=step, micro_batch=micro_batch)
+        record(op, step=step, micro_batch=micro_batch, tokens=tokens)
 
     def note_call(self) -> None:
         """Note that a collective on a device is called, or waited for."""

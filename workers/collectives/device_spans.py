@@ -45,7 +45,7 @@ class DeviceSpans:
         self._open: tuple[int, Mark, int] | None = None
         self._over: list[tuple[int, Mark, Mark]] = []
 
-    def span(self, op: str, *, step: int, micro_batch: int) -> None:
+    def span(self, op: str, *, step: int, micro_batch: int, tokens: int = 0) -> None:
         """Record that the span before ends, and that ``op`` begins, if not ""."""
         if self._open is not None:
             number, begin, num_calls = self._open
@@ -58,6 +58,6 @@ class DeviceSpans:
                 if end.is_reached():
                     self._ring.measured(number, end.since(begin))
             self._over.clear()
-        number = self._ring.span(op, step=step, micro_batch=micro_batch)
+        number = self._ring.span(op, step=step, micro_batch=micro_batch, tokens=tokens)
         if op in _TIMED:
             self._open = number, self._mark(), self.num_calls

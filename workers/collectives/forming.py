@@ -151,7 +151,7 @@ def locate(place: tuple[int, int, int], node: str) -> None:
     _process.current.ring.locate(place, node)
 
 
-def span(op: str, *, step: int = 0, micro_batch: int = 0) -> None:
+def span(op: str, *, step: int = 0, micro_batch: int = 0, tokens: int = 0) -> None:
     """Record that the training thread begins work of its own, or with "" that it ends the last.
 
     Does nothing outside an attempt.
@@ -159,9 +159,10 @@ def span(op: str, *, step: int = 0, micro_batch: int = 0) -> None:
     Args:
         op: "data", "forward", "backward" or "optimizer".
         micro_batch: Number among those of this rank in the step, from 0.
+        tokens: How many the work that ends has read.
     """
     if _process.current is not None:
-        _process.current.span(op, step=step, micro_batch=micro_batch)
+        _process.current.span(op, step=step, micro_batch=micro_batch, tokens=tokens)
 
 
 def places() -> Places:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from statistics import fmean
 from typing import NamedTuple
 
@@ -13,13 +13,14 @@ from workers.protocol import StepCost
 class Span(NamedTuple):
     """A span that is over; ``own_s`` is its time without what the rank waited for others.
 
-    On a device it is 0.0 if unknown.
+    On a device it is 0.0 if unknown. ``tokens`` are those that it read, 0 if unknown.
     """
 
     op: str
     step: int
     micro_batch: int
     own_s: float
+    tokens: int = 0
 
 
 class Costs:
@@ -68,7 +69,9 @@ def _cost(step: int, spans: Sequence[Span]) -> StepCost | None:
             compute[span.micro_batch] += span.own_s
     if not compute:
         return None
-    return StepCost(step, min(compute.values()), fmean(waits) if waits else 0.0)
+    least = min(compute, key=lambda number: compute[number])
+    tokens = _tokens(step, spans, (least,))
+    return StepCost(step, compute[least], fmean(waits) if waits else 0.0, tokens)
 
 
 def _device_cost(step: int, spans: Sequence[Span]) -> StepCost | None:
@@ -77,11 +80,17 @@ def _device_cost(step: int, spans: Sequence[Span]) -> StepCost | None:
     The first pass may gather parameters in its forward, the last one reduce in its backward: the
     fastest forward and the fastest backward are of any.
     """
-    known: dict[str, list[float]] = defaultdict(list)
+    known: dict[str, list[tuple[float, int]]] = defaultdict(list)
     for span in spans:
         if span.step == step and (span.own_s or span.op == "data"):
-            known[span.op].append(span.own_s)
+            known[span.op].append((span.own_s, span.micro_batch))
     if not known["forward"] or not known["backward"]:
         return None
-    data_s = fmean(known["data"]) if known["data"] else 0.0
-    return StepCost(step, min(known["forward"]) + min(known["backward"]), data_s)
+    (forward_s, one), (backward_s, other) = min(known["forward"]), min(known["backward"])
+    data_s = fmean(wait_s for wait_s, _ in known["data"]) if known["data"] else 0.0
+    return StepCost(step, forward_s + backward_s, data_s, _tokens(step, spans, (one, other)))
+
+
+def _tokens(step: int, spans: Sequence[Span], micro_batches: Collection[int]) -> int:
+    read = (one for one in spans if one.step == step and one.micro_batch in micro_batches)
+    return max((one.tokens for one in read), default=0)

@@ -59,6 +59,7 @@ from workers.records.ring_format import (
     PLACE_AT,
     RANK_WORD,
     RECORD,
+    SEQ_HALF,
     SPAN_WORD,
     STATE,
     VERSION,
@@ -225,10 +226,13 @@ class RecordRing:
             self._store(state)
             return seq, number
 
-    def span(self, op: str, *, step: int = 0, micro_batch: int = 0) -> int:
+    def span(self, op: str, *, step: int = 0, micro_batch: int = 0, tokens: int = 0) -> int:
         """Record that the span before ends, and that ``op`` of a micro-batch begins, if not "".
 
         For the thread that made the ring. Collectives from now on are of this step and micro-batch.
+
+        Args:
+            tokens: How many the span that ends has read.
 
         Returns:
             The number of the span's record, -1 if none begins.
@@ -238,7 +242,9 @@ class RecordRing:
             if self._is_open:
                 self._is_open = False
                 blocked_ns = self._blocked_ns - self._blocked_before_ns
-                self._end(self._span - 1, FINISHED, now_ns, blocked_ns)
+                at = self._end(self._span - 1, FINISHED, now_ns, blocked_ns)
+                if tokens and at:
+                    self._halves[at // 4 + SEQ_HALF] = min(tokens, _US_MAX)
             if op:
                 self._step, self._micro_batch = step, micro_batch
                 self._blocked_before_ns = self._blocked_ns
@@ -270,12 +276,14 @@ class RecordRing:
         self._words[NUM_STORED_WORD] = number + 1
         return number
 
-    def _end(self, number: int, flags: int, now_ns: int, blocked_ns: int) -> None:
+    def _end(self, number: int, flags: int, now_ns: int, blocked_ns: int) -> int:
+        """Record the end; return where the record is, 0 if it is overwritten by now."""
         at = self._records_at + number % self._num_records * RECORD.size
-        # It may be overwritten by now.
-        if self._words[at // 8] == number + 1:
-            self._halves[at // 4 + BLOCKED_HALF] = min(blocked_ns // 1000, _US_MAX)
-            self._words[at // 8 + EXIT_WORD] = now_ns << FLAG_BITS | flags
+        if self._words[at // 8] != number + 1:
+            return 0
+        self._halves[at // 4 + BLOCKED_HALF] = min(blocked_ns // 1000, _US_MAX)
+        self._words[at // 8 + EXIT_WORD] = now_ns << FLAG_BITS | flags
+        return at
 
     def reach(self, group: int, seq: int) -> None:
         """Record that the device has reached ``seq`` of ``group``; earlier ones come first.

@@ -92,11 +92,12 @@ STATE: Final = struct.Struct("<QQQQQQQQQ")
 NAME: Final = struct.Struct("<Q112sII")
 GROUP_BYTES: Final = 2 * STATE.size + NAME.size
 NAME_BYTES_MAX: Final = 112
-# number + 1, group, op, dtype, seq, step, micro-batch, history (of a span on a device: what that
-# took, in us, 0 if unknown), blocked in us, size_bytes (of a span: number + 1 of the span before),
-# enter_ns, number + 1, exit_ns with flags
+# number + 1, group, op, dtype, seq (of a span: tokens that it read), step, micro-batch, history (of
+# a span on a device: what that took, in us, 0 if unknown), blocked in us, size_bytes (of a span:
+# number + 1 of the span before), enter_ns, number + 1, exit_ns with flags
 RECORD: Final = struct.Struct("<QHBBIIIIIQQQQ")
 #: As indices of 4-byte and of 8-byte words.
+SEQ_HALF: Final = 3
 HISTORY_HALF: Final = 6
 BLOCKED_HALF: Final = 7
 EXIT_WORD: Final = 7

@@ -162,7 +162,7 @@ class RingReader:
         found: list[Span] = []
         now_in, since_ns, at, has_gap = 0, now_ns, newest, False
         while at > self._last_span:
-            number, _, op, _, _, step, micro_batch, took, us, before, enter_ns, commit, end = (
+            number, _, op, _, tokens, step, micro_batch, took, us, before, enter_ns, commit, end = (
                 RECORD.unpack_from(memory, start + (at - 1) % num_records * RECORD.size)
             )
             if number != at or commit != at:
@@ -174,7 +174,7 @@ class RingReader:
                 own_s = ((end >> FLAG_BITS) - enter_ns) / 1e9 - us / 1e6
                 if on_device and OPS[op] != "data":
                     own_s = took / 1e6
-                found.append(Span(OPS[op], step, micro_batch, own_s))
+                found.append(Span(OPS[op], step, micro_batch, own_s, tokens))
             else:
                 # Only the newest one may be open; it is read again when it is over.
                 now_in, since_ns, newest = op, enter_ns, before
@@ -240,7 +240,7 @@ def read_records(path: str | os.PathLike[str]) -> tuple[Record, ...]:
                 continue
             found[number] = Record(
                 group=-1 if group == NO_GROUP else group,
-                seq=seq,
+                seq=0 if group == NO_GROUP else seq,
                 op=OPS[op],
                 dtype=dtype,
                 step=step,

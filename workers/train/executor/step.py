@@ -193,14 +193,15 @@ class Step:
         begun_s = time.perf_counter()
         samples = next(self._samples)
         self.data_s += time.perf_counter() - begun_s
-        self._span("")
+        tokens = num_tokens(samples)
+        self._span("", tokens=tokens)
         if self._quota.passes[number].counts:
-            self._tokens_read += num_tokens(samples)
+            self._tokens_read += tokens
         return samples
 
-    def _span(self, op: str, number: int = 0) -> None:
+    def _span(self, op: str, number: int = 0, *, tokens: int = 0) -> None:
         """Record that ``op`` of a pass begins, or with "" that the last one ends."""
-        collectives.span(op, step=self.number, micro_batch=number)
+        collectives.span(op, step=self.number, micro_batch=number, tokens=tokens)
 
     def _begin_forward(self, stage: int, number: int) -> None:
         # A fence ends a step here at the latest: not every pass has a collective.

@@ -10,6 +10,7 @@ import pytest
 
 from orchestrator.diagnosis import Guilty, Kind, Live, Suspicion, WaitGraph, roles_of, wait_graph
 from tests.support.histories import calm, group
+from tests.support.slow_histories import HEALTHY, History, convicted, history
 from tests.support.traces import Trace, clean, place_of, planted, step_costs
 from ucp_core.layout import ParallelLayout
 from workers.protocol import Digest, StepCost, WorkerReport
@@ -153,8 +154,8 @@ def test_one_slow_rank_of_a_stage_is_no_work_that_grew(layout: ParallelLayout) -
         told = suspects_of(
             layout, lambda rank, step: 1.5 if rank and step >= 20 and rank < 2 else 1, seed
         )
-        named = {(one.guilty.ranks, one.may_be_work) for _, each in told for one in each}
-        assert named == {((1,), False)}, seed
+        assert {one.guilty.ranks for _, each in told for one in each} == {(1,)}, seed
+        assert not any(one.may_be_work for step, each in told if step >= 35 for one in each)
         assert next(step for step, each in told if each) < 35
 
 
@@ -351,3 +352,25 @@ def test_a_rank_that_called_other_things_is_suspected_though_nothing_hangs() -> 
         one.evidence
     )
     assert look(3, {0: 1, 1: 1, 2: 1, 3: 1}) == (one,)
+
+
+@pytest.mark.parametrize("kind", HEALTHY)
+def test_no_healthy_history_convicts_a_rank(kind: str) -> None:
+    """Of each kind some; ``python -m tests.support.slow_histories 100000 0`` runs many."""
+    for seed in range(12):
+        assert convicted(history(kind, seed), seed) is None, seed
+
+
+@pytest.mark.parametrize("power", [1.0, 2.0])
+def test_a_slow_rank_is_convicted_whether_samples_are_long_or_not(power: float) -> None:
+    """Tokens explain what they cost all ranks, and no more."""
+    draw = Random(0)
+
+    def works(rank: int, step: int) -> tuple[float, float, float, int]:
+        size = draw.lognormvariate(0.0, 0.3)
+        times = 1.5 if rank == 1 and step >= 20 else 1.0
+        return times * size**power, 0.0, 0.001, round(4096 * size)
+
+    step, evidence = convicted(History(ParallelLayout(dp_shard=4), 1, 2.0, works), 0) or (0, "")
+    assert 20 < step <= 45, step
+    assert evidence.startswith("Rank 1 (w1 on node node1) computes 1.")

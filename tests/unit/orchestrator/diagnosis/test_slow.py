@@ -91,6 +91,41 @@ def test_more_work_is_no_fault_where_sizes_say_so() -> None:
     assert named(equal) == [(Kind.SLOW_COMPUTE, (1,))]
 
 
+def test_work_that_grows_on_a_whole_stage_is_no_fault() -> None:
+    """A second head on the last stage, from step 8 on; each stage has two ranks."""
+    rows = [
+        replace(one, place=(one.rank // 2, one.rank % 2, 0))
+        for one in steps(4, lambda r, step: (1.4 if step > 7 and r % 2 else 1.0, 0))
+    ]
+
+    assert named(iter(rows)) == []
+
+
+@pytest.mark.parametrize("num_nodes", [2, 3])
+def test_a_slow_node_does_not_hide_behind_its_own_ranks(num_nodes: int) -> None:
+    """They are a large part of all, and were taken for the noise of the others."""
+    slow = range(4 * (num_nodes - 1), 4 * num_nodes)
+    rows = [
+        replace(one, node=f"n{one.rank // 4}")
+        for one in steps(
+            4 * num_nodes, lambda rank, step: (1.5 if rank in slow and step >= 6 else 1.0, 0)
+        )
+    ]
+
+    assert named(iter(rows)) == [(Kind.SLOW_COMPUTE, (rank,)) for rank in slow]
+
+
+def test_one_that_is_alone_on_its_stage_is_told_with_doubt() -> None:
+    rows = [
+        replace(one, place=(0, one.rank, 0))
+        for one in steps(2, lambda r, step: (1.6 if step > 7 and r else 1.0, 0))
+    ]
+    (verdict,) = told(iter(rows))
+
+    assert (verdict.guilty.ranks, verdict.confidence) == ((1,), 0.5)
+    assert verdict.evidence.endswith("It is alone on its stage, whose work may have grown.")
+
+
 @pytest.mark.parametrize("pauses", [{3}, {3, 9, 15}, {7, 8}])
 def test_pauses_blame_nobody(pauses: set[int]) -> None:
     """A recompile, an evaluation, a checkpoint."""

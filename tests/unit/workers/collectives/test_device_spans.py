@@ -27,7 +27,8 @@ class Rank:
         self.spans.span(op, step=step, micro_batch=number)
         self.device.now_s += device_s
         self.spans.num_calls += calls
-        self.spans.span("", step=step, micro_batch=number)
+        tokens = 100 * (number + 1) if op == "data" else 0
+        self.spans.span("", step=step, micro_batch=number, tokens=tokens)
         # Others' work, between the spans.
         self.device.now_s += 5.0
 
@@ -62,7 +63,9 @@ def test_a_step_costs_its_fastest_passes_without_calls(rank: Rank) -> None:
     """A pass with calls holds a wait for others, of which nothing is known."""
     rank.step(1, (0.001, 0.5), (0.4, 0.3), (0.2, 0.001))
 
-    assert compute(rank.digest().costs) == {1: 0.5}
+    (cost,) = rank.digest().costs
+    assert (cost.step, round(cost.compute_s, 6)) == (1, 0.5)
+    assert cost.tokens == 300, "of two passes the larger number"
 
 
 def test_a_step_without_such_a_pass_has_no_cost(rank: Rank) -> None:

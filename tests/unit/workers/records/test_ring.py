@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import pickle
 import struct
 import subprocess
 import sys
@@ -352,6 +353,24 @@ def test_a_digest_tells_the_fastest_micro_batch_of_each_step_once(path: Path) ->
     assert (first.span, second.span) == ("", "data")
     assert 0.0 < second.span_s < 10.0
     assert _digest(reader).costs == ()
+
+
+def test_a_cost_has_the_tokens_of_its_micro_batch(path: Path) -> None:
+    """Those that were read for it, maybe long before: stages of a pipeline read them all first."""
+    ring = RecordRing(path, attempt=1, num_ranks=2)
+    for number, tokens in enumerate((4096, 1024, 0)):
+        ring.span("data", step=1, micro_batch=number)
+        ring.span("", tokens=tokens)
+    for number, forward_s in enumerate((0.03, 0.001, 0.03)):
+        ring.span("forward", step=1, micro_batch=number)
+        time.sleep(forward_s)
+        ring.span("backward", step=1, micro_batch=number)
+    ring.span("optimizer", step=1)
+    ring.span("")
+
+    (cost,) = _digest(RingReader(path)).costs
+    assert cost.tokens == 1024
+    assert pickle.loads(pickle.dumps(Digest(costs=(cost,)))).costs[0].tokens == 1024
 
 
 def test_a_step_of_which_records_are_lost_has_no_cost(path: Path) -> None:
