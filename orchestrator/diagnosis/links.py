@@ -10,6 +10,7 @@ rows and columns of a matrix). So keepers time transfers between a few nodes, al
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from statistics import median
 from typing import Final, TypeAlias
@@ -130,7 +131,10 @@ def rounds(nodes: Sequence[str]) -> list[list[Pair]]:
 
 
 def slow(
-    rates: Mapping[Pair, float], found: Collection[Pair], ranks: Mapping[str, Sequence[int]]
+    rates: Mapping[Pair, float],
+    found: Collection[Pair],
+    ranks: Mapping[str, Sequence[int]],
+    trained: Mapping[Pair, float],
 ) -> list[Verdict]:
     """Return what timed transfers say of suspected links; [] if they are as fast as others.
 
@@ -142,12 +146,23 @@ def slow(
         rates: Bytes a second, of all pairs of some nodes.
         found: The links that are suspected.
         ranks: The ranks of each node.
+        trained: Bytes a second that training sends meanwhile. A transfer that shares an end with it
+            gets the rest: a link that is full is not compared with idle ones.
     """
     timed = set(found) & rates.keys()
     if len(rates) < 2 or not timed:  # noqa: PLR2004
         return []
     usual = median(sorted(rates.values())[len(rates) // 2 :])
-    left = {pair for pair, rate in rates.items() if rate * _TIMED_SLOWER < usual}
+    sent: dict[str, float] = defaultdict(float)
+    heard: dict[str, float] = defaultdict(float)
+    for (sender, receiver), rate in trained.items():
+        sent[sender] += rate
+        heard[receiver] += rate
+    left = {
+        (sender, receiver)
+        for (sender, receiver), rate in rates.items()
+        if (rate + max(sent[sender], heard[receiver])) * _TIMED_SLOWER < usual
+    }
     verdicts: list[Verdict] = []
     ends: set[str] = set()
     lines = list(_lines(rates, left))

@@ -6,7 +6,7 @@ without it if fewer workers are faster. Nothing is lost, and the node is used ag
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from math import inf
 
 from orchestrator.core.consequences import CapacityChanged
@@ -76,6 +76,12 @@ def _judge(transition: Transition, one: Suspicion) -> None:
     node = run.fleet.nodes[number]
     if node.draining:
         return
+    oldest_s = transition.now_s - rules.slow.window_s
+    for at_s, left, ranks, layout in run.convicted:
+        is_same = (ranks, layout) == (one.guilty.ranks, str(run.attempt.layout))
+        if is_same and left != node.name and at_s > oldest_s:
+            _withdraw(transition, one, left)
+            return
     facts = _facts(transition, one, node)
     decision = slow.decide(facts, rules.slow, rules.growth)
     if not decision.convict:
@@ -83,7 +89,10 @@ def _judge(transition: Transition, one: Suspicion) -> None:
         return
     avoid_s = min(2 * node.avoided_s or rules.avoid.avoid_s, rules.avoid.avoid_s_max)
     until_s = transition.now_s + avoid_s
-    run.convicted = (*run.convicted[-rules.slow.convictions_max :], (transition.now_s, node.name))
+    run.convicted = (
+        *run.convicted[-rules.slow.convictions_max :],
+        (transition.now_s, node.name, one.guilty.ranks, str(run.attempt.layout)),
+    )
     evidence = f"{one.evidence} To do without it {decision.reason}."
     fleet.strike(transition, number)
     fleet.put_node(
@@ -102,6 +111,22 @@ def _judge(transition: Transition, one: Suspicion) -> None:
     demand.renew_pending(transition)
 
 
+def _withdraw(transition: Transition, one: Suspicion, left: str) -> None:
+    """Use a node again whose rank is as slow on another one: that rank has more work."""
+    run = transition.run
+    evidence = (
+        f"{one.evidence} It was as slow on node {left[:8]}: its work takes longer, and both nodes "
+        "are well."
+    )
+    told = replace(one, may_be_work=True, evidence=evidence)
+    run.attempt.suspects = tuple(told if each == one else each for each in run.attempt.suspects)
+    for number, node in run.fleet.nodes.items():
+        if node.name == left and node.is_slow:
+            well = node._replace(leave_by_s=inf, avoided_s=0.0, slow=Slow())
+            fleet.put_node(transition, number, well._replace(strikes=node.strikes[:-1]))
+            transition.follow(CapacityChanged())
+
+
 def _facts(transition: Transition, one: Suspicion, node: Node) -> slow.SlowFacts:
     run, rules = transition.run, transition.rules
     num_before = (one.since_s - run.attempt.trained_since_s) / (run.attempt.usual_step_s or inf)
@@ -118,7 +143,7 @@ def _facts(transition: Transition, one: Suspicion, node: Node) -> slow.SlowFacts
         next_fault_s=growth.next_fault_s(
             run.faults_seen, transition.now_s, len(set(run.attempt.nodes)), rules.growth
         ),
-        convicted=run.convicted,
+        convicted=tuple(each[:2] for each in run.convicted),
     )
 
 

@@ -140,7 +140,8 @@ class MutableRunState(Part):
         refused: Layouts that could not.
         short: ``(attempt, layout)`` of the first attempt in each that ran out of device memory.
         steps: Layouts that trained, each with the seconds of a step, to a few percent.
-        convicted: ``(when, node)`` of each node that was to be left for a slow worker.
+        convicted: ``(when, node, ranks, layout)`` of each node that was to be left for a slow
+            worker.
         faults: Charged to the budgets, within the window.
         num_stuck: Failed attempts in a row without a new committed step.
         num_unexplained: Those of them that lost a peer, and nobody knows why.
@@ -191,7 +192,7 @@ class MutableRunState(Part):
     refused: tuple[Refused, ...] = ()
     short: tuple[tuple[int, ParallelLayout], ...] = ()
     steps: tuple[tuple[ParallelLayout, float], ...] = ()
-    convicted: tuple[tuple[float, str], ...] = ()
+    convicted: tuple[tuple[float, str, tuple[int, ...], str], ...] = ()
     faults: tuple[Fault, ...] = ()
     num_stuck: int = 0
     num_unexplained: int = 0

@@ -116,11 +116,12 @@ class LinkWatch:
         timed = links.to_time(found, nodes)
         rates = await self._time(timed)
         ranks = {node: [r for r, other in enumerate(nodes) if other == node] for node in nodes}
-        if told := links.slow(rates, found, ranks):
+        trained = {pair: one.num_bytes / WINDOW_S for pair, one in transfers.items()}
+        if told := links.slow(rates, found, ranks, trained):
             # A keeper that had to wait for a processor was slow once.
             again = await self._time(timed)
             rates = {pair: max(rate, again.get(pair, 0.0)) for pair, rate in rates.items()}
-            told = links.slow(rates, found, ranks)
+            told = links.slow(rates, found, ranks, trained)
         ratio = max(_LEAST_RATIO, round(links.step_ratio(transfers, WINDOW_S), 3))
         before, self._told = self._told, [(one.kind, one.guilty) for one in told]
         self._suspect(

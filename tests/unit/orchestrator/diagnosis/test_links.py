@@ -142,7 +142,7 @@ SEEN = {
 @pytest.mark.parametrize("num_nodes", [3, 4])
 @pytest.mark.parametrize("kind", SEEN)
 def test_link_sender_and_receiver_are_told_apart(kind: Kind, num_nodes: int) -> None:
-    (found,) = slow(_rates(kind, num_nodes), SEEN[kind], RANKS)
+    (found,) = slow(_rates(kind, num_nodes), SEEN[kind], RANKS, {})
 
     assert found.kind is kind
     assert found.guilty.links == (((1, 2),) if kind is Kind.SLOW_LINK else ())
@@ -186,25 +186,41 @@ def test_what_was_measured(kind: Kind, found: str, text: str) -> None:
     words = text.split()
     rates = {(w[0], w[1]): 1e6 * float(r) for w, r in zip(words[::2], words[1::2], strict=True)}
 
-    assert [one.kind for one in slow(rates, [(w[0], w[1]) for w in found.split()], RANKS)] == [kind]
+    assert [one.kind for one in slow(rates, [(w[0], w[1]) for w in found.split()], RANKS, {})] == [
+        kind
+    ]
 
 
 def test_what_was_suspected_and_is_as_fast_as_others_is_not_slow() -> None:
     rates = _rates(Kind.SLOW_LINK, 4)
 
-    assert slow(rates, [("a", "b")], RANKS) == []
-    assert slow({}, [("a", "b")], RANKS) == []
+    assert slow(rates, [("a", "b")], RANKS, {}) == []
+    assert slow({}, [("a", "b")], RANKS, {}) == []
 
 
 def test_a_node_may_be_slow_both_ways_and_of_two_nodes_nobody_is_told_apart() -> None:
     rates = {pair: 1e7 if "b" in pair else 1e8 for pair in permutations(NODES, 2)}
-    (both,) = slow(rates, [("a", "b"), ("b", "c")], RANKS)
+    (both,) = slow(rates, [("a", "b"), ("b", "c")], RANKS, {})
     assert (both.kind, [kind for kind, _ in both.alternatives]) == (
         Kind.SLOW_SENDER,
         [Kind.SLOW_RECEIVER],
     )
 
-    (found,) = slow({("a", "b"): 1e7, ("b", "a"): 1e8}, [("a", "b")], RANKS)
+    (found,) = slow({("a", "b"): 1e7, ("b", "a"): 1e8}, [("a", "b")], RANKS, {})
     assert (found.kind, found.guilty.links) == (Kind.SLOW_LINK, ((0, 1),))
     assert [kind for kind, _ in found.alternatives] == [Kind.SLOW_SENDER, Kind.SLOW_RECEIVER]
-    assert slow({("a", "b"): 8e7, ("b", "a"): 1e8}, [("a", "b")], RANKS) == []
+    assert slow({("a", "b"): 8e7, ("b", "a"): 1e8}, [("a", "b")], RANKS, {}) == []
+
+
+def test_a_link_that_training_fills_is_not_compared_with_idle_ones() -> None:
+    """What keepers send gets one part in four of the card beside three connections of training."""
+    full = dict.fromkeys(permutations(NODES, 2), 100000000.0)
+    rates = full | {pair: 2.5e7 for pair in full if pair[0] == "a"}
+    trained = {("a", "b"): 7e7}
+
+    (blamed,) = slow(rates, [("a", "b")], RANKS, {})
+    assert blamed.guilty.nodes == ("a",), "without what training sends"
+    assert slow(rates, [("a", "b")], RANKS, trained) == []
+    truly = full | {("a", "b"): 2e6}
+    (found,) = slow(truly, [("a", "b")], RANKS, {("a", "b"): 8e6})
+    assert found.kind is Kind.SLOW_LINK

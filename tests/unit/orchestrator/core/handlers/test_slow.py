@@ -44,10 +44,16 @@ class SlowCluster(Cluster):
         return STEP_S * 4 / layout.world_size * (self.slow_times if "w0004" in members else 1.0)
 
     def suspect(
-        self, times: float, kind: Kind = Kind.SLOW_COMPUTE, *, is_steady: bool = False
+        self,
+        times: float,
+        kind: Kind = Kind.SLOW_COMPUTE,
+        *,
+        is_steady: bool = False,
+        worker: str = "w0004",
+        rank: int = 3,
     ) -> None:
         one = Suspicion(
-            kind=kind, guilty=Guilty.of([3], (), ["n1"]), worker="w0004",
+            kind=kind, guilty=Guilty.of([rank], (), ["n1"]), worker=worker,
             confidence=0.9, since_s=self.at_s, times=times, is_steady=is_steady, evidence=SAID,
         )  # fmt: skip
         self.send(
@@ -109,8 +115,8 @@ def test_a_node_whose_card_is_slow_is_left_like_one_whose_worker_is() -> None:
     assert [(one.incident, one.verdict) for one in run.incidents] == [("slow", "slow_sender")]
 
 
-def test_a_replacement_takes_its_place() -> None:
-    """It is asked for elsewhere while the run trains, as if the node were taken."""
+def replaced() -> SlowCluster:
+    """Return a run that has left a slow node for another."""
     run = cluster()
     run.begin()
     run.train(8)
@@ -123,12 +129,45 @@ def test_a_replacement_takes_its_place() -> None:
         worker.name for worker in run.state.fleet.workers.values() if not worker.pid
     ):
         run.send(ev.WorkerReady(at_s=run.at_s, worker=name, node="n9", pid=7))
+    return run
+
+
+def test_a_replacement_takes_its_place() -> None:
+    """It is asked for elsewhere while the run trains, as if the node were taken."""
+    run = replaced()
     assert run.layouts == ["dp_shard=4", "dp_shard=4"]
     assert run.members[:2] == ["w0001", "w0002"]
     assert not {"w0003", "w0004"} & set(run.members)
     assert run.incidents[-1].guilty == ("w0004",)
     run.train(3)
     assert run.state.step_s == pytest.approx(STEP_S), "what was learned meanwhile is forgotten"
+
+
+def test_a_conviction_that_follows_the_rank_to_another_node_is_withdrawn() -> None:
+    """The rank gets the long samples: each node in turn would be left for it."""
+    run = replaced()
+    assert run.state.fleet.nodes[1].draining
+    run.step_s = lambda _: 3.0 * STEP_S
+    run.train(20)
+    run.suspect(3.0, is_steady=True, worker=run.members[3])
+    run.train(40)
+    assert len(run.started) == 2, "the new node is not left"
+    node = run.state.fleet.nodes[1]
+    assert (node.draining, node.strikes) == (False, ())
+    (told,) = run.state.attempt.suspects
+    assert told.may_be_work
+    assert told.evidence.endswith(
+        "slow on node n1: its work takes longer, and both nodes are well."
+    )
+
+
+def test_another_rank_that_is_slow_on_the_new_node_is_convicted() -> None:
+    run = replaced()
+    run.step_s = lambda _: 3.0 * STEP_S
+    run.train(20)
+    run.suspect(3.0, is_steady=True, worker=run.members[2], rank=2)
+    run.train(8)
+    assert any(one.is_slow for one in run.state.fleet.nodes.values() if one.name == "n9")
 
 
 @pytest.mark.parametrize(
