@@ -3,19 +3,24 @@
 A flipped bit of a copy stays with it, and each copy saves a share of the state: the next version
 would be made of two models. The sum of all words as integers differs by any flipped bit. Optimizer
 state is not compared: its difference shows in the weights of the next step.
+
+Machines of different kinds round differently in the optimizer, so their copies differ in the last
+bits and are all well. They are brought together instead: all get the weights of the first copy.
 """
 
 from __future__ import annotations
 
+import zlib
 from collections import Counter
 from collections.abc import Sequence
+from functools import cache
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
 from ucp_core.layout import ParallelLayout
-from workers.collectives import on_host
+from workers.collectives import on_host, settled
 from workers.errors import DivergedError
 from workers.train.executor import ShardedModel
 
@@ -27,7 +32,8 @@ _NUM_NAMED = 3
 def refuse_diverged(step: int, sharded: ShardedModel) -> None:
     """Return if all copies of the weights behind ``step`` are equal; every rank calls it.
 
-    Without copies (``dp_replicate`` of 1) there is nothing to compare.
+    On machines of different kinds they are so afterwards. Without copies (``dp_replicate`` of 1)
+    there is nothing to compare.
 
     Raises:
         DivergedError: Some differ. All ranks raise it.
@@ -37,10 +43,15 @@ def refuse_diverged(step: int, sharded: ShardedModel) -> None:
         return
     zero = torch.zeros((), dtype=torch.int64, device=device)
     sums = torch.stack([zero, *(_sum_of_words(one.local) for one in sharded.shards)])
-    every = torch.zeros(layout.world_size, dtype=torch.int64, device=device)
-    every[sharded.mesh.rank] = sums.sum()
+    every = torch.zeros(2, layout.world_size, dtype=torch.int64, device=device)
+    every[0, sharded.mesh.rank] = sums.sum()
+    every[1, sharded.mesh.rank] = _machine_kind(device)
     dist.all_reduce(every)
-    ranks = odd_ones(layout, on_host(every))
+    found = on_host(every.reshape(-1))
+    if odd_ones(layout, found[layout.world_size :]):
+        _bring_together(sharded)
+        return
+    ranks = odd_ones(layout, found[: layout.world_size])
     if not ranks:
         return
     names = _differing(sharded, sums[1:])
@@ -72,6 +83,23 @@ def odd_ones(layout: ParallelLayout, sums: Sequence[float]) -> tuple[int, ...]:
             is_clear = 2 * count > len(copies)
             found += (rank for rank in copies if not is_clear or sums[rank] != usual)
     return tuple(sorted(found))
+
+
+@cache
+def _machine_kind(device: torch.device) -> int:
+    """Return a number that is equal on machines which compute an update alike."""
+    is_cuda = device.type == "cuda"
+    kind = (
+        torch.cuda.get_device_name(device) if is_cuda else torch.backends.cpu.get_cpu_capability()
+    )
+    return zlib.crc32(kind.encode())
+
+
+def _bring_together(sharded: ShardedModel) -> None:
+    for one in sharded.shards:
+        values = one.local.detach().contiguous()
+        dist.broadcast(values, group=sharded.mesh.replicas, group_src=0)
+        one.local.detach().copy_(settled(values))
 
 
 def _sum_of_words(values: Tensor) -> Tensor:

@@ -2,11 +2,18 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 import torch
+import torch.distributed as dist
+from torch import Tensor, nn
 
+from tests.support.fake_ranks import built_of
 from ucp_core.layout import ParallelLayout
-from workers.train.boundary.replicas import _sum_of_words, odd_ones
+from workers.errors import DivergedError
+from workers.parallel import ModelPlan
+from workers.train.boundary.replicas import _sum_of_words, odd_ones, refuse_diverged
 
 
 @pytest.mark.parametrize(
@@ -37,3 +44,34 @@ def test_any_flipped_bit_changes_the_sum(dtype: torch.dtype) -> None:
         flipped = values.contiguous()
         flipped.view(torch.uint8)[2, bit // 8] ^= 1 << bit % 8
         assert _sum_of_words(flipped) != before
+
+
+@pytest.mark.parametrize("is_other_kind", [True, False])
+def test_copies_on_machines_of_different_kinds_are_brought_together(
+    monkeypatch: pytest.MonkeyPatch, *, is_other_kind: bool
+) -> None:
+    """They round differently in each update, and of three the odd one's node was struck."""
+
+    def sum_up(result: Tensor, *_args: Any, **_how: Any) -> None:
+        if result.shape == (2, 3):
+            result[0, 1:] = result[0, 0] + 1
+            result[1, 1:] = result[1, 0]
+            result[1, 2] += is_other_kind
+
+    def broadcast(result: Tensor, *_args: Any, **_how: Any) -> None:
+        result.fill_(7.0)
+
+    layout = ParallelLayout(dp_replicate=3)
+    built: Any = built_of(lambda: nn.Linear(2, 2), ModelPlan(), layout, rank=0, attempt=1)
+    try:
+        with monkeypatch.context() as patch:
+            patch.setattr(dist, "all_reduce", sum_up)
+            patch.setattr(dist, "broadcast", broadcast)
+            if is_other_kind:
+                refuse_diverged(2, built)
+                assert all((one.local == 7.0).all() for one in built.shards)
+            else:
+                with pytest.raises(DivergedError, match="those of rank 0: "):
+                    refuse_diverged(2, built)
+    finally:
+        dist.destroy_process_group()
