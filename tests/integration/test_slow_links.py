@@ -49,7 +49,7 @@ def test_link_sender_and_receiver_are_told_apart(lab: LinkLab, kind: Kind) -> No
     rates = {pair: max(first[pair], second[pair]) for pair in first}
 
     ranks = {node: (rank,) for rank, node in enumerate(lab.nodes)}
-    (found,) = links.slow(rates, [("m2", "m1")], ranks)
+    (found,) = links.slow(rates, [("m2", "m1")], ranks, {})
 
     assert found.kind is kind, rates
     if kind is Kind.SLOW_LINK:

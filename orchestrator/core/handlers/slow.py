@@ -77,8 +77,8 @@ def _judge(transition: Transition, one: Suspicion) -> None:
     if node.draining:
         return
     oldest_s = transition.now_s - rules.slow.window_s
-    for at_s, left, ranks, layout in run.convicted:
-        is_same = (ranks, layout) == (one.guilty.ranks, str(run.attempt.layout))
+    for at_s, left, ranks, then in run.convicted:
+        is_same = (ranks, then) == (one.guilty.ranks, str(run.attempt.layout))
         if is_same and left != node.name and at_s > oldest_s:
             _withdraw(transition, one, left)
             return
