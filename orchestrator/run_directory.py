@@ -47,6 +47,7 @@ __all__ = [
     "RunRecord",
     "StepRecord",
     "appended_text",
+    "further_curves",
     "log_tail",
     "read_outline",
     "read_run",
@@ -75,6 +76,15 @@ _LOG = "rank{rank}(?:-(\\d+))?\\.log"
 _PART_BYTES = 8 << 20
 #: More than about two points per pixel column cannot be seen.
 POINTS_MAX = 800
+#: Further curves have so many, and a script's own are so many at most.
+_FURTHER_MAX, _OWN_MAX = 300, 12
+#: The numbers of a step's line that a page draws, by key, and the title of a chart of its own.
+_OF_STEP = {
+    "loss": "",
+    "lr": "Learning rate",
+    "grad_norm": "Gradient norm",
+    "step_s": "Step time, s",
+}
 
 #: ``(x, y)`` in the units of the axes.
 Point: TypeAlias = tuple[float, float]
@@ -154,16 +164,16 @@ def thin(points: Iterable[Point], count_max: int = POINTS_MAX) -> list[Point]:
 
 
 class Curve:
-    """Loss by step, from lines of metrics that are added as they are written.
+    """Numbers by step, from lines of metrics that are added as they are written.
 
-    A step that was redone counts as it was taken last. It thins many points to what can be seen.
+    A step that was redone counts as it was taken last. Many points are thinned to what can be seen.
 
     Attributes:
         last: The last line that was added.
     """
 
     def __init__(self) -> None:
-        self._by_step: dict[int, float] = {}
+        self._by_name: dict[str, dict[int, float]] = {}
         self._attempt = 0
         self.last: Mapping[str, Any] = {}
 
@@ -178,16 +188,33 @@ class Curve:
                 continue  # a process of a fenced attempt woke up and wrote
             if attempt > self._attempt:
                 self._attempt = attempt
-                self._by_step = {n: loss for n, loss in self._by_step.items() if n < step}
-            self._by_step[step] = _number(document, "loss")
+                for name, known in self._by_name.items():
+                    self._by_name[name] = {n: number for n, number in known.items() if n < step}
+            values = document.get("values") or document
+            for name in _OF_STEP if values is document else values:
+                if name in values:
+                    self._by_name.setdefault(name, {})[step] = _number(values, name)
             self.last = document
 
-        if len(self._by_step) > 2 * POINTS_MAX:
-            self._by_step = {int(step): loss for step, loss in thin(self.points())}
+        for name, known in self._by_name.items():
+            if len(known) > 2 * POINTS_MAX:
+                self._by_name[name] = {int(n): number for n, number in thin(self.points(name))}
 
-    def points(self) -> list[Point]:
-        """Return ``(step, loss)`` in order."""
-        return [(float(step), self._by_step[step]) for step in sorted(self._by_step)]
+    def names(self) -> list[str]:
+        """Return the names of all numbers, in order."""
+        return sorted(self._by_name)
+
+    def points(self, name: str = "loss") -> list[Point]:
+        """Return ``(step, number)`` in order."""
+        known = self._by_name.get(name, {})
+        return [(float(step), known[step]) for step in sorted(known)]
+
+
+def further_curves(curve: Curve, values: Curve) -> dict[str, list[Point]]:
+    """Return what a run recorded beside its loss, by title; ``values`` are the script's own."""
+    found = {title: curve.points(name) for name, title in _OF_STEP.items() if title}
+    found |= {name: values.points(name) for name in values.names()[:_OWN_MAX]}
+    return {title: thin(points, _FURTHER_MAX) for title, points in found.items() if points}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -199,6 +226,7 @@ class RunOutline:
         stats: The folded journal.
         curve: Training loss by step, thinned.
         validation: Validation loss likewise.
+        values: The script's own numbers likewise.
         incidents: By number, the open ones too.
         summary: ``summary.json``; empty before the run is over.
     """
@@ -208,6 +236,7 @@ class RunOutline:
     stats: RunStats
     curve: Curve
     validation: Curve
+    values: Curve
     incidents: tuple[Incident, ...]
     summary: Mapping[str, Any]
 
@@ -263,6 +292,7 @@ def read_outline(url: str, *, stats: RunStats | None = None) -> RunOutline:
         stats=stats,
         curve=_curve(store, join(path, METRICS)),
         validation=_curve(store, join(path, VALIDATION)),
+        values=_curve(store, join(path, VALUES)),
         incidents=tuple(found[number] for number in sorted(found)),
         summary=_object(_text(store, join(path, SUMMARY))),
     )

@@ -2,34 +2,30 @@
 
 from __future__ import annotations
 
-import html
+import contextlib
+import json
 import os
 import sys
 import threading
 import webbrowser
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
 from typing import Any
 from urllib.parse import urlsplit
 
+from orchestrator.config import load
 from orchestrator.driver.run import Run
-from orchestrator.errors import CapacityError
-from orchestrator.run_directory import TOKEN
+from orchestrator.errors import CapacityError, OrchestratorError
+from orchestrator.report import live_page, rate
+from orchestrator.run_directory import SUMMARY, TOKEN, read_outline, thin
+from ucp_core.errors import UcpError
 from ucp_core.storage import join
 
-#: A browser asks for the index again after this.
-LOOK_S = 5.0
-_LOOPBACK = ("127.0.0.1", "::1")
-_COLUMNS = ("run", "phase", "step", "workers", "cluster", "note")
-_PAGE = """<!doctype html>
-<html lang="en"><head><meta charset="utf-8"><title>everstep runs</title>
-<meta name="viewport" content="width=device-width, initial-scale=1">
-<meta http-equiv="refresh" content="{look_s:g}"><link rel="icon" href="data:,">
-<style>:root {{ color-scheme: light dark }} body {{ font: 15px/1.5 system-ui, sans-serif;
-margin: 24px auto; max-width: 1100px; padding: 0 16px }} table {{ border-collapse: collapse;
-width: 100% }} th, td {{ text-align: left; padding: 6px 14px 6px 0; overflow-wrap: anywhere;
-border-bottom: 1px solid #8884 }}</style></head><body><h1>Runs</h1>{content}</body></html>
-"""
+LOOPBACK = "127.0.0.1"
+_LOOPBACKS = (LOOPBACK, "::1")
+#: The newest runs that are over, and the points of each curve, that the list shows.
+_OVER_MAX, _POINTS_MAX = 40, 200
 
 
 def open_page(url: str, *, browser: bool = False) -> dict[str, str]:
@@ -52,7 +48,7 @@ def open_page(url: str, *, browser: bool = False) -> dict[str, str]:
     # Only the machine of the controller reaches its loopback.
     gate = contact["ray_address"].rpartition(":")[0]
     answers = run.ask("status") is not None
-    if host not in _LOOPBACK and not answers:
+    if host not in _LOOPBACKS and not answers:
         raise CapacityError(
             f"the controller does not answer at {page} from here; it is on {gate}: "
             f"ssh -N -L {port}:{host}:{port} {gate} leads there, or ask again if it restarts",
@@ -61,7 +57,7 @@ def open_page(url: str, *, browser: bool = False) -> dict[str, str]:
     if browser and answers and _has_screen():
         webbrowser.open(page)
     pod = f"kubectl port-forward POD {port}:{port}"
-    needs = "" if host in _LOOPBACK else "  (needs cluster.metrics_host: loopback)"
+    needs = "" if host in _LOOPBACKS else "  (needs cluster.metrics_host: loopback)"
     return {
         "page": page,
         "tunnel": f"ssh -N -L {port}:{host}:{port} {gate}  (then http://127.0.0.1:{port}/)",
@@ -77,21 +73,26 @@ def _has_screen() -> bool:
 
 
 class RunIndex:
-    """Serves an index of runs at ``address``, on this machine only.
+    """Serves a page of all runs at ``address``, on this machine only.
 
     Args:
         port: 0 takes a free one.
+
+    Raises:
+        CapacityError: Another process has the port.
     """
 
     def __init__(self, port: int) -> None:
-        self._pages = [index_page(())]
-        pages = self._pages
+        self._documents = [_encoded([])]
+        documents = self._documents
 
         class Handler(BaseHTTPRequestHandler):
             def do_GET(self) -> None:
-                body = pages[-1].encode()
-                self.send_response(200)
-                self.send_header("Content-Type", "text/html; charset=utf-8")
+                is_page, is_own = self.path == "/", _is_own(self.headers.get("Host", ""))
+                self.send_response(200 if is_own else 403)
+                kind = "text/html; charset=utf-8" if is_page else "application/json"
+                body = (live_page().encode() if is_page else documents[-1]) if is_own else b""
+                self.send_header("Content-Type", kind)
                 self.send_header("Content-Length", str(len(body)))
                 self.end_headers()
                 self.wfile.write(body)
@@ -99,8 +100,15 @@ class RunIndex:
             def log_message(self, format: str, *args: Any) -> None:  # noqa: A002  its name there
                 """Print nothing: a browser asks every few seconds."""
 
-        self._server = ThreadingHTTPServer((_LOOPBACK[0], port), Handler)
-        self.address = f"http://{_LOOPBACK[0]}:{self._server.server_port}/"
+        try:
+            self._server = ThreadingHTTPServer((LOOPBACK, port), Handler)
+        except OSError as error:
+            raise CapacityError(
+                f"port {port} cannot be used for the list: {error.strerror}; name another one by "
+                "--port, or none for a free one",
+                port=port,
+            ) from error
+        self.address = f"http://{LOOPBACK}:{self._server.server_port}/"
 
     def serve(
         self, runs: Callable[[], Sequence[Mapping[str, Any]]], *, pause: Callable[[], None]
@@ -110,28 +118,65 @@ class RunIndex:
         ``runs`` is called in this thread: Ray connects in one thread.
         """
         threading.Thread(target=self._server.serve_forever, daemon=True).start()
+        over: dict[str, dict[str, Any]] = {}
         try:
             while True:
-                self._pages[:] = [index_page(runs())]
+                self._documents[:] = [_encoded(run_cards(runs(), over))]
                 pause()
         finally:
             self._server.shutdown()
             self._server.server_close()
 
 
-def index_page(runs: Sequence[Mapping[str, Any]]) -> str:
-    """Return the index as HTML; ``runs`` as ``list_runs`` returns them."""
-    rows = "".join(
-        f"<tr>{''.join(f'<td>{cell}</td>' for cell in _cells(run))}</tr>" for run in runs
-    )
-    head = "".join(f"<th>{name}</th>" for name in _COLUMNS)
-    content = f"<table><tr>{head}</tr>{rows}</table>" if runs else "<p>No runs yet.</p>"
-    return _PAGE.format(look_s=LOOK_S, content=content)
+def run_cards(
+    rows: Sequence[Mapping[str, Any]], over: dict[str, dict[str, Any]]
+) -> list[dict[str, Any]]:
+    """Return what the page shows of each run: those that live, then those that are over.
+
+    Args:
+        rows: As ``list_runs`` returns them. Runs that are over are looked for beside these, and in
+            ``runs`` of the working directory.
+        over: Cards of runs that are over, which are not read again.
+    """
+    cards = [_card(row["directory"] or row["address"], row) for row in rows]
+    known = {card["url"] for card in cards}
+    parents = {str(Path(url).parent) for url in known if "://" not in url and Path(url).is_dir()}
+    beside = [path.parent for one in {*parents, str(Path("runs").resolve())} for path in _over(one)]
+    for path in sorted(beside, key=lambda path: -path.stat().st_mtime)[:_OVER_MAX]:
+        url = str(path)
+        if url not in known:
+            over.setdefault(url, _card(url, {"page": None, "note": ""}))
+            cards.append(over[url])
+    return cards
 
 
-def _cells(run: Mapping[str, Any]) -> list[str]:
-    name = html.escape(run["directory"] or "-")
-    page = run.get("page")
-    link = f'<a href="{html.escape(page)}">{name}</a>' if page else name
-    rest = (run["phase"], run["step"], run["workers"], run["address"], run["note"])
-    return [link, *("-" if cell in (None, "") else html.escape(str(cell)) for cell in rest)]
+def _over(folder: str) -> Iterator[Path]:
+    return Path(folder).glob(f"*/{SUMMARY}")
+
+
+def _card(url: str, row: Mapping[str, Any]) -> dict[str, Any]:
+    card = {"url": url, "name": Path(url).name or url, **row, "loss": []}
+    with contextlib.suppress(UcpError, OrchestratorError):
+        run = read_outline(url)
+        stats, goal = run.stats, load(run.config_text).train.steps
+        steps_per_s = rate(stats)
+        is_far = steps_per_s > 0.0 and goal > stats.step and not stats.outcome
+        card |= {
+            "goal": goal,
+            "step": stats.step,
+            "outcome": stats.outcome,
+            "num_workers": stats.num_workers,
+            "num_incidents": len(run.incidents),
+            "lost_steps": stats.lost_steps,
+            "eta_s": (goal - stats.step) / steps_per_s if is_far else None,
+            "loss": thin(run.curve.points(), _POINTS_MAX),
+        }
+    return card
+
+
+def _encoded(cards: Sequence[Mapping[str, Any]]) -> bytes:
+    return json.dumps({"runs": cards}, separators=(",", ":")).encode()
+
+
+def _is_own(host: str) -> bool:
+    return urlsplit(f"//{host}").hostname in (LOOPBACK, "localhost")

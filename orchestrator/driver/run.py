@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import urllib.request
 from collections.abc import Sequence
@@ -31,6 +32,8 @@ from workers.protocol import Source
 
 #: A living controller answered in 1 to 20 ms.
 ANSWER_S = 2.0
+#: There the controller asks nobody who reads for the token.
+LOOPBACKS = ("127.0.0.1", "[::1]")
 #: A proxy of the user's is for the world, and does not reach a cluster's own network.
 _PAST_PROXIES = urllib.request.build_opener(urllib.request.ProxyHandler({}))
 
@@ -128,9 +131,12 @@ class Run:
 
         Ignore an answer from another process that now has the port.
         """
-        url = f"{self.contact()['url']}/{page}"
+        request = urllib.request.Request(f"{self.contact()['url']}/{page}")  # noqa: S310
+        if request.host.rpartition(":")[0] not in LOOPBACKS:
+            with contextlib.suppress(TokenError):
+                request.add_header("Authorization", f"Bearer {self.token()}")
         try:
-            with _PAST_PROXIES.open(url, timeout=ANSWER_S) as answer:
+            with _PAST_PROXIES.open(request, timeout=ANSWER_S) as answer:
                 document: Any = json.load(answer)
         except (OSError, HTTPException, ValueError):
             return None

@@ -18,7 +18,14 @@ from orchestrator.config import load
 from orchestrator.core import RunStats
 from orchestrator.errors import ConfigError
 from orchestrator.report.document import Scale, progress, run_document
-from orchestrator.run_directory import Curve, RunOutline, log_tail, read_outline, thin
+from orchestrator.run_directory import (
+    Curve,
+    RunOutline,
+    further_curves,
+    log_tail,
+    read_outline,
+    thin,
+)
 from ucp_core.storage import Store, join, open_store
 from workers.protocol import CHECKPOINTS
 
@@ -131,6 +138,7 @@ def report_document(
         },
         loss=run.curve.points(),
         validation=run.validation.points(),
+        curves=further_curves(run.curve, run.values),
         begun=_date(run),
         facts=[[label, *(_fact(each, name) for each in runs)] for label, name in _FACTS.items()],
         config=run.config_text,

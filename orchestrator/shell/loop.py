@@ -111,6 +111,7 @@ class Run:
             ),
             live=live,
             act=self.perform,
+            require=self.require_token,
         )
         if self._is_restart:
             await parts.capacity.adopt()
@@ -191,7 +192,9 @@ class Run:
             await asyncio.sleep(SURVEY_S)
         parts.rendezvous.prepare()
         self._guard = await asyncio.to_thread(begin_guard, self._config.controller_stopped_s)
-        self._url = url = await page.start()
+        is_first = not (self._is_restart or parts.begun.is_resume)
+        last_port = 0 if is_first else await in_thread(STORAGE, parts.outputs.last_port)
+        self._url = url = await page.start(last_port)
         parts.outputs.announce(url, head_returns=head_returns(os.environ))
         parts.loggers.start()
         await asyncio.to_thread(announce, names.run_id, run=self._config.run.name, url=url)

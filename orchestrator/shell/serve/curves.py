@@ -1,4 +1,4 @@
-"""The loss curves of a run for its page, read from its directory while somebody looks."""
+"""The curves of a run for its page, read from its directory while somebody looks."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import asyncio
 import logging
 import math
 
-from orchestrator.run_directory import METRICS, VALIDATION, Curve, Point
+from orchestrator.run_directory import METRICS, VALIDATION, VALUES, Curve, Point, further_curves
 from orchestrator.shell.clock import monotonic_s
 from orchestrator.shell.threads import STORAGE, Tasks, in_thread
 from ucp_core.errors import StorageError
@@ -24,7 +24,7 @@ _FIRST_BYTES = 2 << 20
 
 
 class Curves:
-    """Training and validation loss by step, with as many points as can be seen.
+    """Losses and further numbers by step, with as many points as can be seen.
 
     In a run of more than 8,000 steps they begin there when the page is first opened.
 
@@ -40,10 +40,11 @@ class Curves:
         self._looking = Tasks()
         self._read_bytes: dict[str, int] = {}
         self._rests: dict[str, bytes] = {}
-        self._curves = {name: Curve() for name in (METRICS, VALIDATION)}
+        self._curves = {name: Curve() for name in (METRICS, VALIDATION, VALUES)}
         self._failures = Repeated(log)
         self.loss: list[Point] = []
         self.validation: list[Point] = []
+        self.further: dict[str, list[Point]] = {}
 
     @property
     def tokens_per_step(self) -> int:
@@ -66,13 +67,13 @@ class Curves:
 
     async def _look(self) -> None:
         try:
-            self.loss, self.validation = await in_thread(STORAGE, self._read)
+            await in_thread(STORAGE, self._read)
             self._failures.passed()
         except StorageError as error:
             # The page shows what it knows; the next look finds the rest.
             self._failures.failed("the page lacks the newest points of its curves", error)
 
-    def _read(self) -> list[list[Point]]:
+    def _read(self) -> None:
         for name, curve in self._curves.items():
             folder, _, file = name.rpartition("/")
             size_bytes = appended_sizes(self._store, join(self._path, folder)).get(file, 0)
@@ -85,4 +86,6 @@ class Curves:
                 self._rests[name] = rest
                 curve.add(lines.decode(errors="replace"))
             self._read_bytes[name] = max(begin, size_bytes)
-        return [curve.points() for curve in self._curves.values()]
+        curves = self._curves
+        self.loss, self.validation = curves[METRICS].points(), curves[VALIDATION].points()
+        self.further = further_curves(curves[METRICS], curves[VALUES])

@@ -19,7 +19,7 @@ from orchestrator.shell.clock import monotonic_s
 from orchestrator.shell.serve.curves import Curves
 from orchestrator.shell.serve.status import cost_document
 from orchestrator.shell.threads import STORAGE, in_thread
-from ucp_core.storage import Store
+from ucp_core.storage import Store, join
 from workers.protocol import StepCost, WorkerPhase, WorkerReport
 
 #: A document serves all who ask within this.
@@ -127,6 +127,8 @@ class Live:
             cost=cost_document(stats, config),
             loss=self._curves.loss,
             validation=self._curves.validation,
+            curves=self._curves.further,
+            tensorboard=_tensorboard(config),
             why_refused=next((row["why"] for row in described["capacity"] if row["why"]), ""),
             name=config.run.name,
             url=config.run.directory,
@@ -175,3 +177,9 @@ def _safe(redundancy: Mapping[str, Any]) -> list[list[str]]:
         ["in storage", f"step {stored}" if stored else "nothing yet"],
         *(["problem", text, "warn"] for text in redundancy["problems"]),
     ]
+
+
+def _tensorboard(config: RunConfig) -> str:
+    """Return the folder of TensorBoard's files; "" without one."""
+    asked = config.logging.tensorboard
+    return join(config.run.directory, "tensorboard") if asked is True else asked or ""

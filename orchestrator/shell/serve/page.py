@@ -1,6 +1,9 @@
 """The controller's HTTP: a page for people, ``/status`` for tools, ``/metrics`` for Prometheus.
 
 ``everstep plan`` asks for ``/losses``. Only ``/actions`` change anything, with the run's token.
+Beyond loopback reading needs it, too, except for ``/metrics``. On loopback the name in the request
+must be one of this machine's: a page of another site could otherwise have its own name lead here
+and read the answers (DNS rebinding).
 """
 
 from __future__ import annotations
@@ -11,6 +14,7 @@ import json
 import logging
 from collections.abc import Awaitable, Callable, Mapping
 from typing import TYPE_CHECKING, Any
+from urllib.parse import urlsplit
 
 from prometheus_client import CollectorRegistry, generate_latest
 from prometheus_client.registry import Collector
@@ -22,6 +26,7 @@ from ucp_core.errors import StorageError
 
 if TYPE_CHECKING:
     from aiohttp import web
+    from aiohttp.typedefs import Handler
 
 log = logging.getLogger(__name__)
 
@@ -31,6 +36,9 @@ _POLICY = (
     "connect-src 'self'; img-src data:; frame-ancestors 'none'"
 )
 _SCHEME = "Bearer "
+_LOCAL_NAMES = frozenset(("127.0.0.1", "::1", "localhost"))
+#: The page itself holds nothing of the run; Prometheus asks for metrics without a token.
+_OPEN_PATHS = frozenset(("/", "/metrics"))
 
 #: Performs an action, by its name, the token and what it is about; returns a line for people.
 Act = Callable[[str, str, Mapping[str, Any]], Awaitable[str]]
@@ -45,6 +53,7 @@ class StatusPage:
         losses: Returns that of ``/losses``; may wait for answers of keepers.
         live: The data of the page.
         act: Performs what a person asks for there.
+        require: Raises ``TokenError`` unless it is called with the run's token.
     """
 
     def __init__(
@@ -57,6 +66,7 @@ class StatusPage:
         metrics: Collector,
         live: Live,
         act: Act,
+        require: Callable[[str], None],
     ) -> None:
         self._host = host
         self._port = port
@@ -64,17 +74,26 @@ class StatusPage:
         self._losses = losses
         self._live = live
         self._act = act
+        self._require = require
         self._registry = CollectorRegistry()
         self._registry.register(metrics)
         self._runner: web.AppRunner | None = None
 
-    async def start(self) -> str:
-        """Start to serve; return the page's URL."""
+    async def start(self, last_port: int = 0) -> str:
+        """Start to serve; return the page's URL.
+
+        Without a port of its own it takes ``last_port``, where an open tab looks for it.
+        """
         # In a thread: the import takes 0.1 s or more, and the run's loop must not wait.
         await asyncio.to_thread(importlib.import_module, "aiohttp.web")
         from aiohttp import web
 
-        app = web.Application()
+        @web.middleware
+        async def guarded(request: web.Request, handler: Handler) -> web.StreamResponse:
+            refusal = self._refusal(request)
+            return await handler(request) if refusal is None else refusal
+
+        app = web.Application(middlewares=[guarded])
         app.router.add_get("/", self._get_page)
         app.router.add_get("/page.json", self._get_document)
         app.router.add_get("/log", self._get_log)
@@ -84,11 +103,12 @@ class StatusPage:
         app.router.add_get("/metrics", self._get_metrics)
         self._runner = web.AppRunner(app, access_log=None)
         await self._runner.setup()
+        wanted = self._port or last_port
         try:
-            await web.TCPSite(self._runner, self._host, self._port).start()
+            await web.TCPSite(self._runner, self._host, wanted).start()
         except OSError as error:
             # Two runs may share a machine; a run must not end for its metrics.
-            log.warning("port %s is not to be had, another one is taken: %s", self._port, error)
+            log.warning("port %s is not to be had, another one is taken: %s", wanted, error)
             await web.TCPSite(self._runner, self._host, 0).start()
         port = self._runner.addresses[0][1]
         host = f"[{self._host}]" if ":" in self._host else self._host
@@ -98,6 +118,18 @@ class StatusPage:
         """Stop serving."""
         if self._runner is not None:
             await self._runner.cleanup()
+
+    def _refusal(self, request: web.Request) -> web.Response | None:
+        if self._host in _LOCAL_NAMES:
+            if urlsplit(f"//{request.host}").hostname not in _LOCAL_NAMES:
+                text = f"{request.host} is no name of this page: open http://127.0.0.1 or localhost"
+                return _json({"message": text}, status=403)
+        elif request.path not in _OPEN_PATHS:
+            try:
+                self._require(_token(request))
+            except TokenError as error:
+                return _json({"message": str(error)}, status=401)
+        return None
 
     async def _get_page(self, _request: web.Request) -> web.Response:
         from aiohttp import web
@@ -134,12 +166,10 @@ class StatusPage:
 
     async def _post_action(self, request: web.Request) -> web.Response:
         name = request.match_info["name"]
-        header = request.headers.get("Authorization", "")
-        token = header.removeprefix(_SCHEME) if header.startswith(_SCHEME) else ""
         try:
             body = await request.text()
             what = json.loads(body) if body else {}
-            message = await self._act(name, token, what if isinstance(what, dict) else {})
+            message = await self._act(name, _token(request), what if isinstance(what, dict) else {})
         except TokenError as error:
             return _json({"message": str(error)}, status=403)
         except (OrchestratorError, ValueError) as error:
@@ -158,6 +188,11 @@ class StatusPage:
         return web.Response(
             body=generate_latest(self._registry), content_type="text/plain", charset="utf-8"
         )
+
+
+def _token(request: web.Request) -> str:
+    header = request.headers.get("Authorization", "")
+    return header.removeprefix(_SCHEME) if header.startswith(_SCHEME) else ""
 
 
 def _json(document: dict[str, Any], *, status: int = 200) -> web.Response:

@@ -7,6 +7,7 @@ import logging
 import os
 from collections.abc import Iterable, Mapping
 from typing import Any
+from urllib.parse import urlsplit
 
 import ray
 
@@ -59,6 +60,14 @@ class RunOutputs:
                 "head_returns": head_returns,
             },
         )
+
+    def last_port(self) -> int:
+        """Return the port of the controller before this one; 0 if there was none."""
+        try:
+            url = json.loads(self._store.read(join(self._path, CONTACT)))["url"]
+            return urlsplit(url).port or 0
+        except (UcpError, ValueError, KeyError, TypeError):
+            return 0
 
     def add(self, records: Iterable[Mapping[str, Any]]) -> None:
         """Take in journaled records; write the incidents that are over."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import socket
 import threading
 import urllib.request
 from collections.abc import Iterator
@@ -15,9 +16,10 @@ from typer.testing import CliRunner
 
 from orchestrator.cli.main import app
 from orchestrator.driver import open_page
-from orchestrator.driver.pages import RunIndex, index_page
+from orchestrator.driver.pages import RunIndex, run_cards
 from orchestrator.errors import CapacityError, RunNotFoundError
 from orchestrator.run_directory import CONFIG, CONTACT
+from tests.support.run_directories import write_run
 
 ROW = {
     "directory": "runs/a",
@@ -100,23 +102,41 @@ def _serving(status: object) -> Iterator[str]:
         server.shutdown()
 
 
-def test_the_index_links_each_run_to_its_page() -> None:
-    """A name in it is a folder's, which may hold any markup."""
-    rows = [{**ROW, "page": "http://127.0.0.1:1/"}, {**ROW, "directory": "<b>", "step": None}]
+def test_the_list_shows_runs_that_are_over_too(tmp_path: Path) -> None:
+    """A person compares today's run with yesterday's, which no cluster knows any more."""
+    for name in ("alive", "over"):
+        (tmp_path / name).mkdir()
+        write_run(tmp_path / name, finished=name == "over")
+    row = {**ROW, "directory": str(tmp_path / "alive"), "page": "http://127.0.0.1:1/"}
 
-    page = index_page(rows)
+    alive, over = run_cards([row], {})
 
-    assert '<a href="http://127.0.0.1:1/">runs/a</a></td><td>training</td><td>7</td>' in page
-    assert "<td>&lt;b&gt;</td><td>training</td><td>-</td>" in page
+    assert (alive["page"], alive["step"], len(alive["loss"])) == ("http://127.0.0.1:1/", 60, 60)
+    assert (over["name"], over["outcome"], over["page"]) == ("over", "completed", None)
 
 
-def test_the_index_is_served_until_it_is_ended() -> None:
+def test_a_port_that_is_taken_is_one_line() -> None:
+    """It was 40 lines of Python."""
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        port = str(taken.getsockname()[1])
+
+        told = CliRunner().invoke(app, ["list", "--serve", "--port", port])
+
+    assert told.exit_code != 0
+    assert f"port {port} cannot be used for the list" in told.stderr
+    assert "Traceback" not in told.stderr
+
+
+def test_the_index_is_served_until_it_is_ended(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Its runs come and go."""
+    monkeypatch.chdir(tmp_path)
     looks, index = iter([[], [ROW]]), RunIndex(0)
     seen: list[str] = []
 
     def pause() -> None:
-        with urllib.request.urlopen(index.address, timeout=5) as answer:  # noqa: S310
+        with urllib.request.urlopen(f"{index.address}page.json", timeout=5) as answer:  # noqa: S310
             seen.append(answer.read().decode())
         if len(seen) == 2:
             raise KeyboardInterrupt
@@ -124,4 +144,4 @@ def test_the_index_is_served_until_it_is_ended() -> None:
     with pytest.raises(KeyboardInterrupt):
         index.serve(lambda: next(looks), pause=pause)
 
-    assert ["No runs yet" in seen[0], "runs/a" in seen[1]] == [True, True]
+    assert ["runs/a" in text for text in seen] == [False, True]

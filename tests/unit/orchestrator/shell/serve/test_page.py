@@ -18,7 +18,7 @@ from orchestrator.core import Incident, RunStats
 from orchestrator.shell.serve import Live, StatusPage
 from orchestrator.shell.serve.curves import Curves
 from tests.support.histories import calm
-from tests.support.live_pages import TOKEN, live_page, require
+from tests.support.live_pages import TOKEN, live_page, outside_address, refuse_others, require
 from tests.support.run_directories import Fault, write_run
 from ucp_core.storage import LocalStore
 from workers.protocol import WorkerPhase
@@ -26,22 +26,16 @@ from workers.protocol import WorkerPhase
 CRASH = Fault(step=20, kind="crash", guilty=("w0002",), pause_s=0.6, lost_steps=1, workers_after=3)
 
 
-def _browse(live: Live, look: Callable[[aiohttp.ClientSession], Awaitable[Any]]) -> Any:
+def _browse(
+    live: Live,
+    look: Callable[[aiohttp.ClientSession], Awaitable[Any]],
+    *,
+    host: str = "127.0.0.1",
+) -> Any:
     """Return what ``look`` does, with the page of ``live`` as its base."""
 
-    async def losses() -> dict[str, Any]:
-        return {}
-
     async def served() -> Any:
-        page = StatusPage(
-            host="127.0.0.1",
-            port=0,
-            status=dict,
-            losses=losses,
-            metrics=CollectorRegistry(),
-            live=live,
-            act=require,
-        )
+        page = _page(live, host)
         base = await page.start()
         try:
             async with aiohttp.ClientSession(base) as session:
@@ -50,6 +44,22 @@ def _browse(live: Live, look: Callable[[aiohttp.ClientSession], Awaitable[Any]])
             await page.stop()
 
     return asyncio.run(served())
+
+
+def _page(live: Live, host: str = "127.0.0.1") -> StatusPage:
+    async def losses() -> dict[str, Any]:
+        return {}
+
+    return StatusPage(
+        host=host,
+        port=0,
+        status=dict,
+        losses=losses,
+        metrics=CollectorRegistry(),
+        live=live,
+        act=require,
+        require=refuse_others,
+    )
 
 
 def test_the_page_is_one_file_and_may_not_be_framed(tmp_path: Path) -> None:
@@ -103,6 +113,57 @@ def test_an_action_needs_the_token(tmp_path: Path) -> None:
         (200, "done"),
         (405, ""),
     ]
+
+
+def test_reading_beyond_loopback_needs_the_token(tmp_path: Path) -> None:
+    """Loss, configuration and output of scripts are for those who may see the run directory."""
+
+    async def look(session: aiohttp.ClientSession) -> list[tuple[int, ...]]:
+        found = []
+        for headers in ({}, {"Authorization": f"Bearer {TOKEN}"}):
+            answers = [
+                await session.get(f"/{path}", headers=headers)
+                for path in ("", "metrics", "page.json", "log", "status", "losses")
+            ]
+            found.append(tuple(answer.status for answer in answers))
+        return found
+
+    assert _browse(live_page(tmp_path), look, host=outside_address()) == [
+        (200, 200, 401, 401, 401, 401),
+        (200,) * 6,
+    ]
+
+
+def test_a_name_that_was_made_to_lead_here_is_refused(tmp_path: Path) -> None:
+    """A page of another site may give its own name this address, and read what it answers."""
+
+    async def look(session: aiohttp.ClientSession) -> list[int]:
+        answers = [
+            await session.get("/page.json", headers={"Host": host})
+            for host in ("evil.example:80", "localhost:4000", "[::1]:9")
+        ]
+        return [answer.status for answer in answers]
+
+    assert _browse(live_page(tmp_path), look) == [403, 200, 200]
+
+
+def test_a_restarted_controller_takes_its_port_again(tmp_path: Path) -> None:
+    """A tab that is open looks for it there; a port that another has taken ends no run."""
+
+    async def looked() -> list[int]:
+        pages = [_page(live_page(tmp_path)) for _ in range(3)]
+        ports = [int((await pages[0].start()).rpartition(":")[2])]
+        ports.append(int((await pages[1].start(ports[0])).rpartition(":")[2]))
+        await pages[0].stop()
+        ports.append(int((await pages[2].start(ports[0])).rpartition(":")[2]))
+        for page in pages[1:]:
+            await page.stop()
+        return ports
+
+    first, other, again = asyncio.run(looked())
+
+    assert again == first
+    assert other != first
 
 
 def test_the_log_of_a_rank_is_read_from_the_run_directory(tmp_path: Path) -> None:

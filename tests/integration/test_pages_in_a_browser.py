@@ -1,0 +1,168 @@
+"""The pages in a browser, of runs that no cluster runs."""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from prometheus_client import CollectorRegistry
+
+from orchestrator.core import RunStats
+from orchestrator.driver.pages import RunIndex, run_cards
+from orchestrator.report import write_report
+from orchestrator.shell.serve import StatusPage
+from tests.support.chromium import CHROMIUM, Browser
+from tests.support.live_pages import TOKEN, live_page, outside_address, refuse_others, require
+from tests.support.run_directories import Fault, write_run
+
+pytestmark = pytest.mark.skipif(CHROMIUM is None, reason="there is no chromium on this machine")
+CRASH = Fault(step=20, kind="crash", guilty=("w0002",), pause_s=0.6, lost_steps=1, workers_after=3)
+#: The place of a chart's point, of 0 to 1 from left to right, for an event of the pointer.
+_POINTER = """((kind, at) => {
+  const chart = document.querySelector(".chart > svg"), box = chart.getBoundingClientRect();
+  chart.setPointerCapture = () => {};
+  chart.dispatchEvent(new PointerEvent(kind, {pointerType: "mouse", bubbles: true,
+    clientX: box.left + at * box.width, clientY: box.top + box.height / 2}));
+})"""
+
+
+@pytest.fixture
+def browser(tmp_path: Path) -> Iterator[Browser]:
+    """A browser with nothing open."""
+    profile = tmp_path / "profile"
+    profile.mkdir()
+    with Browser(profile) as opened:
+        yield opened
+
+
+class _Served:
+    """A page that a thread serves, and that may be ended and come again."""
+
+    def __init__(self, directory: Path, host: str) -> None:
+        self._directory, self._host = directory, host
+        self._loop = asyncio.new_event_loop()
+        threading.Thread(target=self._loop.run_forever, daemon=True).start()
+        self._page: StatusPage | None = None
+
+    def start(self, *, step: int, last_port: int = 0) -> str:
+        """Serve a run that has done so many steps; return the page's address."""
+        page = self._page = StatusPage(
+            host=self._host,
+            port=0,
+            status=dict,
+            losses=self._losses,
+            metrics=CollectorRegistry(),
+            live=live_page(self._directory, stats=RunStats(step=step, phase="training")),
+            act=require,
+            require=refuse_others,
+        )
+        return asyncio.run_coroutine_threadsafe(page.start(last_port), self._loop).result(30)
+
+    def stop(self) -> None:
+        """Stop serving."""
+        assert self._page is not None
+        asyncio.run_coroutine_threadsafe(self._page.stop(), self._loop).result(30)
+
+    async def _losses(self) -> dict[str, Any]:
+        return {}
+
+
+@pytest.fixture
+def serve(tmp_path: Path) -> Callable[..., _Served]:
+    """Return what serves a run's page at an address of this machine."""
+    write_run(tmp_path)
+    return lambda host="127.0.0.1": _Served(tmp_path, host)
+
+
+def test_a_chart_tells_its_values_and_lets_a_person_look_closer(
+    tmp_path: Path, browser: Browser
+) -> None:
+    """A loss that begins at 4.3 makes a flat line of everything behind it."""
+    write_run(tmp_path, steps=400, faults=(CRASH,))
+    write_report(str(tmp_path))
+    browser.open(f"file://{tmp_path}/report.html", width=1280)
+    browser.await_true("document.querySelectorAll('#charts svg path.curve').length >= 6")
+
+    browser.run(f"{_POINTER}('pointermove', 0.5)")
+    told = browser.run("document.querySelector('.readout').textContent")
+    assert told.startswith("step ")
+    assert "training 1." in told
+    for kind, at in (("pointerdown", 0.5), ("pointermove", 0.8), ("pointerup", 0.8)):
+        browser.run(f"{_POINTER}({kind!r}, {at})")
+    assert browser.run("views['Loss by step'].from") > 100
+    browser.click(".chart button")
+    assert browser.run("views['Loss by step'].log") is True
+    browser.run("document.querySelector('.chart > svg').ondblclick()")
+    assert browser.run("views['Loss by step'].from") is None
+    titles = browser.run("[...document.querySelectorAll('#charts h3')].map(e => e.firstChild.data)")
+    assert titles[4:] == ["Learning rate", "Gradient norm", "Step time, s"]
+
+
+def test_a_tab_finds_a_controller_that_was_restarted(
+    serve: Callable[..., _Served], browser: Browser
+) -> None:
+    """It came back at another port, where no open tab looked for it."""
+    served = serve()
+    first = served.start(step=7)
+    browser.open(first)
+    browser.await_true("document.title.includes('7/60')")
+
+    served.stop()
+    browser.await_true("document.body.style.opacity === '0.55'")
+    again = served.start(step=9, last_port=int(first.rpartition(":")[2]))
+
+    assert again == first
+    browser.await_true("document.title.includes('9/60')")
+    served.stop()
+
+
+def test_a_page_for_others_asks_for_the_token_before_it_shows_anything(
+    serve: Callable[..., _Served], browser: Browser
+) -> None:
+    """Loss, configuration and output of scripts were open to all who reach the port."""
+    served = serve(outside_address())
+    browser.open(served.start(step=7))
+    browser.await_true("Boolean(document.getElementById('key'))")
+    assert "7/60" not in browser.run("document.title")
+
+    browser.run(f"document.getElementById('key').value = {TOKEN!r}")
+    browser.click("form button")
+
+    browser.await_true("document.title.includes('7/60')")
+    served.stop()
+
+
+def test_the_list_of_runs_fits_a_phone_and_lays_two_runs_over_one_another(
+    tmp_path: Path, browser: Browser
+) -> None:
+    """Words broke letter by letter, and two runs could not be compared."""
+    for name in ("a-run-with-a-long-name-of-several-words", "other"):
+        (tmp_path / name).mkdir()
+        write_run(tmp_path / name, faults=(CRASH,))
+    index, is_seen = RunIndex(0), threading.Event()
+    row = {"directory": str(tmp_path / "other"), "address": "10.0.0.1:6379", "page": None}
+    assert len(run_cards([row], {})) == 2
+
+    def end() -> None:
+        if is_seen.wait(60):
+            raise KeyboardInterrupt
+
+    def shown() -> None:
+        with pytest.raises(KeyboardInterrupt):
+            index.serve(lambda: [row], pause=end)
+
+    thread = threading.Thread(target=shown)
+    thread.start()
+    browser.open(index.address, width=390)
+    browser.await_true("document.querySelectorAll('.run').length === 2")
+    for number in (0, 1):
+        browser.run(f"document.querySelectorAll('.run input')[{number}].click()")
+    browser.await_true("document.querySelectorAll('#charts svg path.curve').length === 2")
+    assert browser.run("document.documentElement.scrollWidth") == 390
+    browser.screenshot(tmp_path / "list.png")
+    is_seen.set()
+    thread.join()
