@@ -280,7 +280,8 @@ class SnapshotSettings:
         send_mib_per_s: Limit for what a node's keeper sends to other nodes, for copies and
             recovery; 0 for no limit.
         tolerance: How many nodes of each group of at most 8 may be lost at once while the newest
-            snapshots stay complete in memory: 0, 1 or 2, if there are as many other nodes.
+            snapshots stay complete in memory: 0, 1 or 2, if there are as many other nodes. A run
+            on fewer workers than there is room for uses at least one node more than that.
         mechanism: "copy" keeps each snapshot on ``tolerance`` other nodes; it sends nothing if
             data-parallel replicas there have the same state. "parity" keeps 1/(k-1) of a snapshot
             on each of k nodes, or twice 1/(k-2) for a tolerance of 2; the former sends no data

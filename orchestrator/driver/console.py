@@ -105,7 +105,7 @@ class RunView:
         if self._said.pop("controller", None):
             self.say("the controller is back in charge")
         for (machine, notice), line in _notices(status).items():
-            self._say(machine, line, key=notice)
+            self._say(f"notice {machine}", line, key=notice)
         self._progress.update(
             self._task, completed=status["step"], facts=_facts(status, is_short=True)
         )

@@ -18,6 +18,7 @@ from orchestrator.core.transition import Transition
 from orchestrator.diagnosis import Kind
 from orchestrator.policies import FaultKind, expected_step_s, growth, order, step_ratio
 from ucp_core.layout import ParallelLayout
+from ucp_core.numerics import counted
 
 #: ``yielded_step`` when members left at different steps; no step is negative.
 _DIFFER = -2
@@ -41,7 +42,7 @@ def _consider(transition: Transition) -> None:
         return
     if len(run.attempt.members) > transition.max_workers:
         if run.most_workers == transition.max_workers:
-            reason = f"the user set {run.most_workers} workers"
+            reason = f"the user set {counted(run.most_workers, 'worker')}"
             yield_attempt(transition, FaultKind.RESIZE, reason)
             return
         num = len(run.attempt.members) - transition.max_workers

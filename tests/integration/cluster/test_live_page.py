@@ -128,6 +128,8 @@ def _save_and_resize(run: Launched, browser: Browser) -> None:
         _type(browser, "num", str(num))
         browser.click("#workers")
         wait(lambda: len(_workers(run)) == num, f"{num} workers train")  # noqa: B023  at once
+        rows = (run.status() or {"workers": []})["workers"]
+        assert len({row["node"] for row in rows}) == 2, "also two workers protect each other"
     assert [kind for kind, _ in _kinds(run)].count("WorkersSet") == 2
 
 

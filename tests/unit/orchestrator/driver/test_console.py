@@ -170,6 +170,15 @@ def test_a_lost_node_is_told_at_once_also_before_the_first_step() -> None:
     assert [line for line in known if "f6a90903" in line] == ["node_loss: node f6a90903: gone"]
 
 
+def test_a_drain_is_told_once_while_its_seconds_run_down() -> None:
+    """A run of two minutes had 125 lines that a node goes in 30 s, in 29 s, and so on."""
+    node = {**status_document()["nodes"][0], "state": "draining", "notice": "drained from the page"}
+    told = [status_document(nodes=[{**node, "taken_in_s": left_s}]) for left_s in (30, 29, 28)]
+
+    found = [line for line in _shown(*told) if "drained" in line]
+    assert found == ["node f6a90903 goes in 30 s (drained from the page)"]
+
+
 def test_the_bar_has_rate_time_left_validation_and_money_on_one_line_of_80_columns() -> None:
     output = io.StringIO()
     terminal = Console(file=output, width=80, force_terminal=True, color_system=None)
