@@ -165,8 +165,12 @@ def _fact(value: Any) -> str:
     if isinstance(value, list):
         return ", ".join(map(_fact, value)) or "-"
     if isinstance(value, dict):
-        return ", ".join(f"{name}={item}" for name, item in value.items()) or "-"
+        return ", ".join(f"{name}={_nested(item)}" for name, item in value.items()) or "-"
     return f"{value:.9g}" if isinstance(value, float | complex) else str(value)
+
+
+def _nested(value: Any) -> str:
+    return f"({_fact(value)})" if isinstance(value, list | dict) else _fact(value)
 
 
 @contextmanager

@@ -42,6 +42,7 @@ def test_inspect_shows_what_is_there(checkpoint: Path) -> None:
     assert "wte exp_avg F32 8x4 in " in shown.stdout
     assert "step exp_avg F32 scalar in 1 fragment(s)" in shown.stdout
     assert (found["step"], found["attempt"], found["ranks"]) == (7, 1, 2)
+    assert not set("{}[]") & set(shown.stdout), "people read no literals of Python"
     assert found["slots"] == ["exp_avg", "weight"]
     assert found["bytes"] == sum(len(whole.data) for whole in small_state().values())
     assert len(found["tensors"]) == len(small_state())

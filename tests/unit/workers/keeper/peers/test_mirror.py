@@ -260,6 +260,30 @@ def test_a_peer_that_comes_back_elsewhere_is_followed_into_the_same_copies(
     again.close()
 
 
+def test_a_problem_goes_once_it_has_passed(
+    theirs: ArenaTable,
+    ours: ArenaTable,
+    server: WireServer,
+    mirrors: Mirrors,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """A page said for a minute that copying fails, while copies were made."""
+    listen, (_, port) = socket.create_server, server.address
+    mirrors.follow([_peer(server)])
+    server.close()
+    assert eventually(lambda: bool(mirrors.problems()))
+
+    monkeypatch.setattr(
+        socket, "create_server", lambda address, **more: listen((address[0], port), **more)
+    )
+    again = WireServer(theirs, host="127.0.0.1", secret=SECRET)
+    assert eventually(lambda: not mirrors.problems())
+    _write(theirs, 1)
+    assert eventually(lambda: _copies(ours) == [(1, 1)])
+    mirrors.stop()
+    again.close()
+
+
 def test_a_broken_connection_is_made_again(
     theirs: ArenaTable,
     source: Arena,
