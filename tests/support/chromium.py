@@ -74,9 +74,11 @@ class Browser:
         self.await_true(f"Boolean(document.querySelector({selector!r}))")
         self.run(f"document.querySelector({selector!r}).click()")
 
-    def screenshot(self, path: Path) -> None:
-        """Write the whole page as a PNG."""
-        data = self._call("Page.captureScreenshot", captureBeyondViewport=True)["data"]
+    def screenshot(self, path: Path, *, size: tuple[int, int] | None = None) -> None:
+        """Write the whole page as a PNG, or its top of ``size``: width and height."""
+        clip = {"x": 0, "y": 0, "width": size[0], "height": size[1], "scale": 1} if size else None
+        beyond = {"captureBeyondViewport": True, **({"clip": clip} if clip else {})}
+        data = self._call("Page.captureScreenshot", **beyond)["data"]
         path.write_bytes(base64.b64decode(data))
 
     def _call(self, method: str, **params: Any) -> dict[str, Any]:
