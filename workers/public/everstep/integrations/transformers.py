@@ -506,6 +506,9 @@ class ElasticTrainer(Trainer):
         now_s = time.monotonic()
         self._sums.seconds, self._clock_s = self._sums.seconds + now_s - self._clock_s, now_s
         self._tell("on_step_end")
+        # Not where a callback asks for a log: that may be on one worker.
+        if step.number % max(1, int(state.logging_steps)) == 0:
+            self.store_flos()
         self._log_evaluate_save(step, scheduler)
         ends_epoch = step.number % self._epoch.num_steps == 0 or step.number == train.steps
         self._agree_on_control(step, is_last=step.number == train.steps)
@@ -537,7 +540,6 @@ class ElasticTrainer(Trainer):
         """Do what the callbacks have asked for."""
         if self.control.should_log and self._sums.steps:
             loss = self._sums.take_mean()
-            self.store_flos()
             self.log({"loss": loss, "grad_norm": step.grad_norm, "learning_rate": step.lr})
         if self.control.should_evaluate:
             metrics = self.evaluate()
