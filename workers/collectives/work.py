@@ -216,11 +216,14 @@ class RecordedWork(dist.Work):
         ended = self._call.attempt.waiter()
         self._call.wait()
         failures: list[BaseException] = []
+        # gloo's works hold tensors, and the thread may be late to end.
+        inner = list(self._inner)
 
         def wait() -> None:
             try:
-                for work in self._inner:
-                    work.wait()
+                while inner:
+                    inner[-1].wait()
+                    inner.pop()
             except RuntimeError as error:
                 failures.append(error)
             ended.set()
