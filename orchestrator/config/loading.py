@@ -90,8 +90,12 @@ def load_for_gpus(
         ConfigError: As for ``load``.
     """
     source = _read(path_or_text)
+    scripts: set[str] = set()
     if model is not None:
         source.document["model"] = dict(model)
+        scripts = {
+            f"run.{key}" for key in ("script", "arguments") if key in _section(source, "run")
+        }
         for key in ("script", "arguments"):
             _section(source, "run").pop(key, None)
     source.override(overrides)
@@ -106,7 +110,7 @@ def load_for_gpus(
     config = _validate(source, num_experts=num_experts)
     if config is None:
         raise _refused(source)
-    return _resolved(config), frozenset(named)
+    return _resolved(config), frozenset(named | scripts)
 
 
 def _section(source: Source, name: str) -> dict[str, Any]:

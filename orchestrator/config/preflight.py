@@ -91,6 +91,7 @@ def job_of(config: RunConfig, shape: ModelShape) -> Job:
         reshards=config.parallel.reshard_after_forward,
         reduces={"auto": None, "once": False, "every_pass": True}[config.train.reduce_gradients],
         stages_per_worker=config.parallel.stages_per_worker,
+        chunks_loss=not (config.run.script or config.model.folder),
         in_tree=config.train.deterministic,
     )
 

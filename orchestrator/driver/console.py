@@ -287,7 +287,8 @@ def print_layouts(plan: LayoutPlan, console: Console) -> None:
         console,
         f"{plan.num_parameters / 1e9:.1f} B parameters, {batch:,} tokens a step, "
         f"{plan.num_nodes} x {plan.node_size} {plan.gpu}; from data sheets, nothing was measured"
-        + (f"; kept: {plan.kept}" if plan.kept else ""),
+        + (f"; kept: {plan.kept}" if plan.kept else "")
+        + ("" if job.chunks_loss else "; the loss of a model of your own holds all logits"),
     )
     rows = [
         (

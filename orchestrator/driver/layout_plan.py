@@ -176,6 +176,8 @@ def _loaded(
     if config.run.script or config.model.folder:
         raise ConfigError("the model is the script's own: name its sizes by --model llama-8b")
     job = job_of(config, model_shape(config.model))
+    if mixture is not None or "run.script" in named:
+        job = replace(job, chunks_loss=False)
     if mixture is not None:
         experts = mixture.experts
         if experts.ffn_dim == mixture.shape.ffn_dim:

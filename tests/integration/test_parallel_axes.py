@@ -39,7 +39,7 @@ from ucp_core.layout import ParallelLayout
 from ucp_core.native import open_checkpoint, save_rank
 from ucp_core.storage import LocalStore
 from workers import collectives
-from workers.models import Decoder, initial_value, resolve, tensor_plan
+from workers.models import Decoder, chunks_of, initial_value, resolve, tensor_plan
 from workers.parallel import (
     Mesh,
     ModelPlan,
@@ -293,6 +293,27 @@ def test_stages_train_to_the_bit_as_one_worker_does(
     for name in ("weights_digest", "validation_loss"):
         assert result(run)[name] == alone[name]
     assert [group["params"] for group in opened.param_groups] == [each["params"] for each in groups]
+
+
+def test_a_loss_in_chunks_is_that_of_one_process(run: Run, text: DataSettings) -> None:
+    """Ranks gather the logits of some tokens at a time, again in the backward pass."""
+    data = replace(text, sequence_length=512, validation_samples=2)
+    chosen = settings(data, steps=1, warmup_steps=1, global_batch=4)
+    chosen = replace(chosen, model=ModelSettings(preset="tiny", vocab_size=40_000, tied=False))
+    assert chunks_of(2 * 512, 40_000) == 2
+    curves: list[list[float]] = []
+    norms: list[list[float]] = []
+    for layout in (ParallelLayout(), TP, ParallelLayout(pp=2)):
+        reset(run)
+        finish(run, chosen, num_workers=layout.world_size, layout=layout)
+        losses = [line["loss"] for line in lines(run)]
+        curves.append([*losses, result(run)["validation_loss"]])
+        norms.append([line["grad_norm"] for line in lines(run)])
+
+    for other, norm in zip(curves[1:], norms[1:], strict=True):
+        assert other == pytest.approx(curves[0], rel=1e-6)
+        # Five million squares are added up in float32.
+        assert norm == pytest.approx(norms[0], rel=5e-5)
 
 
 @pytest.mark.parametrize("size", [300, 340])

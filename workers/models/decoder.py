@@ -8,15 +8,18 @@ from __future__ import annotations
 
 import hashlib
 import math
+from collections.abc import Callable
+from functools import partial
 
 import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import Replicate
 from torch.distributed.tensor.parallel import ColwiseParallel, ParallelStyle, RowwiseParallel
 from torch.nn import functional
+from torch.utils.checkpoint import checkpoint
 
 from workers.models.attention import causal_attention, first_position
-from workers.models.shape import ModelShape, block_parameters, stage_layers
+from workers.models.shape import ModelShape, block_parameters, chunks_of, stage_layers
 
 NORM_EPS = 1e-5
 
@@ -116,11 +119,15 @@ class Decoder(nn.Module):
         if number < num_stages - 1:
             self.norm = self.head = None
 
-    def forward(self, tokens_BT: Tensor) -> Tensor:  # noqa: N803
+    def forward(
+        self,
+        tokens_BT: Tensor,  # noqa: N803
+        targets_BT: Tensor | None = None,  # noqa: N803
+    ) -> Tensor:
         """Return the logits of the next token, (B, T, V), of this rank's part of the sequences.
 
-        A stage but the last returns (B, T, D), and a stage but the first takes that instead of
-        token ids.
+        With ``targets_BT`` return ``mean_loss`` of the logits. A stage but the last returns
+        (B, T, D), and a stage but the first takes that instead of token ids.
         """
         x_BTD = self.embedding(tokens_BT) if self.embedding is not None else tokens_BT  # noqa: N806
         rotary = self._rotary_for(tokens_BT.shape[1], x_BTD)
@@ -128,7 +135,10 @@ class Decoder(nn.Module):
             x_BTD = layer(x_BTD, rotary)  # noqa: N806
         if self.norm is None or self.head is None:
             return x_BTD
-        return self.head(self.norm(x_BTD))  # type: ignore[no-any-return]
+        x_BTD = self.norm(x_BTD)  # noqa: N806
+        if targets_BT is None:
+            return self.head(x_BTD)  # type: ignore[no-any-return]
+        return mean_loss(x_BTD, targets_BT, self.head, self.shape.vocab_size)
 
     def _rotary_for(self, length: int, like: Tensor) -> tuple[Tensor, Tensor]:
         held = self._rotary
@@ -170,12 +180,35 @@ def tensor_plan() -> dict[str, ParallelStyle]:
 
 
 def mean_loss(
-    logits_BTV: Tensor,  # noqa: N803  any float dtype
+    x_BTD: Tensor,  # noqa: N803  any float dtype
     targets_BT: Tensor,  # noqa: N803  int64 token ids
+    head: Callable[[Tensor], Tensor] | None = None,
+    vocab_size: int = 0,
 ) -> Tensor:
-    """Return the mean cross entropy over all tokens, a scalar in float32."""
-    logits = logits_BTV.float().reshape(-1, logits_BTV.shape[-1])
-    return functional.cross_entropy(logits, targets_BT.reshape(-1))
+    """Return the mean cross entropy over all tokens, a scalar in float32.
+
+    Many logits are computed in chunks of tokens, and again in the backward pass, so that those of
+    one chunk are held at a time.
+
+    Args:
+        head: Makes the logits of ``x_BTD``; None if it has them.
+        vocab_size: The number of logits of a token.
+    """
+    x, targets = x_BTD.flatten(0, -2), targets_BT.flatten()
+    num_chunks = chunks_of(len(targets), vocab_size or x.shape[-1])
+    if num_chunks == 1:
+        return _loss(head, x, targets, "mean")
+    again = partial(checkpoint, _loss, use_reentrant=False, preserve_rng_state=False)
+    parts = zip(x.chunk(num_chunks), targets.chunk(num_chunks), strict=True)
+    sums = [again(head, *part, "sum") for part in parts]
+    return torch.stack(sums).sum() / len(targets)
+
+
+def _loss(
+    head: Callable[[Tensor], Tensor] | None, x: Tensor, targets: Tensor, reduction: str
+) -> Tensor:
+    logits = head(x) if head is not None else x
+    return functional.cross_entropy(logits.float(), targets, reduction=reduction)
 
 
 def initial_value(fqn: str, size: tuple[int, ...], *, seed: int, num_layers: int) -> Tensor:

@@ -15,6 +15,7 @@ from torch import Tensor, nn
 
 from ucp_core.formats import lies_beside
 from workers.errors import TaskError
+from workers.models.decoder import mean_loss
 
 #: How ``peft`` calls the configuration of adapters in a folder.
 _ADAPTERS: Final = "adapter_config.json"
@@ -50,8 +51,7 @@ def causal_lm_loss(
         positions: Their positions, if they are not the first ones, ``(1, positions)``.
     """
     output = model(input_ids=inputs, position_ids=positions, use_cache=False)
-    logits = output.logits.float()
-    loss = nn.functional.cross_entropy(logits.view(-1, logits.shape[-1]), targets.reshape(-1))
+    loss = mean_loss(output.logits, targets)
     aux_loss = getattr(output, "aux_loss", None)
     if aux_loss is not None and model.training:
         loss = loss + model.config.router_aux_loss_coef * aux_loss

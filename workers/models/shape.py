@@ -5,13 +5,16 @@ Pure arithmetic. ``workers.models.decoder`` builds the modules; a test compares 
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass, fields
 from types import MappingProxyType
-from typing import Any
+from typing import Any, Final
 
 #: Bytes 0 to 255 and the end of a document, rounded up to a multiple of 8.
 BYTE_VOCAB_SIZE = 264
+#: A loss holds at most so many logits in float32 at a time, three times.
+LOGITS_MAX: Final = 1 << 25
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -109,6 +112,11 @@ def block_parameters(shape: ModelShape) -> int:
     """Return the number of trained elements of a layer."""
     dim, kv_dim = shape.dim, shape.num_kv_heads * shape.head_dim
     return 2 * dim * dim + 2 * kv_dim * dim + 3 * shape.ffn_dim * dim + 2 * dim
+
+
+def chunks_of(num_tokens: int, vocab_size: int) -> int:
+    """Return in how many chunks of tokens ``mean_loss`` computes logits."""
+    return math.ceil(num_tokens / max(1, LOGITS_MAX // vocab_size))
 
 
 def stage_layers(num_layers: int, number: int, num_stages: int, head: float = 0.0) -> range:

@@ -17,7 +17,6 @@ from workers.models import (
     causal_lm_loss,
     initial_parameter,
     initial_value,
-    mean_loss,
     tensor_plan,
 )
 from workers.parallel import ModelPlan
@@ -83,7 +82,8 @@ def _decoder(session: Session) -> tuple[Any, int, _Loss]:
     model = session.model(lambda: Decoder(shape), initialise, plan=plan)
 
     def loss(model: Any, batch: Mapping[str, Any]) -> Tensor:
-        return mean_loss(model(batch["input_ids"]), batch["shift_labels"])
+        loss: Tensor = model(batch["input_ids"], targets_BT=batch["shift_labels"])
+        return loss
 
     return model, shape.vocab_size, loss
 

@@ -140,6 +140,7 @@ class Job:
         stages_per_worker: Pipeline stages of each worker; with more than 1 they are interleaved.
         cuts_sequences: Whether tensor parallelism cuts what lies between products, and the logits,
             too (sequence and loss parallelism).
+        chunks_loss: Whether the loss is computed of some logits at a time, as the built-in model's.
         in_tree: Whether gradients are summed in the order of one tree (``train.deterministic``).
     """
 
@@ -155,6 +156,7 @@ class Job:
     recomputes: bool = False
     stages_per_worker: int = 1
     cuts_sequences: bool = False
+    chunks_loss: bool = False
     in_tree: bool = False
 
     @property

@@ -11,6 +11,7 @@ from typing import Final
 
 from orchestrator.policies.layout.hardware import BF16_BYTES, Job
 from ucp_core.layout import ParallelLayout
+from workers.models import chunks_of
 
 #: float32 master, its gradient, and AdamW's two moments: bytes of state per parameter.
 STATE_BYTES: Final = 4 + 4 + 4 + 4
@@ -44,10 +45,12 @@ def _of_rank(layout: ParallelLayout, job: Job, rank: int) -> int:
         # The loss is computed in float32: logits, their logarithms and their gradients.
         logit_bytes = 3 * 4 + (job.compute_bytes if job.compute_bytes == BF16_BYTES else 0)
         parts = layout.tp if job.cuts_sequences else 1
-        needed += tokens * job.shape.vocab_size * logit_bytes / parts
+        num_chunks = chunks_of(tokens, job.shape.vocab_size) if job.chunks_loss else 1
+        num_logits = tokens * job.shape.vocab_size / num_chunks
+        needed += num_logits * logit_bytes / parts
         if layout.tp > parts:
             # Every rank gathers all logits, of which it has computed some.
-            needed += tokens * job.shape.vocab_size * job.compute_bytes / layout.tp
+            needed += num_logits * job.compute_bytes / layout.tp
     return math.ceil(needed)
 
 

@@ -21,7 +21,7 @@ from orchestrator.policies.layout import (
     weigh,
 )
 from ucp_core.layout import ParallelLayout
-from workers.models import PRESETS, num_parameters
+from workers.models import PRESETS, chunks_of, num_parameters
 
 MEASURED = json.loads((Path(__file__).parents[3] / "gpu/measured.json").read_text())
 LLAMA = Job(
@@ -105,6 +105,12 @@ def test_every_rank_of_a_tensor_group_has_all_logits() -> None:
     assert eight > logits
     assert memory_bytes(ParallelLayout(tp=8), cut) < eight - logits * 3 / 4
     assert memory_bytes(ParallelLayout(), cut) == alone
+    # The built-in model's loss holds those of a chunk, whatever the sequence.
+    chunks = replace(job, chunks_loss=True)
+    saved = 1 - 1 / chunks_of(job.num_tokens, job.shape.vocab_size)
+    for ways, needed, whole in ((1, alone, logits), (8, eight, logits * (1 + 1 / 56))):
+        left = memory_bytes(ParallelLayout(tp=ways), chunks)
+        assert needed - left == pytest.approx(whole * saved, rel=1e-6)
 
 
 @pytest.mark.parametrize("card", MEASURED)

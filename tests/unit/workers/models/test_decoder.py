@@ -1,8 +1,10 @@
 from __future__ import annotations
 
+from functools import partial
+
 import torch
 
-from workers.models import PRESETS, Decoder, initial_value, mean_loss
+from workers.models import PRESETS, Decoder, chunks_of, initial_value, mean_loss, resolve
 
 SHAPE = PRESETS["tiny"]
 
@@ -54,3 +56,32 @@ def test_initial_values_depend_on_name_and_seed_only() -> None:
 
     assert torch.equal(first, again)
     assert not torch.equal(first, other)
+
+
+def test_a_loss_in_chunks_is_that_of_all_logits() -> None:
+    """Chunks are added up and divided once; the last one is shorter."""
+    size = 1 << 16
+    tokens, targets = (torch.randint(0, size, (1, 520)) for _ in range(2))
+    model = Decoder(resolve("tiny", {"vocab_size": size}))
+    assert chunks_of(520, size) == 2
+    whole = torch.nn.functional.cross_entropy(model(tokens)[0], targets[0])
+    wanted = torch.autograd.grad(whole, list(model.parameters()))
+    for loss in (model(tokens, targets), mean_loss(model(tokens), targets)):
+        found = torch.autograd.grad(loss, list(model.parameters()))
+        assert torch.allclose(loss, whole, rtol=1e-6)
+        assert all(map(partial(torch.allclose, rtol=1e-5, atol=1e-7), found, wanted))
+
+
+def test_a_loss_keeps_few_logits() -> None:
+    """Whole ones would be kept for the backward pass, in float32 and as they are."""
+    size, kept = 1 << 16, list[int]()
+    model = Decoder(resolve("tiny", {"vocab_size": size}))
+    tokens = torch.zeros(1, 1025, dtype=torch.int64)
+
+    def pack(saved: torch.Tensor) -> torch.Tensor:
+        kept.append(saved.numel())
+        return saved
+
+    with torch.autograd.graph.saved_tensors_hooks(pack, lambda saved: saved):
+        model(tokens[:, :-1], tokens[:, 1:])
+    assert max(kept) < 64 * size, "the weight of the output"
