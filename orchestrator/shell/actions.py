@@ -37,6 +37,7 @@ class Actions:
             "stop": self._stop_at,
             "save": self._save,
             "drain": self._drain,
+            "undrain": self._undrain,
             "workers": self._set_workers,
             "kill": self._kill,
         }
@@ -45,8 +46,8 @@ class Actions:
         """Do what is asked for; return a line for people.
 
         Args:
-            name: stop (``step``, 0 for the next), save, drain (``node``), workers (``num``), or
-                kill (``worker`` or ``node``).
+            name: stop (``step``, 0 for the next), save, drain or undrain (``node``), workers
+                (``num``), or kill (``worker`` or ``node``).
 
         Raises:
             ActionError: There is no such action, or it cannot be done now.
@@ -86,6 +87,12 @@ class Actions:
         node = self._living_node(what)
         self._parts.nodes.notices.on_user(node, DRAIN_S)
         return f"The run leaves node {node[:8]} at a step boundary, within {DRAIN_S:g} s."
+
+    def _undrain(self, what: Mapping[str, Any]) -> str:
+        node = self._living_node(what)
+        if not self._parts.nodes.notices.withdraw(node):
+            raise ActionError(f"node {node[:8]} is not drained from the page")
+        return f"The run may use node {node[:8]} again."
 
     def _set_workers(self, what: Mapping[str, Any]) -> str:
         num, workers = _number(what, "num"), self._parts.config.workers

@@ -9,14 +9,20 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from prometheus_client import CollectorRegistry
 
 from orchestrator.core import RunStats
 from orchestrator.driver.pages import RunIndex, run_cards
 from orchestrator.report import write_report
 from orchestrator.shell.serve import StatusPage
 from tests.support.chromium import CHROMIUM, Browser
-from tests.support.live_pages import TOKEN, live_page, outside_address, refuse_others, require
+from tests.support.live_pages import (
+    TOKEN,
+    collector,
+    live_page,
+    outside_address,
+    refuse_others,
+    require,
+)
 from tests.support.run_directories import Fault, write_run
 
 pytestmark = pytest.mark.skipif(CHROMIUM is None, reason="there is no chromium on this machine")
@@ -55,7 +61,7 @@ class _Served:
             port=0,
             status=dict,
             losses=self._losses,
-            metrics=CollectorRegistry(),
+            metrics=collector(),
             live=live_page(self._directory, stats=RunStats(step=step, phase="training")),
             act=require,
             require=refuse_others,

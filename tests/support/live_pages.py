@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import socket
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -11,7 +11,7 @@ from orchestrator.config import load
 from orchestrator.core import RunState, RunStats, describe
 from orchestrator.errors import TokenError
 from orchestrator.shell.capacity import NodeView
-from orchestrator.shell.serve import Live, Sources
+from orchestrator.shell.serve import Live, RunCollector, Sources
 from ucp_core.storage import LocalStore
 from workers.protocol import StepCost, WorkerReport
 
@@ -67,6 +67,18 @@ def refuse_others(token: str) -> None:
     """Raise without the token."""
     if token != TOKEN:
         raise TokenError("that is not the token of the run")
+
+
+def collector(status: Callable[[], dict[str, Any]] = dict) -> RunCollector:
+    """Return the metrics of a run with that status."""
+    return RunCollector(
+        run="shown",
+        run_id="shown-1",
+        status=status,
+        stats=RunStats(),
+        samples_per_step=1,
+        tokens_per_step=0,
+    )
 
 
 def outside_address() -> str:

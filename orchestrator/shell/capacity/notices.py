@@ -80,6 +80,12 @@ class Notices:
         """Take in that a person wants the run to leave ``node`` within ``left_s``."""
         self._note(node, _USER, True, left_s, "drained from the page")
 
+    def withdraw(self, node: str) -> bool:
+        """Take that back; return whether there was anything to take back."""
+        was = _USER in self._known.get(node, {})
+        self._note(node, _USER, None, math.inf, "")
+        return was
+
     def _note_own(self, node: str, source: str, notice: Notice | None) -> None:
         left_s, what = (notice.left_s, notice.what) if notice else (math.inf, "")
         self._note(node, source, notice, left_s, what)

@@ -149,7 +149,14 @@ class Live:
         name = row["worker"]
         cost = self._sources.costs.get(name)
         compute_s = None if cost is None else round(cost.compute_s, 4)
-        return {**row, "seconds": self._seconds.get(name, ""), "compute_s": compute_s}
+        report = self._sources.reports.get(name)
+        device_bytes = report.facts.device_bytes if report is not None else math.nan
+        return {
+            **row,
+            "seconds": self._seconds.get(name, ""),
+            "compute_s": compute_s,
+            "device_bytes": device_bytes if math.isfinite(device_bytes) else None,
+        }
 
 
 def _node(view: NodeView, keepers: Mapping[str, Mapping[str, Any]]) -> dict[str, Any]:

@@ -9,6 +9,7 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any
 
+from prometheus_client import CollectorRegistry, generate_latest
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 from prometheus_client.registry import Collector
 
@@ -63,6 +64,17 @@ class RunCollector(Collector):
     def collect(self) -> Iterator[Metric]:
         """Yield every metric as it is now."""
         status = self._status()
+        yield from self._of_run(status)
+        yield from self._of_workers(status)
+
+    def prepare(self) -> Callable[[], bytes]:
+        """Return what makes the text, in any thread, of how the run is now."""
+        status = self._status()
+        of_run = list(self._of_run(status))
+        return lambda: _text([*of_run, *self._of_workers(status)])
+
+    def _of_run(self, status: Mapping[str, Any]) -> Iterator[Metric]:
+        """Yield what reads the run's numbers, which change."""
         yield from self._progress(status)
         yield from self._training(status)
         yield from self._incidents()
@@ -249,22 +261,6 @@ class RunCollector(Collector):
             _by_key(Counter(row["state"] for row in (*members, *standbys))),
             "state",
         )
-        of_member = "rank", "node", "worker"
-        keys = [(str(row["rank"]), row["node"][:_NODE], row["worker"]) for row in members]
-        for name, text, key in (
-            ("worker_step", "Last step that the worker completed.", "step"),
-            ("worker_heartbeat_age_seconds", "Age of its heartbeat.", "last_heartbeat_s"),
-            (
-                "worker_compute_seconds",
-                "Its fastest micro-batch of the last step, forward and backward.",
-                "compute_s",
-            ),
-            ("worker_data_seconds", "Its wait for the data of the last step.", "data_s"),
-            ("worker_device_bytes", "Memory in use on its device.", "device_bytes"),
-            ("worker_device_bytes_max", "Memory of its device.", "device_bytes_max"),
-        ):
-            samples = zip(keys, (row[key] for row in members), strict=True)
-            yield self._gauge(name, text, samples, *of_member)
         yield self._gauge(
             "nodes",
             "Nodes by state.",
@@ -282,6 +278,26 @@ class RunCollector(Collector):
             "Places for workers that were asked for and not granted yet.",
             _one(status["pending_capacity"]),
         )
+
+    def _of_workers(self, status: Mapping[str, Any]) -> Iterator[Metric]:
+        """Yield six series for each worker, from the document alone."""
+        members = status["workers"]
+        of_member = "rank", "node", "worker"
+        keys = [(str(row["rank"]), row["node"][:_NODE], row["worker"]) for row in members]
+        for name, text, key in (
+            ("worker_step", "Last step that the worker completed.", "step"),
+            ("worker_heartbeat_age_seconds", "Age of its heartbeat.", "last_heartbeat_s"),
+            (
+                "worker_compute_seconds",
+                "Its fastest micro-batch of the last step, forward and backward.",
+                "compute_s",
+            ),
+            ("worker_data_seconds", "Its wait for the data of the last step.", "data_s"),
+            ("worker_device_bytes", "Memory in use on its device.", "device_bytes"),
+            ("worker_device_bytes_max", "Memory of its device.", "device_bytes_max"),
+        ):
+            samples = zip(keys, (row[key] for row in members), strict=True)
+            yield self._gauge(name, text, samples, *of_member)
 
     def _capacity(self, status: Mapping[str, Any]) -> Iterator[Metric]:
         rows = status["capacity"]
@@ -378,6 +394,23 @@ class RunCollector(Collector):
             "save_stall_seconds", "Median stall of training.", _by_key(stalls_s), "what"
         )
         yield self._gauge("save_every_steps", "Steps between two saves.", _by_key(every), "what")
+
+
+class _Made(Collector):
+    """Metrics that are there."""
+
+    def __init__(self, metrics: Iterable[Metric]) -> None:
+        self._metrics = metrics
+
+    def collect(self) -> Iterable[Metric]:
+        """Return them."""
+        return self._metrics
+
+
+def _text(metrics: Iterable[Metric]) -> bytes:
+    registry = CollectorRegistry()
+    registry.register(_Made(metrics))
+    return generate_latest(registry)
 
 
 def _one(value: float | None) -> _Samples:

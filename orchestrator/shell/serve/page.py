@@ -16,12 +16,10 @@ from collections.abc import Awaitable, Callable, Mapping
 from typing import TYPE_CHECKING, Any
 from urllib.parse import urlsplit
 
-from prometheus_client import CollectorRegistry, generate_latest
-from prometheus_client.registry import Collector
-
 from orchestrator.errors import OrchestratorError, TokenError
 from orchestrator.report import live_page
 from orchestrator.shell.serve.live import Live
+from orchestrator.shell.serve.metrics import RunCollector
 from ucp_core.errors import StorageError
 
 if TYPE_CHECKING:
@@ -63,7 +61,7 @@ class StatusPage:
         port: int,
         status: Callable[[], dict[str, Any]],
         losses: Callable[[], Awaitable[dict[str, Any]]],
-        metrics: Collector,
+        metrics: RunCollector,
         live: Live,
         act: Act,
         require: Callable[[str], None],
@@ -75,8 +73,7 @@ class StatusPage:
         self._live = live
         self._act = act
         self._require = require
-        self._registry = CollectorRegistry()
-        self._registry.register(metrics)
+        self._metrics = metrics
         self._runner: web.AppRunner | None = None
 
     async def start(self, last_port: int = 0) -> str:
@@ -185,9 +182,9 @@ class StatusPage:
     async def _get_metrics(self, _request: web.Request) -> web.Response:
         from aiohttp import web
 
-        return web.Response(
-            body=generate_latest(self._registry), content_type="text/plain", charset="utf-8"
-        )
+        # Text for hundreds of workers takes longer than the run's loop may wait.
+        body = await asyncio.to_thread(self._metrics.prepare())
+        return web.Response(body=body, content_type="text/plain", charset="utf-8")
 
 
 def _token(request: web.Request) -> str:

@@ -13,7 +13,6 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 import pytest
-from prometheus_client import CollectorRegistry
 from typer.testing import CliRunner
 
 from orchestrator.cli.main import app
@@ -31,7 +30,7 @@ from tests.support.checkpoints import save, small_state
 from tests.support.histories import ATTEMPT, calm
 from tests.support.journals import NUM_WORKERS, Journaled, config_at
 from tests.support.keeper_handles import held
-from tests.support.live_pages import live_page, require
+from tests.support.live_pages import collector, live_page, require
 from ucp_core.storage import join
 from workers.protocol import (
     HeldPart,
@@ -403,7 +402,7 @@ async def _answered(
         port=0,
         status=dict,
         losses=told,
-        metrics=CollectorRegistry(),
+        metrics=collector(),
         live=live_page(directory),
         act=require,
         require=lambda _token: None,

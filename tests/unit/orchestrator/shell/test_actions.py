@@ -98,6 +98,7 @@ def test_fewer_workers_than_protection_needs_have_their_price_said() -> None:
         ("workers", {"num": 1}, "not between workers.min, 2, and workers.max, 4"),
         ("workers", {"num": 9}, "not between workers.min, 2, and workers.max, 4"),
         ("drain", {"node": "0" * 56}, "no node '00000000' that lives"),
+        ("undrain", {"node": NODE}, "is not drained from the page"),
         ("kill", {"node": NODE}, "the controller is on this node"),
         ("kill", {"worker": "w9"}, "there is no worker 'w9'"),
     ],
@@ -129,3 +130,17 @@ def test_a_lost_node_is_left_alone() -> None:
 
     with pytest.raises(ActionError, match="that lives"):
         person("drain", node=NODE)
+
+
+def test_a_drain_is_taken_back_by_an_event() -> None:
+    """A person who chose the wrong node had to wait until the run had left it."""
+    person = Person()
+    person("drain", node=NODE)
+    state = person.view.state
+
+    person("undrain", node=NODE)
+
+    assert (state, person.view.state) == ("draining", "alive")
+    assert person.posted[-2] == ev.NodeDraining(
+        at_s=7.0, node=NODE, deadline_s=float("inf"), notice=""
+    )

@@ -12,14 +12,21 @@ from pathlib import Path
 from typing import Any
 
 import aiohttp
-from prometheus_client import CollectorRegistry
 
 from orchestrator.core import Incident, RunStats
 from orchestrator.shell.serve import Live, StatusPage
 from orchestrator.shell.serve.curves import Curves
 from tests.support.histories import calm
-from tests.support.live_pages import TOKEN, live_page, outside_address, refuse_others, require
+from tests.support.live_pages import (
+    TOKEN,
+    collector,
+    live_page,
+    outside_address,
+    refuse_others,
+    require,
+)
 from tests.support.run_directories import Fault, write_run
+from tests.unit.orchestrator.shell.serve.test_metrics import STATUS
 from ucp_core.storage import LocalStore
 from workers.protocol import WorkerPhase
 
@@ -55,7 +62,7 @@ def _page(live: Live, host: str = "127.0.0.1") -> StatusPage:
         port=0,
         status=dict,
         losses=losses,
-        metrics=CollectorRegistry(),
+        metrics=collector(lambda: STATUS),
         live=live,
         act=require,
         require=refuse_others,
@@ -164,6 +171,21 @@ def test_a_restarted_controller_takes_its_port_again(tmp_path: Path) -> None:
 
     assert again == first
     assert other != first
+
+
+def test_a_scrape_of_256_workers_leaves_the_loop_of_the_run_alone() -> None:
+    """Its text takes tens of milliseconds, in which no fault would be noticed."""
+    row = STATUS["workers"][0]
+    rows = [{**row, "rank": n, "worker": f"w{n}"} for n in range(256)]
+    scraped = collector(lambda: {**STATUS, "workers": rows})
+    costs_s = []
+    for _ in range(5):
+        begun_s = time.thread_time()
+        text = scraped.prepare()
+        costs_s.append(time.thread_time() - begun_s)
+
+    assert min(costs_s) < 0.005
+    assert text().count(b"everstep_worker_step{") == 256
 
 
 def test_the_log_of_a_rank_is_read_from_the_run_directory(tmp_path: Path) -> None:
