@@ -13,8 +13,9 @@ import pytest
 from orchestrator.core import RunStats
 from orchestrator.driver.pages import RunIndex, run_cards
 from orchestrator.report import write_report
-from orchestrator.shell.serve import StatusPage
+from orchestrator.shell.serve import Live, StatusPage
 from tests.support.chromium import CHROMIUM, Browser
+from tests.support.histories import calm
 from tests.support.live_pages import (
     TOKEN,
     collector,
@@ -54,7 +55,7 @@ class _Served:
         threading.Thread(target=self._loop.run_forever, daemon=True).start()
         self._page: StatusPage | None = None
 
-    def start(self, *, step: int, last_port: int = 0) -> str:
+    def start(self, *, step: int = 0, last_port: int = 0, live: Live | None = None) -> str:
         """Serve a run that has done so many steps; return the page's address."""
         page = self._page = StatusPage(
             host=self._host,
@@ -62,7 +63,7 @@ class _Served:
             status=dict,
             losses=self._losses,
             metrics=collector(),
-            live=live_page(self._directory, stats=RunStats(step=step, phase="training")),
+            live=live or live_page(self._directory, stats=RunStats(step=step, phase="training")),
             act=require,
             require=refuse_others,
         )
@@ -172,3 +173,40 @@ def test_the_list_of_runs_fits_a_phone_and_lays_two_runs_over_one_another(
     browser.screenshot(tmp_path / "list.png")
     is_seen.set()
     thread.join()
+
+
+def test_256_workers_and_10_000_steps_are_drawn_at_once(tmp_path: Path, browser: Browser) -> None:
+    """It draws every two seconds, and a person wants to scroll meanwhile."""
+    write_run(tmp_path, steps=10_000)
+    node = "{:02d}".format
+    members = [
+        {
+            "rank": n,
+            "worker": f"w{n}",
+            "node": node(n % 32) * 28,
+            "pid": n,
+            "state": "training",
+        }
+        for n in range(256)
+    ]
+    live = live_page(
+        tmp_path,
+        stats=RunStats(step=10_000, phase="training", progress=[(float(n), n) for n in range(900)]),
+        reports={f"w{n}": calm(f"w{n}", n) for n in range(256)},
+        nodes=32,
+        described={"phase": "training", "members": members},
+    )
+    for _ in range(60):
+        live.note()
+    served = _Served(tmp_path, "127.0.0.1")
+    browser.open(served.start(live=live))
+    browser.await_true("document.querySelectorAll('.worker .strip').length === 256")
+    browser.await_true("run.loss.length > 700")
+    drawn = "(() => { drawn = {}; const begun = performance.now(); draw(); "
+    costs_ms = [
+        browser.run(f"{drawn} document.body.offsetHeight; return performance.now() - begun; }})()")
+        for _ in range(5)
+    ]
+    served.stop()
+
+    assert min(costs_ms) < 500.0, costs_ms
