@@ -12,6 +12,8 @@ import logging
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass
+from pathlib import Path
+from traceback import walk_tb
 from typing import Any, Final, TypeAlias
 
 import torch
@@ -25,6 +27,7 @@ from torch.distributed.pipelining import (
 )
 from torch.distributed.pipelining.schedules import PipelineScheduleMulti, PipelineScheduleSingle
 
+from workers.collectives import script_frame
 from workers.errors import LayoutRefusedError, TaskError
 from workers.parallel import hub
 from workers.parallel.fsdp import own_names
@@ -116,9 +119,31 @@ class Stages:
         named = tree_map(without_value, kwargs)
         for each in range(number + 1):
             with self._become(each), torch.no_grad():
-                returned = self._whole.to(dtype)(*found[-1], **named)
+                try:
+                    returned = self._whole.to(dtype)(*found[-1], **named)
+                except (RuntimeError, TypeError) as error:
+                    self._refuse_values(error)
+                    raise
             found.append(returned if isinstance(returned, tuple) else (returned,))
         return found
+
+    def _refuse_values(self, error: Exception) -> None:
+        """Raise ``LayoutRefusedError`` if the model needed values of tensors that have none."""
+        if "meta" not in str(error).lower():
+            return
+        names = {id(module): name for name, module in self._whole.named_modules()}
+        module, line = type(self._whole).__name__, ""
+        for frame, _ in walk_tb(error.__traceback__):
+            module = names.get(id(frame.f_locals.get("self"))) or module
+            if script_frame(frame) is frame:
+                line = f"{Path(frame.f_code.co_filename).name}:{frame.f_lineno}"
+        raise LayoutRefusedError(
+            f"parallel.pp={self._num_ranks}: {line} in {module} reads values of a tensor, and "
+            "stages agree on shapes before there are any. Decide in the function of the loss and "
+            "pass the answer to the model, model(x, skip=True); or compute both and choose by "
+            "torch.where; or write parallel.pp: 1",
+            axis="pp",
+        ) from error
 
     @contextmanager
     def _become(self, number: int) -> Iterator[None]:

@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from workers.errors import TaskError
+from workers.errors import LayoutRefusedError, TaskError
 from workers.models import Decoder, resolve
 from workers.parallel import ModelPlan, StageModel, Stages, materialize, own_names
 from workers.state import PersistentBuffers
@@ -89,6 +89,39 @@ def test_activations_are_described_without_computing_them() -> None:
         torch.bfloat16,
     ]
     assert logits[0].is_meta
+
+
+class Reading(nn.Module):
+    """Decides by values."""
+
+    def __init__(self, how: str) -> None:
+        super().__init__()
+        self.how, self.layers = how, nn.ModuleDict({"0": nn.Linear(4, 4), "1": nn.Linear(4, 4)})
+
+    def forward(self, x: Tensor) -> Tensor:
+        for layer in self.layers.values():
+            if self.how == "if" and x.mean() > 0:
+                continue
+            if self.how == "rows":
+                x = x[x[:, 0] > 0]
+            if self.how == "numpy":
+                x = x * x.numpy().sum()
+            x = layer(x)
+        return x
+
+    def keep_stage(self, number: int, num_stages: int) -> None:
+        del self.layers[str((number + 1) % num_stages)]
+
+
+@pytest.mark.parametrize("how", ["if", "rows", "numpy"])
+def test_a_model_that_decides_by_values_is_refused_with_its_line(how: str) -> None:
+    """torch says something of meta tensors, which the script has never heard of."""
+    with torch.device("meta"):
+        stages = Stages(Reading(how), ModelPlan(keep_stage=Reading.keep_stage), 2)
+    with pytest.raises(
+        LayoutRefusedError, match=r"pp=2: test_pipeline.py:\d+ in Reading reads values of a tensor"
+    ):
+        stages.described(1, (torch.ones(2, 4),), {}, None)
 
 
 def forget(model: Decoder, number: int, num_stages: int) -> None:
