@@ -13,6 +13,7 @@ if TYPE_CHECKING:
     from workers.data.packing import pack
     from workers.data.parquet import ParquetRows
     from workers.data.randomness import (
+        draw_for_part,
         drawn,
         keeping_host_numbers,
         numbers_of_stage,
@@ -36,6 +37,7 @@ __all__ = [
     "are_alike",
     "as_data",
     "content_of",
+    "draw_for_part",
     "drawn",
     "find_source",
     "keeping_host_numbers",

@@ -81,6 +81,15 @@ def numbers_of_stage(number: int) -> Iterator[None]:
         yield
 
 
+def draw_for_part(number: int) -> None:
+    """Draw numbers of its own for a part of sequences from here on; so far they were of the whole.
+
+    The first part draws what whole sequences would.
+    """
+    if number:
+        seed_all(random_seed(torch.default_generator.initial_seed(), "part", number))
+
+
 class Keyed:
     """Calls functions as ``seeded`` would, 60 us faster.
 

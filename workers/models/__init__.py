@@ -8,6 +8,7 @@ if TYPE_CHECKING:
     from workers.models.attention import (
         HUB_NAME,
         Context,
+        bidirectional_attention,
         causal_attention,
         first_position,
         hub_attention,
@@ -44,6 +45,7 @@ __all__ = [
     "ModelShape",
     "adapter_documents",
     "as_in_module",
+    "bidirectional_attention",
     "block_parameters",
     "causal_attention",
     "causal_lm",

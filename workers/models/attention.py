@@ -1,4 +1,4 @@
-"""Causal attention, also over sequences whose parts are on several ranks (context parallelism).
+"""Attention, also over sequences whose parts are on several ranks (context parallelism).
 
 Each rank has queries, keys and values of its part of every sequence. If heads can be shared out,
 an all-to-all gives each rank some of the heads of whole sequences (DeepSpeed Ulysses, arXiv
@@ -75,6 +75,25 @@ def causal_attention(
         dropout: Probability that a weight is dropped.
         scale: Factor of the products; None for ``E ** -0.5``.
     """
+    return _mixed(query, key, value, dropout=dropout, scale=scale, is_causal=True)
+
+
+def bidirectional_attention(
+    query: Tensor, key: Tensor, value: Tensor, *, dropout: float = 0.0, scale: float | None = None
+) -> Tensor:
+    """Return each position's mix of all values, in rows without padding; else as above."""
+    return _mixed(query, key, value, dropout=dropout, scale=scale, is_causal=False)
+
+
+def _mixed(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    *,
+    dropout: float,
+    scale: float | None,
+    is_causal: bool,
+) -> Tensor:
     attend = partial(
         functional.scaled_dot_product_attention,
         dropout_p=dropout,
@@ -84,16 +103,19 @@ def causal_attention(
     context = _Process.context
     # A stage that is only described has no values, and no peers.
     if context is None or query.is_meta:
-        return attend(query, key, value, is_causal=True)
+        return attend(query, key, value, is_causal=is_causal)
     context.is_used = True
     group, size = context.group, context.group.size()
     if not query.shape[_HEADS] % size and not key.shape[_HEADS] % size:
         parts = (_exchanged(one, group, _HEADS, _POSITIONS) for one in (query, key, value))
-        return _exchanged(attend(*parts, is_causal=True), group, _POSITIONS, _HEADS)
+        return _exchanged(attend(*parts, is_causal=is_causal), group, _POSITIONS, _HEADS)
+    keys, values = (_gathered(one.contiguous(), group) for one in (key, value))
+    if not is_causal:
+        return attend(query, keys, values)
     length = query.shape[_POSITIONS]
     end = first_position(length) + length
-    keys, values = (_gathered(one.contiguous(), group)[:, :, :end] for one in (key, value))
-    return attend(query, keys, values, attn_mask=causal_lower_right(length, end))
+    mask = causal_lower_right(length, end)
+    return attend(query, keys[:, :, :end], values[:, :, :end], attn_mask=mask)
 
 
 def hub_attention(

@@ -103,14 +103,6 @@ class Mesh:
         """Return which part of each sequence this rank has, from 0."""
         return self.layout.coordinates(self.rank)["cp"]
 
-    @property
-    def random_key(self) -> tuple[int, ...]:
-        """Return what a script's random numbers of a pass depend on: other tokens have others.
-
-        All stages call the script's function, and draw the same noise, masks and timesteps in it.
-        """
-        return (0, self.part) if self.part else ()
-
     def cuts_of(self, tensor: DTensor) -> list[Cut]:
         """Return how the axes cut ``tensor``, under the axes' names in the layout."""
         return [replace(cut, axis=cut.axis.rpartition("_")[0]) for cut in cuts_of(tensor)]

@@ -40,7 +40,8 @@ class ModelPlan:
             and no ``DDP``.
         sequence: Entries of a batch that have positions along dim 1; ``session.part`` cuts them if
             ``parallel.cp`` is above 1. Then the model sees other positions by
-            ``everstep.causal_attention`` alone. A model of ``transformers`` needs none.
+            ``everstep.causal_attention`` or ``bidirectional_attention`` alone. A model of
+            ``transformers`` needs none.
     """
 
     tensor: Mapping[str, ParallelStyle] = field(default_factory=dict)

@@ -155,8 +155,7 @@ class _Passes:
         def begin(_stage: int, number: int) -> None:
             self._num_begun += 1
             self._done(self._num_begun)
-            key = ("evaluation", passes[number][0])
-            seed_all(random_seed(*key, *mesh.random_key))
+            seed_all(random_seed("evaluation", passes[number][0]))
 
         batches = [self._batches[micro_batch] for micro_batch, _ in passes]
         if pipeline is not None:

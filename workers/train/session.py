@@ -18,7 +18,7 @@ from torch import Tensor, nn
 
 from ucp_core.storage import join
 from workers import collectives
-from workers.data import DataLoader, Dataset, as_data
+from workers.data import DataLoader, Dataset, as_data, draw_for_part
 from workers.errors import DataError, LayoutRefusedError, TaskError
 from workers.parallel import Mesh, ModelPlan, drop_gathered
 from workers.protocol import BESIDE, VALIDATION, VALUES, Assignment, Formed, WorkerPhase
@@ -378,7 +378,9 @@ class Session:
         """
         if self._built is None:
             raise TaskError("call session.model before session.part")
-        return self._built.sequence.of(batch)
+        found = self._built.sequence.of(batch)
+        draw_for_part(self._built.mesh.part)
+        return found
 
     def evaluate(
         self,

@@ -75,7 +75,8 @@ The contract:
   call the model once.
 - With ``parallel.cp`` above 1 workers have parts of the same sequences: ``loss_of`` begins with
   ``batch = session.part(batch)``, and returns ``(loss, tokens)`` of that. A model of your own names
-  what is cut, ``ModelPlan(sequence=("input_ids", "labels"))``, and calls ``causal_attention``.
+  what is cut, ``ModelPlan(sequence=("input_ids", "labels"))``, and calls ``causal_attention``
+  or ``bidirectional_attention``.
 - ``session.save("best")``, on every worker, writes the whole weights to one file.
   ``model.state_dict()`` has a worker's part of each weight, and raises on some workers alone.
 - ``session.stop(reason)``, on any worker, ends the run with this step or the next one; so does
@@ -108,7 +109,7 @@ if TYPE_CHECKING:
         TaskError,
         WorkerError,
     )
-    from workers.models import causal_attention
+    from workers.models import bidirectional_attention, causal_attention
     from workers.parallel import ModelPlan
     from workers.settings import (
         BestSettings,
@@ -150,6 +151,7 @@ __all__ = [
     "TrainSettings",
     "WorkerError",
     "__version__",
+    "bidirectional_attention",
     "causal_attention",
     "pack",
     "run",

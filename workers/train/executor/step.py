@@ -207,7 +207,8 @@ class Step:
         # A fence ends a step here at the latest: not every pass has a collective.
         collectives.check()
         key = (self._train.seed, self.number, self._quota.passes[number].micro_batch)
-        seed_all(random_seed(*key, *self._sharded.mesh.random_key))
+        # The same on all stages and parts, which call the function of the loss on the same samples.
+        seed_all(random_seed(*key))
         self._progress.enter(WorkerPhase.FORWARD)
         self._span("forward", number)
         self._sharded.units[stage].begin_forward(number)

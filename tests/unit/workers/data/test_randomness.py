@@ -6,8 +6,9 @@ import random
 
 import numpy as np
 import pytest
+import torch
 
-from workers.data import keeping_host_numbers
+from workers.data import draw_for_part, keeping_host_numbers, seed_all
 
 
 @pytest.mark.parametrize("generator", [np.random.MT19937, np.random.PCG64, np.random.Philox])
@@ -35,3 +36,17 @@ def test_numbers_go_on_as_they_were(generator: type, num_before: int) -> None:
         assert numbers(1) == numbers(625) == numbers(0)
     finally:
         np.random.mtrand.set_bit_generator(before)
+
+
+def test_parts_draw_other_numbers_behind_the_cut_alone() -> None:
+    """Noise and masks are drawn for whole sequences; of other tokens other weights are dropped."""
+    wholes: list[float] = []
+    others: list[tuple[float, float, float]] = []
+    for number in range(3):
+        seed_all(7)
+        wholes.append(torch.rand(()).item())
+        draw_for_part(number)
+        others.append((torch.rand(()).item(), random.random(), np.random.rand()))  # noqa: NPY002
+
+    assert len(set(wholes)) == 1
+    assert [len(set(each)) for each in zip(*others, strict=True)] == [3, 3, 3]
