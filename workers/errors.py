@@ -22,6 +22,10 @@ class DataError(WorkerError):
     """The training data cannot be read, is too small, or differs between workers."""
 
 
+class DataDiffersError(DataError):
+    """Workers have different training data, or it changed since the checkpoint; all raise it."""
+
+
 class StateError(WorkerError):
     """Saved state does not fit the model, or no saved state could be read."""
 

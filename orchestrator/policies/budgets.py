@@ -24,14 +24,14 @@ DATA_ERRORS = frozenset(
 )
 
 
-#: What all ranks raise or none (``workers.errors``), and what a rank knows of all others: one that
-#: was heard is proof.
-OF_ALL = frozenset({"NotFiniteError"})
+NOT_FINITE = "NotFiniteError"
+#: What all ranks raise or none (``workers.errors``), or what the next attempt would meet again: a
+#: checkpoint of another model, or other data. One that was heard is proof, and says all.
+OF_ALL = frozenset({NOT_FINITE, "DataDiffersError", "MisfitError"})
 #: All ranks raise these when a machine is at fault.
 DIVERGED = "DivergedError"
-#: The model is not the one that made the checkpoint: the next attempt would meet the same.
-MISFIT = "MisfitError"
-PROVEN = frozenset({"ApartError", MISFIT, *OF_ALL})
+#: Also what a rank knows of all others.
+PROVEN = frozenset({"ApartError", *OF_ALL})
 
 
 class FaultClass(StrEnum):
@@ -103,18 +103,18 @@ class UserError:
 
     @property
     def is_of_all(self) -> bool:
-        """Return whether every rank raised it, whatever else happened to some of them."""
+        """Return whether it holds for every rank, whatever else happened to some of them."""
         return self.error_type in OF_ALL
+
+    @property
+    def is_not_finite(self) -> bool:
+        """Return whether updates were not finite."""
+        return self.error_type == NOT_FINITE
 
     @property
     def is_proven(self) -> bool:
         """Return whether no machine can be at fault."""
         return self.error_type in PROVEN
-
-    @property
-    def is_misfit(self) -> bool:
-        """Return whether the checkpoint is of another model."""
-        return self.error_type == MISFIT
 
     @property
     def is_of_copies(self) -> bool:

@@ -58,14 +58,43 @@ def test_what_differs_by_rounding_or_chance_convicts_nobody(
     assert again.step == 6
 
 
-def test_other_content_of_the_same_length_after_a_resume_is_refused(tmp_path: Path) -> None:
-    """The length was all that was compared."""
-    assert isinstance(trained(tmp_path, "loader", "content", num_workers=1), Completed)
-    (tmp_path / "other").touch()
-    found = trained(tmp_path, "loader", "content", steps=6, behind=3)
+@pytest.mark.parametrize(("how", "step"), [("index", 4), ("loader", 10)])
+def test_data_that_differs_later_is_found_now_and_then(how: str, step: int, tmp_path: Path) -> None:
+    """The first step alone was compared."""
+    found = trained(tmp_path, how, "later", steps=12)
 
     assert isinstance(found, Raised)
-    assert "the data changed since the checkpoint of step 3: sample 0 of the data is" in found.error
+    assert found.step == step
+    assert found.error.startswith("DataDiffersError: the workers have different training data")
+
+
+@pytest.mark.parametrize(
+    ("how", "named"),
+    [
+        ("index", "what the model gets for the indices 0, 85 is"),
+        ("loader", "sample 0 of the data is"),
+    ],
+)
+def test_other_content_of_the_same_length_after_a_resume_is_refused(
+    how: str, named: str, tmp_path: Path
+) -> None:
+    """The length was all that was compared."""
+    assert isinstance(trained(tmp_path, how, "content", num_workers=1), Completed)
+    (tmp_path / "other").touch()
+    found = trained(tmp_path, how, "content", steps=6, behind=3)
+
+    assert isinstance(found, Raised)
+    assert f"the data changed since the checkpoint of step 3: {named}" in found.error
     assert "run.init_from" in found.error
+    assert "digest=" in found.error
     (tmp_path / "other").unlink()
-    assert isinstance(trained(tmp_path, "loader", "content", steps=6, behind=3), Completed)
+    assert isinstance(trained(tmp_path, how, "content", steps=6, behind=3), Completed)
+
+
+def test_inputs_that_change_with_the_steps_are_no_other_data_after_a_resume(
+    tmp_path: Path,
+) -> None:
+    """A script may lengthen its sequences: a fault behind that must not end the run."""
+    assert isinstance(trained(tmp_path, "index", "curriculum", steps=5), Completed)
+    again = trained(tmp_path, "index", "curriculum", steps=8, behind=5)
+    assert isinstance(again, Completed)

@@ -1,7 +1,8 @@
 """A script that reads other data than other workers, or than before.
 
 Args: how it reads (``index`` or ``loader``), what is wrong (``order``, ``content`` if a file is
-there, ``chance``, or ``nothing``), and the file.
+there, ``chance``, ``later`` on one worker or ``curriculum`` on all, from step 3 on, or
+``nothing``), and the file.
 """
 
 from __future__ import annotations
@@ -20,6 +21,7 @@ import everstep
 HOW, WRONG, FILE = sys.argv[1:4]
 NUM = 256
 CHANCE = random.SystemRandom()
+CHANGES_AT = 3
 
 numbers = list(range(NUM))
 if WRONG == "order":
@@ -35,15 +37,26 @@ class Samples:
     def __getitem__(self, index: int) -> tuple[Tensor, int]:
         # Rounds as another kind of processor would, and augments by the seeds of the run.
         one = inputs[index] * (1.0 + 1e-7 * (os.getpid() % 3)) + torch.randn(())
-        return one + (CHANCE.random() if WRONG == "chance" else 0.0), numbers[index]
+        return one + (CHANCE.random() if WRONG == "chance" else added[0]), numbers[index]
+
+
+#: What is added to all samples.
+added = [0.0]
 
 
 def train(session: everstep.Session) -> None:
     model = session.model(lambda: nn.Sequential(nn.Linear(8, 33), nn.Tanh(), nn.Linear(33, 1)))
     session.optimizer(lambda named: torch.optim.AdamW(named.values(), lr=1e-2))
 
+    def steps(data: Any) -> Any:
+        for step in session.steps(data):
+            is_wrong = WRONG == "curriculum" or (WRONG == "later" and session.rank == 1)
+            added[0] = float(is_wrong and step.number >= CHANGES_AT)
+            yield step
+
     def by_index(indices: Any) -> Tensor:
-        rows = inputs[indices] + (CHANCE.random() if WRONG == "chance" else torch.randn(()))
+        one = CHANCE.random() if WRONG == "chance" else torch.randn(()) + added[0]
+        rows = inputs[indices] + one
         loss: Tensor = model(rows).square().mean()
         return loss
 
@@ -52,10 +65,10 @@ def train(session: everstep.Session) -> None:
         return loss
 
     if HOW == "index":
-        for _ in session.steps(NUM):
+        for _ in steps(NUM):
             session.train_step(by_index)
     else:
-        for _ in session.steps(everstep.DataLoader(Samples())):
+        for _ in steps(everstep.DataLoader(Samples())):
             session.train_step(by_batch)
 
 

@@ -13,7 +13,7 @@ import torch.distributed as dist
 
 from workers.collectives import on_host
 from workers.data import DataLoader, DataOrder
-from workers.errors import DataError, TaskError
+from workers.errors import DataDiffersError, TaskError
 from workers.train.executor import ShardedModel
 
 log = logging.getLogger(__name__)
@@ -37,7 +37,7 @@ def agree_on_data(
         step: The step that the attempt resumes from.
 
     Raises:
-        DataError: Workers, or this run and its checkpoint, have different data.
+        DataDiffersError: Workers, or this run and its checkpoint, have different data.
     """
     loader = data if isinstance(data, DataLoader) else None
     cursor: dict[str, Any] = {
@@ -60,7 +60,7 @@ def agree_on_data(
         if before[name] != value and not (name == "data_digest" and not before[name])
     ]
     if changed:
-        raise DataError(
+        raise DataDiffersError(
             f"{'; '.join(changed)}. Samples would be lost or seen twice. Resume with the same "
             "data and batch, or start a new run",
             found=cursor,
@@ -72,7 +72,7 @@ def agree_on_data(
         if not is_everywhere(repr(value), sharded.device)
     ]
     if differing:
-        raise DataError(
+        raise DataDiffersError(
             f"the workers have different training data: {', '.join(differing)}; give all nodes "
             "the same files, and with data.source=stdlib the same Python"
         )

@@ -1,9 +1,9 @@
 """Checks that a sample is the same on every worker, and the same after a resume.
 
-Each worker reads a few samples that others train on, once in the first step of an attempt. With a
-``DataLoader`` these are samples of the dataset. A script that takes indices reads by itself: then
-each worker calls its function of the loss with one micro-batch more, up to where it calls a module,
-and what the module is called with is compared.
+In the first step of an attempt, and then in steps further and further apart, each worker reads a
+few samples that others train on. With a ``DataLoader`` these are samples of the dataset. A script
+that takes indices reads by itself: then each worker calls its function of the loss with a few
+micro-batches more, up to where it calls a module, and what the module is called with is compared.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ import logging
 import socket
 import zlib
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, Final
+from typing import Any, Final, TypeAlias
 
 import numpy as np
 import torch
@@ -30,101 +30,210 @@ from workers.data import (
     random_seed,
     seeded,
 )
-from workers.errors import DataError
+from workers.errors import DataDiffersError
 from workers.parallel import Mesh
 
 log = logging.getLogger(__name__)
 
-#: So many samples from one end of a dataset to the other, and so many of an attempt's first step.
+#: So many samples from one end of a dataset to the other, and so many of the step, at least.
 _SPREAD, _OF_STEP = 4, 4
+_NUM_SHOWN: Final = 4
 _NAME_BYTES: Final = 64
 _CAUSES: Final = (
     "Usual causes: the order in which glob or os.listdir give files (sort it), a shuffle without a "
     "seed, files that differ"
 )
 
+#: Indices that are read at once.
+Group: TypeAlias = list[int]
+Read: TypeAlias = Callable[[Sequence[Group]], list[Content]]
 
-def agree_on_samples(
-    loader: DataLoader,
-    order: DataOrder,
-    *,
-    seed: int,
-    step: int,
-    kept: Mapping[str, Content],
-    mesh: Mesh,
-    device: torch.device,
-) -> dict[str, Content]:
-    """Return what a checkpoint keeps of a few samples; every worker calls it.
+
+class SameSamples:
+    """The samples of an attempt that are compared, between workers and with the version.
 
     Args:
+        size: How many indices a function of the loss gets; 0 if a ``DataLoader`` reads samples.
         step: The step that the attempt resumes from.
-        kept: What its checkpoint kept of them.
-
-    Raises:
-        DataError: A sample differs between workers, or is not what it was.
+        kept: What its version keeps of samples; None if they are not compared with earlier ones.
     """
-    num = order.num_samples
-    spread = sorted({(num - 1) * place // (_SPREAD - 1) for place in range(_SPREAD)})
-    first = [one for one in order.step(step + 1)[:_OF_STEP].tolist() if one >= 0]
-    indices = [*spread, *first]
-    names = [f"sample {index} of the data" for index in indices]
 
-    def read() -> list[Content]:
-        return loader.contents(indices, seed=seed)
+    def __init__(
+        self,
+        order: DataOrder,
+        *,
+        size: int,
+        step: int,
+        kept: Mapping[str, Content] | None,
+        mesh: Mesh,
+        device: torch.device,
+    ) -> None:
+        self._order, self._size, self._step = order, size, step
+        self._mesh, self._device = mesh, device
+        self._kept = dict(kept) if kept is not None else None
+        #: What the first step found. A version keeps it once a later step has found the same.
+        self._new: dict[str, Content] = {}
+        self._is_off = False
+        each = size or 1
+        num = each * -(-_SPREAD // each)
+        spread = [(order.num_samples - 1) * place // (num - 1) for place in range(num)]
+        # With ``parallel.cp`` a function of the loss reads parts, and other ones after a resume.
+        is_of_parts = size and mesh.layout.cp > 1
+        self._spread = [] if is_of_parts else _cut(spread, each)
 
-    found = read()
-    before = [kept.get(str(index)) for index in spread]
-    changed = [
-        at for at, one in enumerate(before) if one is not None and not are_alike(one, found[at])
-    ]
-    parts = _differing(found, names, mesh, device)
-    if (parts or _any(bool(changed), device)) and _is_repeatable(found, read, device):
-        _refuse(parts)
-        told = [
-            f"{names[at]} is {_short(found[at])} and was {_short(before[at] or ())}"
-            for at in changed
+    def values(self) -> dict[str, Content] | None:
+        """Return what a version keeps of samples; None if they change with the steps."""
+        return self._kept
+
+    def compare(self, number: int, read: Read) -> None:
+        """Compare in step ``number`` if that is due; every worker calls it.
+
+        Args:
+            read: Reads samples, always with the same random numbers.
+
+        Raises:
+            DataDiffersError: A sample differs between workers, or is not what it was.
+        """
+        is_first = number == self._step + 1
+        if self._is_off or not (is_first or self._is_due(number)):
+            return
+        spread = self._spread if is_first or self._size else []
+        of_step = self._order.step(number)[: self._size or _OF_STEP].tolist()
+        groups = [*spread, *_cut([one for one in of_step if one >= 0], self._size or 1)]
+        names, found = [self._name(group) for group in groups], read(groups)
+        keys = [self._key(group) for group in spread]
+        before = {} if self._kept is None else {**self._new, **self._kept}
+        changed = [
+            (name, one, before[key])
+            for name, key, one in zip(names, keys, found, strict=False)
+            if key in before and not are_alike(one, before[key])
         ]
-        raise DataError(
-            f"the data changed since the checkpoint of step {step}: {'; '.join(told)}. {_CAUSES}, "
-            "or were replaced. Bring them back, or start a new run from this one (run.init_from, "
-            "with run.init_state=all). If samples change with the steps on purpose, name the data: "
-            "DataLoader(..., digest=...)"
+        parts, is_changed = self._differing(found, names, is_changed=bool(changed))
+        if (parts or is_changed) and not self._is_repeatable(found, read(groups)):
+            self._is_off, self._kept = True, None
+        elif parts:
+            raise DataDiffersError(
+                f"the workers have different training data: {'; '.join(parts)}. {_CAUSES} between "
+                "nodes"
+            )
+        elif is_changed and is_first:
+            self._refuse_changed(changed)
+        elif is_changed:
+            self._kept = None
+        elif is_first and self._size:
+            self._new = dict(zip(keys, found, strict=False))
+        elif self._kept is not None:
+            self._kept = {**dict(zip(keys, found, strict=False)), **self._kept}
+
+    def _is_due(self, number: int) -> bool:
+        # A function of the loss may read otherwise from some step on, which is no other data. It
+        # should be known before a fault, and costs less than the reading of samples.
+        if self._size:
+            return number & (number - 1) == 0
+        return str(number).rstrip("0") == "1"
+
+    def _key(self, group: Group) -> str:
+        return f"{group[0]}/{self._size}" if self._size else str(group[0])
+
+    def _name(self, group: Group) -> str:
+        if not self._size:
+            return f"sample {group[0]} of the data"
+        shown = ", ".join(map(str, group[:_NUM_SHOWN]))
+        more = "" if len(group) <= _NUM_SHOWN else ", ..."
+        return f"what the model gets for the indices {shown}{more}"
+
+    def _refuse_changed(self, changed: Sequence[tuple[str, Content, Content]]) -> None:
+        told = [f"{name} is {_short(now)} and was {_short(then)}" for name, now, then in changed]
+        named = (
+            "session.steps(..., data_digest=...)" if self._size else "DataLoader(..., digest=...)"
         )
-    return {str(index): list(one) for index, one in zip(spread, found, strict=False)}
+        raise DataDiffersError(
+            f"the data changed since the checkpoint of step {self._step}: {'; '.join(told)}. "
+            f"{_CAUSES}, or were replaced. Bring them back, or start a new run from this one "
+            "(run.init_from, with run.init_state=all). If samples change with the steps on "
+            f"purpose, name the data: {named}"
+        )
+
+    def _differing(
+        self, found: Sequence[Content], names: Sequence[str], *, is_changed: bool
+    ) -> tuple[list[str], bool]:
+        """Return what is not the same on all ranks that read the same parts, in words.
+
+        Beside it whether ``is_changed`` on any rank.
+        """
+        num, rank = dist.get_world_size(), self._mesh.rank
+        table = torch.zeros((num, len(found) + 1, CONTENT_LENGTH), dtype=torch.float64)
+        table[rank, :-1] = torch.tensor(found, dtype=torch.float64)
+        table[rank, -1, 0], table[rank, -1, 1] = self._mesh.part, float(is_changed)
+        rows = self._summed(table)
+        told = []
+        for at, name in enumerate(names):
+            kinds: list[tuple[float, Content, list[int]]] = []
+            for other in range(num):
+                part, one = float(rows[other, -1, 0]), rows[other, at].tolist()
+                alike = next((k for k in kinds if k[0] == part and are_alike(k[1], one)), None)
+                if alike is None:
+                    kinds.append((part, one, [other]))
+                else:
+                    alike[2].append(other)
+            if len(kinds) > len({part for part, _, _ in kinds}):
+                told.append((name, kinds))
+        nodes = self._nodes() if told else []
+        parts = [
+            f"{name} is "
+            + " and ".join(
+                f"{_short(one)} on rank "
+                + ", ".join(f"{other} (node {nodes[other]})" for other in ranks)
+                for _, one, ranks in kinds
+            )
+            for name, kinds in told
+        ]
+        return parts, bool(rows[:, -1, 1].any())
+
+    def _is_repeatable(self, found: Sequence[Content], again: Sequence[Content]) -> bool:
+        """Return whether every rank read the same again; else nothing can be said of the data."""
+        is_same = all(are_alike(*pair) for pair in zip(found, again, strict=True))
+        if not self._summed(torch.tensor([float(not is_same)]))[0]:
+            return True
+        if self._mesh.rank == 0:
+            log.warning(
+                "samples are not the same when they are read twice, so whether all workers have "
+                "the same data is not known; draw random numbers by torch.rand, numpy.random or "
+                "random, whose seeds are set here"
+            )
+        return False
+
+    def _nodes(self) -> list[str]:
+        name = socket.gethostname().encode()[:_NAME_BYTES]
+        table = torch.zeros((dist.get_world_size(), _NAME_BYTES), dtype=torch.float64)
+        table[self._mesh.rank, : len(name)] = torch.tensor(list(name), dtype=torch.float64)
+        rows = self._summed(table).astype(np.uint8)
+        return [bytes(row.tolist()).rstrip(b"\0").decode(errors="replace") for row in rows]
+
+    def _summed(self, numbers: torch.Tensor) -> Any:
+        """Return the sum over all ranks."""
+        there = numbers.double().to(self._device).reshape(-1)
+        dist.all_reduce(there)
+        return np.array(on_host(there)).reshape(numbers.shape)
 
 
-def agree_on_inputs(
-    loss_of: Callable[[Any], Any],
-    model: nn.Module,
-    indices: Any,
-    *,
-    seed: int,
-    mesh: Mesh,
-    device: torch.device,
-) -> None:
-    """Check that every worker reads the same for the same indices; every worker calls it.
+def contents(loader: DataLoader, groups: Sequence[Group], *, seed: int) -> list[Content]:
+    """Return what identifies samples of a ``DataLoader``."""
+    return loader.contents([index for group in groups for index in group], seed=seed)
 
-    Raises:
-        DataError: A module is called with other inputs.
-    """
 
-    def read() -> list[Content]:
-        with seeded(random_seed(seed, "inputs", *indices.tolist())):
-            return [_first_inputs(loss_of, model, indices)]
-
-    found = read()
-    shown = ", ".join(map(str, indices[:_OF_STEP].tolist()))
-    names = [
-        f"what the model gets for the indices {shown}{'' if len(indices) <= _OF_STEP else ', ...'}"
-    ]
-    parts = _differing(found, names, mesh, device)
-    if parts and _is_repeatable(found, read, device):
-        _refuse(parts)
+def inputs(
+    loss_of: Callable[[Any], Any], model: nn.Module, groups: Sequence[Group], *, seed: int
+) -> list[Content]:
+    """Return what identifies the inputs of the first module that ``loss_of`` calls."""
+    found = []
+    for group in groups:
+        with seeded(random_seed(seed, "inputs", *group)):
+            found.append(_first_inputs(loss_of, model, np.array(group, np.int64)))
+    return found
 
 
 def _first_inputs(loss_of: Callable[[Any], Any], model: nn.Module, indices: Any) -> Content:
-    """Return what identifies the inputs of the first module that ``loss_of`` calls."""
-
     def see(_module: nn.Module, args: Any, kwargs: Any) -> None:
         raise _CalledSignal([args, kwargs])
 
@@ -151,83 +260,10 @@ class _CalledSignal(BaseException):
         self.inputs = inputs
 
 
-def _differing(
-    found: Sequence[Content], names: Sequence[str], mesh: Mesh, device: torch.device
-) -> list[str]:
-    """Return what is not the same on all ranks that read the same parts, in words."""
-    num = dist.get_world_size()
-    table = torch.zeros((num, len(found) + 1, CONTENT_LENGTH), dtype=torch.float64)
-    table[mesh.rank, :-1] = torch.tensor(found, dtype=torch.float64)
-    table[mesh.rank, -1, 0] = mesh.part
-    rows = _summed(table, device)
-    told = []
-    for at, name in enumerate(names):
-        kinds: list[tuple[float, Content, list[int]]] = []
-        for rank in range(num):
-            part, one = float(rows[rank, -1, 0]), rows[rank, at].tolist()
-            alike = next((k for k in kinds if k[0] == part and are_alike(k[1], one)), None)
-            if alike is None:
-                kinds.append((part, one, [rank]))
-            else:
-                alike[2].append(rank)
-        if len(kinds) > len({part for part, _, _ in kinds}):
-            told.append((name, kinds))
-    if not told:
-        return []
-    nodes = _nodes(mesh.rank, num, device)
-    return [
-        f"{name} is "
-        + " and ".join(
-            f"{_short(one)} on rank " + ", ".join(f"{rank} (node {nodes[rank]})" for rank in ranks)
-            for _, one, ranks in kinds
-        )
-        for name, kinds in told
-    ]
-
-
-def _refuse(parts: Sequence[str]) -> None:
-    if parts:
-        raise DataError(
-            f"the workers have different training data: {'; '.join(parts)}. {_CAUSES} between nodes"
-        )
-
-
-def _is_repeatable(
-    found: Sequence[Content], read: Callable[[], list[Content]], device: torch.device
-) -> bool:
-    """Return whether every rank reads the same again; else nothing can be said of the data."""
-    again = read()
-    is_same = all(are_alike(*pair) for pair in zip(found, again, strict=True))
-    if not _any(not is_same, device):
-        return True
-    if dist.get_rank() == 0:
-        log.warning(
-            "samples are not the same when they are read twice, so whether all workers have the "
-            "same data is not known; draw random numbers by torch.rand, numpy.random or random, "
-            "whose seeds are set here"
-        )
-    return False
+def _cut(indices: Sequence[int], size: int) -> list[Group]:
+    return [[*indices[at : at + size]] for at in range(0, len(indices), size)]
 
 
 def _short(content: Content) -> str:
     """Return a digest to show."""
     return f"{zlib.crc32(repr([round(one, 3) for one in content]).encode()):08x}"
-
-
-def _nodes(rank: int, num: int, device: torch.device) -> list[str]:
-    name = socket.gethostname().encode()[:_NAME_BYTES]
-    table = torch.zeros((num, _NAME_BYTES), dtype=torch.float64)
-    table[rank, : len(name)] = torch.tensor(list(name), dtype=torch.float64)
-    rows = _summed(table, device).astype(np.uint8)
-    return [bytes(row.tolist()).rstrip(b"\0").decode(errors="replace") for row in rows]
-
-
-def _any(vote: bool, device: torch.device) -> bool:  # noqa: FBT001  the vote itself
-    return bool(_summed(torch.tensor([float(vote)]), device)[0])
-
-
-def _summed(numbers: torch.Tensor, device: torch.device) -> Any:
-    """Return the sum over all ranks."""
-    there = numbers.double().to(device).reshape(-1)
-    dist.all_reduce(there)
-    return np.array(on_host(there)).reshape(numbers.shape)

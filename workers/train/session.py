@@ -353,7 +353,7 @@ class Session:
         current = self._steps.current if self._steps is not None else None
         if current is None:
             raise TaskError("session.train_step: call it in `for step in session.steps(...)`")
-        self._ready().compare(loss_of)
+        self._ready().compare(current, loss_of)
         current.train(loss_of, optimizers)
         return current
 

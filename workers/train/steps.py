@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import itertools
 import logging
 import math
 import time
 from collections.abc import Callable, Generator, Iterable, Iterator, Mapping
+from contextlib import closing
+from functools import partial
 from typing import Any, Final
 
 from ucp_core.native import RELATIONS
@@ -20,7 +23,7 @@ from workers.state import Stateful
 from workers.train.agreement import agree_on_data, agree_on_registered
 from workers.train.boundary import Boundary
 from workers.train.executor import GradientSums, ShardedModel, Step, room_of
-from workers.train.same_samples import agree_on_inputs, agree_on_samples
+from workers.train.same_samples import SameSamples, contents, inputs
 from workers.train.script_locals import ScriptLocals
 
 log = logging.getLogger(__name__)
@@ -75,26 +78,18 @@ class Steps:
         self._open: Step | None = None
         self._is_left = False
         self._locals = ScriptLocals()
-        #: Indices whose inputs the workers have not compared yet.
-        self._uncompared: Any = None
+        #: None for data that is not compared.
+        self._same: SameSamples | None = None
 
-    def compare(self, loss_of: Callable[[Any], Any]) -> None:
-        """Check, in the first step, that the script reads the same for indices on every worker.
+    def compare(self, step: Step, loss_of: Callable[[Any], Any]) -> None:
+        """Check now and then that a script reads the same for indices on every worker, and before.
 
         Raises:
-            DataError: It does not.
+            DataDiffersError: It does not.
         """
-        indices, self._uncompared = self._uncompared, None
-        if indices is not None:
-            sharded = self.sharded
-            agree_on_inputs(
-                loss_of,
-                sharded.called,
-                indices,
-                seed=self._settings.train.seed,
-                mesh=sharded.mesh,
-                device=sharded.device,
-            )
+        if self._same is not None and self._batches is None:
+            seed, model = self._settings.train.seed, self.sharded.called
+            self._same.compare(step.number, partial(inputs, loss_of, model, seed=seed))
 
     def register(self, name: str, stateful: Stateful) -> None:
         """Save and load the state of ``stateful`` with the model from now on.
@@ -186,34 +181,35 @@ class Steps:
         )
         numbers = [one.micro_batch for one in sums.quota.passes]
         first = {"micro_batch": train.micro_batch, "first_step": self.step + 1}
+        is_named = bool(cursor["data_digest"])
+        if self._stream is None and not (is_named and loader is None):
+            self._same = SameSamples(
+                order,
+                size=train.micro_batch if loader is None else 0,
+                step=self.step,
+                kept=None if is_named else restored.get(_SAMPLES, {}),
+                mesh=sharded.mesh,
+                device=sharded.device,
+            )
         if loader is None:
-            # Stages are called by the schedule, and alone there is nothing to compare with.
-            if not digest and sharded.pipeline is None and layout.dp > 1:
-                self._uncompared = order.step(self.step + 1)[: train.micro_batch]
             upcoming = micro_batches_of(order, numbers=numbers, **first)
             return (samples for _, _, samples in upcoming), sums
         self._batches = loader.batches(
             order, seed=train.seed, numbers=numbers, state=restored.get(_STREAM), **first
         )
-        if not loader.is_stream:
-            self._batches = self._compared(loader, order, self._batches)
+        if self._same is not None:
+            self._batches = self._compared(self._same, loader, self._batches, len(numbers))
         return self._batches, sums
 
-    def _compared(self, loader: DataLoader, order: DataOrder, batches: Generator[Any]) -> Any:
-        """Yield the batches; first compare a few samples with other workers, and the version."""
-        sharded, step = self.sharded, self.step
-        kept = self._restored.get(_SAMPLES, {}) if not self._cursor["data_digest"] else {}
-        found = agree_on_samples(
-            loader,
-            order,
-            seed=self._settings.train.seed,
-            step=step,
-            kept=kept,
-            mesh=sharded.mesh,
-            device=sharded.device,
-        )
-        self._cursor = {**self._cursor, _SAMPLES: found}
-        yield from batches
+    def _compared(
+        self, same: SameSamples, loader: DataLoader, batches: Generator[Any], num: int
+    ) -> Generator[Any]:
+        """Yield the batches, ``num`` a step; before a step compare samples if that is due."""
+        read = partial(contents, loader, seed=self._settings.train.seed)
+        with closing(batches):
+            for number in itertools.count(self._first_step):
+                same.compare(number, read)
+                yield from itertools.islice(batches, num)
 
     def close(self) -> None:
         """End the reading of data."""
@@ -263,6 +259,8 @@ class Steps:
             **self._boundary.finiteness.values(),
             **self._boundary.best.take(step.number),
         }
+        if self._same is not None:
+            extra[_SAMPLES] = self._same.values()
         if self._stream is not None:
             extra[_STREAM] = self._stream.state()
         registered = self.sharded.registered.values()

@@ -226,11 +226,12 @@ def worker_raised(transition: Transition, event: WorkerRaised) -> None:
         _end_diverged(transition, error, event.ranks)
         return
     recovery.note_raised(transition, error)
-    if error.is_of_all:
+    if error.is_not_finite:
         transition.follow(_of_ranks(transition, FaultKind.NOT_FINITE, error.message, event.ranks))
     else:
         kind = FaultKind.DEVICE_MEMORY if event.refuses == DEVICE_MEMORY else FaultKind.EXCEPTION
-        transition.follow(AttemptFailed(kind, (worker.name,), event.error))
+        guilty = () if error.is_of_all else (worker.name,)
+        transition.follow(AttemptFailed(kind, guilty, event.error))
 
 
 def _refuse(transition: Transition, event: WorkerRaised) -> bool:

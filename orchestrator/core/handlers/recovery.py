@@ -519,7 +519,7 @@ def _charge(transition: Transition) -> str:
     """Charge the attempt to its budget; return why the run must fail, or ""."""
     run, rules = transition.run, transition.rules.budgets
     bug = budgets.user_bug(run.attempt.raised, run.raised_before)
-    if bug is not None and (bug.is_of_all or bug.is_misfit):
+    if bug is not None and bug.is_of_all:
         return bug.message
     if bug is not None:
         return (

@@ -85,6 +85,15 @@ def test_the_same_type_at_the_same_step_again_is_a_bug() -> None:
     assert user_bug([_error(0, 8)], [_error(0, 7)]) is None
 
 
+def test_other_data_is_proof_when_one_rank_says_so() -> None:
+    """All ranks raise it, and the fence of the first hides the others: it was tried twice."""
+    error = _error(0, 1, "workers.errors.DataDiffersError: the workers have different data")
+
+    assert user_bug([error], []) == error
+    assert error.is_of_all
+    assert error.message == "the workers have different data"
+
+
 def test_damaged_state_is_no_bug_though_every_rank_sees_it() -> None:
     """All ranks load the same version; blaming the training code would end the run for nothing."""
     errors = [

@@ -199,3 +199,19 @@ def test_an_exception_that_meets_every_layout_is_the_scripts() -> None:
 
     assert cluster.finished is not None
     assert "a bad sample" in cluster.finished.reason
+
+
+@pytest.mark.parametrize("kind", ["DataDiffersError", "MisfitError"])
+def test_what_all_ranks_met_ends_the_run_at_once_in_its_own_words_and_blames_no_layout(
+    kind: str,
+) -> None:
+    """One rank was heard, and the fence hid the others: it was tried twice and called a bug."""
+    cluster = Cluster(replace(RULES, layout=LayoutRules(tp=2)))
+    cluster.start(4)
+    cluster.refuses = lambda _: (f"{kind}: the data is other data", "")
+    cluster.lose("n1")
+
+    assert len(cluster.started) == 2
+    assert cluster.finished is not None
+    assert cluster.finished.reason == "the data is other data"
+    assert [one.guilty for one in cluster.incidents][1:] == [()]
