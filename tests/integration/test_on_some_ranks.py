@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +16,7 @@ from tests.support.attempts import lines, newest, result
 from tests.support.trainers import Run
 from ucp_core import open as open_any
 from ucp_core.layout import ParallelLayout
+from workers.parallel import fsdp
 from workers.protocol import Completed, Outcome, Raised
 from workers.settings import CheckpointSettings, RunSettings, Settings, TrainSettings
 
@@ -50,13 +52,34 @@ def fenced(run: Run, chosen: Settings, raises: int, num_workers: int) -> Outcome
 
 def test_what_one_rank_calls_alone_raises_there_and_names_where_the_others_are(run: Run) -> None:
     """The next step waited for ever, and nobody was named; ``state_dict`` is told likewise."""
-    outcome = fenced(run, script("3:save:1"), raises=1, num_workers=3)
+    outcome = fenced(run, script("4:save:1"), raises=1, num_workers=3)
 
     assert isinstance(outcome, Raised)
     assert "session.save('best') is called by some workers only" in outcome.error
     where = line_of("session.train_step(loss_of)")
     assert f"ranks 0, 2 are in all_to_all ({where})" in outcome.error
-    assert outcome.step == 4
+    assert outcome.step == 5
+
+
+def small_units() -> None:
+    """Cut a small model as a large one."""
+    fsdp.SMALL_BYTES_MAX = 0  # type: ignore[misc]
+
+
+@pytest.mark.parametrize("begin_with", [None, small_units], ids=["one unit", "units"])
+@pytest.mark.parametrize("told", [("3:freeze:1",), ("1:freeze", "3:thaw:1")], ids=str)
+def test_a_layer_that_one_rank_freezes_or_unfreezes_is_named_before_weights_change(
+    run: Run, told: tuple[str, ...], begin_with: Callable[[], None] | None
+) -> None:
+    """Ranks reduced gradients of other sizes: the transport ended their processes, each time."""
+    run.begin_with = begin_with
+    for left in run.train(script(*told), num_workers=2):
+        assert isinstance(left.outcome, Raised)
+        assert left.outcome.step == 4
+        assert "layers.0.bias trains on some workers only in step 4" in left.outcome.error
+    on_all = [one.removesuffix(":1") for one in told]
+    for left in run.train(script(*on_all), num_workers=2):
+        assert isinstance(left.outcome, Completed)
 
 
 @pytest.mark.parametrize(

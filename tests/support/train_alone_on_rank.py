@@ -94,6 +94,8 @@ def do(what: str, session: Session, model: Any, optimizer: Any) -> bool:
     elif what == "norm":
         # The sum over a shard needs the other ranks.
         print(next(model.parameters()).norm().full_tensor())
+    elif what in ("freeze", "thaw"):
+        model.layers[0].requires_grad_(what == "thaw")
     elif what == "save":
         session.save("best")
     elif what == "stop":

@@ -42,6 +42,8 @@ class Used:
         for number, shard in self._shards.items():
             self._unmarked[number] = is_whole(shard.shape)
         self.marks = bytearray(self._unmarked)
+        #: Numbers of those that all ranks have agreed to be frozen; one may have changed since.
+        self.frozen: frozenset[int] = frozenset()
 
     def numbers(self) -> Tensor:
         """Return 1 for each used parameter, else 0, float64; to be added up over ranks."""
@@ -330,7 +332,8 @@ class _Unit(_Inside):
             if gradient is not None:
                 marks[place] = 1
                 dtypes.add(gradient.dtype)
-            elif one.sharded_param.requires_grad:
+            elif one.sharded_param.requires_grad or place not in self._units.used.frozen:
+                # Also one that only this rank has just frozen: others have a gradient.
                 lacking.append(one)
         if len(dtypes) > 1:
             # Those of passes before are summed in the dtype of the reduction.

@@ -241,6 +241,7 @@ def assemble(
             built.shards,
             parameters,
             built.shapes,
+            built.used,
             lambda one: optimizers.owner(one) is not None,
             built.device,
         ),

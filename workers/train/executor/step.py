@@ -164,11 +164,15 @@ class Step:
                 "session.train_step, which runs them through the pipeline",
                 axis="pp",
             )
+        self._begin()
+        with keeping_host_numbers():
+            yield from self._micro_batches()
+
+    def _begin(self) -> None:
         self._has_begun = True
         self._sharded.buffers.begin_step(self.number)
         self._sharded.rank_calls.begin()
-        with keeping_host_numbers():
-            yield from self._micro_batches()
+        self._sharded.trained.begin_step(self.number)
 
     def _micro_batches(self) -> Iterator[Any]:
         for number, one in enumerate(self._quota.passes):
@@ -261,9 +265,7 @@ class Step:
         """Compute every micro-batch of this rank's pipeline stages."""
         if self._has_begun:
             raise TaskError(f"step {self.number} was computed already")
-        self._has_begun = True
-        self._sharded.buffers.begin_step(self.number)
-        self._sharded.rank_calls.begin()
+        self._begin()
         passes = self._quota.passes
 
         def weigh(number: int, returned: Any) -> Tensor:

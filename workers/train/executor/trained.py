@@ -12,7 +12,7 @@ from torch import nn
 
 from workers.collectives import on_host
 from workers.errors import TaskError
-from workers.parallel import LocalShard
+from workers.parallel import LocalShard, Used
 
 #: A version keeps here the frozen parameters that a script began with, if others are frozen now.
 FROZEN_AT_FIRST: Final = "frozen_at_first"
@@ -25,6 +25,7 @@ class Trained:
         shards: This rank's shard of every parameter that it has a part of.
         parameters: The shards as the optimizer's parameters, by name.
         names: Of all parameters of the whole model.
+        used: Is told which are frozen.
         is_updated: Whether an optimizer updates a parameter.
         device: The device for tensors of collectives.
 
@@ -39,11 +40,12 @@ class Trained:
         shards: Sequence[LocalShard],
         parameters: Mapping[str, nn.Parameter],
         names: Collection[str],
+        used: Used,
         is_updated: Callable[[nn.Parameter], bool],
         device: torch.device,
     ) -> None:
         self._shards, self._parameters = shards, parameters
-        self._names, self._device = sorted(names), device
+        self._names, self._used, self._device = sorted(names), used, device
         self._updated = {name for name, one in parameters.items() if is_updated(one)}
         self.frozen: tuple[str, ...] = ()
         self.updated: tuple[str, ...] = ()
@@ -98,6 +100,21 @@ class Trained:
         """Return whether the script has frozen or unfrozen a parameter since the last agreement."""
         return [shard.parameter.requires_grad for shard in self._shards] != self._noted
 
+    def begin_step(self, number: int) -> None:
+        """Agree before a gradient of a parameter that was frozen so far is reduced, if one may be.
+
+        Every worker calls it. Where none may, the step's own all-reduce says what changed.
+
+        Raises:
+            TaskError: A parameter trains on some workers only, or cannot be trained.
+        """
+        if not self.may_grow:
+            return
+        changed = torch.tensor([int(self.has_changed())], device=self._device)
+        dist.all_reduce(changed)
+        if on_host(changed)[0]:
+            self.agree(f"in step {number}")
+
     def agree(self, when: str) -> None:
         """Agree on the parameters that train; every worker calls it. ``when`` is for people.
 
@@ -112,7 +129,7 @@ class Trained:
         dist.all_reduce(said, op=dist.ReduceOp.MAX)
         found = on_host(said.reshape(-1))
         num = len(self._names)
-        frozen: list[str] = []
+        frozen: dict[int, str] = {}
         for place, name in enumerate(self._names):
             is_trained, is_frozen = found[place], found[num + place]
             if is_trained and is_frozen:
@@ -125,8 +142,8 @@ class Trained:
                     fqn=name,
                 )
             if is_frozen:
-                frozen.append(name)
-        self.frozen = tuple(frozen)
+                frozen[place] = name
+        self.frozen, self._used.frozen = tuple(frozen.values()), frozenset(frozen)
         self.updated = tuple(n for n, yes in zip(self._names, found[2 * num :], strict=True) if yes)
         both = zip(found[num : 2 * num], found[2 * num :], strict=True)
         self.may_grow = any(is_frozen and is_updated for is_frozen, is_updated in both)
