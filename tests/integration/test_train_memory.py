@@ -351,6 +351,29 @@ def test_a_damaged_version_without_a_copy_is_loaded_by_no_rank(
     assert next(line["step"] for line in lines(run) if line["attempt"] == 3) == older[0] + 1
 
 
+def test_a_version_of_another_model_in_memory_is_no_bad_one(
+    run: Run, text: DataSettings, make_nodes: MakeNodes
+) -> None:
+    """It counted as unreadable, and a model with fewer layers took what it knew of it."""
+    chosen = rarely_stored(text, steps=10_000)
+    nodes = make_nodes(chosen)
+    step = leave(run, chosen, after=3, durable=False, num_workers=2)
+    (resume, memory) = newest(nodes)
+    others = {
+        "which the model lacks": ModelSettings(preset="tiny", num_layers=1),
+        ", 64] in it, needed is": ModelSettings(preset="tiny", dim=128),
+    }
+    for what, model in others.items():
+        left = run.train(replace(chosen, model=model), num_workers=2, resume=resume, memory=memory)
+        for one in left:
+            assert isinstance(one.outcome, Unloadable)
+            found = one.outcome.found
+            assert any(what in line for line in found.misfits), found
+            assert (found.damaged, found.unread) == ((), ())
+    chosen = replace(chosen, train=replace(chosen.train, steps=step + 1))
+    finish(run, chosen, num_workers=2, resume=resume, memory=memory)
+
+
 def test_without_memory_the_trainers_store_as_they_did(
     run: Run, text: DataSettings, make_nodes: MakeNodes
 ) -> None:

@@ -27,7 +27,6 @@ class WorkerContext:
         yield_durable: Returns whether the state must be in storage when the worker leaves.
         node: Ray node id, hex; tells which memory is near.
         keeper_directory: Directory of the keeper's descriptor server; None if there is no keeper.
-        same_weights: Whether to refuse a checkpoint with weights that the model lacks.
         on_formed: Called once per attempt, by the training thread, when the groups are formed, the
             model is built and its state is loaded.
         pace: Returns how often to save in an attempt.
@@ -47,7 +46,6 @@ class WorkerContext:
     yield_durable: Callable[[int], bool] = lambda _attempt: True
     node: str = ""
     keeper_directory: Path | None = None
-    same_weights: bool = False
     on_formed: Callable[[Formed], None] = lambda _formed: None
     pace: Callable[[int], Pace] = lambda _attempt: Pace()
     on_costs: Callable[[int, Callable[[], SaveCosts]], None] = lambda _attempt, _costs: None

@@ -242,7 +242,6 @@ def attempt_alone(
             ring_path=str(Path(scratch) / "ring"),
             yield_requested=lambda _attempt: False,
             fenced=lambda _attempt: False,
-            same_weights=True,
         )
         assignment = Assignment(
             attempt=attempt,

@@ -11,7 +11,7 @@ From distant storage, replicas read disjoint shares and exchange them.
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Final
 
@@ -22,6 +22,7 @@ from ucp_core.errors import CheckpointCorruptError, UcpError
 from ucp_core.geometry import TensorEntry, TensorKey
 from ucp_core.native import (
     AVERAGE,
+    RELATIONS,
     Checkpoint,
     LocalTensor,
     checkpoint_name,
@@ -89,6 +90,7 @@ def restore_state(
     assignment: Assignment,
     entries: Callable[[], Sequence[StateEntry]],
     *,
+    names: Collection[str] | None = None,
     context: WorkerContext,
     buffer: HostBuffer,
     device: torch.device,
@@ -100,6 +102,7 @@ def restore_state(
 
     Args:
         entries: Called only if there is something to load; returns the tensors to fill.
+        names: Of all weights of the whole model; None if the version may have others.
         context: The worker, with its run directory and keeper.
         buffer: Host memory for tensors on a device.
         device: The device for tensors of collectives.
@@ -110,7 +113,8 @@ def restore_state(
     """
     if not assignment.resume_step:
         return Restored(step=0, extra={})
-    target = Target(entries(), buffer, context.settings.checkpoint.threads, context.progress.moved)
+    threads, moved = context.settings.checkpoint.threads, context.progress.moved
+    target = Target(entries(), buffer, threads, moved, names)
     if assignment.memory:
         return _from_memory(assignment, target, context, device)
     return _from_storage(assignment, target, context, device, replicas)
@@ -123,9 +127,10 @@ def _from_memory(
         assignment.memory, node=context.node, keeper_directory=context.keeper_directory
     )
     reasons: tuple[str, ...] = ()
+    lines: tuple[str, ...] = ()
     extra: dict[str, Any] = {}
     try:
-        extra = sources.load(target.fill_from)
+        lines, extra = sources.load(target.fill_from)
     except UcpError as error:
         reasons = (_said(error),)
     finally:
@@ -133,9 +138,10 @@ def _from_memory(
     found = FoundBad(
         damaged=tuple(sources.damaged),
         unread=tuple(sources.unread),
-        reasons=(*(f"{what}: {why}" for what, why in sources.skipped), *reasons),
+        misfits=lines,
+        reasons=(*(f"{what}: {why}" for what, why in sources.skipped), *reasons, *lines),
     )
-    _leave_unless_all(not reasons, found, device)
+    _leave_unless_all(not reasons and not lines, found, device)
     kinds = _LIVE_KINDS if extra.get(LIVE_STATE) else {}
     taken = ((kinds.get(kind, kind), size) for kind, size in sources.taken_bytes.items())
     return Restored(
@@ -168,7 +174,7 @@ def _from_storage(
         found = _found(assignment, error)
     if checkpoint is not None:
         # Before a byte is read: a version of another model is not damaged.
-        lines = target.misfits(checkpoint, same_weights=context.same_weights)
+        lines = target.misfits(checkpoint)
         if lines:
             checkpoint, found = None, FoundBad(misfits=lines, reasons=lines)
     if transport is not None:
@@ -255,8 +261,7 @@ def without_optimizer_state(
 def misfits(
     need: Iterable[LocalTensor],
     held: Mapping[TensorKey, TensorEntry],
-    *,
-    same_weights: bool,
+    names: Collection[str] | None,
 ) -> tuple[str, ...]:
     """Return how a version differs from the state to fill, one line per tensor.
 
@@ -264,23 +269,21 @@ def misfits(
     lines, and one that counts the others.
 
     Args:
-        same_weights: Whether weights that the model lacks are a misfit.
+        names: Of all weights of the whole model; others are a misfit. None if they are not.
     """
     lines: list[str] = []
-    keys: set[TensorKey] = set()
     for tensor in need:
         key = TensorKey(tensor.fqn, tensor.slot)
-        keys.add(key)
         entry = held.get(key)
         needed = f"{tensor.dtype}{list(tensor.shape)}"
         if entry is None:
             lines.append(f"it has no {key}, needed is {needed}")
         elif (entry.dtype, entry.shape) != (tensor.dtype, tensor.shape):
             lines.append(f"{key} is {entry.dtype}{list(entry.shape)} in it, needed is {needed}")
-    if same_weights:
+    if names is not None:
         weights = [key for key, one in held.items() if key.slot == WEIGHT and 0 not in one.shape]
         weights = [key for key in weights if not key.fqn.startswith(AVERAGE)]
-        others = sorted(key for key in weights if key not in keys)
+        others = sorted(key for key in weights if key.fqn not in names)
         lines += [f"it has {key}, which the model lacks" for key in others]
     if len(lines) > MISFITS_TOLD:
         lines[MISFITS_TOLD:] = [f"and {len(lines) - MISFITS_TOLD} more"]
@@ -293,6 +296,7 @@ class Target:
     Args:
         buffer: Host memory for those on a device, or not contiguous.
         moved: Called with the size of each read.
+        names: As in ``restore_state``.
 
     Attributes:
         without_state: Parameters without optimizer state in the version loaded last.
@@ -304,6 +308,7 @@ class Target:
         buffer: HostBuffer,
         threads: int,
         moved: Callable[[int], None],
+        names: Collection[str] | None = None,
     ) -> None:
         # Bytes are read into contiguous memory of the host.
         self._elsewhere = [
@@ -315,7 +320,7 @@ class Target:
         self._tensors = [
             entry.local_tensor(self._staged.get(id(entry), entry.tensor)) for entry in need
         ]
-        self._threads = threads
+        self._names, self._threads = names, threads
         self._moved = moved
         self.without_state: frozenset[str] = frozenset()
 
@@ -338,10 +343,13 @@ class Target:
             entry.tensor.copy_(self._staged[id(entry)])
         return loaded.size_bytes
 
-    def misfits(self, checkpoint: Checkpoint, *, same_weights: bool) -> tuple[str, ...]:
+    def misfits(self, checkpoint: Checkpoint) -> tuple[str, ...]:
         """Return how the checkpoint differs from the state."""
-        held = checkpoint.state_map.entries
-        return misfits(self._needed(checkpoint), held, same_weights=same_weights)
+        held, names = checkpoint.state_map.entries, self._names
+        if names is not None:
+            # A model may drop what never trained: a teacher, say.
+            names = {*names, *checkpoint.extra.get(RELATIONS, {}).get("frozen", ())}
+        return misfits(self._needed(checkpoint), held, names)
 
     def _needed(self, checkpoint: Checkpoint) -> list[LocalTensor]:
         unstarted = checkpoint.manifest.extra.get(UNSTARTED, False)
@@ -352,10 +360,12 @@ class Target:
             one for one in self._tensors if one.slot == WEIGHT or one.fqn not in self.without_state
         ]
 
-    def fill_from(self, checkpoint: Checkpoint) -> dict[str, Any]:
-        """Load; return the small named values."""
-        self.fill(checkpoint)
-        return checkpoint.extra
+    def fill_from(self, checkpoint: Checkpoint) -> tuple[tuple[str, ...], dict[str, Any]]:
+        """Load if the checkpoint fits; return how it does not, and the small named values."""
+        lines = self.misfits(checkpoint)
+        if not lines:
+            self.fill(checkpoint)
+        return lines, checkpoint.extra
 
 
 class GroupTransport:

@@ -117,6 +117,7 @@ class StateLoader:
             restore_state,
             assignment,
             to_fill,
+            names={*sharded.shapes, *sharded.relations["buffers"]},
             context=context,
             buffer=self._buffer,
             device=self._device,
@@ -160,7 +161,7 @@ class StateLoader:
         restore_state(
             assignment,
             lambda: [entry for entry in sharded.average.entries() if entry.fqn in saved],
-            context=replace(context, same_weights=False),
+            context=context,
             buffer=self._buffer,
             device=self._device,
             replicas=self._mesh.replicas,
