@@ -2,6 +2,7 @@
 
 A script that runs alone holds the directory for itself. Controllers of a run hold it together: one
 that restarts, or takes the run over from a cluster that is out of reach, must not wait for another.
+So does a worker, which trains on while there is no controller.
 The kernel releases what a process held when it ends. Where there are no locks, the claim decides:
 the newer one counts (``ucp_core.storage.Owner``).
 """
@@ -30,11 +31,12 @@ _WAIT_S = 5.0
 
 
 @contextlib.contextmanager
-def held(store: Store, directory: str, *, shared: bool) -> Iterator[None]:
+def held(store: Store, directory: str, *, shared: bool, is_named: bool = True) -> Iterator[None]:
     """Hold a run's directory while the block runs.
 
     Args:
         shared: Whether others that share may hold it as well.
+        is_named: Whether the holder of which others read is this process.
 
     Raises:
         HeldError: Another process holds it.
@@ -57,13 +59,18 @@ def held(store: Store, directory: str, *, shared: bool) -> Iterator[None]:
                 "or name another directory",
                 path=directory,
             )
-        now = datetime.now(UTC).isoformat(timespec="seconds")
-        record = {"pid": os.getpid(), "host": socket.gethostname(), "since": now}
-        data = json.dumps(record).encode()
-        os.ftruncate(fd, os.pwrite(fd, data, 0))
+        if is_named:
+            _name(fd)
         yield
     finally:
         os.close(fd)
+
+
+def _name(fd: int) -> None:
+    """Write who holds the directory."""
+    now = datetime.now(UTC).isoformat(timespec="seconds")
+    record = {"pid": os.getpid(), "host": socket.gethostname(), "since": now}
+    os.ftruncate(fd, os.pwrite(fd, json.dumps(record).encode(), 0))
 
 
 def _lock(fd: int, kind: int) -> bool:

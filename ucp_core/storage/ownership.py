@@ -105,11 +105,17 @@ class Owner:
 
     def superseded(self, number: int, record: Mapping[str, Any]) -> SupersededError:
         """Return the error that says which claim counts instead."""
-        since, host = record.get("since", "now"), record.get("host", "another host")
+        made = (
+            f"claim {number} was made at {record.get('since', 'an unknown time')} on "
+            f"{record.get('host', 'an unknown host')}, so this one writes nothing more and ends; "
+            f"see `everstep status {self._directory}`"
+            if record
+            else f"claim {number} holds no record, because the process that made it ended before "
+            "it had written one: when and where that was is not known. This one writes nothing "
+            "more and ends; if no other process trains there, run again"
+        )
         return SupersededError(
-            f"the run in {self._directory} was taken over: claim {number} was made at {since} on "
-            f"{host}, so this one writes nothing more and ends; see `everstep status "
-            f"{self._directory}`",
+            f"the run in {self._directory} was taken over: {made}",
             path=self._directory,
             claim=self.claim,
             newest=number,

@@ -19,7 +19,8 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from ucp_core.storage import open_store
+from ucp_core.errors import HeldError, StorageError
+from ucp_core.storage import held, open_store
 from workers import collectives
 from workers.keeper import progress_path, ring_path
 from workers.process import device, termination
@@ -109,6 +110,7 @@ class AttemptRunner:
         self._costs: dict[int, Callable[[], SaveCosts]] = {}
         self._lock = threading.Lock()
         self._held = HeldOutput()
+        self._holding = threading.Lock()
         self.notes = Notes()
         self._progress = progress or ProgressRecord.create(
             progress_path(directory, worker), worker=worker
@@ -177,6 +179,10 @@ class AttemptRunner:
             context.store, context.directory, attempt=assignment.attempt, rank=assignment.rank
         )
         self._held.hand_over(output)
+        left = threading.Event()
+        if assignment.rank == 0:
+            # Storage that does not answer holds up no attempt.
+            threading.Thread(target=self._hold, args=(left,), daemon=True).start()
         try:
             with log_of(output):
                 outcome = run_attempt(assignment, context)
@@ -187,6 +193,8 @@ class AttemptRunner:
                 error=f"{type(error).__name__}: {error}",
                 traceback=traceback.format_exc(),
             )
+        finally:
+            left.set()
         if isinstance(outcome, Yielded) and self._signal:
             name = signal.Signals(self._signal).name
             outcome = replace(outcome, why=f"process {os.getpid()} got {name}")
@@ -207,6 +215,20 @@ class AttemptRunner:
         self._progress.assign(0, -1)
         self._progress.enter(WorkerPhase.IDLE)
         return outcome
+
+    def _hold(self, left: threading.Event) -> None:
+        """Hold the run's directory until the attempt is left: it may have no controller."""
+        context = self._context
+        try:
+            # To close the file of one attempt would release that of the next.
+            with (
+                self._holding,
+                held(context.store, context.directory, shared=True, is_named=False),
+            ):
+                left.wait()
+        except (HeldError, StorageError) as error:
+            # A script that took the run over has a newer claim, by which this one ends.
+            log.warning("not_held", extra={"reason": str(error)})
 
     def formed(self, attempt: int) -> Formed | None:
         """Return how ``attempt`` was formed; None if it is not formed yet."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import re
 import signal
 from collections.abc import Callable
@@ -117,7 +118,7 @@ def test_a_start_with_another_model_costs_no_checkpoint(
 def test_a_run_and_a_script_that_runs_alone_refuse_each_other(
     nodes: Any, make_config: Callable[..., RunConfig], tmp_path: Path
 ) -> None:
-    """Both trained, and wrote into one another."""
+    """Both trained, and wrote into one another; so they did while the run had no controller."""
     config = make_config(
         run__script=train_width.__file__, run__arguments='["5"]', workers__max=1,
         workers__standby_per_node=0, train__steps=100_000, train__global_batch=8,
@@ -129,6 +130,10 @@ def test_a_run_and_a_script_that_runs_alone_refuse_each_other(
         HeldError, match=rf"another process trains in .*: pid {run.controller_pid()}, host "
     ):
         run_alone(lambda _: None, directory=config.run.directory, steps=1)
+    os.kill(run.controller_pid(), signal.SIGKILL)
+    with pytest.raises(HeldError, match="another process trains in "):
+        run_alone(lambda _: None, directory=config.run.directory, steps=1)
+    assert wait_for(run, lambda s: s["step"] >= 1, timeout_s=ACT_S_MAX), run.summary()
     run.stop("enough")
     assert run.follow(lambda _: None)["outcome"] == "stopped"
 

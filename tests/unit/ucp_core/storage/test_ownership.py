@@ -59,6 +59,20 @@ def test_of_two_claims_of_one_number_one_fails(place: tuple[Store, str]) -> None
     assert won.count(True) == 1
 
 
+def test_a_claim_whose_process_ended_while_it_wrote_says_so(place: tuple[Store, str]) -> None:
+    """It named "another host", which there need not be: where nothing links, a record is cut."""
+    store, run = place
+    claim(store, run, 1, _record("a"))
+    store.write_atomic(f"{run}/claims/000002.json", b"", fsync=False, exclusive=True)
+
+    with pytest.raises(SupersededError, match=r"claim 2 holds no record, .* run again") as caught:
+        Owner(store, run, 1).require()
+    assert "host" not in str(caught.value)
+    with pytest.raises(SupersededError, match="claim 2 holds no record"):
+        claim(store, run, 2, _record("b"))
+    claim(store, run, next_claim(store, run), _record("b"))
+
+
 def test_a_restarted_controller_claims_again_what_it_has(place: tuple[Store, str]) -> None:
     """Ray starts it again with the same token, and what it had noted first still holds."""
     store, run = place
