@@ -25,7 +25,7 @@ from ucp_core.geometry import Box
 from workers.errors import TaskError
 from workers.parallel.mesh import Mesh
 from workers.parallel.placements import boxes_of, replicas_over
-from workers.parallel.torch_names import param_group
+from workers.parallel.torch_names import Group, param_group
 
 log = logging.getLogger(__name__)
 
@@ -283,7 +283,17 @@ def drop_gathered(model: nn.Module) -> None:
     backward pass. The next pass would use their old values.
     """
     for module in fsdp_modules(model):
+        take_frozen(param_group(module))
         module.reshard()
+
+
+def take_frozen(group: Group | None) -> None:
+    """Keep what a script froze or unfroze while parameters were gathered, as by its own evaluation.
+
+    FSDP2 would have forgotten it when it gathers them again.
+    """
+    for one in group.fsdp_params if group is not None and group.is_unsharded else ():
+        one.sharded_param.requires_grad_(one.unsharded_param.requires_grad)
 
 
 def _roots(model: nn.Module) -> list[nn.Module]:

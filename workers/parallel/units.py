@@ -21,7 +21,7 @@ from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
 
 from workers.errors import TaskError
-from workers.parallel.fsdp import LocalShard, is_whole
+from workers.parallel.fsdp import LocalShard, is_whole, take_frozen
 from workers.parallel.torch_names import Group, NoGroup, in_backward, param_group
 
 
@@ -91,9 +91,19 @@ class Units:
         self.uses: dict[_Inside, _Use] = {}
         #: Units that were reduced before the backward pass said that they have all gradients.
         self.early: list[_Unit] = []
+        self._groups: set[Group] = set()
         self._by_pass: dict[int, dict[_Inside, _Use]] = {}
         self._top = _Inside(self)
         _add(model, self._top, self, set())
+
+    def add(self, group: Group) -> None:
+        """Add what FSDP2 gathers as one."""
+        self._groups.add(group)
+
+    def begin_step(self) -> None:
+        """Take what the script froze while parameters were gathered."""
+        for group in self._groups:
+            take_frozen(group)
 
     def begin_forward(self, number: int) -> None:
         """Begin the forward pass of a micro-batch."""
@@ -122,6 +132,7 @@ def _add(module: nn.Module, parent: _Inside, units: Units, seen: set[Any]) -> No
         if group is not None and group not in seen:
             seen.add(group)
             parent = _Unit(units, parent, group, module)
+            units.add(group)
         elif group is None and not isinstance(parent, _Unit):
             parent = root = _Unit(units, parent, NoGroup(), module)
             root.watch()
@@ -280,7 +291,8 @@ class _Unit(_Inside):
                 self.settle_after(-1, is_final=True)
             return False
         is_skipped = not (use.calls or use.has_begun)
-        if is_skipped:
+        if is_skipped or (is_final and not use.has_begun and self._trains()):
+            # Other ranks gather it for their backward pass.
             use.has_begun = True
             self._pre_backward(True)
         elif not is_final and not (use.is_late and use.has_begun):
@@ -311,6 +323,10 @@ class _Unit(_Inside):
                     "Register modules in the order in which they run",
                     fqn=name,
                 )
+
+    def _trains(self) -> bool:
+        frozen = self._units.used.frozen
+        return any(place not in frozen for place in self._places)
 
     def _end(self, *, is_final: bool) -> None:
         self.settle_after(-1, is_final=is_final)

@@ -172,6 +172,8 @@ class Step:
         self._has_begun = True
         self._sharded.buffers.begin_step(self.number)
         self._sharded.rank_calls.begin()
+        for units in self._sharded.units.values():
+            units.begin_step()
         self._sharded.trained.begin_step(self.number)
 
     def _micro_batches(self) -> Iterator[Any]:
