@@ -228,7 +228,7 @@ class AttemptRunner:
                 left.wait()
         except (HeldError, StorageError) as error:
             # A script that took the run over has a newer claim, by which this one ends.
-            log.warning("not_held", extra={"reason": str(error)})
+            log.warning("the lock on the run directory is not held: %s", error)
 
     def formed(self, attempt: int) -> Formed | None:
         """Return how ``attempt`` was formed; None if it is not formed yet."""
