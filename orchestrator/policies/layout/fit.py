@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterable, Sequence
 from dataclasses import replace
-from math import gcd
 from typing import TypeAlias
 
 from orchestrator.policies.layout.candidates import LayoutRules
@@ -48,10 +47,11 @@ def fit(
         dp_shard = min(dp_shard, most // degrees.dp_replicate)
     if "ep" in rules.fixed:
         dp_shard -= dp_shard % rules.ep
-    common = gcd(rules.ep, dp_shard) if dp_shard else 0
-    for ep in range(common, 0, -1):
-        if common % ep == 0 and rules.may("ep", ep):
-            layout = replace(degrees, dp_shard=dp_shard, ep=ep)
+    ways = [ep for ep in range(rules.ep, 0, -1) if rules.ep % ep == 0 and rules.may("ep", ep)]
+    # Fewer shards leave workers idle, and are taken where more cannot be cut in a way that may be.
+    for shards in sorted({dp_shard - dp_shard % ep for ep in ways}, reverse=True):
+        for ep in (ep for ep in ways if shards and shards % ep == 0):
+            layout = replace(degrees, dp_shard=shards, ep=ep)
             if not rules.refusal(layout):
                 return layout
     return None

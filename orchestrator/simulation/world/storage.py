@@ -45,21 +45,14 @@ class Storage:
     def newest(
         self, lineage: tuple[tuple[int, int], ...], bad_steps: frozenset[int] = frozenset()
     ) -> tuple[int, int]:
-        """Return (step, attempt) of the newest version that counts, (0, 0) if none does.
-
-        A commit of attempt a counts if every later attempt resumed from its step or a later one.
-        """
-        bound: dict[int, int] = {}
-        least = 1 << 60
-        for attempt, resume_step in reversed(lineage):
-            bound[attempt] = least
-            least = min(least, resume_step)
-        best = (0, 0)
-        for (step, attempt), commit in self.commits.items():
-            is_out = commit.damaged or step in bad_steps
-            if not is_out and step <= bound.get(attempt, -1):
-                best = max(best, (step, attempt))
-        return best
+        """Return (step, attempt) of the newest version that counts, (0, 0) if none does."""
+        sound = (
+            (step, attempt)
+            for (step, attempt), commit in self.commits.items()
+            if not commit.damaged and step not in bad_steps
+        )
+        counting = (v for v in sound if counts(step=v[0], attempt=v[1], lineage=lineage))
+        return max(counting, default=(0, 0))
 
     def older(self, lineage: tuple[tuple[int, int], ...], *, keep: int) -> list[tuple[int, int]]:
         """Return the versions that retention deletes: those behind the newest that count."""

@@ -14,6 +14,7 @@ from orchestrator.policies import (
     step_ratio,
 )
 from orchestrator.policies.layout import (
+    WHOLE,
     Refused,
     candidates,
     num_workers,
@@ -123,6 +124,12 @@ def test_experts_are_cut_in_the_most_ways_that_divide_the_shards() -> None:
 def test_experts_are_cut_in_fewer_ways_if_the_model_cannot_have_more() -> None:
     refused = Refused(ParallelLayout(dp_shard=4, ep=4), "ep", "does not divide 6 experts")
     assert chosen([8], LayoutRules(ep=4, refused=(refused,))) == "dp_shard=8 x ep=2"
+
+
+def test_fewer_shards_with_experts_follow_on_a_refusal_of_more_without() -> None:
+    """Three workers waited for a fourth, though two of them had trained."""
+    refused = Refused(ParallelLayout(dp_shard=3), WHOLE, "its first step raised")
+    assert chosen([1, 2], LayoutRules(ep=2, refused=(refused,))) == "dp_shard=2 x ep=2"
 
 
 def test_a_pipeline_is_filled() -> None:
