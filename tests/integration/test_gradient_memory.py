@@ -70,6 +70,7 @@ def peak_kib(tmp_path: Path, name: str, *, passes: int, **train: Any) -> int:
     return max(int(file.read_text()) for file in directory.glob("peak*"))
 
 
+@pytest.mark.chaos
 @pytest.mark.parametrize("passes", [4])
 def test_whole_gradients_are_kept_only_where_they_are_reduced_once(
     tmp_path: Path, passes: int

@@ -96,9 +96,6 @@ def run_attempt(
         context.progress.enter(WorkerPhase.LEAVING)
         collectives.leave()
         _free_device_memory()
-    if torch.cuda.is_initialized() and not _Process.is_short:
-        # A peak that met the end of memory counts in the next attempt, too.
-        torch.cuda.reset_peak_memory_stats()
     if is_of_script and isinstance(outcome, Completed):
         return _run_behind(outcome, assignment, context)
     return outcome
@@ -251,6 +248,9 @@ def _free_device_memory() -> None:
     if torch.cuda.is_initialized():
         try:
             torch.cuda.empty_cache()
+            if not _Process.is_short:
+                # A peak that met the end of memory counts in the next attempt, too.
+                torch.cuda.reset_peak_memory_stats()
         except RuntimeError as error:
             # A device that failed; ``workers.process`` deals with it.
             log.warning("device memory of the attempt is not freed: %s", error)
