@@ -32,6 +32,7 @@ def fail():
 def train(session):
     torch.cuda.is_initialized = lambda: True
     torch.cuda.empty_cache = fail
+    torch.cuda.reset_peak_memory_stats = lambda: None
     torch.cuda.current_stream = lambda: types.SimpleNamespace(query=fail)
     raise ERROR
 
