@@ -12,7 +12,7 @@ from mkdocs.config.defaults import MkDocsConfig
 from mkdocs.structure.files import File, Files
 
 ROOT = Path(__file__).parents[2]
-#: What pages are made of, show or link to.
+#: Files that the pages are made of, show or link to.
 DOCUMENTS = ("*.md", "*.ipynb", "*.png", "LICENSE", "cluster_configs")
 
 

@@ -24,7 +24,7 @@ _OF_TRAINER: Final = (
 )  # fmt: skip
 #: A script that names this module has Trainer's arguments.
 TRAINER: Final = "everstep.integrations.transformers"
-#: What a script cannot say of a run of several workers.
+#: Settings that only the configuration decides; the script is not asked for them.
 _OURS: Final = frozenset(
     {"run.directory", "run.name", "run.script", "run.arguments", "run.priority"}
 )

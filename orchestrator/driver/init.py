@@ -57,8 +57,8 @@ def init_config(script: str | None, to: str) -> dict[str, str]:
 def _arguments(script: Path) -> dict[str, Any]:
     """Return the settings in a script's call of ``everstep.run``, by ``section.key``.
 
-    Names of the module count if they stand for literals. What is none, and what Trainer's arguments
-    decide, is None: the script is asked for it when it is run.
+    A name counts if the module assigns it a literal. Other values, and settings that Trainer's
+    arguments decide, are None: the run asks the script for them when it starts.
     """
     try:
         text = script.read_text(encoding="utf-8")

@@ -32,7 +32,7 @@ from workers.protocol import Source
 
 #: A living controller answered in 1 to 20 ms.
 ANSWER_S = 2.0
-#: There the controller asks nobody who reads for the token.
+#: On these addresses the controller serves readers without a token.
 LOOPBACKS = ("127.0.0.1", "[::1]")
 #: A proxy of the user's is for the world, and does not reach a cluster's own network.
 _PAST_PROXIES = urllib.request.build_opener(urllib.request.ProxyHandler({}))

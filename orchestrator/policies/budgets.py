@@ -25,8 +25,8 @@ DATA_ERRORS = frozenset(
 
 
 NOT_FINITE = "NotFiniteError"
-#: What all ranks raise or none (``workers.errors``), or what the next attempt would meet again: a
-#: checkpoint of another model, or other data. One that was heard is proof, and says all.
+#: Errors that all ranks raise or none (``workers.errors``), or that the next attempt would meet
+#: again: a checkpoint of another model, or other data. One report of such an error is proof.
 OF_ALL = frozenset({NOT_FINITE, "DataDiffersError", "MisfitError"})
 #: All ranks raise these when a machine is at fault.
 DIVERGED = "DivergedError"

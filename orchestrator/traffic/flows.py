@@ -44,9 +44,9 @@ def step_flows(
 ) -> dict[str, list[Flow]]:
     """Return what each axis sends between nodes in a step.
 
-    Sums go round rings in the order of ranks, as gloo's and NCCL's do; stages send activations to
-    the next one and gradients back; a rank sends tokens to each other one with experts. What goes
-    through several ranks of a node uses the rails of all.
+    All-reduces go round rings in the order of ranks, as gloo's and NCCL's do. Stages send
+    activations forward and gradients back. Ranks with experts send tokens to one another. Traffic
+    through several ranks of a node uses the rails of all of them.
 
     Args:
         nodes: Of each rank.

@@ -1,4 +1,4 @@
-"""What a collective leaves is used behind a check, since an abort leaves anything."""
+"""Results of collectives are used only after a check: an abort leaves garbage in them."""
 
 from __future__ import annotations
 

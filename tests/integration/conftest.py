@@ -9,6 +9,7 @@ import pytest
 
 from orchestrator.config import RunConfig, demo_config
 from tests.support.attempts import write_texts
+from tests.support.chromium import Browser
 from tests.support.trainers import Run
 from workers.settings import DataSettings
 
@@ -36,4 +37,13 @@ def run(tmp_path: Path) -> Iterator[Run]:
     directory = tmp_path / "run"
     directory.mkdir()
     with Run(directory) as opened:
+        yield opened
+
+
+@pytest.fixture
+def browser(tmp_path: Path) -> Iterator[Browser]:
+    """A browser with nothing open."""
+    profile = tmp_path / "profile"
+    profile.mkdir()
+    with Browser(profile) as opened:
         yield opened

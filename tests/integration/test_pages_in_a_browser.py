@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -35,15 +35,6 @@ _POINTER = """((kind, at) => {
   chart.dispatchEvent(new PointerEvent(kind, {pointerType: "mouse", bubbles: true,
     clientX: box.left + at * box.width, clientY: box.top + box.height / 2}));
 })"""
-
-
-@pytest.fixture
-def browser(tmp_path: Path) -> Iterator[Browser]:
-    """A browser with nothing open."""
-    profile = tmp_path / "profile"
-    profile.mkdir()
-    with Browser(profile) as opened:
-        yield opened
 
 
 class _Served:

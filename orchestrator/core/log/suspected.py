@@ -1,4 +1,4 @@
-"""What a run has suspected, in few lines. Pure."""
+"""Summarize the suspicions of a run in a few lines. Pure."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from orchestrator.diagnosis import Kind, Suspicion, listed
 #: Suspicions that follow one another within this are of one spell: with a load of 15 on 2 cores
 #: they came 80 s apart.
 TOGETHER_S = 300.0
-#: What another program on a machine makes of a rank that is well.
+#: Kinds that another program on the machine causes in a healthy rank.
 BY_OTHER_WORK = frozenset({Kind.SLOW_COMPUTE, Kind.SLOW_DATA, Kind.ABSENT})
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -18,15 +18,6 @@ pytestmark = [
     pytest.mark.timeout(600),
     pytest.mark.skipif(CHROMIUM is None, reason="there is no chromium on this machine"),
 ]
-
-
-@pytest.fixture
-def browser(tmp_path: Path) -> Iterator[Browser]:
-    """A browser with nothing open."""
-    profile = tmp_path / "profile"
-    profile.mkdir()
-    with Browser(profile) as opened:
-        yield opened
 
 
 def _kinds(run: Launched) -> list[tuple[str, str]]:
