@@ -23,7 +23,7 @@ COMPILE := { $(BIN)/python -m compileall -qq -j 0 $(VENV)/lib 2>/dev/null || tru
 
 .DEFAULT_GOAL := help
 .PHONY: help venv demo test test-fast test-py312 test-ray test-torch test-peerless test-gpu test-chaos \
-  chaos-network check check-form check-types rooms format docs site bench bench-quick clean
+  chaos-network simulate check check-form check-types rooms format docs site bench bench-quick clean
 
 help:
 	@echo "make demo        train twice, once with faults, and compare (under 5 minutes on 2 cores)"
@@ -38,6 +38,7 @@ help:
 	@echo "make test-chaos  long runs under random faults"
 	@echo "make chaos-network  faults of networks and machines on a real cluster (root; half an hour)"
 	@echo "make docs        the documentation as a site with search, in build/site (pages, API reference)"
+	@echo "make simulate    2,000 seeded histories of the controller's decisions (HISTORIES=, SEED=)"
 	@echo "make bench       every measurement, beside its peers (hours; tests/benchmarks/RESULTS.md)"
 	@echo "make bench-quick every benchmark with its smallest setting: do they run?"
 	@echo "make format      let ruff format and fix"
@@ -115,6 +116,12 @@ test-chaos: $(STAMP)
 
 chaos-network: $(STAMP)
 	$(BIN)/python -m tests.benchmarks network
+
+HISTORIES := 2000
+SEED      := 0
+
+simulate: $(STAMP)
+	$(BIN)/python -m tests.simulation --histories $(HISTORIES) --seed $(SEED)
 
 # Types take as long as the rest: `make -j 2 check` looks at both at once.
 check: check-form check-types

@@ -699,23 +699,6 @@ def doctor(
         raise typer.Exit(ExitCode.FAILED)
 
 
-@app.command(rich_help_panel=_TOOLS, epilog="Example: everstep simulate --histories 1000 --seed 7")
-@_edge
-def simulate(
-    *,
-    histories: Annotated[int, typer.Option(min=1, help="How many; each has its own seed.")] = 1000,
-    seed: Annotated[int, typer.Option(help="Seed of the first.")] = 0,
-    as_json: Json = False,
-) -> None:
-    """Run the controller's decisions against simulated faults and check the promises."""
-    from orchestrator.simulation import run_campaign
-
-    campaign = run_campaign(range(seed, seed + histories))
-    _print(campaign.to_json(), as_json=as_json)
-    if campaign.failures:
-        raise typer.Exit(ExitCode.FAILED)
-
-
 def _named(config: str | None, overrides: list[str] | None) -> tuple[str, list[str]]:
     """Return the configuration and the overrides: the first word may be one of these."""
     words = [*([] if config is None else [config]), *(overrides or ())]

@@ -16,7 +16,6 @@ from orchestrator.core.actions import (
     SetCadence,
     StartAttempt,
 )
-from orchestrator.core.checks import check
 from orchestrator.core.events import (
     UNKNOWN_ATTEMPT,
     AttemptStalled,
@@ -165,7 +164,6 @@ __all__ = [
     "WorkersSurveyed",
     "actions",
     "adopted",
-    "check",
     "core",
     "describe",
     "events",

@@ -2,7 +2,7 @@
 
 ``step`` is the only way a run's state changes. It reads no clock, does no I/O and draws no
 random numbers. So a run replays exactly from its journal, and hundreds of fault histories can be
-simulated per second (``orchestrator.simulation``).
+simulated per second (``tests.simulation``).
 """
 
 from __future__ import annotations

@@ -15,7 +15,7 @@ from typing import Any
 
 from orchestrator.core import RunRules, RunState, step
 from orchestrator.core import events as ev
-from orchestrator.simulation import run_campaign
+from tests.simulation.campaign import run_campaign
 
 
 class Timed:

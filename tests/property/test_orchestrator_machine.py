@@ -3,8 +3,9 @@ from typing import Any
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from orchestrator.core import RunRules, RunState, StartAttempt, check, resume_event, step
+from orchestrator.core import RunRules, RunState, StartAttempt, resume_event, step
 from orchestrator.core import events as ev
+from tests.simulation.checkers import check
 
 WORKERS = st.sampled_from([f"w{n:04d}" for n in range(1, 6)] + ["stranger"])
 NODES = st.sampled_from(["a", "b", "c"])

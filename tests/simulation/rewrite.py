@@ -2,7 +2,7 @@
 
 from pathlib import Path
 
-from orchestrator.simulation.scenario import answer
+from tests.simulation.scenario import answer
 
 SCENARIOS = Path(__file__).parent / "scenarios"
 

@@ -9,12 +9,12 @@ from orchestrator.core import RunState
 from orchestrator.core import actions as act
 from orchestrator.core import events as ev
 from orchestrator.policies import Preference
-from orchestrator.simulation import history as history_module
-from orchestrator.simulation import run_campaign
-from orchestrator.simulation.__main__ import main
-from orchestrator.simulation.faults import drawing
-from orchestrator.simulation.history import History, run_history
-from orchestrator.simulation.world import SimCluster, Tiers
+from tests.simulation import history as history_module
+from tests.simulation.__main__ import main
+from tests.simulation.campaign import run_campaign
+from tests.simulation.faults import drawing
+from tests.simulation.history import History, run_history
+from tests.simulation.world import SimCluster, Tiers
 
 NUM_HISTORIES = 2000
 CHUNK = 250
@@ -118,7 +118,7 @@ def test_nothing_is_held_in_memory_without_a_keeper(monkeypatch: pytest.MonkeyPa
 
 def test_a_seed_is_one_history_in_every_process() -> None:
     """Sets of strings iterate by PYTHONHASHSEED; no order may be taken from one."""
-    command = [sys.executable, "-m", "orchestrator.simulation", "--seed", "24", "--show"]
+    command = [sys.executable, "-m", "tests.simulation", "--seed", "24", "--show"]
     outputs = [
         subprocess.run(
             command, env={"PYTHONHASHSEED": seed}, capture_output=True, text=True, check=False

@@ -1,7 +1,7 @@
 import pytest
 
-from orchestrator.simulation.scenario import answer
 from tests.simulation.rewrite import SCENARIOS
+from tests.simulation.scenario import answer
 
 
 @pytest.mark.parametrize("name", sorted(path.stem for path in SCENARIOS.glob("*.txt")))

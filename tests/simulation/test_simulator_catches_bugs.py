@@ -37,10 +37,10 @@ from orchestrator.core.transition import Transition
 from orchestrator.diagnosis import live
 from orchestrator.diagnosis.slow import Lag
 from orchestrator.policies import Preference, RedundancyPlan, Share, budgets, versions
-from orchestrator.simulation.faults import drawing
-from orchestrator.simulation.history import run_history
-from orchestrator.simulation.violation import Violation
-from orchestrator.simulation.world import Storage, Tiers
+from tests.simulation.faults import drawing
+from tests.simulation.history import run_history
+from tests.simulation.violation import Violation
+from tests.simulation.world import Storage, Tiers
 
 SEEDS = 1500
 #: Memory protects every step, by a plan that is open until the first snapshot.

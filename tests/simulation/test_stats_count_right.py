@@ -14,7 +14,7 @@ from orchestrator.core import (
     WorkerRaised,
     transition_records,
 )
-from orchestrator.simulation.history import History
+from tests.simulation.history import History
 
 NUM_HISTORIES = 300
 #: Of sums of a whole run.

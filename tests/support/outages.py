@@ -1,6 +1,6 @@
 """A year of a cluster whose servers break and are repaired, and the real machine's decisions.
 
-The world of ``orchestrator.simulation`` is exact to the millisecond and lasts seconds. Here a step
+The world of ``tests.simulation`` is exact to the millisecond and lasts seconds. Here a step
 takes ten seconds and is reported once an attempt, messages take no time, and a server is well or
 broken in one of few ways.
 """

@@ -285,15 +285,6 @@ def test_a_topology_shows_what_orders_and_paths_gain() -> None:
     assert "topology.racks names 4 nodes, and --gpus 8: name as many" in wrong.stderr
 
 
-def test_a_campaign_of_no_histories_is_no_success() -> None:
-    """A script that computes the number wrongly must not read that nothing was violated."""
-    for number in ("0", "-5"):
-        result = CliRunner().invoke(app, ["simulate", "--histories", number])
-
-        assert result.exit_code == 2
-        assert "violations" not in result.stdout
-
-
 @pytest.mark.parametrize(
     ("number", "code"),
     [(signal.SIGINT, 130), (signal.SIGTERM, 143), (signal.SIGHUP, 129)],
@@ -432,7 +423,7 @@ def test_commands_that_few_runs_need_stand_in_a_part_of_their_own() -> None:
     shown = CliRunner().invoke(app, ["--help"], env={"NO_COLOR": "1", "COLUMNS": "100"}).stdout
 
     commands, tools = shown.split(" Tools ")
-    for name in ("schema", "replay", "convert", "demo", "simulate"):
+    for name in ("schema", "replay", "convert", "demo"):
         assert f"\n│ {name} " in tools
         assert f"\n│ {name} " not in commands
     for name in ("run", "status", "open", "stop", "export"):

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from orchestrator.core import Leaving, RunRules, RunState, check, describe, own_share, step
+from orchestrator.core import Leaving, RunRules, RunState, describe, own_share, step
 from orchestrator.core import actions as act
 from orchestrator.core import events as ev
 from orchestrator.core.actions import Action
 from orchestrator.policies import CapacityRules, RedundancyRules, Share, SharingRules
+from tests.simulation.checkers import check
 
 NEEDS = (("CPU", 1.0),)
 RULES = RunRules(

@@ -7,9 +7,9 @@ from math import inf
 from random import Random
 
 from orchestrator.core import events as ev
-from orchestrator.simulation.faults import watching
-from orchestrator.simulation.violation import require
-from orchestrator.simulation.world import Orphans, SimCluster, SimNode, SimWorker
+from tests.simulation.faults import watching
+from tests.simulation.violation import require
+from tests.simulation.world import Orphans, SimCluster, SimNode, SimWorker
 from workers.protocol import held_source, stored_source
 
 #: A silent keeper is not to be reported more often than that.

@@ -6,7 +6,7 @@ from random import Random
 
 from orchestrator.core import OthersSeen
 from orchestrator.policies import Share
-from orchestrator.simulation.world.cluster import SimCluster
+from tests.simulation.world.cluster import SimCluster
 
 #: How often runs ask each other.
 POLL_S = 0.2

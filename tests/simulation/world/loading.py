@@ -9,8 +9,8 @@ from __future__ import annotations
 
 from orchestrator.core import StartAttempt
 from orchestrator.policies import bad_sources, versions
-from orchestrator.simulation.world.parts import Loading, source_of
-from orchestrator.simulation.world.wires import World
+from tests.simulation.world.parts import Loading, source_of
+from tests.simulation.world.wires import World
 from workers.protocol import Inventory, Source, held_source, stored_source
 
 

@@ -8,8 +8,8 @@ from __future__ import annotations
 
 from random import Random
 
-from orchestrator.simulation.world.parts import STEP_S, SimAttempt
-from orchestrator.simulation.world.wires import World
+from tests.simulation.world.parts import STEP_S, SimAttempt
+from tests.simulation.world.wires import World
 
 #: A request of a process that was asked to wait, or whose store was slow.
 _UNDER_WAY_S = 0.2

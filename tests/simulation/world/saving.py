@@ -9,9 +9,9 @@ from __future__ import annotations
 
 from orchestrator.core import events as ev
 from orchestrator.policies import versions
-from orchestrator.simulation.world.memory import Part, answers, serves
-from orchestrator.simulation.world.parts import STEP_S, WRITE_S, SimAttempt, SimWorker
-from orchestrator.simulation.world.wires import World
+from tests.simulation.world.memory import Part, answers, serves
+from tests.simulation.world.parts import STEP_S, WRITE_S, SimAttempt, SimWorker
+from tests.simulation.world.wires import World
 from workers.memory import guard_name
 from workers.protocol import HeldParity
 

@@ -21,7 +21,6 @@ from orchestrator.core import (
     RequestReservation,
     RunRules,
     RunState,
-    check,
     machine,
     next_deadline_s,
     resume_event,
@@ -38,10 +37,10 @@ from orchestrator.policies import (
     SharingRules,
     SlowRules,
 )
-from orchestrator.simulation.checkers import SLOW_STEADY_S, Monitor
-from orchestrator.simulation.faults import drawing, slowing
-from orchestrator.simulation.violation import Violation, require
-from orchestrator.simulation.world import (
+from tests.simulation.checkers import SLOW_STEADY_S, Monitor, check
+from tests.simulation.faults import drawing, slowing
+from tests.simulation.violation import Violation, require
+from tests.simulation.world import (
     COPY_S,
     STEP_S,
     Neighbour,
@@ -162,14 +161,14 @@ class History:
     ) -> None:
         self.seed = seed
         self.observe = observe
-        self.rng = rng = Random(seed)  # noqa: S311  no secrets here
+        self.rng = rng = Random(seed)
         self.monitor = Monitor()
         # What is drawn apart changes nothing else in the history.
-        apart = Random(f"memory {seed}")  # noqa: S311  no secrets here
+        apart = Random(f"memory {seed}")
         drawn = _draw_tiers(rng, apart)
         tiers = tiers or drawn
-        market = Random(f"market {seed}")  # noqa: S311  no secrets here
-        axes = Random(f"axes {seed}")  # noqa: S311  no secrets here
+        market = Random(f"market {seed}")
+        axes = Random(f"axes {seed}")
         self.rules, rooms = _draw_rules(rng, tiers, market, axes, seed)
         self.cluster = SimCluster(rng, self.rules, tiers, self.monitor)
         self.state = RunState()
@@ -221,17 +220,17 @@ class History:
         # Mostly after the end of the run.
         cluster.at(1.0 + safety_s * apart.random() / _OUTAGE, self._cut_off_storage)
         cluster.at(safety_s + 2.0, self._heal)
-        head = Random(f"head {self.seed}")  # noqa: S311  no secrets here
+        head = Random(f"head {self.seed}")
         if is_swarm and head.random() < _HEAD_LOST:
             cluster.at(1.0 + head.random() * safety_s, self._lose_head, head)
-        other = Random(f"neighbour {self.seed}")  # noqa: S311  no secrets here
+        other = Random(f"neighbour {self.seed}")
         if is_swarm and other.random() < _SHARED:
             cluster.at(1.0 + safety_s * other.random(), self._share, other)
-        slow = Random(f"slow {self.seed}")  # noqa: S311  no secrets here
+        slow = Random(f"slow {self.seed}")
         if slow.random() < _SLOW and is_swarm:
             for _ in range(slow.choice((1, 1, 2, 4))):
                 cluster.at(1.0 + safety_s * slow.random() / 4, self._slow_down, slow)
-        resets = Random(f"resets {self.seed}")  # noqa: S311  no secrets here
+        resets = Random(f"resets {self.seed}")
         if is_swarm and resets.random() < _RESETS:
             cluster.at(1.0 + safety_s * resets.random(), self._reset_connections, resets)
 
@@ -250,7 +249,7 @@ class History:
 
     def _draw_script(self) -> None:
         """Decide what the script does beside its steps."""
-        script = Random(f"script {self.seed}")  # noqa: S311  no secrets here
+        script = Random(f"script {self.seed}")
         if script.random() < _ENDS_EARLY and self.expected != "failed":
             self.cluster.ends_at = script.randint(1, self.rules.total_steps)
         if script.random() < _NOT_FINITE:
@@ -262,18 +261,18 @@ class History:
 
         Data parallelism of some size can train.
         """
-        model = Random(f"model {self.seed}")  # noqa: S311  no secrets here
-        pace = Random(f"pace {self.seed}")  # noqa: S311  no secrets here
+        model = Random(f"model {self.seed}")
+        pace = Random(f"pace {self.seed}")
         layout, most = self.rules.layout, self.rules.max_workers // _copies(self.rules)
         wish = tuple((axis, getattr(layout, axis)) for axis in ("tp", "pp", "ep", "cp"))
         degrees = [(axis, one) for axis, top in wish for one in range(2, top + 1) if top % one == 0]
         slow = frozenset(pace.sample(degrees, k=min(len(degrees), pace.randint(0, 2))))
         self.cluster.model = SimModel(slow=slow)
-        self.cluster.is_short = Random(f"short {self.seed}").random() < _SHORT  # noqa: S311
+        self.cluster.is_short = Random(f"short {self.seed}").random() < _SHORT
         if model.random() > _REFUSES:
             return
         cannot = frozenset(model.sample(degrees, k=min(len(degrees), model.randint(0, 2))))
-        shards_min, is_silent = model.randint(1, most), model.random() < 0.5  # noqa: PLR2004
+        shards_min, is_silent = model.randint(1, most), model.random() < 0.5
         self.cluster.model = SimModel(cannot, shards_min, slow, is_silent)
 
     def _stop(self) -> None:
@@ -633,7 +632,7 @@ def _draw_tiers(rng: Random, apart: Random) -> Tiers:
 def _draw_rules(
     rng: Random, tiers: Tiers, market: Random, axes: Random, seed: int
 ) -> tuple[RunRules, list[int]]:
-    slow = Random(f"slow {seed}")  # noqa: S311  no secrets here
+    slow = Random(f"slow {seed}")
     rooms = [rng.randint(1, 3) for _ in range(rng.randint(1, 5))]
     dp_replicate = rng.choice((1, 1, 1, 2))
     total_room = max(sum(rooms), dp_replicate)

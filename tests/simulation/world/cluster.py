@@ -18,11 +18,11 @@ from orchestrator.core import RunRules
 from orchestrator.core import actions as act
 from orchestrator.core import events as ev
 from orchestrator.policies import Refused, bad_sources, versions
-from orchestrator.simulation.world import loading
-from orchestrator.simulation.world.memory import answers
-from orchestrator.simulation.world.parts import STEP_S, SimAttempt, SimNode, SimWorker, Tiers
-from orchestrator.simulation.world.saving import final_snapshot, save_step
-from orchestrator.simulation.world.wires import Observer, World
+from tests.simulation.world import loading
+from tests.simulation.world.memory import answers
+from tests.simulation.world.parts import STEP_S, SimAttempt, SimNode, SimWorker, Tiers
+from tests.simulation.world.saving import final_snapshot, save_step
+from tests.simulation.world.wires import Observer, World
 from workers.protocol import DEVICE_MEMORY, Pace
 
 #: A probe of links that are whole takes up to this.

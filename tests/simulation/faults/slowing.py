@@ -13,9 +13,9 @@ from random import Random
 
 from orchestrator.core import events as ev
 from orchestrator.diagnosis import Guilty, Kind, Live, Suspicion, WaitGraph, roles_of
-from orchestrator.simulation.checkers import SLOW_SEEN_S
-from orchestrator.simulation.faults import watching
-from orchestrator.simulation.world import SimAttempt, SimCluster, SimWorker
+from tests.simulation.checkers import SLOW_SEEN_S
+from tests.simulation.faults import watching
+from tests.simulation.world import SimAttempt, SimCluster, SimWorker
 from workers.protocol import Digest, StepCost
 
 _LOOK_S = 0.25

@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 
 from orchestrator.core import events as ev
 from orchestrator.detection import Detector, Verdict, at_work, judge, limits_from, observe
-from orchestrator.simulation.world import STEP_S, SimAttempt, SimCluster, SimWorker
+from tests.simulation.world import STEP_S, SimAttempt, SimCluster, SimWorker
 from workers.protocol import GroupState, NodeReport, WorkerPhase, WorkerReport
 
 #: How a worker hangs whose process shows it.

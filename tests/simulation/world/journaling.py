@@ -25,7 +25,7 @@ from orchestrator.core import (
     verify,
 )
 from orchestrator.errors import CompactionError
-from orchestrator.simulation.violation import require
+from tests.simulation.violation import require
 
 #: Chance that a compaction is written behind an event, and that it is damaged when it is needed.
 _MARK = 0.2
@@ -60,7 +60,7 @@ class SimJournal:
     """
 
     def __init__(self, seed: int, rules: RunRules, *, is_thorough: bool) -> None:
-        self._rng = Random(f"journal {seed}")  # noqa: S311  no secrets here
+        self._rng = Random(f"journal {seed}")
         self._rules = rules
         self._is_thorough = is_thorough
         self.resume()

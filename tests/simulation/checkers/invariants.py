@@ -1,4 +1,4 @@
-"""What must hold of every run state, whatever happened. Used by tests and the simulation."""
+"""The invariants of every run state, whatever happened."""
 
 from __future__ import annotations
 

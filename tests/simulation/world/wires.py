@@ -13,9 +13,9 @@ from orchestrator.core import RunRules
 from orchestrator.core import actions as act
 from orchestrator.core import events as ev
 from orchestrator.policies import Share, state_bytes
-from orchestrator.simulation.world.memory import Memory, Part
-from orchestrator.simulation.world.parts import SimAttempt, SimModel, SimNode, SimWorker, Tiers
-from orchestrator.simulation.world.storage import Storage
+from tests.simulation.world.memory import Memory, Part
+from tests.simulation.world.parts import SimAttempt, SimModel, SimNode, SimWorker, Tiers
+from tests.simulation.world.storage import Storage
 from ucp_core.layout import ParallelLayout
 from workers.protocol import Source
 
@@ -133,7 +133,7 @@ class World:
         self.loss = rng.choice((0.0, 0.0, 0.02, 0.1))
         self.doubling = rng.choice((0.0, 0.0, 0.05))
         # Decides which alternative of capacity machines are, and when the provider says no.
-        self.market = Random(0)  # noqa: S311  no secrets here
+        self.market = Random(0)
         self.start_failure = 0.0
         self.raises_at: dict[int, tuple[int, ...]] = {}
         self.raises_once: set[int] = set()

@@ -12,9 +12,10 @@ from dataclasses import fields
 from enum import StrEnum
 from typing import Any, get_args
 
-from orchestrator.core import Action, RunRules, RunState, check, step
+from orchestrator.core import Action, RunRules, RunState, step
 from orchestrator.core import events as ev
 from orchestrator.policies import CapacityRules, LayoutRules, RedundancyPlan, RedundancyRules
+from tests.simulation.checkers import check
 
 _EVENTS: dict[str, Any] = {kind.__name__: kind for kind in get_args(ev.Event)}
 

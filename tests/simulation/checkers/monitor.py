@@ -27,8 +27,8 @@ from orchestrator.core import (
     WorkerLeft,
 )
 from orchestrator.policies import Preference, Share, bad_sources, complete, versions
-from orchestrator.simulation.violation import Violation, require
-from orchestrator.simulation.world import STEP_S, SimNode, World, answers
+from tests.simulation.violation import Violation, require
+from tests.simulation.world import STEP_S, SimNode, World, answers
 from ucp_core.lineage import Lineage
 from workers.protocol import Source, stored_source
 

@@ -12,7 +12,7 @@ from functools import lru_cache
 from typing import NamedTuple
 
 from orchestrator.policies import complete
-from orchestrator.simulation.world.parts import SimNode, SimWorker
+from tests.simulation.world.parts import SimNode, SimWorker
 from ucp_core.lineage import Lineage, counts
 from workers.protocol import Held, HeldParity, HeldPart, Inventory, Source, held_source
 

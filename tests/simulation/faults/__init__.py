@@ -1,6 +1,6 @@
 """Faults of the virtual cluster, drawn from the seed."""
 
-from orchestrator.simulation.faults import drawing
+from tests.simulation.faults import drawing
 
 __all__ = [
     "drawing",

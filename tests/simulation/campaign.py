@@ -6,8 +6,8 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from typing import Any
 
-from orchestrator.simulation.history import HistoryResult, run_history
-from orchestrator.simulation.violation import Violation
+from tests.simulation.history import HistoryResult, run_history
+from tests.simulation.violation import Violation
 
 #: A campaign stops after so many violations.
 _FAILURES_MAX = 10
@@ -26,10 +26,7 @@ class Failure:
     @property
     def command(self) -> str:
         """Return what repeats it."""
-        return (
-            f"python -m orchestrator.simulation --seed {self.seed} --faults {self.num_faults} "
-            "--show"
-        )
+        return f"python -m tests.simulation --seed {self.seed} --faults {self.num_faults} --show"
 
 
 @dataclass(slots=True)

@@ -1,4 +1,4 @@
-"""``python -m orchestrator.simulation``: simulate many histories, or show one."""
+"""``python -m tests.simulation``: simulate many histories, or show one."""
 
 from __future__ import annotations
 
@@ -8,18 +8,18 @@ import sys
 from collections.abc import Sequence
 
 from orchestrator.core import Action, Event, RunState
-from orchestrator.simulation.campaign import Campaign, run_campaign
-from orchestrator.simulation.history import History
-from orchestrator.simulation.scenario import one_line, phase_line
-from orchestrator.simulation.violation import Violation
+from tests.simulation.campaign import Campaign, run_campaign
+from tests.simulation.history import History
+from tests.simulation.scenario import one_line, phase_line
+from tests.simulation.violation import Violation
 
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run the command; return 0 if every promise held."""
     parser = argparse.ArgumentParser(
-        prog="python -m orchestrator.simulation", description="Simulate runs with faults."
+        prog="python -m tests.simulation", description="Simulate runs with faults."
     )
-    parser.add_argument("--histories", type=int, default=2000, help="how many seeds in a row")
+    parser.add_argument("--histories", type=_positive, default=2000, help="how many seeds in a row")
     parser.add_argument("--seed", type=int, default=0, help="the first seed")
     parser.add_argument("--faults", type=int, default=None, help="with --show: only so many")
     parser.add_argument("--show", action="store_true", help="print one history, event by event")
@@ -34,6 +34,13 @@ def main(argv: Sequence[str] | None = None) -> int:
     else:
         sys.stdout.write(_report(campaign))
     return 1 if campaign.failures else 0
+
+
+def _positive(text: str) -> int:
+    number = int(text)
+    if number < 1:
+        raise argparse.ArgumentTypeError("at least 1 history, or nothing is checked")
+    return number
 
 
 def _progress(campaign: Campaign) -> None:

@@ -1,5 +1,0 @@
-"""What must never happen, checked against the truth of the virtual cluster."""
-
-from orchestrator.simulation.checkers.monitor import SLOW_SEEN_S, SLOW_STEADY_S, Monitor
-
-__all__ = ["SLOW_SEEN_S", "SLOW_STEADY_S", "Monitor"]

@@ -1,0 +1,6 @@
+"""What must never happen, checked against the truth of the virtual cluster."""
+
+from tests.simulation.checkers.invariants import check
+from tests.simulation.checkers.monitor import SLOW_SEEN_S, SLOW_STEADY_S, Monitor
+
+__all__ = ["SLOW_SEEN_S", "SLOW_STEADY_S", "Monitor", "check"]
