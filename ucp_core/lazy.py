@@ -13,9 +13,8 @@ from typing import Any
 def lazy_door(room: str) -> Callable[[str], Any]:
     """Return a ``__getattr__`` for the package ``room``.
 
-    It offers what the package imports under ``if TYPE_CHECKING``, so that a name stands there and
-    in ``__all__`` only. So a keeper does not load torch (2 s, 200 MB), and a command that prints
-    help does not load Ray.
+    It offers what the package imports under ``if TYPE_CHECKING``. So a keeper does not load torch
+    (2 s, 200 MB), and a command that prints help does not load Ray.
     """
 
     @cache

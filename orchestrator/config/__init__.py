@@ -9,20 +9,7 @@ if TYPE_CHECKING:
     from orchestrator.config.loading import demo_config, load, load_for_gpus
     from orchestrator.config.preflight import job_of, run_preflight
     from orchestrator.config.schema import RunConfig
-    from orchestrator.config.sections import Alternative, MlflowSection, WandbSection
+    from orchestrator.config.sections import Alternative
 
-__all__ = [
-    "Alternative",
-    "MlflowSection",
-    "RunConfig",
-    "WandbSection",
-    "commented_yaml",
-    "demo_config",
-    "job_of",
-    "json_schema",
-    "load",
-    "load_for_gpus",
-    "run_preflight",
-]
 
 __getattr__ = lazy_door(__name__)

@@ -9,20 +9,3 @@ from orchestrator.detection.leaving import at_work
 from orchestrator.detection.limits import PATIENCE, Limits, as_seconds, limits_from
 from orchestrator.detection.verdict import Judgement, NodeSilent, Stalled, Verdict, judge
 from orchestrator.detection.waits import graph_of
-
-__all__ = [
-    "PATIENCE",
-    "Detector",
-    "Judgement",
-    "Limits",
-    "NodeSilent",
-    "Stalled",
-    "Verdict",
-    "as_seconds",
-    "at_work",
-    "graph_of",
-    "judge",
-    "limits_from",
-    "observe",
-    "without_silent",
-]

@@ -15,33 +15,6 @@ from orchestrator.diagnosis.graph import WaitGraph, wait_graph
 from orchestrator.diagnosis.links import dead
 from orchestrator.diagnosis.live import Live, device_behind, roles_of
 from orchestrator.diagnosis.programs import Call, difference, outnumbered
-from orchestrator.diagnosis.records import SPANS, Operation, Records, matched
+from orchestrator.diagnosis.records import Operation, Records, matched
 from orchestrator.diagnosis.trace import trace
 from orchestrator.diagnosis.verdicts import Guilty, Kind, Suspicion, Verdict, listed
-
-__all__ = [
-    "SPANS",
-    "Call",
-    "Flows",
-    "Guilty",
-    "Kind",
-    "Live",
-    "Operation",
-    "Records",
-    "Suspicion",
-    "Transfer",
-    "Verdict",
-    "WaitGraph",
-    "dead",
-    "device_behind",
-    "diagnose",
-    "difference",
-    "flight_recorder_dumps",
-    "links",
-    "listed",
-    "matched",
-    "outnumbered",
-    "roles_of",
-    "trace",
-    "wait_graph",
-]

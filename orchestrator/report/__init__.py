@@ -9,14 +9,5 @@ if TYPE_CHECKING:
     from orchestrator.report.html import live_page, write_report
     from orchestrator.report.situation import what_it_does, what_survives
 
-__all__ = [
-    "Scale",
-    "live_page",
-    "rate",
-    "run_document",
-    "what_it_does",
-    "what_survives",
-    "write_report",
-]
 
 __getattr__ = lazy_door(__name__)

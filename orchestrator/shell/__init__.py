@@ -26,30 +26,5 @@ if TYPE_CHECKING:
     )
     from orchestrator.shell.storage import config_of, read_segments
 
-__all__ = [
-    "CONTROLLER",
-    "NAMESPACE_PREFIX",
-    "OPTIONS",
-    "Controller",
-    "HostedCluster",
-    "LocalEntry",
-    "RunNames",
-    "bounds_document",
-    "capacity_rows",
-    "config_of",
-    "connect_ray",
-    "cost_document",
-    "kill_local_cluster",
-    "local_clusters",
-    "monotonic_s",
-    "own_folder",
-    "progress_document",
-    "read_segments",
-    "require_loopback",
-    "run_id",
-    "wall_time",
-    "why_silent",
-    "withdraw",
-]
 
 __getattr__ = lazy_door(__name__)

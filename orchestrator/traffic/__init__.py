@@ -24,21 +24,3 @@ from orchestrator.traffic.plans import (
     way_cost,
 )
 from orchestrator.traffic.topology import Link, Topology
-
-__all__ = [
-    "FLOW_AXES",
-    "Flow",
-    "Link",
-    "Load",
-    "Sent",
-    "Topology",
-    "choose_spines",
-    "copy_flows",
-    "fill",
-    "in_turn",
-    "load_of",
-    "measured",
-    "near_order",
-    "step_flows",
-    "way_cost",
-]

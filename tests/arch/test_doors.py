@@ -1,11 +1,18 @@
-"""A room is entered by its door: what it offers is ``__all__`` of its ``__init__``."""
+"""A room is entered by its door, and offers what its ``__init__`` imports."""
 
 from __future__ import annotations
 
 import ast
+import re
+from collections import defaultdict
 from pathlib import Path
 
 from tests.arch.tree import PACKAGES, python_files, relative
+
+#: Files that may use a room.
+SOURCES = (*PACKAGES, "tests")
+#: Modules that a door imports from for its own needs.
+NO_OFFERS = {"__future__", "typing", "ucp_core.lazy"}
 
 
 def test_nobody_reaches_past_a_door() -> None:
@@ -19,6 +26,34 @@ def test_nobody_reaches_past_a_door() -> None:
     ]
 
     assert not past, "\n".join(past)
+
+
+def test_a_door_offers_only_names_that_others_use() -> None:
+    """Without ``__all__`` an import that is left in a door looks like an offer to other rooms."""
+    users = defaultdict(set)
+    offers = []
+    for path in python_files(*SOURCES):
+        text, module = path.read_text(encoding="utf-8"), _module(path)
+        aliases = _aliases(text)
+        offers += [
+            (module, alias.name)
+            for origin, alias in aliases
+            if _is_room(path) and origin not in NO_OFFERS
+        ]
+        for origin, alias in aliases:
+            users[f"{origin}.{alias.name}"].add(module)
+        for dotted in set(re.findall(r"\b[a-z]\w*\.\w+", text)):
+            users[dotted].add(module)
+    idle = [
+        f"{room}: {name}"
+        for room, name in offers
+        if not any(
+            user != room and not user.startswith(f"{room}.")
+            for user in users[f"{room}.{name}"] | users[f"{room.rpartition('.')[2]}.{name}"]
+        )
+    ]
+
+    assert not idle, "\n".join(idle)
 
 
 def test_every_door_says_what_its_room_is_for() -> None:
@@ -44,6 +79,21 @@ def _door(target: str, importer: str, rooms: set[str]) -> str | None:
         if room in rooms and importer != room and not importer.startswith(f"{room}."):
             return room
     return None
+
+
+def _is_room(path: Path) -> bool:
+    """Return whether ``path`` is the door of a room; users enter by the doors of packages."""
+    return path.name == "__init__.py" and path.parent.name not in {*PACKAGES, "everstep"}
+
+
+def _aliases(text: str) -> list[tuple[str, ast.alias]]:
+    """Return what a file imports by name, each with where it is from."""
+    return [
+        (node.module, alias)
+        for node in ast.walk(ast.parse(text))
+        if isinstance(node, ast.ImportFrom) and node.module and node.level == 0
+        for alias in node.names
+    ]
 
 
 def _imported(path: Path) -> list[tuple[int, str]]:

@@ -11,7 +11,7 @@ OTHER_UNITS = {"benchmarks"}
 
 
 def test_no_file_hides_behind_an_underscore() -> None:
-    """What a room offers is in `__all__` of its `__init__.py`; a file name says what is inside."""
+    """A room offers what its `__init__.py` imports; a file name says what is inside."""
     hidden = [
         relative(path)
         for path in python_files(*PACKAGES)

@@ -5,7 +5,8 @@
 """
 
 # Importing a module adds its commands to ``app``.
-from ucp_core.commands import inspect, tools  # noqa: F401
+import ucp_core.commands.inspect
+import ucp_core.commands.tools
 from ucp_core.commands.console import (
     EXIT_CHECKPOINT,
     EXIT_STORAGE,
@@ -15,13 +16,3 @@ from ucp_core.commands.console import (
     progress,
 )
 from ucp_core.commands.convert import conversion_facts
-
-__all__ = [
-    "EXIT_CHECKPOINT",
-    "EXIT_STORAGE",
-    "app",
-    "conversion_facts",
-    "memory_size",
-    "open_any",
-    "progress",
-]

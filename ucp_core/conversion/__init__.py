@@ -15,20 +15,8 @@ from ucp_core.conversion.workers import Batch, do_batch
 from ucp_core.lazy import lazy_door
 
 if TYPE_CHECKING:
-    from ucp_core.conversion.forecasting import Forecast, forecast
+    from ucp_core.conversion.forecasting import forecast
 
-__all__ = [
-    "Batch",
-    "ConvertResult",
-    "Forecast",
-    "Job",
-    "Result",
-    "convert",
-    "differing_replicas",
-    "do_batch",
-    "forecast",
-    "memory_left",
-]
 
 # It needs the rules, which are YAML.
 __getattr__ = lazy_door(__name__)

@@ -25,23 +25,5 @@ if TYPE_CHECKING:
         target_files,
     )
 
-__all__ = [
-    "FORMATS",
-    "INDEX_NAME",
-    "TargetFile",
-    "export",
-    "exported",
-    "extra_file",
-    "left_behind",
-    "lies_beside",
-    "open_source",
-    "options_of",
-    "print_header",
-    "recognise",
-    "refuse_inside",
-    "small_files",
-    "target_files",
-    "warnings_of",
-]
 
 __getattr__ = lazy_door(__name__)

@@ -42,36 +42,5 @@ if TYPE_CHECKING:
     )
     from ucp_core.geometry.fragment_table import Numbers as Numbers
 
-__all__ = [
-    "DTYPE_BYTES",
-    "FILE",
-    "FIRST_BLOCK",
-    "NUM_BLOCKS",
-    "NUM_BYTES",
-    "OFFSET",
-    "START",
-    "STOP",
-    "Box",
-    "Extent",
-    "Fragment",
-    "StateMap",
-    "Table",
-    "TableEntries",
-    "TableTensor",
-    "TableTensors",
-    "TensorEntry",
-    "TensorKey",
-    "columns_of",
-    "flat_range",
-    "is_contiguous",
-    "is_packed",
-    "merged",
-    "packed_strides",
-    "prove_entry",
-    "reach",
-    "slabs",
-    "span",
-    "sweep_dim",
-]
 
 __getattr__ = lazy_door(__name__)

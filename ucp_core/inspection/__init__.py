@@ -10,17 +10,5 @@ if TYPE_CHECKING:
     from ucp_core.inspection.extraction import extract, find, parse_box
     from ucp_core.inspection.verification import unchecked_bytes, verify
 
-__all__ = [
-    "DiffReport",
-    "TensorDiff",
-    "Tolerance",
-    "diff",
-    "extract",
-    "find",
-    "json_value",
-    "parse_box",
-    "unchecked_bytes",
-    "verify",
-]
 
 __getattr__ = lazy_door(__name__)

@@ -26,35 +26,5 @@ from ucp_core.language.rule_texts import (
     load_renames,
     load_rules,
 )
-from ucp_core.language.rules import Rule, Rules
+from ucp_core.language.rules import Rules
 from ucp_core.language.targets import shapes_of, target_map
-
-__all__ = [
-    "Affine",
-    "Average",
-    "Cut",
-    "Grid",
-    "Pattern",
-    "Placement",
-    "Replicated",
-    "Rule",
-    "Rules",
-    "ShardPiece",
-    "Unique",
-    "builtin_names",
-    "builtin_rules",
-    "extract",
-    "family_of",
-    "load_renames",
-    "load_rules",
-    "parse_affine_map",
-    "place",
-    "plain",
-    "rename",
-    "shapes_of",
-    "split",
-    "strip_padding",
-    "target_map",
-    "tie",
-    "union",
-]

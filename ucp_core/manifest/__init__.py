@@ -10,14 +10,3 @@ from ucp_core.manifest.document import (
     to_bytes,
     to_json,
 )
-
-__all__ = [
-    "FileEntry",
-    "Item",
-    "Kind",
-    "Manifest",
-    "from_bytes",
-    "merge",
-    "to_bytes",
-    "to_json",
-]

@@ -20,26 +20,5 @@ if TYPE_CHECKING:
     from ucp_core.numerics.casts import cast, decode, encode, numpy_dtype
     from ucp_core.numerics.sizes import counted, format_bytes, grouped, parse_bytes
 
-__all__ = [
-    "BLOCK_BYTES",
-    "FLOATS",
-    "NO_SUMS",
-    "WIDER",
-    "Sums",
-    "cast",
-    "combine",
-    "combine_blocks",
-    "counted",
-    "crc32",
-    "decode",
-    "encode",
-    "format_bytes",
-    "grouped",
-    "joined",
-    "numpy_dtype",
-    "parse_bytes",
-    "sums_of",
-    "sums_of_blocks",
-]
 
 __getattr__ = lazy_door(__name__)

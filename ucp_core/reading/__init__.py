@@ -21,32 +21,5 @@ if TYPE_CHECKING:
     from ucp_core.reading.mapped import Mapped
     from ucp_core.reading.transfer import Source, execute, gap_bytes_max, run_gap_bytes_min, view_of
 
-__all__ = [
-    "Check",
-    "Collector",
-    "Copy",
-    "ExtentPlan",
-    "Holders",
-    "Mapped",
-    "Mean",
-    "Note",
-    "Notes",
-    "Part",
-    "ReadPlan",
-    "Run",
-    "Source",
-    "crc32_of",
-    "execute",
-    "gap_bytes_max",
-    "is_plain",
-    "plan",
-    "plan_extents",
-    "read_bytes_of",
-    "run_gap_bytes_min",
-    "scattered",
-    "touched",
-    "verify_extents",
-    "view_of",
-]
 
 __getattr__ = lazy_door(__name__)

@@ -31,35 +31,3 @@ from ucp_core.storage.ownership import RECENT_S, Owner, claim, next_claim
 from ucp_core.storage.passing import retried
 from ucp_core.storage.undoing import tidied, undone
 from ucp_core.storage.url import open_store
-
-__all__ = [
-    "RECENT_S",
-    "Buffer",
-    "LocalStore",
-    "MemoryStore",
-    "Owner",
-    "PieceWriter",
-    "ReadRange",
-    "RefusingStore",
-    "Stamp",
-    "Store",
-    "appended_sizes",
-    "ask_ahead",
-    "claim",
-    "flock",
-    "held",
-    "is_full",
-    "is_link",
-    "is_local",
-    "join",
-    "may_reserve",
-    "next_claim",
-    "open_file",
-    "open_store",
-    "read_all_appended",
-    "read_appended",
-    "retried",
-    "tidied",
-    "undone",
-    "within",
-]

@@ -34,31 +34,5 @@ from workers.collectives.forming import (
 )
 from workers.collectives.group import connect_pairs
 from workers.collectives.nccl import is_recording_graph, share_device
-from workers.collectives.places import Places, described, script_frame, script_line
+from workers.collectives.places import described, script_frame, script_line
 from workers.collectives.results import on_host, reading, settled
-
-__all__ = [
-    "AbortedError",
-    "CollectiveError",
-    "GroupError",
-    "Places",
-    "abort",
-    "check",
-    "connect_pairs",
-    "described",
-    "form",
-    "is_recording_graph",
-    "leave",
-    "locate",
-    "on_host",
-    "places",
-    "reading",
-    "script_frame",
-    "script_line",
-    "set_timeout",
-    "settled",
-    "share_device",
-    "span",
-    "unreached",
-    "wait_for_leftovers",
-]

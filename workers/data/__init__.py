@@ -24,31 +24,5 @@ if TYPE_CHECKING:
     from workers.data.stream import KEEPS_ORDER
     from workers.data.text import find_source
 
-__all__ = [
-    "CONTENT_LENGTH",
-    "KEEPS_ORDER",
-    "Content",
-    "DataLoader",
-    "DataOrder",
-    "Dataset",
-    "JsonLines",
-    "ParquetRows",
-    "Split",
-    "are_alike",
-    "as_data",
-    "content_of",
-    "draw_for_part",
-    "drawn",
-    "find_source",
-    "keeping_host_numbers",
-    "micro_batches_of",
-    "num_tokens",
-    "numbers_of_stage",
-    "open_texts",
-    "pack",
-    "random_seed",
-    "seed_all",
-    "seeded",
-]
 
 __getattr__ = lazy_door(__name__)

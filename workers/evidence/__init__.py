@@ -2,25 +2,4 @@
 
 from workers.evidence.evidence import RINGS, STACKS, Evidence, copies
 from workers.evidence.kernel import kernel_facts
-from workers.evidence.stacks import (
-    STACKS_SIGNAL,
-    Subject,
-    offer_stacks,
-    stacks_path,
-    take_stacks,
-    write_stacks,
-)
-
-__all__ = [
-    "RINGS",
-    "STACKS",
-    "STACKS_SIGNAL",
-    "Evidence",
-    "Subject",
-    "copies",
-    "kernel_facts",
-    "offer_stacks",
-    "stacks_path",
-    "take_stacks",
-    "write_stacks",
-]
+from workers.evidence.stacks import Subject, offer_stacks, stacks_path, take_stacks, write_stacks

@@ -11,20 +11,5 @@ if TYPE_CHECKING:
     from workers.keeper.sources import MemorySources
     from workers.keeper.trainer_watch import progress_path, ring_path
 
-__all__ = [
-    "CLOUDS",
-    "FAILURES",
-    "OPTIONS",
-    "SILENT_S",
-    "Keeper",
-    "MemorySources",
-    "NoticeWatch",
-    "hung_up",
-    "no_answer",
-    "progress_path",
-    "ring_path",
-    "silent",
-    "sources_of",
-]
 
 __getattr__ = lazy_door(__name__)

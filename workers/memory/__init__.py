@@ -46,48 +46,6 @@ if TYPE_CHECKING:
     )
     from workers.memory.worker_memory import HandOver, SnapshotMemory
 
-__all__ = [
-    "ANSWER_S",
-    "NUM_BUFFERS",
-    "PACKET_BYTES",
-    "PATIENCE_S",
-    "Arena",
-    "ArenaStore",
-    "Checksums",
-    "CopyStream",
-    "Credits",
-    "CudaStream",
-    "HandOver",
-    "HeldArena",
-    "LocalPart",
-    "Mark",
-    "MemoryTier",
-    "Part",
-    "Question",
-    "SnapshotMemory",
-    "adopt",
-    "ask_part",
-    "copy_name",
-    "counts",
-    "descriptor_socket",
-    "guard_name",
-    "in_use",
-    "is_copy",
-    "is_guard",
-    "is_parity",
-    "mapped_part",
-    "notice_socket",
-    "notify",
-    "open_arena",
-    "open_version",
-    "owner_of",
-    "reapable",
-    "replica_parity_name",
-    "reserve",
-    "split_name",
-    "version_of",
-    "worth",
-]
 
 # numpy and torch only where they are needed.
 __getattr__ = lazy_door(__name__)

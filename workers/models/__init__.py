@@ -10,7 +10,6 @@ if TYPE_CHECKING:
         Context,
         bidirectional_attention,
         causal_attention,
-        first_position,
         hub_attention,
         use_context,
     )
@@ -36,35 +35,5 @@ if TYPE_CHECKING:
         stage_layers,
     )
 
-__all__ = [
-    "BYTE_VOCAB_SIZE",
-    "HUB_NAME",
-    "PRESETS",
-    "Context",
-    "Decoder",
-    "ModelShape",
-    "adapter_documents",
-    "as_in_module",
-    "bidirectional_attention",
-    "block_parameters",
-    "causal_attention",
-    "causal_lm",
-    "causal_lm_loss",
-    "chunks_of",
-    "documents",
-    "first_position",
-    "hub_attention",
-    "initial_parameter",
-    "initial_value",
-    "mean_loss",
-    "num_parameters",
-    "pretrained",
-    "resolve",
-    "saved_by",
-    "shape_problems",
-    "stage_layers",
-    "tensor_plan",
-    "use_context",
-]
 
 __getattr__ = lazy_door(__name__)

@@ -22,28 +22,5 @@ if TYPE_CHECKING:
     from workers.parallel.tensor import ModelPlan, apply_tensor_plan
     from workers.parallel.units import Units, Used
 
-__all__ = [
-    "LocalShard",
-    "Mesh",
-    "ModelPlan",
-    "PassHooks",
-    "Pipeline",
-    "SequenceParts",
-    "StageModel",
-    "Stages",
-    "Units",
-    "Used",
-    "apply_sequence_plan",
-    "apply_tensor_plan",
-    "build_mesh",
-    "drop_gathered",
-    "fsdp_modules",
-    "is_whole",
-    "local_shards",
-    "materialize",
-    "num_foreign",
-    "own_names",
-    "shard_model",
-]
 
 __getattr__ = lazy_door(__name__)

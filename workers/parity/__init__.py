@@ -9,15 +9,3 @@ from workers.parity.record import (
     write_draft,
 )
 from workers.parity.stripes import Stripes
-
-__all__ = [
-    "ParityRecord",
-    "Stripes",
-    "buffer_bytes",
-    "complete_draft",
-    "damaged",
-    "lost_parts",
-    "read_record",
-    "write",
-    "write_draft",
-]

@@ -9,16 +9,5 @@ if TYPE_CHECKING:
     from workers.process.environment import TUNABLE, VARIABLE, copies_past_caches, tuned
     from workers.process.gpus import gpus_here, gpus_of_node, share_of_gpu
 
-__all__ = [
-    "OPTIONS",
-    "TUNABLE",
-    "VARIABLE",
-    "Worker",
-    "copies_past_caches",
-    "gpus_here",
-    "gpus_of_node",
-    "share_of_gpu",
-    "tuned",
-]
 
 __getattr__ = lazy_door(__name__)

@@ -9,14 +9,5 @@ if TYPE_CHECKING:
     from workers.snapshot.passes import on_passes
     from workers.snapshot.writing import Captured, SnapshotMemory, SnapshotWriter, source_of
 
-__all__ = [
-    "FINAL_S_MAX",
-    "Captured",
-    "Fallback",
-    "SnapshotMemory",
-    "SnapshotWriter",
-    "on_passes",
-    "source_of",
-]
 
 __getattr__ = lazy_door(__name__)

@@ -28,30 +28,5 @@ if TYPE_CHECKING:
     from workers.state.whole_shapes import saying_whole_shapes
     from workers.state.whole_vectors import fitted, in_whole_vectors, reserve
 
-__all__ = [
-    "CHANGED",
-    "DTYPES",
-    "UNSTARTED",
-    "HostBuffer",
-    "Optimizers",
-    "PersistentBuffers",
-    "Registered",
-    "ReplicaShare",
-    "StateEntry",
-    "Stateful",
-    "TrainingState",
-    "adopt",
-    "decode",
-    "fitted",
-    "in_whole_vectors",
-    "local_parameters",
-    "refuse_unfit",
-    "refuse_unsavable",
-    "replicas_of",
-    "reserve",
-    "saying_whole_shapes",
-    "set_scalars",
-    "take_whole_vectors",
-]
 
 __getattr__ = lazy_door(__name__)

@@ -9,33 +9,9 @@ if TYPE_CHECKING:
     from workers.train.executor import Step, all_agree
     from workers.train.finished import FinishedRun, fill, registered_state
     from workers.train.loop import run_attempt, task_of
-    from workers.train.script import (
-        Task,
-        finished_run,
-        hand_over,
-        runs_alone,
-        script_settings,
-    )
+    from workers.train.script import Task, finished_run, runs_alone
     from workers.train.session import Session
     from workers.train.standalone import attempt_alone, run
 
-__all__ = [
-    "FinishedRun",
-    "Session",
-    "Step",
-    "Task",
-    "WorkerContext",
-    "all_agree",
-    "attempt_alone",
-    "fill",
-    "finished_run",
-    "hand_over",
-    "registered_state",
-    "run",
-    "run_attempt",
-    "runs_alone",
-    "script_settings",
-    "task_of",
-]
 
 __getattr__ = lazy_door(__name__)

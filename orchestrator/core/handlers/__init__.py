@@ -15,21 +15,3 @@ from orchestrator.core.handlers import (
 from orchestrator.core.handlers.resume import go_back, resume_event, resume_without_journal
 from orchestrator.core.handlers.sharing import own_share
 from orchestrator.core.handlers.survey import adopted
-
-__all__ = [
-    "adopted",
-    "deadlines",
-    "demand",
-    "fleet_events",
-    "go_back",
-    "member_events",
-    "own_share",
-    "pace",
-    "planned",
-    "protection",
-    "resume",
-    "resume_event",
-    "resume_without_journal",
-    "sharing",
-    "survey",
-]

@@ -1,7 +1,7 @@
 """The journal's records: print, parse, compact, count. Pure."""
 
 from orchestrator.core.log.compaction import Basis, Compaction, Place
-from orchestrator.core.log.incident import PHASES, Incident, incident_folder, layout_text
+from orchestrator.core.log.incident import Incident, incident_folder, layout_text
 from orchestrator.core.log.journal_lines import (
     Folded,
     fold_on,
@@ -13,22 +13,3 @@ from orchestrator.core.log.journal_lines import (
 )
 from orchestrator.core.log.stats import RunStats
 from orchestrator.core.log.suspected import BY_OTHER_WORK
-
-__all__ = [
-    "BY_OTHER_WORK",
-    "PHASES",
-    "Basis",
-    "Compaction",
-    "Folded",
-    "Incident",
-    "Place",
-    "RunStats",
-    "fold_on",
-    "incident_folder",
-    "is_event",
-    "layout_text",
-    "starts",
-    "transition_records",
-    "verify",
-    "without_late_lines",
-]

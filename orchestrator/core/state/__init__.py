@@ -12,7 +12,7 @@ from orchestrator.core.state.fleet import (
     worker_name,
     worker_number,
 )
-from orchestrator.core.state.network import CONTROLLER, Link, Network, Pair, SlowLink
+from orchestrator.core.state.network import CONTROLLER, Link, Pair, SlowLink
 from orchestrator.core.state.run import (
     ACTIVE,
     EDGES,
@@ -29,35 +29,3 @@ from orchestrator.core.state.run import (
     thaw,
 )
 from orchestrator.core.state.table import Table
-
-__all__ = [
-    "ACTIVE",
-    "CONTROLLER",
-    "EDGES",
-    "TERMINAL",
-    "Attempt",
-    "Cause",
-    "Fleet",
-    "Link",
-    "MutableRunState",
-    "Network",
-    "Node",
-    "Offer",
-    "Pair",
-    "Phase",
-    "Reads",
-    "Reservation",
-    "RunOutcome",
-    "RunState",
-    "Slow",
-    "SlowLink",
-    "Table",
-    "Worker",
-    "WorkerStatus",
-    "describe",
-    "freeze",
-    "next_deadline_s",
-    "thaw",
-    "worker_name",
-    "worker_number",
-]

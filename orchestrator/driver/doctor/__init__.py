@@ -18,17 +18,5 @@ if TYPE_CHECKING:
         unserved,
     )
 
-__all__ = [
-    "Finding",
-    "Level",
-    "NodeFacts",
-    "NodeKind",
-    "advice_lines",
-    "diagnose",
-    "examine",
-    "interface_problem",
-    "report",
-    "unserved",
-]
 
 __getattr__ = lazy_door(__name__)

@@ -17,44 +17,6 @@ from orchestrator.policies.layout.forecasts import (
     sent_bytes,
 )
 from orchestrator.policies.layout.hardware import GPUS, MIXTURES, Gpu, Job
-from orchestrator.policies.layout.losses import AWAY_H, Nodes, Weighed, after_loss, weigh
+from orchestrator.policies.layout.losses import AWAY_H, Nodes, Weighed, weigh
 from orchestrator.policies.layout.memory import memory_bytes
-from orchestrator.policies.layout.speed import (
-    expected_step_s,
-    relative_step,
-    step_ratio,
-    step_text,
-)
-
-__all__ = [
-    "AWAY_H",
-    "GPUS",
-    "MIXTURES",
-    "WHOLE",
-    "Asked",
-    "Forecast",
-    "Gpu",
-    "Job",
-    "LayoutRules",
-    "Nodes",
-    "Refused",
-    "Rooms",
-    "Weighed",
-    "after_loss",
-    "candidates",
-    "choose",
-    "expected_step_s",
-    "forecast",
-    "forecasts",
-    "memory_bytes",
-    "num_workers",
-    "one_node",
-    "other_layouts",
-    "relative_step",
-    "rooms_of",
-    "sent_bytes",
-    "spread",
-    "step_ratio",
-    "step_text",
-    "weigh",
-]
+from orchestrator.policies.layout.speed import expected_step_s, relative_step, step_ratio

@@ -23,27 +23,3 @@ from orchestrator.policies.saving.redundancy import (
     revise,
     state_bytes,
 )
-
-__all__ = [
-    "CadenceFacts",
-    "CadenceRules",
-    "FaultsSeen",
-    "Mechanism",
-    "Preference",
-    "ReducedTime",
-    "Redundancy",
-    "RedundancyFacts",
-    "RedundancyPlan",
-    "RedundancyRules",
-    "Tier",
-    "alert",
-    "cost_share",
-    "next_pace",
-    "noted",
-    "over_budget",
-    "plan_redundancy",
-    "rate_per_s",
-    "revise",
-    "state_bytes",
-    "taken_steps",
-]

@@ -16,18 +16,5 @@ if TYPE_CHECKING:
     from orchestrator.shell.capacity.reservations import Capacity
     from orchestrator.shell.capacity.workers import Workers
 
-__all__ = [
-    "ActorPool",
-    "AutoscalerWatch",
-    "Capacity",
-    "Keepers",
-    "LinkWatch",
-    "NodeView",
-    "Nodes",
-    "Rendezvous",
-    "Workers",
-    "answer",
-    "probe_links",
-]
 
 __getattr__ = lazy_door(__name__)

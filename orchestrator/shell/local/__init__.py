@@ -18,15 +18,5 @@ if TYPE_CHECKING:
         own_folder,
     )
 
-__all__ = [
-    "HostedCluster",
-    "LocalEntry",
-    "is_over",
-    "is_there",
-    "kill_local_cluster",
-    "local_clusters",
-    "own_folder",
-    "require_loopback",
-]
 
 __getattr__ = lazy_door(__name__)

@@ -8,6 +8,5 @@ if TYPE_CHECKING:
     from orchestrator.shell.loggers.curve import Curve
     from orchestrator.shell.loggers.following import Loggers
 
-__all__ = ["Curve", "Loggers"]
 
 __getattr__ = lazy_door(__name__)

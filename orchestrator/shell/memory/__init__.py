@@ -10,12 +10,5 @@ if TYPE_CHECKING:
     from orchestrator.shell.memory.save_costs import CadenceWatch
     from orchestrator.shell.memory.snapshots import Snapshots
 
-__all__ = [
-    "CadenceWatch",
-    "Orders",
-    "ProtectionWatch",
-    "Snapshots",
-    "loss_document",
-]
 
 __getattr__ = lazy_door(__name__)

@@ -17,19 +17,5 @@ if TYPE_CHECKING:
         status_document,
     )
 
-__all__ = [
-    "Live",
-    "RunCollector",
-    "Sources",
-    "StatusPage",
-    "announce",
-    "bounds_document",
-    "capacity_rows",
-    "cost_document",
-    "progress_document",
-    "status_document",
-    "targets_path",
-    "withdraw",
-]
 
 __getattr__ = lazy_door(__name__)

@@ -12,16 +12,5 @@ if TYPE_CHECKING:
     from orchestrator.shell.storage.sender import Sender
     from orchestrator.shell.storage.token import run_token
 
-__all__ = [
-    "CompactionFile",
-    "JournalFile",
-    "RunOutputs",
-    "Sender",
-    "begin_incarnation",
-    "config_of",
-    "read_segments",
-    "run_token",
-    "segment_path",
-]
 
 __getattr__ = lazy_door(__name__)

@@ -16,16 +16,5 @@ if TYPE_CHECKING:
     from ucp_core.formats.dcp.state import State
     from ucp_core.formats.dcp.writer import Contents, DcpFiles, Place, Rows, hyper
 
-__all__ = [
-    "Container",
-    "Contents",
-    "DcpFiles",
-    "Place",
-    "Rows",
-    "State",
-    "hyper",
-    "metadata_names",
-    "read_container",
-]
 
 __getattr__ = lazy_door(__name__)

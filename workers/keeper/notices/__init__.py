@@ -9,6 +9,5 @@ if TYPE_CHECKING:
     from workers.keeper.notices.polling import NoticeWatch
     from workers.keeper.notices.providers import FAILURES, no_answer, sources_of
 
-__all__ = ["CLOUDS", "FAILURES", "NoticeWatch", "no_answer", "recognised", "sources_of"]
 
 __getattr__ = lazy_door(__name__)

@@ -7,19 +7,9 @@ from ucp_core.lazy import lazy_door
 if TYPE_CHECKING:
     from workers.keeper.peers.client import RemotePart, WireClient
     from workers.keeper.peers.mirror import Mirrors
-    from workers.keeper.peers.parity_mirror import ParityMirror
     from workers.keeper.peers.probe import unreached
     from workers.keeper.peers.server import WireServer
     from workers.keeper.peers.timed import rate_to
 
-__all__ = [
-    "Mirrors",
-    "ParityMirror",
-    "RemotePart",
-    "WireClient",
-    "WireServer",
-    "rate_to",
-    "unreached",
-]
 
 __getattr__ = lazy_door(__name__)

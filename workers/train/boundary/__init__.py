@@ -9,6 +9,5 @@ if TYPE_CHECKING:
     from workers.train.boundary.live_state import Marks
     from workers.train.boundary.store import StorageWriter
 
-__all__ = ["UNWRITTEN", "Boundary", "Marks", "StorageWriter", "YieldSignal"]
 
 __getattr__ = lazy_door(__name__)

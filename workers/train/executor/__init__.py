@@ -8,7 +8,6 @@ if TYPE_CHECKING:
     from workers.train.executor.average import Average, AverageOfWeights
     from workers.train.executor.gradient_sums import GradientSums, room_of
     from workers.train.executor.not_finite import Finiteness
-    from workers.train.executor.origin import described_numbers
     from workers.train.executor.own_changes import refuse_hooks
     from workers.train.executor.quotas import quota
     from workers.train.executor.rank_calls import RankCalls
@@ -26,29 +25,5 @@ if TYPE_CHECKING:
     from workers.train.executor.trained import Trained
     from workers.train.executor.whole_gradients import WholeGradients
 
-__all__ = [
-    "Average",
-    "AverageOfWeights",
-    "BuiltModel",
-    "Finiteness",
-    "GradientSums",
-    "RankCalls",
-    "Reduction",
-    "ShardedModel",
-    "Signals",
-    "Step",
-    "TensorReplicas",
-    "Trained",
-    "WholeGradients",
-    "all_agree",
-    "described_numbers",
-    "quota",
-    "refuse_hooks",
-    "room_of",
-    "use_all_to_all",
-    "use_deterministic_kernels",
-    "use_own",
-    "use_tree",
-]
 
 __getattr__ = lazy_door(__name__)

@@ -9,6 +9,5 @@ if TYPE_CHECKING:
     from workers.train.loading.restore import LIVE_STATE, Restored, UnloadableSignal
     from workers.train.loading.state_loader import StateLoader
 
-__all__ = ["LIVE_STATE", "Initialise", "Restored", "StateLoader", "UnloadableSignal"]
 
 __getattr__ = lazy_door(__name__)

@@ -21,26 +21,3 @@ from ucp_core.formats.deepspeed.reading.weights import (
 )
 from ucp_core.formats.deepspeed.reading.without_zero import add_without_zero
 from ucp_core.formats.deepspeed.reading.zero import Stage, add_zero3, add_zero12, param_shapes
-
-__all__ = [
-    "WEIGHT",
-    "Extras",
-    "Info",
-    "Modules",
-    "Native",
-    "RankState",
-    "Stage",
-    "TensorParallelLayouts",
-    "add_modules",
-    "add_without_zero",
-    "add_zero3",
-    "add_zero12",
-    "buffer_names",
-    "open_native",
-    "param_shapes",
-    "read_layer_files",
-    "read_rank",
-    "resolve_ties",
-    "tied_weight",
-    "weights_of",
-]

@@ -13,21 +13,3 @@ from ucp_core.formats.deepspeed.writing.pipeline import Pipeline
 from ucp_core.formats.deepspeed.writing.streams import FlatReader, Range
 from ucp_core.formats.deepspeed.writing.trees import DS_VERSION, Trees, hyper_parameters, number
 from ucp_core.formats.deepspeed.writing.universal_info import universal_info
-
-__all__ = [
-    "DS_VERSION",
-    "Experts",
-    "FlatReader",
-    "Group",
-    "Model",
-    "Output",
-    "Pipeline",
-    "Range",
-    "Trees",
-    "describe",
-    "hyper_parameters",
-    "is_expert",
-    "number",
-    "universal_info",
-    "with_single_experts",
-]
