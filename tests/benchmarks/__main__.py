@@ -29,7 +29,6 @@ QUICK: Final = {
     "bench_core": "--histories 20 --workers 16",
     "bench_detection": "--nodes 4 --seconds 1",
     "bench_diagnosis": "--planted 12 --clean 7 --repeats 0",
-    "bench_deterministic": "--workers 2 --rounds 1 --steps 4",
     "bench_growth": "--recoveries 5",
     "bench_init_from": "--megabytes 600 --rounds 1",
     "bench_interpreter": "--preset tiny --rounds 4",
@@ -41,8 +40,6 @@ QUICK: Final = {
     "bench_parity": "--mib 1 --repeat 1",
     "bench_planner": "",
     "bench_planning": "--ranks 1",
-    "bench_recomputation": "--megabytes 3 --rounds 1",
-    "bench_reconfigure": "--rounds 1 --timeout 1",
     "bench_recorder": "--blocks 2",
     "bench_recovery": "--kills 1 --shrinks 1 --nodes 1",
     "bench_relayout": "--layers 2 --rounds 1",
@@ -54,7 +51,6 @@ QUICK: Final = {
     "bench_snapshot_steps": "--states 3 --workers 2 --rounds 1",
     "bench_spot_traces": "--trace p3 --hours 3 3.5",
     "bench_traffic": "--mib 24 --rounds 3 --steps 4",
-    "bench_wire": "--mib 1 --repeat 1 --snapshots 2",
     "peer_ray_train": "--workers 2 --fault worker",
 }
 

@@ -12,8 +12,8 @@ link plays no part: copies and parities of a tolerance send the same bytes, and 
 cadence takes fewer snapshots.
 
 REFT's third protection, optimizer recomputation, is left out: gradients are a third of AdamW's
-bytes, but sparing them gains less than a snapshot after each third step
-(``tests.benchmarks.bench_recomputation``), and recomputed state is not always bit-identical.
+bytes, but a log of them gains less than a snapshot after each third step (measured on 4 workers),
+and recomputed state is not always bit-identical.
 
 Source: the protections of REFT (arXiv 2310.12670), with two parities, unequal parts and any number
 of nodes; partner copies of GEMINI (SOSP 2023); XOR sets of SCR.

