@@ -17,4 +17,4 @@ from orchestrator.diagnosis.live import Live, device_behind, roles_of
 from orchestrator.diagnosis.programs import Call, difference, outnumbered
 from orchestrator.diagnosis.records import Operation, Records, matched
 from orchestrator.diagnosis.trace import trace
-from orchestrator.diagnosis.verdicts import Guilty, Kind, Suspicion, Verdict, listed
+from orchestrator.diagnosis.verdicts import Guilty, Kind, Suspicion, Verdict, is_agreed, listed

@@ -18,6 +18,7 @@ import math
 from bisect import bisect_left
 from collections import Counter, defaultdict
 from collections.abc import Collection, Hashable, Iterable, Iterator, Mapping, Sequence
+from itertools import pairwise
 from statistics import fmean, median, median_low
 from typing import Final, NamedTuple, TypeAlias, TypeVar
 
@@ -210,7 +211,7 @@ def lagging(
             for key, by in compared.items()
         }
         ordered = sorted(value for each in levels.values() for value in each)
-        spreads = {key: _spread(list(by.values())) for key, by in compared.items()}
+        spreads = {key: _spread([by[step] for step in sorted(by)]) for key, by in compared.items()}
         ordered_spreads = sorted(spreads.values())
         on_node: dict[Hashable, list[K]] = defaultdict(list)
         for key in compared:
@@ -253,10 +254,13 @@ def _median_without(ordered: Sequence[float], own: Sequence[float]) -> float:
     return fmean(_without(ordered, own, place) for place in ((num - 1) // 2, num // 2))
 
 
-def _spread(values: list[float]) -> float:
-    """Return the standard deviation, from the median of absolute deviations."""
-    middle = median(values)
-    return 1.4826 * median(abs(value - middle) for value in values)
+def _spread(values: Sequence[float]) -> float:
+    """Return the standard deviation, from the median of differences between steps in a row.
+
+    A level that shifts, as that of all others does when half of them get slow, is no noise.
+    """
+    apart = [abs(after - before) for before, after in pairwise(values)]
+    return 1.4826 * median(apart) / math.sqrt(2.0) if apart else 0.0
 
 
 def _windows(

@@ -125,6 +125,16 @@ class Suspicion(Verdict):
         }
 
 
+def is_agreed(one: Suspicion, suspects: Iterable[Suspicion], num_ranks: int) -> bool:
+    """Return whether all ranks of a node, of which there are ``num_ranks``, are slow alike."""
+    alike = [
+        each
+        for each in suspects
+        if (each.kind, each.guilty.nodes) == (one.kind, one.guilty.nodes) and not each.may_be_work
+    ]
+    return len(alike) == num_ranks > 1
+
+
 def listed(ranks: Iterable[int]) -> str:
     """Return ranks for people: the first eight, and how many there are beside them."""
     ordered = sorted(set(ranks))

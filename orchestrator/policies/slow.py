@@ -25,6 +25,7 @@ class SlowRules:
         steady_s: The same for one that is as slow in each of several steps in a row.
         lost_steps: The wait must have cost the time of so many healthy steps: that of 4 steps
             which take 3 times as long, or of 31 which take 1.2 times as long.
+        agreed_lost_steps: The same where all workers of a node agree: each was measured by itself.
         replace_s: A replacement is waited for so long before the run goes on with fewer workers.
         convictions_max: Most convictions within the window.
         window_s: Its length.
@@ -33,6 +34,7 @@ class SlowRules:
     lasts_s: float = 10.0
     steady_s: float = 3.0
     lost_steps: float = 6.0
+    agreed_lost_steps: float = 4.0
     replace_s: float = 10.0
     convictions_max: int = 3
     window_s: float = 3600.0
@@ -53,6 +55,7 @@ class SlowFacts:
         pause_s: Measured duration of the last re-formation; 0.0 if there was none.
         next_fault_s: For how long the layout is expected to stay.
         convicted: ``(when, node)`` of each conviction so far.
+        is_agreed: All workers of its node are slow, and it is not the only one.
     """
 
     now_s: float
@@ -66,6 +69,7 @@ class SlowFacts:
     pause_s: float
     next_fault_s: float
     convicted: tuple[tuple[float, str], ...] = ()
+    is_agreed: bool = False
 
     @property
     def healthy_step_s(self) -> float:
@@ -102,7 +106,8 @@ def decide(facts: SlowFacts, rules: SlowRules, growth: GrowthRules) -> SlowDecis
         return _wait(inf, f"{len(recent)} nodes were left for slow workers of late")
     if recent and recent[-1][1] == facts.node and recent[-1][0] > facts.since_s:
         return _wait(inf, f"node {facts.node[:8]} was left for it, and nothing new is known")
-    price_s = max(pause_s, rules.lost_steps * facts.healthy_step_s)
+    lost_steps = rules.agreed_lost_steps if facts.is_agreed else rules.lost_steps
+    price_s = max(pause_s, lost_steps * facts.healthy_step_s)
     lasts_s = rules.steady_s if facts.is_steady else rules.lasts_s
     ripe_s = facts.since_s + max(lasts_s, price_s / facts.lost_share)
     if facts.now_s < ripe_s:

@@ -104,7 +104,9 @@ _BOUNDS = Bounds(
     keeper_return_s=2.0,
 )
 _GROWTH = GrowthRules(interval_s_min=0.3, gather_s=0.15, pause_guess_s=0.1)
-_SLOW_RULES = SlowRules(lasts_s=4.0, steady_s=SLOW_STEADY_S, lost_steps=2.0, replace_s=0.5)
+_SLOW_RULES = SlowRules(
+    lasts_s=4.0, steady_s=SLOW_STEADY_S, lost_steps=2.0, agreed_lost_steps=1.0, replace_s=0.5
+)
 _CAPACITY = CapacityRules(guess_s=1.0, wait_s_min=0.3, seen_s=0.1)
 _SHARING = SharingRules(settle_s=0.5, deaf_s=2.0)
 #: In a quarter of the histories there are alternatives.

@@ -13,7 +13,7 @@ from dataclasses import dataclass, replace
 from random import Random
 from typing import NamedTuple, TypeAlias
 
-from orchestrator.diagnosis import Live, WaitGraph, roles_of
+from orchestrator.diagnosis import Live, WaitGraph, is_agreed, roles_of
 from orchestrator.policies import GrowthRules, SlowRules
 from orchestrator.policies.slow import SlowFacts, decide
 from tests.support.histories import calm
@@ -40,11 +40,13 @@ NUM_STEPS = 60
 
 
 class Place(NamedTuple):
-    """What a history is drawn from, its layout, and the step from which on it differs."""
+    """What a history is drawn from, its layout and nodes, and the step from which it differs."""
 
     draw: Random
     layout: ParallelLayout
     began: int
+    on_node: int
+    step_s: float
 
 
 @dataclass(frozen=True, slots=True)
@@ -83,6 +85,7 @@ def convicted(history: History, seed: int) -> tuple[int, str] | None:
                 now_s=at_s, node=one.guilty.nodes[0], since_s=one.since_s,
                 is_steady=one.is_steady, times=one.times, step_s=took_s, usual_step_s=usual_s,
                 num_steps_left=100_000, pause_s=0.6, next_fault_s=40_000.0,
+                is_agreed=is_agreed(one, live.suspicions, history.on_node),
             )  # fmt: skip
             if not one.may_be_work and decide(facts, SlowRules(), GrowthRules()).convict:
                 return step, one.evidence
@@ -176,6 +179,54 @@ def _rank_0_logs(at: Place) -> Works:
     )  # fmt: skip
 
 
+def _pauses_of_one_node(at: Place) -> Works:
+    """A live migration, a flush of its disk: all its ranks stand still together."""
+    node = at.draw.randrange(at.layout.world_size // at.on_node)
+    long_s, num, every = (
+        at.draw.uniform(0.5, 60.0),
+        at.draw.choice([1, 2]),
+        at.draw.choice([15, 20, 1000]),
+    )
+    return lambda rank, step: (
+        1.0,
+        long_s
+        if rank // at.on_node == node and step >= at.began and (step - at.began) % every < num
+        else 0.0,
+        0.001,
+        0,
+    )
+
+
+def _another_program_on_one_node(at: Place) -> Works:
+    """For less than 3 s, once or again and again: all its ranks are as slow in each step."""
+    node, times = at.draw.randrange(at.layout.world_size // at.on_node), at.draw.uniform(1.2, 3.0)
+    num = max(1, int(at.draw.uniform(0.5, 2.5) / (at.step_s * times)))
+    every = at.draw.choice([3 * num + 15, 1000])
+    return lambda rank, step: (
+        times
+        if rank // at.on_node == node and step >= at.began and (step - at.began) % every < num
+        else 1.0,
+        0.0,
+        0.001,
+        0,
+    )
+
+
+def _clocks_wander(at: Place) -> Works:
+    """Temperature and power: what a rank or a node takes in a step is like in the step before."""
+    width = at.draw.choice([1, at.on_node])
+    stays, spread = at.draw.uniform(0.5, 0.95), at.draw.uniform(0.005, 0.03)
+    draws, known = Random(at.draw.random()), dict[tuple[int, int], float]()
+
+    def wander(one: int, step: int) -> float:
+        if (one, step) not in known:
+            fresh = draws.gauss(0.0, spread * (1 - stays**2) ** 0.5 if step > 1 else spread)
+            known[one, step] = fresh + (stays * known[one, step - 1] if step > 1 else 0.0)
+        return known[one, step]
+
+    return lambda rank, step: (1.0 + wander(rank // width, step), 0.0, 0.001, 0)
+
+
 HEALTHY: Mapping[str, Callable[[Place], Works]] = {
     "noise": _noise,
     "work of stages grows": _work_of_stages_grows,
@@ -185,6 +236,9 @@ HEALTHY: Mapping[str, Callable[[Place], Works]] = {
     "all stall": _all_stall,
     "stages differ": _stages_differ,
     "rank 0 logs": _rank_0_logs,
+    "pauses of one node": _pauses_of_one_node,
+    "another program on one node": _another_program_on_one_node,
+    "clocks wander": _clocks_wander,
 }
 
 
@@ -198,10 +252,10 @@ def history(kind: str, seed: int) -> History:
     """Return a history of a kind."""
     draw = Random(f"{kind} {seed}")
     layout = draw.choice(LAYOUTS)
-    works = HEALTHY[kind](Place(draw, layout, draw.randrange(12, 40)))
     on_node = draw.choice([n for n in (1, 2, 4) if layout.world_size % n == 0])
-    noise = draw.uniform(0.005, 0.05)
-    return History(layout, on_node, draw.choice([0.1, 0.5, 2.0]), works, noise)
+    step_s, noise = draw.choice([0.1, 0.5, 2.0]), draw.uniform(0.005, 0.05)
+    works = HEALTHY[kind](Place(draw, layout, draw.randrange(12, 40), on_node, step_s))
+    return History(layout, on_node, step_s, works, noise)
 
 
 def main(num: int, first: int) -> int:

@@ -14,7 +14,7 @@ from orchestrator.core.handlers import demand, fleet
 from orchestrator.core.network import reach
 from orchestrator.core.state import Node, Slow
 from orchestrator.core.transition import Transition
-from orchestrator.diagnosis import Suspicion
+from orchestrator.diagnosis import Suspicion, is_agreed
 from orchestrator.policies import growth, slow, step_ratio
 
 #: Steps before a worker was slow from which it is known how long one usually takes.
@@ -82,7 +82,7 @@ def _judge(transition: Transition, one: Suspicion) -> None:
         if is_same and left != node.name and at_s > oldest_s:
             _withdraw(transition, one, left)
             return
-    facts = _facts(transition, one, node)
+    facts = _facts(transition, one, node, run.attempt.nodes.count(number))
     decision = slow.decide(facts, rules.slow, rules.growth)
     if not decision.convict:
         run.deadline_s = min(run.deadline_s, decision.retry_at_s)
@@ -127,7 +127,7 @@ def _withdraw(transition: Transition, one: Suspicion, left: str) -> None:
             transition.follow(CapacityChanged())
 
 
-def _facts(transition: Transition, one: Suspicion, node: Node) -> slow.SlowFacts:
+def _facts(transition: Transition, one: Suspicion, node: Node, num_ranks: int) -> slow.SlowFacts:
     run, rules = transition.run, transition.rules
     num_before = (one.since_s - run.attempt.trained_since_s) / (run.attempt.usual_step_s or inf)
     return slow.SlowFacts(
@@ -144,6 +144,7 @@ def _facts(transition: Transition, one: Suspicion, node: Node) -> slow.SlowFacts
             run.faults_seen, transition.now_s, len(set(run.attempt.nodes)), rules.growth
         ),
         convicted=tuple(each[:2] for each in run.convicted),
+        is_agreed=is_agreed(one, run.attempt.suspects, num_ranks),
     )
 
 

@@ -40,28 +40,30 @@ def test_a_worker_is_convicted_once_waiting_has_cost_more_than_a_change() -> Non
     assert decision.retry_at_s == pytest.approx(160.0)
 
 
-@pytest.mark.parametrize(("times", "steps"), [(3.0, 4), (1.5, 13), (1.2, 31)], ids=str)
-@pytest.mark.parametrize("usual_s", [0.5, 30.0])
+@pytest.mark.parametrize(
+    ("times", "is_agreed", "steps"),
+    [(3.0, False, 4), (1.5, False, 13), (1.2, False, 31), (1.5, True, 9), (1.2, True, 21)],
+    ids=str,
+)
+@pytest.mark.parametrize("usual_s", [0.6, 30.0])
 def test_one_that_is_steadily_slow_is_left_after_steps_and_not_seconds(
-    times: float, steps: int, usual_s: float
+    times: float, steps: int, usual_s: float, *, is_agreed: bool
 ) -> None:
     """The first of them is over when it is known to be slow."""
     slow_s = times * usual_s
-    decision = decide(
-        replace(
-            FACTS, now_s=100.0, is_steady=True, times=times, step_s=slow_s, usual_step_s=usual_s
-        ),
-        SlowRules(),
-        GrowthRules(),
+    facts = replace(
+        FACTS, now_s=100.0, is_steady=True, times=times, step_s=slow_s, usual_step_s=usual_s
     )
+    decision = decide(replace(facts, is_agreed=is_agreed), SlowRules(), GrowthRules())
     assert not decision.convict
     assert decision.retry_at_s == pytest.approx(100.0 + slow_s * (steps - 1))
 
 
 def test_steps_of_milliseconds_say_nothing_of_the_next_seconds() -> None:
     facts = replace(FACTS, is_steady=True, step_s=0.03, usual_step_s=0.01, num_steps_left=10**6)
-    facts = replace(facts, now_s=102.5, pause_s=0.5)
-    assert decide(facts, SlowRules(), GrowthRules()).retry_at_s == 103.0
+    for is_agreed in (False, True):
+        facts = replace(facts, now_s=102.5, pause_s=0.5, is_agreed=is_agreed)
+        assert decide(facts, SlowRules(), GrowthRules()).retry_at_s == 103.0
 
 
 @given(
@@ -77,6 +79,7 @@ def test_steps_of_milliseconds_say_nothing_of_the_next_seconds() -> None:
         num_steps_left=st.integers(0, 1000),
         pause_s=st.floats(0.0, 50.0),
         next_fault_s=st.floats(1.0, 86400.0),
+        is_agreed=st.booleans(),
     )
 )
 def test_nobody_is_left_before_waiting_has_cost_as_much_as_the_change(facts: SlowFacts) -> None:
@@ -84,7 +87,8 @@ def test_nobody_is_left_before_waiting_has_cost_as_much_as_the_change(facts: Slo
     decision = decide(facts, rules, growth)
     lost_s = (facts.now_s - facts.since_s) * facts.lost_share
     if decision.convict:
-        price_s = max(facts.pause_s, rules.lost_steps * facts.healthy_step_s)
+        lost_steps = rules.agreed_lost_steps if facts.is_agreed else rules.lost_steps
+        price_s = max(facts.pause_s, lost_steps * facts.healthy_step_s)
         assert lost_s >= 0.999 * price_s
         steady = decide(replace(facts, is_steady=True), rules, growth)
         assert steady.convict, "one that is slow in every step is left no later"

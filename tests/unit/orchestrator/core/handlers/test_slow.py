@@ -29,14 +29,16 @@ SAID = "Rank 3 (w0004 on node n1) computes 3.00 times as long as ranks 0, 1, 2, 
 class SlowCluster(Cluster):
     """Four workers on two nodes, of which the last gets slow."""
 
-    def begin(self, times: float = 3.0, *, is_steady: bool = False) -> None:
+    def begin(
+        self, times: float = 3.0, *, is_steady: bool = False, mates: tuple[str, ...] = ()
+    ) -> None:
         """Train, then let ``w0004`` take ``times`` as long and be suspected."""
         self.start(4)
         self.train(40)
         self.slow_times = times
         self.step_s = self.slowed
         self.train(3)
-        self.suspect(times, is_steady=is_steady)
+        self.suspect(times, is_steady=is_steady, mates=mates)
 
     def slowed(self, layout: ParallelLayout) -> float:
         """Work is shared; with w0004 all wait for it."""
@@ -51,16 +53,22 @@ class SlowCluster(Cluster):
         is_steady: bool = False,
         worker: str = "w0004",
         rank: int = 3,
+        mates: tuple[str, ...] = (),
     ) -> None:
         one = Suspicion(
             kind=kind, guilty=Guilty.of([rank], (), ["n1"]), worker=worker,
             confidence=0.9, since_s=self.at_s, times=times, is_steady=is_steady, evidence=SAID,
         )  # fmt: skip
+        others = [
+            replace(one, worker=each, guilty=Guilty.of([number], (), [f"n{number // 2}"]))
+            for each in mates
+            for number in [int(each[1:]) - 1]
+        ]
         self.send(
             Suspected(
                 at_s=self.at_s,
                 attempt=self.state.attempt.number,
-                suspects=(one,) if times else (),
+                suspects=(one, *others) if times else (),
                 usual_step_s=STEP_S,
             )
         )
@@ -99,6 +107,21 @@ def test_one_that_is_slow_in_every_step_is_given_up_sooner(
     """Steps take 1.5 s in place of 0.5: four of them cost as much as eight healthy ones take."""
     run = cluster()
     run.begin(is_steady=is_steady)
+    run.train(num_steps - 1)
+    assert not run.state.fleet.nodes[1].is_slow
+    run.train(1)
+    assert run.state.fleet.nodes[1].is_slow
+
+
+@pytest.mark.parametrize(
+    ("mates", "num_steps"), [((), 13), (("w0003",), 9), (("w0002",), 13)], ids=str
+)
+def test_a_node_is_given_up_sooner_where_all_its_workers_are_slow(
+    mates: tuple[str, ...], num_steps: int
+) -> None:
+    """Each of them was measured by itself. A slow worker of another node adds nothing."""
+    run = cluster()
+    run.begin(1.5, is_steady=True, mates=mates)
     run.train(num_steps - 1)
     assert not run.state.fleet.nodes[1].is_slow
     run.train(1)
