@@ -74,8 +74,8 @@ CASES: dict[str, dict[str, Any]] = {
     "zero3-sp2-dp2": {"stage": 3, "sp": 2, "model": "sequence", "world_size": 4},
     "zero3-tp2": {"stage": 3, "tp": 2, "model": "parallel"},
 }
-#: No file says which layers are tied or frozen, so the optimizers' numbers have no names.
-NAMELESS = {"zero0-pipeline", "zero0-pipeline-fp16"}
+#: No file names the parameters of a stage, or of one of several flat groups.
+NAMELESS = {"zero0-pipeline", "zero0-pipeline-fp16", "zero0-twins-flat"}
 #: Converted by DeepSpeed itself, with these options.
 UNIVERSAL: dict[str, tuple[str, ...]] = {
     "zero1": ("--inject_missing_state",),

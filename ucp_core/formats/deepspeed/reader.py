@@ -85,7 +85,6 @@ def _read_native(store: Store, folder: Folder, rules: Rules | None) -> Checkpoin
     modules = Modules(shards, shards.fqns(), masters=bool(native.optim))
     if not native.optim and native.layers and native.first.get("module", ()) is None:
         modules.pipeline = read_layer_files(native)
-        modules.items |= modules.pipeline.items
     add_modules(native, modules)
     if not native.optim:
         add_without_zero(native, modules, scalars, groups, extras)

@@ -18,9 +18,8 @@ from ucp_core.formats.shared import (
     Vocabulary,
     assign,
     check_numbers,
-    interchangeable,
+    is_master_of,
     largest_shape,
-    match_masters,
     tells_padding,
     unclear,
     vocabulary_of,
@@ -285,32 +284,6 @@ def add_optimizer(
             model.frozen |= {name for name, _ in part.params} - trained
 
 
-def _by_masters(
-    files: Files,
-    saved: RankFile,
-    params: Sequence[tuple[str, TensorRef]],
-    masters: Sequence[Sequence[TensorRef]],
-) -> list[list[str]]:
-    """Return the names of each group's parameters: the masters round to their weights."""
-    taken: set[str] = set()
-    found: list[list[str]] = []
-    for index, group in enumerate(masters):
-        names = match_masters(files.store, files.directory, group, params, taken)
-        if None in names:
-            raise unclear(
-                saved.file,
-                f"master {names.index(None)} of group {index} rounds to no weight of the model: "
-                "the file mixes two saves, or was changed",
-                _REMEDY,
-            )
-        found.append([name for name in names if name is not None])
-    alike = interchangeable(files.store, files.directory, params, found)
-    if alike is not None:
-        why = f"{alike[0]} and {alike[1]} have the same weights, and one of them was not trained"
-        raise unclear(saved.file, f"{why}, or is in another group", _REMEDY)
-    return found
-
-
 def _add_numbered(
     files: Files,
     saved: RankFile,
@@ -324,13 +297,11 @@ def _add_numbered(
     hyper, state = inner["param_groups"], inner.get("state") or {}
     check_numbers(hyper, None, saved.file)
     masters = part.tree.get(_MASTERS) or part.tree.get("fp32_from_fp16")
-    params = part.params
+    wanted = [[largest_shape(state.get(n, {})) for n in g["params"]] for g in hyper]
     if masters:
-        names = _by_masters(files, saved, params, masters)
-    else:
-        wanted = [[largest_shape(state.get(n, {})) for n in g["params"]] for g in hyper]
-        by_group = assign(wanted, [(name, ref.shape) for name, ref in params], saved.file, _REMEDY)
-        names = [by_group.get(index, []) for index in range(len(hyper))]
+        wanted = [[master.shape for master in group] for group in masters]
+    names = assign(wanted, [(name, ref.shape) for name, ref in part.params], saved.file, _REMEDY)
+    weights = dict(part.params)
     for index, group in enumerate(hyper):
         if len(names[index]) != len(group["params"]):
             raise PatternError(
@@ -342,6 +313,13 @@ def _add_numbered(
         for place, (name, number) in enumerate(zip(names[index], group["params"], strict=True)):
             if masters:
                 master = masters[index][place]
+                if not is_master_of(files.store, files.directory, master, 0, weights[name]):
+                    raise unclear(
+                        saved.file,
+                        f"by order and shapes master {place} of group {index} is that of {name}, "
+                        "but it does not round to its weights: the file mixes two saves",
+                        _REMEDY,
+                    )
                 model.put(shards, TensorKey(name, WEIGHT), saved, master)
                 model.mastered.add((saved.rank, saved.expert, name))
             for slot, value in {"step": group.get("step"), **state.get(number, {})}.items():

@@ -2,18 +2,13 @@
 
 ``torch_files`` opens the files of all ranks. ``shards`` makes whole tensors of their shards,
 ``groups`` one list of the optimizer's groups. ``values`` converts small values of pickles to JSON
-and back, and ``inline`` serves numbers as files. ``evidence`` and ``optimizer_order`` find the
-parameter that a master or a numbered slot belongs to. ``grouped_experts`` knows the order of
+and back, and ``inline`` serves numbers as files. ``optimizer_order`` finds the parameter that a
+number of an optimizer means, ``evidence`` checks its master. ``grouped_experts`` knows the order of
 Megatron's experts that are one parameter, and ``stacked_experts`` finds those of ``transformers``.
 """
 
 from ucp_core.formats.shared import grouped_experts
-from ucp_core.formats.shared.evidence import (
-    interchangeable,
-    is_master_of,
-    match_masters,
-    rounded,
-)
+from ucp_core.formats.shared.evidence import is_master_of, rounded
 from ucp_core.formats.shared.grouped_experts import strides
 from ucp_core.formats.shared.groups import Groups
 from ucp_core.formats.shared.optimizer_order import (

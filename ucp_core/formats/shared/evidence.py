@@ -1,20 +1,16 @@
-"""Proves which parameter a float32 master belongs to: it rounds to the parameter's weight.
+"""Checks that a float32 master is that of a parameter: it rounds to the parameter's weight.
 
-It reads a few elements of both. Formats without names for masters need it.
+It reads a few elements of both.
 """
 
 from __future__ import annotations
 
 import struct
 from math import copysign, inf
-from typing import TYPE_CHECKING
 
 from ucp_core.geometry import DTYPE_BYTES
 from ucp_core.storage import Store, join
 from ucp_core.torch_files import TensorRef
-
-if TYPE_CHECKING:
-    from collections.abc import Sequence
 
 #: Elements to compare at either end; parameters that agree in these count as equal.
 _SAMPLE = 32
@@ -39,57 +35,6 @@ def is_master_of(
         if rounded(found, masters.dtype, weight.dtype) != expected:
             return False
     return True
-
-
-def match_masters(
-    store: Store,
-    directory: str,
-    masters: Sequence[TensorRef],
-    params: Sequence[tuple[str, TensorRef]],
-    taken: set[str],
-) -> list[str | None]:
-    """Return the name of each master's parameter, or None; add the names to ``taken``.
-
-    If several fit, their weights are equal, and the first in the model's order is taken.
-    """
-    names: list[str | None] = []
-    for master in masters:
-        fitting = (
-            name
-            for name, ref in params
-            if name not in taken
-            and ref.shape == master.shape
-            and is_master_of(store, directory, master, 0, ref)
-        )
-        name = next(fitting, None)
-        names.append(name)
-        if name is not None:
-            taken.add(name)
-    return names
-
-
-def interchangeable(
-    store: Store,
-    directory: str,
-    params: Sequence[tuple[str, TensorRef]],
-    groups: Sequence[Sequence[str]],
-) -> tuple[str, str] | None:
-    """Return two parameters with equal weights whose masters could be confused.
-
-    Within a group their order decides. Nothing decides between two groups, or if one of the
-    parameters has no masters.
-    """
-    group_of = {name: index for index, group in enumerate(groups) for name in group}
-    met: dict[tuple[object, ...], str] = {}
-    for name, ref in params:
-        if ref.byte_strides is not None or not ref.num_elements:
-            continue
-        size = min(ref.num_elements, _SAMPLE)
-        ends = [_read(store, directory, ref, at, size) for at in (0, ref.num_elements - size)]
-        other = met.setdefault((ref.dtype, ref.shape, *ends), name)
-        if group_of.get(name) != group_of.get(other):
-            return other, name
-    return None
 
 
 def _read(store: Store, directory: str, ref: TensorRef, first: int, count: int) -> bytes:

@@ -1,13 +1,12 @@
 """Finds the model's parameter for each number of a torch optimizer.
 
 Pure. A torch optimizer numbers its parameters group by group. Within a group they have the model's
-order. Their shapes must prove which group has which parameters.
+order, which their shapes must fit in one way only.
 """
 
 from __future__ import annotations
 
-from collections import Counter, defaultdict
-from itertools import pairwise
+from collections import Counter
 from math import prod
 from typing import TYPE_CHECKING, Any
 
@@ -72,13 +71,11 @@ def assign(
     params: Sequence[tuple[str, Shape]],
     file: str,
     remedy: str = DISTRIBUTE_IT,
-) -> dict[int, list[str]]:
-    """Return the names of every group's parameters, in order.
+) -> list[list[str]]:
+    """Return the names of every group's parameters: each group has the model's order.
 
-    One group with as many parameters as the model has the model's order, unless its shapes have
-    another order. Otherwise all parameters of a shape must be in one group. They then have the
-    model's order, unless shapes prove another order of this group. Or the shapes of each group, in
-    order, must fit the model in one way only; the other parameters are frozen.
+    One group with as many parameters as the model has all of them. Otherwise the shapes of each
+    group must fit the model's order in one way only; parameters in no group are frozen.
 
     Args:
         wanted: By group, the shape of each parameter's state, or None.
@@ -90,8 +87,10 @@ def assign(
         PatternError: The shapes do not decide.
         CheckpointCorruptError: A state is larger than the parameter at its place.
     """
+    shapes = [shape for _, shape in params]
     count = sum(len(group) for group in wanted)
-    if len(wanted) == 1 and count == len(params) and not _is_moved(wanted[0], params):
+    is_all = len(wanted) == 1 and count == len(params)
+    if is_all and (list(wanted[0]) == shapes or Counter(wanted[0]) != Counter(shapes)):
         for (name, shape), other in zip(params, wanted[0], strict=True):
             # Factored state is smaller than its parameter, never larger.
             if other is not None and prod(other) > prod(shape):
@@ -101,100 +100,36 @@ def assign(
                     file=file,
                     fqn=name,
                 )
-        return {0: [name for name, _ in params]}
-    try:
-        return _by_shape(wanted, params, file, remedy)
-    except PatternError:
-        found = _by_order(wanted, params)
-        if found is None:
-            raise
-        return found
+        return [[name for name, _ in params]]
+    places = [_places(group, shapes) for group in wanted]
+    for index, (first, last) in enumerate(places):
+        if first != last or len(first) != len(wanted[index]):
+            how = "in no way" if len(first) != len(wanted[index]) else "in several ways"
+            raise unclear(
+                file,
+                f"the shapes of the {len(wanted[index])} parameters of group {index} fit those of "
+                f"the model's {len(params)}, in order, {how}",
+                remedy,
+            )
+    taken = Counter(place for first, _ in places for place in first)
+    twice = [params[place][0] for place, times in taken.items() if times > 1]
+    if twice:
+        raise unclear(file, f"by their shapes, two groups have {twice[0]}", remedy)
+    return [[params[place][0] for place in first] for first, _ in places]
 
 
-def _by_order(
-    wanted: Sequence[Sequence[Shape | None]], params: Sequence[tuple[str, Shape]]
-) -> dict[int, list[str]] | None:
-    """Return the names if the shapes of every group fit the model's order in one way only."""
-    shapes = [shape for _, shape in params]
-    taken: set[int] = set()
-    for group in wanted:
-        first, last = _places(group, shapes), _places(group[::-1], shapes[::-1])
-        if first is None or last is None or first != [len(shapes) - 1 - p for p in last[::-1]]:
-            return None
-        if taken & set(first):
-            return None
-        taken |= set(first)
-    return {i: [params[p][0] for p in _places(g, shapes) or ()] for i, g in enumerate(wanted)}
+def _places(group: Sequence[Shape | None], shapes: Sequence[Shape]) -> tuple[list[int], list[int]]:
+    """Return the first and the last places in the model where a group's shapes follow."""
+    end = len(shapes) - 1
+    return _first(group, shapes), [end - at for at in _first(group[::-1], shapes[::-1])][::-1]
 
 
-def _places(group: Sequence[Shape | None], shapes: Sequence[Shape]) -> list[int] | None:
-    """Return the first places in the model where a group's shapes follow; None if they do not."""
-    places = []
-    at = 0
-    for other in group:
-        while at < len(shapes) and shapes[at] != other:
-            at += 1
-        if at == len(shapes):
-            return None
-        places.append(at)
-        at += 1
+def _first(group: Sequence[Shape | None], shapes: Sequence[Shape]) -> list[int]:
+    places: list[int] = []
+    for place, shape in enumerate(shapes):
+        if len(places) < len(group) and shape == group[len(places)]:
+            places.append(place)
     return places
-
-
-def _is_moved(group: Sequence[Shape | None], params: Sequence[tuple[str, Shape]]) -> bool:
-    """Return whether a group has the model's shapes in another order."""
-    shapes = [shape for _, shape in params]
-    return list(group) != shapes and Counter(group) == Counter(shapes)
-
-
-def _by_shape(
-    wanted: Sequence[Sequence[Shape | None]],
-    params: Sequence[tuple[str, Shape]],
-    file: str,
-    remedy: str,
-) -> dict[int, list[str]]:
-    names: dict[Shape | None, list[str]] = defaultdict(list)
-    for name, shape in params:
-        names[shape].append(name)
-    places: dict[Shape | None, list[int]] = defaultdict(list)
-    for index, group in enumerate(wanted):
-        for other in group:
-            places[other].append(index)
-    if None in places:
-        raise unclear(file, "some have no state that would tell their shape", remedy)
-    for kind, groups in places.items():
-        if len(set(groups)) > 1:
-            raise unclear(file, f"parameters of shape {kind} are in several groups", remedy)
-        if len(groups) != len(names[kind]):
-            raise unclear(
-                file,
-                f"the model has {len(names[kind])} of shape {kind}, the optimizer {len(groups)}",
-                remedy,
-            )
-    left = {shape: iter(names[shape]) for shape in places}
-    found = {index: [next(left[other]) for other in group] for index, group in enumerate(wanted)}
-    _check_order(wanted, found, params, file, remedy)
-    return found
-
-
-def _check_order(
-    wanted: Sequence[Sequence[Shape | None]],
-    found: Mapping[int, Sequence[str]],
-    params: Sequence[tuple[str, Shape]],
-    file: str,
-    remedy: str,
-) -> None:
-    """Raise if a group has another order than the model, and repeats a shape."""
-    place = {name: number for number, (name, _) in enumerate(params)}
-    for index, names in found.items():
-        shape, times = Counter(wanted[index]).most_common(1)[0] if names else (None, 0)
-        if times > 1 and any(place[a] > place[b] for a, b in pairwise(names)):
-            raise unclear(
-                file,
-                f"the parameters of group {index} are in another order than the model's, and "
-                f"{times} of them are of shape {shape}",
-                remedy,
-            )
 
 
 def unclear(file: str, why: str, remedy: str = DISTRIBUTE_IT) -> PatternError:

@@ -7,7 +7,6 @@ are cut over tensor parallel ranks (``tensor_parallel``).
 
 from ucp_core.formats.deepspeed.reading.extras import Extras
 from ucp_core.formats.deepspeed.reading.partitions import RankState, read_rank
-from ucp_core.formats.deepspeed.reading.pipeline_without_zero import read_layer_files
 from ucp_core.formats.deepspeed.reading.tensor_parallel import Info, TensorParallelLayouts
 from ucp_core.formats.deepspeed.reading.topology import Native, open_native
 from ucp_core.formats.deepspeed.reading.weights import (
@@ -19,5 +18,5 @@ from ucp_core.formats.deepspeed.reading.weights import (
     tied_weight,
     weights_of,
 )
-from ucp_core.formats.deepspeed.reading.without_zero import add_without_zero
+from ucp_core.formats.deepspeed.reading.without_zero import add_without_zero, read_layer_files
 from ucp_core.formats.deepspeed.reading.zero import Stage, add_zero3, add_zero12, param_shapes

@@ -23,8 +23,6 @@ from ucp_core.torch_files import TensorRef, current_budget, extents_of
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator, Mapping
 
-    from ucp_core.formats.deepspeed.reading.pipeline_without_zero import LayerFiles
-
 WEIGHT = "weight"
 _LAYER_OF = re.compile(r"(\d+)\.")
 _TIED = "tied_modules."
@@ -32,6 +30,23 @@ _TIED = "tied_modules."
 _ITEM_BYTES = 512
 _EXTRA_STATE = "_extra_state"
 _ZERO3 = 3
+
+
+@dataclass(slots=True)
+class LayerFiles:
+    """The content of the files of layers.
+
+    Attributes:
+        params: By model-parallel rank, the parameters of its optimizer, in its order.
+        names: Names of the tensors that are not named by their layer: (layer, name in the file).
+    """
+
+    params: dict[int, list[tuple[str, TensorRef]]] = field(default_factory=dict)
+    names: dict[tuple[int, str], str] = field(default_factory=dict)
+
+    def fqn(self, layer: int, local: str) -> str:
+        """Return the name of a tensor of a layer's file."""
+        return self.names.get((layer, local), f"{layer}.{local}")
 
 
 @dataclass(slots=True)

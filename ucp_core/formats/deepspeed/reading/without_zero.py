@@ -1,22 +1,19 @@
 """Reads the optimizer of a DeepSpeed checkpoint without ZeRO, which numbers its parameters.
 
-Names and shapes in the files decide which parameter a number means, in this order:
-``param_shapes``; ``param_names``, which torch's optimizers keep from 2.6 on if they were made of
-``named_parameters()``; the storages that a group's parameters fill in the model's file; shapes and
-the model's order. If these leave a choice open, it is refused. Float32 masters must then round to
-the weights.
+The file names them: in ``param_shapes``, or in ``param_names``, which torch's optimizers keep from
+2.6 on if they were made of ``named_parameters()``. Otherwise they have the model's order, and the
+shapes of each group must fit it in one way only. Float32 masters must then round to the weights.
 """
 
 from __future__ import annotations
 
-from collections import defaultdict
+import re
 from itertools import chain
 from math import prod
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from ucp_core.errors import CheckpointCorruptError, PatternError, UnsupportedVersionError
-from ucp_core.formats.deepspeed.reading.pipeline_without_zero import FLAT, INNER, LISTS
-from ucp_core.formats.deepspeed.reading.weights import WEIGHT, Modules
+from ucp_core.formats.deepspeed.reading.weights import WEIGHT, LayerFiles, Modules
 from ucp_core.formats.deepspeed.reading.zero import EXPERT, param_shapes
 from ucp_core.formats.shared import (
     DISTRIBUTE_IT,
@@ -40,14 +37,47 @@ if TYPE_CHECKING:
     from ucp_core.formats.deepspeed.reading.extras import Extras
     from ucp_core.formats.deepspeed.reading.topology import Native
     from ucp_core.formats.shared import Groups
-    from ucp_core.storage import Store
 
     Params = Sequence[tuple[str, TensorRef]]
 
+#: Keys of half-precision optimizers: torch's optimizer, and its masters by group.
+INNER = "optimizer_state_dict"
+FLAT = "fp32_groups_flat"
+LISTS = "fp32_groups"
 #: The key of a group's names in torch's optimizers.
 _NAMES = "param_names"
-#: The keys of a group that say which parameters it has.
 _EP_GROUP = "ep_size_"
+_TIED_NAME = re.compile(r"tied_modules\.([^.]+)\.(.+)")
+
+
+def read_layer_files(native: Native) -> LayerFiles:
+    """Return which tensors of the layers' files each stage's optimizer numbers.
+
+    Files of layers do not name their stage. ``param_shapes`` name the parameters of a stage; they
+    also tell which layer's tensor is that of a tied module.
+    """
+    found = LayerFiles()
+    files = (native.model[0, mp] for mp in range(native.tp * native.pp))
+    named = [param_shapes(native.files.trees[file], file) or [] for file in files]
+    shapes = {n: s for stage in named for group in stage for n, s in group.items()}
+    layers: dict[int, dict[int, Mapping[str, Any]]] = {}
+    for (layer, tp), file in sorted(native.layers.items()):
+        layers.setdefault(tp, {})[layer] = native.files.trees[file]
+    for name, shape in shapes.items():
+        match = _TIED_NAME.fullmatch(name)
+        if match is None:
+            continue
+        for layer, held in layers.get(0, {}).items():
+            is_own = any(f"{layer}.{local}" in shapes for local in held)
+            ref = held.get(match[2])
+            if not is_own and isinstance(ref, TensorRef) and ref.shape == shape:
+                found.names[layer, match[2]] = name
+                break
+    for mp, stage in enumerate(named):
+        own = layers.get(native.rank(mp).tp, {}).items()
+        refs = {found.fqn(layer, str(n)): ref for layer, tree in own for n, ref in tree.items()}
+        found.params[mp] = [(n, refs[n]) for group in stage for n in group if n in refs]
+    return found
 
 
 def add_without_zero(
@@ -113,6 +143,10 @@ def _sources(native: Native, modules: Modules) -> Iterator[_Source]:
         rank = Rank(0, native.rank(mp).tp)
         if modules.pipeline is not None:
             # The optimizer of a stage has names of its own: they are not the model's.
+            if names is None and _has_state(tree):
+                raise unclear(
+                    file, "a stage of a pipeline numbers its own, and no param_shapes name them"
+                )
             yield _Source(file, tree, rank, modules.pipeline.params.get(mp, []), names)
             continue
         params = modules.order.get(rank.tp, [])
@@ -123,6 +157,13 @@ def _checked(tree: Any, file: str) -> Mapping[str, Any]:
     if not isinstance(tree, dict):
         raise CheckpointCorruptError(f"{file}: optimizer is no dict", file=file)
     return tree
+
+
+def _has_state(tree: Mapping[str, Any]) -> bool:
+    """Return whether an optimizer holds anything by parameter: plain SGD does not."""
+    inner = tree.get(INNER, tree)
+    state = inner.get("state") or {} if isinstance(inner, dict) else {}
+    return FLAT in tree or LISTS in tree or any(state.values())
 
 
 def _kept_names(tree: Mapping[str, Any], params: Params) -> list[list[str]] | None:
@@ -242,57 +283,64 @@ class _Optimizer:
         check_numbers(self.groups, masters, file)
         self.is_unnamed = False
         if flats is not None:
-            self.names = self._of_flat_groups(flats, source.names)
+            self.names = self._of_flats(flats, source.names)
             self._check_flat(flats)
-        elif lists is not None:
-            shapes = [[ref.shape for ref in group] for group in lists]
-            self.names = self._of_lists(shapes, source.names)
-            self._check_lists(lists)
-        elif source.names is not None:
-            self.names = self._named(source.names)
+            return
+        wanted = [
+            [ref.shape for ref in lists[index]]
+            if lists is not None
+            else [largest_shape(self._state.get(n, {})) for n in group["params"]]
+            for index, group in enumerate(self.groups)
+        ]
+        if source.names is not None:
+            self.names = self._named(source.names, wanted)
         else:
-            self.names = self._by_shape_if_any()
+            self.names = self._by_order_if_any(wanted)
+        if lists is not None:
+            self._check_lists(lists)
 
-    def _named(self, names: Sequence[Sequence[str]]) -> list[list[str]]:
-        """Return the names that the file has, after checks against the optimizer's state."""
-        counts = [len(group) for group in names], [len(g["params"]) for g in self.groups]
+    def _named(
+        self, names: Sequence[Sequence[str]], wanted: Sequence[Sequence[tuple[int, ...] | None]]
+    ) -> list[list[str]]:
+        """Return the names that the file has, after checks against the optimizer's state.
+
+        Half-precision optimizers drop the masters of frozen parameters, but not their names.
+        """
         strange = [name for group in names for name in group if name not in self._params]
-        if counts[0] != counts[1] or strange:
+        counts = [len(group) for group in names], [len(group) for group in wanted]
+        is_short = any(n < m for n, m in zip(*counts, strict=False))
+        if (
+            strange
+            or is_short
+            or len(names) != len(wanted)
+            or (LISTS not in self._tree and counts[0] != counts[1])
+        ):
             raise CheckpointCorruptError(
                 f"{self._file}: groups of {counts[0]} parameters have names, the optimizer "
                 f"has groups of {counts[1]}"
                 + (f", and the model has no {strange[0]}" if strange else ""),
                 file=self._file,
             )
-        numbers = chain.from_iterable(group["params"] for group in self.groups)
-        for name, number in zip(chain.from_iterable(names), numbers, strict=True):
-            shape, own = largest_shape(self._state.get(number, {})), self._params[name].shape
-            # Factored state is smaller than its parameter, never larger.
-            if shape is not None and prod(shape) > prod(own):
-                raise CheckpointCorruptError(
-                    f"{self._file}: {name} is {list(own)}, but the state of the parameter of this "
-                    f"name is {list(shape)}",
-                    file=self._file,
-                    fqn=name,
-                )
-        return [list(group) for group in names]
+        found = []
+        for group, shapes in zip(names, wanted, strict=True):
+            params = [(name, self._params[name].shape) for name in group]
+            found += assign([shapes], params, self._file, self._remedy)
+        return found
 
-    def _by_shape_if_any(self) -> list[list[str]]:
-        """Return the names by shape; none if no state could be given to a wrong parameter."""
-        wanted = [
-            [largest_shape(self._state.get(n, {})) for n in group["params"]]
-            for group in self.groups
-        ]
+    def _by_order_if_any(
+        self, wanted: Sequence[Sequence[tuple[int, ...] | None]]
+    ) -> list[list[str]]:
+        """Return the names by order; none if no state could be given to a wrong parameter."""
         try:
-            return self._by_shape(wanted)
+            return self._by_order(wanted)
         except PatternError:
-            if any(self._state.values()):
+            if _has_state(self._tree):
                 raise
             self.is_unnamed = True
             return [[] for _ in self.groups]
 
-    def _by_shape(self, wanted: Sequence[Sequence[tuple[int, ...] | None]]) -> list[list[str]]:
-        """Return the names of each group's parameters, by shape and the model's order.
+    def _by_order(self, wanted: Sequence[Sequence[tuple[int, ...] | None]]) -> list[list[str]]:
+        """Return the names of each group's parameters, by the model's order.
 
         Groups of experts are matched by themselves: DeepSpeed marks them, and cuts a group of
         experts that gets too large into several, one behind the other.
@@ -316,56 +364,26 @@ class _Optimizer:
                     raise
                 joined = list(chain.from_iterable(own))
                 left = iter(assign([joined], params, self._file)[0])
-                names = {place: [next(left) for _ in group] for place, group in enumerate(own)}
-            found |= {indices[place]: group for place, group in names.items()}
-        return [found.get(index, []) for index in range(len(self.groups))]
+                names = [[next(left) for _ in group] for group in own]
+            found |= dict(zip(indices, names, strict=True))
+        return [found[index] for index in range(len(self.groups))]
 
-    def _of_lists(
-        self,
-        shapes: Sequence[Sequence[tuple[int, ...]]],
-        names: Sequence[Sequence[str]] | None,
-    ) -> list[list[str]]:
-        """Return the names of masters, which have the shapes of their parameters.
-
-        Half-precision optimizers drop the masters of frozen parameters, but not their names.
-        """
-        if names is None or len(names) != len(shapes) or not self._has(names):
-            return self._by_shape(shapes)
-        found: list[list[str]] = []
-        for group, wanted in zip(names, shapes, strict=True):
-            params = [(name, self._params[name].shape) for name in group]
-            is_all = [shape for _, shape in params] == list(wanted)
-            found.append(
-                list(group)
-                if is_all
-                else assign([wanted], params, self._file, self._remedy).get(0, [])
-            )
-        return found
-
-    def _of_flat_groups(
+    def _of_flats(
         self, flats: Sequence[TensorRef], names: Sequence[Sequence[str]] | None
     ) -> list[list[str]]:
         """Return the names of groups whose masters are one flat tensor each, without padding."""
         sizes = [flat.num_elements for flat in flats]
-        if names is not None and self._has(names) and self._sizes(names) == sizes:
-            return [list(group) for group in names]
-        stored = _names_by_storage(self._store, self._directory, flats, self._params)
-        if stored is not None:
-            return stored
-        if self._sizes([list(self._params)]) == sizes:
-            return [list(self._params)]
-        raise unclear(
-            self._file,
-            f"its masters are flat, in groups of {', '.join(map(str, sizes))} elements, and "
-            "no names, sizes or storages in the model's file say which parameters are in which",
-            self._remedy,
-        )
-
-    def _has(self, names: Sequence[Sequence[str]]) -> bool:
-        return self._params.keys() >= set(chain.from_iterable(names))
-
-    def _sizes(self, names: Sequence[Sequence[str]]) -> list[int]:
-        return [sum(self._params[name].num_elements for name in group) for group in names]
+        found = [list(self._params)] if names is None else [list(group) for group in names]
+        if not self._params.keys() >= set(chain.from_iterable(found)) or sizes != [
+            sum(self._params[name].num_elements for name in group) for group in found
+        ]:
+            raise unclear(
+                self._file,
+                f"its masters are flat, in groups of {', '.join(map(str, sizes))} elements, and "
+                "no names say which parameters are in which",
+                self._remedy,
+            )
+        return found
 
     def _check_flat(self, flats: Sequence[TensorRef]) -> None:
         for index, (flat, names) in enumerate(zip(flats, self.names, strict=True)):
@@ -458,48 +476,3 @@ class _Optimizer:
             for slot, value in state.items():
                 if slot not in slots and isinstance(value, TensorRef | int | float):
                     scalars.add(TensorKey(name, slot), value)
-
-
-def _names_by_storage(
-    store: Store, directory: str, flats: Sequence[TensorRef], params: Mapping[str, TensorRef]
-) -> list[list[str]] | None:
-    """Return the parameters of each flat group, by where the model has them.
-
-    DeepSpeed's ``FP16_Optimizer`` makes the trained parameters of a group views of one flat
-    tensor, in its own order, and ``torch.save`` keeps what shares a storage together. A frozen
-    parameter is in another storage.
-
-    Returns:
-        None unless every group is the masters of just one storage.
-    """
-    stored: dict[tuple[str, int], list[tuple[int, str, TensorRef]]] = defaultdict(list)
-    for name, ref in params.items():
-        if ref.extent is not None and ref.num_elements:
-            start = ref.offset_bytes - ref.extent.offset_bytes
-            stored[ref.file, ref.extent.offset_bytes].append((start, name, ref))
-    found: list[list[str]] = []
-    for flat in flats:
-        fitting = [
-            [name for _, name, _ in held]
-            for held in map(sorted, stored.values())
-            if _fills(store, directory, flat, held)
-        ]
-        if len(fitting) != 1:
-            return None
-        found += fitting
-    joined = list(chain.from_iterable(found))
-    return found if len(set(joined)) == len(joined) else None
-
-
-def _fills(
-    store: Store, directory: str, flat: TensorRef, held: Sequence[tuple[int, str, TensorRef]]
-) -> bool:
-    """Return whether the parameters of a storage fill it, and have all of a group's masters."""
-    end = count = 0
-    for start, _, ref in held:
-        if start != end or not is_master_of(store, directory, flat, count, ref):
-            return False
-        end += ref.num_bytes
-        count += ref.num_elements
-    extent = held[0][2].extent
-    return extent is not None and end == extent.num_bytes and count == flat.num_elements

@@ -58,9 +58,6 @@ def _tree(kind: str, groups: list[list[str]]) -> dict[str, Any]:
         optimizer = {"optimizer_state_dict": optimizer, "fp32_groups": masters}
     if kind == "flat":
         for number, group in enumerate(groups):
-            flat = torch.cat([module[name].flatten() for name in group])
-            parts = flat.split([module[name].numel() for name in group])
-            module |= {n: p.view(SHAPES[n]) for n, p in zip(group, parts, strict=True)}
             joined = {s: torch.cat([_value(n, s).flatten() for n in group]) for s in SLOTS}
             state[number] = joined
             hyper[number]["params"] = [number]
@@ -105,45 +102,11 @@ def _check(path: Path, groups: list[list[str]]) -> None:
     assert checkpoint.param_groups == [{"params": group, "lr": 0.1} for group in groups]
 
 
-@pytest.mark.parametrize("order", ["in order", "reversed"])
-def test_what_lies_together_in_the_models_file_is_a_group(tmp_path: Path, order: str) -> None:
-    """The flat masters came from there, in this order; frozen ones were left where they were."""
-    _check(_write(tmp_path, _tree("flat", ORDERS[order])), ORDERS[order])
-
-
-def test_storages_of_groups_that_are_alike_are_not_guessed(tmp_path: Path) -> None:
-    """Each has the masters of both."""
-    with pytest.raises(PatternError, match="masters are flat"):
-        read(_write(tmp_path, _tree("flat", ORDERS["alike"])))
-
-
-def test_storages_that_hold_one_parameter_each_tell_nothing(tmp_path: Path) -> None:
-    """Whoever copied the weights one by one before saving has the values left, which are alike."""
-    tree = _tree("flat", GROUPS)
-    tree["module"] = {name: tensor.clone() for name, tensor in tree["module"].items()}
-
+@pytest.mark.parametrize("order", ["in order", "alike"])
+def test_flat_masters_of_several_groups_have_no_names(tmp_path: Path, order: str) -> None:
+    """Only their sizes are known, and other parameters have the same."""
     with pytest.raises(PatternError, match=r"masters are flat.*named_parameters"):
-        read(_write(tmp_path, tree))
-
-
-def test_frozen_parameters_that_lie_together_too_are_not_guessed(tmp_path: Path) -> None:
-    """As the weights of a recurrent layer do; these have the masters of a group, in its order."""
-    tree = _tree("flat", GROUPS)
-    pair = torch.cat([tree["module"][name] for name in ("a.norm", "d.norm")])
-    tree["module"] |= {"a.norm": pair[:4], "d.norm": pair[4:]}
-
-    with pytest.raises(PatternError, match="masters are flat"):
-        read(_write(tmp_path, tree))
-
-
-def test_a_part_of_a_storage_is_no_group(tmp_path: Path) -> None:
-    """A frozen parameter that lies where trained ones do is of no form of DeepSpeed's."""
-    tree = _tree("flat", GROUPS)
-    three = torch.cat([tree["module"][name] for name in ("b.norm", "c.norm", "a.norm")])
-    tree["module"] |= {"b.norm": three[:4], "c.norm": three[4:8], "a.norm": three[8:]}
-
-    with pytest.raises(PatternError, match="masters are flat"):
-        read(_write(tmp_path, tree))
+        read(_write(tmp_path, _tree("flat", ORDERS[order])))
 
 
 @pytest.mark.parametrize("kind", ["none", "lists", "flat"])
@@ -154,7 +117,6 @@ def test_an_optimizer_of_named_parameters_keeps_their_names(
     """Torch 2.6 and later; without them orders would be taken for one another, or refused."""
     groups = ORDERS[order]
     tree = _tree(kind, groups)
-    tree["module"] = {name: tensor.clone() for name, tensor in tree["module"].items()}
     for group, names in zip(_hyper(tree), groups, strict=True):
         group["param_names"] = names
 
@@ -181,7 +143,7 @@ def test_names_of_frozen_parameters_can_be_among_those_of_a_group(tmp_path: Path
     _check(_write(tmp_path, tree), GROUPS)
 
     _hyper(tree)[0]["param_names"] = ["a.weight", *GROUPS[0]]
-    with pytest.raises(PatternError, match=r"the model has 3 of shape \(4, 4\), the optimizer 2"):
+    with pytest.raises(PatternError, match="in several ways"):
         read(_write(tmp_path, tree))
 
 
@@ -229,7 +191,6 @@ def test_masters_of_other_parameters_than_the_names_say_are_refused(
 ) -> None:
     """Names are proven by the weights where there are masters."""
     tree = _tree(kind, GROUPS)
-    tree["module"] = {name: tensor.clone() for name, tensor in tree["module"].items()}
     tree["module"]["c.weight"] += 1
     for group, names in zip(_hyper(tree), GROUPS, strict=True):
         group["param_names"] = names
