@@ -78,12 +78,13 @@ _PART_BYTES = 8 << 20
 POINTS_MAX = 800
 #: Further curves have so many, and a script's own are so many at most.
 _FURTHER_MAX, _OWN_MAX = 300, 12
-#: The numbers of a step's line that a page draws, by key, and the title of a chart of its own.
+#: The numbers of a step's line that a page draws, by key: the title of its own chart, and its unit.
 _OF_STEP = {
-    "loss": "",
-    "lr": "Learning rate",
-    "grad_norm": "Gradient norm",
-    "step_s": "Step time, s",
+    "loss": ("", 1.0),
+    "lr": ("Learning rate", 1.0),
+    "grad_norm": ("Gradient norm", 1.0),
+    "step_s": ("Step time, s", 1.0),
+    "device_bytes": ("Memory of the fullest device, GiB", 2.0**30),
 }
 
 #: ``(x, y)`` in the units of the axes.
@@ -212,7 +213,11 @@ class Curve:
 
 def further_curves(curve: Curve, values: Curve) -> dict[str, list[Point]]:
     """Return what a run recorded beside its loss, by title; ``values`` are the script's own."""
-    found = {title: curve.points(name) for name, title in _OF_STEP.items() if title}
+    found = {
+        title: [(step, number / unit) for step, number in curve.points(name)]
+        for name, (title, unit) in _OF_STEP.items()
+        if title
+    }
     found |= {name: values.points(name) for name in values.names()[:_OWN_MAX]}
     return {title: thin(points, _FURTHER_MAX) for title, points in found.items() if points}
 

@@ -80,7 +80,7 @@ def test_a_chart_tells_its_values_and_lets_a_person_look_closer(
     tmp_path: Path, browser: Browser
 ) -> None:
     """A loss that begins at 4.3 makes a flat line of everything behind it."""
-    write_run(tmp_path, steps=400, faults=(CRASH,))
+    write_run(tmp_path, steps=400, faults=(CRASH,), device_bytes=3.0 * 2**30)
     write_report(str(tmp_path))
     browser.open(f"file://{tmp_path}/report.html", width=1280)
     browser.await_true("document.querySelectorAll('#charts svg path.curve').length >= 6")
@@ -97,7 +97,9 @@ def test_a_chart_tells_its_values_and_lets_a_person_look_closer(
     browser.run("document.querySelector('.chart > svg').ondblclick()")
     assert browser.run("views['Loss by step'].from") is None
     titles = browser.run("[...document.querySelectorAll('#charts h3')].map(e => e.firstChild.data)")
-    assert titles[4:] == ["Learning rate", "Gradient norm", "Step time, s"]
+    further = ["Learning rate", "Gradient norm", "Step time, s"]
+    assert titles[4:] == [*further, "Memory of the fullest device, GiB"]
+    assert browser.run("run.curves['Memory of the fullest device, GiB'][0]") == [1.0, 3.0]
 
 
 def test_a_tab_finds_a_controller_that_was_restarted(
@@ -131,6 +133,18 @@ def test_a_page_for_others_asks_for_the_token_before_it_shows_anything(
     browser.click("form button")
 
     browser.await_true("document.title.includes('7/60')")
+    # The browser follows a link without the token.
+    browser.run(
+        "URL.createObjectURL = blob => { blob.text().then(text => { window.got = text; });"
+        " return '#'; }"
+    )
+    browser.click("#actions a")
+    browser.await_true(
+        "window.got?.startsWith('<!doctype html>') && got.includes('weights digest')"
+    )
+    browser.click("#actions code + button")
+    assert browser.run("getSelection().toString()").startswith("everstep export ")
+    assert browser.run("document.querySelector('#actions code + button').textContent") == "copied"
     served.stop()
 
 

@@ -33,10 +33,12 @@ def write_run(
     validation_loss: float = 1.875,
     finished: bool = True,
     price: float = 0.0,
+    device_bytes: float = 0.0,
 ) -> Path:
     """Write a run of ``steps`` steps that went through ``faults`` into ``directory``.
 
-    It starts up for 5.5 s, and ``price`` is in dollars an hour.
+    It starts up for 5.5 s, and ``price`` is in dollars an hour. A run on devices has
+    ``device_bytes``.
     """
     at_s, attempt, workers, step = 105.5, 1, 4, 0
     journal: list[dict[str, Any]] = [
@@ -53,7 +55,8 @@ def write_run(
         at_s += STEP_S * 4 / workers
         kind = {"at_s": at_s, "attempt": attempt, "kind": "StepCompleted"}
         journal.append({**kind, "step": step, "step_s": STEP_S})
-        metrics.append(_metrics_line(step, attempt, workers))
+        held = {"device_bytes": device_bytes} if device_bytes else {}
+        metrics.append({**_metrics_line(step, attempt, workers), **held})
         if pending and pending[0].step == step:
             fault = pending.pop(0)
             incidents.append(_incident(fault, at_s, workers))

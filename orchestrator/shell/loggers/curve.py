@@ -19,6 +19,7 @@ _OF_STEP: Final = {
     "lr": "train/lr",
     "tokens": "train/tokens",
     "step_s": "train/step_s",
+    "device_bytes": "everstep/device_bytes",
     "num_workers": "everstep/num_workers",
     "attempt": "everstep/attempt",
 }

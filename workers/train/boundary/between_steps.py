@@ -125,7 +125,7 @@ class Boundary:
         # Costs may be asked for after the attempt: the callback must not hold the state.
         meter, cadence = SaveMeter(), self._cadence
         self._meter = meter
-        self._device_memory = DeviceMemory(device)
+        self._device_memory = DeviceMemory(device, num_ranks=assignment.layout.world_size)
 
         def costs() -> SaveCosts:
             return replace(meter.costs(cadence.intervals), trouble=storage.trouble)
@@ -166,6 +166,7 @@ class Boundary:
             leaves_durably=leaves_durably,
             read=read,
             read_squared=read**2,
+            device_bytes=self._device_memory.of_ranks(self._assignment.rank),
         )
         if self._assignment.rank == 0:
             pace = context.pace(attempt)
@@ -467,6 +468,7 @@ class Boundary:
 
     def _step_line(self, step: Step, step_s: float, **more: Any) -> dict[str, Any]:
         start, stop = step.order_range
+        held = step.agreed.device_bytes
         return self.line(
             step.number,
             loss=step.loss,
@@ -476,6 +478,7 @@ class Boundary:
             samples=stop - start,
             step_s=step_s,
             **({"skipped": True} if step.is_skipped else {}),
+            **({"device_bytes": max(held)} if held else {}),
             **more,
             num_workers=self._assignment.layout.world_size,
             layout=str(self._assignment.layout),

@@ -15,8 +15,9 @@ _LOOK_S: Final = 1.0
 class DeviceMemory:
     """A device's memory as its driver tells it, that of other processes included."""
 
-    def __init__(self, device: torch.device) -> None:
+    def __init__(self, device: torch.device, *, num_ranks: int = 1) -> None:
         self._device = device
+        self._num_ranks = num_ranks
         self._look_at_s = -math.inf
         self._found = math.nan, math.nan
 
@@ -28,3 +29,10 @@ class DeviceMemory:
             free, there_is = torch.cuda.mem_get_info(self._device)
             self._found = float(there_is - free), float(there_is)
         return self._found
+
+    def of_ranks(self, rank: int) -> tuple[float, ...]:
+        """Return how much is in use, at the place of ``rank`` among all; empty without a device."""
+        if self._device.type != "cuda":
+            return ()
+        in_use, _ = self.bytes()
+        return (0.0,) * rank + (in_use,) + (0.0,) * (self._num_ranks - rank - 1)

@@ -31,6 +31,8 @@ class Signals:
         storage_steps: Steps between two versions in storage from now on, likewise.
         read: Digest of what it has read of a stream, below 2 ** 20; the sum over ranks.
         read_squared: Its square, likewise.
+        device_bytes: Memory in use on the device of each rank; empty without devices. A rank knows
+            its own, and 0.0 for the others.
     """
 
     buffers: bool = False
@@ -46,19 +48,22 @@ class Signals:
     storage_steps: int = 0
     read: int = 0
     read_squared: int = 0
+    device_bytes: tuple[float, ...] = ()
 
-    def numbers(self) -> list[int]:
+    def numbers(self) -> list[float]:
         """Return the numbers to sum over all ranks, for ``from_sums``."""
-        return [int(getattr(self, field.name)) for field in fields(self)]
+        *each, _ = fields(self)
+        return [*(int(getattr(self, field.name)) for field in each), *self.device_bytes]
 
     @classmethod
     def from_sums(cls, sums: Any) -> Signals:
         """Return what any rank signalled."""
+        *each, _ = fields(cls)
         values: dict[str, Any] = {
             field.name: value > 0 if field.default is False else int(value)
-            for field, value in zip(fields(cls), sums, strict=True)
+            for field, value in zip(each, sums, strict=False)
         }
-        return cls(**values)
+        return cls(**values, device_bytes=tuple(sums[len(each) :]))
 
 
 def refuse_readings(agreed: Signals, mine: Signals, *, step: int, device: torch.device) -> None:
