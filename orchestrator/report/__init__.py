@@ -6,7 +6,7 @@ from ucp_core.lazy import lazy_door
 
 if TYPE_CHECKING:
     from orchestrator.report.document import Scale, rate, run_document
-    from orchestrator.report.html import live_page, write_report
+    from orchestrator.report.html import live_page, report_of, write_report
     from orchestrator.report.situation import what_it_does, what_survives
 
 

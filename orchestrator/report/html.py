@@ -82,6 +82,23 @@ def write_report(
 ) -> str:
     """Write ``report.html`` into the run directory and return where it is.
 
+    Args and errors are those of ``report_of``.
+    """
+    text = report_of(run_dir_url, compare=compare, summary=summary, stats=stats)
+    store, path = open_store(run_dir_url)
+    store.write_atomic(join(path, REPORT_NAME), text.encode(), fsync=False)
+    return join(run_dir_url, REPORT_NAME)
+
+
+def report_of(
+    run_dir_url: str,
+    *,
+    compare: str | None = None,
+    summary: Mapping[str, Any] | None = None,
+    stats: RunStats | None = None,
+) -> str:
+    """Return the report of a run as HTML.
+
     Args:
         run_dir_url: Run directory, a path or an fsspec URL. The run may be under way.
         compare: Run directory of the undisturbed run, to draw both curves and to compare ends.
@@ -98,19 +115,14 @@ def write_report(
     store, path = open_store(run_dir_url)
     more = {"logs": _logs(store, path, run), "safe": _safe(store, path)}
     document = report_document(run, other, **more)
-    store.write_atomic(join(path, REPORT_NAME), _report(document).encode(), fsync=False)
-    return join(run_dir_url, REPORT_NAME)
+    # Text of users may hold any markup, and "<" is nowhere else in JSON.
+    inside = json.dumps(document, allow_nan=False).replace("<", "\\u003c")
+    return live_page().replace(_PLACE, _PLACE + inside)
 
 
 def live_page() -> str:
     """Return the page without a run: it asks the server that it comes from."""
     return files("orchestrator.report").joinpath("page.html").read_text(encoding="utf-8")
-
-
-def _report(document: Mapping[str, Any]) -> str:
-    # Text of users may hold any markup, and "<" is nowhere else in JSON.
-    inside = json.dumps(document, allow_nan=False).replace("<", "\\u003c")
-    return live_page().replace(_PLACE, _PLACE + inside)
 
 
 def report_document(

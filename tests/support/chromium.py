@@ -49,7 +49,8 @@ class Browser:
         self._process.wait()
 
     def open(self, url: str, *, width: int = 1600, is_dark: bool = False) -> None:
-        """Show ``url`` in a window of that width."""
+        """Show ``url`` in a window of that width, which a person looks at."""
+        self._call("Emulation.setFocusEmulationEnabled", enabled=True)
         scheme = "dark" if is_dark else "light"
         size = {"width": width, "height": 1000, "deviceScaleFactor": 1, "mobile": width < 600}
         self._call("Emulation.setDeviceMetricsOverride", **size)
@@ -58,10 +59,9 @@ class Browser:
         self._call("Page.navigate", url=url)
 
     def run(self, script: str) -> Any:
-        """Return the value of an expression; await it if it is a promise."""
-        answer = self._call(
-            "Runtime.evaluate", expression=script, awaitPromise=True, returnByValue=True
-        )
+        """Return the value of an expression, as if a person had asked; await a promise."""
+        how = {"awaitPromise": True, "returnByValue": True, "userGesture": True}
+        answer = self._call("Runtime.evaluate", expression=script, **how)
         assert "exceptionDetails" not in answer, answer
         return answer["result"].get("value")
 

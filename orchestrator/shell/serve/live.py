@@ -12,7 +12,7 @@ from typing import Any
 
 from orchestrator.config import RunConfig
 from orchestrator.core import RunStats
-from orchestrator.report import Scale, run_document, what_it_does, what_survives
+from orchestrator.report import Scale, report_of, run_document, what_it_does, what_survives
 from orchestrator.run_directory import log_tail
 from orchestrator.shell.capacity import NodeView
 from orchestrator.shell.clock import monotonic_s
@@ -75,6 +75,7 @@ class Live:
         self._seconds: dict[str, str] = {}
         self._made_s = -math.inf
         self._document = b""
+        self._reporting = asyncio.Lock()
         self.tag = ""
 
     @property
@@ -110,6 +111,11 @@ class Live:
         return await in_thread(
             STORAGE, log_tail, self._store, self._path, attempt=attempt, rank=rank
         )
+
+    async def report(self) -> str:
+        """Return the report of the run so far; one at a time, for it reads the whole journal."""
+        async with self._reporting:
+            return await in_thread(STORAGE, report_of, self._config.run.directory)
 
     def _made(self) -> dict[str, Any]:
         config, sources = self._config, self._sources
