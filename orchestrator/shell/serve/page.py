@@ -1,9 +1,10 @@
 """The controller's HTTP: a page for people, ``/status`` for tools, ``/metrics`` for Prometheus.
 
 ``everstep plan`` asks for ``/losses``. Only ``/actions`` change anything, with the run's token.
-Beyond loopback reading needs it, too, except for ``/metrics``. On loopback the name in the request
-must be one of this machine's: a page of another site could otherwise have its own name lead here
-and read the answers (DNS rebinding).
+Beyond loopback reading needs it, too; only a Prometheus on this machine, which finds all of its
+runs, scrapes ``/metrics`` without. On loopback the name in the request must be one of this
+machine's: a page of another site could otherwise have its own name lead here and read the answers
+(DNS rebinding).
 """
 
 from __future__ import annotations
@@ -35,8 +36,6 @@ _POLICY = (
 )
 _SCHEME = "Bearer "
 _LOCAL_NAMES = frozenset(("127.0.0.1", "::1", "localhost"))
-#: The page itself holds nothing of the run; Prometheus asks for metrics without a token.
-_OPEN_PATHS = frozenset(("/", "/metrics"))
 
 #: Performs an action, by its name, the token and what it is about; returns a line for people.
 Act = Callable[[str, str, Mapping[str, Any]], Awaitable[str]]
@@ -93,6 +92,7 @@ class StatusPage:
         app = web.Application(middlewares=[guarded])
         app.router.add_get("/", self._get_page)
         app.router.add_get("/page.json", self._get_document)
+        app.router.add_get("/report", self._get_report)
         app.router.add_get("/log", self._get_log)
         app.router.add_post("/actions/{name}", self._post_action)
         app.router.add_get("/status", self._get_status)
@@ -121,18 +121,28 @@ class StatusPage:
             if urlsplit(f"//{request.host}").hostname not in _LOCAL_NAMES:
                 text = f"{request.host} is no name of this page: open http://127.0.0.1 or localhost"
                 return _json({"message": text}, status=403)
-        elif request.path not in _OPEN_PATHS:
+        elif not self._is_open(request):
             try:
                 self._require(_token(request))
             except TokenError as error:
                 return _json({"message": str(error)}, status=401)
         return None
 
+    def _is_open(self, request: web.Request) -> bool:
+        """Return whether all may read that: the page itself holds nothing of the run."""
+        is_own = request.remote == self._host
+        return request.path == "/" or (request.path == "/metrics" and is_own)
+
     async def _get_page(self, _request: web.Request) -> web.Response:
+        return _html(live_page())
+
+    async def _get_report(self, _request: web.Request) -> web.Response:
         from aiohttp import web
 
-        headers = {"Content-Security-Policy": _POLICY, "Cache-Control": "no-cache"}
-        return web.Response(text=live_page(), content_type="text/html", headers=headers)
+        try:
+            return _html(await self._live.report())
+        except (OrchestratorError, StorageError) as error:
+            return web.Response(status=503, text=f"the run directory cannot be read now: {error}")
 
     async def _get_document(self, request: web.Request) -> web.Response:
         """Return the page's document, or only that it is the one that the browser has."""
@@ -190,6 +200,13 @@ class StatusPage:
 def _token(request: web.Request) -> str:
     header = request.headers.get("Authorization", "")
     return header.removeprefix(_SCHEME) if header.startswith(_SCHEME) else ""
+
+
+def _html(text: str) -> web.Response:
+    from aiohttp import web
+
+    headers = {"Content-Security-Policy": _POLICY, "Cache-Control": "no-cache"}
+    return web.Response(text=text, content_type="text/html", headers=headers)
 
 
 def _json(document: dict[str, Any], *, status: int = 200) -> web.Response:

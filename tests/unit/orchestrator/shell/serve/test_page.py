@@ -14,6 +14,7 @@ from typing import Any
 import aiohttp
 
 from orchestrator.core import Incident, RunStats
+from orchestrator.report import write_report
 from orchestrator.shell.serve import Live, StatusPage
 from orchestrator.shell.serve.curves import Curves
 from tests.support.histories import calm
@@ -38,14 +39,16 @@ def _browse(
     look: Callable[[aiohttp.ClientSession], Awaitable[Any]],
     *,
     host: str = "127.0.0.1",
+    peer: str | None = None,
 ) -> Any:
-    """Return what ``look`` does, with the page of ``live`` as its base."""
+    """Return what ``look`` does, from the address ``peer``, with ``live`` as its base."""
 
     async def served() -> Any:
         page = _page(live, host)
         base = await page.start()
         try:
-            async with aiohttp.ClientSession(base) as session:
+            sender = aiohttp.TCPConnector(local_addr=(peer, 0) if peer else None)
+            async with aiohttp.ClientSession(base, connector=sender) as session:
                 return await look(session)
         finally:
             await page.stop()
@@ -123,22 +126,28 @@ def test_an_action_needs_the_token(tmp_path: Path) -> None:
 
 
 def test_reading_beyond_loopback_needs_the_token(tmp_path: Path) -> None:
-    """Loss, configuration and output of scripts are for those who may see the run directory."""
+    """Loss, configuration and output of scripts are for those who may see the run directory.
+
+    A Prometheus on the machine finds all of its runs, each with a token of its own.
+    """
 
     async def look(session: aiohttp.ClientSession) -> list[tuple[int, ...]]:
         found = []
         for headers in ({}, {"Authorization": f"Bearer {TOKEN}"}):
             answers = [
                 await session.get(f"/{path}", headers=headers)
-                for path in ("", "metrics", "page.json", "log", "status", "losses")
+                for path in ("", "metrics", "page.json", "report", "log", "status", "losses")
             ]
             found.append(tuple(answer.status for answer in answers))
         return found
 
-    assert _browse(live_page(tmp_path), look, host=outside_address()) == [
-        (200, 200, 401, 401, 401, 401),
-        (200,) * 6,
-    ]
+    write_run(tmp_path)
+    here = outside_address()
+    from_here = _browse(live_page(tmp_path), look, host=here)
+    from_elsewhere = _browse(live_page(tmp_path), look, host=here, peer="127.0.0.1")
+
+    assert from_here == [(200, 200, *[401] * 5), (200,) * 7]
+    assert from_elsewhere == [(200, *[401] * 6), (200,) * 7]
 
 
 def test_a_name_that_was_made_to_lead_here_is_refused(tmp_path: Path) -> None:
@@ -204,6 +213,25 @@ def test_the_log_of_a_rank_is_read_from_the_run_directory(tmp_path: Path) -> Non
     told = _browse(live_page(tmp_path), look)
 
     assert told == [(200, "loss 3\n"), (200, "loss 3\n"), (200, ""), (400, "attempt")]
+
+
+def test_the_report_so_far_is_a_link_of_the_page(tmp_path: Path) -> None:
+    """It was a command, for a terminal on a machine that has the run directory."""
+
+    async def look(session: aiohttp.ClientSession) -> list[Any]:
+        async with session.get("/report") as answer:
+            policy = answer.headers.get("Content-Security-Policy", "")
+            return [answer.status, answer.content_type, policy[:18], await answer.text()]
+
+    refused = _browse(live_page(tmp_path), look)
+    write_run(tmp_path, finished=False)
+    *told, text = _browse(live_page(tmp_path), look)
+
+    assert refused[0] == 503
+    assert "holds no run" in refused[3]
+    assert told == [200, "text/html", "default-src 'none'"]
+    assert text == Path(write_report(str(tmp_path))).read_text()
+    assert '"step": 60' in text
 
 
 def test_the_page_has_loss_incidents_and_workers(tmp_path: Path) -> None:
