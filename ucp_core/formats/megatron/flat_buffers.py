@@ -1,11 +1,8 @@
 """Finds the parameters in the flat buffers of Megatron's distributed optimizer.
 
-``distrib_optim.pt`` holds buffers without names or offsets. Megatron fills them with the parameters
-in reverse order, each at the next multiple of 64 in its bucket, and omits the padding after the
-last parameter of a bucket. The ends of buckets are not saved. But a master, rounded to the model's
-dtype, is the model's weight: a few elements of each prove where it is.
-Sources: ``distrib_optimizer.py`` (``get_parameter_state_dp_zero``) and
-``param_and_grad_buffer.py`` of megatron-core 0.5 to 0.16.
+``distrib_optim.pt`` holds buffers without names or offsets: all buckets one after the other,
+without the padding behind each, and without their ends. ``shared.flat_buffers`` has the layout.
+Source: ``get_parameter_state_dp_zero`` in ``distrib_optimizer.py`` of megatron-core 0.5 to 0.16.
 """
 
 from __future__ import annotations
@@ -13,7 +10,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 from ucp_core.errors import CheckpointCorruptError, PatternError
-from ucp_core.formats.shared import is_master_of
+from ucp_core.formats.shared import is_master_of, lay_out
 from ucp_core.torch_files import TensorRef
 
 if TYPE_CHECKING:
@@ -21,8 +18,6 @@ if TYPE_CHECKING:
 
     from ucp_core.storage import Store
 
-#: Parameters begin at multiples of this, counted from their bucket.
-_ALIGNMENT = 64
 _FLAT = "param"
 _NUMBERS = ("numel_unpadded",)
 
@@ -81,51 +76,21 @@ def find(
         PatternError: Masters do not round to the model's weights, or the trained parameters cannot
             be determined.
     """
-    found: dict[str, int] = {}
-    frozen: list[str] = []
-    bucket = end = 0
-    for name, ref in reversed(params):
-        aligned = bucket + -(-(end - bucket) // _ALIGNMENT) * _ALIGNMENT
-        for start in (aligned, end):
-            if is_master_of(store, directory, flat, start, ref):
-                bucket = bucket if start == aligned else start
-                found[name] = start
-                end = start + ref.num_elements
-                break
-        else:
-            frozen.append(name)
-    _check_frozen(store, directory, flat, params, found, frozen)
-    if end != flat.num_elements:
-        where = f"the parameters end at {end}, the buffer at {flat.num_elements}"
-        if frozen:
-            ref = dict(params)[frozen[0]]
-            where += f", and the masters of {frozen[0]} are not the model's weights in {ref.file}"
-        raise PatternError(
-            f"{flat.file}: {where}: the files are of two saves, or the buffer is of another form; "
-            "save in torch_dist format",
+
+    def refused(number: int | None, why: str) -> PatternError:
+        name, ref = ("", flat) if number is None else params[number]
+        return PatternError(
+            f"{flat.file}: {name or 'a part'} in {ref.file}: {why}: the files are of two saves, or "
+            "the buffer is of another form; save in torch_dist format",
             file=flat.file,
-            fqn=frozen[0] if frozen else "",
+            fqn=name,
         )
-    return found
 
-
-def _check_frozen(
-    store: Store,
-    directory: str,
-    flat: TensorRef,
-    params: Sequence[tuple[str, TensorRef]],
-    found: Mapping[str, int],
-    frozen: Sequence[str],
-) -> None:
-    """Check that no parameter outside the buffer has the weights of one that is in it."""
-    refs = dict(params)
-    for name in frozen:
-        for other, start in found.items():
-            alike = refs[name].num_elements == refs[other].num_elements
-            if alike and is_master_of(store, directory, flat, start, refs[name]):
-                raise PatternError(
-                    f"{flat.file}: one of {name} and {other}, whose weights are alike, was not "
-                    "trained, and nothing says which; save in torch_dist format",
-                    file=flat.file,
-                    fqn=name,
-                )
+    places = lay_out(
+        [ref.num_elements for _, ref in params],
+        [flat.num_elements],
+        lambda number, place: is_master_of(store, directory, flat, place.start, params[number][1]),
+        refused=refused,
+        is_joined=True,
+    )
+    return {params[number][0]: place.start for number, place in places.items()}

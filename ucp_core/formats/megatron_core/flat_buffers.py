@@ -1,12 +1,8 @@
 """Finds parameters in the flat buffers of Megatron's distributed optimizer.
 
-In the form ``dp_reshardable`` a buffer holds the parameters of one model-parallel rank, and the
-checkpoint does not name them. Megatron lays them out in the reverse order of the model's modules,
-each at a multiple of 64 elements. The metadata list the model's keys in that order. So the layout
-can be computed, and proven: the buffer's fp32 weights round to the model's weights. A buffer that
-does not fit in length and values is refused. Parameters in no buffer were not trained.
-
-Source: ``_compute_per_buffer_param_layout`` in ``megatron/core/optimizer/distrib_optimizer.py``.
+In the form ``dp_reshardable`` a buffer holds the parameters of one model-parallel rank. The
+metadata list the model's keys in the order of its modules; ``shared.flat_buffers`` has the layout.
+A buffer that does not fit in length and values is refused.
 """
 
 from __future__ import annotations
@@ -25,7 +21,7 @@ from ucp_core.formats.megatron_core.buffer_weights import (
     holds_plain,
 )
 from ucp_core.formats.megatron_core.key_names import BucketKey, stack_of
-from ucp_core.formats.shared import grouped_experts
+from ucp_core.formats.shared import grouped_experts, lay_out
 from ucp_core.geometry import (
     DTYPE_BYTES,
     Box,
@@ -39,13 +35,11 @@ from ucp_core.geometry import (
 from ucp_core.numerics import FLOATS
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator, Mapping, Sequence
+    from collections.abc import Iterator, Mapping, Sequence
 
     from ucp_core.formats.dcp import Container
 
 _FILE_RANK = re.compile(r"(?:.*/)?__(\d+)_\d+\.distcp")
-#: Parameters begin at multiples of this many elements.
-_ALIGNMENT = 64
 #: Experts have an optimizer of their own if their ranks differ from those of the rest.
 _EXPERTS = ".experts."
 _CHAIN = re.compile(r"chained_(\d+)\.")
@@ -275,21 +269,21 @@ def _laid_out(
     masters = sorted(bucket for bucket in buffers if bucket.slot == "weight")
     if not masters:
         raise _refused(container, group, "there are no fp32 weights in the buffers")
-    left: Sequence[Param] = params
-    for order, choose in (
-        (params[::-1], _next),
-        (params[::-1], _later),
-        (params, _only),
-    ):
-        placed, left = _tried(container, buffers, masters, order, choose)
-        if placed is not None and _is_only_way(container, buffers, placed, left):
-            return _ordered(container, buffers, placed)
-    raise _refused(
-        container,
-        left[0].key if left else group,
-        f"where it is in the buffers of {group} does not follow from its weights: they are not "
-        "there, or others have the same",
+
+    def refused(number: int | None, why: str) -> UnsupportedVersionError:
+        key = group if number is None else params[number].key
+        return _refused(container, key, f"it is not to be found in the buffers of {group}: {why}")
+
+    places = lay_out(
+        [param.num_elements for param in params],
+        [buffers[bucket].num_elements for bucket in masters],
+        lambda number, place: holds(
+            container, buffers[masters[place.bucket]], place.start, params[number]
+        ),
+        refused=refused,
     )
+    placed = [_Placed(params[n], masters[at.bucket], at.start) for n, at in places.items()]
+    return _ordered(container, buffers, placed)
 
 
 def _ordered(
@@ -307,74 +301,6 @@ def _ordered(
         raise _refused(container, apart[0].param.key, why)
     is_grouped = ways == [holds_grouped]
     return [one._replace(is_grouped=is_grouped and one in apart) for one in placed]
-
-
-def _tried(
-    container: Container,
-    buffers: Mapping[BucketKey, Buffer],
-    masters: Sequence[BucketKey],
-    params: Sequence[Param],
-    choose: Callable[[Container, Buffer, int, Sequence[Param]], int | None],
-) -> tuple[list[_Placed] | None, list[Param]]:
-    """Return the places that ``choose`` finds, or None, and the parameters not found."""
-    left = list(params)
-    skipped: list[Param] = []
-    placed: list[_Placed] = []
-    for bucket, start in _starts(buffers, masters, placed):
-        index = choose(container, buffers[bucket], start, left)
-        if index is None:
-            return None, skipped + left
-        placed.append(_Placed(left.pop(index), bucket, start))
-        if choose is _later:
-            skipped += left[:index]
-            del left[:index]
-    return placed, skipped + left
-
-
-def _is_only_way(
-    container: Container,
-    buffers: Mapping[BucketKey, Buffer],
-    placed: Sequence[_Placed],
-    left: Sequence[Param],
-) -> bool:
-    """Return whether no unplaced parameter could take the place of another."""
-    return not any(
-        holds(container, buffers[one.bucket], one.start, other) for other in left for one in placed
-    )
-
-
-def _starts(
-    buffers: Mapping[BucketKey, Buffer],
-    masters: Sequence[BucketKey],
-    placed: Sequence[_Placed],
-) -> Iterator[tuple[BucketKey, int]]:
-    """Yield where a parameter begins; the caller adds it to ``placed`` before it continues."""
-    for bucket in masters:
-        start = 0
-        # Padding up to the next bucket follows the last parameter.
-        while start < buffers[bucket].num_elements:
-            yield bucket, start
-            position = start + placed[-1].param.num_elements
-            start = -(-position // _ALIGNMENT) * _ALIGNMENT
-
-
-def _next(container: Container, buffer: Buffer, start: int, left: Sequence[Param]) -> int | None:
-    """Return 0 if the next parameter in the order of modules begins at ``start``."""
-    return 0 if left and holds(container, buffer, start, left[0]) else None
-
-
-def _later(container: Container, buffer: Buffer, start: int, left: Sequence[Param]) -> int | None:
-    """Return the next parameter that begins at ``start``; skipped ones are in no buffer."""
-    return next((i for i, p in enumerate(left) if holds(container, buffer, start, p)), None)
-
-
-def _only(container: Container, buffer: Buffer, start: int, left: Sequence[Param]) -> int | None:
-    """Return the only parameter that begins at ``start``, in any order.
-
-    Ranks that share the saving may write the keys in another order.
-    """
-    found = [i for i, param in enumerate(left) if holds(container, buffer, start, param)]
-    return found[0] if len(found) == 1 else None
 
 
 def _add_fragments(

@@ -3,12 +3,14 @@
 ``torch_files`` opens the files of all ranks. ``shards`` makes whole tensors of their shards,
 ``groups`` one list of the optimizer's groups. ``values`` converts small values of pickles to JSON
 and back, and ``inline`` serves numbers as files. ``optimizer_order`` finds the parameter that a
-number of an optimizer means, ``evidence`` checks its master. ``grouped_experts`` knows the order of
-Megatron's experts that are one parameter, and ``stacked_experts`` finds those of ``transformers``.
+number of an optimizer means, ``evidence`` checks its master, and ``flat_buffers`` lays out
+Megatron's. ``grouped_experts`` knows the order of Megatron's experts that are one parameter, and
+``stacked_experts`` finds those of ``transformers``.
 """
 
 from ucp_core.formats.shared import grouped_experts
 from ucp_core.formats.shared.evidence import is_master_of, rounded
+from ucp_core.formats.shared.flat_buffers import lay_out
 from ucp_core.formats.shared.grouped_experts import strides
 from ucp_core.formats.shared.groups import Groups
 from ucp_core.formats.shared.optimizer_order import (
