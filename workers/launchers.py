@@ -1,4 +1,4 @@
-"""What launchers and schedulers of other kinds leave in a process: their signals and variables.
+"""What launchers and schedulers of other kinds do to a process: their signals and variables.
 
 Slurm's ``--signal=USR1@120`` sends the signal to every process of a step: to the command, which
 stops the run, and to workers, keepers and Ray's own processes, which it would end in mid-step.
@@ -35,6 +35,14 @@ def ignore_schedulers() -> None:
     for number in SCHEDULERS:
         if signal.getsignal(number) is signal.SIG_DFL:
             ctypes.pythonapi.PyOS_setsig(int(number), ctypes.c_void_p(int(signal.SIG_IGN)))
+
+
+def crash_by_sigterm() -> None:
+    """Have SIGTERM end this process at once, as SIGKILL does; from any thread, likewise.
+
+    Ray's own handler ends an actor as if that were its wish, and Ray never starts it again.
+    """
+    ctypes.pythonapi.PyOS_setsig(int(signal.SIGTERM), ctypes.c_void_p(int(signal.SIG_DFL)))
 
 
 def forget_place(environment: MutableMapping[str, str]) -> tuple[str, ...]:

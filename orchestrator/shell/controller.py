@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any, NoReturn
 import ray
 
 from ucp_core.errors import StorageError
-from workers.launchers import ignore_schedulers
+from workers.launchers import crash_by_sigterm, ignore_schedulers
 
 if TYPE_CHECKING:
     from workers.protocol import NodeReport
@@ -54,6 +54,7 @@ class Controller:
 
     def __init__(self, *, run_id: str, config: dict[str, Any], claim: int, token: str) -> None:
         ignore_schedulers()
+        crash_by_sigterm()
         with contextlib.suppress(PermissionError):
             # Ray's workers run at niceness 15; decisions must not queue behind training.
             os.setpriority(os.PRIO_PROCESS, 0, 0)

@@ -16,6 +16,7 @@ import itertools
 import os
 import shutil
 import signal
+import struct
 import subprocess
 import sys
 import tempfile
@@ -26,7 +27,16 @@ from pathlib import Path
 from types import TracebackType
 from typing import Self
 
-__all__ = ["HEAD", "REDIS", "NetworkCluster", "Switch", "host_of", "why_no_redis", "why_not"]
+__all__ = [
+    "HEAD",
+    "OUTSIDE",
+    "REDIS",
+    "NetworkCluster",
+    "Switch",
+    "host_of",
+    "why_no_redis",
+    "why_not",
+]
 
 #: The machine with the controller and without workers; nodes count from 1.
 HEAD = 0
@@ -35,7 +45,7 @@ REDIS = 31
 _PORT, _REDIS_PORT, _JOBS_PORT = 6379, 6380, 8265
 _MACHINES_MAX = 32
 #: This process, where it reaches the machines of a cluster, has the address of the last one.
-_OUTSIDE = 253
+OUTSIDE = 253
 _START_S_MAX = 120.0
 _LOOK_S = 0.05
 _BIN = Path(sys.executable).parent
@@ -61,6 +71,54 @@ ip route add default dev eth0 || exit 1
 shift 4
 trap 'exit 0' TERM
 while true; do "$@" & wait $!; sleep 1; done
+"""
+#: The file of a machine's clock: a step in whole seconds, seen by every process at once.
+_CLOCK = "everstep-clock"
+_CLOCK_SOURCE = r"""
+#define _GNU_SOURCE
+#include <dlfcn.h>
+#include <fcntl.h>
+#include <stdio.h>
+#include <stdlib.h>
+#include <sys/mman.h>
+#include <sys/time.h>
+#include <time.h>
+#include <unistd.h>
+
+static volatile long long none, *step = &none;
+static int (*get)(clockid_t, struct timespec *);
+
+__attribute__((constructor)) static void open_step(void) {
+    char path[4096];
+    get = (int (*)(clockid_t, struct timespec *))dlsym(RTLD_NEXT, "clock_gettime");
+    if (!getenv("TMPDIR")) return;
+    snprintf(path, sizeof path, "%s/everstep-clock", getenv("TMPDIR"));
+    int file = open(path, O_RDWR | O_CREAT | O_CLOEXEC, 0600);
+    if (file < 0 || ftruncate(file, 8)) return;
+    void *found = mmap(0, 8, PROT_READ, MAP_SHARED, file, 0);
+    if (found != MAP_FAILED) step = found;
+    close(file);
+}
+int clock_gettime(clockid_t clock, struct timespec *at) {
+    if (!get) get = (int (*)(clockid_t, struct timespec *))dlsym(RTLD_NEXT, "clock_gettime");
+    int result = get(clock, at);
+    if (!result && (clock == CLOCK_REALTIME || clock == CLOCK_REALTIME_COARSE)) at->tv_sec += *step;
+    return result;
+}
+int gettimeofday(struct timeval *restrict at, void *restrict zone) {
+    struct timespec now;
+    (void)zone;
+    clock_gettime(CLOCK_REALTIME, &now);
+    at->tv_sec = now.tv_sec;
+    at->tv_usec = now.tv_nsec / 1000;
+    return 0;
+}
+time_t time(time_t *at) {
+    struct timespec now;
+    clock_gettime(CLOCK_REALTIME, &now);
+    if (at) *at = now.tv_sec;
+    return now.tv_sec;
+}
 """
 
 
@@ -232,6 +290,7 @@ class NetworkCluster:
         has_dashboard: Whether the head takes jobs, on ``jobs``.
         has_redis: Whether the head may come back: what it knows is kept in a Redis on a machine of
             its own.
+        has_clocks: Whether each machine has a clock of its own, for ``step_clock``; needs ``gcc``.
         head_yields: Whether the head's processes only get the processor time that all others leave,
             as if the head had processors of its own.
         environment: Variables of Ray's processes and of all commands.
@@ -245,6 +304,7 @@ class NetworkCluster:
         number: int = 0,
         has_dashboard: bool = False,
         has_redis: bool = False,
+        has_clocks: bool = False,
         head_yields: bool = False,
         environment: Mapping[str, str] | None = None,
     ) -> None:
@@ -257,6 +317,8 @@ class NetworkCluster:
         self._variables = dict(environment or {})
         # Short: Ray makes sockets below it.
         self._folder = Path(tempfile.mkdtemp(prefix=f"{_PREFIX}{os.getpid()}-"))
+        if has_clocks:
+            self._variables["LD_PRELOAD"] = str(_clock_library(self._folder))
         self._machines: dict[int, _Machine] = {}
         self._boots = itertools.count()
         self._nodes: dict[str, int] = {}
@@ -379,7 +441,7 @@ class NetworkCluster:
         """Let this process reach the machines; nobody else learns of it."""
         device = f"everstep{self._number}"
         self._switch.add("host", os.getpid(), device=device)
-        _call("ip", "addr", "add", f"{host_of(_OUTSIDE, self._number)}/24", "dev", device)
+        _call("ip", "addr", "add", f"{host_of(OUTSIDE, self._number)}/24", "dev", device)
         _call("ip", "link", "set", device, "up")
 
     def kill(self, machine: int) -> None:
@@ -439,6 +501,16 @@ class NetworkCluster:
     def slow_link(self, source: int, target: int, rate: str) -> None:
         """Let no more than ``rate`` through from one machine to another."""
         self._switch.limit_from(_port(target), self.host(source), rate, "1gbit")
+
+    def step_clock(self, machine: int, seconds: float) -> None:
+        """Set the time of day of a machine so much before or behind that of all others."""
+        # In place: processes have it mapped.
+        with (self._machines[machine].log.parent / _CLOCK).open("r+b") as file:
+            file.write(struct.pack("=q", round(seconds)))
+
+    def inside(self, machine: int, path: str) -> Path:
+        """Return where this process finds a file of a machine."""
+        return Path(f"/proc/{self._machines[machine].init_pid}/root") / path.lstrip("/")
 
     def pids(self, machine: int) -> list[int]:
         """Return the processes of a machine, as this process numbers them."""
@@ -519,6 +591,14 @@ def _await_text(log: Path, text: str, process: subprocess.Popen[bytes]) -> None:
             process.kill()
             raise OSError(f"a machine did not start: {log.read_text(errors='replace')[-2000:]}")
         time.sleep(_LOOK_S)
+
+
+def _clock_library(folder: Path) -> Path:
+    """Return a library that adds what a file in ``TMPDIR`` says to each time of day."""
+    source, library = folder / "clock.c", folder / "clock.so"
+    source.write_text(_CLOCK_SOURCE)
+    _call("gcc", "-shared", "-fPIC", "-O2", "-o", str(library), str(source), "-ldl")
+    return library
 
 
 def _signal(pids: Sequence[int], number: signal.Signals) -> None:

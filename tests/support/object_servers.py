@@ -232,16 +232,18 @@ class _Listener(ThreadingHTTPServer):
 
 
 @contextmanager
-def proxied(server_url: str) -> Iterator[Callable[[], Proxy]]:
+def proxied(
+    server_url: str, host: str = "127.0.0.1", port: int = 0
+) -> Iterator[Callable[[], Proxy]]:
     """Pass requests on to ``server_url``, but for the faults; yield what begins a new proxy.
 
     All of them have one URL. The one before sees and spoils nothing any more.
     """
-    listener = _Listener(("127.0.0.1", 0), _Handler)
+    listener = _Listener((host, port), _Handler)
     listener.behind = server_url.removeprefix("http://")
 
     def begin() -> Proxy:
-        listener.proxy = Proxy(f"http://127.0.0.1:{listener.server_port}")
+        listener.proxy = Proxy(f"http://{host}:{listener.server_port}")
         return listener.proxy
 
     begin()

@@ -3,10 +3,14 @@
 Its argument is the length of a step with four workers, in seconds; with fewer they have more to do.
 A micro-batch takes its share of that, what it computes included.
 It runs alone, too, and makes ``STEPS`` then, or as many as a second argument says.
+A third argument is a folder of orders: the loss of step N is not a number if it has a file
+``nan-N``, and rank R takes a file ``raise-R`` away and raises.
 """
 
+import math
 import sys
 import time
+from pathlib import Path
 
 import torch
 from torch import nn
@@ -29,13 +33,24 @@ def train(session: Session) -> None:
         lambda: nn.Sequential(nn.Linear(64, 512), nn.Tanh(), nn.Linear(512, 64)),
     )
     session.optimizer(lambda parameters: torch.optim.AdamW(parameters.values()))
+    orders = Path(sys.argv[3]) if len(sys.argv) > 3 else None
     for step in session.steps(_NUM_SAMPLES):
+        spoil = _obey(orders, step.number, session.rank) if orders else 1.0
         for samples in step.micro_batches():
             begun_s = time.monotonic()
             loss = (model(inputs[samples]) - inputs[samples].flip(-1)).square().mean()
-            step.backward(loss, tokens=len(samples))
+            step.backward(loss * spoil, tokens=len(samples))
             time.sleep(max(0.0, begun_s + share_s - time.monotonic()))
         step.apply()
+
+
+def _obey(orders: Path, number: int, rank: int) -> float:
+    """Raise if that is ordered of this rank; return what the loss of a step is multiplied by."""
+    order = orders / f"raise-{rank}"
+    if order.exists():
+        order.unlink()
+        raise RuntimeError("this rank was ordered to raise")
+    return math.nan if (orders / f"nan-{number}").exists() and rank == 0 else 1.0
 
 
 if __name__ == "__main__":

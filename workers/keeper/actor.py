@@ -35,7 +35,7 @@ from workers.keeper.peers import rate_to, unreached
 from workers.keeper.reach import Reach
 from workers.keeper.sockets import Sockets
 from workers.keeper.trainer_watch import STILL_S, NodeWatch, clear, ring_path
-from workers.launchers import ignore_schedulers
+from workers.launchers import crash_by_sigterm, ignore_schedulers
 from workers.parent_death import end_with_parent
 from workers.protocol import GONE, Ending, Flow, Inventory, KeeperOrder, NodeReport, Notice, Peer
 from workers.records import Lease, lease_s
@@ -100,6 +100,7 @@ class Keeper:
     ) -> None:
         end_with_parent()
         ignore_schedulers()
+        crash_by_sigterm()
         with contextlib.suppress(PermissionError):
             # Ray's workers run at niceness 15: beside busy trainers a report would wait.
             os.setpriority(os.PRIO_PROCESS, 0, 0)

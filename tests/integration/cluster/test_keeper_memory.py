@@ -212,14 +212,18 @@ def test_what_a_killed_trainer_finished_is_held_stored_and_then_let_go_of(
     third.kill()
 
 
+@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGTERM])
 def test_a_killed_keeper_is_handed_the_memory_again_and_stores_what_was_pinned(
-    keeper: _Keeper,
+    keeper: _Keeper, number: signal.Signals
 ) -> None:
-    """Training goes on meanwhile; nothing that its ranks hold is lost, no pin forgotten."""
+    """Training goes on meanwhile; nothing that its ranks hold is lost, no pin forgotten.
+
+    By Ray's handler of SIGTERM it would end as if it wished to, and never be started again.
+    """
     before = keeper.hello()
     trainer = _Trainer(keeper.directory, "w0001")
     assert trainer.snapshot(1)
-    os.kill(before["pid"], signal.SIGKILL)
+    os.kill(before["pid"], number)
     # Whether there is a keeper at this moment does not matter to the trainer.
     trainer.snapshot(2, pin=True)
 

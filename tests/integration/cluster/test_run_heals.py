@@ -223,6 +223,7 @@ def test_processes_that_stop_or_die_in_turn_are_replaced_one_by_one(
     config = run.config
     stopped = _stop_a_worker(run)
     _end_the_controller(run, signal.SIGSTOP)
+    _end_the_controller(run, signal.SIGTERM)
     attempts = [_kill_a_worker(run, after=_end_the_controller(run, signal.SIGKILL))]
     attempts += [_kill_a_worker(run, after=_kill_a_keeper(run))]
     attempts += [_kill_a_keeper_and_a_worker(run)]
@@ -270,7 +271,8 @@ def _stop_a_worker(run: Launched) -> str:
 def _end_the_controller(run: Launched, number: signal.Signals) -> dict[str, Any]:
     """The workers' attempt must be the same afterwards: they were adopted, not restarted.
 
-    Ray takes a controller that is only stopped for alive, and starts no other.
+    Ray takes a controller that is only stopped for alive, and starts no other; and none for one
+    that its own handler of SIGTERM ended.
     """
     before = _protected(run, workers=4)
     pid = run.controller_pid(timeout_s=ACT_S_MAX)

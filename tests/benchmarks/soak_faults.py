@@ -1,0 +1,99 @@
+"""The faults of a soak: which there are, and which one has which index of a seed. Pure."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Sequence
+from itertools import product
+from typing import Final, NamedTuple
+
+#: How many faults come in the same instant as another, and how many while a run recovers from one.
+TOGETHER, RECOVERING = 0.12, 0.12
+
+
+class Kind(NamedTuple):
+    """What a kind of fault strikes, and how long it lasts at most.
+
+    Attributes:
+        strikes: Two faults that belong together strike different machines, or different things.
+        hold_s: It ends then, or once the run trains in a later attempt.
+        network: Whether it needs machines of namespaces.
+        steady: Whether it lasts for all of ``hold_s``.
+    """
+
+    strikes: str
+    hold_s: float
+    network: bool = False
+    steady: bool = False
+
+
+_PROCESSES: Final = ("worker", "keeper", "controller", "raylet", "head")
+#: Processes of simulated nodes that can be signalled one by one.
+_LOCAL: Final = frozenset({"worker", "keeper", "controller", "raylet"})
+_OF_MACHINE: Final = frozenset({"worker", "keeper", "raylet"})
+KINDS: Final[dict[str, Kind]] = {
+    **{
+        f"{process}-{number}": Kind(
+            "machine" if process in _OF_MACHINE else process,
+            20.0,
+            network=process not in _LOCAL,
+        )
+        for process, number in product(_PROCESSES, ("kill", "stop", "term"))
+    },
+    "raise": Kind("machine", 20.0),
+    "nan": Kind("numbers", 12.0),
+    "memory": Kind("machine", 20.0),
+    "shared-memory": Kind("machine", 15.0, network=True, steady=True),
+    "node-kill": Kind("machine", 20.0),
+    "drain": Kind("machine", 15.0, steady=True),
+    "notice": Kind("machine", 15.0, network=True, steady=True),
+    "clock": Kind("machine", 15.0, network=True, steady=True),
+    "clock-head": Kind("head", 15.0, network=True, steady=True),
+    "head-off": Kind("head", 1.0, network=True),
+    "power-off": Kind("machine", 45.0, network=True),
+    "partition": Kind("machine", 45.0, network=True),
+    "deaf": Kind("machine", 45.0, network=True),
+    "mute": Kind("machine", 45.0, network=True),
+    "pair": Kind("machine", 45.0, network=True),
+    "flapping": Kind("machine", 1.0, network=True),
+    "slow-link": Kind("machine", 20.0, network=True, steady=True),
+    "storage-slow": Kind("storage", 20.0, steady=True),
+    "storage-silent": Kind("storage", 15.0, steady=True),
+    "storage-away": Kind("storage", 20.0, steady=True),
+    "storage-full": Kind("storage", 20.0, steady=True),
+    "storage-busy": Kind("storage", 20.0, steady=True),
+}
+
+
+class Order(NamedTuple):
+    """One fault of a soak, or two that belong together.
+
+    Attributes:
+        index: Of the seed.
+        kinds: One or two.
+        when: "alone", "together" or "recovering".
+        places: Draws the machines.
+    """
+
+    index: int
+    kinds: tuple[str, ...]
+    when: str
+    places: int
+
+
+def draw(seed: int, index: int, kinds: Sequence[str] = tuple(KINDS)) -> Order:
+    """Return the fault of an index: of so many in a row as there are kinds, one is of each."""
+    turn = random.Random(f"{seed} {index // len(kinds)}").sample(kinds, len(kinds))
+    kind = turn[index % len(kinds)]
+    own = random.Random(f"{seed} {index}")
+    chance, places = own.random(), own.randrange(1 << 30)
+    others = [each for each in kinds if _can_meet(kind, each)]
+    if chance >= TOGETHER + RECOVERING or not others:
+        return Order(index, (kind,), "alone", places)
+    when = "together" if chance < TOGETHER else "recovering"
+    return Order(index, (kind, own.choice(others)), when, places)
+
+
+def _can_meet(kind: str, other: str) -> bool:
+    one, two = KINDS[kind].strikes, KINDS[other].strikes
+    return one != two or one == "machine"

@@ -1,0 +1,97 @@
+"""The faults that a soak draws, and what it makes of what it saw."""
+
+from __future__ import annotations
+
+from collections import Counter
+from typing import Any
+
+from tests.benchmarks.soak_faults import KINDS, RECOVERING, TOGETHER, draw
+from tests.benchmarks.soak_ledger import ALL, blamed, next_index, summed, time_parts
+from tests.support.history import History
+
+
+def test_a_fault_follows_from_its_seed_and_index() -> None:
+    """A sitting that goes on at 412 must make the fault that one sitting of 1000 would."""
+    assert [draw(7, index) for index in range(400, 500)][12] == draw(7, 412)
+    assert [draw(7, i).kinds for i in range(50)] != [draw(8, i).kinds for i in range(50)]
+
+
+def test_each_kind_comes_as_often_as_any_other() -> None:
+    """Rare kinds that chance left out would be claimed as survived."""
+    found = Counter(draw(3, index).kinds[0] for index in range(5 * len(KINDS)))
+    assert set(found.values()) == {5}
+    assert found.keys() == KINDS.keys()
+    assert len(KINDS) >= 20
+
+
+def test_a_part_of_the_faults_are_two_that_can_meet() -> None:
+    """Two orders to the same storage server would be one."""
+    orders = [draw(3, index) for index in range(2000)]
+    when = Counter(order.when for order in orders)
+    assert abs(when["together"] / 2000 - TOGETHER) < 0.03
+    assert abs(when["recovering"] / 2000 - RECOVERING) < 0.03
+    for order in orders:
+        assert len(order.kinds) == (1 if order.when == "alone" else 2)
+        strikes = [KINDS[kind].strikes for kind in order.kinds]
+        assert len(set(strikes)) == len(strikes) or set(strikes) == {"machine"}
+
+
+def _report(*guilty: str) -> dict[str, Any]:
+    return {"kind": "ReportIncident", "guilty": guilty, "evidence": "it was late"}
+
+
+def test_a_worker_is_blamed_wrongly_if_no_fault_hurt_its_machine() -> None:
+    """A worker whose machine is unknown counts, unless all machines were hurt."""
+    machines = {"w1": 1, "w2": 2}
+    records: list[dict[str, Any]] = [
+        _report("w1"),
+        _report("w2", "w9"),
+        _report(),
+        {"kind": "WorkerReady"},
+    ]
+    assert blamed(records, machines, {1, 2}) == (2, ["w9: it was late"])
+    assert blamed(records, machines, {1}) == (2, ["w2: it was late", "w9: it was late"])
+    assert blamed(records, machines, ALL) == (2, [])
+
+
+def test_all_of_the_time_is_in_one_part() -> None:
+    """Steps that were redone, and what fewer workers took longer, are no goodput."""
+    lines = [
+        {"attempt": attempt, "step": step, "step_s": step_s}
+        for attempt, step, step_s in [(1, 1, 1.0), (1, 2, 1.0), (2, 2, 2.0), (2, 3, 0.5)]
+    ]
+    parts = time_parts(History(tuple(lines)), calm_s=1.0, wall_s=10.0)
+    assert parts == {"goodput": 0.25, "slower_steps": 0.1, "redone": 0.1, "pauses": 0.55}
+    assert sum(parts.values()) == 1.0
+
+
+def _fault(index: int, **changes: Any) -> dict[str, Any]:
+    return {
+        "fault": index, "seed": 7, "kinds": ["nan"], "when": "alone", "survived": True, "why": "",
+        "journal": "", "verdicts": 1, "blamed": [], **changes,
+    }  # fmt: skip
+
+
+def test_a_fault_that_is_made_again_counts_once() -> None:
+    """Else a failure that was mended would stay, or a success would count twice."""
+    lost = _fault(1, survived=False, why="no step", journal="kept/7-1", blamed=["w1: x"])
+    lines = [_fault(0), lost, _fault(0, kinds=["pair", "drain"])]
+    found = summed(lines)
+    assert (found["survived"], found["faults"], found["kinds"]) == (1, 2, 3)
+    assert [each["journal"] for each in found["not_survived"]] == ["kept/7-1"]
+    assert found["healthy_blamed"] == ["w1: x"]
+    assert summed([*lines, _fault(1)])["survived"] == 2
+    assert (next_index(lines, 7), next_index(lines, 8)) == (2, 0)
+
+
+def test_sittings_are_weighed_by_their_time() -> None:
+    """A short sitting says less than a long one; one that was lost has no end to be judged."""
+    whole = {
+        "sitting": 1, "ended": True, "wall_s": 30.0, "samples": "", "same_weights": True,
+        "steps": 100, "steps_lost": 3, "time": {"goodput": 0.8}, "resources": [{}, {}],
+    }  # fmt: skip
+    short = {**whole, "wall_s": 10.0, "time": {"goodput": 0.4}, "samples": "a fork"}
+    found = summed([whole, short, {"sitting": 3, "ended": False, "wall_s": 9.0}])
+    assert found["time"] == {"goodput": 0.7}
+    assert (found["sittings"], found["ended"], found["exactly_once"]) == (3, 2, 1)
+    assert (found["steps"], found["steps_lost"], found["same_weights"]) == (200, 6, 2)
