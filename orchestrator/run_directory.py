@@ -101,6 +101,7 @@ class StepRecord:
         loss: Mean over the tokens of the global batch; nan if it was not a number.
         grad_norm: Before clipping; nan likewise.
         tokens: Tokens that carry loss.
+        first_sample: Place of its first sample in the order of all samples.
         step_s: Duration.
         num_workers: Workers that took it.
         layout: Their layout, for people.
@@ -113,6 +114,7 @@ class StepRecord:
     learning_rate: float
     tokens: int
     samples: int
+    first_sample: int
     step_s: float
     num_workers: int
     layout: str
@@ -419,6 +421,7 @@ def _step(document: Mapping[str, Any]) -> StepRecord:
         learning_rate=_number(document, "lr"),
         tokens=int(document.get("tokens", 0)),
         samples=int(document.get("samples", 0)),
+        first_sample=int(document.get("order_start", 0)),
         step_s=float(document.get("step_s", 0.0)),
         num_workers=int(document.get("num_workers", 0)),
         layout=layout_text(document.get("layout")),

@@ -23,7 +23,7 @@ class ExitCode(IntEnum):
 
 _MEANINGS = {
     ExitCode.OK: "success; also a run that `everstep stop` stopped",
-    ExitCode.FAILED: "the run failed, or the answer is no (doctor, demo, replay)",
+    ExitCode.FAILED: "the run failed, or the answer is no (doctor, demo, diff, replay)",
     ExitCode.BAD_INPUT: "wrong usage, configuration or token, or a directory that holds no run",
     ExitCode.NO_CAPACITY: "no cluster, a lost cluster, or too few workers for too long",
     ExitCode.DAMAGED: "another cluster took the run over, or a journal or checkpoint is damaged",

@@ -46,6 +46,7 @@ _MEANT = {
     "ls": "list",
     "ps": "list",
     "new": "init",
+    "compare": "diff",
 }
 
 
@@ -347,10 +348,7 @@ def list_(
         _print({"page": index.address}, as_json=as_json)
         index.serve(partial(list_runs, address), pause=partial(time.sleep, _INDEX_S))
     runs = list_runs(address)
-    if as_json:
-        typer.echo(json.dumps({"runs": runs}))
-    else:
-        print_runs(runs, Console())
+    _show({"runs": runs}, partial(print_runs, runs, Console()), as_json=as_json)
 
 
 @app.command("open", epilog="Example: everstep open runs/small")
@@ -476,6 +474,28 @@ def report(
     _print({"report": str(write_report(run_dir, compare=compare))}, as_json=as_json)
 
 
+@app.command(epilog="Example: everstep diff runs/demo/undisturbed runs/demo/disturbed --json")
+@_edge
+def diff(
+    a: Annotated[str, typer.Argument(metavar="RUN_A", help="Path or fsspec URL.")],
+    b: Annotated[str, typer.Argument(metavar="RUN_B", help="The other run's.")],
+    *,
+    weights: Annotated[bool, typer.Option(help="Compare versions in storage, too.")] = True,
+    as_json: Json = False,
+) -> None:
+    """Compare two runs step by step; exit code 1 if they differ.
+
+    Says which step differs first, in which of its numbers and by how many bits, which incident was
+    before it in each run, which settings differ, and whether the versions that both have are equal.
+    """
+    from orchestrator.driver import diff_runs
+
+    found = diff_runs(a, b, weights=weights)
+    _show(found.to_json(), lambda: typer.echo("\n".join(found.lines())), as_json=as_json)
+    if not found.equal:
+        raise typer.Exit(ExitCode.FAILED)
+
+
 @app.command(rich_help_panel=_TOOLS, epilog="Example: everstep replay runs/small --json")
 @_edge
 def replay(run_dir: RunDirectory, *, as_json: Json = False) -> None:
@@ -524,11 +544,8 @@ def diagnose(
     from orchestrator.driver import diagnose_paths, verdict_lines
 
     verdicts = diagnose_paths(paths, at, trace_file=trace, dumps_folder=flight_recorder)
-    if as_json:
-        typer.echo(json.dumps({"verdicts": [one.to_json() for one in verdicts]}))
-    else:
-        for line in verdict_lines(verdicts):
-            typer.echo(line)
+    document = {"verdicts": [one.to_json() for one in verdicts]}
+    _show(document, lambda: typer.echo("\n".join(verdict_lines(verdicts))), as_json=as_json)
 
 
 @app.command(
@@ -653,23 +670,15 @@ def plan(
             model=model,
             recomputes=recompute,
         )
-        if as_json:
-            typer.echo(json.dumps(layouts.to_json()))
-        else:
-            print_layouts(layouts, Console())
+        _show(layouts.to_json(), partial(print_layouts, layouts, Console()), as_json=as_json)
         return
     if lose:
         found = plan_losses(target, lose)
-        if as_json:
-            typer.echo(json.dumps(found.to_json()))
-        else:
-            print_plan(found, Console())
+        _show(found.to_json(), partial(print_plan, found, Console()), as_json=as_json)
         return
     each = plan_each_node(target)
-    if as_json:
-        typer.echo(json.dumps({"plans": [one.to_json() for one in each]}))
-    else:
-        print_node_plans(each, Console())
+    document = {"plans": [one.to_json() for one in each]}
+    _show(document, partial(print_node_plans, each, Console()), as_json=as_json)
 
 
 @app.command(epilog="Example: everstep doctor run.yaml --address auto")
@@ -734,6 +743,14 @@ def _is_final(config: str, extra: list[str], code: int, num_before: int) -> bool
 
 def _say_ended(interrupt: Interrupt, what_then: str) -> None:
     typer.echo(f"everstep: ended by {interrupt.number.name}: {what_then}", err=True)
+
+
+def _show(document: dict[str, Any], show: Callable[[], None], *, as_json: bool) -> None:
+    """Print the document for programs, and call ``show`` for people."""
+    if as_json:
+        typer.echo(json.dumps(document))
+    else:
+        show()
 
 
 def _print(document: dict[str, Any], *, as_json: bool) -> None:

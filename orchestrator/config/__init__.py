@@ -10,6 +10,7 @@ if TYPE_CHECKING:
     from orchestrator.config.preflight import job_of, run_preflight
     from orchestrator.config.schema import RunConfig
     from orchestrator.config.sections import Alternative
+    from orchestrator.config.source_text import Source
 
 
 __getattr__ = lazy_door(__name__)

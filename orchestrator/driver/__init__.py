@@ -33,6 +33,7 @@ if TYPE_CHECKING:
     from orchestrator.driver.pages import RunIndex, open_page
     from orchestrator.driver.recovery_plan import plan_each_node, plan_losses
     from orchestrator.driver.run import Run
+    from orchestrator.driver.run_diff import diff_runs
     from orchestrator.driver.signals import Interrupt, interrupts, raise_interrupt
     from orchestrator.driver.status import read_status, replay_run
     from orchestrator.driver.stop import await_end, kill_run, stop_run

@@ -25,7 +25,7 @@ _FIXED = ("model", "data", "train.seed", "train.global_batch")
 #: Keys in those sections that change no step.
 _FREE = frozenset({"data.cache_directory", "data.validation_samples"})
 #: Keys that do not matter to a command that only attaches to the run.
-_ELSEWHERE = frozenset({"cluster.address", "cluster.local_nodes", "run.directory"})
+ELSEWHERE = frozenset({"cluster.address", "cluster.local_nodes", "run.directory"})
 
 
 def require_same(config: RunConfig) -> None:
@@ -35,7 +35,7 @@ def require_same(config: RunConfig) -> None:
     _refuse(
         f"the run in {url} is under way with other settings; stop it with `everstep stop "
         f"{quote(url)}` and run it again, or drop these changes:",
-        [line for path, line in changes if path not in _ELSEWHERE],
+        [line for path, line in changes if path not in ELSEWHERE],
     )
 
 
@@ -112,7 +112,7 @@ def _is_fixed(path: str) -> bool:
 
 def _changes(then: RunConfig, now: RunConfig) -> list[tuple[str, str]]:
     """Return ``(section.key, line for people)`` of every setting that differs."""
-    before, after = (_flat(config.model_dump(mode="json")) for config in (then, now))
+    before, after = (flat(config.model_dump(mode="json")) for config in (then, now))
     return [
         (path, f"{path}: {value!r} here, {before[path]!r} in the run")
         for path, value in after.items()
@@ -120,7 +120,8 @@ def _changes(then: RunConfig, now: RunConfig) -> list[tuple[str, str]]:
     ]
 
 
-def _flat(document: dict[str, Any]) -> dict[str, Any]:
+def flat(document: dict[str, Any]) -> dict[str, Any]:
+    """Return the values of a configuration by ``section.key``."""
     flat: dict[str, Any] = {}
     for section, values in document.items():
         keys = values.items() if isinstance(values, dict) else [("", values)]

@@ -20,6 +20,7 @@ from orchestrator.driver.cluster import open_cluster
 from orchestrator.driver.console import RunView
 from orchestrator.driver.faults import kill_node_of, signal_rank, wait_for
 from orchestrator.driver.launch import Launched
+from orchestrator.driver.run_diff import diff_runs
 from orchestrator.errors import ConfigError
 from orchestrator.report import write_report
 from orchestrator.run_directory import read_run
@@ -107,7 +108,8 @@ def run_demo(undisturbed: RunConfig, disturbed: RunConfig, *, console: Console) 
         cluster.shutdown()
     report = write_report(disturbed.run.directory, compare=undisturbed.run.directory)
     weights_equal = calm["weights_digest"] == rough["weights_digest"]
-    apart = _apart(undisturbed.run.directory, disturbed.run.directory)
+    found = diff_runs(undisturbed.run.directory, disturbed.run.directory, weights=False)
+    apart = max((one.max_relative for one in found.numbers if one.name == "loss"), default=0.0)
     result = DemoResult(
         undisturbed=calm,
         disturbed=rough,
@@ -118,12 +120,6 @@ def run_demo(undisturbed: RunConfig, disturbed: RunConfig, *, console: Console) 
     )
     _print_result(result, disturbed.run.directory, console)
     return result
-
-
-def _apart(one: str, other: str) -> float:
-    losses = [{step.step: step.loss for step in read_run(each).steps} for each in (one, other)]
-    assert losses[0].keys() == losses[1].keys(), "a step is missing"
-    return max(abs(losses[1][step] / loss - 1) for step, loss in losses[0].items())
 
 
 def _train(

@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 import torch
+from safetensors.torch import load_file
 
 from tests.support.checkpoints import ROOT, State, Whole, save
 from tests.support.fixture_runs import RUNS, batch, llama_config
@@ -157,6 +158,27 @@ def test_what_a_model_class_keeps_in_float32_stays(tmp_path: Path) -> None:
         f"{bias_name}, {gate}.weight stay float32 (DeepseekV3ForCausalLM keeps them so)"
     ]
     assert warnings_of(source, format="huggingface", dtype="fp32") == []
+
+
+@pytest.mark.parametrize("dtype", ["float16", "bfloat16"])
+def test_what_is_wide_is_what_transformers_loads_wide(tmp_path: Path, dtype: str) -> None:
+    """One list of a class counts for float16 only: T5 overflows there, and not in bfloat16."""
+    shape = {"vocab_size": 64, "d_model": 16, "d_kv": 8, "d_ff": 32, "num_layers": 1}
+    config = transformers.T5Config(**shape, num_heads=2)
+    transformers.T5ForConditionalGeneration(config).save_pretrained(tmp_path / "source")
+    source = open_source(LocalStore(), str(tmp_path / "source"))
+    target = tmp_path / "cast"
+
+    huggingface_writer.write(source, LocalStore(), str(target), memory_bytes=MEMORY, dtype=dtype)
+
+    ours = load_file(target / "model.safetensors")
+    theirs = transformers.T5ForConditionalGeneration.from_pretrained(
+        tmp_path / "source", dtype=getattr(torch, dtype)
+    ).state_dict()
+    assert {name: theirs[name].dtype for name in ours} == {n: t.dtype for n, t in ours.items()}
+    wide = [name for name, tensor in ours.items() if tensor.dtype == torch.float32]
+    assert all(".wo." in name for name in wide)
+    assert len(wide) == (2 if dtype == "float16" else 0)
 
 
 def test_what_transformers_wrote_goes_through_a_universal_checkpoint(tmp_path: Path) -> None:

@@ -59,7 +59,7 @@ def write_run(
         metrics.append({**_metrics_line(step, attempt, workers), **held})
         if pending and pending[0].step == step:
             fault = pending.pop(0)
-            incidents.append(_incident(fault, at_s, workers))
+            incidents.append(_incident(fault, at_s, workers) | {"attempt": attempt})
             journal.append({"at_s": at_s, "kind": "FenceAttempt"})
             attempt, workers, step = attempt + 1, fault.workers_after, step - fault.lost_steps
             begun_s = at_s + 0.16 * fault.pause_s

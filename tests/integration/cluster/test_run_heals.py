@@ -14,10 +14,11 @@ from typing import Any
 import pytest
 
 from orchestrator.config import RunConfig
-from orchestrator.driver import export_run, plan_losses
+from orchestrator.driver import diff_runs, export_run, plan_losses
 from orchestrator.driver.faults import kill_node_of, member, signal_rank, wait_for
 from orchestrator.driver.launch import Launched
-from tests.support.attempts import finish, result
+from orchestrator.errors import RunNotFoundError
+from tests.support.attempts import finish
 from tests.support.history import check_lost_steps, read_history
 from tests.support.logged import in_tensorboard, in_wandb
 from tests.support.reach import ACT_S_MAX, PACED, kill_keeper_of, num_training, reach
@@ -97,13 +98,11 @@ def _stop(run: Launched) -> dict[str, Any]:
 
 
 @pytest.fixture(scope="module")
-def undisturbed_digest(
-    tmp_path_factory: pytest.TempPathFactory,
-) -> Callable[[RunConfig], str]:
-    """Return the digest of the same training in one process, without Ray, once per module."""
+def undisturbed(tmp_path_factory: pytest.TempPathFactory) -> Callable[[RunConfig], str]:
+    """Return the directory of the same training in one process, without Ray, once per module."""
     known: dict[str, str] = {}
 
-    def digest(config: RunConfig) -> str:
+    def trained(config: RunConfig) -> str:
         # Alone, a script whose steps only take time need not take it.
         script = (
             replace(config.run, arguments=("0.0",))
@@ -117,14 +116,22 @@ def undisturbed_digest(
             )
             with Run(tmp_path_factory.mktemp("undisturbed")) as alone:
                 finish(alone, settings, num_workers=1)
-                known[key] = result(alone)["weights_digest"]
+                known[key] = str(alone.directory)
         return known[key]
 
-    return digest
+    return trained
+
+
+def _check_as_undisturbed(config: RunConfig, undisturbed: Callable[[RunConfig], str]) -> None:
+    """Assert that every step and the weights are those of the same training in one process."""
+    found = diff_runs(config.run.directory, undisturbed(config))
+    assert found.equal, list(found.lines())
+    assert found.steps == (1, config.train.steps)
+    assert found.same_end, "a digest is missing"
 
 
 def test_killed_worker_is_replaced_and_the_weights_end_equal(
-    nodes: Any, make_config: Callable[..., RunConfig], undisturbed_digest: Any
+    nodes: Any, make_config: Callable[..., RunConfig], undisturbed: Any
 ) -> None:
     """A standby takes the dead worker's place; in deterministic mode nothing shows afterwards."""
     # One on each node: every other process takes processor time from the standbys that start.
@@ -134,6 +141,8 @@ def test_killed_worker_is_replaced_and_the_weights_end_equal(
     before = wait_for(run, lambda s: _has_standby(s, node), timeout_s=ACT_S_MAX)
     assert before is not None, "the run ended before its standbys were ready"
     before = _protected(run, before["step"])
+    with pytest.raises(RunNotFoundError, match="still trains, at step"):
+        diff_runs(config.run.directory, config.run.directory)
     survivor = member(before, 0)["pid"]
 
     signal_rank(run, 1, signal.SIGKILL)
@@ -143,13 +152,19 @@ def test_killed_worker_is_replaced_and_the_weights_end_equal(
     assert member(after, 0)["pid"] == survivor, "a healthy process was restarted"
     assert [i["kind"] for i in summary["incidents"]] == ["crash"]
     _check_from_memory(config, summary["incidents"][0], from_node_loss=False)
-    assert summary["weights_digest"] == undisturbed_digest(config)
+    _check_as_undisturbed(config, undisturbed)
     read_history(config.run.directory).check_exactly_once(config)
+
+    train = replace(config.train, seed=config.train.seed + 1, steps=3)
+    other = config.model_copy(update={"train": train})
+    found = diff_runs(config.run.directory, undisturbed(other))
+    assert found.first_step == 1
+    assert found.numbers[0].name == "loss"
 
 
 @pytest.mark.chaos
 def test_lost_node_shrinks_the_run_and_its_return_grows_it(
-    nodes: Any, make_config: Callable[..., RunConfig], undisturbed_digest: Any
+    nodes: Any, make_config: Callable[..., RunConfig], undisturbed: Any
 ) -> None:
     """Raylet and all: Ray needs 12 s and more to notice, the run must not."""
     # What is stored already and not copied yet would come from there.
@@ -176,13 +191,13 @@ def test_lost_node_shrinks_the_run_and_its_return_grows_it(
     assert kinds in (["node_loss", "growth"], ["node_loss", "growth", "growth"])
     for incident in summary["incidents"]:
         _check_from_memory(config, incident)
-    assert summary["weights_digest"] == undisturbed_digest(config)
+    _check_as_undisturbed(config, undisturbed)
     read_history(config.run.directory).check_exactly_once(config)
 
 
 @pytest.mark.chaos
 def test_lost_node_is_computed_from_the_parities_of_its_group(
-    nodes: Any, make_config: Callable[..., RunConfig], undisturbed_digest: Any
+    nodes: Any, make_config: Callable[..., RunConfig], undisturbed: Any
 ) -> None:
     """Nobody has a copy of what it held; two nodes are left, who go on with copies."""
     nodes.add_node()
@@ -210,7 +225,7 @@ def test_lost_node_is_computed_from_the_parities_of_its_group(
     assert [i["kind"] for i in summary["incidents"]] == ["node_loss"]
     _check_from_memory(config, summary["incidents"][0])
     assert summary["incidents"][0]["sources"]["parity"] > 0
-    assert summary["weights_digest"] == undisturbed_digest(config)
+    _check_as_undisturbed(config, undisturbed)
     read_history(config.run.directory).check_exactly_once(config)
 
 
