@@ -186,7 +186,7 @@ def launch_run(
         CapacityError: No cluster answers.
         HeldError: A script trains alone in the directory.
     """
-    with one_launch(config.run.directory, say=say) as require_alone:
+    with one_launch(config.run.directory, say=say):
         if _is_under_way(config, say):
             require_same(config)
             return Launched(config, None, attach=True)
@@ -201,7 +201,6 @@ def launch_run(
         try:
             if cluster is not None:
                 cluster.serve_run(config.run.directory, detached=detach)
-            require_alone()
             launched = Launched(config, cluster)
             launched.await_contact()
         except BaseException:

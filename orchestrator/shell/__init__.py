@@ -5,7 +5,7 @@ from typing import TYPE_CHECKING
 from ucp_core.lazy import lazy_door
 
 if TYPE_CHECKING:
-    from orchestrator.shell.clock import monotonic_s, wall_time
+    from orchestrator.shell.clock import wall_time
     from orchestrator.shell.connect import connect_ray, why_silent
     from orchestrator.shell.controller import OPTIONS, Controller
     from orchestrator.shell.local import (

@@ -15,7 +15,6 @@ from types import SimpleNamespace
 
 import pytest
 
-from orchestrator.driver.launch_order import one_launch
 from orchestrator.shell.local import is_over
 from tests.support.checkpoints import assert_loaded, save, small_state, whole_need
 from tests.support.commands import ucp
@@ -480,44 +479,6 @@ def test_directories_longer_than_a_page_are_listed_and_deleted(bucket: str) -> N
     assert len(store.sizes(join(root, "d"))) == 1001
     store.delete(join(root, "d"))
     assert not store.exists(join(root, "d"))
-
-
-_BEGINNER = """
-import sys
-from orchestrator.driver.launch_order import one_launch
-with one_launch(sys.argv[1], say=print) as require_alone:
-    print("begun", flush=True)
-    sys.stdin.readline()
-    require_alone()
-"""
-
-
-def test_commands_begin_a_run_in_a_bucket_one_after_the_other(bucket: str) -> None:
-    """No lock of a kernel binds two machines; a file that only one of them can put does."""
-    directory = f"s3://{bucket}/run"
-    command = [sys.executable, "-c", _BEGINNER, directory]
-    waits = threading.Event()
-
-    with subprocess.Popen(
-        command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
-    ) as first:
-        assert first.stdout is not None
-        assert first.stdout.readline() == "begun\n"
-
-        def let_go(line: str) -> None:
-            assert line.startswith(f"another command is launching the run in {directory}; waiting")
-            waits.set()
-            assert first.stdin is not None
-            first.stdin.write("\n")
-            first.stdin.flush()
-
-        try:
-            with one_launch(directory, say=let_go) as require_alone:
-                assert waits.is_set(), "both launch at once"
-                require_alone()
-                assert first.wait(120) == 0
-        finally:
-            first.kill()
 
 
 def test_a_detached_cluster_sees_that_its_run_in_a_bucket_is_over(bucket: str) -> None:

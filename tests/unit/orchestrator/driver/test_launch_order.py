@@ -6,14 +6,13 @@ import sys
 import threading
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import AbstractContextManager, contextmanager, suppress
+from contextlib import contextmanager, suppress
 from pathlib import Path
 
 import pytest
 
-from orchestrator.driver.launch_order import NumberedLaunches, one_launch
+from orchestrator.driver.launch_order import one_launch
 from orchestrator.errors import CapacityError
-from ucp_core.storage import MemoryStore, Store
 
 _HOLDER = """
 import signal, sys
@@ -58,108 +57,6 @@ def test_of_two_commands_that_begin_a_run_one_waits_for_the_other(tmp_path: Path
     with one_launch(directory, say=said.append):
         pass
     assert len(said) == 1, "nobody holds it any more"
-
-
-class World:
-    """A store, and a clock that goes on only while somebody waits."""
-
-    def __init__(self) -> None:
-        self.store: Store = MemoryStore()
-        self.at_s = 0.0
-        self.others_write = False
-        self.waited_s = 0.0
-
-    def take(self, name: str = "launches") -> AbstractContextManager[object]:
-        launches = NumberedLaunches(
-            self.store, name, dead_s=60.0, now_s=lambda: self.at_s, pause=self.pause
-        )
-        return launches.next(lambda: None)
-
-    def pause(self, seconds: float) -> None:
-        self.at_s += seconds
-        self.waited_s += seconds
-        if self.others_write and self.waited_s < 1000:
-            self.store.write_atomic("launches/000001.json", f"{self.at_s}".encode(), fsync=False)
-        elif self.others_write:
-            self.store.write_atomic("launches/000001.json", b'{"is_over": true}', fsync=False)
-
-
-def test_a_launch_that_is_over_holds_nobody_up_and_its_number_never_comes_again() -> None:
-    """A file that came twice would let two that have waited for it both take it."""
-    world = World()
-
-    for _ in range(3):
-        with world.take():
-            pass
-
-    assert world.waited_s == 0
-    assert world.store.list("launches") == ("000001.json", "000002.json", "000003.json")
-
-
-def test_a_command_that_died_holds_up_for_a_minute_and_not_for_ever() -> None:
-    """Its launch is never ended, and its file stays."""
-    world = World()
-    world.store.write_atomic("launches/000001.json", b'{"is_over": false}', fsync=False)
-
-    with world.take():
-        assert 60 <= world.waited_s < 70
-
-
-def test_a_command_that_lives_is_waited_for_however_long_it_takes() -> None:
-    """A cluster that takes minutes to start is no dead command."""
-    world = World()
-    world.store.write_atomic("launches/000001.json", b'{"is_over": false}', fsync=False)
-    world.others_write = True
-
-    with world.take():
-        assert 1000 <= world.waited_s < 1010
-
-
-def test_a_command_that_was_taken_for_dead_learns_that_another_took_over() -> None:
-    """A laptop that slept wakes up where it was: about to begin a run that has begun."""
-    launches = NumberedLaunches(MemoryStore(), "launches")
-
-    with launches.next(lambda: None) as require:
-        require()
-        launches._store.write_atomic("launches/000002.json", b"", fsync=False)
-        with pytest.raises(CapacityError, match=r"another command took over .* for 60 s; run it"):
-            require()
-
-
-class Meeting(MemoryStore):
-    """A store that shows two threads the same the first time that they look."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self._both = threading.Barrier(2)
-        self._mine = threading.local()
-
-    def list(self, directory: str) -> tuple[str, ...]:
-        names = super().list(directory)
-        if not hasattr(self._mine, "has_looked"):
-            self._mine.has_looked = True
-            self._both.wait()
-        return names
-
-
-def test_of_two_that_find_no_launch_at_once_one_begins() -> None:
-    """To look and then to write lets both begin."""
-    store, inside, other_waits = Meeting(), threading.Lock(), threading.Event()
-
-    def command() -> bool:
-        launches = NumberedLaunches(store, "launches", pause=lambda _: None)
-        with launches.next(other_waits.set):
-            is_alone = inside.acquire(blocking=False)
-            if is_alone:
-                other_waits.wait()
-                inside.release()
-            other_waits.set()
-        return is_alone
-
-    with ThreadPoolExecutor(2) as pool:
-        commands = [pool.submit(command) for _ in range(2)]
-
-    assert [one.result() for one in commands] == [True, True]
 
 
 def test_a_launch_that_is_refused_leaves_no_directory(tmp_path: Path) -> None:
