@@ -328,7 +328,8 @@ def _by_waits(case: _Case) -> Verdict | None:
         and case.still_s >= _bound_s(case, rank)
     ]
     if stuck and (waiting or len(case.members) == 1):
-        phase = " and ".join(sorted({str(r.phase) for r in _rows(case, stuck)}))
+        rows = filter(None, (case.rows[rank] for rank in stuck))
+        phase = " and ".join(sorted({str(row.phase) for row in rows}))
         return case.verdict(
             "stuck",
             stuck,
@@ -446,10 +447,6 @@ def _shown(case: _Case, ranks: list[int]) -> str:
         advice = _RAISE_PATIENCE if is_pause else _RAISE_TIMEOUT
     behind = device_behind(row)
     return describe(sign, row, case.idle_s[ranks[0]]) + (behind and f", and {behind}") + advice
-
-
-def _rows(case: _Case, ranks: list[int]) -> list[WorkerReport]:
-    return [row for rank in ranks if (row := case.rows[rank]) is not None]
 
 
 def _names(case: _Case, ranks: list[int]) -> str:

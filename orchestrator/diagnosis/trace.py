@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import math
 from collections import defaultdict, deque
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from itertools import count
 from statistics import median
 from typing import Any, Final
@@ -48,7 +48,9 @@ def trace(
     if records.now_s is not None:
         last_s = max(last_s, records.now_s)
     since = {one.enter_s: one.enter_s - ahead[one.clock] for _, _, one in rows}
-    at = [_time(one, since, last_s) for one in verdicts]
+    at = [
+        last_s if one.since_s is None else since.get(one.since_s, one.since_s) for one in verdicts
+    ]
     first_s = min(at, default=last_s) - before_s
     shown = [(enter, min(end, last_s), one) for enter, end, one in rows if end >= first_s]
     began_s = min((enter for enter, _, _ in shown), default=last_s)
@@ -66,10 +68,6 @@ def trace(
 def _end_s(one: Operation) -> float:
     """Return when it was over; infinity while it is in flight."""
     return math.inf if one.exit_s is None else one.exit_s
-
-
-def _time(verdict: Verdict, since: Mapping[float, float], last_s: float) -> float:
-    return last_s if verdict.since_s is None else since.get(verdict.since_s, verdict.since_s)
 
 
 def _clocks(operations: Iterable[Operation]) -> dict[str, float]:

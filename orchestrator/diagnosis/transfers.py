@@ -97,7 +97,8 @@ def _verdicts(
     for kind, rank, line in sorted(lines, key=lambda one: (-len(one[2]), one[1])):
         if len(line & left) >= _PAIR:
             left -= line
-            yield _verdict(kind, Guilty.of([rank], (), _nodes(rows, rank)), line, found, rows)
+            nodes = {node for one in rows[rank][:1] if (node := one.node)}
+            yield _verdict(kind, Guilty.of([rank], (), nodes), line, found, rows)
     for link in sorted(left):
         ends = tuple(
             Alternative(kind, Guilty.of([link[end]]))
@@ -105,10 +106,6 @@ def _verdicts(
             if sum(other[end] == link[end] for other in links) == 1
         )
         yield _verdict(Kind.SLOW_LINK, Guilty.of((), [link]), {link}, found, rows, ends)
-
-
-def _nodes(rows: Mapping[int, list[Operation]], rank: int) -> set[str]:
-    return {node for one in rows[rank][:1] if (node := one.node)}
 
 
 def _verdict(

@@ -32,7 +32,7 @@ _CHILD: Final = """
 import json, sys
 from dataclasses import asdict
 from workers.settings import Settings
-from workers.train import script_settings
+from workers.train.script import script_settings
 to, script, *arguments = sys.argv[1:]
 found = [asdict(one) for one in (script_settings(script, arguments), Settings())]
 chosen = {
@@ -65,7 +65,7 @@ def settings_of_script(document: Mapping[str, Any], say: Callable[[str], None]) 
     script, arguments = run.get("script"), run.get("arguments") or []
     if not isinstance(script, str) or not Path(script).is_file() or not isinstance(arguments, list):
         return {}
-    written = {f"{name}.{key}" for name, section in document.items() for key in _keys(section)}
+    written = {f"{name}.{key}" for name in document for key in _section(document, name)}
     is_trainers = TRAINER in Path(script).read_text(encoding="utf-8", errors="replace")
     needed = _OF_TRAINER if is_trainers else DECIDED
     if all(key in written for key in needed):
@@ -120,7 +120,3 @@ def _for_all(global_batch: Any, micro_batch: int, num_workers: int) -> int:
 def _section(document: Mapping[str, Any], name: str) -> Mapping[str, Any]:
     found = document.get(name)
     return found if isinstance(found, dict) else {}
-
-
-def _keys(section: Any) -> list[str]:
-    return list(section) if isinstance(section, dict) else []

@@ -8,7 +8,7 @@ import os
 import sys
 import threading
 import webbrowser
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from typing import Any
@@ -88,7 +88,8 @@ class RunIndex:
 
         class Handler(BaseHTTPRequestHandler):
             def do_GET(self) -> None:
-                is_page, is_own = self.path == "/", _is_own(self.headers.get("Host", ""))
+                host = urlsplit(f"//{self.headers.get('Host', '')}").hostname
+                is_page, is_own = self.path == "/", host in (LOOPBACK, "localhost")
                 self.send_response(200 if is_own else 403)
                 kind = "text/html; charset=utf-8" if is_page else "application/json"
                 body = (live_page().encode() if is_page else documents[-1]) if is_own else b""
@@ -141,17 +142,14 @@ def run_cards(
     cards = [_card(row["directory"] or row["address"], row) for row in rows]
     known = {card["url"] for card in cards}
     parents = {str(Path(url).parent) for url in known if "://" not in url and Path(url).is_dir()}
-    beside = [path.parent for one in {*parents, str(Path("runs").resolve())} for path in _over(one)]
+    folders = {*parents, str(Path("runs").resolve())}
+    beside = [path.parent for one in folders for path in Path(one).glob(f"*/{SUMMARY}")]
     for path in sorted(beside, key=lambda path: -path.stat().st_mtime)[:_OVER_MAX]:
         url = str(path)
         if url not in known:
             over.setdefault(url, _card(url, {"page": None, "note": ""}))
             cards.append(over[url])
     return cards
-
-
-def _over(folder: str) -> Iterator[Path]:
-    return Path(folder).glob(f"*/{SUMMARY}")
 
 
 def _card(url: str, row: Mapping[str, Any]) -> dict[str, Any]:
@@ -176,7 +174,3 @@ def _card(url: str, row: Mapping[str, Any]) -> dict[str, Any]:
 
 def _encoded(cards: Sequence[Mapping[str, Any]]) -> bytes:
     return json.dumps({"runs": cards}, separators=(",", ":")).encode()
-
-
-def _is_own(host: str) -> bool:
-    return urlsplit(f"//{host}").hostname in (LOOPBACK, "localhost")

@@ -23,9 +23,6 @@ from ucp_core.manifest import Kind
 from ucp_core.numerics import format_bytes
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable
-
-    from ucp_core.geometry import TensorEntry
     from ucp_core.native import Checkpoint
 
 
@@ -123,7 +120,9 @@ def _facts(opened: Checkpoint, url: str) -> dict[str, Any]:
         "slots": sorted({key.slot for key in entries}),
         "bytes": manifest.state_map.num_bytes,
         "fragments": sum(len(entry.fragments) for entry in entries.values()),
-        "files": len(manifest.files) or len(_files_of_tensors(entries.values())),
+        # A foreign checkpoint has no table of files.
+        "files": len(manifest.files)
+        or len({fragment.file for entry in entries.values() for fragment in entry.fragments}),
         "groups": len(manifest.param_groups),
         "ties": dict(manifest.ties),
         "frozen": sorted(n for n, role in manifest.roles.items() if role == "frozen"),
@@ -132,11 +131,6 @@ def _facts(opened: Checkpoint, url: str) -> dict[str, Any]:
         "extra": sorted(manifest.extra),
         "source": {name: value for name, value in manifest.source.items() if value},
     }
-
-
-def _files_of_tensors(entries: Iterable[TensorEntry]) -> set[str]:
-    """Return the files that hold tensors; a foreign checkpoint has no table of files."""
-    return {fragment.file for entry in entries for fragment in entry.fragments}
 
 
 def _tensor_facts(opened: Checkpoint) -> list[dict[str, Any]]:
