@@ -13,6 +13,7 @@ from orchestrator.core import Event, Phase
 from orchestrator.run_directory import CHECKPOINTS
 from orchestrator.shell import storage
 from orchestrator.shell.capacity import (
+    DRAINED,
     ActorPool,
     Capacity,
     Keepers,
@@ -108,6 +109,11 @@ class Parts:
             here=ray.get_runtime_context().get_node_id(),
             own_host=own_host,
             own_notice=keeper.NoticeWatch(keeper.sources_of(**config.watched())).notice,
+            drained={
+                node.name: node.leave_by_s
+                for node in self.state.fleet.nodes.values()
+                if node.is_taken and node.notice == DRAINED
+            },
         )
         boot = {"run_url": config.run.directory, "settings": config.settings()}
         self.keepers = Keepers(

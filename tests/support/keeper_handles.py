@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Awaitable, Callable, Coroutine
+from collections.abc import Awaitable, Callable, Coroutine, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -84,6 +84,7 @@ def nodes_of(
     *,
     at_s: Callable[[], float] = lambda: 1.0,
     here: str = "",
+    drained: Mapping[str, float] | None = None,
 ) -> Nodes:
     """Return a watcher of the nodes in ``table``, on the machine 10.0.0.1."""
     return Nodes(
@@ -93,6 +94,7 @@ def nodes_of(
         here=here,
         own_host="10.0.0.1",
         own_notice=lambda: None,
+        drained=drained or {},
         read=table.read,
     )
 

@@ -11,6 +11,7 @@ if TYPE_CHECKING:
     from orchestrator.shell.capacity.link_watch import LinkWatch
     from orchestrator.shell.capacity.node_view import NodeView
     from orchestrator.shell.capacity.nodes import Nodes
+    from orchestrator.shell.capacity.notices import DRAINED
     from orchestrator.shell.capacity.probes import probe_links
     from orchestrator.shell.capacity.rendezvous import Rendezvous
     from orchestrator.shell.capacity.reservations import Capacity

@@ -54,6 +54,7 @@ class Nodes:
         rack_label: Ray's label of a node that names its rack; "" if there is none.
         here: The controller's node, which may be too small for workers.
         own_notice: Returns the notice that it ends; None if it stays.
+        drained: As for ``Notices``.
         read: Returns the cluster as Ray knows it; called in a thread.
 
     Attributes:
@@ -70,6 +71,7 @@ class Nodes:
         here: str,
         own_host: str,
         own_notice: Callable[[], Notice | None],
+        drained: Mapping[str, float],
         read: Callable[[], Cluster] = read_cluster,
     ) -> None:
         self._inbox = inbox
@@ -82,7 +84,7 @@ class Nodes:
         self._buried: set[str] = set()
         self._looks = Tasks()
         self.views: dict[str, NodeView] = {}
-        self.notices = Notices(self.views, inbox, here)
+        self.notices = Notices(self.views, inbox, here, drained)
         #: Set when the cluster was looked at for the first time.
         self.seen = asyncio.Event()
         #: Set when the controller has met the keepers that were running when it started. One that
@@ -192,10 +194,9 @@ class Nodes:
                 self._looks.spawn(self._look_again(view))
         elif self._fits(row["Resources"]):
             view = self.views[node] = view_of(row, self.rack_label)
-            # Report the notice of a returned node again: it was forgotten with the node.
-            self.notices.forget(node)
             view.tasks.append(asyncio.create_task(self._listen(view)))
             self._inbox.post(NodeJoined(at_s=self._inbox.at_s(), node=node, rack=view.rack))
+            self.notices.joined(node)
 
     def _fits(self, total: Mapping[str, float]) -> bool:
         return any(

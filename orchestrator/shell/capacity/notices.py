@@ -19,6 +19,8 @@ log = logging.getLogger(__name__)
 FAR_S = 365 * 86400.0
 #: The sources of notices: Ray, the node's keeper, the controller on its own machine, a person.
 _RAY, _KEEPER, _CONTROLLER, _USER = "ray", "keeper", "controller", "user"
+#: A person's notice; the page offers to take it back.
+DRAINED = "drained from the page"
 
 
 class _Said(NamedTuple):
@@ -36,13 +38,22 @@ class Notices:
         views: The nodes; their state follows the notices.
         inbox: Takes ``NodeDraining`` and ``ControllerDraining``.
         here: The controller's node.
+        drained: By when a person wants the run to leave a node, as an earlier controller heard it.
     """
 
-    def __init__(self, views: Mapping[str, NodeView], inbox: Inbox, here: str) -> None:
+    def __init__(
+        self,
+        views: Mapping[str, NodeView],
+        inbox: Inbox,
+        here: str,
+        drained: Mapping[str, float] | None = None,
+    ) -> None:
         self._views = views
         self._inbox = inbox
         self._here = here
-        self._known: dict[str, dict[str, _Said]] = {}
+        self._known = {
+            node: {_USER: _Said(True, by_s, DRAINED)} for node, by_s in (drained or {}).items()
+        }
 
     @property
     def own(self) -> str:
@@ -53,9 +64,14 @@ class Notices:
         """Return whether ``node`` was given notice. Ray forgets when the node dies; we do not."""
         return bool(self._known.get(node))
 
-    def forget(self, node: str) -> None:
-        """Forget the notices of a node, so that they are reported again."""
-        self._known.pop(node, None)
+    def joined(self, node: str) -> None:
+        """Forget the notices of a node that is there again, so that they are reported again.
+
+        A person says a notice only once: it is reported now.
+        """
+        said = self._known.pop(node, {}).get(_USER)
+        if said is not None:
+            self.on_user(node, said.by_s - self._inbox.at_s())
 
     def on_ray(self, deadlines_ms: Mapping[str, int]) -> None:
         """Take in Ray's notices: a deadline in ms since the epoch by node, 0 if there is none."""
@@ -78,7 +94,7 @@ class Notices:
 
     def on_user(self, node: str, left_s: float) -> None:
         """Take in that a person wants the run to leave ``node`` within ``left_s``."""
-        self._note(node, _USER, True, left_s, "drained from the page")
+        self._note(node, _USER, True, left_s, DRAINED)
 
     def withdraw(self, node: str) -> bool:
         """Take that back; return whether there was anything to take back."""

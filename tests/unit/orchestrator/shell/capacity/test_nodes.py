@@ -188,6 +188,30 @@ def test_the_first_end_counts_of_what_a_node_knows_and_what_ray_was_told() -> No
     ]
 
 
+def test_a_drain_from_before_a_restart_holds_and_can_be_taken_back() -> None:
+    """Ray and keepers say theirs again; a person's was forgotten, and the run came back there."""
+    posted: list[Event] = []
+
+    async def play() -> None:
+        table = ClusterTable()
+        table.add(NODE)
+        nodes = nodes_of(table, posted.append, drained={NODE: 21.0})
+        await nodes.look()
+        view = nodes.views[NODE]
+        assert (view.state, view.notice) == ("draining", "drained from the page")
+        assert nodes.notices.withdraw(NODE)
+        assert (view.state, view.notice) == ("alive", "")
+        assert not nodes.notices.withdraw(NODE)
+
+    asyncio.run(play())
+
+    assert posted == [
+        NodeJoined(at_s=1.0, node=NODE),
+        NodeDraining(at_s=1.0, node=NODE, deadline_s=21.0, notice="drained from the page"),
+        NodeDraining(at_s=1.0, node=NODE, deadline_s=math.inf, notice=""),
+    ]
+
+
 def test_the_end_of_the_controllers_machine_is_told_though_no_worker_is_there(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
