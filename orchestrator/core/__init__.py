@@ -64,7 +64,6 @@ from orchestrator.core.handlers import (
     resume_without_journal,
 )
 from orchestrator.core.log import (
-    BY_OTHER_WORK,
     Basis,
     Compaction,
     Folded,
@@ -76,6 +75,7 @@ from orchestrator.core.log import (
     is_event,
     layout_text,
     starts,
+    suspects_shown,
     transition_records,
     verify,
     without_late_lines,

@@ -18,7 +18,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn
 from rich.table import Column
 from rich.text import Text
 
-from orchestrator.core import ACTIVE, BY_OTHER_WORK
+from orchestrator.core import ACTIVE, suspects_shown
 from orchestrator.driver.layout_plan import LayoutPlan
 from orchestrator.driver.traffic_plan import TrafficPlan
 from orchestrator.policies import Forecast, RecoveryPlan
@@ -489,14 +489,9 @@ def _details(status: Mapping[str, Any], *, verbose: bool) -> Iterator[str]:
 
 
 def _suspected(status: Mapping[str, Any]) -> dict[str, str]:
-    """Return what is suspected now, by what it is: busy machines in place of each rank on them."""
-    busy = status.get("busy", "")
-    shown = {
-        f"{one['kind']} {one['guilty']}": one["evidence"]
-        for one in status.get("suspects", ())
-        if not busy or one["kind"] not in BY_OTHER_WORK
-    }
-    return {"busy": busy, **shown} if busy else shown
+    """Return what is suspected now, by what it is."""
+    shown = suspects_shown(status.get("suspects", ()), status.get("busy", ""))
+    return {f"{one['kind']} {one['guilty']}": one["evidence"] for one in shown}
 
 
 def _safety(status: Mapping[str, Any]) -> Iterator[str]:

@@ -12,4 +12,4 @@ from orchestrator.core.log.journal_lines import (
     without_late_lines,
 )
 from orchestrator.core.log.stats import RunStats
-from orchestrator.core.log.suspected import BY_OTHER_WORK
+from orchestrator.core.log.suspected import suspects_shown

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from itertools import pairwise
+from typing import Any
 
 from orchestrator.diagnosis import Kind, Suspicion, listed
 
@@ -37,6 +38,14 @@ def busy(suspicions: Sequence[Suspicion], at_s: float) -> str:
     """Return that machines are busy at ``at_s``; "" unless a suspicion goes round."""
     spells = [spell for spell in _spells(suspicions) if spell[-1].since_s >= at_s - TOGETHER_S]
     return next((_busy(spell) for spell in spells if _goes_round(spell)), "")
+
+
+def suspects_shown(suspects: Sequence[Mapping[str, Any]], busy_now: str) -> list[Mapping[str, Any]]:
+    """Return what people see of the suspects of now: busy machines in place of ranks on them."""
+    if not busy_now:
+        return list(suspects)
+    row = {"kind": "busy", "guilty": "", "worker": "", "evidence": busy_now}
+    return [row, *(one for one in suspects if one["kind"] not in BY_OTHER_WORK)]
 
 
 def _spells(suspicions: Sequence[Suspicion]) -> list[list[Suspicion]]:

@@ -11,7 +11,7 @@ from hashlib import blake2b
 from typing import Any
 
 from orchestrator.config import RunConfig
-from orchestrator.core import RunStats
+from orchestrator.core import RunStats, suspects_shown
 from orchestrator.report import Scale, report_of, run_document, what_it_does, what_survives
 from orchestrator.run_directory import log_tail
 from orchestrator.shell.capacity import NodeView
@@ -145,7 +145,10 @@ class Live:
                 "workers": [self._worker(row) for row in described["members"]],
                 "standbys": [self._worker(row) for row in described["standbys"]],
                 "nodes": [_node(each, keepers) for each in sources.views.values()],
-                "suspects": [_suspect(one) for one in described["suspects"]],
+                "suspects": [
+                    {name: one[name] for name in ("kind", "worker", "evidence")}
+                    for one in suspects_shown(described["suspects"], stats.busy(sources.at_s()))
+                ],
                 "min_workers": config.workers.min,
                 "max_workers": config.workers.max,
             },
@@ -174,10 +177,6 @@ def _node(view: NodeView, keepers: Mapping[str, Mapping[str, Any]]) -> dict[str,
         "held_bytes": keeper.get("held_bytes", 0),
         "budget_bytes": keeper.get("budget_bytes", 0),
     }
-
-
-def _suspect(one: Mapping[str, Any]) -> dict[str, Any]:
-    return {name: one[name] for name in ("kind", "worker", "evidence")}
 
 
 def _safe(redundancy: Mapping[str, Any]) -> list[list[str]]:

@@ -13,7 +13,9 @@ from typing import Any
 
 import aiohttp
 
-from orchestrator.core import Incident, RunStats
+from orchestrator.core import Incident, RunStats, transition_records
+from orchestrator.core.events import Suspected
+from orchestrator.diagnosis import Guilty, Kind, Suspicion
 from orchestrator.report import write_report
 from orchestrator.shell.serve import Live, StatusPage
 from orchestrator.shell.serve.curves import Curves
@@ -258,6 +260,34 @@ def test_the_page_has_loss_incidents_and_workers(tmp_path: Path) -> None:
     assert (worker["seconds"], worker["compute_s"]) == ("r" * 60, 0.3)
     assert [node["state"] for node in document["live"]["nodes"]] == ["alive", "alive"]
     assert (document["unit"], document["goal"]) == ("tokens", 60)
+
+
+def test_busy_machines_are_one_line_on_the_page_as_well(tmp_path: Path) -> None:
+    """It named each rank in turn, where terminal and report had one line."""
+    slow = [
+        Suspicion(
+            kind=Kind.SLOW_COMPUTE,
+            guilty=Guilty(ranks=(rank,)),
+            confidence=0.5,
+            since_s=60.0 + rank,
+            evidence=f"rank {rank} is slow",
+            worker=f"w{rank}",
+        )
+        for rank in range(4)
+    ]
+    stats = RunStats()
+    for one in slow:
+        event = Suspected(at_s=one.since_s, attempt=1, suspects=(one,))
+        for record in transition_records(event, (), attempt=1):
+            stats.add(record)
+    rank = {"kind": "slow_compute", "worker": "w3", "evidence": "rank 3 is slow"}
+    slow_link = {"kind": "slow_link", "worker": "", "evidence": "a link is slow"}
+    live = live_page(tmp_path, stats=stats, described={"suspects": [rank, slow_link]})
+
+    busy, link = json.loads(asyncio.run(live.document()))["live"]["suspects"]
+
+    assert busy["evidence"].startswith("Ranks 0, 1, 2, 3 seemed slow in turn, 4 times in 3 s")
+    assert link["evidence"] == "a link is slow"
 
 
 def test_curves_read_what_is_new_and_take_back_what_is_redone(tmp_path: Path) -> None:
