@@ -32,7 +32,8 @@ def main() -> None:
             incidents = "document.querySelectorAll('[data-incident]').length"
             while demo.poll() is None and browser.run(incidents) < INCIDENTS:
                 time.sleep(0.5)
-            time.sleep(5)  # for the workers that came last to have a past to show
+            # The workers that came last have a past to show.
+            browser.await_true("run.live.workers.every(each => each.seconds.length >= 8)")
             browser.screenshot(IMAGES / "live_page.png", size=(WIDTH, HEIGHT))
             assert demo.wait() == 0
             browser.open(f"file://{run}/report.html", width=WIDTH)
