@@ -13,6 +13,7 @@ from torch.distributed.tensor import DTensor
 from torch.distributed.tensor.parallel import ParallelStyle, parallelize_module
 
 from workers.errors import LayoutRefusedError, TaskError
+from workers.parallel.dropout import draw_by_part, is_cut
 from workers.parallel.fsdp import keeping_shared, own_names
 from workers.parallel.hub import cut_experts, cut_tensors
 from workers.parallel.mesh import Mesh
@@ -26,7 +27,8 @@ class ModelPlan:
     Attributes:
         tensor: A style of ``torch.distributed.tensor.parallel`` for each module that tensor
             parallelism cuts, by its name; ``*`` stands for one part of a name. Modules without one
-            are whole on every rank. A model of ``transformers`` brings its own.
+            are whole on every rank. ``nn.Dropout`` with ``ColwiseParallel()`` drops of each rank's
+            part. A model of ``transformers`` brings its own.
         keep_stage: Called with the whole model on the meta device, the number of a stage and their
             number; removes what that stage does not have, and renames nothing. A stage but the
             first is called with what the one before returned: tensors, of the same shape for every
@@ -111,9 +113,13 @@ def _cut_by_styles(
         for pattern, style in styles.items()
         if _is_named(name, pattern)
     ]
-    cut = cut_plainly if are_plain(styled) else _cut_by_torch
-    for module, style in styled:
+    matrices = [(module, style) for module, style in styled if not is_cut(module, style)]
+    cut = cut_plainly if are_plain(matrices) else _cut_by_torch
+    for module, style in matrices:
         cut(module, style, mesh)
+    for module, style in styled:
+        if is_cut(module, style):
+            draw_by_part(module, mesh)
 
 
 def _cut_by_torch(module: nn.Module, style: ParallelStyle, mesh: DeviceMesh) -> None:

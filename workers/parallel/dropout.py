@@ -1,0 +1,44 @@
+"""Dropout of what tensor parallelism cuts: each rank has another part, and draws for it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor.parallel import ColwiseParallel, ParallelStyle
+
+
+def is_cut(module: nn.Module, style: ParallelStyle) -> bool:
+    """Return whether a dropout gets columns, or heads, that other ranks do not have."""
+    return type(module) is nn.Dropout and type(style) is ColwiseParallel
+
+
+def draw_by_part(module: Any, mesh: DeviceMesh) -> None:
+    """Have a dropout draw another mask on each rank of ``mesh``.
+
+    A number that all ranks draw alike is its seed, so a pass that is repeated draws the same mask,
+    and whatever is whole draws afterwards what it draws on the other ranks.
+    """
+    module.forward = partial(_drop, module, module.forward, mesh.get_local_rank())
+
+
+def _drop(module: Any, forward: Callable[[Tensor], Tensor], part: int, given: Tensor) -> Tensor:
+    if not module.training or given.is_meta:
+        return forward(given)
+    seed = int(torch.randint(1 << 62, ()))
+    device = given.device
+    generator = (
+        torch.default_generator
+        if device.type == "cpu"
+        else torch.get_device_module(device).default_generators[device.index]
+    )
+    state = generator.get_state()
+    generator.manual_seed(seed + part)
+    try:
+        return forward(given)
+    finally:
+        generator.set_state(state)
